@@ -1,0 +1,57 @@
+"""compressx prunes Hugging Face transformer language models.
+
+This module is the public API. Names are imported when they are first used, so that `import compressx` (and with it
+the command line's help) does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from compressx._version import __version__
+from compressx.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from compressx.errors import (
+        ArtifactError,
+        CalibrationError,
+        CompressxError,
+        PluginError,
+        RecipeError,
+        UnsupportedModelError,
+    )
+    from compressx.patterns import NM, FixedMask, Pattern, Unstructured, drop_lowest, keep_mask, keep_masks
+    from compressx.pruner import Block, BlockCall, Linear, Pruner, PruneResult, PrunerSpec, Statistic
+    from compressx.report import BlockReport, LayerReport, RunReport
+    from compressx.run import plan, run
+    from compressx.statistics import FeatureNorms, Hessian, SequenceSample
+
+_HOME = {
+    "errors": ["ArtifactError", "CalibrationError", "CompressxError", "PluginError", "RecipeError",
+               "UnsupportedModelError"],
+    "patterns": ["NM", "FixedMask", "Pattern", "Unstructured", "drop_lowest", "keep_mask", "keep_masks"],
+    "pruner": ["Block", "BlockCall", "Linear", "PruneResult", "Pruner", "PrunerSpec", "Statistic"],
+    "report": ["BlockReport", "LayerReport", "RunReport"],
+    "run": ["plan", "run"],
+    "statistics": ["FeatureNorms", "Hessian", "SequenceSample"],
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [  # noqa: PLE0604 - the lazily imported names are those of _MODULE_OF
+    "__version__",
+    "hookimpl",
+    *sorted(_MODULE_OF),
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'compressx' has no attribute {name!r}")
+    value = getattr(import_module(f"compressx.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

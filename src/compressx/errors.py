@@ -1,0 +1,54 @@
+"""Every error that compressx raises on purpose.
+
+The command line prints a `CompressxError` as one message and exits with 2; any other exception is a defect and
+shows its traceback. Each message says what was wrong, where, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class CompressxError(Exception):
+    """An error that the user can mend; its message stands alone, without a traceback."""
+
+
+class RecipeError(CompressxError):
+    """The recipe is wrong. The message begins with `file:line:column`."""
+
+
+class PluginError(CompressxError):
+    """A plugin cannot be loaded, or broke the contract of `compressx.Pruner`. The message names the plugin."""
+
+
+class UnsupportedModelError(CompressxError):
+    """The model cannot be pruned this way. The message says why and what to use instead."""
+
+
+class CalibrationError(CompressxError):
+    """Calibration or evaluation text is missing, too short, or gives statistics that cannot be used."""
+
+
+class ArtifactError(CompressxError):
+    """A file cannot be read, verified or written. The message names the file."""
+
+
+def did_you_mean(value: str, valid: Iterable[str]) -> str:
+    """Say which valid name is nearest to `value`, and list them all when they are few.
+
+    Args:
+        value: what the user wrote.
+        valid: the names that would have been accepted.
+
+    Returns:
+        A clause such as `did you mean 'wanda'? valid: alps, magnitude, wanda`, or the empty string.
+    """
+    names = sorted(set(valid))
+    close = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    return f"{hint}valid: {shown}" if names else hint.strip()

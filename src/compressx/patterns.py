@@ -1,0 +1,174 @@
+"""Sparsity patterns, and the masks they make of scores.
+
+A mask is bool with True = keep, and `sparsity` is the fraction of zeros (torch.ao multiplies weights by the mask).
+Counts are exact: of `n` competing weights exactly `round(sparsity * n)` are dropped, ties going to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Group: TypeAlias = Literal["row", "layer", "joint"]
+
+
+@dataclass(frozen=True)
+class Unstructured:
+    """Zeros anywhere within a group.
+
+    Attributes:
+        sparsity: fraction of zeros, in [0, 1).
+        group: what competes for the budget: each output `row`, the whole `layer`, or `joint`, all linears that one
+            recipe rule names in one block.
+    """
+
+    sparsity: float
+    group: Group = "row"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.sparsity < 1.0:
+            raise ValueError(f"sparsity is the fraction of zeros and lies in [0, 1), got {self.sparsity}")
+
+    def __str__(self) -> str:
+        return f"{self.sparsity:.0%} {self.group}" if round(self.sparsity * 100, 6) % 1 == 0 else (
+            f"{self.sparsity:.2%} {self.group}"
+        )
+
+
+@dataclass(frozen=True)
+class NM:
+    """N:M sparsity: of every `of` consecutive input features, `keep` survive.
+
+    Published tools disagree on what the first number counts; here it is the weights that are *kept*.
+    """
+
+    keep: int
+    of: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.keep <= self.of:
+            raise ValueError(f"N:M keeps N of every M weights with 1 <= N <= M, got {self.keep}:{self.of}")
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of zeros."""
+        return 1.0 - self.keep / self.of
+
+    def __str__(self) -> str:
+        return f"{self.keep}:{self.of}"
+
+
+@dataclass(frozen=True, eq=False)
+class FixedMask:
+    """A mask that is given: how a recipe hands one pruner's selection to another that only reconstructs.
+
+    Attributes:
+        keep: bool [out_features, in_features], True = keep.
+        chosen_as: the pattern that it was selected for.
+    """
+
+    keep: Tensor
+    chosen_as: Unstructured | NM
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of zeros that the selection was asked for."""
+        return self.chosen_as.sparsity
+
+    def __str__(self) -> str:
+        return str(self.chosen_as)
+
+
+Pattern: TypeAlias = Unstructured | NM | FixedMask
+
+
+def zeros_in(pattern: Pattern, out_features: int, in_features: int) -> int | None:
+    """Count the zeros that `pattern` puts into one weight; None for `joint`, where only the total is fixed."""
+    if isinstance(pattern, FixedMask):
+        return int(pattern.keep.numel() - pattern.keep.sum())
+    if isinstance(pattern, NM):
+        return out_features * (in_features // pattern.of) * (pattern.of - pattern.keep)
+    if pattern.group == "row":
+        return out_features * round(pattern.sparsity * in_features)
+    if pattern.group == "layer":
+        return round(pattern.sparsity * out_features * in_features)
+    return None
+
+
+def drop_lowest(scores: Tensor, count: int) -> Tensor:
+    """Mark all but the `count` lowest scores of each row.
+
+    Args:
+        scores: [groups, n], finite.
+        count: how many of each row to drop, 0 <= count <= n.
+
+    Returns:
+        bool [groups, n], True = keep, with exactly `count` False in each row; among equal scores the first is dropped.
+
+    Raises:
+        ValueError: when a score is not finite, since no order exists then.
+    """
+    if not torch.isfinite(scores).all():
+        raise ValueError("scores must be finite: there are NaN or infinite weights or statistics")
+    if count == 0:
+        return torch.ones_like(scores, dtype=torch.bool)
+    threshold = scores.kthvalue(count, dim=1, keepdim=True).values  # [groups, 1]
+    below = scores < threshold
+    tied = scores == threshold
+    missing = count - below.sum(dim=1, keepdim=True)
+    return ~(below | (tied & (tied.cumsum(dim=1) <= missing)))
+
+
+def keep_mask(scores: Tensor, pattern: Pattern) -> Tensor:
+    """Turn the scores of one weight into its mask.
+
+    Args:
+        scores: [out_features, in_features]; the lowest are dropped.
+        pattern: what to keep. `joint` over a single weight is the same as `layer`.
+
+    Returns:
+        bool [out_features, in_features], True = keep.
+
+    Raises:
+        ValueError: scores that are not finite, or in_features not divisible by the pattern's `of`.
+    """
+    rows, columns = scores.shape
+    if isinstance(pattern, FixedMask):
+        return pattern.keep
+    if isinstance(pattern, NM):
+        if columns % pattern.of:
+            raise ValueError(f"in_features {columns} is not divisible by {pattern.of} (pattern {pattern})")
+        return drop_lowest(scores.reshape(-1, pattern.of), pattern.of - pattern.keep).view(rows, columns)
+    if pattern.group == "row":
+        return drop_lowest(scores, round(pattern.sparsity * columns))
+    return drop_lowest(scores.reshape(1, -1), round(pattern.sparsity * scores.numel())).view(rows, columns)
+
+
+def keep_masks(scores: Mapping[str, Tensor], patterns: Mapping[str, Pattern]) -> dict[str, Tensor]:
+    """Turn the scores of several weights into masks; those whose group is `joint` share one threshold.
+
+    Args:
+        scores: by linear name, each [out_features, in_features].
+        patterns: by linear name; the joint ones must have the same sparsity.
+
+    Returns:
+        By linear name, bool [out_features, in_features], True = keep.
+
+    Raises:
+        ValueError: as `keep_mask`, or joint patterns that differ in sparsity.
+    """
+    joint = [n for n, p in patterns.items() if isinstance(p, Unstructured) and p.group == "joint"]
+    masks = {n: keep_mask(scores[n], patterns[n]) for n in patterns if n not in joint}
+    if joint:
+        sparsities = {patterns[n].sparsity for n in joint}
+        if len(sparsities) > 1:
+            raise ValueError(f"linears that compete jointly need one sparsity, got {sorted(sparsities)}")
+        flat = torch.cat([scores[n].reshape(-1) for n in joint])
+        kept = drop_lowest(flat[None], round(sparsities.pop() * flat.numel()))[0]
+        for name, part in zip(joint, kept.split([scores[n].numel() for n in joint]), strict=True):
+            masks[name] = part.view(scores[name].shape)
+    return {n: masks[n] for n in patterns}

@@ -1,0 +1,178 @@
+"""What a pruner sees and returns: the contract between the host and every plugin.
+
+The host observes, applies and writes; a plugin only returns values. `prune` is given a *whole decoder block*, because
+some methods need several linears at once (attention pruning needs query and key together).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from compressx.patterns import Group, Pattern
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Reduction: TypeAlias = Literal["sum", "max", "cat"]
+
+
+@runtime_checkable
+class Statistic(Protocol):
+    """A running summary of what enters a linear; never a store of activations unless its name says so.
+
+    Two *fresh* statistics that compare equal (`==`) and see the same input are computed once and shared, so a
+    dataclass should leave its accumulators out of the comparison (`field(compare=False)`).
+    """
+
+    def update(self, x: Tensor) -> None:
+        """Take in one batch.
+
+        Args:
+            x: [batch, tokens, in_features] in the model's dtype; [tokens, in_features] behind a router.
+        """
+
+    def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
+        """Return what has been gathered, each with how it combines across processes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """One prunable weight, always seen as [out_features, in_features] however its module stores it.
+
+    Attributes:
+        name: fully qualified name in the model, such as `model.layers.0.self_attn.q_proj`.
+        module: the module that owns the weight; its input is the linear's input.
+        transposed: the module stores [in_features, out_features] (transformers' Conv1D, as in GPT-2).
+    """
+
+    name: str
+    module: nn.Module
+    transposed: bool = False
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as a view [out_features, in_features], without autograd history."""
+        stored = self.module.get_parameter("weight").detach()
+        return stored.T if self.transposed else stored
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias [out_features], or None."""
+        bias: Tensor | None = getattr(self.module, "bias", None)
+        return None if bias is None else bias.detach()
+
+    @property
+    def out_features(self) -> int:
+        """Number of outputs."""
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Number of inputs."""
+        return self.weight.shape[1]
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """The arguments, besides the hidden states, with which the model calls a block for one batch.
+
+    Attributes:
+        args: positional arguments after the hidden states.
+        kwargs: keyword arguments: attention mask, rotary embeddings, position ids, cache flags.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One decoder block.
+
+    Attributes:
+        index: position in the model, from 0.
+        fqn: fully qualified name, such as `model.layers.0`.
+        module: the block. A plugin reads it and never changes it.
+        linears: the block's prunable linears by fully qualified name.
+        calls: the block's other arguments, one entry for each calibration batch. Empty while a recipe is planned.
+        config: the transformers text config of the model.
+    """
+
+    index: int
+    fqn: str
+    module: nn.Module
+    linears: Mapping[str, Linear]
+    calls: Sequence[BlockCall]
+    config: Any
+
+
+@dataclass(frozen=True, eq=False)
+class PruneResult:
+    """What a pruner decided for one linear.
+
+    Attributes:
+        keep: bool [out_features, in_features], True = keep.
+        weight: the surviving weights' new values [out_features, in_features] in any float dtype; None leaves them.
+        info: figures for the report, such as the damping that was needed.
+    """
+
+    keep: Tensor
+    weight: Tensor | None = None
+    info: Mapping[str, float] = field(default_factory=dict)
+
+
+class Pruner(Protocol):
+    """Selects which weights of a block survive, and may give the survivors new values."""
+
+    def observe(self, block: Block, name: str) -> Statistic | None:
+        """Return a fresh statistic for the linear `name`, or None when no calibration is needed for it."""
+
+    def prune(
+        self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic]
+    ) -> Mapping[str, PruneResult]:
+        """Decide for every linear named in `patterns`.
+
+        Args:
+            block: the still unpruned block.
+            patterns: what each linear has to become, by name.
+            stats: the statistics that `observe` asked for, by name, filled.
+
+        Returns:
+            One result for each name in `patterns`.
+        """
+
+
+@dataclass(frozen=True)
+class PrunerSpec:
+    """How a plugin offers a pruner to recipes.
+
+    Attributes:
+        name: what a recipe writes after `pruner:`.
+        summary: one line for `compressx plugins`.
+        options: pydantic model of the recipe's `options:`; unknown options are refused whatever its own config says.
+        build: makes the pruner from validated options.
+        groups: the budgets that it supports for unstructured sparsity, the first being its default.
+        nm: whether it supports N:M.
+        reconstructs: whether it accepts `FixedMask`, so that a recipe can name it after `reconstruct:`.
+        check: raises `UnsupportedModelError` when a block (without weights) cannot be pruned this way; called while
+            the recipe is planned, with the patterns of the linears that the rule took in that block.
+    """
+
+    name: str
+    summary: str
+    options: type[BaseModel]
+    build: Callable[[Any], Pruner]
+    groups: tuple[Group, ...] = ("row", "layer", "joint")
+    nm: bool = True
+    reconstructs: bool = False
+    check: Callable[[Block, Mapping[str, Pattern]], None] | None = None
+
+
+def sparsity_of(keep: Tensor) -> float:
+    """Count the fraction of zeros in a mask."""
+    return 1.0 - torch.count_nonzero(keep).item() / keep.numel()
