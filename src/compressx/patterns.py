@@ -34,9 +34,7 @@ class Unstructured:
             raise ValueError(f"sparsity is the fraction of zeros and lies in [0, 1), got {self.sparsity}")
 
     def __str__(self) -> str:
-        return f"{self.sparsity:.0%} {self.group}" if round(self.sparsity * 100, 6) % 1 == 0 else (
-            f"{self.sparsity:.2%} {self.group}"
-        )
+        return f"{100 * self.sparsity:.6g}% {self.group}"
 
 
 @dataclass(frozen=True)

@@ -45,25 +45,32 @@ class Linear:
     """One prunable weight, always seen as [out_features, in_features] however its module stores it.
 
     Attributes:
-        name: fully qualified name in the model, such as `model.layers.0.self_attn.q_proj`.
-        module: the module that owns the weight; its input is the linear's input.
+        name: fully qualified name in the model, such as `model.layers.0.self_attn.q_proj`; one of many fused experts
+            ends in its parameter and number, as in `model.layers.0.mlp.experts.down_proj.3`.
+        module: the module that owns the weight.
+        parameter: name of the weight in the module.
         transposed: the module stores [in_features, out_features] (transformers' Conv1D, as in GPT-2).
+        expert: which slice of a fused [experts, out_features, in_features] parameter this is; None for a whole one.
     """
 
     name: str
     module: nn.Module
+    parameter: str = "weight"
     transposed: bool = False
+    expert: int | None = None
 
     @property
     def weight(self) -> Tensor:
         """The weight as a view [out_features, in_features], without autograd history."""
-        stored = self.module.get_parameter("weight").detach()
+        stored = self.module.get_parameter(self.parameter).detach()
+        if self.expert is not None:
+            return stored[self.expert]
         return stored.T if self.transposed else stored
 
     @property
     def bias(self) -> Tensor | None:
         """The bias [out_features], or None."""
-        bias: Tensor | None = getattr(self.module, "bias", None)
+        bias: Tensor | None = getattr(self.module, "bias", None) if self.expert is None else None
         return None if bias is None else bias.detach()
 
     @property

@@ -1,0 +1,52 @@
+# `make quickstart` prunes a real model on a fresh machine; `make test` is what CI runs; `make check` is for every save.
+# On Linux without a GPU, PyPI's torch brings gigabytes of CUDA. This takes the CPU build instead:
+#   make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+RECIPE ?= recipes/quickstart.yaml
+
+.PHONY: quickstart test check format clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/compressx run $(RECIPE)
+
+test: $(VENV)/.installed-dev
+	$(MAKE) lint
+	COVERAGE_CORE=sysmon $(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered --durations=15
+
+check: $(VENV)/.installed-dev
+	$(MAKE) lint
+	$(BIN)/python -m pytest -m "not slow" -q
+
+.PHONY: lint
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .import_linter_cache
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: a later resolution then keeps the build that was chosen here.
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	touch $@
+
+$(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
+	$(PIP) install -c constraints.txt --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install -c constraints.txt --editable '.[dev]'
+	touch $@

@@ -1,0 +1,5 @@
+"""`python -m compressx`."""
+
+from compressx.cli import main
+
+main()

@@ -1,0 +1,139 @@
+"""The command line: `compressx run | plan | plugins`.
+
+Exit status: 0 done, 2 an error that the user can mend (one message, no traceback), 1 a defect (with its traceback),
+130 interrupted. Output is plain when standard output is not a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from compressx._version import __version__
+
+if TYPE_CHECKING:
+    from compressx.plan import Plan
+    from compressx.plugins import Plugins
+    from compressx.report import RunReport
+
+_Command = TypeVar("_Command", bound=Callable[..., None])
+
+
+@dataclass(frozen=True)
+class _Host:
+    """What the options before the command say."""
+
+    modules: tuple[str, ...]
+    blocked: tuple[str, ...]
+
+    def plugins(self) -> Plugins:
+        from compressx.plugins import load_plugins
+
+        return load_plugins(modules=self.modules, blocked=self.blocked)
+
+
+def _errors_for_users(command: _Command) -> _Command:
+    """Print a `CompressxError` as one message and exit with 2; let everything else show its traceback."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        from compressx.errors import CompressxError
+
+        try:
+            command(*args, **kwargs)
+        except CompressxError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            click.echo("interrupted; nothing was written", err=True)
+            sys.exit(130)
+
+    return wrapped  # type: ignore[return-value]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="compressx")
+@click.option("--plugin", "modules", multiple=True, metavar="MODULE", help="Load a plugin module; may be repeated.")
+@click.option("-p", "blocked", multiple=True, metavar="no:NAME", help="Block a plugin before it is imported.")
+@click.pass_context
+def cli(context: click.Context, modules: tuple[str, ...], blocked: tuple[str, ...]) -> None:
+    """Prune Hugging Face transformer language models by recipe."""
+    for value in blocked:
+        if not value.startswith("no:") or value == "no:":
+            raise click.BadParameter(f"expected no:NAME, got {value!r}", param_hint="-p")
+    context.obj = _Host(modules, tuple(b.removeprefix("no:") for b in blocked))
+
+
+_set = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
+                    help="Override a recipe value, such as calibration.samples=8; may be repeated.")  # fmt: skip
+
+
+@cli.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@_set
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("-v", "--verbose", is_flag=True, help="A line for every pruned layer, with its figures.")
+@click.option("-q", "--quiet", is_flag=True, help="Nothing but errors.")
+@click.pass_obj
+@_errors_for_users
+def run(host: _Host, recipe: Path, overrides: tuple[str, ...], device: str, verbose: bool, quiet: bool) -> None:
+    """Prune the model of RECIPE and write its output folder."""
+    from compressx import terminal
+    from compressx.recipe import load_recipe
+    from compressx.run import run as run_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    plugins = host.plugins()
+    if verbose and not quiet:
+        plugins.manager.register(terminal.LayerLines(), name="terminal")
+    with terminal.progress(quiet=quiet) as tell:
+        report = run_recipe(loaded, plugins=plugins, progress=tell, device=device)  # type: ignore[arg-type]
+    if not quiet:
+        terminal.print_summary(report, loaded.recipe.output)
+
+
+@cli.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@_set
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.pass_obj
+@_errors_for_users
+def plan(host: _Host, recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Check RECIPE and show what would happen to every linear, without loading weights."""
+    from compressx import terminal
+    from compressx.run import plan as plan_recipe
+
+    planned = plan_recipe(recipe, plugins=host.plugins(), overrides=overrides)
+    if as_json:
+        click.echo(json.dumps(planned.to_dict(), indent=1))
+    else:
+        terminal.print_plan(planned)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the records as JSON.")
+@click.pass_obj
+@_errors_for_users
+def plugins(host: _Host, as_json: bool) -> None:
+    """Show every plugin: where it came from, whether it loaded, and its pruners."""
+    from compressx import terminal
+
+    records = host.plugins().records
+    if as_json:
+        import dataclasses
+
+        click.echo(json.dumps([dataclasses.asdict(r) for r in records], indent=1))
+    else:
+        terminal.print_plugins(records)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    cli.main(args=None if arguments is None else list(arguments), prog_name="compressx")

@@ -1,0 +1,172 @@
+"""The file of masks: safetensors with bit-packed masks and a digest over everything.
+
+Tensor `<name>.mask` is uint8 [ceil(out_features * in_features / 8)]. Bit `i` (the least significant is 0) of byte `b`
+is element `8 b + i` of the row-major mask [out_features, in_features]; the bits after the last element are 0. The
+metadata key `compressx` holds JSON: `format`, `version`, `masks` (shape, pattern, pruner and sha256 by name) and
+`digest`, the sha256 of the masks' descriptions and bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor, nn
+
+from compressx.errors import ArtifactError
+from compressx.files import atomic_write, os_errors_named
+
+
+@dataclass(frozen=True, eq=False)
+class MaskEntry:
+    """The mask of one linear.
+
+    Attributes:
+        keep: bool [out_features, in_features], True = keep, however the module stores its weight.
+        pattern: what was asked for, such as `2:4` or `50% row`.
+        pruner: name of the pruner that selected.
+        sha256: `weight_sha256` of the weight before pruning.
+    """
+
+    keep: Tensor
+    pattern: str
+    pruner: str
+    sha256: str
+
+    def __post_init__(self) -> None:
+        if self.keep.dtype != torch.bool or self.keep.dim() != 2 or self.keep.numel() == 0:
+            raise ValueError(f"a mask is bool [out_features, in_features], got {self.keep.dtype} {[*self.keep.shape]}")
+
+
+_HEX_SHA256 = "^[0-9a-f]{64}$"
+
+
+class _StoredMask(BaseModel):
+    """What the file says about one mask besides its bits."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)]
+    pattern: str
+    pruner: str
+    sha256: str = Field(pattern=_HEX_SHA256)
+
+
+class _Header(BaseModel):
+    """The JSON under the metadata key `compressx`: one key, since safetensors writes several in no fixed order."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    format: Literal["masks"] = "masks"
+    version: Literal[1] = 1
+    digest: str = Field(pattern=_HEX_SHA256)
+    masks: dict[str, _StoredMask]
+
+
+def write_masks(path: Path, entries: Mapping[str, MaskEntry]) -> None:
+    """Write masks by the names of their linears, atomically; equal masks give equal bytes.
+
+    Raises:
+        ArtifactError: when the file cannot be written; an older one is untouched then.
+    """
+    from safetensors.torch import save
+
+    packed = {name: _pack(entry.keep.cpu()) for name, entry in entries.items()}
+    stored = {
+        name: _StoredMask(shape=[*e.keep.shape], pattern=e.pattern, pruner=e.pruner, sha256=e.sha256)
+        for name, e in entries.items()
+    }
+    header = _Header(digest=_digest(stored, packed), masks=stored)
+    tensors = {f"{name}.mask": bits for name, bits in packed.items()}
+    atomic_write(path, save(tensors, metadata={"compressx": header.model_dump_json()}))
+
+
+def read_masks(path: Path) -> dict[str, MaskEntry]:
+    """Read what `write_masks` wrote.
+
+    Raises:
+        ArtifactError: a file that cannot be read, or is anything but a whole and unchanged file of masks.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with os_errors_named("read", path), safe_open(path, framework="pt") as file:
+            header = _read_header(path, file.metadata())
+            packed = _read_bits(path, file, header)
+    except SafetensorError as error:
+        raise ArtifactError(f"{path} is no safetensors file, or not all of one: {error}") from error
+    if _digest(header.masks, packed) != header.digest:
+        raise ArtifactError(f"{path} was changed after it was written (its digest differs); take another copy")
+    return {
+        name: MaskEntry(_unpack(packed[name], mask.shape), mask.pattern, mask.pruner, mask.sha256)
+        for name, mask in header.masks.items()
+    }
+
+
+def weight_sha256(weight: Tensor) -> str:
+    """Hash the bytes of a weight [out_features, in_features], row-major, in its own dtype: sha256, hexadecimal."""
+    flat = weight.detach().cpu().contiguous().view(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+
+
+def _bit_values() -> Tensor:
+    return torch.tensor([1 << i for i in range(8)], dtype=torch.uint8)
+
+
+def _pack(keep: Tensor) -> Tensor:
+    """Pack bool [out, in] into uint8 [ceil(out * in / 8)], least significant bit first."""
+    padded = nn.functional.pad(keep.reshape(-1), (0, -keep.numel() % 8))
+    return (padded.view(-1, 8) * _bit_values()).sum(dim=1, dtype=torch.uint8)
+
+
+def _unpack(bits: Tensor, shape: list[int]) -> Tensor:
+    flat = (bits[:, None] & _bit_values()).bool().view(-1)  # [bytes, 8] -> [bytes * 8]
+    return flat[: shape[0] * shape[1]].view(*shape)
+
+
+def _digest(stored: Mapping[str, _StoredMask], packed: Mapping[str, Tensor]) -> str:
+    described = json.dumps([[name, mask.model_dump()] for name, mask in stored.items()])
+    digest = hashlib.sha256(described.encode())
+    for name in stored:
+        digest.update(packed[name].numpy().data)
+    return digest.hexdigest()
+
+
+def _read_header(path: Path, metadata: Mapping[str, str] | None) -> _Header:
+    text = (metadata or {}).get("compressx")
+    if text is None:
+        raise ArtifactError(f"{path} is a safetensors file, but no masks file: its metadata has no key 'compressx'")
+    try:
+        return _Header.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "compressx"
+        raise ArtifactError(
+            f"{path}: {where} in its metadata is {str(first['input'])[:80]!r}: {first['msg']}; it is damaged, or "
+            "another version of compressx wrote it"
+        ) from error
+
+
+def _read_bits(path: Path, file: Any, header: _Header) -> dict[str, Tensor]:
+    """Read each mask's packed bits, having compared names, dtypes and lengths with the header."""
+    found, expected = set(file.keys()), {f"{name}.mask" for name in header.masks}
+    if odd := sorted(found ^ expected):
+        raise ArtifactError(f"{path}: its tensors and its metadata disagree about {', '.join(odd[:5])}")
+    packed = {}
+    for name, mask in header.masks.items():
+        elements = mask.shape[0] * mask.shape[1]
+        part = file.get_slice(f"{name}.mask")
+        kind, expected_kind = (part.get_dtype(), part.get_shape()), ("U8", [-(-elements // 8)])
+        if kind != expected_kind:
+            raise ArtifactError(
+                f"{path}: the mask of {name} is stored as {kind[0]} {kind[1]}, expected {expected_kind[0]} "
+                f"{expected_kind[1]} for shape {mask.shape}"
+            )
+        packed[name] = file.get_tensor(f"{name}.mask")
+        if elements % 8 and int(packed[name][-1]) >> elements % 8:
+            raise ArtifactError(f"{path}: the mask of {name} has bits set after its last element")
+    return packed

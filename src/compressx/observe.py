@@ -1,0 +1,128 @@
+"""Forward hooks that feed statistics while a block runs, each distinct input summarised once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from compressx.errors import CalibrationError
+from compressx.pruner import Linear, Statistic
+
+
+def observe(
+    linears: Mapping[str, Linear],
+    wanted: dict[str, dict[str, Statistic]],
+    passes: Sequence[Callable[[], Any]],
+) -> None:
+    """Run a block and fill the statistics that its linears' pruners asked for.
+
+    Linears that are handed the same tensor (query, key and value; gate and up) share every statistic that compares
+    equal: `wanted` is updated in place so that they hold one object.
+
+    Args:
+        linears: by name.
+        wanted: by linear name, then by the role that asked; fresh statistics.
+        passes: each runs the block on one batch.
+
+    Raises:
+        CalibrationError: an input that is not finite, or a linear that no batch reached; the message names it.
+    """
+    asked = {name: stats for name, stats in wanted.items() if stats}
+    if not asked:
+        return
+    feed = _Feed(asked)
+    experts = {name: linears[name] for name in asked if linears[name].expert is not None}
+    with ExitStack() as hooks:
+        for name in asked.keys() - experts.keys():
+            hooks.enter_context(_input_of(linears[name].module, partial(feed, name)))
+        if experts:
+            hooks.enter_context(_inputs_of_experts(experts, feed))
+        for run in passes:
+            run()
+            feed.forget_batch()
+    if missed := sorted(set(asked) - feed.reached):
+        raise CalibrationError(
+            f"no calibration token reached {missed[0]}"
+            + (f" and {len(missed) - 1} more" if len(missed) > 1 else "")
+            + "; use more samples, or leave it out of the recipe's targets"
+        )
+
+
+class _Feed:
+    """Hands each input to the statistics of its linear, once for all linears that share both."""
+
+    def __init__(self, wanted: dict[str, dict[str, Statistic]]) -> None:
+        self.wanted = wanted
+        self.reached: set[str] = set()
+        # Of the batch that is running: each distinct input and the statistics that have taken it in. Inputs are held
+        # so that no two are ever one address.
+        self.batch: list[tuple[Tensor, list[Statistic]]] = []
+
+    def __call__(self, name: str, x: Tensor) -> None:
+        took = next((statistics for seen, statistics in self.batch if seen is x), None)
+        if took is None:
+            if not torch.isfinite(x).all():
+                raise CalibrationError(f"the input of {name} has NaN or infinite values on the calibration text")
+            took = []
+            self.batch.append((x, took))
+        first = name not in self.reached
+        self.reached.add(name)
+        for role, mine in self.wanted[name].items():
+            if any(mine is s for s in took):
+                continue
+            # Only fresh statistics are alike when they compare equal, so sharing is settled at the first batch.
+            twin = next((s for s in took if first and s == mine), None)
+            if twin is not None:
+                self.wanted[name][role] = twin
+            else:
+                mine.update(x)
+                took.append(mine)
+
+    def forget_batch(self) -> None:
+        """Let go of the inputs of the batch that has run."""
+        self.batch.clear()
+
+
+@contextmanager
+def _input_of(module: nn.Module, take: Callable[[Tensor], None]) -> Iterator[None]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        take(args[0] if args else next(iter(kwargs.values())))
+
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _inputs_of_experts(experts: Mapping[str, Linear], take: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Watch the products with slices of fused expert parameters.
+
+    Fused experts are no modules, so they have no hooks. Transformers' plain implementation multiplies with one slice
+    at a time through `torch.nn.functional.linear`, where the slice's address tells the expert.
+    """
+    name_at = {linear.weight.data_ptr(): name for name, linear in experts.items()}
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is nn.functional.linear and (name := name_at.get(args[1].data_ptr())):
+                take(name, args[0])
+            return function(*args, **(kwargs or {}))
+
+    configs = {id(c): c for linear in experts.values() if (c := getattr(linear.module, "config", None)) is not None}
+    before = {key: config._experts_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._experts_implementation = "eager"
+        with Watch():
+            yield
+    finally:
+        for key, config in configs.items():
+            config._experts_implementation = before[key]

@@ -1,0 +1,63 @@
+"""Wanda (arXiv 2306.11695): drop the smallest |W_ij| * ||X_j||_2, by default within each output row. No update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from compressx import Block, FeatureNorms, Pattern, PruneResult, PrunerSpec, Statistic, hookimpl, keep_masks
+
+
+class WandaOptions(BaseModel):
+    """Wanda has no options."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def wanda_scores(weight: Tensor, feature_norms: Tensor) -> Tensor:
+    """Score each weight by its share of the output's magnitude.
+
+    Args:
+        weight: [out_features, in_features].
+        feature_norms: ||X_j||_2 over all calibration tokens [in_features].
+
+    Returns:
+        |W_ij| * ||X_j||_2, float32 [out_features, in_features] (equation 1 of the paper).
+    """
+    return weight.float().abs() * feature_norms.float()
+
+
+class Wanda:
+    """Scores a weight by its magnitude times its input feature's norm."""
+
+    def observe(self, block: Block, name: str) -> FeatureNorms:
+        """Ask for the norm of each input feature."""
+        return FeatureNorms(block.linears[name].in_features)
+
+    def prune(
+        self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic]
+    ) -> dict[str, PruneResult]:
+        """Keep the highest scores."""
+        scores = {}
+        for name in patterns:
+            norms = stats[name]
+            assert isinstance(norms, FeatureNorms)  # noqa: S101 - it is what observe asked for
+            weight = block.linears[name].weight
+            scores[name] = wanda_scores(weight, norms.norms.to(weight.device))
+        return {name: PruneResult(keep) for name, keep in keep_masks(scores, patterns).items()}
+
+
+@hookimpl
+def compressx_pruners() -> list[PrunerSpec]:
+    """Offer `wanda`."""
+    return [
+        PrunerSpec(
+            name="wanda",
+            summary="drops the smallest |W|*||X|| of each row (arXiv 2306.11695)",
+            options=WandaOptions,
+            build=lambda _: Wanda(),
+            groups=("row", "layer", "joint"),
+        )
+    ]

