@@ -13,6 +13,7 @@ from typing import Any, Literal
 from compressx.errors import ArtifactError
 from compressx.files import os_errors_named, sync, sync_tree
 from compressx.masks import refuse_prepared
+from compressx.quiet import quiet_libraries
 
 try:
     import fcntl
@@ -102,9 +103,10 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path) -> None:
     with os_errors_named("write", folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            model.save_pretrained(folder)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+            with quiet_libraries():
+                model.save_pretrained(folder)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(folder)
         except (SafetensorError, ValueError) as error:  # a full disk comes as a SafetensorError
             raise ArtifactError(f"cannot save {type(model).__name__} to {folder}: {error}") from error
         for weights in folder.glob("*.safetensors"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import torch
 from compressx.cache import cache_folder
 from compressx.errors import ArtifactError, CompressxError, UnsupportedModelError
 from compressx.files import atomic_write
+from compressx.quiet import quiet_libraries
 from compressx.recipe import ModelSource
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -81,7 +81,7 @@ def load_skeleton(checkpoint: Checkpoint) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with _quiet_transformers(), _explained(checkpoint):
+    with quiet_libraries(), _explained(checkpoint):
         config = AutoConfig.from_pretrained(checkpoint.location, **checkpoint.arguments)
         if getattr(config, "quantization_config", None):
             raise UnsupportedModelError(
@@ -106,7 +106,7 @@ def load_model(checkpoint: Checkpoint) -> Any:
     dtype = checkpoint.dtype
     if checkpoint.gguf_file is not None and dtype == "auto":
         dtype = "float32"
-    with _quiet_transformers(), _explained(checkpoint):
+    with quiet_libraries(), _explained(checkpoint):
         safetensors = {} if checkpoint.gguf_file is not None else {"use_safetensors": True}
         model = AutoModelForCausalLM.from_pretrained(
             checkpoint.location, dtype=dtype, **safetensors, **checkpoint.arguments
@@ -122,7 +122,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """
     from transformers import AutoTokenizer
 
-    with _quiet_transformers(), _explained(checkpoint):
+    with quiet_libraries(), _explained(checkpoint):
         return AutoTokenizer.from_pretrained(checkpoint.location, **checkpoint.arguments)
 
 
@@ -211,12 +211,14 @@ def _clean_config(config: Any) -> Any:
 @contextlib.contextmanager
 def _explained(checkpoint: Checkpoint) -> Iterator[None]:
     """Turn what transformers says about a missing or unreadable model into our errors."""
+    from safetensors import SafetensorError
+
     where = checkpoint.location + (f"/{checkpoint.gguf_file}" if checkpoint.gguf_file else "")
     try:
         yield
     except CompressxError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:400]
         if "safetensors" in reason and "use_safetensors" in reason:
             raise UnsupportedModelError(
@@ -226,20 +228,3 @@ def _explained(checkpoint: Checkpoint) -> Iterator[None]:
             raise UnsupportedModelError(f"{where} is not a causal language model: {reason}") from error
         advice = "" if Path(where).exists() else "; check the id and the network, or name a local folder"
         raise ArtifactError(f"cannot load {where}: {reason}{advice}") from error
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silence progress bars and advice that transformers prints while loading."""
-    from transformers.utils import logging as transformers_logging
-
-    level = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.ERROR)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()

@@ -1,13 +1,33 @@
-"""The recipe: its schema."""
+"""The recipe: its schema, and how it is loaded. Every mistake is reported at once, each with its place."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    Tag,
+    model_validator,
+)
 
+from compressx.document import Node, Step, from_python
+from compressx.errors import RecipeError
 from compressx.patterns import NM, Group
+from compressx.validation import conflict, validated
+from compressx.validation import validate_options as validate_options  # noqa: PLC0414 - plan.py takes it from here
+from compressx.yamlfile import dump_yaml, override, read_yaml
 
 
 class _Strict(BaseModel):
@@ -17,12 +37,12 @@ class _Strict(BaseModel):
 def _exactly_one(values: dict[str, Any], names: tuple[str, ...]) -> None:
     given = [n for n in names if values.get(n) is not None]
     if len(given) != 1:
-        raise ValueError(f"give exactly one of {', '.join(names)}; got {' and '.join(given) or 'none'}")
+        raise conflict(f"give exactly one of {', '.join(names)}; got {' and '.join(given) or 'none'}", given)
 
 
 def _only_with(values: dict[str, Any], owner: str, names: tuple[str, ...]) -> None:
     if values.get(owner) is None and (stray := [n for n in names if values.get(n) is not None]):
-        raise ValueError(f"{', '.join(stray)} only goes with {owner}")
+        raise conflict(f"{' and '.join(stray)} only goes with {owner}", stray)
 
 
 class ModelSource(_Strict):
@@ -38,7 +58,7 @@ class ModelSource(_Strict):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="dtype to load in; `auto` is the checkpoint's own, float32 for GGUF"
     )
-    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    trust_remote_code: StrictBool = Field(False, description="run Python code that comes with the model")
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSource:
@@ -47,7 +67,7 @@ class ModelSource(_Strict):
         _only_with(values, "id", ("revision",))
         _only_with(values, "package", ("version", "file", "sha256"))
         if self.package and (missing := [n for n in ("version", "file", "sha256") if values[n] is None]):
-            raise ValueError(f"a package source also needs {', '.join(missing)}")
+            raise conflict(f"a package also needs {', '.join(missing)}", ["package"])
         return self
 
 
@@ -61,7 +81,7 @@ class DatasetSource(_Strict):
     text: str | None = Field(None, description="path or glob of text files, one document each")
     json_path: str | None = Field(None, alias="json", description="path or glob of JSON-lines files")
     field: str | None = Field(None, description="field that holds the text, in JSON lines or a hub dataset")
-    trust_remote_code: bool = Field(False, description="run Python code that comes with the dataset")
+    trust_remote_code: StrictBool = Field(False, description="run Python code that comes with the dataset")
 
     @model_validator(mode="after")
     def _one_source(self) -> DatasetSource:
@@ -69,48 +89,59 @@ class DatasetSource(_Strict):
         _exactly_one(values, ("name", "text", "json"))
         _only_with(values, "name", ("config", "split", "revision"))
         if self.text is not None and self.field is not None:
-            raise ValueError("field only goes with json or name")
+            raise conflict("field only goes with json or name", ["field"])
         if self.json_path is not None and self.field is None:
-            raise ValueError("json also needs field, the name of the text in each line")
+            raise conflict("json also needs field, the name of the text in each line", ["json"])
         return self
 
 
 def _model_from_text(value: object) -> object:
     if not isinstance(value, str):
         return value
-    looks_local = value.endswith(".gguf") or value.startswith((".", "/", "~")) or Path(value).exists()
+    looks_local = value.endswith(".gguf") or value.startswith((".", "/", "~")) or _exists(value)
     return {"path": value} if looks_local else {"id": value}
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # too long to be a path
+        return False
 
 
 def _dataset_from_text(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
 
+def _pruner_from_text(value: object) -> object:
+    return {"pruner": value} if isinstance(value, str) else value
+
+
 def _nm(value: object) -> object:
     """Read `2:4` or `{keep: 2, of: 4}`."""
     if isinstance(value, NM):
         return value
-    if isinstance(value, str):
-        keep, colon, of = value.partition(":")
-        if colon and keep.strip().isdigit() and of.strip().isdigit():
-            return NM(int(keep), int(of))
-    elif isinstance(value, dict) and set(value) == {"keep", "of"} and all(type(v) is int for v in value.values()):
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*", value)):
+        return NM(int(match[1]), int(match[2]))
+    if isinstance(value, dict) and set(value) == {"keep", "of"} and all(type(v) is int for v in value.values()):
         return NM(value["keep"], value["of"])
     raise ValueError('an N:M pattern is written "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept')
 
 
 ModelField = Annotated[ModelSource, BeforeValidator(_model_from_text)]
 DatasetField = Annotated[DatasetSource, BeforeValidator(_dataset_from_text)]
+PatternField = Annotated[NM, BeforeValidator(_nm), PlainSerializer(str)]
+ReconstructionField = Annotated["Reconstruction", BeforeValidator(_pruner_from_text)]
 
 
 class Calibration(_Strict):
     """The text whose activations guide pruning."""
 
     dataset: DatasetField
-    samples: int = Field(128, ge=1, description="windows drawn")
-    sequence_length: int = Field(2048, ge=2, description="tokens in a window")
-    seed: int = Field(0, description="seed of the draw")
-    batch_size: int = Field(4, ge=1, description="windows in one forward pass; changes speed and memory only")
+    samples: StrictInt = Field(128, ge=1, description="windows drawn")
+    sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
+    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
+    batch_size: StrictInt = Field(4, ge=1, description="windows in one forward pass; changes speed and memory only")
 
 
 class Reconstruction(_Strict):
@@ -125,20 +156,20 @@ class Rule(_Strict):
 
     targets: list[str] = Field(min_length=1, description="glob patterns over fully qualified names")
     pruner: str = Field(description="name of the pruner that selects")
-    sparsity: float | None = Field(None, ge=0, lt=1, description="fraction of zeros, in [0, 1)")
+    sparsity: StrictFloat | None = Field(None, ge=0, lt=1, description="fraction of zeros in [0, 1), e.g. 0.7")
     group: Group | None = Field(None, description="what competes for the budget; the pruner's own when absent")
-    pattern: Annotated[NM, BeforeValidator(_nm)] | None = Field(None, description='N:M, such as "2:4"')
-    reconstruct: Annotated[
-        Reconstruction, BeforeValidator(lambda v: {"pruner": v} if isinstance(v, str) else v)
-    ] | None = Field(None, description="pruner that gives the survivors new values")
+    pattern: PatternField | None = Field(None, description='N:M, such as "2:4"')
+    reconstruct: ReconstructionField | None = Field(None, description="pruner that gives the survivors new values")
     options: dict[str, Any] = Field(default_factory=dict, description="the pruner's own options")
 
     @model_validator(mode="after")
     def _sparsity_or_pattern(self) -> Rule:
-        if (self.sparsity is None) == (self.pattern is None):
-            raise ValueError("give either sparsity or pattern, " + ("not both" if self.pattern else "one is needed"))
+        if self.sparsity is not None and self.pattern is not None:
+            raise conflict("sparsity and pattern exclude each other; keep one", ["sparsity", "pattern"])
+        if self.sparsity is None and self.pattern is None:
+            raise conflict('needs sparsity, such as 0.5, or pattern, such as "2:4"', [])
         if self.pattern is not None and self.group is not None:
-            raise ValueError("group only goes with sparsity: N:M weights compete within their M neighbours")
+            raise conflict("group only goes with sparsity: N:M weights compete within their M neighbours", ["group"])
         return self
 
 
@@ -146,9 +177,9 @@ class TokenPerplexity(_Strict):
     """exp of the mean negative log-likelihood per token over fixed, non-overlapping windows."""
 
     dataset: DatasetField
-    sequence_length: int = Field(2048, ge=2, description="tokens in a window")
-    samples: int | None = Field(None, ge=1, description="the first so many windows; all when absent")
-    batch_size: int = Field(4, ge=1, description="windows in one forward pass")
+    sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
+    samples: StrictInt | None = Field(None, ge=1, description="the first so many windows; all when absent")
+    batch_size: StrictInt = Field(4, ge=1, description="windows in one forward pass")
 
 
 class RollingTask(_Strict):
@@ -158,12 +189,28 @@ class RollingTask(_Strict):
     dataset: DatasetField
 
 
+def _kind_of_task(value: object) -> str | None:
+    if isinstance(value, str):
+        return "<name>"
+    return "<dataset>" if isinstance(value, Mapping | RollingTask) else None
+
+
+TaskField = Annotated[
+    Annotated[str, Tag("<name>")] | Annotated[RollingTask, Tag("<dataset>")],
+    Discriminator(
+        _kind_of_task,
+        custom_error_type="task",
+        custom_error_message="the name of an lm-eval task, the path of a task YAML, or {name, dataset}",
+    ),
+]
+
+
 class LmEval(_Strict):
     """Tasks of lm-evaluation-harness: by name, by path of a task YAML, or a dataset of ours."""
 
-    tasks: list[str | RollingTask] = Field(min_length=1)
-    limit: int | None = Field(None, ge=1, description="documents of each task; all when absent")
-    batch_size: int = Field(4, ge=1)
+    tasks: list[TaskField] = Field(min_length=1)
+    limit: StrictInt | None = Field(None, ge=1, description="documents of each task; all when absent")
+    batch_size: StrictInt = Field(4, ge=1)
 
 
 class Evaluate(_Strict):
@@ -181,3 +228,63 @@ class Recipe(_Strict):
     prune: list[Rule] = Field(min_length=1)
     evaluate: Evaluate | None = None
     output: Path = Field(description="folder to write; must not exist yet, or hold an earlier run's output")
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A valid recipe and the text it came from.
+
+    Attributes:
+        recipe: the recipe, short forms spelt out and defaults filled in.
+        source: what was read, with places.
+    """
+
+    recipe: Recipe
+    source: Node
+
+    def where(self, *loc: Step) -> str:
+        """Return the place of a key or list item, such as `where("prune", 1, "options", "steps")`.
+
+        What the recipe leaves out has the place of what is around it; what `--set` gave has the place `--set a.b=c`.
+        """
+        return self.source.where(*loc)
+
+    def to_yaml(self) -> str:
+        """Write the recipe as resolved; it loads again to an equal one."""
+        return dump_yaml(self.recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Load a recipe from a YAML file.
+
+    Args:
+        path: the file.
+        overrides: `a.b.0.c=VALUE`, VALUE being YAML, applied in turn.
+
+    Raises:
+        RecipeError: everything that is wrong with the file or the overrides, one line each, with its place.
+    """
+    source = read_yaml(path)
+    for assignment in overrides:
+        source = override(source, assignment)
+    return _loaded(source)
+
+
+def recipe_from_dict(recipe: Mapping[str, Any], name: str = "<dict>") -> LoadedRecipe:
+    """Load a recipe that a program made.
+
+    Args:
+        recipe: the recipe as a YAML file would have it.
+        name: what stands for the file in places, as in `<dict>:prune[1].sparsity`.
+
+    Raises:
+        RecipeError: as `load_recipe`.
+    """
+    return _loaded(from_python(recipe, name))
+
+
+def _loaded(source: Node) -> LoadedRecipe:
+    if source.value is None or source.value == {}:
+        needed = ", ".join(name for name, field in Recipe.model_fields.items() if field.is_required())
+        raise RecipeError(f"{source.place}: the recipe is empty; it needs {needed}")
+    return LoadedRecipe(validated(Recipe, source.plain(), source.where), source)

@@ -102,7 +102,7 @@ def project(attention: Attention, side: Projection, x: Tensor, weight: Tensor) -
         [batch, heads, tokens, head_dim], before norm and rotary embedding.
     """
     flat = torch.nn.functional.linear(x, weight, side.bias)  # [batch, tokens, heads * head_dim]
-    return flat.unflatten(-1, (side.heads, attention.head_dim)).transpose(1, 2)
+    return flat.view(*flat.shape[:2], side.heads, attention.head_dim).transpose(1, 2)
 
 
 def place(attention: Attention, side: Projection, u: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def place(attention: Attention, side: Projection, u: Tensor) -> Tensor:
     if attention.rotary is None:
         return normed
     cos, sin = attention.rotary
-    turned, rest = normed.split([cos.shape[-1], attention.head_dim - cos.shape[-1]], dim=-1)
+    turned, rest = normed[..., : cos.shape[-1]], normed[..., cos.shape[-1] :]
     return torch.cat([turned * cos + rotate_half(turned) * sin, rest], dim=-1)
 
 
@@ -119,7 +119,7 @@ def place_backward(attention: Attention, side: Projection, u: Tensor, grad: Tens
     """Turn the gradient of `place`'s result into that of its argument `u`, both [batch, heads, tokens, head_dim]."""
     if attention.rotary is not None:
         cos, sin = attention.rotary
-        turned, rest = grad.split([cos.shape[-1], attention.head_dim - cos.shape[-1]], dim=-1)
+        turned, rest = grad[..., : cos.shape[-1]], grad[..., cos.shape[-1] :]
         # The transpose of a quarter turn is the quarter turn back.
         grad = torch.cat([turned * cos - rotate_half(turned * sin), rest], dim=-1)
     return grad if side.norm is None else side.norm.backward(u, grad)
@@ -142,7 +142,7 @@ def place_backward_diagonal(attention: Attention, side: Projection, u: Tensor, d
     """
     if attention.rotary is not None:
         cos, sin = attention.rotary
-        turned, rest = diagonal.split([cos.shape[-1], attention.head_dim - cos.shape[-1]], dim=-1)
+        turned, rest = diagonal[..., : cos.shape[-1]], diagonal[..., cos.shape[-1] :]
         partners = turned.roll(cos.shape[-1] // 2, dims=-1)
         # cos^2 + sin^2 is one, but for embeddings that also scale (YaRN).
         diagonal = torch.cat([(turned + partners) / 2 * (cos.square() + sin.square()), rest], dim=-1)

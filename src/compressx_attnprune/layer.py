@@ -48,7 +48,7 @@ def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
             f"attnprune prunes query and key together, and this rule does not take {missing[0]}; {wanted}, before any "
             "other rule that matches one of them"
         )
-    if str(patterns[query.name]) != str(patterns[key.name]):
+    if patterns[query.name] != patterns[key.name]:
         raise RecipeError(
             f"attnprune needs one pattern for {query.name} and {key.name}, got {patterns[query.name]} and "
             f"{patterns[key.name]}; give both the same sparsity"
@@ -141,7 +141,7 @@ def verify(block: Block, attention: Attention, x: Tensor) -> None:
         )
     x = x[:1].float()
     q, k = queries_and_keys(attention, x, query.weight.float(), key.weight.float())
-    v = value(x).unflatten(-1, (attention.key.heads, -1)).transpose(1, 2)  # [1, h_kv, tokens, value_dim]
+    v = value(x).view(1, x.shape[1], attention.key.heads, -1).transpose(1, 2)  # [1, h_kv, tokens, value_dim]
     mixed = attention_matrices(attention, q, k) @ v.repeat_interleave(attention.groups, dim=1)
     ours = output(mixed.transpose(1, 2).flatten(2))
     theirs = _attend(module, block.calls[0], x)

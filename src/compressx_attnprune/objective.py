@@ -41,7 +41,7 @@ def attention_matrices(attention: Attention, q: Tensor, k: Tensor) -> Tensor:
     """Compute P = softmax(scaling * q k^T + mask) [batch, h, tokens, tokens]; differentiable, whole matrices."""
     (rows,) = _row_blocks(attention, q, q.shape[2])
     matrices = [_probabilities(attention, qb, kb, rows)[0] for qb, kb in _sequences(attention, q, k)]
-    return torch.stack(matrices).unflatten(2, (attention.groups, -1)).flatten(1, 2)
+    return torch.stack([_unfold(attention, p) for p in matrices])
 
 
 def squared_norms(attention: Attention, q: Tensor, k: Tensor) -> Tensor:
@@ -120,11 +120,8 @@ def gauss_newton(attention: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Te
         [batch, h, tokens, head_dim] for the queries and [batch, h_kv, tokens, head_dim] for the keys.
     """
     query_diagonal, key_diagonal = torch.empty_like(q), torch.zeros_like(k)
-    if attention.softcap is None:
-        # Softmax does not see a shift common to all keys, but float32 would: cached keys often share a large mean.
-        k_shifted = k - k.mean(dim=2, keepdim=True)
-    else:
-        k_shifted = k
+    # Softmax does not see a shift common to all keys, but float32 does, and keys often share a large one.
+    k_shifted = k - k.mean(dim=2, keepdim=True) if attention.softcap is None else k
     for rows in _row_blocks(attention, q, ROWS):
         for i, (qb, kb) in enumerate(_sequences(attention, q, k)):
             p, slope = _probabilities(attention, qb, kb, rows)  # [h_kv, groups * rows, keys]
@@ -174,7 +171,7 @@ def _row_blocks(attention: Attention, q: Tensor, size: int) -> Iterator[_Rows]:
 def _sequences(attention: Attention, q: Tensor, k: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each sequence's queries [h_kv, groups, tokens, head_dim] and keys [h_kv, tokens, head_dim]."""
     for query, key in zip(q, k, strict=True):
-        yield query.unflatten(0, (attention.key.heads, attention.groups)), key
+        yield query.view(attention.key.heads, attention.groups, *query.shape[1:]), key
 
 
 def _probabilities(attention: Attention, q: Tensor, k: Tensor, rows: _Rows) -> tuple[Tensor, Tensor | None]:
@@ -199,7 +196,7 @@ def _fold(attention: Attention, q: Tensor, rows: _Rows) -> Tensor:
 
 def _unfold(attention: Attention, folded: Tensor) -> Tensor:
     """Turn [h_kv, groups * rows, n] into [h, rows, n]."""
-    return folded.unflatten(1, (attention.groups, -1)).flatten(0, 1)
+    return folded.reshape(attention.query.heads, -1, folded.shape[-1])
 
 
 def _per_head(attention: Attention, folded: Tensor) -> Tensor:

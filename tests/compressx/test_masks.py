@@ -21,7 +21,7 @@ from compressx.testing import tiny_model, tiny_tokens
 ARCHITECTURES = ["llama", "llama-tied", "gpt2", "opt"]
 DTYPES = [torch.float32, torch.bfloat16]
 everywhere = pytest.mark.parametrize(
-    ("architecture", "dtype"), [(a, d) for a in ARCHITECTURES for d in DTYPES], ids=lambda v: str(v)
+    ("architecture", "dtype"), [(a, d) for a in ARCHITECTURES for d in DTYPES], ids=str
 )
 
 
@@ -72,6 +72,7 @@ def test_applied_masks_make_exact_zeros_where_they_drop_and_touch_nothing_else(
         if name.removesuffix(".weight") not in found:
             assert torch.equal(model.get_parameter(name), parameter)
     assert found.sparsity() == 0.5
+    assert found.deviations(model) == {}
     assert found.verify(model)
     assert not found.verify(dense)
 
@@ -197,6 +198,16 @@ def test_deviations_count_dropped_weights_that_live_and_kept_ones_that_are_zero(
         model.get_submodule(second).weight[0, kept] = torch.tensor([0.0, -0.0])
     assert found.deviations(model) == {first: Deviation(3, 0), second: Deviation(0, 2)}
     assert not found.verify(model)
+
+
+def test_kept_weights_that_are_zero_by_nature_are_no_fault() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_submodule("model.layers.0.mlp.up_proj").weight[:2] = 0.0
+    found = two_of_four(model)
+    found.apply(model)
+    assert found.deviations(model) == {"model.layers.0.mlp.up_proj": Deviation(0, 64)}
+    assert found.verify(model)
 
 
 def test_sparsity_is_counted_over_all_weights_not_averaged_over_masks() -> None:

@@ -63,7 +63,7 @@ def test_squashing_gives_exactly_the_weights_that_applying_gives(architecture: s
     masks.apply(applied)
     sparsifier = masks.to_torch_ao(held)
     assert isinstance(sparsifier, BaseSparsifier)
-    assert masks.verify(held)
+    assert masks.deviations(held) == {}
     assert torch.equal(held(tiny_tokens()).logits, applied(tiny_tokens()).logits)
     sparsifier.squash_mask()
     expected = applied.state_dict()
@@ -100,7 +100,8 @@ def test_three_steps_of_training_change_survivors_and_leave_zeros(
     for name, entry in masks.items():
         weight = out_in(model.get_submodule(name))
         assert (weight[~entry.keep] == 0).all()
-        assert (weight != before[name])[entry.keep].float().mean() > 0.9
+        changed = (weight != before[name])[entry.keep].float().mean().item()
+        assert changed > (0.9 if dtype == torch.float32 else 0.1)  # bfloat16 rounds small steps away
         assert weight.dtype == dtype
 
 
@@ -282,7 +283,7 @@ def test_while_held_a_parameter_is_written_through_its_original_and_assignment_i
     sparsifier = masks.to_torch_ao(model)
     name = next(iter(masks))
     module = model.get_submodule(name)
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(RuntimeError, match="right_inverse"):
         module.weight = torch.ones(64, 64)
     with torch.no_grad():
         module.weight.fill_(7.0)  # lost: it is written to a value that was computed for this access

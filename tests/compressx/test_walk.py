@@ -311,3 +311,37 @@ def test_a_model_that_changes_states_between_blocks_is_refused():
     block.register_forward_pre_hook(lambda m, args: (args[0] * 1.0, *args[1:]))
     with pytest.raises(UnsupportedModelError, match=r"between model\.layers\.0 and this block"):
         list(prune_model(model, plan_all(model, SPECS["wanda"], HALF), batches()))
+
+
+def test_each_fused_expert_is_pruned_on_the_tokens_that_its_router_sends_it():
+    model, dense = tiny_model("mixtral"), tiny_model("mixtral")
+    plan = plan_all(model, SPECS["wanda"], Unstructured(0.5, "row"), only=".0.mlp.experts.")
+    (pruned,) = prune_model(model, plan, batches())
+    caught = []
+    mlp = dense.model.layers[0].mlp
+    hook = mlp.register_forward_pre_hook(lambda m, args: caught.append(args[0]))
+    with torch.no_grad():
+        dense(tiny_tokens(), use_cache=False)
+        hook.remove()
+        hidden = caught[0].reshape(-1, 64)
+        _, _, chosen = mlp.gate(hidden)  # [tokens, 2]
+        for expert in range(4):
+            mine = hidden[(chosen == expert).any(dim=1)]
+            assert 0 < len(mine) < len(hidden)
+            gate, up = (mine @ mlp.experts.gate_up_proj[expert].T).chunk(2, dim=1)
+            for parameter, x in (("gate_up_proj", mine), ("down_proj", mlp.experts.act_fn(gate) * up)):
+                scores = getattr(mlp.experts, parameter)[expert].abs() * x.norm(dim=0)
+                got = pruned.masks[f"model.layers.0.mlp.experts.{parameter}.{expert}"].keep
+                differing = (keep_mask(scores, Unstructured(0.5, "row")) != got).float().mean()
+                assert differing < 2e-3, (parameter, expert)
+    assert model.model.layers[0].mlp.experts.config._experts_implementation == dense.config._experts_implementation
+
+
+def test_an_expert_that_no_token_reaches_is_an_error_that_names_it():
+    model = tiny_model("mixtral")
+    with torch.no_grad():
+        gate = model.model.layers[1].mlp.gate.weight
+        gate[3] = -gate[:3].sum(dim=0) * 100
+        model.model.layers[1].post_attention_layernorm.weight.zero_()
+    with pytest.raises(CalibrationError, match=r"no calibration token reached model\.layers\.1\.mlp\.experts\."):
+        list(prune_model(model, plan_all(model, SPECS["wanda"], HALF), batches()))

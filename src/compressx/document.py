@@ -1,0 +1,182 @@
+"""A tree of values that each know where they stand: what a recipe is between its file and its schema."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from compressx.errors import RecipeError
+
+Scalar: TypeAlias = str | int | float | bool | None
+Step: TypeAlias = str | int
+
+MAX_VALUES = 20_000
+MAX_DEPTH = 40
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value of a document and where it stands.
+
+    Attributes:
+        value: a scalar, a tuple of nodes, or nodes by key.
+        place: `file:line:column` of its key when it has one, else of itself.
+    """
+
+    value: Scalar | tuple[Node, ...] | Mapping[str, Node]
+    place: str
+
+    @property
+    def children(self) -> Iterable[Node]:
+        """The nodes directly inside."""
+        if isinstance(self.value, Mapping):
+            return self.value.values()
+        return self.value if isinstance(self.value, tuple) else ()
+
+    @cached_property
+    def size(self) -> int:
+        """How many values there are, itself included, an alias counting as what it stands for."""
+        return 1 + sum(child.size for child in self.children)
+
+    @cached_property
+    def depth(self) -> int:
+        """How many levels there are, itself included."""
+        return 1 + max((child.depth for child in self.children), default=0)
+
+    def plain(self) -> Any:
+        """Return the value as new dicts, lists and scalars."""
+        if isinstance(self.value, Mapping):
+            return {key: child.plain() for key, child in self.value.items()}
+        return [child.plain() for child in self.value] if isinstance(self.value, tuple) else self.value
+
+    def where(self, *loc: Step) -> str:
+        """Return the place of what stands at `loc`, or of the nearest value around it."""
+        node = self
+        for step in loc:
+            if isinstance(node.value, Mapping) and step in node.value:
+                node = node.value[str(step)]
+            elif isinstance(node.value, tuple) and isinstance(step, int) and step < len(node.value):
+                node = node.value[step]
+            else:
+                break
+        return node.place
+
+
+def check_bounds(size: int, depth: int, place: str) -> None:
+    """Refuse what is too large or too deep to be a recipe, such as aliases of aliases of aliases.
+
+    Raises:
+        RecipeError: naming the bound.
+    """
+    if depth > MAX_DEPTH:
+        raise RecipeError(f"{place}: nested more than {MAX_DEPTH} levels deep")
+    if size > MAX_VALUES:
+        raise RecipeError(f"{place}: more than {MAX_VALUES} values (aliases count as what they stand for)")
+
+
+def checked(value: Scalar, place: str) -> Scalar:
+    """Return a scalar as its plain kind.
+
+    Raises:
+        RecipeError: a number that is not finite or absurdly long, or text that no file could hold.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        if re.search("[\0\ud800-\udfff]", value):
+            raise RecipeError(f"{place}: {shown(value)} holds a character that is not allowed in text")
+        return str.__str__(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise RecipeError(f"{place}: {value} is not a finite number")
+        return float(value)
+    if int(value).bit_length() > 1024:
+        raise RecipeError(f"{place}: a whole number of {int(value).bit_length()} bits is too long")
+    return int(value)
+
+
+def from_python(value: object, name: str, loc: tuple[Step, ...] = ()) -> Node:
+    """Make nodes of a Python value, with places `name:prune[1].sparsity`.
+
+    Args:
+        value: mappings, lists, tuples, scalars and paths.
+        name: what stands for the file in places.
+        loc: where in the document the value stands.
+
+    Raises:
+        RecipeError: anything else, a key that is not text, or a value beyond the bounds of a file.
+    """
+    place = f"{name}:{path_text(loc)}" if loc else name
+    check_bounds(1, len(loc) + 1, place)
+    if isinstance(value, Mapping):
+        if stray := [key for key in value if not isinstance(key, str)]:
+            raise RecipeError(f"{place}: a key is text; got {shown(stray[0])}")
+        node = Node({str(checked(k, place)): from_python(v, name, (*loc, k)) for k, v in value.items()}, place)
+    elif isinstance(value, list | tuple):
+        node = Node(tuple(from_python(item, name, (*loc, i)) for i, item in enumerate(value)), place)
+    elif isinstance(value, os.PathLike):
+        node = Node(checked(str(value), place), place)
+    elif value is None or isinstance(value, str | int | float):
+        node = Node(checked(value, place), place)
+    else:
+        kind = type(value).__name__
+        raise RecipeError(f"{place}: a recipe holds text, numbers, true, false, null, lists and mappings; got {kind}")
+    check_bounds(node.size, 1, place)
+    return node
+
+
+def put(node: Node, steps: Sequence[str], new: Node, done: tuple[Step, ...] = ()) -> Node:
+    """Return the tree with one value replaced or added.
+
+    Args:
+        node: the tree.
+        steps: keys, and indices as decimal text.
+        new: what to put there; mistakes in `steps` are reported at its place.
+        done: the location of `node` itself.
+
+    Raises:
+        RecipeError: steps that lead through a scalar or outside a list.
+    """
+    if not steps:
+        return new
+    step, rest, here = steps[0], steps[1:], path_text(done)
+    if isinstance(node.value, tuple):
+        indices = [str(i) for i in range(len(node.value))]
+        if step not in indices:
+            valid = f"an index from 0 to {len(indices) - 1}" if indices else "no index: it is empty"
+            raise RecipeError(f"{new.place}: {here} takes {valid}; got {step!r}")
+        items = list(node.value)
+        items[int(step)] = put(items[int(step)], rest, new, (*done, int(step)))
+        return replace(node, value=tuple(items))
+    if node.value is None or isinstance(node.value, Mapping):
+        entries = dict(node.value or {})
+        entries[step] = put(entries.get(step, Node(None, new.place)), rest, new, (*done, step))
+        return replace(node, value=entries)
+    raise RecipeError(f"{new.place}: {here} is {shown(node.value)}, which has no key {step!r}; set {here} as a whole")
+
+
+def path_text(loc: Iterable[Step]) -> str:
+    """Write a location as `prune[1].options.steps`."""
+    return one_line("".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in loc).removeprefix("."))
+
+
+def shown(value: object) -> str:
+    """Write a value for a message, as YAML would where that is short."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list" if value else "an empty list"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def one_line(text: str) -> str:
+    """Make text that came from outside fit for one line of a message, whatever its characters."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
