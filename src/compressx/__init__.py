@@ -38,10 +38,37 @@ _HOME = {
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
-__all__ = [  # noqa: PLE0604 - the lazily imported names are those of _MODULE_OF
+__all__ = [
+    "NM",
+    "ArtifactError",
+    "Block",
+    "BlockCall",
+    "BlockReport",
+    "CalibrationError",
+    "CompressxError",
+    "FeatureNorms",
+    "FixedMask",
+    "Hessian",
+    "LayerReport",
+    "Linear",
+    "Pattern",
+    "PluginError",
+    "PruneResult",
+    "Pruner",
+    "PrunerSpec",
+    "RecipeError",
+    "RunReport",
+    "SequenceSample",
+    "Statistic",
+    "Unstructured",
+    "UnsupportedModelError",
     "__version__",
+    "drop_lowest",
     "hookimpl",
-    *sorted(_MODULE_OF),
+    "keep_mask",
+    "keep_masks",
+    "plan",
+    "run",
 ]
 
 

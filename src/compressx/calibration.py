@@ -92,6 +92,18 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[str]:
     return read
 
 
+def check_dataset(source: DatasetSource) -> None:
+    """Refuse a dataset whose local files do not exist; nothing is read and no hub is asked.
+
+    Raises:
+        CalibrationError: a path or glob that matches no file.
+    """
+    if source.text is not None:
+        _matching(source.text, "text")
+    elif source.json_path is not None:
+        _matching(source.json_path, "json")
+
+
 def token_ids(documents: Iterable[str], tokenizer: Any) -> Tensor:
     """Join documents by blank lines and tokenize them once, with the tokenizer's own special tokens.
 

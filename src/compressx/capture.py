@@ -47,11 +47,13 @@ def capture_calls(
         reached: list[str] = []
         passed: list[Tensor] = []
 
-        def record(fqn: str, hidden: Tensor, call: BlockCall, reached: list[str] = reached, passed: list[Tensor] = passed) -> Tensor:
+        def record(
+            fqn: str, hidden: Tensor, call: BlockCall, reached: list[str] = reached, passed: list[Tensor] = passed
+        ) -> Tensor:
             if reached and hidden is not passed[-1]:
                 raise UnsupportedModelError(
-                    f"{fqn}: the model changes the hidden states between {reached[-1]} and this block, so blocks cannot "
-                    "be pruned one at a time"
+                    f"{fqn}: the model changes the hidden states between {reached[-1]} and this block, so blocks "
+                    "cannot be pruned one at a time"
                 )
             reached.append(fqn)
             passed.append(hidden)
@@ -94,7 +96,7 @@ def replaced_forwards(
 
     try:
         for fqn, module in blocks.items():
-            module.forward = stand_in(fqn)  # type: ignore[method-assign]
+            module.forward = stand_in(fqn)
         yield
     finally:
         for module in blocks.values():

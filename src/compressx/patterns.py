@@ -167,6 +167,6 @@ def keep_masks(scores: Mapping[str, Tensor], patterns: Mapping[str, Pattern]) ->
             raise ValueError(f"linears that compete jointly need one sparsity, got {sorted(sparsities)}")
         flat = torch.cat([scores[n].reshape(-1) for n in joint])
         kept = drop_lowest(flat[None], round(sparsities.pop() * flat.numel()))[0]
-        for name, part in zip(joint, kept.split([scores[n].numel() for n in joint]), strict=True):
+        for name, part in zip(joint, torch.split(kept, [scores[n].numel() for n in joint]), strict=True):
             masks[name] = part.view(scores[name].shape)
     return {n: masks[n] for n in patterns}

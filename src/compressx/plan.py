@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel
 
 from compressx.architecture import Architecture, survey, text_config
-from compressx.errors import RecipeError, UnsupportedModelError, did_you_mean
+from compressx.errors import PluginError, RecipeError, UnsupportedModelError, did_you_mean
 from compressx.patterns import NM, Unstructured
 from compressx.plugins import Plugins
 from compressx.pruner import Block, Pruner, PrunerSpec
@@ -120,7 +120,11 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
         if name in taken
     )
     skipped = {n: "no rule names it" for n in architecture.linears if n not in taken}
-    skipped |= {n: "outside the decoder blocks; pruned only when a rule names it" for n in architecture.outside if n not in taken}
+    skipped |= {
+        n: "outside the decoder blocks; pruned only when a rule names it"
+        for n in architecture.outside
+        if n not in taken
+    }
     skipped |= architecture.unprunable
     plan = Plan(linears, skipped, rules, needs_calibration=False)
     needs_calibration = _check_blocks(loaded, plan, architecture, skeleton)
@@ -152,8 +156,8 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
 def _find(loaded: LoadedRecipe, plugins: Plugins, name: str, index: int, key: str) -> PrunerSpec:
     try:
         return plugins.pruner(name)
-    except Exception as error:
-        raise type(error)(f"{loaded.where('prune', index, key)}: {error}") from error
+    except PluginError as error:
+        raise PluginError(f"{loaded.where('prune', index, key)}: {error}") from error
 
 
 def _pattern(loaded: LoadedRecipe, rule: Rule, spec: PrunerSpec, index: int) -> Unstructured | NM:
@@ -189,8 +193,8 @@ def _take(loaded: LoadedRecipe, rule: PlannedRule, found: Architecture, taken: d
     if not fresh:
         earlier = taken[matched[0]]
         raise RecipeError(
-            f"{loaded.where('prune', rule.index)}: prune[{rule.index}] is shadowed: all {len(set(matched))} linears that "
-            f"it matches are already taken, {matched[0]} by prune[{earlier.index}] at "
+            f"{loaded.where('prune', rule.index)}: prune[{rule.index}] is shadowed: all {len(set(matched))} linears "
+            f"that it matches are already taken, {matched[0]} by prune[{earlier.index}] at "
             f"{loaded.where('prune', earlier.index)}; the first matching rule wins, so put the narrower rule first"
         )
     for name in fresh:
@@ -249,6 +253,6 @@ def _check_calibration(loaded: LoadedRecipe, skeleton: torch.nn.Module, needed: 
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
     if positions is not None and calibration.sequence_length > positions:
         raise RecipeError(
-            f"{loaded.where('calibration', 'sequence_length')}: sequence_length {calibration.sequence_length} is longer "
-            f"than the model's {positions} positions"
+            f"{loaded.where('calibration', 'sequence_length')}: sequence_length {calibration.sequence_length} is "
+            f"longer than the model's {positions} positions"
         )

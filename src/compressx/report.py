@@ -91,7 +91,12 @@ class RunReport:
         if self.evaluation:
             lines += ["", *_markdown_table(["", "dense", "pruned", "change"], self.evaluation_rows())]
         lines += ["", "## By module", "", *_markdown_table(SUMMARY_COLUMNS, self.summary_rows())]
-        lines += ["", "## Seconds", "", *_markdown_table(["stage", "s"], [[k, f"{v:.1f}"] for k, v in self.seconds.items()])]
+        lines += [
+            "",
+            "## Seconds",
+            "",
+            *_markdown_table(["stage", "s"], [[k, f"{v:.1f}"] for k, v in self.seconds.items()]),
+        ]
         lines += ["", "## Layers", ""]
         lines += _markdown_table(
             ["layer", "pruner", "pattern", "sparsity", "seconds", "figures"],
@@ -110,7 +115,12 @@ class RunReport:
         """Return `[name, dense, pruned, change]` for every number measured on both models."""
         dense, pruned = _flat(self.evaluation.get("dense", {})), _flat(self.evaluation.get("pruned", {}))
         return [
-            [name, f"{dense[name]:.4g}", f"{pruned[name]:.4g}", f"{pruned[name] / dense[name] - 1:+.1%}" if dense[name] else ""]
+            [
+                name,
+                f"{dense[name]:.4g}",
+                f"{pruned[name]:.4g}",
+                f"{pruned[name] / dense[name] - 1:+.1%}" if dense[name] else "",
+            ]
             for name in dense
             if name in pruned
         ]
@@ -126,11 +136,11 @@ class RunReport:
             weights = sum(m.shape[0] * m.shape[1] for m in members)
             zeros = sum(m.sparsity * m.shape[0] * m.shape[1] for m in members)
             seconds = sum(m.seconds for m in members)
-            rows.append([kind, str(len(members)), pruner, pattern, f"{zeros / weights:.2%}", f"{seconds:.1f}"])
+            rows.append([kind, pruner, pattern, str(len(members)), f"{zeros / weights:.2%}", f"{seconds:.1f}"])
         return rows
 
 
-SUMMARY_COLUMNS = ["module", "layers", "pruner", "pattern", "sparsity", "seconds"]
+SUMMARY_COLUMNS = ["module", "pruner", "pattern", "layers", "sparsity", "seconds"]
 
 
 def total_sparsity(layers: tuple[LayerReport, ...]) -> float:

@@ -16,15 +16,16 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from compressx._version import __version__
-from compressx.calibration import calibration_windows, documents, token_ids
-from compressx.errors import RecipeError
+from compressx.calibration import calibration_windows, check_dataset, documents, token_ids
+from compressx.errors import CompressxError, RecipeError
 from compressx.evaluate import evaluate, evaluate_cached
 from compressx.export import check_output, output_folder, save_model
+from compressx.harness import check_tasks
 from compressx.masks import MaskEntry, MaskSet
 from compressx.models import Checkpoint, find_checkpoint, load_model, load_skeleton, load_tokenizer, weights_fingerprint
 from compressx.plan import Plan, make_plan
 from compressx.plugins import Plugins, load_plugins
-from compressx.recipe import Calibration, LoadedRecipe, load_recipe, recipe_from_dict
+from compressx.recipe import Calibration, LoadedRecipe, RollingTask, load_recipe, recipe_from_dict
 from compressx.report import LayerReport, RunReport, total_sparsity
 from compressx.walk import prune_model
 
@@ -36,7 +37,10 @@ _VERSIONS_OF = ("torch", "transformers", "lm_eval", "datasets", "safetensors")
 
 
 def plan(
-    recipe: LoadedRecipe | Path | str | Mapping[str, Any], *, plugins: Plugins | None = None, overrides: Sequence[str] = ()
+    recipe: LoadedRecipe | Path | str | Mapping[str, Any],
+    *,
+    plugins: Plugins | None = None,
+    overrides: Sequence[str] = (),
 ) -> Plan:
     """Check a recipe and decide what happens to every linear, without loading weights or text.
 
@@ -98,15 +102,15 @@ def run(
                 )
         with clock.stage("prune"):
             layers, masks = _prune(model, prepared.plan, batches, plugins, tell)
+        tell("save", 0, 1)
+        with clock.stage("save"):
+            save_model(model, tokenizer, folder / "model")
+            MaskSet(masks).save(folder / "masks.safetensors")
         if settings is not None:
             with clock.stage("evaluate"):
                 evaluation["pruned"] = evaluate(
                     model, tokenizer, settings, progress=lambda i, n: tell("evaluate pruned", i, n)
                 )
-        tell("save", 0, 1)
-        with clock.stage("save"):
-            save_model(model, tokenizer, folder / "model")
-            MaskSet(masks).save(folder / "masks.safetensors")
         report = RunReport(
             compressx=__version__,
             model=loaded.recipe.model.model_dump(mode="json", exclude_none=True),
@@ -147,12 +151,36 @@ def _loaded(recipe: LoadedRecipe | Path | str | Mapping[str, Any], overrides: Se
 
 def _prepare(loaded: LoadedRecipe, plugins: Plugins) -> _Prepared:
     """Find every mistake that can be found before weights are loaded."""
-    check_output(loaded.recipe.output)
+    recipe = loaded.recipe
+    with _at(loaded, "output"):
+        check_output(recipe.output)
+    with _at(loaded, "model"):
+        checkpoint = find_checkpoint(recipe.model)
+        skeleton = load_skeleton(checkpoint)
+    if recipe.calibration is not None:
+        with _at(loaded, "calibration", "dataset"):
+            check_dataset(recipe.calibration.dataset)
+    if recipe.evaluate is not None and recipe.evaluate.token_perplexity is not None:
+        with _at(loaded, "evaluate", "token_perplexity", "dataset"):
+            check_dataset(recipe.evaluate.token_perplexity.dataset)
+    planned = make_plan(loaded, plugins, skeleton)
+    if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None:
+        for i, task in enumerate(recipe.evaluate.lm_eval.tasks):
+            if isinstance(task, RollingTask):
+                with _at(loaded, "evaluate", "lm_eval", "tasks", i, "dataset"):
+                    check_dataset(task.dataset)
+        with _at(loaded, "evaluate", "lm_eval", "tasks"):
+            check_tasks(recipe.evaluate.lm_eval)
+    return _Prepared(checkpoint, planned)
+
+
+@contextlib.contextmanager
+def _at(loaded: LoadedRecipe, *location: str | int) -> Iterator[None]:
+    """Put the place in the recipe before an error's message."""
     try:
-        checkpoint = find_checkpoint(loaded.recipe.model)
-    except Exception as error:
-        raise type(error)(f"{loaded.where('model')}: {error}") from error
-    return _Prepared(checkpoint, make_plan(loaded, plugins, load_skeleton(checkpoint)))
+        yield
+    except CompressxError as error:
+        raise type(error)(f"{loaded.where(*location)}: {error}") from error
 
 
 def _calibration_batches(settings: Calibration | None, tokenizer: Any, planned: Plan) -> Sequence[torch.Tensor]:
@@ -160,7 +188,7 @@ def _calibration_batches(settings: Calibration | None, tokenizer: Any, planned: 
         return ()
     ids = token_ids(documents(settings.dataset, "calibration"), tokenizer)
     windows = calibration_windows(ids, settings.samples, settings.sequence_length, settings.seed)
-    return windows.split(settings.batch_size)
+    return torch.split(windows, settings.batch_size)
 
 
 def _prune(

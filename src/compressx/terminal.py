@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from compressx.hookspecs import hookimpl
 from compressx.plan import Plan
@@ -64,10 +66,8 @@ def print_summary(report: RunReport, output: Path) -> None:
     """Print what a run did: perplexities first, then sparsity by kind of module."""
     console = _console()
     if report.evaluation:
-        console.print(_table("", [("measure", "left"), ("dense", "right"), ("pruned", "right"), ("change", "right")],
-                             report.evaluation_rows()))  # fmt: skip
-    console.print(_table("", [(c, "left" if c in ("module", "pruner", "pattern") else "right") for c in SUMMARY_COLUMNS],
-                         report.summary_rows()))  # fmt: skip
+        console.print(_table(["measure", "dense", "pruned", "change"], report.evaluation_rows(), left=1))
+    console.print(_table(SUMMARY_COLUMNS, report.summary_rows(), left=3))
     seconds = ", ".join(f"{name} {value:.0f} s" for name, value in report.seconds.items())
     console.print(f"sparsity {report.sparsity:.2%} of the planned linears; {seconds}; "
                   f"peak memory {report.peak_memory_bytes / 2**30:.1f} GiB", markup=False)  # fmt: skip
@@ -80,9 +80,9 @@ def print_plan(plan: Plan) -> None:
     """Print every linear with its pruner, pattern and shape, and what is skipped and why."""
     console = _console()
     rows = [[x.name, x.rule.label, str(x.rule.pattern), f"{x.shape[0]} x {x.shape[1]}"] for x in plan.linears]
-    console.print(_table("", [("linear", "left"), ("pruner", "left"), ("pattern", "left"), ("shape", "right")], rows))
+    console.print(_table(["linear", "pruner", "pattern", "shape"], rows, left=3))
     if plan.skipped:
-        console.print(_table("", [("not pruned", "left"), ("reason", "left")], [list(s) for s in plan.skipped.items()]))
+        console.print(_table(["not pruned", "reason"], [list(s) for s in plan.skipped.items()], left=2))
     weights = sum(x.shape[0] * x.shape[1] for x in plan.linears)
     zeros = sum(x.shape[0] * x.shape[1] * x.rule.pattern.sparsity for x in plan.linears)
     console.print(f"{len(plan.linears)} linears, {weights / 1e6:.1f} M weights, sparsity {zeros / weights:.2%}")
@@ -91,21 +91,19 @@ def print_plan(plan: Plan) -> None:
 def print_plugins(records: Sequence[PluginRecord]) -> None:
     """Print one row for each plugin, and below it why those that failed did."""
     console = _console()
-    columns = [(c, "left") for c in ("name", "version", "source", "status", "pruners", "distribution")]
+    columns = ["name", "version", "source", "status", "pruners", "distribution"]
     rows = [[r.name, r.version or "", r.source, r.status, ", ".join(r.pruners), r.distribution or ""] for r in records]
-    console.print(_table("", columns, rows))
+    console.print(_table(columns, rows, left=len(columns)))
     for record in records:
         if record.error:
             console.print(f"{record.name}: {record.error}", markup=False)
 
 
-def _table(title: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> Table:
-    from rich import box
-    from rich.text import Text
-
-    table = Table(title=title or None, box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, justify in columns:
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> Table:
+    """Lay out a table whose first `left` columns are text and whose others are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i < left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table

@@ -164,7 +164,9 @@ def _decide(
         return selected
     fixed: dict[str, Pattern] = {n: FixedMask(r.keep, rule.pattern) for n, r in selected.items()}
     assert rule.reconstructor is not None  # noqa: S101 - built together
-    rebuilt = _ask(rule.reconstructor.name, reconstructor, block, fixed, {n: s.get("reconstructs") for n, s in stats.items()})
+    rebuilt = _ask(
+        rule.reconstructor.name, reconstructor, block, fixed, {n: s.get("reconstructs") for n, s in stats.items()}
+    )
     return {n: PruneResult(r.keep, r.weight, {**selected[n].info, **r.info}) for n, r in rebuilt.items()}
 
 
@@ -217,7 +219,8 @@ def _check_joint_total(
     zeros = sum(int((~results[n].keep).sum()) for n in joint)
     if zeros != expected:
         raise PluginError(
-            f"pruner {plugin!r} on {block.fqn}: {patterns[joint[0]]} means {expected} zeros over {', '.join(joint)}, got {zeros}"
+            f"pruner {plugin!r} on {block.fqn}: {patterns[joint[0]]} means {expected} zeros over {', '.join(joint)}, "
+            f"got {zeros}"
         )
 
 
@@ -225,7 +228,9 @@ def _apply(linear: Linear, result: PruneResult) -> None:
     """Write the surviving weights in the model's dtype, and plain zeros (never -0.0) everywhere else."""
     weight = linear.weight
     new = weight if result.weight is None else result.weight.to(weight.device, weight.dtype)
-    weight.copy_(torch.where(result.keep.to(weight.device), new, torch.zeros((), dtype=weight.dtype, device=weight.device)))
+    weight.copy_(
+        torch.where(result.keep.to(weight.device), new, torch.zeros((), dtype=weight.dtype, device=weight.device))
+    )
 
 
 def _finite(hidden: Tensor, fqn: str) -> Tensor:

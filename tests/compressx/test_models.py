@@ -105,7 +105,9 @@ def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path):
 
 def test_a_quantized_checkpoint_is_refused_at_plan_time(saved):
     config = (saved / "config.json").read_text()
-    (saved / "config.json").write_text(config.replace("{", '{"quantization_config": {"quant_method": "gptq", "bits": 4},', 1))
+    (saved / "config.json").write_text(
+        config.replace("{", '{"quantization_config": {"quant_method": "gptq", "bits": 4},', 1)
+    )
     with pytest.raises(UnsupportedModelError, match="is quantized"):
         models.load_skeleton(models.find_checkpoint(source(path=saved)))
 
@@ -118,7 +120,9 @@ def test_truncated_safetensors_are_an_error_that_names_the_folder(saved):
 
 
 def test_a_hub_id_that_cannot_be_reached_says_what_to_do():
-    with pytest.raises(ArtifactError, match=r"cannot load nobody/nothing: .*; check the id and the network, or name a local"):
+    with pytest.raises(
+        ArtifactError, match=r"cannot load nobody/nothing: .*; check the id and the network, or name a local"
+    ):
         models.load_skeleton(models.find_checkpoint(source(id="nobody/nothing")))
 
 

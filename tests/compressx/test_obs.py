@@ -11,7 +11,9 @@ def problem(rows: int, columns: int, tokens: int = 400, seed: int = 0) -> tuple[
     """A weight and strongly correlated inputs, float64."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, columns, generator=generator, dtype=torch.float64)
-    mix = torch.eye(columns, dtype=torch.float64) + 0.6 * torch.randn(columns, columns, generator=generator, dtype=torch.float64)
+    mix = torch.eye(columns, dtype=torch.float64) + 0.6 * torch.randn(
+        columns, columns, generator=generator, dtype=torch.float64
+    )
     return torch.randn(rows, columns, generator=generator, dtype=torch.float64), x @ mix
 
 

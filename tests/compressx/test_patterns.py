@@ -36,7 +36,11 @@ def test_an_unstructured_mask_drops_exactly_its_budget_even_among_ties(rows, col
 
 
 @given(
-    rows=st.integers(1, 6), groups=st.integers(1, 5), keep=st.integers(1, 7), extra=st.integers(0, 7), seed=st.integers(0, 9)
+    rows=st.integers(1, 6),
+    groups=st.integers(1, 5),
+    keep=st.integers(1, 7),
+    extra=st.integers(0, 7),
+    seed=st.integers(0, 9),
 )
 def test_an_n_m_mask_keeps_the_n_highest_of_every_m_input_features(rows, groups, keep, extra, seed):
     pattern = NM(keep, keep + extra)
@@ -90,7 +94,9 @@ def test_features_that_do_not_divide_by_m_are_refused_with_both_numbers():
         keep_mask(torch.rand(2, 6), NM(2, 4))
 
 
-@pytest.mark.parametrize("make", [lambda: Unstructured(1.0), lambda: Unstructured(-0.1), lambda: NM(5, 4), lambda: NM(0, 4)])
+@pytest.mark.parametrize(
+    "make", [lambda: Unstructured(1.0), lambda: Unstructured(-0.1), lambda: NM(5, 4), lambda: NM(0, 4)]
+)
 def test_impossible_patterns_cannot_be_made(make):
     with pytest.raises(ValueError, match="got"):
         make()

@@ -101,7 +101,8 @@ def test_wandas_masks_equal_those_of_a_slow_float64_reading_of_the_paper(archite
     inputs: dict[str, torch.Tensor] = {}
     linears = {n: x for n, x in survey(dense).linears.items() if n in first.masks}
     hooks = [
-        x.module.register_forward_pre_hook(lambda m, args, n=n: inputs.__setitem__(n, args[0])) for n, x in linears.items()
+        x.module.register_forward_pre_hook(lambda m, args, n=n: inputs.__setitem__(n, args[0]))
+        for n, x in linears.items()
     ]
     with torch.no_grad():
         dense(tiny_tokens(), use_cache=False)
@@ -238,7 +239,11 @@ def test_a_joint_budget_that_is_not_met_in_total_is_refused():
     model = tiny_model("llama")
     spec = answering(make=lambda x, p: PruneResult(torch.ones_like(x.weight, dtype=torch.bool)))
     with pytest.raises(PluginError, match=r"50% joint means 6144 zeros over .*, got 0"):
-        list(prune_model(model, plan_all(model, spec, Unstructured(0.5, "joint"), only=".0.self_attn.", reconstructor=None), ()))
+        list(
+            prune_model(
+                model, plan_all(model, spec, Unstructured(0.5, "joint"), only=".0.self_attn.", reconstructor=None), ()
+            )
+        )
 
 
 def test_one_pruner_selects_and_another_reconstructs():
@@ -267,7 +272,9 @@ def test_a_reconstructor_that_changes_the_mask_is_refused():
             return {n: PruneResult(p.keep.flip(0)) for n, p in patterns.items()}
 
     model = tiny_model("llama")
-    plan = plan_all(model, SPECS["magnitude"], HALF, only="q_proj", reconstructor=spec_of(Stubborn(), reconstructs=True))
+    plan = plan_all(
+        model, SPECS["magnitude"], HALF, only="q_proj", reconstructor=spec_of(Stubborn(), reconstructs=True)
+    )
     with pytest.raises(PluginError, match="must return the mask that it was given"):
         list(prune_model(model, plan, ()))
 
