@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -107,9 +108,9 @@ def text_config(model: nn.Module) -> Any:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(module, Conv1D)
+    """Say whether the module stores [in_features, out_features]; a model can only do so if transformers is loaded."""
+    home = sys.modules.get("transformers.pytorch_utils")
+    return home is not None and isinstance(module, home.Conv1D)
 
 
 def _matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from compressx.architecture import linears_of
 from compressx.errors import ArtifactError, did_you_mean
 from compressx.maskfile import MaskEntry, read_masks, weight_sha256, write_masks
+from compressx.pruner import Linear
 
 if TYPE_CHECKING:
     from torch.ao.pruning.sparsifier.base_sparsifier import BaseSparsifier
@@ -101,12 +103,12 @@ class MaskSet(Mapping[str, MaskEntry]):
             ArtifactError: a name or shape that the model does not have, weights that are not loaded, a prepared
                 model, a tied weight of which only some owners are named. Nothing is changed then.
         """
-        modules = self._writable(model)
+        linears = self._writable(model)
         if original:
-            self._require_originals(modules)
+            self._require_originals(linears)
         with torch.no_grad():
-            for name, module in modules.items():
-                weight = _seen_out_in(module)
+            for name, linear in linears.items():
+                weight = linear.weight
                 weight.masked_fill_(~self[name].keep.to(weight.device), 0.0)
 
     def deviations(self, model: nn.Module) -> dict[str, Deviation]:
@@ -116,8 +118,8 @@ class MaskSet(Mapping[str, MaskEntry]):
             ArtifactError: a name or shape that the model does not have, or weights that are not loaded.
         """
         found = {}
-        for name, module in self._modules(model).items():
-            weight = _seen_out_in(module)
+        for name, linear in self._linears(model).items():
+            weight = linear.weight
             keep, zero = self[name].keep.to(weight.device), weight == 0
             deviation = Deviation(int((~keep & ~zero).sum()), int((keep & zero).sum()))
             if any(deviation):
@@ -151,24 +153,32 @@ class MaskSet(Mapping[str, MaskEntry]):
         """
         from compressx.sparsifier import HeldMasks, MaskedWeight
 
-        modules = self._writable(model)  # first, since `prepare` would stop half-way
-        config = []
-        for name, module in modules.items():
-            keep = self[name].keep.T if _is_conv1d(module) else self[name].keep
-            mask = keep.to(module.get_parameter("weight").device, copy=True).contiguous()
-            config.append({"tensor_fqn": f"{name}.weight", "mask": mask, "parametrization": MaskedWeight})
+        linears = self._writable(model)  # first, since `prepare` would stop half-way
+        masks: dict[str, Tensor] = {}  # by parameter: fused experts share one, and those without a mask are kept whole
+        for name, linear in linears.items():
+            stored = linear.module.get_parameter(linear.parameter)
+            keep = self[name].keep.to(stored.device)
+            if linear.expert is None:
+                masks[f"{name}.weight"] = (keep.T if linear.transposed else keep).clone(
+                    memory_format=torch.contiguous_format
+                )
+            else:
+                whole = torch.ones(stored.shape, dtype=torch.bool, device=stored.device)
+                masks.setdefault(name.rpartition(".")[0], whole)[linear.expert] = keep
         sparsifier = HeldMasks()
-        sparsifier.prepare(model, config)
+        sparsifier.prepare(
+            model, [{"tensor_fqn": fqn, "mask": mask, "parametrization": MaskedWeight} for fqn, mask in masks.items()]
+        )
         return sparsifier
 
-    def _modules(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Find each name's module, checking shapes."""
-        matrices = {n: m for n, m in model.named_modules(remove_duplicate=False) if _holds_matrix(m)}
+    def _linears(self, model: nn.Module) -> dict[str, Linear]:
+        """Find each name's weight, checking shapes."""
+        weights = {x.name: x for n, m in model.named_modules(remove_duplicate=False) for x in _weights_of(n, m)}
         for name, entry in self.items():
-            if name not in matrices:
-                hint = did_you_mean(name, matrices)
+            if name not in weights:
+                hint = did_you_mean(name, weights)
                 raise ArtifactError(f"the masks name {name!r}, which {type(model).__name__} does not have; {hint}")
-            weight = _seen_out_in(matrices[name])
+            weight = weights[name].weight
             if weight.shape != entry.keep.shape:
                 raise ArtifactError(
                     f"{name}: the mask is {[*entry.keep.shape]} [out_features, in_features], the weight "
@@ -176,33 +186,34 @@ class MaskSet(Mapping[str, MaskEntry]):
                 )
             if weight.is_meta:
                 raise ArtifactError(f"{name}: its weight is not loaded (device meta); load the whole model first")
-        return {name: matrices[name] for name in self}
+        return {name: weights[name] for name in self}
 
-    def _writable(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Find each name's module, having made sure that changing it changes nothing unnamed."""
+    def _writable(self, model: nn.Module) -> dict[str, Linear]:
+        """Find each name's weight, having made sure that changing it changes nothing unnamed."""
         refuse_prepared(model, "masked")
-        modules = self._modules(model)
+        linears = self._linears(model)
+        whole = {name: linear for name, linear in linears.items() if linear.expert is None}
         name_of: dict[int, str] = {}
-        for name, module in modules.items():
-            if (other := name_of.setdefault(id(module), name)) != name:
+        for name, linear in whole.items():
+            if (other := name_of.setdefault(id(linear.module), name)) != name:
                 raise ArtifactError(f"{other} and {name} are one and the same module; keep only one of the two masks")
         owners: dict[int, list[str]] = {}
         for name, module in model.named_modules():
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(id(parameter), []).append(name_of.get(id(module), name))
-        for name, module in modules.items():
+        for name, linear in whole.items():
             keep = self[name].keep
-            for owner in owners[id(module.get_parameter("weight"))]:
+            for owner in owners[id(linear.module.get_parameter(linear.parameter))]:
                 if owner not in self or not torch.equal(self[owner].keep, keep):
                     raise ArtifactError(
                         f"{name}: its weight is tied to that of {owner}, and pruning one prunes both; give both names "
                         "the same mask, or untie them (tie_word_embeddings=False)"
                     )
-        return modules
+        return linears
 
-    def _require_originals(self, modules: Mapping[str, nn.Module]) -> None:
-        for name, module in modules.items():
-            if (found := weight_sha256(_seen_out_in(module))) != self[name].sha256:
+    def _require_originals(self, linears: Mapping[str, Linear]) -> None:
+        for name, linear in linears.items():
+            if (found := weight_sha256(linear.weight)) != self[name].sha256:
                 raise ArtifactError(
                     f"{name}: its weight has sha256 {found[:12]}..., the masks were made for one with "
                     f"{self[name].sha256[:12]}...; load the model that was pruned, in the dtype it was pruned in"
@@ -267,18 +278,8 @@ def refuse_prepared(model: nn.Module, action: str = "saved") -> None:
         )
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    """Say whether the module stores [in_features, out_features]; a model can only do so if transformers is loaded."""
-    home = sys.modules.get("transformers.pytorch_utils")
-    return home is not None and isinstance(module, home.Conv1D)
-
-
-def _holds_matrix(module: nn.Module) -> bool:
+def _weights_of(name: str, module: nn.Module) -> list[Linear]:
+    """Return the linears of a module, or the matrix of another one: an embedding may be tied to a linear."""
     weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.dim() == 2
-
-
-def _seen_out_in(module: nn.Module) -> Tensor:
-    """Return the weight as a view [out_features, in_features]."""
-    stored: Tensor = module.weight.detach()  # type: ignore[operator]
-    return stored.T if _is_conv1d(module) else stored
+    matrix = isinstance(weight, Tensor) and weight.dim() == 2
+    return linears_of(name, module) or ([Linear(name, module)] if matrix else [])

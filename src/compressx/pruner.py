@@ -62,7 +62,7 @@ class Linear:
     @property
     def weight(self) -> Tensor:
         """The weight as a view [out_features, in_features], without autograd history."""
-        stored = self.module.get_parameter(self.parameter).detach()
+        stored: Tensor = getattr(self.module, self.parameter).detach()  # also while masks are held on it
         if self.expert is not None:
             return stored[self.expert]
         return stored.T if self.transposed else stored

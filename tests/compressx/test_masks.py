@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from compressx import masks
 from compressx.errors import ArtifactError
 from compressx.masks import Deviation, MaskEntry, MaskSet, weight_sha256
+from compressx.masks import squash as squash_held
 from compressx.patterns import NM, keep_mask
 from compressx.testing import tiny_model, tiny_tokens
 
@@ -269,3 +270,27 @@ def test_a_pruned_model_predicts_otherwise_than_the_dense_one() -> None:
     dense = model(tiny_tokens()).logits
     two_of_four(model).apply(model)
     assert (model(tiny_tokens()).logits - dense).abs().max() > 0.01
+
+
+def test_masks_of_fused_experts_are_applied_verified_and_held_like_any_other(tmp_path):
+    model = tiny_model("mixtral")
+    names = [
+        f"model.layers.1.mlp.experts.{p}.{e}" for p, e in (("gate_up_proj", 0), ("gate_up_proj", 2), ("down_proj", 3))
+    ]
+    experts = model.model.layers[1].mlp.experts
+    weights = {n: getattr(experts, n.split(".")[-2])[int(n[-1])] for n in names}
+    generator = torch.Generator().manual_seed(0)
+    keeps = {n: torch.rand(w.shape, generator=generator) > 0.5 for n, w in weights.items()}
+    masks = MaskSet({n: MaskEntry(k, "50% row", "wanda", weight_sha256(weights[n])) for n, k in keeps.items()})
+    masks.save(tmp_path / "masks.safetensors")
+    held = tiny_model("mixtral")
+    sparsifier = MaskSet.load(tmp_path / "masks.safetensors").to_torch_ao(held)
+    masks.apply(model, original=True)
+    assert masks.verify(model)
+    assert not masks.deviations(model)
+    untouched = tiny_model("mixtral").model.layers[1].mlp.experts
+    assert torch.equal(experts.gate_up_proj[1], untouched.gate_up_proj[1])
+    with torch.no_grad():
+        assert torch.equal(held(tiny_tokens()).logits, model(tiny_tokens()).logits)
+    squash_held(sparsifier)
+    assert torch.equal(held.model.layers[1].mlp.experts.gate_up_proj, experts.gate_up_proj)

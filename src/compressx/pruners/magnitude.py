@@ -25,7 +25,7 @@ class Magnitude:
         self,
         block: Block,
         patterns: Mapping[str, Pattern],
-        stats: Mapping[str, Statistic],
+        stats: Mapping[str, Statistic],  # noqa: ARG002 - the protocol's
     ) -> dict[str, PruneResult]:
         """Keep the largest |W|."""
         scores = {name: block.linears[name].weight.float().abs() for name in patterns}
