@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-# A test that reaches for the hub fails at once instead of hanging. Before anything imports `datasets`, which reads them.
+# A test that reaches for the hub fails at once instead of hanging. Set before anything imports `datasets`.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 

@@ -14,7 +14,6 @@ and what is written to it is lost; the parameter is `module.parametrizations.wei
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

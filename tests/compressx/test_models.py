@@ -30,7 +30,9 @@ def wheel(folder: Path, members: dict[str, bytes], name: str = "tinymodel", vers
     path = folder / f"{name}-{version}-py3-none-any.whl"
     records = {
         **members,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: nothing-there\n".encode(),
+        f"{info}/METADATA": (
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: nothing-there\n".encode()
+        ),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     with zipfile.ZipFile(path, "w") as archive:

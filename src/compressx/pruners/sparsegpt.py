@@ -63,7 +63,7 @@ class SparseGPT:
             dead = hessian.matrix.diagonal() == 0
             weight = block.linears[name].weight
             keep, updated = sweep(weight, factor.to(weight.device), pattern, dead.to(weight.device))
-            results[name] = PruneResult(keep, updated, {"damping": damping, "dead_features": float(dead.sum())})
+            results[name] = PruneResult(keep, updated, {"damping": damping})
         return results
 
 
