@@ -1,0 +1,65 @@
+"""Import rules that import-linter cannot hold: parts of external packages, and what is imported at start."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCES = sorted((Path(__file__).parents[1] / "src").rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Return every module that a file imports anywhere, `from a import b` as both `a` and `a.b`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{a.name}" for a in node.names}
+    return found
+
+
+def test_there_are_sources_to_look_at():
+    assert len(SOURCES) > 30
+    sparsifier = next(p for p in SOURCES if p.name == "sparsifier.py")
+    assert any(m.startswith("torch.ao.pruning") for m in imports(sparsifier))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
+def test_torch_ao_is_imported_by_the_masks_alone(path):
+    if path.name not in ("masks.py", "sparsifier.py"):
+        assert not any(m == "torch.ao" or m.startswith("torch.ao.") for m in imports(path))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
+def test_nothing_is_unpickled(path):
+    assert not imports(path) & {"pickle", "dill", "joblib", "cloudpickle"}
+    assert "torch.load" not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import compressx", ["torch", "transformers", "datasets", "lm_eval", "pydantic", "rich"]),
+        ("import compressx.cli", ["torch", "transformers", "datasets", "lm_eval"]),
+        ("import compressx.run", ["datasets", "lm_eval", "matplotlib", "torch.ao.pruning"]),
+        ("import compressx_attnprune.plugin", ["transformers", "datasets", "lm_eval"]),
+    ],
+)
+def test_heavy_libraries_are_imported_when_they_are_used(statement, absent):
+    code = f"import sys; {statement}; print([m for m in {absent!r} if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).strip() == "[]"
+
+
+def test_every_public_name_resolves_and_an_unknown_one_is_an_attribute_error():
+    import compressx
+
+    for name in compressx.__all__:
+        assert getattr(compressx, name) is not None
+    assert set(compressx.__all__) <= set(dir(compressx))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = compressx.nothing
