@@ -106,9 +106,9 @@ def replaced_forwards(
 def _shared(value: Any, known: list[Tensor]) -> Any:
     """Replace tensors by equal ones seen before: rotary tables and masks are the same for every batch of one shape."""
     if isinstance(value, Tensor):
+        if any(other is value for other in known):
+            return value
         for other in known:
-            if other is value:
-                return other
             if other.shape == value.shape and other.dtype == value.dtype and torch.equal(other, value):
                 return other
         known.append(value)

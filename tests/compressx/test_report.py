@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from compressx.report import LayerReport, RunReport, total_sparsity
+from compressx.report import SUMMARY_COLUMNS, LayerReport, RunReport, total_sparsity
 
 
 def layer(name: str, *, pruner: str = "wanda", pattern: str = "50% row", rows: int = 4, sparsity: float = 0.5,
@@ -46,20 +46,21 @@ def test_sparsity_is_counted_over_weights_not_over_layers() -> None:
 
 
 def test_the_summary_has_a_row_for_each_kind_pruner_and_pattern() -> None:
+    assert SUMMARY_COLUMNS == ["module", "pruner", "pattern", "layers", "sparsity", "seconds"]
     assert report().summary_rows() == [
-        ["q_proj", "1", "attnprune", "70% joint", "75.00%", "1.0"],
-        ["up_proj", "2", "wanda", "50% row", "31.25%", "0.8"],
+        ["q_proj", "attnprune", "70% joint", "1", "75.00%", "1.0"],
+        ["up_proj", "wanda", "50% row", "2", "31.25%", "0.8"],
     ]
 
 
 def test_the_same_kind_under_two_pruners_has_two_rows() -> None:
     rows = report((layer("a.q_proj"), layer("b.q_proj", pruner="sparsegpt"))).summary_rows()
-    assert [(r[0], r[2]) for r in rows] == [("q_proj", "wanda"), ("q_proj", "sparsegpt")]
+    assert [(r[0], r[1]) for r in rows] == [("q_proj", "wanda"), ("q_proj", "sparsegpt")]
 
 
 def test_fused_experts_are_summed_up_under_their_projection() -> None:
     rows = report(tuple(layer(f"m.layers.{b}.mlp.experts.down_proj.{e}") for b in range(2) for e in range(11)))
-    assert [(r[0], r[1]) for r in rows.summary_rows()] == [("down_proj", "22")]
+    assert [(r[0], r[3]) for r in rows.summary_rows()] == [("down_proj", "22")]
 
 
 def test_evaluation_rows_give_the_relative_change_by_full_name() -> None:
@@ -98,7 +99,7 @@ def test_markdown_shows_evaluation_modules_layers_and_what_was_not_pruned() -> N
     assert lines[0] == "# Pruned org/model"
     assert "compressx 1.2, sparsity 40.00%" in lines
     assert "| token_perplexity | 10 | 12.5 | +25.0% |" in lines
-    assert "| up_proj | 2 | wanda | 50% row | 31.25% | 0.8 |" in lines
+    assert "| up_proj | wanda | 50% row | 2 | 31.25% | 0.8 |" in lines
     assert "| total | 6.0 |" in lines
     wanted = "| model.layers.0.self_attn.q_proj | attnprune | 70% joint | 0.7500 | 1.00 | attention_error 0.0123 |"
     assert wanted in lines

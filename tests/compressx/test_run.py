@@ -1,0 +1,329 @@
+"""Whole runs in this process, on tiny models that were saved like real ones."""
+
+from __future__ import annotations
+
+import json
+import random
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import compressx
+from compressx.errors import ArtifactError, CalibrationError, RecipeError, UnsupportedModelError
+from compressx.masks import MaskSet
+from compressx.models import find_checkpoint, load_model
+from compressx.plugins import Plugins, load_plugins
+from compressx.recipe import ModelSource
+from compressx.report import BlockReport, RunReport
+from compressx.run import plan, run
+from compressx.testing import tiny_model
+
+TEXT = "the quick brown fox jumps over a lazy dog while seven small birds sing in tall green trees".split()
+
+
+def save_tiny(folder: Path, architecture: str, dtype: torch.dtype = torch.float32) -> Path:
+    """Save a tiny model with a tokenizer of whole words, and a text of them beside it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<unk>", "<s>", "</s>", *TEXT])}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
+    tiny_model(architecture, dtype=dtype).save_pretrained(folder)
+    choice = random.Random(0)  # noqa: S311 - text, no secret
+    folder.with_name("text.txt").write_text(" ".join(choice.choice(TEXT) for _ in range(600)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Give the folder of a saved tiny model by its architecture, made once."""
+    saved: dict[str, Path] = {}
+
+    def get(name: str, dtype: torch.dtype = torch.float32) -> Path:
+        key = f"{name}-{dtype}"
+        if key not in saved:
+            saved[key] = save_tiny(tmp_path_factory.mktemp("saved") / "model", name, dtype)
+        return saved[key]
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
+    return None
+
+
+@pytest.fixture
+def plugins() -> Plugins:
+    return load_plugins()
+
+
+def recipe(model: Path, *rules: dict[str, Any], evaluated: bool = False, output: str = "out") -> dict[str, Any]:
+    text = {"text": str(model.with_name("text.txt"))}
+    whole: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "calibration": {"dataset": text, "samples": 8, "sequence_length": 32},
+        "prune": list(rules) or [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}],
+        "output": output,
+    }
+    if evaluated:
+        whole["evaluate"] = {"token_perplexity": {"dataset": text, "sequence_length": 32, "samples": 4}}
+    return whole
+
+
+ATTNPRUNE = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6}
+MIXED = (ATTNPRUNE, {"targets": ["*.v_proj"], "pruner": "wanda", "sparsity": 0.5, "reconstruct": "sparsegpt"},
+         {"targets": ["*"], "pruner": "sparsegpt", "pattern": "2:4"})  # fmt: skip
+
+
+def weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    model = load_model(find_checkpoint(ModelSource(path=Path(folder))))
+    return dict(model.state_dict())
+
+
+# --- what a run does
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "opt"])
+def test_attention_and_the_rest_are_pruned_by_their_own_rules(models: Any, plugins: Plugins, architecture: str) -> None:
+    source = models(architecture)
+    report = run(recipe(source, *MIXED), plugins=plugins)
+    dense, pruned, masks = weights(source), weights("out/model"), MaskSet.load("out/masks.safetensors")
+    assert set(masks) == {x.name for x in report.layers}
+    by_pruner: dict[str, list[str]] = {}
+    for layer in report.layers:
+        by_pruner.setdefault(layer.pruner, []).append(layer.name)
+        weight, keep = pruned[f"{layer.name}.weight"], masks[layer.name].keep
+        assert torch.equal(weight != 0, keep), layer.name
+        assert layer.sparsity == pytest.approx(1 - float(keep.float().mean()))
+        assert not torch.equal(weight, dense[f"{layer.name}.weight"] * keep), "the survivors get new values"
+    assert {k: len(v) for k, v in by_pruner.items()} == {
+        "attnprune": 6, "wanda+sparsegpt": 3, "sparsegpt": (3 if architecture == "opt" else 4) * 3
+    }  # fmt: skip
+    for name in by_pruner["sparsegpt"]:
+        assert (masks[name].keep.view(-1, 4).sum(dim=1) == 2).all(), name
+    for name in by_pruner["wanda+sparsegpt"]:
+        assert (masks[name].keep.sum(dim=1) == 32).all(), name  # half of each row of 64
+    pairs = [x for x in report.layers if x.pruner == "attnprune"]
+    joint = sum(x.sparsity * x.shape[0] * x.shape[1] for x in pairs) / sum(x.shape[0] * x.shape[1] for x in pairs)
+    assert joint == pytest.approx(0.6, abs=1e-3)
+    assert all(0 < x.info["attention_error"] < x.info["attention_error_mask_only"] for x in pairs)
+    untouched = set(dense) - {f"{name}.weight" for name in masks}
+    assert all(torch.equal(dense[name], pruned[name]) for name in untouched)
+
+
+def test_the_same_recipe_twice_gives_the_same_bits(models: Any, plugins: Plugins) -> None:
+    source = models("llama")
+    for output in ("a", "b"):
+        run(recipe(source, *MIXED, output=output), plugins=plugins)
+    assert Path("a/masks.safetensors").read_bytes() == Path("b/masks.safetensors").read_bytes()
+    first, second = weights("a/model"), weights("b/model")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_another_seed_calibrates_on_other_windows(models: Any, plugins: Plugins) -> None:
+    source = models("llama")
+    run(recipe(source, output="a"), plugins=plugins)
+    other = recipe(source, output="b")
+    other["calibration"]["seed"] = 1
+    run(other, plugins=plugins)
+    a, b = MaskSet.load("a/masks.safetensors"), MaskSet.load("b/masks.safetensors")
+    assert any(not torch.equal(a[n].keep, b[n].keep) for n in a)
+
+
+def test_a_bfloat16_model_stays_bfloat16(models: Any, plugins: Plugins) -> None:
+    run(recipe(models("llama", torch.bfloat16), *MIXED), plugins=plugins)
+    pruned, masks = weights("out/model"), MaskSet.load("out/masks.safetensors")
+    assert {t.dtype for t in pruned.values()} == {torch.bfloat16}
+    for name, entry in masks.items():
+        assert not pruned[f"{name}.weight"][~entry.keep].any()
+        assert torch.isfinite(pruned[f"{name}.weight"]).all()
+
+
+def test_magnitude_reads_no_text(models: Any, plugins: Plugins) -> None:
+    given = recipe(models("llama"), {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5})
+    given["calibration"]["dataset"] = {"text": "nowhere/*.txt"}
+    assert run(given, plugins=plugins).sparsity == 0.5
+    del given["calibration"]
+    assert run(given, plugins=plugins).sparsity == 0.5
+
+
+def test_conv1d_weights_are_pruned_along_their_inputs(models: Any, plugins: Plugins) -> None:
+    run(recipe(models("gpt2"), {"targets": ["*"], "pruner": "sparsegpt", "pattern": "2:4"}), plugins=plugins)
+    stored = weights("out/model")["transformer.h.0.mlp.c_fc.weight"]  # [in_features, out_features]
+    assert ((stored.T.reshape(-1, 4) != 0).sum(dim=1) == 2).all()
+
+
+def test_the_head_is_pruned_when_named_and_only_then(models: Any, plugins: Plugins) -> None:
+    source = models("llama")
+    rule = {"pruner": "wanda", "sparsity": 0.5}
+    report = run(recipe(source, {"targets": ["*"], **rule}, output="a"), plugins=plugins)
+    assert "lm_head" in {s["name"] for s in report.skipped}
+    assert torch.equal(weights("a/model")["lm_head.weight"], weights(source)["lm_head.weight"])
+    run(recipe(source, {"targets": ["lm_head"], **rule}, output="b"), plugins=plugins)
+    assert float((weights("b/model")["lm_head.weight"] == 0).float().mean()) == 0.5
+
+
+# --- evaluation, progress and hooks
+
+
+def test_the_dense_evaluation_is_cached_and_the_pruned_is_not(
+    models: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compressx import evaluate
+
+    measured: list[bool] = []
+    real = evaluate.token_perplexity
+
+    def counting(model: Any, *rest: Any, **options: Any) -> float:
+        measured.append(bool((model.model.layers[0].mlp.up_proj.weight == 0).any()))
+        return real(model, *rest, **options)
+
+    monkeypatch.setattr(evaluate, "token_perplexity", counting)
+    given = recipe(models("llama"), {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.9}, evaluated=True)
+    first, second = run(given, plugins=plugins), run(given, plugins=plugins)
+    assert measured == [False, True, True]
+    assert len(list(Path("cache/evaluations").glob("*.json"))) == 1
+    assert first.evaluation == second.evaluation
+    dense, pruned = (first.evaluation[k]["token_perplexity"] for k in ("dense", "pruned"))
+    assert 1 < dense != pruned > 1
+
+
+def test_progress_tells_every_stage_to_its_end(models: Any, plugins: Plugins) -> None:
+    told: list[tuple[str, int, int]] = []
+    run(recipe(models("llama"), evaluated=True), plugins=plugins, progress=lambda *step: told.append(step))
+    stages = list(dict.fromkeys(stage for stage, _, _ in told))
+    assert stages == ["load", "calibrate", "evaluate dense", "prune", "evaluate pruned", "save"]
+    assert [(done, total) for stage, done, total in told if stage == "prune"] == [(i, 3) for i in range(4)]
+    assert ("evaluate pruned", 4, 4) in told
+
+
+def test_hooks_hear_of_every_block_and_of_the_end(models: Any, plugins: Plugins) -> None:
+    blocks: list[BlockReport] = []
+    finished: list[tuple[RunReport, Path, bool]] = []
+
+    class Listener:
+        @compressx.hookimpl
+        def compressx_block_pruned(self, report: BlockReport) -> None:
+            blocks.append(report)
+
+        @compressx.hookimpl
+        def compressx_run_finished(self, report: RunReport, output: Path) -> None:
+            finished.append((report, output, (output / "report.json").is_file()))
+
+    plugins.manager.register(Listener())
+    report = run(recipe(models("llama")), plugins=plugins)
+    assert [b.fqn for b in blocks] == [f"model.layers.{i}" for i in range(3)]
+    assert tuple(layer for b in blocks for layer in b.layers) == report.layers
+    assert all(b.seconds > 0 for b in blocks)
+    assert finished == [(report, Path("out"), True)]
+
+
+def test_the_report_says_what_ran_and_where_the_time_went(models: Any, plugins: Plugins) -> None:
+    report = run(recipe(models("llama"), evaluated=True), plugins=plugins)
+    assert report.compressx == compressx.__version__
+    assert {p["name"] for p in report.plugins} >= {"magnitude", "wanda", "sparsegpt", "attnprune"}
+    assert report.versions["torch"] == torch.__version__
+    assert 0 < sum(v for k, v in report.seconds.items() if k != "total") <= report.seconds["total"]
+    assert report.peak_memory_bytes > 2**26
+    read = json.loads(Path("out/report.json").read_text())
+    assert read["sparsity"] == pytest.approx(0.5)
+    assert read["layers"][0]["shape"] == [64, 64]
+
+
+def test_the_written_recipe_and_plan_repeat_the_run(models: Any, plugins: Plugins) -> None:
+    report = run(recipe(models("llama"), *MIXED), plugins=plugins)
+    planned = json.loads(Path("out/plan.json").read_text())
+    assert [x["name"] for x in planned["linears"]] == [x["name"] for x in plan("out/recipe.yaml").to_dict()["linears"]]
+    assert {x["name"] for x in planned["linears"]} == {x.name for x in report.layers}
+    before = Path("out/masks.safetensors").read_bytes()
+    run(Path("out/recipe.yaml"), plugins=plugins, overrides=["output=again"])
+    assert Path("again/masks.safetensors").read_bytes() == before
+
+
+# --- the output folder, and what is refused
+
+
+def test_the_output_of_an_earlier_run_is_replaced(models: Any, plugins: Plugins) -> None:
+    for sparsity in (0.5, 0.25):
+        rule = {"targets": ["*"], "pruner": "magnitude", "sparsity": sparsity}
+        run(recipe(models("llama"), rule), plugins=plugins)
+        assert MaskSet.load("out/masks.safetensors").sparsity() == sparsity
+    assert {p.name for p in Path().iterdir()} == {"out"}
+
+
+def test_a_foreign_folder_is_refused_and_left_as_it_is(models: Any, plugins: Plugins) -> None:
+    Path("out").mkdir()
+    Path("out/thesis.tex").write_text("years of work")
+    with pytest.raises(ArtifactError, match="is no earlier output of compressx"):
+        run(recipe(models("llama")), plugins=plugins)
+    assert [p.name for p in Path("out").iterdir()] == ["thesis.tex"]
+
+
+def broken_plugin(error: BaseException) -> types.ModuleType:
+    module = types.ModuleType("broken")
+
+    @compressx.hookimpl
+    def compressx_block_pruned(report: BlockReport) -> None:
+        if report.index == 1:
+            raise error
+
+    module.compressx_block_pruned = compressx_block_pruned  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), KeyboardInterrupt()])
+def test_a_run_that_fails_half_way_leaves_the_earlier_output(
+    models: Any, plugins: Plugins, error: BaseException
+) -> None:
+    given = recipe(models("llama"), {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5})
+    run(given, plugins=plugins)
+    before = {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()}
+    plugins.manager.register(broken_plugin(error))
+    given["prune"][0]["sparsity"] = 0.25
+    with pytest.raises(type(error)):
+        run(given, plugins=plugins)
+    assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
+    assert {p.name for p in Path().iterdir()} == {"out"}
+
+
+def test_calibration_text_that_is_too_short_says_how_short(models: Any, plugins: Plugins) -> None:
+    given = recipe(models("llama"))
+    given["calibration"]["samples"] = 1000
+    with pytest.raises(CalibrationError, match=r"needs 1000 windows of 32 tokens; the text has 600 tokens"):
+        run(given, plugins=plugins)
+    assert not Path("out").exists()
+
+
+def test_attnprune_on_gpt2_is_refused_in_the_plan_with_what_to_use_instead(models: Any, plugins: Plugins) -> None:
+    rule = {"targets": ["*.c_attn"], "pruner": "attnprune", "sparsity": 0.5}
+    with pytest.raises(UnsupportedModelError, match=r"<dict>:prune\[0\].*c_attn holds query.*sparsegpt or wanda"):
+        plan(recipe(models("gpt2"), rule), plugins=plugins)
+
+
+def test_a_plan_loads_neither_weights_nor_text(
+    models: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch, project: Path
+) -> None:
+    bare = project / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((models("llama") / "config.json").read_bytes())
+    (bare / "model.safetensors").write_bytes(b"no tensors at all")
+    assert len(plan(recipe(bare), plugins=plugins).linears) == 21
+    assert not Path("out").exists()
+
+
+def test_a_recipe_that_a_program_made_takes_no_overrides(models: Any, plugins: Plugins) -> None:
+    with pytest.raises(RecipeError, match="overrides only go with the path of a recipe"):
+        plan(recipe(models("llama")), plugins=plugins, overrides=["output=x"])
+
+
+def test_a_model_that_is_not_there_is_named_with_its_place(project: Path, plugins: Plugins) -> None:
+    with pytest.raises(ArtifactError, match=r"<dict>:model.*does not exist"):
+        plan(recipe(project / "nowhere"), plugins=plugins)
