@@ -103,7 +103,8 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) 
     """Lay out a table whose first `left` columns are text and whose others are numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i < left else "right", no_wrap=True)
+        text = i < left  # what is too long for the terminal goes on below, since a name cut short names nothing
+        table.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table

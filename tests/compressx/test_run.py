@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,26 @@ from compressx.report import BlockReport, RunReport
 from compressx.run import plan, run
 from compressx.testing import tiny_model
 
-TEXT = "the quick brown fox jumps over a lazy dog while seven small birds sing in tall green trees".split()
+TEXT = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "small",
+    "birds",
+    "sing",
+    "in",
+    "tall",
+    "green",
+    "trees",
+]
 
 
 def save_tiny(folder: Path, architecture: str, dtype: torch.dtype = torch.float32) -> Path:
@@ -30,7 +48,9 @@ def save_tiny(folder: Path, architecture: str, dtype: torch.dtype = torch.float3
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<unk>", "<s>", "</s>", *TEXT])}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(["<unk>", "<s>", "</s>", *TEXT])}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
@@ -55,9 +75,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _in_tmp(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _in_tmp(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
-    return None
 
 
 @pytest.fixture
@@ -149,7 +168,8 @@ def test_a_bfloat16_model_stays_bfloat16(models: Any, plugins: Plugins) -> None:
 
 def test_magnitude_reads_no_text(models: Any, plugins: Plugins) -> None:
     given = recipe(models("llama"), {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5})
-    given["calibration"]["dataset"] = {"text": "nowhere/*.txt"}
+    Path("empty.txt").touch()  # any pruner that observes would refuse it
+    given["calibration"]["dataset"] = {"text": "empty.txt"}
     assert run(given, plugins=plugins).sparsity == 0.5
     del given["calibration"]
     assert run(given, plugins=plugins).sparsity == 0.5
@@ -200,7 +220,7 @@ def test_progress_tells_every_stage_to_its_end(models: Any, plugins: Plugins) ->
     told: list[tuple[str, int, int]] = []
     run(recipe(models("llama"), evaluated=True), plugins=plugins, progress=lambda *step: told.append(step))
     stages = list(dict.fromkeys(stage for stage, _, _ in told))
-    assert stages == ["load", "calibrate", "evaluate dense", "prune", "evaluate pruned", "save"]
+    assert stages == ["load", "calibrate", "evaluate dense", "prune", "save", "evaluate pruned"]
     assert [(done, total) for stage, done, total in told if stage == "prune"] == [(i, 3) for i in range(4)]
     assert ("evaluate pruned", 4, 4) in told
 
@@ -308,13 +328,12 @@ def test_attnprune_on_gpt2_is_refused_in_the_plan_with_what_to_use_instead(model
         plan(recipe(models("gpt2"), rule), plugins=plugins)
 
 
-def test_a_plan_loads_neither_weights_nor_text(
-    models: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch, project: Path
-) -> None:
+def test_a_plan_loads_neither_weights_nor_text(models: Any, plugins: Plugins, project: Path) -> None:
     bare = project / "bare"
     bare.mkdir()
     (bare / "config.json").write_bytes((models("llama") / "config.json").read_bytes())
     (bare / "model.safetensors").write_bytes(b"no tensors at all")
+    bare.with_name("text.txt").write_bytes(b"\xff no text")
     assert len(plan(recipe(bare), plugins=plugins).linears) == 21
     assert not Path("out").exists()
 

@@ -1,0 +1,411 @@
+"""The command line, as its users meet it: exit status, messages, and what it leaves on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from compressx import __version__
+from compressx.cli import cli
+
+TEXT = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "small",
+    "birds",
+    "sing",
+    "in",
+    "tall",
+    "green",
+    "trees",
+]
+RECIPE = """\
+model: {path: model}
+calibration: {dataset: {text: text.txt}, samples: 8, sequence_length: 32}
+prune:
+  - {targets: ["*.q_proj", "*.k_proj"], pruner: attnprune, sparsity: 0.5}
+  - {targets: ["*"], pruner: wanda, sparsity: 0.5}
+evaluate:
+  token_perplexity: {dataset: {text: text.txt}, sequence_length: 32, samples: 4}
+output: out
+"""
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder with two saved tiny models, each with a tokenizer of whole words, and a text of those words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from compressx.testing import tiny_model
+
+    folder = tmp_path_factory.mktemp("saved")
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(["<unk>", "<s>", "</s>", *TEXT])}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    for name, architecture in (("model", "llama"), ("tied", "llama-tied")):
+        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder / name)
+        tiny_model(architecture).save_pretrained(folder / name)
+    choice = random.Random(0)  # noqa: S311 - text, no secret
+    (folder / "text.txt").write_text(" ".join(choice.choice(TEXT) for _ in range(600)))
+    return folder
+
+
+@pytest.fixture
+def work(saved: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a working folder with a good recipe, the models and the text."""
+    for source in saved.iterdir():
+        (project / source.name).symlink_to(source)
+    (project / "r.yaml").write_text(RECIPE)
+    monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    return project
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "compressx", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def compressx(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "compressx", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def invoke(*arguments: str) -> Result:
+    """Run a command in this process, which is faster; an exception that is no exit is raised."""
+    return CliRunner().invoke(cli, list(arguments), catch_exceptions=False)
+
+
+def edit(old: str, new: str) -> None:
+    assert RECIPE.count(old) >= 1, old
+    Path("r.yaml").write_text(RECIPE.replace(old, new, 1))
+
+
+def write_plugin(name: str, body: str) -> None:
+    Path(f"{name}.py").write_text(f"import compressx\n\n@compressx.hookimpl\ndef {body}\n")
+
+
+# --- mistakes: each one clear message, and nothing written
+
+WANDA = '{targets: ["*"], pruner: wanda, sparsity: 0.5}'
+MISTAKES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
+    # what is replaced, by what, the place, what the message says
+    "a misspelt key": ("prune:", "prnue:", "r.yaml:3", ("unknown key 'prnue'", "did you mean 'prune'?")),
+    "a misspelt key of a rule": (WANDA, '{target: ["*"], pruner: wanda, sparsity: 0.5}', "r.yaml:5",
+                                 ("unknown key 'target'", "did you mean 'targets'?")),
+    "a target without a linear": ('"*.q_proj", "*.k_proj"', '"*.q_prj"', "r.yaml:4",
+                                  ("'*.q_prj' matches no linear", "did you mean '*.q_proj'?")),
+    "sparsity above one": (WANDA, WANDA.replace("0.5", "1.7"), "r.yaml:5",
+                           ("prune[1].sparsity is 1.7", "less than 1", "fraction of zeros in [0, 1)")),
+    "negative sparsity": (WANDA, WANDA.replace("0.5", "-0.5"), "r.yaml:5", ("prune[1].sparsity is -0.5", "at least 0")),
+    "sparsity in percent": (WANDA, WANDA.replace("0.5", "50%"), "r.yaml:5", ("prune[1].sparsity is '50%'", "a number")),
+    "sparsity and pattern": (WANDA, WANDA.replace("0.5", '0.9, pattern: "2:4"'), "r.yaml:5",
+                             ("sparsity and pattern exclude each other; keep one",)),
+    "a key given twice": ("output: out", "output: out\noutput: other", "r.yaml:9", ("output",)),
+    "a rule's key given twice": (WANDA, WANDA.replace("0.5", "0.5, sparsity: 0.6"), "r.yaml:5", ("sparsity",)),
+    "an unknown pruner": (WANDA, WANDA.replace("wanda", "wandas"), "r.yaml:5",
+                          ("no pruner 'wandas'", "did you mean 'wanda'?")),
+    "an unknown option": ("attnprune, sparsity: 0.5", "attnprune, sparsity: 0.5, options: {step: 3}", "r.yaml:4",
+                          ("unknown option 'step'", "did you mean 'steps'?")),
+    "a shadowed rule": (WANDA, WANDA + '\n  - {targets: ["*.o_proj"], pruner: magnitude, sparsity: 0.5}', "r.yaml:6",
+                        ("prune[2] is shadowed", "by prune[1] at r.yaml:5", "put the narrower rule first")),
+    "a model that is not there": ("path: model", "path: modle", "r.yaml:1", ("model path modle does not exist",)),
+    "a pattern that keeps more than all": (WANDA, WANDA.replace("sparsity: 0.5", 'pattern: "5:4"'), "r.yaml:5",
+                                           ("got 5:4", "1 <= N <= M")),
+    "a pattern that is none": (WANDA, WANDA.replace("sparsity: 0.5", "pattern: half"), "r.yaml:5", ("'half'", '"2:4"')),
+    "text that is not there": ("text: text.txt", "text: txet.txt", "r.yaml:2", ("no file matches 'txet.txt'",)),
+    "an input not divisible": (WANDA, WANDA.replace("sparsity: 0.5", 'pattern: "3:7"'), "r.yaml:5",
+                               ("has 64 input features, not divisible by 7",)),
+    "an ignored head": (WANDA, WANDA.replace("sparsity", "ignore: [lm_head], sparsity"), "r.yaml:5",
+                        ("unknown key 'ignore'",)),
+    "attnprune on the values": ('"*.q_proj", "*.k_proj"', '"*.q_proj", "*.v_proj"', "r.yaml:4",
+                                ("also takes model.layers.0.self_attn.v_proj", 'targets: ["*.q_proj", "*.k_proj"]')),
+    "no calibration": ("calibration: {dataset: {text: text.txt}, samples: 8, sequence_length: 32}\n", "", "r.yaml",
+                       ("the recipe has no calibration",)),
+    "an output that is a file": ("output: out", "output: text.txt", "r.yaml:8", ("is a file; name a folder",)),
+}  # fmt: skip
+TIED = "a tied head"
+MISTAKES[TIED] = ('path: model', 'path: tied', "r.yaml:5",
+                  ("lm_head, which is not prunable", "tied to model.embed_tokens"))  # fmt: skip
+SILENT_ELSEWHERE = ["a misspelt key", "a target without a linear", "sparsity above one", "sparsity and pattern",
+                    "a rule's key given twice", TIED, "an unknown pruner", "text that is not there"]  # fmt: skip
+
+
+def make(mistake: str) -> None:
+    old, new, *_ = MISTAKES[mistake]
+    edit(old, new)
+    if mistake == TIED:
+        text = Path("r.yaml").read_text()
+        Path("r.yaml").write_text(text.replace('["*"]', '["lm_head"]'))
+
+
+def assert_refused(status: int, out: str, err: str, mistake: str) -> None:
+    _, _, place, expected = MISTAKES[mistake]
+    assert status == 2, err
+    assert out == ""
+    assert err.startswith("error: r.yaml:")
+    lines = err.removeprefix("error: ").splitlines()
+    (line,) = [x for x in lines if x.startswith(f"{place}:")]  # a misspelt key that is needed is told as missing too
+    assert all(part in line for part in expected), err
+    assert err.count("error:") == 1
+    assert "Traceback" not in err
+    assert not [p.name for p in Path().iterdir() if p.name in ("out", "other", "cache") or p.name.startswith(".")]
+
+
+@pytest.mark.parametrize("mistake", SILENT_ELSEWHERE)
+def test_a_mistake_ends_a_run_with_one_message_and_status_2(work: Path, mistake: str) -> None:
+    make(mistake)
+    done = compressx("run", "r.yaml")
+    assert_refused(done.returncode, done.stdout, done.stderr, mistake)
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_every_mistake_is_named_with_place_value_and_remedy(work: Path, mistake: str, command: str) -> None:
+    make(mistake)
+    done = invoke(command, "r.yaml")
+    assert_refused(done.exit_code, done.stdout, done.stderr, mistake)
+
+
+def test_several_mistakes_are_told_at_once(work: Path) -> None:
+    Path("r.yaml").write_text(RECIPE.replace("samples: 8", "samples: 0").replace("output:", "ouput:"))
+    done = invoke("plan", "r.yaml")
+    assert done.exit_code == 2
+    places = [line.removeprefix("error: ").split(" ")[0] for line in done.stderr.splitlines()]
+    assert len([p for p in places if p.startswith("r.yaml:2:")]) == 1
+    assert len([p for p in places if p.startswith("r.yaml:8:")]) == 1
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_a_recipe_that_is_not_there_is_named(work: Path, command: str) -> None:
+    done = invoke(command, "nowhere.yaml")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "nowhere.yaml" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["-p", "wanda", "plugins"], "expected no:NAME, got 'wanda'"),
+        (["-p", "no:", "plugins"], "expected no:NAME, got 'no:'"),
+        (["-p", "no:wandas", "plugins"], "did you mean 'wanda'?"),
+        (["--plugin", "no_such_module", "plugins"], "no_such_module"),
+        (["run", "r.yaml", "--device", "tpu"], "tpu"),
+        (["run", "r.yaml", "--set", "prune.1.sparsity=1.7"], "--set prune.1.sparsity=1.7: prune[1].sparsity is 1.7"),
+        (["run", "r.yaml", "--set", "calibration.sample=8"], "did you mean 'samples'?"),
+    ],
+)
+def test_a_wrong_option_of_the_command_line_is_named(work: Path, arguments: list[str], complaint: str) -> None:
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert complaint in done.stderr
+    assert not Path("out").exists()
+
+
+def test_a_blocked_plugin_is_the_reason_that_its_pruner_is_missing(work: Path) -> None:
+    done = invoke("-p", "no:wanda", "run", "r.yaml")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: r.yaml:5:")
+    assert "no pruner 'wanda': plugin 'wanda' (entry point) is blocked; drop -p no:wanda" in done.stderr
+
+
+# --- a whole run
+
+LOAD = """
+import json, sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("out/model")
+assert "compressx" not in sys.modules
+zeros = {n: [p.dtype.is_floating_point, (p == 0).flatten().nonzero().flatten().tolist()]
+         for n, p in model.named_parameters() if p.dim() == 2}
+print(json.dumps({"zeros": zeros, "ids": AutoTokenizer.from_pretrained("out/model")("the lazy dog")["input_ids"]}))
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Do one whole run in a process of its own."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "r.yaml").write_text(RECIPE)
+    for source in saved.iterdir():
+        (folder / source.name).symlink_to(source)
+    environment = {**os.environ, **ENVIRONMENT, "COMPRESSX_CACHE": str(folder / "cache")}
+    command = [sys.executable, "-m", "compressx", "run", "r.yaml", "-v", "--set", "calibration.samples=6"]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def test_a_run_leaves_all_of_its_files_and_nothing_else(finished: Any) -> None:
+    folder, _ = finished
+    left = {p.name for p in (folder / "out").iterdir()}
+    assert left == {"model", "masks.safetensors", "recipe.yaml", "plan.json", "report.json", "report.md"}
+    assert {p.name for p in (folder / "out/model").iterdir()} >= {"model.safetensors", "config.json", "tokenizer.json"}
+    assert {p.name for p in folder.iterdir()} == {"r.yaml", "model", "tied", "text.txt", "cache", "out"}
+
+
+def test_a_run_prints_perplexities_layers_and_where_it_wrote(finished: Any) -> None:
+    _, done = finished
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout
+    assert "token_perplexity" in done.stdout
+    lines = done.stdout.splitlines()
+    assert len([x for x in lines if x.startswith("model.layers.") and "  sparsity 0." in x]) == 21
+    assert any("attention_error" in x for x in lines)
+    assert lines[-1] == "written to out"
+
+
+def test_a_run_writes_the_report_of_the_schema(finished: Any) -> None:
+    folder, _ = finished
+    report = json.loads((folder / "out/report.json").read_text())
+    assert report["compressx"] == __version__
+    assert report["model"]["path"] == "model"
+    assert report["sparsity"] == pytest.approx(0.5, abs=1e-3)
+    assert len(report["layers"]) == 21
+    for layer in report["layers"]:
+        assert {"name", "pruner", "pattern", "target", "sparsity", "seconds", "info"} <= set(layer)
+        assert layer["target"] == 0.5
+    assert {s["name"] for s in report["skipped"]} == {"lm_head", "model.embed_tokens"}
+    assert all(s["reason"] for s in report["skipped"])
+    for kind in ("dense", "pruned"):
+        assert 1 < report["evaluation"][kind]["token_perplexity"] < 1e6
+    assert set(report["seconds"]) == {"load", "calibrate", "prune", "evaluate", "total"}
+    assert report["peak_memory_bytes"] > 2**26
+    assert "| token_perplexity |" in (folder / "out/report.md").read_text()
+
+
+def test_what_set_gave_is_in_the_written_recipe(finished: Any) -> None:
+    folder, _ = finished
+    assert "samples: 6" in (folder / "out/recipe.yaml").read_text()
+
+
+def test_the_model_loads_without_compressx_and_its_zeros_are_the_masks(finished: Any) -> None:
+    from compressx.masks import MaskSet
+
+    folder, _ = finished
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD],
+        cwd=folder, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    loaded = json.loads(done.stdout)
+    masks = MaskSet.load(folder / "out/masks.safetensors")
+    assert len(masks) == 21
+    for name, entry in masks.items():
+        dropped = (~entry.keep).flatten().nonzero().flatten().tolist()
+        assert loaded["zeros"].pop(f"{name}.weight") == [True, dropped], name
+    assert {name: zeros for name, (_, zeros) in loaded["zeros"].items()} == {
+        "lm_head.weight": [],
+        "model.embed_tokens.weight": [],
+    }
+    assert loaded["ids"] == [3, 9, 10]
+
+
+def test_quiet_prints_nothing(work: Path) -> None:
+    done = compressx("run", "r.yaml", "-q")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert Path("out/report.json").is_file()
+
+
+def test_quiet_still_prints_errors(work: Path) -> None:
+    make("an unknown pruner")
+    done = invoke("run", "r.yaml", "-q")
+    assert_refused(done.exit_code, done.stdout, done.stderr, "an unknown pruner")
+
+
+def test_a_defect_shows_its_traceback_and_ends_with_status_1(work: Path) -> None:
+    write_plugin("broken", "compressx_block_pruned(report):\n    raise ZeroDivisionError('in a hook')")
+    done = compressx("--plugin", "broken", "run", "r.yaml")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.rstrip().endswith("ZeroDivisionError: in a hook")
+    assert "broken.py" in done.stderr
+    assert not [p for p in Path().iterdir() if "out" in p.name]
+
+
+def test_an_interrupt_leaves_no_half_folder_and_ends_with_status_130(work: Path) -> None:
+    body = "compressx_block_pruned(report):\n    import pathlib, time\n    pathlib.Path('reached').touch()\n    time.sleep(60)"
+    write_plugin("slow", body)
+    process = start("--plugin", "slow", "run", "r.yaml")
+    try:
+        limit = time.monotonic() + 120
+        while not Path("reached").exists() and process.poll() is None and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert [p for p in Path().iterdir() if p.name.startswith(".out.partial")], "the run was under way"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert out == ""
+    assert err.splitlines()[-1] == "interrupted; nothing was written"
+    assert "Traceback" not in err
+    assert not [p.name for p in Path().iterdir() if "out" in p.name]
+
+
+# --- plan, plugins, version
+
+
+def test_a_plan_lists_every_linear_and_why_others_are_left_alone(work: Path) -> None:
+    done = invoke("plan", "r.yaml")
+    assert (done.exit_code, done.stderr) == (0, "")
+    lines = [" ".join(x.split()) for x in done.stdout.splitlines()]
+    assert "model.layers.0.self_attn.q_proj attnprune 50% joint 64 x 64" in lines
+    assert "model.layers.2.mlp.down_proj wanda 50% row 64 x 96" in lines
+    assert "model.embed_tokens an embedding, not a linear" in lines
+    assert lines[-1] == "21 linears, 0.1 M weights, sparsity 50.00%"
+    assert not Path("out").exists()
+
+
+def test_a_plan_as_json_obeys_set(work: Path) -> None:
+    done = invoke("plan", "r.yaml", "--json", "--set", "prune.1.sparsity=0.25", "--set", "prune.1.group=layer")
+    planned = json.loads(done.stdout)
+    assert {x["pattern"] for x in planned["linears"] if x["pruner"] == "wanda"} == {"25% layer"}
+    assert {x["name"] for x in planned["skipped"]} == {"lm_head", "model.embed_tokens"}
+
+
+def test_plugins_as_json_say_what_loaded_and_what_is_blocked(work: Path) -> None:
+    done = invoke("-p", "no:wanda", "plugins", "--json")
+    records = {r["name"]: r for r in json.loads(done.stdout)}
+    assert {name: r["status"] for name, r in records.items()} == {
+        "attnprune": "loaded", "magnitude": "loaded", "sparsegpt": "loaded", "wanda": "blocked"
+    }  # fmt: skip
+    assert records["attnprune"]["pruners"] == ["attnprune"]
+    assert records["attnprune"]["module"] == "compressx_attnprune.plugin"
+
+
+def test_plugins_as_a_table_names_every_pruner(work: Path) -> None:
+    done = invoke("plugins")
+    assert done.exit_code == 0
+    for name in ("attnprune", "magnitude", "sparsegpt", "wanda"):
+        assert any(line.split()[:1] == [name] and "loaded" in line for line in done.stdout.splitlines())
+
+
+def test_version_and_help_need_no_recipe(work: Path) -> None:
+    assert invoke("--version").stdout.strip().endswith(__version__)
+    for command in ("run", "plan", "plugins"):
+        assert command in invoke("-h").stdout

@@ -1,0 +1,269 @@
+"""The documentation against the code: every hook, key and option is named, links resolve, and its programs run."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+import pytest
+import torch
+from pydantic import BaseModel
+
+from compressx import cli, hookspecs, testing
+from compressx.plugins import load_plugins
+from compressx.pluginsfile import LoadTable, PluginTable
+from compressx.pruner import PrunerSpec, Statistic
+from compressx.recipe import Recipe, load_recipe
+from compressx.report import LayerReport, RunReport
+
+_ROOT = Path(__file__).parents[1]
+_README = (_ROOT / "README.md").read_text(encoding="utf-8")
+_RECIPE_MD = (_ROOT / "docs/recipe.md").read_text(encoding="utf-8")
+_WRITE_MD = (_ROOT / "docs/write-a-pruner.md").read_text(encoding="utf-8")
+_PAGES = [
+    _ROOT / "README.md",
+    _ROOT / "CONTRIBUTING.md",
+    _ROOT / "CHANGELOG.md",
+    *sorted((_ROOT / "docs").glob("*.md")),
+]
+_TEXT = "The key of a query is the query of a key; a block prunes the weights that its neighbours can do without.\n"
+
+
+def _blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def _code_spans(page: str) -> set[str]:
+    return set(re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)))
+
+
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _keys(model: type[BaseModel]) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield field.alias or name
+        for inner in [m for part in (field.annotation, *field.metadata) for m in _models_in(part)]:
+            yield from _keys(inner)
+
+
+def _commands(group: click.Group) -> Iterator[click.Command]:
+    yield group
+    yield from group.commands.values()
+
+
+# ------------------------------------------------------------------------------------------------ names
+
+
+def test_every_hook_and_its_arguments_are_named_in_the_plugin_guide() -> None:
+    spans = _code_spans(_WRITE_MD)
+    hooks = [f for n, f in inspect.getmembers(hookspecs, inspect.isfunction) if n.startswith("compressx_")]
+
+    assert len(hooks) >= 3
+    for hook in hooks:
+        row = next((line for line in _WRITE_MD.splitlines() if line.startswith(f"| `{hook.__name__}` |")), None)
+        assert row is not None, f"{hook.__name__} has no row in the table of hooks"
+        assert {*inspect.signature(hook).parameters} <= _code_spans(row), hook.__name__
+    assert {*inspect.signature(PrunerSpec).parameters} <= spans
+
+
+def test_every_key_of_plugins_toml_is_shown_in_the_plugin_guide() -> None:
+    shown = "\n".join(_blocks(_WRITE_MD, "toml"))
+
+    for key in [*LoadTable.model_fields, *PluginTable.model_fields]:
+        assert re.search(rf"^{key} = ", shown, flags=re.MULTILINE), key
+
+
+def test_every_key_of_a_recipe_is_named_in_the_recipe_page() -> None:
+    keys = set(_keys(Recipe))
+
+    assert {"sha256", "json", "sequence_length", "reconstruct", "limit", "field"} <= keys  # the recursion is real
+    assert keys - _code_spans(_RECIPE_MD) == set()
+
+
+def test_every_command_and_option_is_named_in_the_recipe_page() -> None:
+    options = {name for c in _commands(cli.cli) for p in c.params if isinstance(p, click.Option) for name in p.opts}
+    spans = " ".join(_code_spans(_RECIPE_MD)).split()
+
+    assert {"--set", "-p", "--json"} <= options
+    assert options - set(spans) == set()
+    for command in cli.cli.commands:
+        assert any(span.startswith(f"compressx {command}") for span in _code_spans(_RECIPE_MD)), command
+
+
+def test_every_pruner_has_its_default_group_and_its_options_in_the_recipe_page() -> None:
+    spans = _code_spans(_RECIPE_MD)
+    for name, spec in load_plugins(toml=_ROOT / "plugins.toml").pruners.items():
+        row = next(line for line in _RECIPE_MD.splitlines() if line.startswith(f"| `{name}` |"))
+        assert re.findall(r"`(\w+)`", row.split("|")[3]) == list(spec.groups)
+        assert set(_keys(spec.options)) <= spans, name
+        if spec.options.model_fields:
+            section = _RECIPE_MD.partition(f"Options of `{name}`")[2]
+            for option, field in spec.options.model_fields.items():
+                line = re.search(rf"^\| `{option}` \|.*$", section, flags=re.MULTILINE)
+                assert line is not None, f"{name}: {option}"
+                assert field.default is None or str(field.default) in line[0].split("|")[3], f"{name}: {option}"
+
+
+def test_every_key_of_the_report_is_named_in_the_recipe_page() -> None:
+    keys = {*RunReport.__dataclass_fields__, *LayerReport.__dataclass_fields__}
+
+    assert keys - _code_spans(_RECIPE_MD) == set()
+
+
+# ------------------------------------------------------------------------------------------------ links
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = page if not file else page.parent / file
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, link
+
+
+# ------------------------------------------------------------------------------------------------ programs
+
+
+@pytest.fixture
+def model(project: Path) -> Path:
+    """A tiny Llama with a word-level tokenizer, and text enough for all windows, in the working folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = sorted(set(re.findall(r"\w+|[^\w\s]", _TEXT)))
+    vocabulary = {word: i for i, word in enumerate(["<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = project / "tiny"
+    testing.tiny_model("llama").save_pretrained(folder)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<unk>")  # noqa: S106
+    wrapped.save_pretrained(folder)
+    (project / "text.txt").write_text(_TEXT * 60, encoding="utf-8")
+    return folder
+
+
+def _run(folder: Path, *command: str | Path) -> str:
+    """Run a program in a folder whose modules it can import, as `PYTHONPATH=.` does."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ".", "COMPRESSX_CACHE": str(folder / ".c")}
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def _compressx(folder: Path, *arguments: str) -> str:
+    return _run(folder, Path(sys.executable).with_name("compressx"), *arguments)
+
+
+_TEXT_FILE = "{text: text.txt}"
+_SMALL = [
+    "model=./tiny",
+    f"calibration.dataset={_TEXT_FILE}",
+    "calibration.samples=4",
+    "calibration.sequence_length=16",
+]
+
+
+def test_the_readme_has_one_recipe_and_it_runs(model: Path) -> None:
+    [block] = _blocks(_README, "yaml")
+    assert block.startswith("model:")
+    path = model.parent / "recipe.yaml"
+    path.write_text(block, encoding="utf-8")
+    recipe = load_recipe(path).recipe
+    overrides = [*_SMALL, "output=out"]
+    if recipe.evaluate is not None and recipe.evaluate.token_perplexity is not None:
+        small = f"{{dataset: {_TEXT_FILE}, sequence_length: 16, samples: 2}}"
+        overrides.append(f"evaluate.token_perplexity={small}")
+    if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None:
+        overrides.append(f"evaluate.lm_eval={{tasks: [{{name: docs, dataset: {_TEXT_FILE}}}], limit: 1}}")
+    _compressx(model.parent, "run", str(path), *[a for o in overrides for a in ("--set", o)])
+
+    report = json.loads((model.parent / "out/report.json").read_text(encoding="utf-8"))
+    assert len(report["layers"]) == 21
+    assert {layer["pruner"] for layer in report["layers"]} == {
+        rule.pruner + (f"+{rule.reconstruct.pruner}" if rule.reconstruct else "") for rule in recipe.prune
+    }
+    assert set(report["evaluation"]) == {"dense", "pruned"}
+
+
+def _shown_plugins() -> list[tuple[str, str]]:
+    return [
+        (page.name, block)
+        for page in (_ROOT / "README.md", _ROOT / "docs/write-a-pruner.md")
+        for block in _blocks(page.read_text(encoding="utf-8"), "python")
+        if "def compressx_pruners" in block
+    ]
+
+
+def test_both_pages_show_a_plugin() -> None:
+    assert {page for page, _ in _shown_plugins()} == {"README.md", "write-a-pruner.md"}
+
+
+@pytest.mark.parametrize(("page", "source"), _shown_plugins(), ids=[page for page, _ in _shown_plugins()])
+def test_a_plugin_that_a_page_shows_prunes_a_model(page: str, source: str, model: Path) -> None:
+    module = re.match(r"# (\w+)\.py\n", source)
+    assert module is not None, "the block says what its file is called"
+    name = re.search(r'PrunerSpec\(\s*(?:name=)?"([\w-]+)"', source)
+    assert name is not None
+    folder = model.parent
+    (folder / f"{module[1]}.py").write_text(source, encoding="utf-8")
+    (folder / "recipe.yaml").write_text(
+        f"model: ./tiny\ncalibration: {{dataset: {_TEXT_FILE}, samples: 4, sequence_length: 16}}\nprune:\n"
+        f'  - {{targets: ["*.q_proj"], pruner: {name[1]}, pattern: "2:4"}}\n'
+        f'  - {{targets: ["*.down_proj"], pruner: {name[1]}, sparsity: 0.25, group: joint, reconstruct: sparsegpt}}\n'
+        f'  - {{targets: ["*"], pruner: {name[1]}, sparsity: 0.5}}\noutput: out\n',
+        encoding="utf-8",
+    )
+    _compressx(folder, "--plugin", module[1], "run", "recipe.yaml")
+
+    report = json.loads((folder / "out/report.json").read_text(encoding="utf-8"))
+    assert len(report["layers"]) == 21
+    assert {layer["pruner"] for layer in report["layers"]} == {name[1], f"{name[1]}+sparsegpt"}
+    assert {layer["pattern"] for layer in report["layers"]} == {"2:4", "25% joint", "50% row"}
+    assert module[1] in [plugin["module"] for plugin in report["plugins"]]
+
+
+def test_the_plugin_guide_shows_a_test_that_passes(project: Path) -> None:
+    [plugin] = _blocks(_WRITE_MD, "python")
+    [test] = [block for block in _blocks(_WRITE_MD, "py") if "def test_" in block]
+    (project / "my_pruner.py").write_text(plugin, encoding="utf-8")
+    (project / "test_my_pruner.py").write_text(test, encoding="utf-8")
+
+    assert "1 passed" in _run(project, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ".")
+
+
+def test_the_plugin_guide_shows_a_statistic_that_the_host_shares() -> None:
+    [source] = [block for block in _blocks(_WRITE_MD, "py") if "@dataclass" in block]
+    names: dict[str, Any] = {}
+    exec(source, names)  # noqa: S102 - our own page
+    one, other = names["Peaks"](3), names["Peaks"](3)
+    x = torch.tensor([[[1.0, -5.0, 0.0], [2.0, 1.0, 0.0]]])
+
+    assert isinstance(one, Statistic)
+    assert one == other
+    assert one != names["Peaks"](4)
+    for batch in (x, -x / 2):
+        one.update(batch)
+    peaks, reduction = one.tensors()["peaks"]
+    assert peaks.tolist() == [2.0, 5.0, 0.0]
+    assert reduction == "max"
