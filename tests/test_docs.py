@@ -162,8 +162,8 @@ def model(project: Path) -> Path:
 
 
 def _run(folder: Path, *command: str | Path) -> str:
-    """Run a program in a folder whose modules it can import, as `PYTHONPATH=.` does."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ".", "COMPRESSX_CACHE": str(folder / ".c")}
+    """Run a program in a folder."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COMPRESSX_CACHE": str(folder / ".c")}
     result = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
     )
@@ -267,3 +267,68 @@ def test_the_plugin_guide_shows_a_statistic_that_the_host_shares() -> None:
     peaks, reduction = one.tensors()["peaks"]
     assert peaks.tolist() == [2.0, 5.0, 0.0]
     assert reduction == "max"
+
+
+_WANDA = """\
+model: ./tiny
+prune:
+  - {targets: ["*"], pruner: wanda, sparsity: 0.5}
+output: out
+"""
+_WRONG = {
+    "several": (
+        """\
+model: HuggingFaceTB/SmolLM2-135M
+calibration:
+  dataset: python-docs
+  samples: 0
+prune:
+  - targets: ["*"]
+    pruner: wanda
+    sparcity: 0.5
+  - targets: ["*.q_proj"]
+    pruner: magnitude
+    sparsity: 50
+output: out
+""",
+        [],
+    ),
+    "no match": (_WANDA.replace("*", "*.query").replace("wanda", "magnitude"), []),
+    "shadowed": (
+        """\
+model: ./tiny
+prune:
+  - {targets: ["*"], pruner: magnitude, sparsity: 0.5}
+  - {targets: ["*.q_proj"], pruner: magnitude, sparsity: 0.7}
+output: out
+""",
+        [],
+    ),
+    "option": (
+        """\
+model: ./tiny
+calibration: {dataset: python-docs, samples: 4, sequence_length: 32}
+prune:
+  - {targets: ["*"], pruner: sparsegpt, sparsity: 0.5, options: {dampning: 0.1}}
+output: out
+""",
+        [],
+    ),
+    "--set": (_WANDA, ["calibraton.samples=3"]),
+    "blocked": (_WANDA, []),
+}
+
+
+@pytest.mark.parametrize("mistake", _WRONG)
+def test_the_errors_that_the_recipe_page_shows_are_what_is_printed(
+    mistake: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    testing.tiny_model("llama").save_pretrained(project / "tiny")
+    source, overrides = _WRONG[mistake]
+    (project / "recipe.yaml").write_text(source, encoding="utf-8")
+    blocked = ["-p", "no:wanda"] if mistake == "blocked" else []
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*blocked, "plan", "recipe.yaml", *[a for o in overrides for a in ("--set", o)]])
+
+    assert ended.value.code == 2
+    assert f"\n{capsys.readouterr().err}" in _RECIPE_MD

@@ -34,6 +34,8 @@ class _Host:
     def plugins(self) -> Plugins:
         from compressx.plugins import load_plugins
 
+        if self.modules:  # a console script does not look for modules in the working folder, `python -m` does
+            sys.path.insert(0, str(Path.cwd()))
         return load_plugins(modules=self.modules, blocked=self.blocked)
 
 
@@ -58,7 +60,7 @@ def _errors_for_users(command: _Command) -> _Command:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="compressx")
-@click.option("--plugin", "modules", multiple=True, metavar="MODULE", help="Load a plugin module; may be repeated.")
+@click.option("--plugin", "modules", multiple=True, metavar="MODULE", help="Load a plugin module, from the working folder too; may be repeated.")
 @click.option("-p", "blocked", multiple=True, metavar="no:NAME", help="Block a plugin before it is imported.")
 @click.pass_context
 def cli(context: click.Context, modules: tuple[str, ...], blocked: tuple[str, ...]) -> None:

@@ -18,26 +18,7 @@ from click.testing import CliRunner, Result
 from compressx import __version__
 from compressx.cli import cli
 
-TEXT = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "small",
-    "birds",
-    "sing",
-    "in",
-    "tall",
-    "green",
-    "trees",
-]
+WORDS = [f"w{i}" for i in range(18)]
 RECIPE = """\
 model: {path: model}
 calibration: {dataset: {text: text.txt}, samples: 8, sequence_length: 32}
@@ -60,15 +41,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from compressx.testing import tiny_model
 
     folder = tmp_path_factory.mktemp("saved")
-    words = Tokenizer(
-        models.WordLevel({w: i for i, w in enumerate(["<unk>", "<s>", "</s>", *TEXT])}, unk_token="<unk>")
-    )
+    vocabulary = {w: i for i, w in enumerate(["<unk>", "<s>", "</s>", *WORDS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106 - a token of text, no secret
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     for name, architecture in (("model", "llama"), ("tied", "llama-tied")):
         PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder / name)
         tiny_model(architecture).save_pretrained(folder / name)
     choice = random.Random(0)  # noqa: S311 - text, no secret
-    (folder / "text.txt").write_text(" ".join(choice.choice(TEXT) for _ in range(600)))
+    (folder / "text.txt").write_text(" ".join(choice.choice(WORDS) for _ in range(600)))
     return folder
 
 
@@ -168,8 +148,8 @@ def assert_refused(status: int, out: str, err: str, mistake: str) -> None:
     assert out == ""
     assert err.startswith("error: r.yaml:")
     lines = err.removeprefix("error: ").splitlines()
-    (line,) = [x for x in lines if x.startswith(f"{place}:")]  # a misspelt key that is needed is told as missing too
-    assert all(part in line for part in expected), err
+    # a needed key that is misspelt is told as missing too, on a line of its own
+    assert any(x.startswith(f"{place}:") and all(part in x for part in expected) for x in lines), err
     assert err.count("error:") == 1
     assert "Traceback" not in err
     assert not [p.name for p in Path().iterdir() if p.name in ("out", "other", "cache") or p.name.startswith(".")]
@@ -241,7 +221,7 @@ model = AutoModelForCausalLM.from_pretrained("out/model")
 assert "compressx" not in sys.modules
 zeros = {n: [p.dtype.is_floating_point, (p == 0).flatten().nonzero().flatten().tolist()]
          for n, p in model.named_parameters() if p.dim() == 2}
-print(json.dumps({"zeros": zeros, "ids": AutoTokenizer.from_pretrained("out/model")("the lazy dog")["input_ids"]}))
+print(json.dumps({"zeros": zeros, "ids": AutoTokenizer.from_pretrained("out/model")("w0 w7 w8")["input_ids"]}))
 """
 
 
@@ -322,7 +302,7 @@ def test_the_model_loads_without_compressx_and_its_zeros_are_the_masks(finished:
         "lm_head.weight": [],
         "model.embed_tokens.weight": [],
     }
-    assert loaded["ids"] == [3, 9, 10]
+    assert loaded["ids"] == [3, 10, 11]
 
 
 def test_quiet_prints_nothing(work: Path) -> None:
@@ -348,8 +328,8 @@ def test_a_defect_shows_its_traceback_and_ends_with_status_1(work: Path) -> None
 
 
 def test_an_interrupt_leaves_no_half_folder_and_ends_with_status_130(work: Path) -> None:
-    body = "compressx_block_pruned(report):\n    import pathlib, time\n    pathlib.Path('reached').touch()\n    time.sleep(60)"
-    write_plugin("slow", body)
+    body = "import pathlib, time; pathlib.Path('reached').touch(); time.sleep(60)"
+    write_plugin("slow", f"compressx_block_pruned(report):\n    {body}")
     process = start("--plugin", "slow", "run", "r.yaml")
     try:
         limit = time.monotonic() + 120

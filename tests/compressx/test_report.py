@@ -16,7 +16,8 @@ def layer(name: str, *, pruner: str = "wanda", pattern: str = "50% row", rows: i
 
 
 LAYERS = (
-    layer("model.layers.0.self_attn.q_proj", pruner="attnprune", pattern="70% joint", sparsity=0.75, attention_error=0.0123),
+    layer("model.layers.0.self_attn.q_proj", pruner="attnprune", pattern="70% joint", sparsity=0.75,
+          attention_error=0.0123),
     layer("model.layers.0.mlp.up_proj", rows=12, sparsity=0.25, seconds=0.5),
     layer("model.layers.1.mlp.up_proj", rows=4, sparsity=0.5, seconds=0.25),
 )  # fmt: skip

@@ -21,26 +21,7 @@ from compressx.report import BlockReport, RunReport
 from compressx.run import plan, run
 from compressx.testing import tiny_model
 
-TEXT = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "small",
-    "birds",
-    "sing",
-    "in",
-    "tall",
-    "green",
-    "trees",
-]
+WORDS = [f"w{i}" for i in range(18)]
 
 
 def save_tiny(folder: Path, architecture: str, dtype: torch.dtype = torch.float32) -> Path:
@@ -48,15 +29,14 @@ def save_tiny(folder: Path, architecture: str, dtype: torch.dtype = torch.float3
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(
-        models.WordLevel({w: i for i, w in enumerate(["<unk>", "<s>", "</s>", *TEXT])}, unk_token="<unk>")
-    )
+    vocabulary = {w: i for i, w in enumerate(["<unk>", "<s>", "</s>", *WORDS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106 - a token of text, no secret
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
     tiny_model(architecture, dtype=dtype).save_pretrained(folder)
     choice = random.Random(0)  # noqa: S311 - text, no secret
-    folder.with_name("text.txt").write_text(" ".join(choice.choice(TEXT) for _ in range(600)))
+    folder.with_name("text.txt").write_text(" ".join(choice.choice(WORDS) for _ in range(600)))
     return folder
 
 
