@@ -276,46 +276,18 @@ prune:
 output: out
 """
 _WRONG = {
-    "several": (
-        """\
-model: HuggingFaceTB/SmolLM2-135M
-calibration:
-  dataset: python-docs
-  samples: 0
-prune:
-  - targets: ["*"]
-    pruner: wanda
-    sparcity: 0.5
-  - targets: ["*.q_proj"]
-    pruner: magnitude
-    sparsity: 50
-output: out
-""",
-        [],
+    "several": "model: any/model\ncalibration:\n  dataset: python-docs\n  samples: 0\nprune:\n"
+    '  - targets: ["*"]\n    pruner: wanda\n    sparcity: 0.5\n'
+    '  - targets: ["*.q_proj"]\n    pruner: magnitude\n    sparsity: 50\noutput: out\n',
+    "no match": _WANDA.replace("*", "*.query").replace("wanda", "magnitude"),
+    "shadowed": _WANDA.replace("wanda", "magnitude").replace(
+        "output", '  - {targets: ["*.q_proj"], pruner: magnitude, sparsity: 0.7}\noutput'
     ),
-    "no match": (_WANDA.replace("*", "*.query").replace("wanda", "magnitude"), []),
-    "shadowed": (
-        """\
-model: ./tiny
-prune:
-  - {targets: ["*"], pruner: magnitude, sparsity: 0.5}
-  - {targets: ["*.q_proj"], pruner: magnitude, sparsity: 0.7}
-output: out
-""",
-        [],
+    "option": _WANDA.replace("wanda, sparsity: 0.5", "sparsegpt, sparsity: 0.5, options: {dampning: 0.1}").replace(
+        "prune:", "calibration: {dataset: python-docs, samples: 4, sequence_length: 32}\nprune:"
     ),
-    "option": (
-        """\
-model: ./tiny
-calibration: {dataset: python-docs, samples: 4, sequence_length: 32}
-prune:
-  - {targets: ["*"], pruner: sparsegpt, sparsity: 0.5, options: {dampning: 0.1}}
-output: out
-""",
-        [],
-    ),
-    "--set": (_WANDA, ["calibraton.samples=3"]),
-    "blocked": (_WANDA, []),
+    "--set": _WANDA,
+    "blocked": _WANDA,
 }
 
 
@@ -324,11 +296,12 @@ def test_the_errors_that_the_recipe_page_shows_are_what_is_printed(
     mistake: str, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     testing.tiny_model("llama").save_pretrained(project / "tiny")
-    source, overrides = _WRONG[mistake]
-    (project / "recipe.yaml").write_text(source, encoding="utf-8")
+    (project / "recipe.yaml").write_text(_WRONG[mistake], encoding="utf-8")
+    overrides = ["--set", "calibraton.samples=3"] if mistake == "--set" else []
     blocked = ["-p", "no:wanda"] if mistake == "blocked" else []
+    capsys.readouterr()  # save_pretrained draws a bar
     with pytest.raises(SystemExit) as ended:
-        cli.main([*blocked, "plan", "recipe.yaml", *[a for o in overrides for a in ("--set", o)]])
+        cli.main([*blocked, "plan", "recipe.yaml", *overrides])
 
     assert ended.value.code == 2
     assert f"\n{capsys.readouterr().err}" in _RECIPE_MD

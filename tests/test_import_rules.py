@@ -46,7 +46,7 @@ def test_nothing_is_unpickled(path):
     [
         ("import compressx", ["torch", "transformers", "datasets", "lm_eval", "pydantic", "rich"]),
         ("import compressx.cli", ["torch", "transformers", "datasets", "lm_eval"]),
-        ("import compressx.run", ["datasets", "lm_eval", "matplotlib", "torch.ao.pruning"]),
+        ("import compressx.pipeline", ["datasets", "lm_eval", "matplotlib", "torch.ao.pruning"]),
         ("import compressx_attnprune.plugin", ["transformers", "datasets", "lm_eval"]),
     ],
 )
@@ -63,3 +63,13 @@ def test_every_public_name_resolves_and_an_unknown_one_is_an_attribute_error():
     assert set(compressx.__all__) <= set(dir(compressx))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = compressx.nothing
+
+
+def test_no_module_hides_a_public_function_of_its_name():
+    modules = "compressx, compressx.pipeline, compressx.planning"
+    code = f"import {modules}; print(callable(compressx.run), callable(compressx.plan))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).split() == ["True", "True"]
+    public = {p.stem for p in SOURCES if p.parent.name == "compressx"}
+    import compressx
+
+    assert not public & set(compressx.__all__)

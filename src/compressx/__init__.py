@@ -22,9 +22,9 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from compressx.patterns import NM, FixedMask, Pattern, Unstructured, drop_lowest, keep_mask, keep_masks
+    from compressx.pipeline import plan, run
     from compressx.pruner import Block, BlockCall, Linear, Pruner, PruneResult, PrunerSpec, Statistic
     from compressx.report import BlockReport, LayerReport, RunReport
-    from compressx.run import plan, run
     from compressx.statistics import FeatureNorms, Hessian, SequenceSample
 
 _HOME = {
@@ -33,7 +33,7 @@ _HOME = {
     "patterns": ["NM", "FixedMask", "Pattern", "Unstructured", "drop_lowest", "keep_mask", "keep_masks"],
     "pruner": ["Block", "BlockCall", "Linear", "PruneResult", "Pruner", "PrunerSpec", "Statistic"],
     "report": ["BlockReport", "LayerReport", "RunReport"],
-    "run": ["plan", "run"],
+    "pipeline": ["plan", "run"],
     "statistics": ["FeatureNorms", "Hessian", "SequenceSample"],
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -60,7 +60,13 @@ def _errors_for_users(command: _Command) -> _Command:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="compressx")
-@click.option("--plugin", "modules", multiple=True, metavar="MODULE", help="Load a plugin module, from the working folder too; may be repeated.")
+@click.option(
+    "--plugin",
+    "modules",
+    multiple=True,
+    metavar="MODULE",
+    help="Load a plugin module, from the working folder too; may be repeated.",
+)
 @click.option("-p", "blocked", multiple=True, metavar="no:NAME", help="Block a plugin before it is imported.")
 @click.pass_context
 def cli(context: click.Context, modules: tuple[str, ...], blocked: tuple[str, ...]) -> None:
@@ -86,8 +92,8 @@ _set = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
 def run(host: _Host, recipe: Path, overrides: tuple[str, ...], device: str, verbose: bool, quiet: bool) -> None:
     """Prune the model of RECIPE and write its output folder."""
     from compressx import terminal
+    from compressx.pipeline import run as run_recipe
     from compressx.recipe import load_recipe
-    from compressx.run import run as run_recipe
 
     loaded = load_recipe(recipe, overrides)
     plugins = host.plugins()
@@ -108,7 +114,7 @@ def run(host: _Host, recipe: Path, overrides: tuple[str, ...], device: str, verb
 def plan(host: _Host, recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Check RECIPE and show what would happen to every linear, without loading weights."""
     from compressx import terminal
-    from compressx.run import plan as plan_recipe
+    from compressx.pipeline import plan as plan_recipe
 
     planned = plan_recipe(recipe, plugins=host.plugins(), overrides=overrides)
     if as_json:

@@ -229,4 +229,4 @@ def _explained(checkpoint: Checkpoint) -> Iterator[None]:
         if isinstance(error, ValueError) and "Unrecognized configuration class" in reason:
             raise UnsupportedModelError(f"{where} is not a causal language model: {reason}") from error
         advice = "" if Path(where).exists() else "; check the id and the network, or name a local folder"
-        raise ArtifactError(f"cannot load {where}: {reason}{advice}") from error
+        raise ArtifactError(f"cannot load {where}: {reason.rstrip('.')}{advice}") from error

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from compressx.hookspecs import hookimpl
-from compressx.plan import Plan
+from compressx.pipeline import Progress as Tell
+from compressx.planning import Plan
 from compressx.plugins import PluginRecord
 from compressx.report import SUMMARY_COLUMNS, BlockReport, RunReport
-from compressx.run import Progress as Tell
 
 
 def _console() -> Console:

@@ -100,7 +100,8 @@ def _lines(
     errors: Sequence[ErrorDetails], model: type[BaseModel], data: object, where: Callable[..., str], noun: str
 ) -> Iterator[str]:
     wanted: dict[_Loc, list[str]] = {}
-    for error in errors:
+    # What is unknown is said before what is missing: a misspelt key is both, and its hint is the better one.
+    for error in sorted(errors, key=lambda e: e["type"] == "missing"):
         loc = _within(data, error["loc"])
         if error["type"] == "extra_forbidden":
             valid = [name for m in _schema_at(model, loc[:-1])[0] for name in _fields(m)]

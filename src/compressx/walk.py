@@ -21,7 +21,7 @@ from compressx.errors import CompressxError, PluginError, UnsupportedModelError
 from compressx.masks import MaskEntry, weight_sha256
 from compressx.observe import observe
 from compressx.patterns import FixedMask, Pattern, zeros_in
-from compressx.plan import Plan, PlannedRule
+from compressx.planning import Plan, PlannedRule
 from compressx.pruner import Block, Linear, Pruner, PruneResult, Statistic, sparsity_of
 from compressx.report import BlockReport, LayerReport
 

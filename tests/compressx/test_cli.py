@@ -45,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106 - a token of text, no secret
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     for name, architecture in (("model", "llama"), ("tied", "llama-tied")):
-        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder / name)
+        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder / name)  # noqa: S106
         tiny_model(architecture).save_pretrained(folder / name)
     choice = random.Random(0)  # noqa: S311 - text, no secret
     (folder / "text.txt").write_text(" ".join(choice.choice(WORDS) for _ in range(600)))

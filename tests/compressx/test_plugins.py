@@ -480,9 +480,9 @@ def test_a_file_given_by_name_has_to_exist_and_the_default_one_need_not(site: Si
         ),
         (
             "[[plugin]]\nname='a'\nmodule='m'\n\n[[plugin]]\nname='b'\nmodul='m'\n",
-            "plugins.toml:5: missing key 'module' in plugin[1]: MODULE or MODULE:OBJECT\n"
             "plugins.toml:7: unknown key 'modul' in plugin[1]; did you mean 'module'? "
-            "valid: module, name, path, pruners, summary",
+            "valid: module, name, path, pruners, summary\n"
+            "plugins.toml:5: missing key 'module' in plugin[1]: MODULE or MODULE:OBJECT",
         ),
         (
             "[[plugin]]\nname='a'\nmodule='m'\n[[plugin]]\nname='a'\nmodule='n'\n",

@@ -199,8 +199,8 @@ def test_a_misspelt_nested_key_names_the_nearest_valid_one() -> None:
 def test_a_misspelt_key_deep_inside_a_union_has_no_noise_of_pydantic() -> None:
     text = GOOD + "evaluate:\n  lm_eval:\n    tasks: [wikitext, {name: d, datset: c4}]\n"
     assert refusal(text).splitlines() == [
-        "r.yaml:12:23: missing key 'dataset' in evaluate.lm_eval.tasks[1]",
         "r.yaml:12:33: unknown key 'datset' in evaluate.lm_eval.tasks[1]; did you mean 'dataset'? valid: dataset, name",
+        "r.yaml:12:23: missing key 'dataset' in evaluate.lm_eval.tasks[1]",
     ]
 
 

@@ -11,7 +11,7 @@ from compressx.architecture import survey
 from compressx.capture import capture_calls, replay
 from compressx.errors import CalibrationError
 from compressx.patterns import NM, FixedMask, Pattern, Unstructured, keep_mask
-from compressx.plan import Plan, PlannedLinear, PlannedRule
+from compressx.planning import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude, sparsegpt, wanda
 from compressx.statistics import FeatureNorms, Hessian
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens

@@ -10,7 +10,7 @@ from tests.compressx_attnprune import blocks
 
 from compressx import NM, Pattern, Unstructured
 from compressx.architecture import survey
-from compressx.plan import Plan, PlannedLinear, PlannedRule
+from compressx.planning import Plan, PlannedLinear, PlannedRule
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.walk import prune_model
 from compressx_attnprune import plugin

@@ -11,7 +11,7 @@ import torch
 
 from compressx.errors import CompressxError, PluginError, RecipeError, UnsupportedModelError
 from compressx.patterns import NM, Unstructured
-from compressx.plan import Plan, make_plan
+from compressx.planning import Plan, make_plan
 from compressx.plugins import Plugins, load_plugins
 from compressx.recipe import load_recipe
 from compressx.testing import tiny_model

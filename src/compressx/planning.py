@@ -245,14 +245,16 @@ def _observes(rule: PlannedRule, block: Block, names: list[str]) -> bool:
 
 
 def _check_calibration(loaded: LoadedRecipe, skeleton: torch.nn.Module, needed: bool) -> None:
-    calibration = loaded.recipe.calibration
-    if calibration is None:
-        if needed:
-            raise RecipeError(f"{loaded.where()}: the recipe has no calibration, and its pruners need one")
-        return
+    """Refuse a recipe without the calibration that it needs, and windows longer than the model's positions."""
+    recipe = loaded.recipe
+    if recipe.calibration is None and needed:
+        raise RecipeError(f"{loaded.where()}: the recipe has no calibration, and its pruners need one")
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
-    if positions is not None and calibration.sequence_length > positions:
-        raise RecipeError(
-            f"{loaded.where('calibration', 'sequence_length')}: sequence_length {calibration.sequence_length} is "
-            f"longer than the model's {positions} positions"
-        )
+    perplexity = recipe.evaluate.token_perplexity if recipe.evaluate is not None else None
+    windows = {("calibration",): recipe.calibration, ("evaluate", "token_perplexity"): perplexity}
+    for place, settings in windows.items():
+        if settings is not None and positions is not None and settings.sequence_length > positions:
+            raise RecipeError(
+                f"{loaded.where(*place, 'sequence_length')}: sequence_length {settings.sequence_length} is longer than "
+                f"the model's {positions} positions"
+            )

@@ -15,10 +15,10 @@ import compressx
 from compressx.errors import ArtifactError, CalibrationError, RecipeError, UnsupportedModelError
 from compressx.masks import MaskSet
 from compressx.models import find_checkpoint, load_model
+from compressx.pipeline import plan, run
 from compressx.plugins import Plugins, load_plugins
 from compressx.recipe import ModelSource
 from compressx.report import BlockReport, RunReport
-from compressx.run import plan, run
 from compressx.testing import tiny_model
 
 WORDS = [f"w{i}" for i in range(18)]
@@ -326,3 +326,11 @@ def test_a_recipe_that_a_program_made_takes_no_overrides(models: Any, plugins: P
 def test_a_model_that_is_not_there_is_named_with_its_place(project: Path, plugins: Plugins) -> None:
     with pytest.raises(ArtifactError, match=r"<dict>:model.*does not exist"):
         plan(recipe(project / "nowhere"), plugins=plugins)
+
+
+def test_an_output_that_would_replace_the_model_it_is_made_from_is_refused(project: Path):
+    model = save_tiny(project / "out" / "model", "llama")
+    with pytest.raises(ArtifactError, match="would replace the model that it is made from"):
+        run({"model": {"path": str(model)}, "prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}],
+             "output": str(project / "out")})  # fmt: skip
+    assert (model / "model.safetensors").is_file()

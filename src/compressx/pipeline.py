@@ -17,13 +17,13 @@ import torch
 
 from compressx._version import __version__
 from compressx.calibration import calibration_windows, check_dataset, documents, token_ids
-from compressx.errors import CompressxError, RecipeError
+from compressx.errors import ArtifactError, CompressxError, RecipeError
 from compressx.evaluate import evaluate, evaluate_cached
 from compressx.export import check_output, output_folder, save_model
 from compressx.harness import check_tasks
 from compressx.masks import MaskEntry, MaskSet
 from compressx.models import Checkpoint, find_checkpoint, load_model, load_skeleton, load_tokenizer, weights_fingerprint
-from compressx.plan import Plan, make_plan
+from compressx.planning import Plan, make_plan
 from compressx.plugins import Plugins, load_plugins
 from compressx.recipe import Calibration, LoadedRecipe, RollingTask, load_recipe, recipe_from_dict
 from compressx.report import LayerReport, RunReport, total_sparsity
@@ -86,7 +86,7 @@ def run(
         tell("load", 0, 1)
         prepared = _prepare(loaded, plugins)
         tokenizer = load_tokenizer(prepared.checkpoint)
-    with clock.stage("calibrate"):
+    with clock.stage("calibrate"), _at(loaded, "calibration"):
         tell("calibrate", 0, 1)
         batches = _calibration_batches(loaded.recipe.calibration, tokenizer, prepared.plan)
     with clock.stage("load"):
@@ -95,7 +95,7 @@ def run(
         settings = loaded.recipe.evaluate
         evaluation: dict[str, Any] = {}
         if settings is not None:
-            with clock.stage("evaluate"):
+            with clock.stage("evaluate"), _at(loaded, "evaluate"):
                 fingerprint = weights_fingerprint(model)
                 evaluation["dense"] = evaluate_cached(
                     model, tokenizer, settings, fingerprint, progress=lambda i, n: tell("evaluate dense", i, n)
@@ -157,6 +157,12 @@ def _prepare(loaded: LoadedRecipe, plugins: Plugins) -> _Prepared:
     with _at(loaded, "model"):
         checkpoint = find_checkpoint(recipe.model)
         skeleton = load_skeleton(checkpoint)
+    output = recipe.output.expanduser().resolve()
+    if (checkpoint_path := Path(checkpoint.location)).exists() and checkpoint_path.resolve().is_relative_to(output):
+        raise ArtifactError(
+            f"{loaded.where('output')}: output {recipe.output} would replace the model that it is made from; "
+            "name another folder"
+        )
     if recipe.calibration is not None:
         with _at(loaded, "calibration", "dataset"):
             check_dataset(recipe.calibration.dataset)
