@@ -330,6 +330,8 @@ def test_a_model_that_is_not_there_is_named_with_its_place(project: Path, plugin
 
 def test_an_output_that_would_replace_the_model_it_is_made_from_is_refused(project: Path):
     model = save_tiny(project / "out" / "model", "llama")
+    for name in ("report.json", "recipe.yaml"):  # as an earlier run would have left it
+        (project / "out" / name).touch()
     with pytest.raises(ArtifactError, match="would replace the model that it is made from"):
         run({"model": {"path": str(model)}, "prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}],
              "output": str(project / "out")})  # fmt: skip
