@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from compressx.errors import CalibrationError
+from compressx.errors import CalibrationError, UnsupportedModelError
 from compressx.pruner import Linear, Statistic
 
 
@@ -32,6 +32,7 @@ def observe(
 
     Raises:
         CalibrationError: an input that is not finite, or a linear that no batch reached; the message names it.
+        UnsupportedModelError: a linear that shares its input with another on some batches only.
     """
     asked = {name: stats for name, stats in wanted.items() if stats}
     if not asked:
@@ -60,6 +61,7 @@ class _Feed:
     def __init__(self, wanted: dict[str, dict[str, Statistic]]) -> None:
         self.wanted = wanted
         self.reached: set[str] = set()
+        self.followers: set[str] = set()  # linears whose statistic is another's, since both were handed one tensor
         # Of the batch that is running: each distinct input and the statistics that have taken it in. Inputs are held
         # so that no two are ever one address.
         self.batch: list[tuple[Tensor, list[Statistic]]] = []
@@ -80,6 +82,12 @@ class _Feed:
             twin = next((s for s in took if first and s == mine), None)
             if twin is not None:
                 self.wanted[name][role] = twin
+                self.followers.add(name)
+            elif name in self.followers:
+                raise UnsupportedModelError(
+                    f"{name} shared its input with another linear on the first batch and has one of its own on a later "
+                    "one; give it a recipe rule with another pruner"
+                )
             else:
                 mine.update(x)
                 took.append(mine)

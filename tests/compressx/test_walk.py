@@ -352,3 +352,19 @@ def test_an_expert_that_no_token_reaches_is_an_error_that_names_it():
         model.model.layers[1].post_attention_layernorm.weight.zero_()
     with pytest.raises(CalibrationError, match=r"no calibration token reached model\.layers\.1\.mlp\.experts\."):
         list(prune_model(model, plan_all(model, SPECS["wanda"], HALF), batches()))
+
+
+def test_a_linear_that_shares_its_input_on_some_batches_only_is_refused_instead_of_summed_with_another():
+    model = tiny_model("llama")
+    calls = []
+
+    def copy_later(module, args):
+        calls.append(module)
+        return args if len(calls) == 1 else (args[0].clone(),)
+
+    # Runs before the walk's own hook, so that hook sees the copy.
+    model.model.layers[0].self_attn.k_proj.register_forward_pre_hook(copy_later)
+    with pytest.raises(
+        UnsupportedModelError, match=r"self_attn\.k_proj shared its input with another linear on the first"
+    ):
+        list(prune_model(model, plan_all(model, SPECS["wanda"], HALF), batches()))
