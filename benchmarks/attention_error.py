@@ -1,117 +1,131 @@
-"""Held-out attention error of pruned query and key projections, method by method, on the dense model's stream.
+"""Attention error of pruned query and key projections, method by method and layer by layer, on text none has seen.
 
-The figure is ||P~ - P||_F^2 / ||P||_F^2, the ratio of *squared* norms over all heads of a layer, where P is the dense
-attention matrix and P~ that of the pruned projections on the same inputs. Every method sees the same calibration
-sequences and is measured on the same other ones.
+Two figures, both ratios of *squared* norms over all heads of a layer: `attention` is ||P~ - P||_F^2 / ||P||_F^2 of the
+attention matrices, `output` the same for what the attention adds to the residual stream. Layers are taken on the dense
+model's stream; every method sees the same calibration sequences, and is measured on the same others.
 
-    python benchmarks/attention_error.py MODEL --calibration train.txt --evaluation test.txt --layers 3 10 25
+    python benchmarks/attention_error.py MODEL --calibration train.txt --evaluation test.txt --output DIR
 
 MODEL is a hub id, a folder, or a `.gguf` file. When both texts are one file, the windows are still different ones.
+DIR gets `errors.csv`, written layer by layer (a second run goes on where it stopped), `table.md`, and `errors.svg`.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import math
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from compressx import Block, Hessian, SequenceSample, Unstructured, keep_masks
+from compressx import Block, SequenceSample, Unstructured
 from compressx.architecture import survey, text_config
 from compressx.capture import capture_calls, replay
-from compressx.obs import inverse_cholesky, sweep
 from compressx.observe import observe
-from compressx_attnprune import layer, solver
-from compressx_attnprune.geometry import Attention
-from compressx_attnprune.solver import Pair
+from compressx_attnprune import baselines, kronecker, layer, solver, training
+from compressx_attnprune.losses import MatrixLoss, OutputLoss, Pair, relative_errors
+from compressx_attnprune.options import AttnPruneOptions
+from compressx_attnprune.solver import Budget, Layer
+from compressx_attnprune.training import Text
 
-DAMPING = 0.01
-MASK_STEPS, MASK_LEARNING_RATE = 60, 0.05  # the defaults of the plugin's mask mode
+COLUMNS = ("layer", "method", "sparsity", "attention", "output", "seconds")
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
-    """One layer: its attention, dense weights, and inputs of calibration and of held-out text."""
+class Case:
+    """One layer at one sparsity: what methods see, and the text that they are measured on."""
 
-    attention: Attention
-    weights: Pair
-    calibration: Tensor  # [sequences, tokens, in_features]
-    held_out: Tensor
+    layer: Layer
+    problem: kronecker.Problem
+    sparsity: float
+    measured_on: Tensor  # [sequences, tokens, in_features]
+    output: OutputLoss
+    options: AttnPruneOptions
 
-    def masked(self, scores: Pair, pattern: Unstructured) -> Pair:
-        """Drop the lowest scores of query and key."""
-        query, key = keep_masks(dict(zip("qk", scores, strict=True)), dict.fromkeys("qk", pattern)).values()
-        return self.weights[0] * query, self.weights[1] * key
+    @property
+    def joint(self) -> Budget:
+        """One budget over query and key."""
+        return Budget(Unstructured(self.sparsity, "joint"), Unstructured(self.sparsity, "joint"))
+
+    @property
+    def by_row(self) -> Budget:
+        """The same share of each row."""
+        return Budget(Unstructured(self.sparsity, "row"), Unstructured(self.sparsity, "row"))
 
 
-Method = Callable[[Problem, float], Pair]
-
-
-def magnitude(problem: Problem, sparsity: float) -> Pair:
+def magnitude(case: Case) -> Pair:
     """Keep the largest |W| over query and key together."""
-    query, key = problem.weights
-    return problem.masked((query.abs(), key.abs()), Unstructured(sparsity, "joint"))
+    dense = case.layer.dense
+    keeps = case.joint.choose((dense[0].abs(), dense[1].abs()))
+    return dense[0] * keeps[0], dense[1] * keeps[1]
 
 
-def wanda(problem: Problem, sparsity: float) -> Pair:
-    """Keep the largest |W| ||x||_2 of each row (arXiv 2306.11695)."""
-    norms = problem.calibration.flatten(0, 1).norm(dim=0)
-    query, key = problem.weights
-    return problem.masked((query.abs() * norms, key.abs() * norms), Unstructured(sparsity, "row"))
+def wanda(case: Case) -> Pair:
+    """Wanda (arXiv 2306.11695), by rows as published."""
+    return baselines.wanda(case.layer.dense, case.layer.text.train, case.by_row.choose)[1]
 
 
-def sparsegpt(group: str) -> Method:
-    """SparseGPT's own selection and update (arXiv 2301.00774) with a budget per row or per layer."""
-
-    def prune(problem: Problem, sparsity: float) -> Pair:
-        hessian = Hessian(problem.calibration.shape[-1])
-        hessian.update(problem.calibration)
-        factor, _ = inverse_cholesky(hessian.matrix, DAMPING)
-        query, key = (sweep(w, factor, Unstructured(sparsity, group))[1] for w in problem.weights)
-        return query, key
-
-    return prune
+def sparsegpt(case: Case) -> Pair:
+    """SparseGPT (arXiv 2301.00774), by rows: the stronger choice here."""
+    return baselines.sparsegpt(case.layer.dense, case.layer.text.train, case.by_row.choose, case.sparsity)[1]
 
 
-def gauss_newton(problem: Problem, sparsity: float) -> Pair:
-    """Attention-aware scores over query and key together, and the update (attnprune's default)."""
-    x, pattern = problem.calibration, Unstructured(sparsity, "joint")
-    found = solver.sensitivities(problem.attention, x, problem.weights)
-    scored = [solver.scores(s, x, w) for s, w in zip(found, problem.weights, strict=True)]
-    masks = keep_masks(dict(zip("qk", scored, strict=True)), dict.fromkeys("qk", pattern)).values()
+def sparsegpt_layer(case: Case) -> Pair:
+    """SparseGPT with one threshold for all rows of a column block, as its code does."""
     query, key = (
-        solver.update(s, x, w, keep, pattern, damping=DAMPING)[0]
-        for s, w, keep in zip(found, problem.weights, masks, strict=True)
+        baselines.sparsegpt_rows(w, case.layer.text.train, Unstructured(case.sparsity, "layer"))[1]
+        for w in case.layer.dense
     )
     return query, key
 
 
-def mask(problem: Problem, sparsity: float) -> Pair:
-    """Masks learnt on the attention error as published (attnprune's `mode: mask`)."""
-    relaxed = solver.learn_masks(
-        problem.attention,
-        problem.calibration,
-        problem.weights,
-        regularization=solver.default_regularization(sparsity),
-        steps=MASK_STEPS,
-        learning_rate=MASK_LEARNING_RATE,
+def gauss_newton(case: Case) -> Pair:
+    """The default of attnprune, in closed form."""
+    return solver.gauss_newton(case.layer, case.joint, case.problem).weights
+
+
+def gauss_newton_refit(case: Case) -> Pair:
+    """The same, and then `--refit` gradient steps on the survivors."""
+    start = solver.gauss_newton(case.layer, case.joint, case.problem)
+    rate = case.options.refit_learning_rate
+    layer_ = case.layer
+    refitted = training.refit(
+        layer_.loss, layer_.text, layer_.dense, start, steps=case.options.refit, learning_rate=rate
     )
-    ranked = solver.ranked(relaxed, problem.calibration, problem.weights)
-    return problem.masked(ranked, Unstructured(sparsity, "joint"))
+    return refitted.weights
 
 
-METHODS: dict[str, Method] = {
-    "magnitude, joint": magnitude,
-    "Wanda, row": wanda,
-    "SparseGPT, row": sparsegpt("row"),
-    "SparseGPT, layer": sparsegpt("layer"),
-    "attnprune mask": mask,
-    "attnprune gauss-newton": gauss_newton,
+def mask(case: Case) -> Pair:
+    """The published method: masks learnt by gradient descent, lambda chosen on a held-out part of the calibration."""
+    rate = solver.MASK_LEARNING_RATE
+    return solver.mask(
+        case.layer, case.joint, regularization=None, steps=case.options.steps, learning_rate=rate
+    ).weights
+
+
+def joint(case: Case) -> Pair:
+    """Weights trained while the masks close in."""
+    rate = solver.JOINT_LEARNING_RATE
+    return solver.joint(case.layer, case.joint, case.problem, steps=case.options.steps, learning_rate=rate).weights
+
+
+METHODS: dict[str, Callable[[Case], Pair]] = {
+    "magnitude": magnitude,
+    "wanda": wanda,
+    "sparsegpt": sparsegpt,
+    "sparsegpt-layer": sparsegpt_layer,
+    "gauss-newton": gauss_newton,
+    "gauss-newton+refit": gauss_newton_refit,
+    "mask": mask,
+    "joint": joint,
 }
+NEEDS_CURVATURE = ("gauss-newton", "gauss-newton+refit", "joint")
 
 
 def load(model: str) -> tuple[torch.nn.Module, object]:
@@ -128,7 +142,7 @@ def load(model: str) -> tuple[torch.nn.Module, object]:
 
 
 def windows(arguments: argparse.Namespace, tokenizer: object) -> tuple[Tensor, Tensor]:
-    """Draw calibration and held-out windows [sequences, length], disjoint also when both come from one file."""
+    """Draw calibration and evaluation windows [sequences, length], disjoint also when both come from one file."""
     generator = torch.Generator().manual_seed(arguments.seed)
 
     def shuffled(path: Path) -> Tensor:
@@ -137,70 +151,159 @@ def windows(arguments: argparse.Namespace, tokenizer: object) -> tuple[Tensor, T
         whole = ids[: count * arguments.length].view(count, arguments.length)
         return whole[torch.randperm(count, generator=generator)]
 
-    wanted, held = arguments.samples, arguments.held_out
+    wanted, held = arguments.samples, arguments.windows
     drawn = shuffled(arguments.calibration)
     same = arguments.calibration.resolve() == arguments.evaluation.resolve()
     others = drawn[wanted:] if same else shuffled(arguments.evaluation)
     if len(drawn) < wanted or len(others) < held:
-        raise SystemExit(f"too little text: {wanted} calibration and {held} held-out windows of {arguments.length}")
+        raise SystemExit(f"too little text: {wanted} calibration and {held} evaluation windows of {arguments.length}")
     return drawn[:wanted], others[:held]
 
 
 @torch.no_grad()
-def problems(model: torch.nn.Module, layers: list[int], calibration: Tensor, held_out: Tensor) -> dict[int, Problem]:
-    """Run the dense model block by block and collect what the layers need."""
+def layers(model: torch.nn.Module, calibration: Tensor, evaluation: Tensor) -> Iterator[tuple[int, Block, Tensor]]:
+    """Run the dense model block by block; yield each block and the inputs of its queries on all windows."""
     found = survey(model)
-    batches = [*calibration.split(8), *held_out.split(8)]
+    batches = [*calibration.split(8), *evaluation.split(8)]
     states, calls = capture_calls(model, found.blocks, batches)
-    collected = {}
     for index, (fqn, module) in enumerate(found.blocks.items()):
         linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
-        if index in layers:
-            block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
-            query, key = layer.find_projections(block)
-            wanted = {query.name: {"inputs": SequenceSample(query.in_features)}}
-            runs = [lambda x=x, c=c, m=module: replay(m, x, c) for x, c in zip(states, calls[fqn], strict=True)]
-            observe(linears, wanted, runs)
-            x = wanted[query.name]["inputs"].sequences
-            weights = (query.weight.float(), key.weight.float())
-            collected[index] = Problem(layer.describe(block), weights, x[: len(calibration)], x[len(calibration) :])
-        if index == max(layers):
-            break
-        states = [replay(module, x, c) for x, c in zip(states, calls[fqn], strict=True)]
-    return collected
+        block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
+        query = layer.find_projections(block).query
+        wanted = {query.name: {"inputs": SequenceSample(query.linear.in_features)}}
+        outputs: list[Tensor] = []
+        runs = [
+            lambda x=x, c=c, m=module, o=outputs: o.append(replay(m, x, c))
+            for x, c in zip(states, calls[fqn], strict=True)
+        ]
+        observe(linears, wanted, runs)
+        states = outputs
+        yield index, block, wanted[query.name]["inputs"].sequences
+
+
+def measure(arguments: argparse.Namespace, done: set[tuple[int, str, float]], write: Callable[[list], None]) -> None:
+    """Measure every method that is not done yet on every layer, and write a row for each."""
+    model, tokenizer = load(arguments.model)
+    model.to(arguments.device)
+    calibration, evaluation = (w.to(arguments.device) for w in windows(arguments, tokenizer))
+    options = AttnPruneOptions(refit=arguments.refit, steps=arguments.steps)
+    for index, block, x in layers(model, calibration, evaluation):
+        cells = [(m, s) for s in arguments.sparsities for m in arguments.methods if (index, m, s) not in done]
+        if (arguments.layers and index not in arguments.layers) or not cells:
+            continue
+        projections = layer.find_projections(block)
+        attention = layer.describe(block)
+        values, outputs = projections.value, projections.output.weight.float()
+        losses = {
+            "attention-matrix": MatrixLoss(attention),
+            "attention-output": OutputLoss(attention, values.weight, values.bias, outputs),
+        }
+        seen, measured_on = x[: len(calibration)], x[len(calibration) :]
+        held_out = max(1, round(options.held_out * len(seen)))
+        text = Text(seen[:-held_out], seen[-held_out:])
+        task = Layer(losses[arguments.objective], text, (projections.query.weight, projections.key.weight))
+        started = time.perf_counter()
+        problem = solver.prepare(task, options.damping)
+        prepared = time.perf_counter() - started
+        for method, sparsity in cells:
+            case = Case(task, problem, sparsity, measured_on, losses["attention-output"], options)
+            started = time.perf_counter()
+            pruned = METHODS[method](case)
+            seconds = time.perf_counter() - started + (prepared if method in NEEDS_CURVATURE else 0.0)
+            errors = [relative_errors(loss, measured_on, task.dense, [pruned])[0] for loss in losses.values()]
+            write([index, method, sparsity, *(f"{e:.6g}" for e in errors), f"{seconds:.2f}"])
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Average over the layers, with the ratio to the better of Wanda and SparseGPT in brackets, in Markdown."""
+    cells: dict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
+    sparsities = sorted({r["sparsity"] for r in rows}, key=float)
+    for row in rows:
+        for figure in ("attention", "output", "seconds"):
+            cells[row["method"], row["sparsity"], figure][row["layer"]] = float(row[figure])
+    methods = list(dict.fromkeys(r["method"] for r in rows))
+    header = [f"{figure} {float(s):.0%}" for figure in ("attention", "output") for s in sparsities]
+    lines = [f"| method | layers | {' | '.join(header)} | seconds a layer |", f"|{'---|' * (len(header) + 3)}"]
+    for method in methods:
+        shown = []
+        for figure in ("attention", "output"):
+            for s in sparsities:
+                own = cells[method, s, figure]
+                better = [
+                    _mean({k: v for k, v in cells[m, s, figure].items() if k in own}) for m in ("wanda", "sparsegpt")
+                ]
+                best = min((b for b in better if not math.isnan(b)), default=math.nan)
+                shown.append(f"{_mean(own):.4f} ({_mean(own) / best:.2f})" if own else "")
+        seconds = [v for s in sparsities for v in cells[method, s, "seconds"].values()]
+        count = len({r["layer"] for r in rows if r["method"] == method})
+        lines.append(f"| {method} | {count} | {' | '.join(shown)} | {sum(seconds) / len(seconds):.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _mean(values: dict[str, float]) -> float:
+    return sum(values.values()) / len(values) if values else math.nan
+
+
+def plot(rows: list[dict[str, str]], path: Path) -> None:
+    """Draw the attention error over the layers, a panel for each sparsity and a line for each method."""
+    from matplotlib.figure import Figure
+
+    sparsities = sorted({float(r["sparsity"]) for r in rows})
+    figure = Figure(figsize=(4.2 * len(sparsities), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(sparsities), sharey=True, squeeze=False)[0]
+    for axis, sparsity in zip(axes, sparsities, strict=True):
+        for number, method in enumerate(dict.fromkeys(r["method"] for r in rows)):
+            own = sorted(
+                (int(r["layer"]), float(r["attention"]))
+                for r in rows
+                if r["method"] == method and float(r["sparsity"]) == sparsity
+            )
+            axis.plot(*zip(*own, strict=True), label=method, marker="os^vDXP*"[number % 8], markersize=3, linewidth=1)
+        axis.set(yscale="log", xlabel="layer", title=f"{sparsity:.0%} of query and key pruned")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel(r"$\|\tilde P - P\|_F^2\,/\,\|P\|_F^2$")
+    axes[-1].legend(fontsize="x-small")
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure, and write the table and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="hub id, folder, or .gguf file")
     parser.add_argument("--calibration", type=Path, required=True, metavar="TEXT")
     parser.add_argument("--evaluation", type=Path, required=True, metavar="TEXT")
-    parser.add_argument("--layers", type=int, nargs="+", required=True)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--layers", type=int, nargs="+", help="all when absent")
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.7, 0.9])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
-    parser.add_argument("--held-out", type=int, default=8, help="held-out sequences")
-    parser.add_argument("--length", type=int, default=512, help="tokens in a sequence")
+    parser.add_argument("--objective", choices=["attention-matrix", "attention-output"], default="attention-matrix")
+    parser.add_argument("--samples", type=int, default=64, help="calibration windows")
+    parser.add_argument("--windows", type=int, default=8, help="evaluation windows")
+    parser.add_argument("--length", type=int, default=512, help="tokens in a window")
+    parser.add_argument("--refit", type=int, default=60, help="gradient steps of gauss-newton+refit")
+    parser.add_argument("--steps", type=int, default=80, help="gradient steps of mask and joint")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
-    model, tokenizer = load(arguments.model)
-    layers = problems(model, arguments.layers, *windows(arguments, tokenizer))
-    cells = [f"layer {i}, {s:.0%}" for i in arguments.layers for s in arguments.sparsities]
-    print(f"Held-out ||P~ - P||_F^2 / ||P||_F^2, {arguments.samples} x {arguments.length} calibration tokens\n")
-    print(f"| method | {' | '.join(cells)} | seconds per layer |\n|{'---|' * (len(cells) + 2)}")
-    for name in arguments.methods:
-        errors, seconds = [], 0.0
-        for index in arguments.layers:
-            problem = layers[index]
-            for sparsity in arguments.sparsities:
-                started = time.perf_counter()
-                pruned = METHODS[name](problem, sparsity)
-                seconds += time.perf_counter() - started
-                errors.append(solver.relative_error(problem.attention, problem.held_out, problem.weights, pruned))
-        row = " | ".join(f"{e:.4f}" for e in errors)
-        print(f"| {name} | {row} | {seconds / len(errors):.1f} |", flush=True)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    path = arguments.output / "errors.csv"
+    if not path.exists():
+        path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
+    with path.open(newline="", encoding="utf-8") as file:
+        done = {(int(r["layer"]), r["method"], float(r["sparsity"])) for r in csv.DictReader(file)}
+
+    def write(row: list[object]) -> None:
+        with path.open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerow(row)
+        print(*row, flush=True)
+
+    measure(arguments, done, write)
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    (arguments.output / "table.md").write_text(table(rows), encoding="utf-8")
+    plot(rows, arguments.output / "errors.svg")
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from compressx.plugins import load_plugins
 from compressx.pluginsfile import LoadTable, PluginTable
 from compressx.pruner import PrunerSpec, Statistic
 from compressx.recipe import Recipe, load_recipe
-from compressx.report import LayerReport, RunReport
+from compressx.report import AllocationReport, LayerReport, RunReport, UnitReport
 
 _ROOT = Path(__file__).parents[1]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")
@@ -114,11 +114,13 @@ def test_every_pruner_has_its_default_group_and_its_options_in_the_recipe_page()
             for option, field in spec.options.model_fields.items():
                 line = re.search(rf"^\| `{option}` \|.*$", section, flags=re.MULTILINE)
                 assert line is not None, f"{name}: {option}"
-                assert field.default is None or str(field.default) in line[0].split("|")[3], f"{name}: {option}"
+                shown = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+                assert field.default is None or shown in line[0].split("|")[3], f"{name}: {option}"
 
 
 def test_every_key_of_the_report_is_named_in_the_recipe_page() -> None:
-    keys = {*RunReport.__dataclass_fields__, *LayerReport.__dataclass_fields__}
+    reports = (RunReport, LayerReport, AllocationReport, UnitReport)
+    keys = {name for report in reports for name in report.__dataclass_fields__}
 
     assert keys - _code_spans(_RECIPE_MD) == set()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compressx.errors import CalibrationError, did_you_mean
 from compressx.quiet import quiet_libraries
-from compressx.recipe import DatasetSource
+from compressx.sources import DatasetSource
 
 Purpose: TypeAlias = Literal["calibration", "evaluation"]
 

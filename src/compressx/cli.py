@@ -85,7 +85,7 @@ _set = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
 @click.argument("recipe", type=click.Path(path_type=Path))
 @_set
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("-v", "--verbose", is_flag=True, help="A line for every pruned layer, with its figures.")
+@click.option("-v", "--verbose", is_flag=True, help="A line for every pruned layer, with its figures and curves.")
 @click.option("-q", "--quiet", is_flag=True, help="Nothing but errors.")
 @click.pass_obj
 @_errors_for_users

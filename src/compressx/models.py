@@ -22,7 +22,7 @@ from compressx.cache import cache_folder
 from compressx.errors import ArtifactError, CompressxError, UnsupportedModelError
 from compressx.files import atomic_write
 from compressx.quiet import quiet_libraries
-from compressx.recipe import ModelSource
+from compressx.sources import ModelSource
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 

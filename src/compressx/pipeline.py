@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from compressx import attention_aware, figures
 from compressx._version import __version__
 from compressx.calibration import calibration_windows, check_dataset, documents, token_ids
 from compressx.errors import ArtifactError, CompressxError, RecipeError
@@ -26,10 +27,10 @@ from compressx.models import Checkpoint, find_checkpoint, load_model, load_skele
 from compressx.planning import Plan, make_plan
 from compressx.plugins import Plugins, load_plugins
 from compressx.recipe import Calibration, LoadedRecipe, RollingTask, load_recipe, recipe_from_dict
-from compressx.report import LayerReport, RunReport, total_sparsity
+from compressx.report import AllocationReport, BlockReport, RunReport, total_sparsity
 from compressx.walk import prune_model
 
-Stage: TypeAlias = Literal["load", "calibrate", "evaluate dense", "prune", "evaluate pruned", "save"]
+Stage: TypeAlias = Literal["load", "calibrate", "evaluate dense", "allocate", "prune", "evaluate pruned", "save"]
 Progress: TypeAlias = Callable[[Stage, int, int], None]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 
@@ -100,10 +101,14 @@ def run(
                 evaluation["dense"] = evaluate_cached(
                     model, tokenizer, settings, fingerprint, progress=lambda i, n: tell("evaluate dense", i, n)
                 )
+        with clock.stage("allocate"), _at(loaded, "allocation"):
+            final, allocation = _allocate(model, prepared.plan, batches, tell)
         with clock.stage("prune"):
-            layers, masks = _prune(model, prepared.plan, batches, plugins, tell)
+            blocks, masks, seen = _prune(model, final, batches, plugins, tell)
+        layers = tuple(layer for block in blocks for layer in block.layers)
         tell("save", 0, 1)
         with clock.stage("save"):
+            drawn = figures.draw(blocks, seen, folder / "plots")
             save_model(model, tokenizer, folder / "model")
             MaskSet(masks).save(folder / "masks.safetensors")
         if settings is not None:
@@ -116,7 +121,7 @@ def run(
             model=loaded.recipe.model.model_dump(mode="json", exclude_none=True),
             sparsity=total_sparsity(layers),
             layers=layers,
-            skipped=tuple({"name": n, "reason": r} for n, r in prepared.plan.skipped.items()),
+            skipped=tuple({"name": n, "reason": r} for n, r in final.skipped.items()),
             evaluation=evaluation,
             seconds=clock.seconds(),
             peak_memory_bytes=peak_memory_bytes(),
@@ -126,9 +131,11 @@ def run(
                 if p.status == "loaded"
             ),
             versions={"python": platform.python_version(), **{n: metadata.version(n) for n in _VERSIONS_OF}},
+            figures=drawn,
+            allocation=allocation,
         )
         (folder / "recipe.yaml").write_text(loaded.to_yaml(), encoding="utf-8")
-        (folder / "plan.json").write_text(json.dumps(prepared.plan.to_dict(), indent=1) + "\n", encoding="utf-8")
+        (folder / "plan.json").write_text(json.dumps(final.to_dict(), indent=1) + "\n", encoding="utf-8")
         (folder / "report.md").write_text(report.to_markdown(), encoding="utf-8")
         (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
     plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output)
@@ -197,19 +204,30 @@ def _calibration_batches(settings: Calibration | None, tokenizer: Any, planned: 
     return torch.split(windows, settings.batch_size)
 
 
+def _allocate(
+    model: Any, planned: Plan, batches: Sequence[torch.Tensor], tell: Progress
+) -> tuple[Plan, AllocationReport | None]:
+    """Give every linear its sparsity, where the recipe leaves that open."""
+    if planned.allocation is None:
+        return planned, None
+    return attention_aware.allocate(model, planned, planned.allocation, batches, lambda i, n: tell("allocate", i, n))
+
+
 def _prune(
     model: Any, planned: Plan, batches: Sequence[torch.Tensor], plugins: Plugins, tell: Progress
-) -> tuple[tuple[LayerReport, ...], dict[str, MaskEntry]]:
-    layers: list[LayerReport] = []
+) -> tuple[list[BlockReport], dict[str, MaskEntry], list[figures.Matrices]]:
+    blocks: list[BlockReport] = []
+    seen: list[figures.Matrices] = []
     masks: dict[str, MaskEntry] = {}
     total = len({x.block for x in planned.linears})
     tell("prune", 0, total)
     for done, block in enumerate(prune_model(model, planned, batches), start=1):
-        layers += block.report.layers
+        blocks.append(block.report)
+        seen += figures.matrices(block.images)
         masks |= block.masks
         tell("prune", done, total)
         plugins.manager.hook.compressx_block_pruned(report=block.report)
-    return tuple(layers), masks
+    return blocks, masks, seen
 
 
 def _device(wanted: Device) -> torch.device:
@@ -243,5 +261,5 @@ class _Clock:
             self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - begun
 
     def seconds(self) -> dict[str, float]:
-        stages = {name: self.spent.get(name, 0.0) for name in ("load", "calibrate", "prune", "evaluate")}
+        stages = {name: self.spent.get(name, 0.0) for name in ("load", "calibrate", "allocate", "prune", "evaluate")}
         return stages | {"total": time.perf_counter() - self.started}

@@ -5,9 +5,8 @@ Every mistake that can be found without weights or text is found here, with the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from compressx.errors import PluginError, RecipeError, UnsupportedModelError, di
 from compressx.patterns import NM, Unstructured
 from compressx.plugins import Plugins
 from compressx.pruner import Block, Pruner, PrunerSpec
-from compressx.recipe import LoadedRecipe, Rule, validate_options
+from compressx.recipe import Allocation, LoadedRecipe, validate_options
+from compressx.targets import match_targets
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,6 @@ class PlannedRule:
         options: validated by the pruner's own model.
         reconstructor: gives the survivors new values, or None.
         reconstructor_options: validated likewise.
-        pattern: what each of its linears has to become.
     """
 
     index: int
@@ -39,7 +38,6 @@ class PlannedRule:
     options: BaseModel
     reconstructor: PrunerSpec | None
     reconstructor_options: BaseModel | None
-    pattern: Unstructured | NM
 
     @property
     def label(self) -> str:
@@ -54,40 +52,81 @@ class PlannedRule:
 
 @dataclass(frozen=True)
 class PlannedLinear:
-    """A linear that will be pruned: its name, its block's name (empty outside the blocks), shape and rule."""
+    """A linear that will be pruned.
+
+    Attributes:
+        name: fully qualified name.
+        block: its block's name, empty outside the blocks.
+        shape: [out_features, in_features].
+        rule: the rule that took it.
+        pattern: what it has to become.
+    """
 
     name: str
     block: str
     shape: tuple[int, int]
     rule: PlannedRule
+    pattern: Unstructured | NM
+
+    @property
+    def weights(self) -> int:
+        """Number of weights."""
+        return self.shape[0] * self.shape[1]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do: the linears to prune in the model's order, and what is left alone and why."""
+    """What a run will do.
+
+    Attributes:
+        linears: what will be pruned, in the model's order.
+        skipped: what is left alone, with the reason.
+        rules: the recipe's rules.
+        needs_calibration: whether calibration text is read.
+        allocation: how sparsities are chosen once there are weights; each linear's pattern holds the target until
+            then. None when the patterns are final.
+    """
 
     linears: tuple[PlannedLinear, ...]
     skipped: Mapping[str, str]
     rules: tuple[PlannedRule, ...]
     needs_calibration: bool
+    allocation: Allocation | None = None
 
-    def in_block(self, fqn: str) -> dict[PlannedRule, list[str]]:
-        """Return the names of the linears of one block by the rule that took them."""
-        by_rule: dict[PlannedRule, list[str]] = {}
+    def in_block(self, fqn: str) -> dict[PlannedRule, dict[str, Unstructured | NM]]:
+        """Return the linears of one block by the rule that took them, each name with its pattern."""
+        by_rule: dict[PlannedRule, dict[str, Unstructured | NM]] = {}
         for linear in self.linears:
             if linear.block == fqn:
-                by_rule.setdefault(linear.rule, []).append(linear.name)
+                by_rule.setdefault(linear.rule, {})[linear.name] = linear.pattern
         return by_rule
+
+    def allocated(self, patterns: Mapping[str, Unstructured | NM]) -> Plan:
+        """Return the final plan: every linear with the pattern that an allocation gave it, by name."""
+        linears = tuple(replace(x, pattern=patterns[x.name]) for x in self.linears)
+        return replace(self, linears=linears, allocation=None)
+
+    def shown_pattern(self, linear: PlannedLinear) -> str:
+        """Write a linear's pattern, such as `2:4` or `50% row`; `allocated row` while its sparsity is not known."""
+        if self.allocation is None or isinstance(linear.pattern, NM):
+            return str(linear.pattern)
+        return f"allocated {linear.pattern.group}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `plan.json`."""
-        return {
-            "linears": [
-                {"name": x.name, "shape": list(x.shape), "pruner": x.rule.label, "pattern": str(x.rule.pattern)}
-                for x in self.linears
-            ],
-            "skipped": [{"name": name, "reason": reason} for name, reason in self.skipped.items()],
-        }
+        linears = [
+            {
+                "name": x.name,
+                "shape": list(x.shape),
+                "pruner": x.rule.label,
+                "pattern": self.shown_pattern(x),
+                "sparsity": x.pattern.sparsity if self.allocation is None else None,
+            }
+            for x in self.linears
+        ]
+        allocation = {} if self.allocation is None else {"allocation": self.allocation.model_dump(mode="json")}
+        skipped = [{"name": name, "reason": reason} for name, reason in self.skipped.items()]
+        return {**allocation, "linears": linears, "skipped": skipped}
 
 
 def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module) -> Plan:
@@ -105,20 +144,22 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     """
     architecture = survey(skeleton)
     rules = tuple(_plan_rule(loaded, plugins, i) for i in range(len(loaded.recipe.prune)))
-    taken: dict[str, PlannedRule] = {}
-    for rule in rules:
-        _take(loaded, rule, architecture, taken)
+    patterns = [_pattern(loaded, rule) for rule in rules]
+    taken = match_targets(loaded, architecture)
     everything = {**architecture.linears, **architecture.outside}
     linears = tuple(
         PlannedLinear(
             name,
             architecture.block_of(name) if name in architecture.linears else "",
             (linear.out_features, linear.in_features),
-            taken[name],
+            rules[taken[name]],
+            patterns[taken[name]],
         )
         for name, linear in everything.items()
         if name in taken
     )
+    for linear in linears:
+        _check_divisible(loaded, linear)
     skipped = {n: "no rule names it" for n in architecture.linears if n not in taken}
     skipped |= {
         n: "outside the decoder blocks; pruned only when a rule names it"
@@ -126,10 +167,11 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
         if n not in taken
     }
     skipped |= architecture.unprunable
-    plan = Plan(linears, skipped, rules, needs_calibration=False)
-    needs_calibration = _check_blocks(loaded, plan, architecture, skeleton)
-    _check_calibration(loaded, skeleton, needs_calibration)
-    return Plan(linears, skipped, rules, needs_calibration)
+    allocation = loaded.recipe.allocation
+    plan = Plan(linears, skipped, rules, needs_calibration=allocation is not None, allocation=allocation)
+    observes = _check_blocks(loaded, plan, architecture, skeleton)
+    _check_calibration(loaded, skeleton, observes)
+    return replace(plan, needs_calibration=plan.needs_calibration or observes)
 
 
 def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRule:
@@ -150,7 +192,7 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
             rule.reconstruct.options,
             lambda *at: loaded.where("prune", index, "reconstruct", "options", *at),
         )
-    return PlannedRule(index, spec, options, reconstructor, reconstructor_options, _pattern(loaded, rule, spec, index))
+    return PlannedRule(index, spec, options, reconstructor, reconstructor_options)
 
 
 def _find(loaded: LoadedRecipe, plugins: Plugins, name: str, index: int, key: str) -> PrunerSpec:
@@ -160,7 +202,10 @@ def _find(loaded: LoadedRecipe, plugins: Plugins, name: str, index: int, key: st
         raise PluginError(f"{loaded.where('prune', index, key)}: {error}") from error
 
 
-def _pattern(loaded: LoadedRecipe, rule: Rule, spec: PrunerSpec, index: int) -> Unstructured | NM:
+def _pattern(loaded: LoadedRecipe, planned: PlannedRule) -> Unstructured | NM:
+    """Return what the recipe wants of a rule's linears; where sparsity is allocated, the target for now."""
+    index, spec = planned.index, planned.pruner
+    rule, allocation = loaded.recipe.prune[index], loaded.recipe.allocation
     if rule.pattern is not None:
         if not spec.nm:
             raise RecipeError(
@@ -168,56 +213,24 @@ def _pattern(loaded: LoadedRecipe, rule: Rule, spec: PrunerSpec, index: int) -> 
                 "give sparsity instead"
             )
         return rule.pattern
-    assert rule.sparsity is not None  # noqa: S101 - the schema requires sparsity or pattern
+    sparsity = rule.sparsity if allocation is None else allocation.target
+    assert sparsity is not None  # noqa: S101 - the recipe was loaded with sparsity, pattern or allocation
     group = rule.group or spec.groups[0]
     if group not in spec.groups:
         raise RecipeError(
             f"{loaded.where('prune', index, 'group')}: {spec.name} has no group {group!r}; "
             f"{did_you_mean(group, spec.groups)}"
         )
-    return Unstructured(rule.sparsity, group)
+    return Unstructured(sparsity, group)
 
 
-def _take(loaded: LoadedRecipe, rule: PlannedRule, found: Architecture, taken: dict[str, PlannedRule]) -> None:
-    """Give a rule the linears that it matches and no earlier rule took."""
-    everything = {**found.linears, **found.outside}
-    matched: list[str] = []
-    for i, target in enumerate(loaded.recipe.prune[rule.index].targets):
-        names = [n for n in found.linears if fnmatchcase(n, target)]
-        names += [n for n in found.outside if _names_outright(target, n)]
-        if not names:
-            where = loaded.where("prune", rule.index, "targets", i)
-            raise _no_match(where, target, everything, found.unprunable)
-        matched += names
-    fresh = [n for n in dict.fromkeys(matched) if n not in taken]
-    if not fresh:
-        earlier = taken[matched[0]]
+def _check_divisible(loaded: LoadedRecipe, linear: PlannedLinear) -> None:
+    pattern, in_features = linear.pattern, linear.shape[1]
+    if isinstance(pattern, NM) and in_features % pattern.of:
         raise RecipeError(
-            f"{loaded.where('prune', rule.index)}: prune[{rule.index}] is shadowed: all {len(set(matched))} linears "
-            f"that it matches are already taken, {matched[0]} by prune[{earlier.index}] at "
-            f"{loaded.where('prune', earlier.index)}; the first matching rule wins, so put the narrower rule first"
+            f"{loaded.where('prune', linear.rule.index, 'pattern')}: {linear.name} has {in_features} input features, "
+            f"not divisible by {pattern.of} (pattern {pattern})"
         )
-    for name in fresh:
-        linear = everything[name]
-        if isinstance(rule.pattern, NM) and linear.in_features % rule.pattern.of:
-            raise RecipeError(
-                f"{loaded.where('prune', rule.index, 'pattern')}: {name} has {linear.in_features} input features, "
-                f"not divisible by {rule.pattern.of} (pattern {rule.pattern})"
-            )
-        taken[name] = rule
-
-
-def _names_outright(target: str, name: str) -> bool:
-    """Whether `target` matches a name and spells its last part, as a bare `*` does not."""
-    return fnmatchcase(name, target) and target.endswith(name.rsplit(".", 1)[-1])
-
-
-def _no_match(where: str, target: str, linears: Mapping[str, Any], unprunable: Mapping[str, str]) -> RecipeError:
-    for name, reason in unprunable.items():
-        if _names_outright(target, name):
-            return RecipeError(f"{where}: target {target!r} names {name}, which is not prunable: {reason}")
-    kinds = sorted({f"*.{n.rsplit('.', 1)[-1]}" if "." in n else n for n in linears})
-    return RecipeError(f"{where}: target {target!r} matches no linear; {did_you_mean(target, kinds)}")
 
 
 def _check_blocks(loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleton: torch.nn.Module) -> bool:
@@ -228,18 +241,18 @@ def _check_blocks(loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleto
         linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")} if fqn else dict(found.outside)
         module = found.blocks[fqn] if fqn else skeleton
         block = Block(index, fqn, module, linears, (), config)
-        for rule, names in plan.in_block(fqn).items():
+        for rule, patterns in plan.in_block(fqn).items():
             if rule.pruner.check is not None:
                 try:
-                    rule.pruner.check(block, dict.fromkeys(names, rule.pattern))
+                    rule.pruner.check(block, patterns)
                 except (RecipeError, UnsupportedModelError) as error:
                     raise type(error)(f"{loaded.where('prune', rule.index)}: {error}") from error
             if not needs_calibration:
-                needs_calibration = _observes(rule, block, names)
+                needs_calibration = _observes(rule, block, patterns)
     return needs_calibration
 
 
-def _observes(rule: PlannedRule, block: Block, names: list[str]) -> bool:
+def _observes(rule: PlannedRule, block: Block, names: Iterable[str]) -> bool:
     with torch.device("meta"):  # a Hessian that nobody fills should take no memory
         return any(p.observe(block, n) is not None for p in rule.build() if p is not None for n in names)
 
@@ -247,6 +260,11 @@ def _observes(rule: PlannedRule, block: Block, names: list[str]) -> bool:
 def _check_calibration(loaded: LoadedRecipe, skeleton: torch.nn.Module, needed: bool) -> None:
     """Refuse a recipe without the calibration that it needs, and windows longer than the model's positions."""
     recipe = loaded.recipe
+    if recipe.calibration is None and recipe.allocation is not None:
+        raise RecipeError(
+            f"{loaded.where('allocation')}: {recipe.allocation.method} measures errors on calibration text, and the "
+            "recipe has no calibration; add one, such as calibration: {dataset: wikitext, samples: 32}"
+        )
     if recipe.calibration is None and needed:
         raise RecipeError(f"{loaded.where()}: the recipe has no calibration, and its pruners need one")
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)

@@ -122,15 +122,23 @@ class Block:
 class PruneResult:
     """What a pruner decided for one linear.
 
+    What several linears have in common, such as the attention of query and key, is said once by giving them the same
+    object as `info`, `images` or `history`.
+
     Attributes:
         keep: bool [out_features, in_features], True = keep.
         weight: the surviving weights' new values [out_features, in_features] in any float dtype; None leaves them.
-        info: figures for the report, such as the damping that was needed.
+        info: figures for the report, such as the damping that was needed. `error`, `error.wanda` and `error.dense`
+            are one family, which is drawn over the blocks; the bare name is the pruner's own.
+        images: small matrices [rows, columns] that a person should see, such as an attention matrix dense and pruned.
+        history: curves, one value for each of the solver's steps, such as its loss.
     """
 
     keep: Tensor
     weight: Tensor | None = None
     info: Mapping[str, float] = field(default_factory=dict)
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    history: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 class Pruner(Protocol):
@@ -147,7 +155,8 @@ class Pruner(Protocol):
         Args:
             block: the still unpruned block.
             patterns: what each linear has to become, by name.
-            stats: the statistics that `observe` asked for, by name, filled.
+            stats: the statistics that `observe` asked for, by name, filled; not to be changed, since allocation asks
+                again with other patterns.
 
         Returns:
             One result for each name in `patterns`.

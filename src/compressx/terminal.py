@@ -16,7 +16,7 @@ from compressx.hookspecs import hookimpl
 from compressx.pipeline import Progress as Tell
 from compressx.planning import Plan
 from compressx.plugins import PluginRecord
-from compressx.report import SUMMARY_COLUMNS, BlockReport, RunReport
+from compressx.report import SUMMARY_COLUMNS, BlockReport, RunReport, in_short, shared
 
 
 def _console() -> Console:
@@ -47,7 +47,7 @@ def progress(*, quiet: bool = False) -> Iterator[Tell]:
 
 
 class LayerLines:
-    """A plugin that prints a line for every pruned layer, with the figures that its pruner gave."""
+    """A plugin that prints a line for every pruned layer, with the figures that its pruner gave, and its curves."""
 
     @hookimpl
     def compressx_block_pruned(self, report: BlockReport) -> None:
@@ -60,6 +60,17 @@ class LayerLines:
                 f"{layer.seconds:.2f} s  {figures}".rstrip(),
                 markup=False,
             )
+        for names, history in shared((layer.name, layer.history) for layer in report.layers):
+            curves = "; ".join(f"{name} {_curve(values)}" for name, values in history.items())
+            console.print(f"{in_short(names)}  {curves}", markup=False)
+
+
+def _curve(values: Sequence[float], shown: int = 5) -> str:
+    """Write a curve's first and last value and a few between, evenly apart."""
+    last = len(values) - 1
+    steps = sorted({round(i * last / (shown - 1)) for i in range(shown)})
+    between = " ... " if len(steps) < len(values) else " "
+    return between.join(f"{values[i]:.3g}" for i in steps) + f" ({len(values)} steps)"
 
 
 def print_summary(report: RunReport, output: Path) -> None:
@@ -79,13 +90,20 @@ def print_summary(report: RunReport, output: Path) -> None:
 def print_plan(plan: Plan) -> None:
     """Print every linear with its pruner, pattern and shape, and what is skipped and why."""
     console = _console()
-    rows = [[x.name, x.rule.label, str(x.rule.pattern), f"{x.shape[0]} x {x.shape[1]}"] for x in plan.linears]
+    rows = [[x.name, x.rule.label, plan.shown_pattern(x), f"{x.shape[0]} x {x.shape[1]}"] for x in plan.linears]
     console.print(_table(["linear", "pruner", "pattern", "shape"], rows, left=3))
     if plan.skipped:
         console.print(_table(["not pruned", "reason"], [list(s) for s in plan.skipped.items()], left=2))
-    weights = sum(x.shape[0] * x.shape[1] for x in plan.linears)
-    zeros = sum(x.shape[0] * x.shape[1] * x.rule.pattern.sparsity for x in plan.linears)
-    console.print(f"{len(plan.linears)} linears, {weights / 1e6:.1f} M weights, sparsity {zeros / weights:.2%}")
+    weights = sum(x.weights for x in plan.linears)
+    zeros = sum(x.weights * x.pattern.sparsity for x in plan.linears)
+    target = "" if plan.allocation is None else "target "
+    console.print(f"{len(plan.linears)} linears, {weights / 1e6:.1f} M weights, {target}sparsity {zeros / weights:.2%}")
+    if plan.allocation is not None:
+        console.print(
+            f"{plan.allocation.method} measures what each sparsity costs when the recipe is run, and chooses then "
+            f"(scope {plan.allocation.scope}, {plan.allocation.samples} samples)",
+            markup=False,
+        )
 
 
 def print_plugins(records: Sequence[PluginRecord]) -> None:

@@ -1,7 +1,7 @@
 """Tiny random models of every supported architecture, for tests of pruners.
 
-The models have the structure of the real ones (grouped queries, biases, query/key norms, sliding windows, fused
-projections, experts, tied heads) at a size that runs in milliseconds.
+The models have the structure of the real ones (grouped queries, biases, query/key norms, rotary embeddings of every
+kind, sliding windows, logit soft-capping, fused projections, experts, tied heads) at a size that runs in milliseconds.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 _GPT2 = {"vocab_size": 128, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "bos_token_id": 1,
          "eos_token_id": 2}  # fmt: skip
 
@@ -37,8 +38,24 @@ TINY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {"vocab_size": 128, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 3,
         "num_attention_heads": 4, "max_position_embeddings": 128, "word_embed_proj_dim": 64}),
     "gpt2": ("gpt2", _GPT2),
-    "gpt-neox": ("gpt_neox", {**_COMMON, "rotary_pct": 0.25}),
+    "gpt-neox": ("gpt_neox", {**_COMMON, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25}}),
     "phi3": ("phi3", {**_COMMON, "num_key_value_heads": 2}),
+    "gemma2": ("gemma2", {**_COMMON, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 3.0, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "llama-theta": ("llama", {**_COMMON, "num_key_value_heads": 2, "rope_parameters": {**_ROPE, "rope_theta": 50.0}}),
+    "llama-3": ("llama", {**_COMMON, "num_key_value_heads": 2, "rope_parameters": {**_ROPE, "rope_type": "llama3",
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}),
+    "llama-yarn": ("llama", {**_COMMON, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+        "rope_parameters": {**_ROPE, "rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 16}}),
+    "phi": ("phi", {**_COMMON, "num_key_value_heads": 2, "qk_layernorm": True,
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}),
+    "stablelm": ("stablelm", {**_COMMON, "num_key_value_heads": 2, "qk_layernorm": True, "use_qkv_bias": True,
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25}}),
+    "olmo2": ("olmo2", {**_COMMON, "num_key_value_heads": 2}),
+    "cohere": ("cohere", {**_COMMON, "num_key_value_heads": 2, "use_qk_norm": True}),
+    "glm": ("glm", {**_COMMON, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True,
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}),
     "mixtral": ("mixtral", {**_COMMON, "num_key_value_heads": 2, "num_local_experts": 4}),
 }  # fmt: skip
 """By name: the transformers model type and its config's values."""
@@ -50,7 +67,8 @@ def tiny_model(architecture: str, *, dtype: torch.dtype = torch.float32, seed: i
     Args:
         architecture: a key of `TINY_CONFIGS`.
         dtype: of the weights.
-        seed: of the weights. Their scale is raised above transformers' initialisation so that attention is not flat.
+        seed: of the weights. Their scale is raised above transformers' initialisation so that attention is not flat,
+            and biases are not zero, so that one that is forgotten shows.
 
     Returns:
         The transformers model, in evaluation mode.
@@ -62,8 +80,9 @@ def tiny_model(architecture: str, *, dtype: torch.dtype = torch.float32, seed: i
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values))
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
+            for name, parameter in model.named_parameters():
+                gain = name.endswith("norm.weight")  # of two dimensions in Cohere's query and key norm
+                if name.endswith("bias") or (parameter.dim() > 1 and not gain):
                     parameter.normal_(std=0.15)
     return model.to(dtype).eval()
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -42,6 +42,12 @@ _EXPECTED = {
     "string_pattern_mismatch": "text like {pattern}",
 }
 _SENTENCES = {"value_error", "assertion_error", "conflict"}
+
+
+class Strict(BaseModel):
+    """A frozen value without unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
 def conflict(message: str, keys: Sequence[str]) -> PydanticCustomError:

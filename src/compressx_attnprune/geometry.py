@@ -1,8 +1,8 @@
-"""The geometry of one layer's attention: how its inputs and its two weights become queries and keys.
+"""The geometry of one layer's attention: how its inputs and its weights become queries, keys and values.
 
 A frozen value, without modules, so that the mathematics on top of it is a pure function of tensors. Queries and keys
-are `rope(norm(x W^T + b))` per head; norm and rotary embedding are optional, and several query heads may share a key
-head. Tensors are ordered [batch, heads, tokens, head_dim].
+are `rope(norm(x W^T + b))`; norm and rotary embedding are optional, and several query heads may share a key head and
+its values. Weights are in head order however the model stores them; tensors are [batch, heads, tokens, head_dim].
 """
 
 from __future__ import annotations
@@ -14,30 +14,48 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class HeadNorm:
-    """RMSNorm over each head's features (Qwen3, Gemma 3): `gain * u / sqrt(mean(u^2) + eps)`.
+class Norm:
+    """Norm of queries or keys [batch, heads, tokens, head_dim]: `gain * u / sqrt(mean(u^2) + eps) + shift`.
 
     Attributes:
-        gain: [head_dim].
+        gain: [head_dim], or [heads, 1, head_dim] when heads have their own.
         eps: added to the mean square.
+        shift: of the gain's shape, or None.
+        centered: the mean is taken off first: LayerNorm (StableLM, Cohere), not RMSNorm (Qwen3, Gemma 3).
+        whole: one mean over all heads of a token together (OLMo 2), not one for each head.
     """
 
     gain: Tensor
     eps: float
-
-    def rms(self, u: Tensor) -> Tensor:
-        """Return the root mean square [..., 1] of each head's vector [..., head_dim]."""
-        return (u.square().mean(dim=-1, keepdim=True) + self.eps).sqrt()
+    shift: Tensor | None = None
+    centered: bool = False
+    whole: bool = False
 
     def forward(self, u: Tensor) -> Tensor:
-        """Normalise [..., head_dim]."""
-        return self.gain * (u / self.rms(u))
+        """Normalise [batch, heads, tokens, head_dim]."""
+        u = self._centre(u)
+        normed = self.gain * (u / self._rms(u))
+        return normed if self.shift is None else normed + self.shift
 
     def backward(self, u: Tensor, grad: Tensor) -> Tensor:
-        """Turn the gradient of the output into that of the input `u`, both [..., head_dim]."""
-        rms = self.rms(u)
+        """Turn the gradient of the output into that of the input `u`, both [batch, heads, tokens, head_dim]."""
+        u = self._centre(u)
+        rms = self._rms(u)
         unit, scaled = u / rms, grad * self.gain
-        return (scaled - unit * (unit * scaled).mean(dim=-1, keepdim=True)) / rms
+        return self._centre((scaled - unit * self._mean(unit * scaled)) / rms)
+
+    def to(self, dtype: torch.dtype) -> Norm:
+        """Return the same norm with its tensors in another dtype."""
+        return replace(self, gain=self.gain.to(dtype), shift=None if self.shift is None else self.shift.to(dtype))
+
+    def _mean(self, u: Tensor) -> Tensor:
+        return u.mean(dim=(-3, -1) if self.whole else -1, keepdim=True)
+
+    def _rms(self, u: Tensor) -> Tensor:
+        return (self._mean(u.square()) + self.eps).sqrt()
+
+    def _centre(self, u: Tensor) -> Tensor:
+        return u - self._mean(u) if self.centered else u
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +70,7 @@ class Projection:
 
     heads: int
     bias: Tensor | None = None
-    norm: HeadNorm | None = None
+    norm: Norm | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +82,11 @@ class Attention:
         key: the key side; its heads divide the query's, and consecutive query heads share one.
         head_dim: features of a head.
         scaling: factor on the scores.
-        rotary: cosine and sine [tokens, rotary_dim] of the rotary embedding, whose first `rotary_dim` features turn in
-            pairs half of `rotary_dim` apart; None without one.
+        rotary: cosine and sine [tokens, rotary_dim] of the rotary embedding, which turns the first `rotary_dim`
+            features of a head in pairs, each entry beside the feature that it multiplies; None without one.
         window: a query sees itself and the `window - 1` tokens before it; all before it when None.
         softcap: scores become `softcap * tanh(scores / softcap)` before the mask (Gemma 2); None without.
+        rotary_interleaved: the pairs are neighbours (Cohere, GLM), not half of `rotary_dim` apart (Llama).
     """
 
     query: Projection
@@ -77,6 +96,7 @@ class Attention:
     rotary: tuple[Tensor, Tensor] | None = None
     window: int | None = None
     softcap: float | None = None
+    rotary_interleaved: bool = False
 
     @property
     def groups(self) -> int:
@@ -87,6 +107,10 @@ class Attention:
         """Return the same attention with all its tensors in another dtype."""
         rotary = None if self.rotary is None else (self.rotary[0].to(dtype), self.rotary[1].to(dtype))
         return replace(self, query=_cast(self.query, dtype), key=_cast(self.key, dtype), rotary=rotary)
+
+    def first(self, tokens: int) -> Attention:
+        """Return the attention of the first so many tokens alone."""
+        return replace(self, rotary=None if self.rotary is None else (self.rotary[0][:tokens], self.rotary[1][:tokens]))
 
 
 def project(attention: Attention, side: Projection, x: Tensor, weight: Tensor) -> Tensor:
@@ -112,7 +136,7 @@ def place(attention: Attention, side: Projection, u: Tensor) -> Tensor:
         return normed
     cos, sin = attention.rotary
     turned, rest = normed[..., : cos.shape[-1]], normed[..., cos.shape[-1] :]
-    return torch.cat([turned * cos + rotate_half(turned) * sin, rest], dim=-1)
+    return torch.cat([turned * cos + quarter_turn(turned, attention.rotary_interleaved) * sin, rest], dim=-1)
 
 
 def place_backward(attention: Attention, side: Projection, u: Tensor, grad: Tensor) -> Tensor:
@@ -121,32 +145,8 @@ def place_backward(attention: Attention, side: Projection, u: Tensor, grad: Tens
         cos, sin = attention.rotary
         turned, rest = grad[..., : cos.shape[-1]], grad[..., cos.shape[-1] :]
         # The transpose of a quarter turn is the quarter turn back.
-        grad = torch.cat([turned * cos - rotate_half(turned * sin), rest], dim=-1)
+        grad = torch.cat([turned * cos - quarter_turn(turned * sin, attention.rotary_interleaved), rest], dim=-1)
     return grad if side.norm is None else side.norm.backward(u, grad)
-
-
-def place_backward_diagonal(attention: Attention, side: Projection, u: Tensor, diagonal: Tensor) -> Tensor:
-    """Turn the diagonal of a quadratic form in `place`'s result into that of its argument, approximately.
-
-    Both rotary partners get the mean of their two entries, as if every angle were equally likely, and the norm acts by
-    its gain over the root mean square, its pull towards unit length dropped.
-
-    Args:
-        attention: the layer.
-        side: the query or the key side.
-        u: the argument of `place`, [batch, heads, tokens, head_dim].
-        diagonal: [batch, heads, tokens, head_dim].
-
-    Returns:
-        [batch, heads, tokens, head_dim].
-    """
-    if attention.rotary is not None:
-        cos, sin = attention.rotary
-        turned, rest = diagonal[..., : cos.shape[-1]], diagonal[..., cos.shape[-1] :]
-        partners = turned.roll(cos.shape[-1] // 2, dims=-1)
-        # cos^2 + sin^2 is one, but for embeddings that also scale (YaRN).
-        diagonal = torch.cat([(turned + partners) / 2 * (cos.square() + sin.square()), rest], dim=-1)
-    return diagonal if side.norm is None else diagonal * (side.norm.gain / side.norm.rms(u)).square()
 
 
 def queries_and_keys(
@@ -163,13 +163,35 @@ def queries_and_keys(
     )
 
 
-def rotate_half(x: Tensor) -> Tensor:
-    """Turn each pair (j, j + half) by a quarter: (a, b) becomes (-b, a)."""
+def values(attention: Attention, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute the values that each query head mixes, one set for each key head.
+
+    Args:
+        attention: the layer.
+        x: [batch, tokens, in_features].
+        weight: [h_kv * value_dim, in_features]; `value_dim` may differ from `attention.head_dim`.
+        bias: [h_kv * value_dim], or None.
+
+    Returns:
+        [batch, h_kv, tokens, value_dim].
+    """
+    flat = torch.nn.functional.linear(x, weight, bias)  # [batch, tokens, h_kv * value_dim]
+    return flat.view(*flat.shape[:2], attention.key.heads, -1).transpose(1, 2)
+
+
+def quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
+    """Turn each pair of features by a quarter, (a, b) to (-b, a).
+
+    Args:
+        x: [..., features].
+        interleaved: the pairs are neighbours, (0, 1), (2, 3), ...; else they are half the features apart.
+    """
+    if interleaved:
+        return torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
 
 
 def _cast(side: Projection, dtype: torch.dtype) -> Projection:
     bias = None if side.bias is None else side.bias.to(dtype)
-    norm = None if side.norm is None else replace(side.norm, gain=side.norm.gain.to(dtype))
-    return replace(side, bias=bias, norm=norm)
+    return replace(side, bias=bias, norm=None if side.norm is None else side.norm.to(dtype))

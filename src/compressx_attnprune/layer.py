@@ -11,19 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressx import Block, BlockCall, Linear, Pattern, UnsupportedModelError
+from compressx import Block, FixedMask, Pattern, UnsupportedModelError
 from compressx.errors import RecipeError
-from compressx_attnprune.geometry import Attention, HeadNorm, Projection, queries_and_keys, rotate_half
+from compressx_attnprune.geometry import Attention, Projection, quarter_turn, queries_and_keys, values
+from compressx_attnprune.norms import KEY_NORMS, QUERY_NORMS, read_norm, unknown_norm
 from compressx_attnprune.objective import attention_matrices
+from compressx_attnprune.projections import (
+    INSTEAD,
+    Projections,
+    Rows,
+    find_projections,
+    head_size,
+    leaf,
+    submodule,
+)
 
-_FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv", "W_pack")
-_OUTPUTS = ("o_proj", "out_proj", "dense")
+__all__ = ["Projections", "Rows", "check", "describe", "find_projections", "verify"]
+
 _AGREEMENT = 1e-3  # relative difference of two float32 outputs of one attention
-_INSTEAD = "leave it to a pruner of single linears, such as sparsegpt or wanda"
 
 
 def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
     """Refuse a block, or a choice of its linears, that attention pruning cannot handle.
+
+    The rule takes the query and the key projection. Where one weight fuses query, key and value it takes that weight
+    alone: its query and key rows are pruned for the attention matrix, and its value rows, which that matrix does not
+    depend on, by an ordinary second-order update, all within the pattern of the one weight.
 
     Needs no weights: it is called on a skeleton while a recipe is planned.
 
@@ -32,59 +45,31 @@ def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
         patterns: what the recipe's rule took in this block, by linear name.
 
     Raises:
-        UnsupportedModelError: no separate query and key projections, or scores that are not
-            softmax(scale * q k^T + mask).
-        RecipeError: targets that are not exactly the query and the key projection, or different patterns for the two.
+        UnsupportedModelError: no such projections, or scores that are not softmax(scale * q k^T + mask).
+        RecipeError: targets that are not exactly those projections, or different patterns for the two.
     """
-    query, key = find_projections(block, patterns)
-    wanted = f'write targets: ["*.{_leaf(query.name)}", "*.{_leaf(key.name)}"]'
-    if extra := [n for n in patterns if n not in (query.name, key.name)]:
+    projections = find_projections(block, patterns)
+    names = list(dict.fromkeys((projections.query.name, projections.key.name)))  # one when fused
+    targets = ", ".join(f'"*.{leaf(n)}"' for n in names)
+    wanted = f"write targets: [{targets}]"
+    which = "the weight that holds queries and keys" if projections.fused else "the query and the key projection"
+    if extra := [n for n in patterns if n not in names]:
         raise RecipeError(
-            f"attnprune prunes the query and the key projection and nothing else, and this rule also takes "
-            f"{', '.join(extra)}; {wanted} and give the others a rule of their own after it"
+            f"attnprune prunes {which} and nothing else, and this rule also takes {', '.join(extra)}; {wanted} and "
+            "give the others a rule of their own after it"
         )
-    if missing := [n for n in (query.name, key.name) if n not in patterns]:
+    if missing := [n for n in names if n not in patterns]:
         raise RecipeError(
-            f"attnprune prunes query and key together, and this rule does not take {missing[0]}; {wanted}, before any "
+            f"attnprune prunes {which} together, and this rule does not take {missing[0]}; {wanted}, before any "
             "other rule that matches one of them"
         )
-    if patterns[query.name] != patterns[key.name]:
+    asked = {patterns[n] for n in names if not isinstance(patterns[n], FixedMask)}  # given masks are each their own
+    if len(asked) > 1:
         raise RecipeError(
-            f"attnprune needs one pattern for {query.name} and {key.name}, got {patterns[query.name]} and "
-            f"{patterns[key.name]}; give both the same sparsity"
+            f"attnprune needs one pattern for {' and '.join(names)}, got "
+            f"{' and '.join(str(patterns[n]) for n in names)}; give both the same sparsity"
         )
-    _check_structure(block, query, key)
-
-
-def find_projections(block: Block, taken: Mapping[str, object] | None = None) -> tuple[Linear, Linear]:
-    """Find the block's query and key projection.
-
-    Args:
-        block: the block.
-        taken: the linears that a rule took there, for the message when there are no such projections.
-
-    Raises:
-        UnsupportedModelError: when there is not exactly one of each, next to one another.
-        RecipeError: when the linears taken lie outside the decoder blocks.
-    """
-    if not block.fqn:
-        raise RecipeError(
-            f"attnprune prunes attention, and this rule takes {', '.join(taken or block.linears)} outside the decoder "
-            'blocks; write targets: ["*.q_proj", "*.k_proj"]'
-        )
-    queries = [x for n, x in block.linears.items() if _leaf(n) == "q_proj"]
-    keys = [x for n, x in block.linears.items() if _leaf(n) == "k_proj"]
-    if len(queries) == len(keys) == 1 and _parent(queries[0].name) == _parent(keys[0].name):
-        return queries[0], keys[0]
-    if fused := [n for n in block.linears if _leaf(n) in _FUSED]:
-        raise UnsupportedModelError(
-            f"{fused[0]} holds query, key and value in one weight, and attnprune needs separate q_proj and k_proj; "
-            f"{_INSTEAD}"
-        )
-    raise UnsupportedModelError(
-        f"{block.fqn} has {len(queries)} q_proj and {len(keys)} k_proj, and attnprune needs one of each in the same "
-        f"attention; its linears: {', '.join(block.linears) or 'none'}; {_INSTEAD}"
-    )
+    _check_structure(block, projections)
 
 
 def describe(block: Block, dtype: torch.dtype = torch.float32) -> Attention:
@@ -97,20 +82,24 @@ def describe(block: Block, dtype: torch.dtype = torch.float32) -> Attention:
     Raises:
         UnsupportedModelError: as `check`.
     """
-    query, key = find_projections(block)
-    _check_structure(block, query, key)
-    module = block.module.get_submodule(_parent(query.name)[len(block.fqn) + 1 :])
-    head_dim = _head_dim(module, block.config)
+    projections = find_projections(block)
+    _check_structure(block, projections)
+    module = submodule(block, projections.attention)
+    head_dim = head_size(module, block.config)
+    query, key = (
+        Projection(rows.count // head_dim, rows.bias, read_norm(module, names, rows.count // head_dim, head_dim))
+        for rows, names in ((projections.query, QUERY_NORMS), (projections.key, KEY_NORMS))
+    )
+    interleaved = bool(_turns_neighbours(module))
     return Attention(
-        query=Projection(query.out_features // head_dim, query.bias, _norm(module, "q_norm", head_dim)),
-        key=Projection(key.out_features // head_dim, key.bias, _norm(module, "k_norm", head_dim)),
+        query=query,
+        key=key,
         head_dim=head_dim,
         scaling=float(getattr(module, "scaling", head_dim**-0.5)),
-        rotary=_rotary(module, block),
-        window=getattr(module, "sliding_window", None)
-        if hasattr(module, "sliding_window")
-        else getattr(block.config, "sliding_window", None),
+        rotary=_rotary(block, projections, interleaved),
+        window=_window(module, block.config),
         softcap=getattr(module, "attn_logit_softcapping", None),
+        rotary_interleaved=interleaved,
     ).to(dtype)
 
 
@@ -118,8 +107,8 @@ def describe(block: Block, dtype: torch.dtype = torch.float32) -> Attention:
 def verify(block: Block, attention: Attention, x: Tensor) -> None:
     """Make sure that the geometry computes what the model computes, by the attention's output on one sequence.
 
-    The module tree does not tell everything (gates, sinks, biases on the scores); the output does. Both sides run in
-    float32, so that the rounding of the model's dtype is no excuse.
+    The module tree does not tell everything (how a fused weight is laid out, gates, sinks, biases on the scores); the
+    output does. Both sides run in float32, so that the rounding of the model's dtype is no excuse.
 
     Args:
         block: a block with weights and recorded calls.
@@ -129,37 +118,44 @@ def verify(block: Block, attention: Attention, x: Tensor) -> None:
     Raises:
         UnsupportedModelError: when the two outputs differ.
     """
-    query, key = find_projections(block)
-    name = _parent(query.name)
-    module = copy.deepcopy(block.module.get_submodule(name[len(block.fqn) + 1 :])).float()
-    value = getattr(module, "v_proj", None)
-    output = next((getattr(module, n) for n in _OUTPUTS if hasattr(module, n)), None)
-    if value is None or output is None:
-        raise UnsupportedModelError(
-            f"{name} has no v_proj, or no output projection named {', '.join(_OUTPUTS)}, so that attnprune cannot "
-            f"verify that it is softmax attention; {_INSTEAD}"
-        )
+    projections = find_projections(block)
     x = x[:1].float()
-    q, k = queries_and_keys(attention, x, query.weight.float(), key.weight.float())
-    v = value(x).view(1, x.shape[1], attention.key.heads, -1).transpose(1, 2)  # [1, h_kv, tokens, value_dim]
+    q, k = queries_and_keys(attention, x, projections.query.weight, projections.key.weight)
+    v = values(attention, x, projections.value.weight, projections.value.bias)  # [1, h_kv, tokens, value_dim]
     mixed = attention_matrices(attention, q, k) @ v.repeat_interleave(attention.groups, dim=1)
-    ours = output(mixed.transpose(1, 2).flatten(2))
-    theirs = _attend(module, block.calls[0], x)
+    output = Rows(projections.output)
+    ours = nn.functional.linear(mixed.transpose(1, 2).flatten(2), output.weight, output.bias)
+    theirs = _attend(block, projections, _arguments(block), x)
     difference = float((ours - theirs).norm() / theirs.norm())
     if not difference <= _AGREEMENT:
+        layout = f", or {projections.query.name} orders its rows in another way" if projections.fused else ""
         raise UnsupportedModelError(
-            f"{name} ({type(module).__name__}) is not softmax(scale * q k^T + mask) as attnprune computes it: the "
-            f"outputs differ by {difference:.2%} on a calibration sequence; {_INSTEAD}"
+            f"{_named(block, projections)} is not softmax(scale * q k^T + mask) as attnprune computes it{layout}: "
+            f"the outputs differ by {difference:.2%} on a calibration sequence; {INSTEAD}"
         )
 
 
-def _attend(module: nn.Module, call: BlockCall, x: Tensor) -> Tensor:
-    """Run the attention itself on inputs [1, tokens, in_features] with what its block was called with."""
-    known = inspect.signature(module.forward).parameters
-    given = {n: _first(v) for n, v in call.kwargs.items() if n in known and "past" not in n}
+def _attend(block: Block, projections: Projections, arguments: Mapping[str, Any], x: Tensor) -> Tensor:
+    """Run the attention itself, in float32, on inputs [1, tokens, in_features] with what its block was called with."""
+    module = copy.deepcopy(submodule(block, projections.attention)).float()
+    known = dict(list(inspect.signature(module.forward).parameters.items())[1:])
+    given = {n: _first(v) for n, v in arguments.items() if n in known and "past" not in n}
+    needed = [n for n, p in known.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if missing := [n for n in needed if n not in given]:
+        raise UnsupportedModelError(
+            f"{_named(block, projections)} needs {', '.join(missing)} from within its block, so that attnprune cannot "
+            f"run it alone and verify that it is softmax attention; {INSTEAD}"
+        )
     attended = module(x, **given)
-    result: Tensor = attended[0] if isinstance(attended, tuple) else attended
+    result: Tensor = attended[0] if isinstance(attended, tuple | list) else attended
     return result
+
+
+def _arguments(block: Block) -> dict[str, Any]:
+    """Name what the block was called with besides its hidden states."""
+    call = block.calls[0]
+    names = list(inspect.signature(block.module.forward).parameters)[1:]
+    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
 
 
 def _first(value: Any) -> Any:
@@ -169,65 +165,101 @@ def _first(value: Any) -> Any:
     return tuple(_first(v) for v in value) if isinstance(value, tuple) else value
 
 
-def _check_structure(block: Block, query: Linear, key: Linear) -> None:
-    name = _parent(query.name)
-    module = block.module.get_submodule(name[len(block.fqn) + 1 :])
-    head_dim = _head_dim(module, block.config)
-    heads, key_heads = query.out_features // head_dim, key.out_features // head_dim
+def _check_structure(block: Block, projections: Projections) -> None:
+    name, query, key = projections.attention, projections.query, projections.key
+    module = submodule(block, name)
+    head_dim = head_size(module, block.config)
+    heads, key_heads = query.count // head_dim, key.count // head_dim
     declared = getattr(block.config, "num_attention_heads", heads)
-    if (heads * head_dim, key_heads * head_dim) != (query.out_features, key.out_features) or heads != declared:
+    if (heads * head_dim, key_heads * head_dim) != (query.count, key.count) or heads != declared:
         raise UnsupportedModelError(
-            f"{query.name} and {key.name} have {query.out_features} and {key.out_features} outputs, which is not "
-            f"{declared} query heads of {head_dim} features; attnprune knows no gated or compressed heads; {_INSTEAD}"
+            f"{query.name} and {key.name} have {query.count} and {key.count} outputs, which is not "
+            f"{declared} query heads of {head_dim} features; attnprune knows no gated or compressed heads; {INSTEAD}"
         )
     if key_heads == 0 or heads % key_heads:
-        raise UnsupportedModelError(f"{name}: {heads} query heads cannot share {key_heads} key heads; {_INSTEAD}")
+        raise UnsupportedModelError(f"{name}: {heads} query heads cannot share {key_heads} key heads; {INSTEAD}")
+    mixed, value = projections.output.in_features, projections.value.count
+    if mixed * key_heads != value * heads:
+        raise UnsupportedModelError(
+            f"{name}: {value} value features in {key_heads} heads, mixed by {heads} query heads, are not the {mixed} "
+            f"inputs of {projections.output.name}; {INSTEAD}"
+        )
     if not getattr(module, "is_causal", True):
-        raise UnsupportedModelError(f"{name} is not causal, and attnprune prunes causal attention; {_INSTEAD}")
+        raise UnsupportedModelError(f"{name} is not causal, and attnprune prunes causal attention; {INSTEAD}")
+    if bias := _score_bias(module, block.config):
+        raise UnsupportedModelError(
+            f"{_named(block, projections)} adds {bias} to its scores, and attnprune knows positions that are rotary "
+            f"or learned; {INSTEAD}"
+        )
+    if _turns_neighbours(module) is None:
+        raise UnsupportedModelError(
+            f"{_named(block, projections)} has a rotary embedding that turns neither neighbouring features nor "
+            f"features half a head apart; {INSTEAD}"
+        )
+    for names, count in ((QUERY_NORMS, heads), (KEY_NORMS, key_heads)):
+        if wrong := unknown_norm(module, names, count, head_dim):
+            raise UnsupportedModelError(f"{name}.{wrong}; {INSTEAD}")
+
+
+def _score_bias(module: nn.Module, config: Any) -> str | None:
+    """Say what the attention adds to its scores, as its forward's parameters tell."""
+    taken = inspect.signature(module.forward).parameters
+    if "alibi" in taken and getattr(config, "alibi", True):  # Falcon has both kinds
+        return "ALiBi"
+    return "a position bias" if "position_bias" in taken else None
+
+
+def _window(module: nn.Module, config: Any) -> int | None:
+    """Return the sliding window, which a module states where layers differ."""
+    home = module if hasattr(module, "sliding_window") else config
+    window: int | None = getattr(home, "sliding_window", None)
+    return window if getattr(module, "is_sliding", True) else None
+
+
+def _turns_neighbours(module: nn.Module) -> bool | None:
+    """Say whether the rotary embedding of the module's model turns neighbours; None when it turns something else."""
     turn = getattr(sys.modules[type(module).__module__], "rotate_half", None)
     probe = torch.arange(4.0, device="cpu")
-    if turn is not None and not torch.equal(turn(probe), rotate_half(probe)):
+    if turn is None or torch.equal(turn(probe), quarter_turn(probe, interleaved=False)):
+        return False
+    return True if torch.equal(turn(probe), quarter_turn(probe, interleaved=True)) else None
+
+
+def _rotary(block: Block, projections: Projections, interleaved: bool) -> tuple[Tensor, Tensor] | None:
+    """Return the tables [tokens, rotary_dim] with each entry beside the feature that it multiplies."""
+    embeddings = _arguments(block).get("position_embeddings")
+    if embeddings is None:
+        return None
+    if not isinstance(embeddings, tuple | list) or len(embeddings) != 2:
         raise UnsupportedModelError(
-            f"{name} ({type(module).__name__}) turns neighbouring features in its rotary embedding, and attnprune "
-            f"knows the layout that turns features half a head apart; {_INSTEAD}"
+            f"{_named(block, projections)} is handed its rotary embedding as {type(embeddings).__name__}, and "
+            f"attnprune knows a pair of cosine and sine; {INSTEAD}"
         )
-    for side in ("q_norm", "k_norm"):
-        norm = getattr(module, side, None)
-        if norm is not None and tuple(norm.weight.shape) != (head_dim,):
-            raise UnsupportedModelError(
-                f"{name}.{side} has a weight of shape {tuple(norm.weight.shape)}, and attnprune knows norms over one "
-                f"head, ({head_dim},); {_INSTEAD}"
-            )
-
-
-def _head_dim(module: nn.Module, config: Any) -> int:
-    stated = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
-    return int(stated or config.hidden_size // config.num_attention_heads)
-
-
-def _norm(module: nn.Module, name: str, head_dim: int) -> HeadNorm | None:
-    norm = getattr(module, name, None)
-    if norm is None:
+    if _ignores_positions(block, projections):
         return None
-    eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
-    # Some norms scale by the weight and some by one plus the weight: a vector of ones tells which.
-    with torch.no_grad():
-        ones = norm(torch.ones(head_dim, device=norm.weight.device, dtype=norm.weight.dtype))
-    return HeadNorm(ones.float() * (1.0 + eps) ** 0.5, eps)
+    cos, sin = (table[0] for table in embeddings)  # [batch or 1, tokens, rotary_dim]
+    if interleaved and not torch.equal(cos[:, 0::2], cos[:, 1::2]):
+        # GLM is handed each entry twice, half of the features apart, and takes the first half.
+        cos, sin = (table.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1) for table in (cos, sin))
+    return cos, sin
 
 
-def _rotary(module: nn.Module, block: Block) -> tuple[Tensor, Tensor] | None:
-    embeddings = block.calls[0].kwargs.get("position_embeddings")
-    # Layers without positions (SmolLM3) are handed the tables all the same.
-    if embeddings is None or not getattr(module, "use_rope", True):
-        return None
-    cos, sin = embeddings  # [batch or 1, tokens, rotary_dim]
-    return cos[0], sin[0]
+@torch.no_grad()
+def _ignores_positions(block: Block, projections: Projections) -> bool:
+    """Say whether a layer of those that differ is one without positions; it is handed the tables all the same."""
+    module = submodule(block, projections.attention)
+    if hasattr(module, "use_rope"):  # SmolLM3
+        return not module.use_rope
+    if len(set(getattr(block.config, "layer_types", None) or ())) < 2:
+        return False
+    # Cohere 2 and EXAONE 4 state it nowhere, but such a layer gives the same whatever it is handed.
+    arguments = _arguments(block)
+    cos, sin = arguments["position_embeddings"]
+    x = torch.randn(1, cos.shape[1], projections.query.linear.in_features, generator=torch.Generator().manual_seed(0))
+    x = x.to(cos.device)
+    still = {**arguments, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+    return torch.equal(_attend(block, projections, arguments, x), _attend(block, projections, still, x))
 
 
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+def _named(block: Block, projections: Projections) -> str:
+    return f"{projections.attention} ({type(submodule(block, projections.attention)).__name__})"

@@ -1,4 +1,4 @@
-"""The attention-matrix objective: matrices, loss, closed-form gradient and Gauss-Newton statistics.
+"""The attention matrix in row blocks: matrices, errors, closed-form gradients and Gauss-Newton probes.
 
 Pure functions of queries [batch, h, tokens, head_dim] and keys [batch, h_kv, tokens, head_dim] after norm and rotary
 embedding. Everything but `attention_matrices` runs in blocks of query rows and one sequence at a time, so that memory
@@ -9,7 +9,7 @@ carried through the two factors of a real layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,36 +44,37 @@ def attention_matrices(attention: Attention, q: Tensor, k: Tensor) -> Tensor:
     return torch.stack([_unfold(attention, p) for p in matrices])
 
 
-def squared_norms(attention: Attention, q: Tensor, k: Tensor) -> Tensor:
-    """Compute ||P||_F^2 of each query head, summed over the batch, float64 [h]."""
-    total = torch.zeros(attention.query.heads, dtype=torch.float64, device=q.device)
-    for rows in _row_blocks(attention, q, ROWS):
-        for qb, kb in _sequences(attention, q, k):
-            p, _ = _probabilities(attention, qb, kb, rows)
-            total += _per_head(attention, p.square_())
-    return total
-
-
-def squared_errors(attention: Attention, dense: tuple[Tensor, Tensor], pruned: tuple[Tensor, Tensor]) -> Tensor:
-    """Compute ||P~ - P||_F^2 of each query head, summed over the batch, float64 [h].
+def squared_errors(
+    attention: Attention, dense: tuple[Tensor, Tensor], candidates: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Compute ||P~ - P||_F^2 of several pruned layers, and ||P||_F^2.
 
     Args:
         attention: the layer.
         dense: queries and keys of the dense weights.
-        pruned: those of the pruned ones.
+        candidates: those of pruned weights.
+
+    Returns:
+        Summed over the batch, float64 [candidates, h] and [h].
     """
-    total = torch.zeros(attention.query.heads, dtype=torch.float64, device=dense[0].device)
+    heads, device = attention.query.heads, dense[0].device
+    errors = torch.zeros(len(candidates), heads, dtype=torch.float64, device=device)
+    norms = torch.zeros(heads, dtype=torch.float64, device=device)
     for rows in _row_blocks(attention, dense[0], ROWS):
-        for (q, k), (qd, kd) in zip(_sequences(attention, *pruned), _sequences(attention, *dense), strict=True):
-            p, _ = _probabilities(attention, q, k, rows)
-            total += _per_head(attention, p.sub_(_probabilities(attention, qd, kd, rows)[0]).square_())
-    return total
+        for i, (qd, kd) in enumerate(_sequences(attention, *dense)):
+            reference = _probabilities(attention, qd, kd, rows)[0]  # [h_kv, groups * rows, keys]
+            norms += _squared_norms(attention, reference)
+            for candidate, (q, k) in enumerate(candidates):
+                one = (q[i].view(qd.shape), k[i])
+                c = _probabilities(attention, *one, rows)[0].sub_(reference)
+                errors[candidate] += _squared_norms(attention, c)
+    return errors, norms
 
 
 def gradients(
-    attention: Attention, dense: tuple[Tensor, Tensor], pruned: tuple[Tensor, Tensor], head_weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Differentiate `1/2 sum_heads head_weights * ||P~ - P||_F^2` with respect to the pruned queries and keys.
+    attention: Attention, dense: tuple[Tensor, Tensor], pruned: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Differentiate `1/2 ||P~ - P||_F^2`, summed over heads and batch, with respect to the pruned queries and keys.
 
     With C = P~ - P, the gradient of the scores is p = P~∘C - diag((P~∘C) 1) P~ (arXiv 2410.11261); from there to the
     queries `scaling * p k` and to the keys `scaling * p^T q`, summed over the query heads that share a key head.
@@ -82,76 +83,80 @@ def gradients(
         attention: the layer.
         dense: queries and keys of the dense weights.
         pruned: those of the pruned ones.
-        head_weights: [h].
 
     Returns:
-        ||P~ - P||_F^2 of each head, float64 [h], and the gradients of the pruned queries and keys, of their shapes.
+        ||P~ - P||_F^2 and ||P||_F^2 of each head, float64 [h], and the gradients of the pruned queries and keys, of
+        their shapes.
     """
-    total = torch.zeros(attention.query.heads, dtype=torch.float64, device=dense[0].device)
+    errors, norms = torch.zeros(2, attention.query.heads, dtype=torch.float64, device=dense[0].device)
     dq, dk = torch.zeros_like(pruned[0]), torch.zeros_like(pruned[1])
-    factor = head_weights.to(dq.dtype).view(attention.key.heads, attention.groups, 1, 1) * attention.scaling
     for rows in _row_blocks(attention, dense[0], ROWS):
         pairs = zip(_sequences(attention, *pruned), _sequences(attention, *dense), strict=True)
         for i, ((q, k), (qd, kd)) in enumerate(pairs):
             p, slope = _probabilities(attention, q, k, rows)  # [h_kv, groups * rows, keys]
-            c = p - _probabilities(attention, qd, kd, rows)[0]
-            total += _per_head(attention, c.square())
-            grad = c.mul_(p)
-            grad.addcmul_(p, grad.sum(dim=-1, keepdim=True), value=-1.0)
-            if slope is not None:
-                grad.mul_(slope)
-            folded = (-1, *factor.shape[1:2], rows.queries.stop - rows.queries.start, attention.head_dim)
-            dq_rows = torch.bmm(grad, k[:, rows.keys]).view(folded) * factor  # [h_kv, groups, rows, head_dim]
-            dq[i, :, rows.queries] += dq_rows.flatten(0, 1)
-            scaled = (_fold(attention, q, rows).view(folded) * factor).flatten(1, 2)
-            dk[i, :, rows.keys] += torch.bmm(grad.transpose(1, 2), scaled)
-    return total, dq, dk
+            reference = _probabilities(attention, qd, kd, rows)[0]
+            norms += _squared_norms(attention, reference)
+            c = torch.sub(p, reference, out=reference)
+            errors += _squared_norms(attention, c)
+            _backward(attention, (q, k), rows, c.mul_(p), p, slope, (dq[i], dk[i]))
+    return errors, norms, (dq.mul_(attention.scaling), dk.mul_(attention.scaling))
 
 
-def gauss_newton(attention: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the diagonals of the Gauss-Newton matrices of ||P~ - P||_F^2 for every query and every key.
+def probe(attention: Attention, q: Tensor, k: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw the gradients of queries and keys for a random sign on every entry of P, independent of one another.
 
-    With J_i = diag(p_i) - p_i p_i^T the derivative of row i of P by its scores, and m_i = sum_j p_ij k_j:
-    query i has scaling^2 sum_j p_ij^2 (k_j - m_i)(k_j - m_i)^T, and key j has
-    scaling^2 sum_i p_ij^2 (1 - 2 p_ij + sum_l p_il^2) q_i q_i^T. Both are exact for one query or key alone; the
-    products of different keys are dropped. A softcap multiplies the derivative of each score.
-
-    Returns:
-        [batch, h, tokens, head_dim] for the queries and [batch, h_kv, tokens, head_dim] for the keys.
-    """
-    query_diagonal, key_diagonal = torch.empty_like(q), torch.zeros_like(k)
-    # Softmax does not see a shift common to all keys, but float32 does, and keys often share a large one.
-    k_shifted = k - k.mean(dim=2, keepdim=True) if attention.softcap is None else k
-    for rows in _row_blocks(attention, q, ROWS):
-        for i, (qb, kb) in enumerate(_sequences(attention, q, k)):
-            p, slope = _probabilities(attention, qb, kb, rows)  # [h_kv, groups * rows, keys]
-            of_queries, of_keys = _curvature(p, slope, k_shifted[i, :, rows.keys], _fold(attention, qb, rows))
-            query_diagonal[i, :, rows.queries] = _unfold(attention, of_queries)
-            key_diagonal[i, :, rows.keys] += of_keys
-    return query_diagonal.mul_(attention.scaling**2), key_diagonal.mul_(attention.scaling**2)
-
-
-def _curvature(p: Tensor, slope: Tensor | None, k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the two diagonals of `gauss_newton` over one block, without the scaling.
+    With J_i = diag(p_i) - p_i p_i^T the derivative of row i of P by its scores, the expectation of the outer products
+    of these gradients are the Gauss-Newton matrices of ||P~ - P||_F^2 at the dense point: for query i
+    `scaling^2 K^T J_i^2 K` and for key j, summed over the queries, `scaling^2 sum_i (J_i^2)_jj q_i q_i^T`. A softcap
+    multiplies the derivative of each score.
 
     Args:
-        p: [h_kv, folded rows, keys]; overwritten.
-        slope: derivative of the softcap, of the same shape, or None.
-        k: [h_kv, keys, head_dim].
-        q: [h_kv, folded rows, head_dim].
+        attention: the layer.
+        q: queries.
+        k: keys.
+        generator: on the tensors' device.
 
     Returns:
-        [h_kv, folded rows, head_dim] and [h_kv, keys, head_dim].
+        The gradients of queries and keys, of their shapes.
     """
-    squares = p.square()
-    power = squares.sum(dim=-1, keepdim=True)  # sum_l p_il^2
-    means = torch.bmm(p if slope is None else p * slope, k)  # m_i
-    once = squares if slope is None else squares * slope
-    twice = once if slope is None else once * slope
-    of_queries = torch.bmm(twice, k.square())
-    of_queries.addcmul_(means, torch.bmm(once, k), value=-2.0).addcmul_(means.square(), power).clamp_(min=0.0)
-    column = p.mul_(-2.0).add_(power + 1.0).mul_(twice)  # slope^2 (J_i^2)_jj
-    return of_queries, torch.bmm(column.transpose(1, 2), q.square())
+    dq, dk = torch.zeros_like(q), torch.zeros_like(k)
+    if attention.softcap is None:
+        # Softmax does not see a shift common to all keys, but float32 does, and keys often share a large one.
+        k = k - k.mean(dim=2, keepdim=True)
+    for rows in _row_blocks(attention, q, ROWS):
+        for i, (qb, kb) in enumerate(_sequences(attention, q, k)):
+            p, slope = _probabilities(attention, qb, kb, rows)
+            signs = torch.empty_like(p).bernoulli_(0.5, generator=generator).mul_(2.0).sub_(1.0)
+            _backward(attention, (qb, kb), rows, signs.mul_(p), p, slope, (dq[i], dk[i]))
+    return dq.mul_(attention.scaling), dk.mul_(attention.scaling)
+
+
+def _backward(
+    attention: Attention,
+    pair: tuple[Tensor, Tensor],
+    rows: _Rows,
+    weighted: Tensor,
+    p: Tensor,
+    slope: Tensor | None,
+    into: tuple[Tensor, Tensor],
+) -> None:
+    """Carry a block's gradient of P back through softmax and scores, and add it up, without the scaling.
+
+    Args:
+        attention: the layer.
+        pair: one sequence's queries [h_kv, groups, tokens, head_dim] and keys [h_kv, tokens, head_dim].
+        rows: the block.
+        weighted: P times the gradient of P, entry by entry, [h_kv, groups * rows, keys]; overwritten.
+        p: the block of P.
+        slope: derivative of the softcap there, or None.
+        into: gradients of the sequence's queries [h, tokens, head_dim] and keys [h_kv, tokens, head_dim].
+    """
+    weighted.addcmul_(p, weighted.sum(dim=-1, keepdim=True), value=-1.0)
+    if slope is not None:
+        weighted.mul_(slope)
+    q, k = pair
+    into[0][:, rows.queries] += _unfold(attention, torch.bmm(weighted, k[:, rows.keys]))
+    into[1][:, rows.keys] += torch.bmm(weighted.transpose(1, 2), _fold(attention, q, rows))
 
 
 def _row_blocks(attention: Attention, q: Tensor, size: int) -> Iterator[_Rows]:
@@ -199,6 +204,7 @@ def _unfold(attention: Attention, folded: Tensor) -> Tensor:
     return folded.reshape(attention.query.heads, -1, folded.shape[-1])
 
 
-def _per_head(attention: Attention, folded: Tensor) -> Tensor:
-    """Sum [h_kv, groups * rows, n] over each query head, float64 [h]."""
-    return folded.sum(dim=-1, dtype=torch.float64).view(attention.query.heads, -1).sum(dim=-1)
+def _squared_norms(attention: Attention, folded: Tensor) -> Tensor:
+    """Compute each query head's ||.||_F^2 of a block [h_kv, groups * rows, n], float64 [h]."""
+    by_row: Tensor = torch.linalg.vector_norm(folded, dim=-1)  # one pass; a float64 sum makes a float64 copy first
+    return by_row.double().square().view(attention.query.heads, -1).sum(dim=-1)

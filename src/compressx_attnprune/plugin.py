@@ -3,65 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from compressx import (
     Block,
     CalibrationError,
-    Linear,
+    FixedMask,
     Pattern,
     PruneResult,
     PrunerSpec,
     SequenceSample,
     Statistic,
+    Unstructured,
     hookimpl,
-    keep_masks,
 )
 from compressx.obs import NotPositiveDefiniteError
-from compressx_attnprune import layer, solver
-from compressx_attnprune.geometry import Attention
-from compressx_attnprune.solver import Pair
+from compressx_attnprune import baselines, layer, solver
+from compressx_attnprune.geometry import queries_and_keys
+from compressx_attnprune.kronecker import Problem
+from compressx_attnprune.layer import Projections
+from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, relative_errors
+from compressx_attnprune.objective import attention_matrices
+from compressx_attnprune.options import AttnPruneOptions
+from compressx_attnprune.solver import Budget, Layer, Solution
+from compressx_attnprune.training import Text
+
+HEAT_MAP_TOKENS = 64
 
 
-class AttnPruneOptions(BaseModel):
-    """Options of attention pruning."""
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """What pruning a block needs and no budget changes, kept for when the block is asked for again at another one."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    mode: Literal["gauss-newton", "mask"] = Field(
-        "gauss-newton",
-        description="gauss-newton: second-order scores on the attention matrix, survivors updated; mask: relaxed masks "
-        "learnt by gradient descent as published (arXiv 2410.11261), survivors untouched",
-    )
-    sequences: int = Field(
-        64,
-        ge=1,
-        description="calibration sequences that are used, the first so many; each is kept whole in memory",
-    )
-    damping: float = Field(
-        0.01,
-        gt=0,
-        description="gauss-newton: added to each head's Hessian diagonal, as a fraction of its mean",
-    )
-    regularization: float | None = Field(
-        None,
-        ge=0,
-        description="mask: lambda, the pull of all mask entries towards zero against the attention error; when absent "
-        "0.1 * sparsity / (1 - sparsity), since higher sparsity wants more (our default, not a published one)",
-    )
-    steps: int = Field(60, ge=1, description="mask: gradient steps, each on eight sequences")
-    learning_rate: float = Field(0.05, gt=0, le=1, description="mask: largest step of a mask entry, about")
+    block: Block
+    sample: Statistic
+    projections: Projections
+    layer: Layer
+    losses: Mapping[str, Loss]
+    problem: Problem
 
 
 class AttnPrune:
-    """Prunes the query and key projection of a block together, for its attention matrix."""
+    """Prunes the query and key projection of a block together, for its attention."""
 
     def __init__(self, options: AttnPruneOptions) -> None:
         self.options = options
+        self._prepared: _Prepared | None = None
 
     def observe(self, block: Block, name: str) -> SequenceSample:
         """Ask for whole input sequences; query and key have the same input, so the host keeps one sample."""
@@ -71,93 +61,148 @@ class AttnPrune:
     def prune(
         self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic]
     ) -> dict[str, PruneResult]:
-        """Choose both masks, and in gauss-newton mode the survivors' new values.
+        """Choose both masks and, but in mask mode, the survivors' new values.
 
-        `info` holds the relative attention error ||P~ - P||_F^2 / ||P||_F^2 on the calibration sequences (the ratio of
-        the squared norms) as `attention_error`, and what it was before the update as `attention_error_mask_only`.
+        `info` holds, measured on the held-out sequences, `attention_error`, ||P~ - P||_F^2 / ||P||_F^2, and
+        `output_error`, the same ratio of *squared* norms for what the attention adds to the residual stream; with
+        `.wanda` and `.sparsegpt` those of the two methods under the same budget.
         """
         layer.check(block, patterns)
-        pair = layer.find_projections(block)
-        x = _shared_input(pair, stats)
+        prepared = self._prepare(block, stats)
+        budget = _budget(prepared.projections, patterns)
+        try:
+            solution = solver.solve(prepared.layer, budget, prepared.problem, self.options)
+        except NotPositiveDefiniteError as error:
+            raise CalibrationError(f"{prepared.projections.query.name}: {error}") from error
+        info = _errors(prepared, solution)
+        if solution.fell_back:
+            info["fell_back"] = 1.0
+        images = _heat_maps(prepared.layer, solution) if self.options.heat_map else {}
+        keeps, weights = _assemble(prepared, patterns, solution)
+        return {
+            name: PruneResult(keeps[name], weights[name], info, images=images, history=solution.histories)
+            for name in patterns
+        }
+
+    def _prepare(self, block: Block, stats: Mapping[str, Statistic]) -> _Prepared:
+        projections = layer.find_projections(block)
+        sample, x = _shared_input(projections, stats)
+        last = self._prepared
+        if last is not None and last.block is block and last.sample is sample:
+            return last
+        self._prepared = None  # before the next one is measured: two would need twice the memory
         attention = layer.describe(block)
         layer.verify(block, attention, x)
-        weights = (pair[0].weight.float(), pair[1].weight.float())
-        ordered = {linear.name: patterns[linear.name] for linear in pair}
-        decide = self._learn if self.options.mode == "mask" else self._solve
-        keeps, new, info = decide(attention, x, weights, ordered)
-        return {
-            linear.name: PruneResult(keep, None if new is None else new[i], info)
-            for i, (linear, keep) in enumerate(zip(pair, keeps, strict=True))
+        losses: dict[str, Loss] = {
+            "attention-matrix": MatrixLoss(attention),
+            "attention-output": OutputLoss(
+                attention,
+                projections.value.weight.clone(),
+                projections.value.bias,
+                projections.output.weight.float().clone(),
+            ),
         }
-
-    def _solve(
-        self, attention: Attention, x: Tensor, weights: Pair, patterns: Mapping[str, Pattern]
-    ) -> tuple[Pair, Pair | None, dict[str, float]]:
-        sensitivities = solver.sensitivities(attention, x, weights)
-        scored = zip(patterns, sensitivities, weights, strict=True)
-        masks = keep_masks({name: solver.scores(s, x, w) for name, s, w in scored}, patterns)
-        query, key = masks.values()
-        if query.all() and key.all():
-            return (query, key), None, {"attention_error": 0.0, "attention_error_mask_only": 0.0}
-        updated: list[Tensor] = []
-        dampings: list[float] = []
-        for (name, pattern), sensitivity, weight in zip(patterns.items(), sensitivities, weights, strict=True):
-            try:
-                new, damping = solver.update(sensitivity, x, weight, masks[name], pattern, damping=self.options.damping)
-            except NotPositiveDefiniteError as error:
-                raise CalibrationError(f"{name}: {error}") from error
-            updated.append(new)
-            dampings.append(damping)
-        masked = (weights[0] * query, weights[1] * key)
-        info = {
-            "attention_error": solver.relative_error(attention, x, weights, (updated[0], updated[1])),
-            "attention_error_mask_only": solver.relative_error(attention, x, weights, masked),
-            "damping": max(dampings),
-        }
-        return (query, key), (updated[0], updated[1]), info
-
-    def _learn(
-        self, attention: Attention, x: Tensor, weights: Pair, patterns: Mapping[str, Pattern]
-    ) -> tuple[Pair, Pair | None, dict[str, float]]:
-        sparsity = next(iter(patterns.values())).sparsity
-        if sparsity == 0.0:
-            query, key = (torch.ones_like(w, dtype=torch.bool) for w in weights)
-            return (query, key), None, {"attention_error": 0.0}
-        options = self.options
-        regularization = options.regularization
-        if regularization is None:
-            regularization = solver.default_regularization(sparsity)
-        relaxed = solver.learn_masks(
-            attention,
-            x,
-            weights,
-            regularization=regularization,
-            steps=options.steps,
-            learning_rate=options.learning_rate,
-        )
-        query, key = keep_masks(dict(zip(patterns, solver.ranked(relaxed, x, weights), strict=True)), patterns).values()
-        error = solver.relative_error(attention, x, weights, (weights[0] * query, weights[1] * key))
-        return (query, key), None, {"attention_error": error, "regularization": regularization}
+        held_out = max(1, round(self.options.held_out * len(x)))
+        text = Text(x[:-held_out], x[-held_out:]) if len(x) > held_out else Text(x, x)
+        dense = (projections.query.weight.clone(), projections.key.weight.clone())
+        of = Layer(losses[self.options.objective], text, dense)
+        problem = solver.prepare(of, self.options.damping)
+        self._prepared = _Prepared(block, sample, projections, of, losses, problem)
+        return self._prepared
 
 
-def _shared_input(pair: tuple[Linear, Linear], stats: Mapping[str, Statistic]) -> Tensor:
+def _shared_input(projections: Projections, stats: Mapping[str, Statistic]) -> tuple[SequenceSample, Tensor]:
     """Return the input sequences [sequences, tokens, in_features] of both projections, which must be the same."""
     samples: list[SequenceSample] = []
-    for linear in pair:
-        sample = stats.get(linear.name)
+    for rows in (projections.query, projections.key):
+        sample = stats.get(rows.name)
         if not isinstance(sample, SequenceSample) or not sample.batches:
             raise CalibrationError(
-                f"{linear.name}: attnprune needs calibration sequences and got "
+                f"{rows.name}: attnprune needs calibration sequences and got "
                 f"{'none' if sample is None else f'an empty {type(sample).__name__}'}; add calibration to the recipe"
             )
         samples.append(sample)
     x = samples[0].sequences
     if samples[0] is not samples[1] and not torch.equal(x, other := samples[1].sequences):
         raise CalibrationError(
-            f"{pair[0].name} and {pair[1].name} were handed different inputs, {tuple(x.shape)} and "
+            f"{projections.query.name} and {projections.key.name} were handed different inputs, {tuple(x.shape)} and "
             f"{tuple(other.shape)}, and attention pruning needs queries and keys of the same sequences"
         )
-    return x
+    return samples[0], x
+
+
+def _budget(projections: Projections, patterns: Mapping[str, Pattern]) -> Budget:
+    """Say what query and key rows have to become."""
+    query, key = patterns[projections.query.name], patterns[projections.key.name]
+    if not projections.fused:
+        return Budget(query, key)
+    if isinstance(query, FixedMask):
+        rows = [FixedMask(query.keep[r.index], query.chosen_as) for r in (projections.query, projections.key)]
+        return Budget(rows[0], rows[1])
+    if not isinstance(query, Unstructured) or query.group == "row":
+        return Budget(query, query)
+    # One weight, one budget: the values take their share of it, queries and keys the rest of the exact count.
+    linear, values = projections.query.linear, projections.value.count
+    whole = round(query.sparsity * linear.out_features * linear.in_features)
+    rest = whole - round(query.sparsity * linear.in_features * values)  # in the order of `sweep`, which rounds it
+    share = rest / ((linear.out_features - values) * linear.in_features)
+    return Budget(Unstructured(share, "joint"), Unstructured(share, "joint"))
+
+
+def _assemble(
+    prepared: _Prepared, patterns: Mapping[str, Pattern], solution: Solution
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Put query and key rows where their linears have them; a fused weight's value rows are pruned by SparseGPT."""
+    projections = prepared.projections
+    sides = (projections.query, projections.key)
+    if not projections.fused:
+        names = [rows.name for rows in sides]
+        return dict(zip(names, solution.keeps, strict=True)), dict(zip(names, solution.weights, strict=True))
+    (name,) = patterns
+    weight = projections.query.linear.weight.float().clone()
+    keep = torch.ones_like(weight, dtype=torch.bool)
+    value = baselines.sparsegpt_rows(
+        projections.value.weight, prepared.layer.text.train, _value_pattern(patterns[name], projections)
+    )
+    for rows, k, w in zip(
+        (*sides, projections.value), (*solution.keeps, value[0]), (*solution.weights, value[1]), strict=True
+    ):
+        keep[rows.index], weight[rows.index] = k, w
+    return {name: keep}, {name: weight}
+
+
+def _value_pattern(pattern: Pattern, projections: Projections) -> Pattern:
+    if isinstance(pattern, FixedMask):
+        return FixedMask(pattern.keep[projections.value.index], pattern.chosen_as)
+    if isinstance(pattern, Unstructured) and pattern.group == "joint":
+        return Unstructured(pattern.sparsity, "layer")
+    return pattern
+
+
+def _errors(prepared: _Prepared, solution: Solution) -> dict[str, float]:
+    """Measure the result and the other methods' on the held-out sequences, by both objectives."""
+    names = ["", *(f".{name}" for name in solution.starts)]
+    candidates = [solution.weights, *solution.starts.values()]
+    info: dict[str, float] = {}
+    for quantity, loss in (
+        ("attention_error", prepared.losses["attention-matrix"]),
+        ("output_error", prepared.losses["attention-output"]),
+    ):
+        errors = relative_errors(loss, prepared.layer.text.held_out, prepared.layer.dense, candidates)
+        info |= {quantity + name: error for name, error in zip(names, errors, strict=True)}
+    return info
+
+
+def _heat_maps(of: Layer, solution: Solution) -> dict[str, Tensor]:
+    """Return the head whose attention matrix changed most, dense and pruned, over the first held-out tokens."""
+    x = of.text.held_out[:1, :HEAT_MAP_TOKENS].float()
+    attention = of.loss.attention.first(x.shape[1])
+    dense, pruned = (
+        attention_matrices(attention, *queries_and_keys(attention, x, *pair))[0]
+        for pair in (of.dense, solution.weights)
+    )
+    head = int((pruned - dense).square().sum(dim=(1, 2)).argmax())
+    return {f"head {head}, dense": dense[head], f"head {head}, pruned": pruned[head]}
 
 
 @hookimpl
@@ -166,10 +211,11 @@ def compressx_pruners() -> list[PrunerSpec]:
     return [
         PrunerSpec(
             name="attnprune",
-            summary="query and key pruned together for their attention matrix (after arXiv 2410.11261)",
+            summary="query and key pruned together for their attention (after arXiv 2410.11261)",
             options=AttnPruneOptions,
             build=AttnPrune,
             groups=("joint", "layer", "row"),
+            reconstructs=True,
             check=layer.check,
         )
     ]

@@ -16,8 +16,10 @@ from compressx.testing import TINY_CONFIGS, tiny_model
 _LLAMA = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
           "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
 EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("llama", "llama-mha", "llama-mqa", "llama-tied", "mistral", "qwen2", "qwen3", "gemma3"),
-                    ("model.layers", _LLAMA)),
+    **dict.fromkeys(("llama", "llama-mha", "llama-mqa", "llama-tied", "llama-theta", "llama-3", "llama-yarn", "mistral",
+                     "qwen2", "qwen3", "gemma2", "gemma3", "stablelm", "olmo2", "cohere"), ("model.layers", _LLAMA)),
+    "glm": ("model.layers", (*_LLAMA[:4], "mlp.gate_up_proj", "mlp.down_proj")),
+    "phi": ("model.layers", (*_LLAMA[:3], "self_attn.dense", "mlp.fc1", "mlp.fc2")),
     "opt": ("model.decoder.layers", ("self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj", "self_attn.out_proj",
                                      "fc1", "fc2")),
     "gpt2": ("transformer.h", ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),

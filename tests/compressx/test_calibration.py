@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from compressx.calibration import calibration_windows, documents, evaluation_windows, fingerprint, token_ids
 from compressx.errors import CalibrationError
-from compressx.recipe import DatasetSource
+from compressx.sources import DatasetSource
 
 
 def source(**values: Any) -> DatasetSource:

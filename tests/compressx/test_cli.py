@@ -29,6 +29,7 @@ evaluate:
   token_perplexity: {dataset: {text: text.txt}, sequence_length: 32, samples: 4}
 output: out
 """
+PER_BLOCK = 7  # linears in a block of the tiny llama
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
 
@@ -125,6 +126,10 @@ MISTAKES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
                                 ("also takes model.layers.0.self_attn.v_proj", 'targets: ["*.q_proj", "*.k_proj"]')),
     "no calibration": ("calibration: {dataset: {text: text.txt}, samples: 8, sequence_length: 32}\n", "", "r.yaml",
                        ("the recipe has no calibration",)),
+    "sparsity and allocation": ("output: out", "allocation: {method: attention-aware, target: 0.5}\noutput: out",
+                                "r.yaml:5", ("prune[1] has sparsity 0.5", "drop sparsity here, or drop allocation")),
+    "an unknown allocation": ("output: out", "output: out\nallocation: {method: owll, target: 0.5}", "r.yaml:9",
+                              ("no method 'owll'", "valid: attention-aware")),
     "an output that is a file": ("output: out", "output: text.txt", "r.yaml:8", ("is a file; name a folder",)),
 }  # fmt: skip
 TIED = "a tied head"
@@ -260,6 +265,39 @@ def test_a_run_prints_perplexities_layers_and_where_it_wrote(finished: Any) -> N
     assert lines[-1] == "written to out"
 
 
+CURVES = """
+import compressx
+from pydantic import BaseModel
+
+class NoOptions(BaseModel): pass
+
+class Learn:
+    def __init__(self, options): pass
+    def observe(self, block, name): return None
+    def prune(self, block, patterns, stats):
+        history = {"loss": [0.04 / (1 + i) for i in range(61)], "lr": [0.5, 0.25]}
+        masks = compressx.keep_masks({n: block.linears[n].weight.abs() for n in patterns}, patterns)
+        return {n: compressx.PruneResult(keep, history=history) for n, keep in masks.items()}
+
+@compressx.hookimpl
+def compressx_pruners():
+    return [compressx.PrunerSpec("learn", "for a test", NoOptions, Learn)]
+"""
+
+
+def test_verbose_prints_the_curves_of_query_and_key_as_one_line(work: Path) -> None:
+    Path("learner.py").write_text(CURVES)
+    edit("attnprune", "learn")
+    done = compressx("--plugin", "learner", "run", "r.yaml", "-v")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [x for x in done.stdout.splitlines() if "loss" in x] == [
+        f"model.layers.{i}.self_attn.q_proj, k_proj  loss 0.04 ... 0.0025 ... 0.00129 ... 0.00087 ... 0.000656 "
+        "(61 steps); lr 0.5 0.25 (2 steps)"
+        for i in range(3)
+    ]
+    assert Path("out/plots/steps_q_proj_k_proj.svg").is_file()
+
+
 def test_a_run_writes_the_report_of_the_schema(finished: Any) -> None:
     folder, _ = finished
     report = json.loads((folder / "out/report.json").read_text())
@@ -274,7 +312,7 @@ def test_a_run_writes_the_report_of_the_schema(finished: Any) -> None:
     assert all(s["reason"] for s in report["skipped"])
     for kind in ("dense", "pruned"):
         assert 1 < report["evaluation"][kind]["token_perplexity"] < 1e6
-    assert set(report["seconds"]) == {"load", "calibrate", "prune", "evaluate", "total"}
+    assert set(report["seconds"]) == {"load", "calibrate", "allocate", "prune", "evaluate", "total"}
     assert report["peak_memory_bytes"] > 2**26
     assert "| token_perplexity |" in (folder / "out/report.md").read_text()
 
@@ -359,6 +397,32 @@ def test_a_plan_lists_every_linear_and_why_others_are_left_alone(work: Path) -> 
     assert "model.embed_tokens an embedding, not a linear" in lines
     assert lines[-1] == "21 linears, 0.1 M weights, sparsity 50.00%"
     assert not Path("out").exists()
+
+
+def allocate() -> None:
+    text = RECIPE.replace(", sparsity: 0.5", "")
+    Path("r.yaml").write_text(text + "allocation: {method: attention-aware, target: 0.5, samples: 4}\n")
+
+
+def test_a_plan_with_allocation_shows_the_target_and_that_sparsities_are_chosen_later(work: Path) -> None:
+    allocate()
+    done = invoke("plan", "r.yaml", "--set", "allocation.target=0.6")
+    assert (done.exit_code, done.stderr) == (0, "")
+    lines = [" ".join(x.split()) for x in done.stdout.splitlines()]
+    assert "model.layers.0.self_attn.q_proj attnprune allocated joint 64 x 64" in lines
+    assert lines[-2:] == [
+        "21 linears, 0.1 M weights, target sparsity 60.00%",
+        "attention-aware measures what each sparsity costs when the recipe is run, and chooses then "
+        "(scope model, 4 samples)",
+    ]
+
+
+def test_a_run_with_allocation_prints_one_row_for_each_kind_of_module(work: Path) -> None:
+    allocate()
+    done = invoke("run", "r.yaml", "--set", "allocation.target=0.6")
+    lines = [" ".join(x.split()) for x in done.stdout.splitlines()]
+    assert len([x for x in lines if " allocated " in x]) == PER_BLOCK
+    assert any(x.startswith("sparsity 60.00% of the planned linears") for x in lines)
 
 
 def test_a_plan_as_json_obeys_set(work: Path) -> None:

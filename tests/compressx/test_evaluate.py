@@ -12,7 +12,8 @@ import torch
 from compressx.calibration import documents, evaluation_windows, token_ids
 from compressx.errors import CalibrationError, RecipeError
 from compressx.evaluate import evaluate, evaluate_cached, token_perplexity
-from compressx.recipe import DatasetSource, Evaluate
+from compressx.recipe import Evaluate
+from compressx.sources import DatasetSource
 from compressx.testing import tiny_model, tiny_tokens
 
 

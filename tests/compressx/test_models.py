@@ -9,7 +9,7 @@ import torch
 
 from compressx import models
 from compressx.errors import ArtifactError, UnsupportedModelError
-from compressx.recipe import ModelSource
+from compressx.sources import ModelSource
 from compressx.testing import tiny_model, tiny_tokens
 
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import BaseModel
 
 import compressx
-from compressx.errors import ArtifactError, CalibrationError, RecipeError, UnsupportedModelError
+from compressx.allocation import Curve
+from compressx.errors import ArtifactError, CalibrationError, RecipeError
 from compressx.masks import MaskSet
 from compressx.models import find_checkpoint, load_model
 from compressx.pipeline import plan, run
 from compressx.plugins import Plugins, load_plugins
-from compressx.recipe import ModelSource
 from compressx.report import BlockReport, RunReport
+from compressx.sources import ModelSource
 from compressx.testing import tiny_model
 
 WORDS = [f"w{i}" for i in range(18)]
@@ -113,9 +117,28 @@ def test_attention_and_the_rest_are_pruned_by_their_own_rules(models: Any, plugi
     pairs = [x for x in report.layers if x.pruner == "attnprune"]
     joint = sum(x.sparsity * x.shape[0] * x.shape[1] for x in pairs) / sum(x.shape[0] * x.shape[1] for x in pairs)
     assert joint == pytest.approx(0.6, abs=1e-3)
-    assert all(0 < x.info["attention_error"] < x.info["attention_error_mask_only"] for x in pairs)
+    for error in ("output_error.wanda", "output_error.sparsegpt"):
+        assert all(0 < x.info["output_error"] <= x.info[error] for x in pairs)
     untouched = set(dense) - {f"{name}.weight" for name in masks}
     assert all(torch.equal(dense[name], pruned[name]) for name in untouched)
+
+
+def test_attention_in_one_fused_weight_is_pruned_beside_the_rest(models: Any, plugins: Plugins) -> None:
+    source = models("gpt2")
+    attention = {"targets": ["*.c_attn"], "pruner": "attnprune", "sparsity": 0.6}
+    report = run(recipe(source, attention, {"targets": ["*"], "pruner": "wanda", "pattern": "2:4"}), plugins=plugins)
+    dense, pruned, masks = weights(source), weights("out/model"), MaskSet.load("out/masks.safetensors")
+    fused = [x for x in report.layers if x.pruner == "attnprune"]
+    assert [x.name for x in fused] == [f"transformer.h.{i}.attn.c_attn" for i in range(3)]
+    for layer in report.layers:
+        weight, keep = pruned[f"{layer.name}.weight"], masks[layer.name].keep
+        assert torch.equal(weight.T != 0, keep), layer.name  # GPT-2 stores [in_features, out_features]
+        assert torch.equal(weight, dense[f"{layer.name}.weight"] * keep.T) == (layer not in fused)
+    for layer in fused:
+        keep = masks[layer.name].keep
+        assert int((~keep).sum()) == round(0.6 * 192 * 64)
+        assert int((~keep[128:]).sum()) == round(0.6 * 64 * 64), "the values take their share"
+        assert 0 < layer.info["output_error"] <= layer.info["output_error.sparsegpt"]
 
 
 def test_the_same_recipe_twice_gives_the_same_bits(models: Any, plugins: Plugins) -> None:
@@ -169,6 +192,74 @@ def test_the_head_is_pruned_when_named_and_only_then(models: Any, plugins: Plugi
     assert torch.equal(weights("a/model")["lm_head.weight"], weights(source)["lm_head.weight"])
     run(recipe(source, {"targets": ["lm_head"], **rule}, output="b"), plugins=plugins)
     assert float((weights("b/model")["lm_head.weight"] == 0).float().mean()) == 0.5
+
+
+# --- allocation
+
+
+def allocated(model: Path, target: float = 0.5, **settings: Any) -> dict[str, Any]:
+    attention = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune"}
+    whole = recipe(model, attention, {"targets": ["*"], "pruner": "sparsegpt"})
+    return whole | {"allocation": {"method": "attention-aware", "target": target, **settings}}
+
+
+@pytest.mark.parametrize("scope", ["model", "block"])
+def test_allocation_reaches_its_target_to_the_weight_and_says_how(models: Any, plugins: Plugins, scope: str) -> None:
+    target = 0.537
+    report = run(allocated(models("llama"), target, scope=scope), plugins=plugins)
+    masks = MaskSet.load("out/masks.safetensors")
+    weights = sum(entry.keep.numel() for entry in masks.values())
+    zeros = {name: int((~entry.keep).sum()) for name, entry in masks.items()}
+    assert sum(zeros.values()) == round(target * weights)
+    assert report.allocation is not None
+    assert (report.allocation.zeros, report.allocation.weights) == (round(target * weights), weights)
+    assert [len(u.linears) for u in report.allocation.units] == [2, 5] * 3
+    for unit in report.allocation.units:
+        assert sum(zeros[name] for name in unit.linears) == round(unit.sparsity * unit.weights)
+        assert unit.error is not None
+        assert unit.error == pytest.approx(Curve(unit.sparsities, unit.output_errors).error(unit.sparsity))
+        assert all(a < b for a, b in zip(unit.output_errors, unit.update_errors, strict=True))
+    assert len({round(u.sparsity, 3) for u in report.allocation.units}) == 6, "each unit has its own"
+    for i in range(3):
+        block = [n for n in masks if n.startswith(f"model.layers.{i}.")]
+        reached = sum(zeros[n] for n in block) / sum(masks[n].keep.numel() for n in block)
+        assert (abs(reached - target) < 1e-4) == (scope == "block")
+
+
+def test_the_plan_and_the_report_on_disk_hold_the_allocated_sparsities(models: Any, plugins: Plugins) -> None:
+    report = run(allocated(models("llama"), sparsities=[0.4, 0.8], samples=3), plugins=plugins)
+    planned = json.loads(Path("out/plan.json").read_text())
+    given = {x["name"]: x["sparsity"] for x in planned["linears"]}
+    assert "allocation" not in planned
+    assert given == {x.name: x.target for x in report.layers}
+    unit = json.loads(Path("out/report.json").read_text())["allocation"]["units"][0]
+    assert unit["linears"] == [f"model.layers.0.self_attn.{n}_proj" for n in "qk"]
+    assert given[unit["linears"][0]] == unit["sparsity"]
+    assert unit["sparsities"] == [0.4, 0.8]
+    assert unit["update_errors"][0] < unit["update_errors"][1]
+    text = Path("out/report.md").read_text()
+    assert f"| model.layers.0 | q_proj, k_proj | attnprune | {unit['sparsity']:.2%} | {unit['error']:.3g} |" in text
+    assert "| q_proj | attnprune | allocated joint | 3 |" in text
+
+
+def test_allocation_measures_on_the_dense_model_and_leaves_it_dense(models: Any, plugins: Plugins) -> None:
+    """What is pruned afterwards equals a run whose rules give the allocated sparsities themselves."""
+    source = models("llama")
+    whole = recipe(source, {"targets": ["*"], "pruner": "wanda", "group": "layer"})
+    first = run(whole | {"allocation": {"method": "attention-aware", "target": 0.5}}, plugins=plugins)
+    rules = [{"targets": [x.name], "pruner": "wanda", "group": "layer", "sparsity": x.target} for x in first.layers]
+    again = run(recipe(source, *rules, output="again"), plugins=plugins)
+    assert Path("out/masks.safetensors").read_bytes() == Path("again/masks.safetensors").read_bytes()
+    assert again.allocation is None
+
+
+def test_progress_tells_of_every_block_that_is_measured(models: Any, plugins: Plugins) -> None:
+    told: list[tuple[str, int, int]] = []
+    report = run(allocated(models("llama"), samples=2), plugins=plugins, progress=lambda *step: told.append(step))
+    stages = list(dict.fromkeys(stage for stage, _, _ in told))
+    assert stages == ["load", "calibrate", "allocate", "prune", "save"]
+    assert [(done, total) for stage, done, total in told if stage == "allocate"] == [(i, 3) for i in range(4)]
+    assert report.seconds["allocate"] > 0
 
 
 # --- evaluation, progress and hooks
@@ -248,6 +339,57 @@ def test_the_written_recipe_and_plan_repeat_the_run(models: Any, plugins: Plugin
     assert Path("again/masks.safetensors").read_bytes() == before
 
 
+# --- figures
+
+
+class NoOptions(BaseModel):
+    pass
+
+
+class Showing:
+    """Drops the smallest weights, and shows one error, one curve and two matrices for all of its linears in a block."""
+
+    def __init__(self, options: BaseModel) -> None:
+        pass
+
+    def observe(self, block: compressx.Block, name: str) -> None:
+        return None
+
+    def prune(self, block: compressx.Block, patterns: Any, stats: Any) -> Any:
+        error = 0.1 + block.index
+        info, history = {"error": error, "error.other": 2 * error}, {"loss": [error / (i + 1) for i in range(30)]}
+        images = {"dense": torch.eye(300), "pruned": torch.ones(300, 300) / 300}
+        masks = compressx.keep_masks({n: block.linears[n].weight.abs() for n in patterns}, patterns)
+        return {n: compressx.PruneResult(k, info=info, images=images, history=history) for n, k in masks.items()}
+
+
+def test_figures_are_drawn_and_embedded_once_for_query_and_key(models: Any, plugins: Plugins) -> None:
+    spec = compressx.PrunerSpec("showing", "for a test", NoOptions, Showing)
+    with_showing = dataclasses.replace(plugins, pruners={**plugins.pruners, "showing": spec})
+    rule = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "showing", "sparsity": 0.5}
+    report = run(recipe(models("llama"), rule), plugins=with_showing)
+    heat = [f"plots/matrices_model.layers.{i}.self_attn.q_proj.png" for i in range(3)]
+    assert [f["file"] for f in report.figures] == ["plots/layers_error.svg", "plots/steps_q_proj_k_proj.svg", *heat]
+    assert {f"plots/{p.name}" for p in Path("out/plots").iterdir()} == {f["file"] for f in report.figures}
+    markdown = Path("out/report.md").read_text()
+    assert all(f"]({f['file']})" in markdown for f in report.figures)
+    read = json.loads(Path("out/report.json").read_text())
+    assert read["figures"] == [dict(f) for f in report.figures]
+    assert read["layers"][0]["history"]["loss"] == pytest.approx([0.1 / (i + 1) for i in range(30)])
+    assert "images" not in read["layers"][0]
+
+
+def test_a_run_with_nothing_to_show_has_no_plots_and_does_without_matplotlib(
+    models: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it would fail
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    rule = {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.5}  # it gives `damping`: one figure, no family
+    assert run(recipe(models("llama"), rule), plugins=plugins).figures == ()
+    assert not Path("out/plots").exists()
+    assert "Figures" not in Path("out/report.md").read_text()
+
+
 # --- the output folder, and what is refused
 
 
@@ -300,12 +442,6 @@ def test_calibration_text_that_is_too_short_says_how_short(models: Any, plugins:
     with pytest.raises(CalibrationError, match=r"needs 1000 windows of 32 tokens; the text has 600 tokens"):
         run(given, plugins=plugins)
     assert not Path("out").exists()
-
-
-def test_attnprune_on_gpt2_is_refused_in_the_plan_with_what_to_use_instead(models: Any, plugins: Plugins) -> None:
-    rule = {"targets": ["*.c_attn"], "pruner": "attnprune", "sparsity": 0.5}
-    with pytest.raises(UnsupportedModelError, match=r"<dict>:prune\[0\].*c_attn holds query.*sparsegpt or wanda"):
-        plan(recipe(models("gpt2"), rule), plugins=plugins)
 
 
 def test_a_plan_loads_neither_weights_nor_text(models: Any, plugins: Plugins, project: Path) -> None:

@@ -30,13 +30,19 @@ def plugins() -> Plugins:
     return load_plugins()
 
 
+def bloom() -> Any:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    return BloomForCausalLM(BloomConfig(vocab_size=128, hidden_size=64, n_layer=3, n_head=4))
+
+
 @pytest.fixture
 def planned(plugins: Plugins) -> Any:
     def plan(*rules: str, model: str = "llama", calibration: str = CALIBRATION) -> Plan:
         lines = ["model: org/model", calibration, "prune:", *(f"  - {{{r}}}" for r in rules), "output: out", ""]
         Path("r.yaml").write_text("\n".join(lines))
         with torch.device("meta"):
-            skeleton = tiny_model(model)
+            skeleton = bloom() if model == "bloom" else tiny_model(model)
         return make_plan(load_recipe(Path("r.yaml")), plugins, skeleton)
 
     return plan
@@ -118,6 +124,7 @@ def test_a_plan_becomes_json(planned: Any) -> None:
         "shape": [64, 64],
         "pruner": "wanda+sparsegpt",
         "pattern": "50% row",
+        "sparsity": 0.5,
     }
     assert {x["pattern"] for x in written["linears"][1:4]} == {"2:4"}
     assert {"name": "lm_head", "reason": plan.skipped["lm_head"]} in written["skipped"]
@@ -143,12 +150,12 @@ def test_fused_experts_are_planned_one_by_one(planned: Any) -> None:
 )
 def test_the_group_is_the_pruners_own_when_absent(planned: Any, pruner: str, group: str) -> None:
     plan = planned(f'targets: ["*.q_proj", "*.k_proj"], pruner: {pruner}, sparsity: 0.5')
-    assert {x.rule.pattern for x in plan.linears} == {Unstructured(0.5, group)}  # type: ignore[arg-type]
+    assert {x.pattern for x in plan.linears} == {Unstructured(0.5, group)}  # type: ignore[arg-type]
 
 
 def test_a_group_that_the_pruner_has_is_taken(planned: Any) -> None:
     plan = planned('targets: ["*"], pruner: wanda, sparsity: 0.5, group: layer')
-    assert plan.rules[0].pattern == Unstructured(0.5, "layer")
+    assert {x.pattern for x in plan.linears} == {Unstructured(0.5, "layer")}
 
 
 def test_a_group_that_the_pruner_lacks_is_refused_with_those_it_has(refusal: Any) -> None:
@@ -165,7 +172,8 @@ def test_an_nm_pattern_that_does_not_divide_the_input_names_linear_and_number(re
 
 
 def test_an_nm_pattern_reaches_the_plan(planned: Any) -> None:
-    assert planned('targets: ["*"], pruner: magnitude, pattern: "2:4"').rules[0].pattern == NM(2, 4)
+    plan = planned('targets: ["*"], pruner: magnitude, pattern: "2:4"')
+    assert {x.pattern for x in plan.linears} == {NM(2, 4)}
 
 
 # --- rules that cannot be right
@@ -266,6 +274,45 @@ def test_a_window_longer_than_the_models_positions_is_refused(refusal: Any) -> N
     assert "sequence_length 129 is longer than the model's 128 positions" in message
 
 
+# --- allocation
+
+ALLOCATION = "allocation: {method: attention-aware, target: 0.5}"
+MIXED = ('targets: ["*.q_proj", "*.k_proj"], pruner: attnprune', 'targets: ["*"], pruner: wanda, group: layer')
+
+
+def test_a_plan_with_allocation_leaves_sparsities_open_and_keeps_groups(planned: Any) -> None:
+    plan = planned(*MIXED, calibration=f"{CALIBRATION}\n{ALLOCATION}")
+    assert plan.allocation is not None
+    assert {plan.shown_pattern(x) for x in plan.linears} == {"allocated joint", "allocated layer"}
+    written = json.loads(json.dumps(plan.to_dict()))
+    assert written["allocation"]["target"] == 0.5
+    assert {x["sparsity"] for x in written["linears"]} == {None}
+
+
+def test_an_allocated_plan_is_final(planned: Any) -> None:
+    plan = planned(*MIXED, calibration=f"{CALIBRATION}\n{ALLOCATION}")
+    patterns = {x.name: Unstructured(i / 100, "layer") for i, x in enumerate(plan.linears)}
+    final = plan.allocated(patterns)
+    assert final.allocation is None
+    assert {x.name: x.pattern for x in final.linears} == patterns
+    written = final.to_dict()["linears"][7]
+    assert (written["pattern"], written["sparsity"]) == ("7% layer", 0.07)
+    assert list(final.in_block("model.layers.1")) == list(plan.rules)
+
+
+def test_allocation_needs_calibration_whatever_the_pruners_need(planned: Any, refusal: Any) -> None:
+    rule = 'targets: ["*"], pruner: magnitude'
+    message = refusal(RecipeError, rule, calibration=ALLOCATION)
+    assert message.startswith("r.yaml:2:1: attention-aware measures errors on calibration text, and the recipe has no")
+    assert "add one, such as calibration: {" in message
+    assert planned(rule, calibration=f"{CALIBRATION}\n{ALLOCATION}").needs_calibration
+
+
+def test_a_group_that_the_pruner_lacks_is_refused_with_allocation_too(refusal: Any) -> None:
+    rule = 'targets: ["*"], pruner: sparsegpt, group: joint'
+    assert "sparsegpt has no group 'joint'" in refusal(RecipeError, rule, calibration=f"{CALIBRATION}\n{ALLOCATION}")
+
+
 # --- what a plugin's own check refuses
 
 
@@ -286,11 +333,24 @@ def test_what_attnprune_refuses_carries_the_rules_line(refusal: Any, targets: st
 
 
 @pytest.mark.parametrize(
-    ("model", "fused"), [("gpt2", "c_attn"), ("gpt-neox", "query_key_value"), ("phi3", "qkv_proj")]
+    ("model", "fused", "shape"),
+    [("gpt2", "c_attn", (192, 64)), ("gpt-neox", "query_key_value", (192, 64)), ("phi3", "qkv_proj", (128, 64))],
 )
-def test_attnprune_on_a_fused_projection_is_refused_with_an_alternative(refusal: Any, model: str, fused: str) -> None:
-    rule = f'targets: ["*.{fused}"], pruner: attnprune, sparsity: 0.5'
-    message = refusal(UnsupportedModelError, rule, model=model)
+def test_attnprune_takes_a_weight_that_fuses_query_key_and_value(
+    planned: Any, refusal: Any, model: str, fused: str, shape: tuple[int, int]
+) -> None:
+    plan = planned(f'targets: ["*.{fused}"], pruner: attnprune, sparsity: 0.5', model=model)
+    assert {(x.name.rpartition(".")[2], x.shape) for x in plan.linears} == {(fused, shape)}
+    assert len(plan.linears) == 3
+    message = refusal(RecipeError, 'targets: ["*"], pruner: attnprune, sparsity: 0.5', model=model)
     assert message.startswith("r.yaml:4:")
-    assert fused in message
+    assert f'write targets: ["*.{fused}"]' in message
+
+
+def test_attnprune_on_positions_in_the_scores_is_refused_with_an_alternative(refusal: Any) -> None:
+    message = refusal(
+        UnsupportedModelError, 'targets: ["*.query_key_value"], pruner: attnprune, sparsity: 0.5', model="bloom"
+    )
+    assert message.startswith("r.yaml:4:")
+    assert "transformer.h.0.self_attention (BloomAttention) adds ALiBi to its scores" in message
     assert "sparsegpt or wanda" in message

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from compressx.document import MAX_DEPTH, from_python
 from compressx.errors import RecipeError
 from compressx.patterns import NM
-from compressx.recipe import LoadedRecipe, Recipe, Rule, load_recipe, recipe_from_dict, validate_options
+from compressx.recipe import AttentionAware, LoadedRecipe, Recipe, Rule, load_recipe, recipe_from_dict, validate_options
 from compressx.yamlfile import MAX_BYTES, dump_yaml, parse_yaml
 
 GOOD = """\
@@ -184,7 +184,7 @@ def test_a_dict_has_paths_for_places() -> None:
 def test_a_misspelt_key_names_the_nearest_valid_one() -> None:
     assert refusal(GOOD + "evalute: null\n") == (
         "r.yaml:10:1: unknown key 'evalute'; did you mean 'evaluate'? "
-        "valid: calibration, evaluate, model, output, prune"
+        "valid: allocation, calibration, evaluate, model, output, prune"
     )
 
 
@@ -355,6 +355,108 @@ def test_a_task_that_is_neither_name_nor_mapping_is_told_what_it_can_be() -> Non
 @pytest.mark.parametrize("number", [".nan", ".inf", "-.INF", "1e999", "9" * 310])
 def test_a_number_that_is_not_finite_is_refused(number: str) -> None:
     assert refusal(swapped("steps: 3", f"steps: {number}")).endswith("is not a finite number")
+
+
+# --- allocation
+
+ALLOCATED = """\
+model: org/model
+calibration: {dataset: wikitext, samples: 16}
+prune:
+  - {targets: ["*.q_proj", "*.k_proj"], pruner: attnprune}
+  - {targets: ["*"], pruner: sparsegpt, group: row}
+allocation: {method: attention-aware, target: 0.5}
+output: runs/x
+"""
+
+
+def test_with_allocation_the_rules_give_no_sparsity() -> None:
+    recipe = load(ALLOCATED).recipe
+    assert recipe.allocation == AttentionAware(method="attention-aware", target=0.5)
+    assert (recipe.allocation.scope, recipe.allocation.samples) == ("model", 16)
+    assert recipe.allocation.sparsities == [0.3, 0.5, 0.6, 0.7, 0.8, 0.9]
+    assert {rule.sparsity for rule in recipe.prune} == {None}
+
+
+def test_a_recipe_with_allocation_survives_its_own_dump() -> None:
+    loaded = load(ALLOCATED.replace("target: 0.5", "target: 0.5, scope: block, sparsities: [0.2, 0.4], samples: 3"))
+    assert load(loaded.to_yaml()).recipe == loaded.recipe
+
+
+def test_allocation_is_set_from_the_command_line() -> None:
+    recipe = load(ALLOCATED, "allocation.target=0.6", "allocation.sparsities=[0.4, 0.8]").recipe
+    assert recipe.allocation is not None
+    assert (recipe.allocation.target, recipe.allocation.sparsities) == (0.6, [0.4, 0.8])
+    assert load(ALLOCATED, "allocation=null", "prune.0.sparsity=0.5", "prune.1.sparsity=0.5").recipe.allocation is None
+
+
+def test_every_rule_with_a_budget_of_its_own_is_refused_beside_allocation() -> None:
+    text = ALLOCATED.replace("attnprune}", "attnprune, sparsity: 0.5}").replace("group: row}", "pattern: 2:4}")
+    assert refusal(text).splitlines() == [
+        f"r.yaml:{place}: prune[{i}] has {budget}, and allocation at r.yaml:6:1 chooses every rule's sparsity; "
+        f"expected one of the two: drop {budget.split()[0]} here, or drop allocation"
+        for i, place, budget in ((0, "4:60", "sparsity 0.5"), (1, "5:41", "pattern 2:4"))
+    ]
+
+
+def test_without_allocation_every_rule_needs_a_budget_and_each_that_has_none_is_named() -> None:
+    text = ALLOCATED.replace("allocation: {method: attention-aware, target: 0.5}\n", "")
+    assert [line.partition(": ")[0] for line in refusal(text).splitlines()] == ["r.yaml:4:5", "r.yaml:5:5"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "attention-aware",
+            "atention_aware",
+            "r.yaml:6:14: allocation: no method 'atention_aware'; did you mean 'attention-aware'? "
+            "valid: attention-aware",
+        ),
+        ("attention-aware", "3", "r.yaml:6:14: allocation: no method 3; valid: attention-aware"),
+        (
+            "method: attention-aware, ",
+            "",
+            "r.yaml:6:1: missing key 'method' in allocation: how sparsities are chosen",
+        ),
+        (
+            ", target: 0.5",
+            "",
+            "r.yaml:6:1: missing key 'target' in allocation: fraction of zeros over all planned linears",
+        ),
+        (
+            "target: 0.5",
+            "target: 0.95",
+            "r.yaml:6:39: allocation.target is 0.95; expected less than 0.95: "
+            "fraction of zeros over all planned linears",
+        ),
+        (
+            "target: 0.5",
+            "target: 0.5, scope: layer",
+            "r.yaml:6:52: allocation.scope is 'layer'; expected 'model' or 'block': "
+            "what shares the target: all blocks, or each block by itself",
+        ),
+        (
+            "target: 0.5",
+            "target: 0.5, sparsities: [0.5, 0.3]",
+            "r.yaml:6:52: allocation: sparsities rise from each to the next; got [0.5, 0.3]",
+        ),
+        (
+            "target: 0.5",
+            "target: 0.5, sparsities: [0.5, 0.96]",
+            "r.yaml:6:70: allocation.sparsities[1] is 0.96; expected at most 0.95: sparsities to measure, rising",
+        ),
+        (
+            "target: 0.5",
+            "target: 0.5, sample: 4",
+            "r.yaml:6:52: unknown key 'sample' in allocation; did you mean 'samples'? "
+            "valid: method, samples, scope, sparsities, target",
+        ),
+    ],
+)
+def test_a_mistake_in_allocation_is_told_with_its_place(old: str, new: str, message: str) -> None:
+    assert old in ALLOCATED
+    assert refusal(ALLOCATED.replace(old, new)) == message
 
 
 # --- the file

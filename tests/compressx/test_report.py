@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 
-from compressx.report import SUMMARY_COLUMNS, LayerReport, RunReport, total_sparsity
+from compressx.report import (
+    SUMMARY_COLUMNS,
+    AllocationReport,
+    LayerReport,
+    RunReport,
+    UnitReport,
+    in_short,
+    shared,
+    total_sparsity,
+)
 
 
 def layer(name: str, *, pruner: str = "wanda", pattern: str = "50% row", rows: int = 4, sparsity: float = 0.5,
@@ -89,9 +99,10 @@ def test_json_holds_every_field_of_the_schema() -> None:
         "sparsity": 0.75,
         "seconds": 1.0,
         "info": {"attention_error": 0.0123},
+        "history": {},
     }
     assert set(read) == {"compressx", "model", "sparsity", "layers", "skipped", "evaluation", "seconds",
-                         "peak_memory_bytes", "plugins", "versions"}  # fmt: skip
+                         "peak_memory_bytes", "plugins", "versions", "figures", "allocation"}  # fmt: skip
     assert read["evaluation"]["pruned"]["token_perplexity"] == 12.5
 
 
@@ -127,3 +138,61 @@ def test_markdown_leaves_out_what_there_is_not() -> None:
 @pytest.mark.parametrize("model", [{"path": "models/x"}, {"file": "x.gguf", "package": "p"}])
 def test_the_title_names_the_model_however_it_was_given(model: dict[str, str]) -> None:
     assert report(model=model).to_markdown().splitlines()[0] in ("# Pruned models/x", "# Pruned x.gguf")
+
+
+def test_json_has_the_curves_and_names_the_figures() -> None:
+    learnt = dataclasses.replace(LAYERS[0], history={"loss": (2.0, 0.5)})
+    figure = {"file": "plots/a.svg", "caption": "An error."}
+    read = json.loads(report((learnt,), figures=(figure,)).to_json())
+    assert read["layers"][0]["history"] == {"loss": [2.0, 0.5]}
+    assert read["figures"] == [figure]
+
+
+def test_markdown_embeds_every_figure_under_its_caption_and_has_no_heading_without_one() -> None:
+    drawn = [{"file": f"plots/{name}", "caption": f"What {name} shows."} for name in ("a.svg", "b.png")]
+    text = report(figures=tuple(drawn)).to_markdown()
+    _, _, section = text.partition("\n## Figures\n")
+    assert section.startswith(
+        "\nWhat a.svg shows.\n\n![What a.svg shows.](plots/a.svg)\n"
+        "\nWhat b.png shows.\n\n![What b.png shows.](plots/b.png)\n\n## "
+    )
+    assert "Figures" not in report().to_markdown()
+
+
+def test_what_is_one_object_is_shared_and_what_is_only_equal_is_not() -> None:
+    one, equal = {"error": 1.0}, {"error": 1.0}
+    assert shared([("q", one), ("v", equal), ("k", one), ("o", {})]) == [(["q", "k"], one), (["v"], equal)]
+
+
+def test_several_linears_are_named_in_short() -> None:
+    assert in_short(["m.0.q_proj"]) == "m.0.q_proj"
+    assert in_short(["m.0.q_proj", "m.0.k_proj", "m.0.up.3", "m.0.up.4"]) == "m.0.q_proj, k_proj, up"
+
+
+UNITS = (
+    UnitReport("model.layers.0", "attnprune", ("m.q_proj", "m.k_proj"), 32, 0.75, 0.0123, (0.5, 0.9), (0.001, 0.02),
+               (0.01, 0.2)),
+    UnitReport("", "magnitude", ("lm_head",), 128, 0.3125, None),
+)  # fmt: skip
+ALLOCATION = AllocationReport("attention-aware", 0.4, "model", 160, 64, UNITS)
+
+
+def test_markdown_shows_what_each_unit_was_given_and_what_that_is_expected_to_cost() -> None:
+    lines = report(allocation=ALLOCATION).to_markdown().splitlines()
+    assert any(x.startswith("attention-aware, scope model, target 40.00%: 64 zeros of 160 weights.") for x in lines)
+    assert "| model.layers.0 | q_proj, k_proj | attnprune | 75.00% | 0.0123 |" in lines
+    assert "| outside | lm_head | magnitude | 31.25% |  |" in lines
+    assert "## Allocation" not in report().to_markdown()
+
+
+def test_the_summary_has_one_row_for_layers_whose_sparsities_were_allocated() -> None:
+    layers = (layer("a.up_proj", pattern="41.5% row"), layer("b.up_proj", pattern="58.5% row"))
+    assert [r[2:4] for r in report(layers, allocation=ALLOCATION).summary_rows()] == [["allocated row", "2"]]
+    assert [r[2:4] for r in report(layers).summary_rows()] == [["41.5% row", "1"], ["58.5% row", "1"]]
+
+
+def test_json_holds_the_measured_curves_of_every_unit() -> None:
+    read = json.loads(report(allocation=ALLOCATION).to_json())["allocation"]
+    assert (read["target"], read["zeros"], read["units"][1]["error"]) == (0.4, 64, None)
+    assert read["units"][0]["sparsities"] == [0.5, 0.9]
+    assert read["units"][0]["update_errors"] == [0.01, 0.2]

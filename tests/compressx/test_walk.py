@@ -31,10 +31,10 @@ def spec_of(pruner: object, name: str = "other", **fields: object) -> PrunerSpec
 def plan_all(model, spec, pattern, *, only="", reconstructor=None, outside=False) -> Plan:
     """Plan one rule over every linear whose name contains `only`."""
     found = survey(model)
-    rule = PlannedRule(0, spec, spec.options(), reconstructor, reconstructor and reconstructor.options(), pattern)
+    rule = PlannedRule(0, spec, spec.options(), reconstructor, reconstructor and reconstructor.options())
     every = {**found.linears, **(found.outside if outside else {})}
     linears = tuple(
-        PlannedLinear(n, found.block_of(n) if n in found.linears else "", tuple(x.weight.shape), rule)
+        PlannedLinear(n, found.block_of(n) if n in found.linears else "", tuple(x.weight.shape), rule, pattern)
         for n, x in every.items()
         if only in n
     )
@@ -368,3 +368,68 @@ def test_a_linear_that_shares_its_input_on_some_batches_only_is_refused_instead_
         UnsupportedModelError, match=r"self_attn\.k_proj shared its input with another linear on the first"
     ):
         list(prune_model(model, plan_all(model, SPECS["wanda"], HALF), batches()))
+
+
+def showing(**shown: object) -> PrunerSpec:
+    """Make a pruner that gives the same objects to all linears of a block."""
+    return answering(make=lambda x, p: PruneResult(keep_mask(x.weight.abs(), p), **shown))  # type: ignore[arg-type]
+
+
+def test_matrices_and_curves_come_out_of_the_walk_and_what_linears_share_they_still_share():
+    model = tiny_model("llama")
+    info, images, history = {"error": 0.5}, {"dense": torch.eye(4)}, {"loss": [3, 2.5]}
+    plan = plan_all(model, showing(info=info, images=images, history=history), HALF, only=".0.self_attn.")
+    (block,) = prune_model(model, plan, ())
+    first, *others = block.report.layers
+    assert (first.info, first.history) == ({"error": 0.5}, {"loss": (3.0, 2.5)})
+    assert first.info is not info, "what a plugin goes on using is copied"
+    assert len(others) == 3
+    assert all(x.info is first.info and x.history is first.history for x in others)
+    assert all(block.images[x.name] is images for x in block.report.layers)
+
+
+def test_a_pruner_that_shows_nothing_shares_nothing():
+    model = tiny_model("llama")
+    (block,) = prune_model(model, plan_all(model, SPECS["magnitude"], HALF, only=".0.self_attn."), ())
+    assert not any(x.info or x.history or block.images[x.name] for x in block.report.layers)
+
+
+def test_what_the_selector_showed_stays_beside_what_the_reconstructor_shows():
+    class Rebuild:
+        info, history = {"damping": 0.1}, {"residual": [1.0]}
+
+        def observe(self, block, name):
+            return None
+
+        def prune(self, block, patterns, stats):
+            return {n: PruneResult(p.keep, None, self.info, {}, self.history) for n, p in patterns.items()}
+
+    model = tiny_model("llama")
+    images = {"dense": torch.eye(4)}
+    selector = showing(info={"error": 0.5}, images=images, history={"loss": [2.0]})
+    rebuilding = spec_of(Rebuild(), "rebuild", reconstructs=True)
+    (block,) = prune_model(model, plan_all(model, selector, HALF, only=".0.self_attn.", reconstructor=rebuilding), ())
+    first, second, *_ = block.report.layers
+    assert first.info == {"error": 0.5, "damping": 0.1}
+    assert first.history == {"loss": (2.0,), "residual": (1.0,)}
+    assert first.info is second.info
+    assert first.history is second.history
+    assert block.images[first.name] is block.images[second.name] is images
+
+
+@pytest.mark.parametrize(
+    ("shown", "message"),
+    [
+        ({"images": {"p": torch.ones(2, 3)[0]}}, r"image 'p' must be a real tensor \[rows, columns\], got .*32 \[3\]"),
+        ({"images": {"p": torch.ones(0, 3)}}, r"image 'p' must be .*, got torch.float32 \[0, 3\]"),
+        ({"images": {"p": [[1.0]]}}, r"image 'p' must be .*, got list"),
+        ({"images": {"p": torch.full((2, 2), float("nan"))}}, r"image 'p' has entries that are NaN or infinite"),
+        ({"history": {"loss": []}}, r"history 'loss' is empty"),
+        ({"history": {"loss": [1.0, float("inf")]}}, r"history 'loss' must be finite numbers, got inf at step 2"),
+        ({"history": {"loss": ["1.0"]}}, r"history 'loss' must be finite numbers, got '1.0' at step 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_shown_is_refused_with_plugin_and_layer(shown, message):
+    model = tiny_model("llama")
+    with pytest.raises(PluginError, match=r"pruner 'other' on model\.layers\.0\.self_attn\.q_proj: " + message):
+        list(prune_model(model, plan_all(model, showing(**shown), HALF, only="q_proj"), ()))

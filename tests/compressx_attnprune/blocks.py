@@ -11,25 +11,56 @@ from torch import Tensor, nn
 from compressx import Block, Linear
 from compressx.pruner import BlockCall
 from compressx.testing import TINY_CONFIGS, tiny_tokens
+from compressx_attnprune.layer import find_projections
 
+_LLAMA = TINY_CONFIGS["llama"][1]
+_FALCON = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "bias": True}
+_LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 8}
+MORE_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    # A layer without positions, which says so; layers without positions that do not, one kind turning neighbours.
+    "smollm3": ("smollm3", {**_LLAMA, "no_rope_layers": [1, 0, 1]}),
+    "exaone4": ("exaone4", {**_LLAMA, **_LAYERS, "sliding_window_pattern": 2}),
+    "cohere2": ("cohere2", {**_LLAMA, **_LAYERS, "sliding_window_pattern": 2}),
+    # One norm over all heads, beside experts; scores scaled by a number of the config's own.
+    "olmoe": ("olmoe", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
+    "granite": ("granite", {**_LLAMA, "attention_multiplier": 0.3}),
+    # Falcon's three layouts: a key head for each group of queries, for all of them, for each of them.
+    "falcon-grouped": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-multi-query": ("falcon", {**_FALCON, "multi_query": True}),
+    "falcon-multi-head": ("falcon", {**_FALCON, "multi_query": False}),
+    # StarCoder's two: all queries before the one key, or query, key and value head by head.
+    "bigcode-multi-query": ("gpt_bigcode", {**TINY_CONFIGS["gpt2"][1], "multi_query": True}),
+    "bigcode-multi-head": ("gpt_bigcode", {**TINY_CONFIGS["gpt2"][1], "multi_query": False}),
+    "persimmon": ("persimmon", {**TINY_CONFIGS["llama-mha"][1], "qk_layernorm": True}),
+    # Not supported: positions added to the scores, sinks beside them, complex rotary tables, a layout of four parts.
+    "bloom": ("bloom", {"vocab_size": 128, "hidden_size": 64, "n_layer": 3, "n_head": 4}),
+    "mpt": ("mpt", {"vocab_size": 128, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 64}),
+    "falcon-alibi": ("falcon", {**_FALCON, "multi_query": True, "alibi": True}),
+    "gpt-oss": ("gpt_oss", {**_LLAMA, **_LAYERS, "head_dim": 16, "num_local_experts": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "llama4": ("llama4_text", {**_LLAMA, "head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96}),
+    "codegen": ("codegen", {**TINY_CONFIGS["gpt2"][1], "rotary_dim": 8}),
+}  # fmt: skip
 SEPARATE = ("llama", "llama-mha", "llama-mqa", "mistral", "qwen2", "qwen3", "gemma3", "opt")
 FUSED = ("gpt2", "gpt-neox", "phi3")
-MORE_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    # Logit softcap, and a window on every other layer.
-    "gemma2": ("gemma2", {**TINY_CONFIGS["gemma3"][1], "num_key_value_heads": 2, "attn_logit_softcapping": 3.0}),
-    # Half of each head turns.
-    "phi": ("phi", {**TINY_CONFIGS["llama"][1], "partial_rotary_factor": 0.5}),
-    # A layer without positions.
-    "smollm3": ("smollm3", {**TINY_CONFIGS["llama"][1], "no_rope_layers": [1, 0, 1]}),
-    "cohere": ("cohere", TINY_CONFIGS["llama"][1]),
-    "olmo2": ("olmo2", TINY_CONFIGS["llama"][1]),
-}
-CHECKED = (*SEPARATE, "gemma2", "phi", "smollm3")
+CHECKED = (
+    *SEPARATE,
+    *("gemma2", "llama-theta", "llama-3", "llama-yarn", "phi", "stablelm", "olmo2", "cohere", "glm"),
+    *("smollm3", "exaone4", "cohere2", "olmoe", "granite"),
+)
+"""Separate query and key projections, and supported."""
+CHECKED_FUSED = (
+    *FUSED,
+    *("falcon-grouped", "falcon-multi-query", "falcon-multi-head"),
+    *("bigcode-multi-query", "bigcode-multi-head", "persimmon"),
+)
+"""Query, key and value in one weight, and supported."""
+EVERY = (*CHECKED, *CHECKED_FUSED)
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A block, the input of its q_proj [sequences, tokens, width], and the model's own attention matrices."""
+    """A block, the input of its query projection [sequences, tokens, width], and the model's attention matrices."""
 
     block: Block
     x: Tensor
@@ -45,8 +76,8 @@ def build(architecture: str, *, dtype: torch.dtype = torch.float32, device: str 
     with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(config)
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and not name.endswith("norm.weight"):  # Cohere's norms have a gain for each head
                 parameter.normal_(std=0.15)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -85,7 +116,7 @@ def record(
 
 
 def run_recorded(model: Any, index: int, tokens: Tensor, **arguments: Any) -> tuple[Block, Tensor, Any]:
-    """Run a model and return its block `index`, the input of that block's q_proj, and the model's output."""
+    """Run a model and return its block `index`, the input of its query projection, and the model's output."""
     block = find_block(model, index)
     seen: dict[str, Any] = {}
 
@@ -106,13 +137,13 @@ def run_recorded(model: Any, index: int, tokens: Tensor, **arguments: Any) -> tu
     return find_block(model, index, (seen["call"],)), seen["x"], output
 
 
-def targets(block: Block) -> tuple[str, str]:
-    """Return the names of the block's query and key projection."""
-    query, key = (next(n for n in block.linears if n.endswith(end)) for end in ("q_proj", "k_proj"))
-    return query, key
+def targets(block: Block) -> tuple[str, ...]:
+    """Return the names of the block's query and key projection, or of the one linear that fuses them."""
+    separate, fused = ("q_proj", "k_proj"), ("c_attn", "query_key_value", "qkv_proj", "Wqkv")
+    return tuple(n for end in (*separate, *fused) for n in block.linears if n.endswith(end))
 
 
 def weights(block: Block, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Return the query and key weights in another dtype."""
-    query, key = targets(block)
-    return block.linears[query].weight.to(dtype), block.linears[key].weight.to(dtype)
+    """Return the query and key weights in head order, in another dtype."""
+    projections = find_projections(block)
+    return projections.query.weight.to(dtype), projections.key.weight.to(dtype)

@@ -8,50 +8,119 @@ import pytest
 import torch
 from tests.compressx_attnprune import blocks
 
-from compressx import NM, Pattern, Unstructured
+from compressx import NM, Pattern, PrunerSpec, Unstructured
 from compressx.architecture import survey
 from compressx.planning import Plan, PlannedLinear, PlannedRule
+from compressx.pruners import magnitude, wanda
 from compressx.testing import tiny_model, tiny_tokens
-from compressx.walk import prune_model
+from compressx.walk import PrunedBlock, prune_model
 from compressx_attnprune import plugin
 
 SPEC = plugin.compressx_pruners()[0]
+WANDA, MAGNITUDE = (module.compressx_pruners()[0] for module in (wanda, magnitude))
+TARGETS = ("q_proj", "k_proj", "c_attn", "query_key_value", "qkv_proj")
+BATCHES = tiny_tokens(sequences=16).split(4)
 
 
-def plan(model: Any, pattern: Pattern, **options: Any) -> Plan:
-    """Plan one rule over all query and key projections."""
+def plan(
+    model: Any,
+    pattern: Pattern,
+    *,
+    selector: PrunerSpec = SPEC,
+    reconstructor: PrunerSpec | None = None,
+    **options: Any,
+) -> Plan:
+    """Plan one rule over all query and key projections; the options are attnprune's, in whichever role it has."""
     found = survey(model)
-    rule = PlannedRule(0, SPEC, SPEC.options(**options), None, None, pattern)
+    chosen = SPEC.options(**options)
+    rule = PlannedRule(
+        0,
+        selector,
+        chosen if selector is SPEC else selector.options(),
+        reconstructor,
+        chosen if reconstructor else None,
+    )
     linears = tuple(
-        PlannedLinear(n, found.block_of(n), tuple(x.weight.shape), rule)
+        PlannedLinear(n, found.block_of(n), tuple(x.weight.shape), rule, pattern)
         for n, x in found.linears.items()
-        if n.endswith(("q_proj", "k_proj"))
+        if n.endswith(TARGETS)
     )
     return Plan(linears, {}, (rule,), needs_calibration=True)
 
 
+def pruned_weights(model: Any, planned: Plan) -> tuple[list[PrunedBlock], dict[str, torch.Tensor]]:
+    """Prune a model and return what the walk told, and the weights that were planned, as they are now."""
+    pruned = list(prune_model(model, planned, BATCHES))
+    linears = survey(model).linears
+    return pruned, {x.name: linears[x.name].weight.clone() for x in planned.linears}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("architecture", [*blocks.SEPARATE, "llama-tied", "mixtral"])
+@pytest.mark.parametrize("architecture", [*blocks.SEPARATE, *blocks.FUSED, "llama-tied", "mixtral"])
 @pytest.mark.parametrize(
     ("mode", "pattern"),
-    [("gauss-newton", Unstructured(0.6, "joint")), ("gauss-newton", NM(2, 4)), ("mask", Unstructured(0.6, "joint"))],
+    [("gauss-newton", Unstructured(0.6, "joint")), ("gauss-newton", NM(2, 4)), ("mask", Unstructured(0.6, "layer")),
+     ("joint", Unstructured(0.6, "joint"))],
     ids=str,
-)
+)  # fmt: skip
 def test_every_block_reaches_its_budget(architecture: str, dtype: torch.dtype, mode: str, pattern: Pattern):
     model = tiny_model(architecture, dtype=dtype)
-    pruned = list(prune_model(model, plan(model, pattern, mode=mode, steps=2), tiny_tokens().split(4)))
+    pruned, weights = pruned_weights(model, plan(model, pattern, mode=mode, steps=2, refit=1))
     assert len(pruned) == 3
-    linears = survey(model).linears
     for block in pruned:
-        weights = [linears[layer.name].weight for layer in block.report.layers]
-        assert {w.dtype for w in weights} == {dtype}
-        zeros, total = sum(int((w == 0).sum()) for w in weights), sum(w.numel() for w in weights)
-        assert zeros == round(pattern.sparsity * total)
+        mine = [weights[x.name] for x in block.report.layers]
+        assert {w.dtype for w in mine} == {dtype}
+        sizes = [w.numel() for w in mine]
+        whole = isinstance(pattern, Unstructured) and pattern.group == "layer"
+        expected = sum(round(pattern.sparsity * n) for n in (sizes if whole else [sum(sizes)]))
+        assert sum(int((w == 0).sum()) for w in mine) == expected
 
 
-@pytest.mark.parametrize("mode", ["gauss-newton", "mask"])
-def test_zero_sparsity_leaves_the_model_bit_for_bit(mode: str):
-    model = tiny_model("qwen3", dtype=torch.bfloat16)
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("mode", ["gauss-newton", "mask", "joint"])
+def test_zero_sparsity_leaves_the_model_bit_for_bit(architecture: str, mode: str):
+    model = tiny_model(architecture, dtype=torch.bfloat16)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    list(prune_model(model, plan(model, Unstructured(0.0, "joint"), mode=mode), tiny_tokens().split(4)))
+    list(prune_model(model, plan(model, Unstructured(0.0, "joint"), mode=mode, steps=3), BATCHES))
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_what_query_and_key_have_in_common_is_told_once():
+    model = tiny_model("llama")
+    for block in prune_model(model, plan(model, Unstructured(0.5, "joint"), refit=3), BATCHES):
+        query, key = block.report.layers
+        assert query.info is key.info
+        assert query.history is key.history
+        assert len(query.history["refit"]) == 3
+        assert block.images[query.name] is block.images[key.name]
+        assert len(block.images[query.name]) == 2
+        own = query.info["output_error"]
+        assert 0 < own <= min(query.info["output_error.wanda"], query.info["output_error.sparsegpt"])
+
+
+@pytest.mark.parametrize("selector", [WANDA, MAGNITUDE], ids=lambda s: s.name)
+@pytest.mark.parametrize("architecture", ["llama", *blocks.FUSED])
+@pytest.mark.parametrize("pattern", [Unstructured(0.5, "row"), NM(2, 4)], ids=str)
+def test_the_selection_of_another_pruner_is_kept_and_reconstructed(
+    architecture: str, selector: PrunerSpec, pattern: Pattern
+):
+    model, alone = (tiny_model(architecture) for _ in range(2))
+    pruned, rebuilt = pruned_weights(model, plan(model, pattern, selector=selector, reconstructor=SPEC))
+    _, selected = pruned_weights(alone, plan(alone, pattern, selector=selector))
+    first = {x.name for x in pruned[0].report.layers}
+    for name in first:  # later blocks see other inputs, and Wanda selects by them
+        assert torch.equal(rebuilt[name] != 0, selected[name] != 0)
+        assert not torch.equal(rebuilt[name], selected[name])
+    for block in pruned:
+        layer = block.report.layers[0]
+        assert layer.pruner == f"{selector.name}+attnprune"
+        assert layer.info["output_error"] <= layer.info["output_error.wanda"]  # the same mask with its dense values
+    assert pruned[0].report.layers[0].info["output_error"] < pruned[0].report.layers[0].info["output_error.wanda"]
+
+
+def test_the_same_model_and_text_give_the_same_weights():
+    first, second = (
+        pruned_weights(model, plan(model, Unstructured(0.7, "joint"), refit=4))[1]
+        for model in (tiny_model("llama"), tiny_model("llama"))
+    )
+    assert all(torch.equal(first[n], second[n]) for n in first)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from tests.compressx_attnprune import blocks
+from transformers.models.llama import modeling_llama
 
 from compressx import NM, Block, Pattern, Unstructured, UnsupportedModelError
 from compressx.errors import RecipeError
@@ -20,30 +23,138 @@ def both(block: Block, pattern: Pattern = HALF) -> dict[str, Pattern]:
     return dict.fromkeys(blocks.targets(block), pattern)
 
 
-@pytest.mark.parametrize("architecture", [*blocks.CHECKED, "mixtral"])
+@pytest.mark.parametrize("architecture", [*blocks.EVERY, "mixtral"])
 def test_a_skeleton_without_weights_passes_the_check(architecture: str):
     block = blocks.skeleton(architecture)
     assert next(block.module.parameters()).is_meta
     layer.check(block, both(block))
 
 
-@pytest.mark.parametrize("architecture", blocks.FUSED)
-def test_a_fused_projection_is_refused_with_its_name_and_an_alternative(architecture: str):
-    block = blocks.skeleton(architecture)
-    with pytest.raises(UnsupportedModelError, match=r"holds query, key and value in one weight.*sparsegpt or wanda"):
+def test_a_fused_weight_with_another_layout_is_refused_by_what_the_module_computes():
+    recorded = blocks.record("codegen")  # [4 parts, (query, value, key), ...]
+    layer.check(recorded.block, both(recorded.block))
+    with pytest.raises(UnsupportedModelError, match=r"CodeGenAttention.*qkv_proj orders its rows in another way"):
+        layer.verify(recorded.block, layer.describe(recorded.block), recorded.x)
+
+
+def test_targets_beyond_the_fused_weight_are_refused_with_the_line_to_write():
+    block = blocks.skeleton("gpt2")
+    with pytest.raises(RecipeError) as error:
         layer.check(block, dict.fromkeys(block.linears, HALF))
+    assert "the weight that holds queries and keys and nothing else" in str(error.value)
+    assert "transformer.h.1.mlp.c_fc" in str(error.value)
+    assert 'write targets: ["*.c_attn"] and' in str(error.value)
 
 
-def test_interleaved_rotary_embeddings_are_refused_before_weights_are_loaded():
-    block = blocks.skeleton("cohere")
-    with pytest.raises(UnsupportedModelError, match=r"CohereAttention.*turns neighbouring features"):
+def test_values_that_the_output_projection_does_not_take_are_refused():
+    block = blocks.skeleton("llama")
+    name = "model.layers.1.self_attn.v_proj"
+    other = replace(block.linears[name], module=torch.nn.Linear(64, 40, device="meta"))
+    with pytest.raises(UnsupportedModelError, match=r"40 value features in 2 heads.*not the 64 inputs of .*o_proj"):
+        layer.check(replace(block, linears={**block.linears, name: other}), both(block))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [("bloom", "adds ALiBi"), ("falcon-alibi", "adds ALiBi"), ("mpt", "adds a position bias")],
+)
+def test_positions_added_to_the_scores_are_refused_before_weights_are_loaded(architecture: str, reason: str):
+    block = blocks.skeleton(architecture)
+    with pytest.raises(UnsupportedModelError, match=rf"Attention\) {reason} to its scores.*sparsegpt or wanda"):
         layer.check(block, both(block))
 
 
-def test_a_norm_over_all_heads_at_once_is_refused():
-    block = blocks.skeleton("olmo2")
-    with pytest.raises(UnsupportedModelError, match=r"self_attn\.q_norm has a weight of shape \(64,\)"):
+def test_attention_with_sinks_is_refused_by_what_it_computes():
+    recorded = blocks.record("gpt-oss")
+    with pytest.raises(UnsupportedModelError, match=r"GptOssAttention\) is not softmax.*outputs differ by"):
+        layer.verify(recorded.block, layer.describe(recorded.block), recorded.x)
+
+
+def test_complex_rotary_tables_are_refused():
+    recorded = blocks.record("llama4")
+    with pytest.raises(UnsupportedModelError, match=r"handed its rotary embedding as Tensor.*cosine and sine"):
+        layer.describe(recorded.block)
+
+
+def test_a_rotary_embedding_that_turns_other_features_is_refused_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    block = blocks.skeleton("llama")
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x.flip(-1))
+    with pytest.raises(UnsupportedModelError, match=r"LlamaAttention\) has a rotary embedding that turns neither"):
         layer.check(block, both(block))
+
+
+def test_neighbours_turn_where_the_model_turns_them():
+    turns = {a: layer.describe(blocks.record(a).block).rotary_interleaved for a in ("llama", "cohere", "glm", "phi")}
+    assert turns == {"llama": False, "cohere": True, "glm": True, "phi": False}
+
+
+@pytest.mark.parametrize("architecture", ["smollm3", "exaone4", "cohere2"])
+def test_a_layer_without_positions_has_no_rotary_embedding(architecture: str):
+    tables = [layer.describe(blocks.record(architecture, index=i).block).rotary for i in range(3)]
+    assert [t is None for t in tables] == [False, True, False]
+
+
+def test_the_window_is_the_layers_own():
+    for architecture in ("gemma2", "gemma3", "exaone4"):
+        windows = [layer.describe(blocks.record(architecture, index=i).block).window for i in range(3)]
+        assert windows == [8, None, 8]
+    assert layer.describe(blocks.record("mistral").block).window == 8
+
+
+def test_a_scaled_rotary_embedding_keeps_its_scale():
+    """YaRN multiplies both tables by 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4)."""
+    attention = layer.describe(blocks.record("llama-yarn").block)
+    assert attention.rotary is not None
+    cos, sin = attention.rotary
+    torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, (0.1 * math.log(64.0) + 1.0) ** 2))
+
+
+def test_norms_are_read_by_what_they_compute():
+    read = {a: layer.describe(blocks.record(a).block).query.norm for a in ("llama", "qwen3", "olmo2", "cohere", "phi")}
+    assert read.pop("llama") is None
+    assert {a: (tuple(n.gain.shape), n.centered, n.whole, n.shift is not None) for a, n in read.items()} == {
+        "qwen3": ((16,), False, False, False),
+        "olmo2": ((4, 1, 16), False, True, False),
+        "cohere": ((4, 1, 16), True, False, False),
+        "phi": ((16,), True, False, True),
+    }
+
+
+def test_a_norm_over_something_else_is_refused_before_weights_are_loaded():
+    block = blocks.skeleton("qwen3")
+    block.module.self_attn.k_norm.weight = torch.nn.Parameter(torch.empty(8, device="meta"))
+    with pytest.raises(UnsupportedModelError, match=r"self_attn\.k_norm has weights of shape \(8,\)"):
+        layer.check(block, both(block))
+
+
+def test_a_norm_that_does_nothing_is_none():
+    recorded = blocks.record("qwen3")
+    recorded.block.module.self_attn.q_norm = torch.nn.Identity()
+    attention = layer.describe(recorded.block)
+    assert attention.query.norm is None
+    assert attention.key.norm is not None
+    layer.verify(recorded.block, attention, recorded.x)
+
+
+def test_attention_that_needs_more_than_its_block_is_given_is_refused():
+    recorded = blocks.record("llama")
+    attention = layer.describe(recorded.block)
+    recorded.block.module.self_attn.forward = lambda hidden_states, residual: hidden_states + residual
+    with pytest.raises(UnsupportedModelError, match=r"LlamaAttention\) needs residual from within its block"):
+        layer.verify(recorded.block, attention, recorded.x)
+
+
+def test_arguments_that_a_block_is_given_by_position_are_found():
+    recorded = blocks.record("llama")
+    kwargs = dict(recorded.block.calls[0].kwargs)
+    order = list(inspect.signature(recorded.block.module.forward).parameters)[1:]
+    args = tuple(kwargs.pop(n, None) for n in order[: order.index("position_embeddings") + 1])
+    block = replace(recorded.block, calls=(BlockCall(args, kwargs),))
+    attention = layer.describe(block)
+    assert attention.rotary is not None
+    layer.verify(block, attention, recorded.x)
 
 
 def test_heads_that_do_not_fill_the_projection_are_refused():
@@ -60,13 +171,6 @@ def test_attention_that_is_not_causal_is_refused():
     block.module.self_attn.is_causal = False
     with pytest.raises(UnsupportedModelError, match="is not causal"):
         layer.check(block, both(block))
-
-
-def test_a_block_without_attention_projections_lists_its_linears():
-    block = blocks.skeleton("llama")
-    mlp = {n: x for n, x in block.linears.items() if ".mlp." in n}
-    with pytest.raises(UnsupportedModelError, match=r"0 q_proj and 0 k_proj.*mlp\.gate_proj"):
-        layer.check(replace(block, linears=mlp), dict.fromkeys(mlp, HALF))
 
 
 def test_targets_beyond_query_and_key_are_refused_with_the_line_to_write():
@@ -86,12 +190,6 @@ def test_targets_with_only_one_of_the_two_name_the_other(taken: int, missing: in
         layer.check(block, {names[taken]: HALF})
 
 
-def test_a_target_outside_the_blocks_is_refused():
-    block = blocks.skeleton("llama")
-    with pytest.raises(RecipeError, match="takes lm_head outside the decoder blocks"):
-        layer.check(replace(block, fqn="", linears={}), {"lm_head": HALF})
-
-
 @pytest.mark.parametrize("other", [Unstructured(0.6, "joint"), Unstructured(0.5, "row"), NM(2, 4)])
 def test_query_and_key_need_one_pattern(other: Pattern):
     block = blocks.skeleton("llama")
@@ -108,7 +206,7 @@ def test_sparsities_that_differ_by_a_hair_are_still_different():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", blocks.CHECKED)
+@pytest.mark.parametrize("architecture", blocks.EVERY)
 def test_the_models_own_attention_passes_the_verification(architecture: str, dtype: torch.dtype):
     recorded = blocks.record(architecture, dtype=dtype)
     layer.verify(recorded.block, layer.describe(recorded.block), recorded.x)

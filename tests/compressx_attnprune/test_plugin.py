@@ -1,4 +1,4 @@
-"""The pruner as the host sees it."""
+"""The pruner as the host sees it: its options, what it tells, the text it uses, and what it refuses."""
 
 from __future__ import annotations
 
@@ -8,143 +8,239 @@ import pytest
 import torch
 from pydantic import ValidationError
 from tests.compressx_attnprune import blocks
+from tests.compressx_attnprune.pruning import (
+    HALF,
+    MODES,
+    OBJECTIVES,
+    PATTERNS,
+    SEQUENCES,
+    SPEC,
+    assert_as_asked,
+    observed,
+    prune,
+)
+from torch import Tensor
 
-from compressx import NM, CalibrationError, Hessian, Pattern, PruneResult, SequenceSample, Unstructured
+from compressx import NM, CalibrationError, Hessian, Pattern, SequenceSample, Unstructured
 from compressx.errors import RecipeError
-from compressx.pruner import Statistic, sparsity_of
-from compressx_attnprune import layer, plugin, solver
+from compressx.obs import NotPositiveDefiniteError
+from compressx_attnprune import baselines, layer, plugin, solver
+from compressx_attnprune.geometry import queries_and_keys
+from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss
+from compressx_attnprune.objective import attention_matrices
+from compressx_attnprune.training import Trained
 
-SPEC = plugin.compressx_pruners()[0]
-MODES = ("gauss-newton", "mask")
-
-
-def observed(recorded: blocks.Recorded, pruner: Any) -> dict[str, Statistic]:
-    """Fill what the pruner asks for, one sample shared by both projections as the host does."""
-    names = blocks.targets(recorded.block)
-    sample = pruner.observe(recorded.block, names[0])
-    assert sample == pruner.observe(recorded.block, names[1])  # equal when fresh, so the host shares it
-    for batch in recorded.x.split(2):
-        sample.update(batch)
-    return dict.fromkeys(names, sample)
-
-
-def prune(recorded: blocks.Recorded, pattern: Pattern, **options: Any) -> dict[str, PruneResult]:
-    pruner = SPEC.build(SPEC.options(**{"steps": 5, **options}))
-    patterns = dict.fromkeys(blocks.targets(recorded.block), pattern)
-    return dict(pruner.prune(recorded.block, patterns, observed(recorded, pruner)))
+each_mode = pytest.mark.parametrize("mode", MODES)
+each_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 
 
 @pytest.fixture(scope="module")
 def llama() -> blocks.Recorded:
-    return blocks.record("llama")
+    return blocks.record("llama", sequences=SEQUENCES)
 
 
-def test_the_spec_offers_joint_budgets_first():
-    assert (SPEC.name, SPEC.groups, SPEC.nm, SPEC.reconstructs) == ("attnprune", ("joint", "layer", "row"), True, False)
+# --- what a recipe can say
+
+
+def test_the_spec_offers_joint_budgets_first_and_reconstructs():
+    assert (SPEC.name, SPEC.groups, SPEC.nm, SPEC.reconstructs) == ("attnprune", ("joint", "layer", "row"), True, True)
     assert SPEC.check is layer.check
 
 
-def test_every_option_is_described_and_an_unknown_one_is_refused():
+def test_every_option_is_described_and_has_a_default():
     assert all(field.description for field in SPEC.options.model_fields.values())
-    with pytest.raises(ValidationError):
-        SPEC.options(lambda_=0.1)
+    assert not any(field.is_required() for field in SPEC.options.model_fields.values())
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_joint_budget_is_exact_over_query_and_key_together(llama: blocks.Recorded, mode: str):
-    results = prune(llama, Unstructured(0.637, "joint"), mode=mode).values()
-    zeros = sum(int((~r.keep).sum()) for r in results)
-    assert zeros == round(0.637 * sum(r.keep.numel() for r in results))
-    assert len({round(sparsity_of(r.keep), 3) for r in results}) == 2  # one threshold, two sparsities
+@pytest.mark.parametrize(
+    "wrong",
+    [{"lambda_": 0.1}, {"mode": "refit"}, {"objective": "perplexity"}, {"held_out": 0}, {"held_out": 1.0},
+     {"sequences": 1}, {"damping": 0}, {"steps": 0}, {"refit": -1}, {"regularization": -0.1}],
+    ids=str,
+)  # fmt: skip
+def test_an_unknown_option_or_one_out_of_range_is_refused(wrong: dict[str, Any]):
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
+        SPEC.options(**wrong)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("group", ["layer", "row"])
-def test_layer_and_row_budgets_are_exact(llama: blocks.Recorded, mode: str, group: Any):
-    for result in prune(llama, Unstructured(0.637, group), mode=mode).values():
-        if group == "row":
-            assert set((~result.keep).sum(dim=1).tolist()) == {round(0.637 * 64)}
-        else:
-            assert int((~result.keep).sum()) == round(0.637 * result.keep.numel())
+# --- what is told
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_n_m_patterns_hold_in_every_group_of_m(llama: blocks.Recorded, mode: str):
-    for result in prune(llama, NM(2, 4), mode=mode).values():
-        assert (result.keep.view(-1, 4).sum(dim=1) == 2).all()
+@each_mode
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@each_pattern
+def test_no_result_is_worse_on_the_held_out_sequences_than_wanda_and_sparsegpt(
+    llama: blocks.Recorded, mode: str, objective: str, pattern: Pattern
+):
+    info = next(iter(prune(llama, pattern, mode=mode, objective=objective).values())).info
+    own = OBJECTIVES[objective]
+    assert 0 < info[own] <= min(info[f"{own}.wanda"], info[f"{own}.sparsegpt"])
+    assert set(info) - {"fell_back"} == {
+        quantity + method for quantity in OBJECTIVES.values() for method in ("", ".wanda", ".sparsegpt")
+    }
 
 
-@pytest.mark.parametrize("architecture", blocks.CHECKED)
-def test_gauss_newton_returns_new_values_for_survivors_and_zeros_elsewhere(architecture: str):
-    recorded = blocks.record(architecture)
-    for name, result in prune(recorded, Unstructured(0.5, "joint")).items():
-        assert result.weight is not None
-        assert result.weight.dtype == torch.float32
-        assert (result.weight[~result.keep] == 0).all()
-        assert not torch.equal(result.weight, recorded.block.linears[name].weight * result.keep)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+def test_a_mode_that_does_worse_gives_way_and_the_report_says_so(
+    architecture: str, objective: str, monkeypatch: pytest.MonkeyPatch
+):
+    def upside_down(of: solver.Layer, budget: solver.Budget, *_: Any) -> Trained:
+        keeps = budget.choose((-of.dense[0].abs(), -of.dense[1].abs()))
+        return solver.judge(of, [(keeps, (of.dense[0] * keeps[0], of.dense[1] * keeps[1]))])[0]
+
+    recorded = blocks.record(architecture, sequences=SEQUENCES)
+    monkeypatch.setattr(solver, "_run", upside_down)
+    results = prune(recorded, HALF, mode="mask", objective=objective)
+    info = next(iter(results.values())).info
+    own = OBJECTIVES[objective]
+    assert info["fell_back"] == 1.0
+    assert info[own] == min(info[f"{own}.wanda"], info[f"{own}.sparsegpt"])
+    assert_as_asked(recorded.block, dict.fromkeys(results, HALF), results)
 
 
-def test_mask_mode_leaves_the_survivors_values(llama: blocks.Recorded):
-    assert [r.weight for r in prune(llama, Unstructured(0.5, "joint"), mode="mask").values()] == [None, None]
+def test_the_objective_is_what_weights_are_chosen_by_and_nothing_else_of_the_report(
+    llama: blocks.Recorded, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[type[Loss]] = []
+    original = solver.prepare
+    monkeypatch.setattr(solver, "prepare", lambda of, damping: seen.append(type(of.loss)) or original(of, damping))
+    by_matrix, by_output, default = (
+        next(iter(prune(llama, HALF, **o).values())) for o in (*({"objective": name} for name in OBJECTIVES), {})
+    )
+    assert seen == [MatrixLoss, OutputLoss, OutputLoss]
+    assert torch.equal(by_output.weight, default.weight)
+    assert not torch.equal(by_output.keep, by_matrix.keep)
+    for name in ("attention_error.wanda", "attention_error.sparsegpt", "output_error.wanda", "output_error.sparsegpt"):
+        assert by_matrix.info[name] == pytest.approx(by_output.info[name])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("pattern", [Unstructured(0.0, "joint"), Unstructured(0.0, "row"), NM(4, 4)], ids=str)
-def test_zero_sparsity_changes_nothing(llama: blocks.Recorded, mode: str, pattern: Pattern):
-    for result in prune(llama, pattern, mode=mode).values():
-        assert result.keep.all()
-        assert result.weight is None
-        assert result.info["attention_error"] == 0.0
+@each_mode
+def test_query_and_key_share_one_info_images_and_history(llama: blocks.Recorded, mode: str):
+    query, key = prune(llama, HALF, mode=mode, refit=4).values()
+    assert query.info is key.info
+    assert query.images is key.images
+    assert query.history is key.history
+    assert len(query.history["refit"]) == 4
+    assert (mode in query.history) == (mode != "gauss-newton")
+    assert all(losses[-1] > 0 for losses in query.history.values())
 
 
-def test_the_reported_errors_are_those_of_the_mask_and_of_the_updated_weights(llama: blocks.Recorded):
-    query, key = prune(llama, Unstructured(0.5, "joint")).values()
-    attention, dense = layer.describe(llama.block), blocks.weights(llama.block)
-    updated = solver.relative_error(attention, llama.x, dense, (query.weight, key.weight))
-    masked = solver.relative_error(attention, llama.x, dense, (dense[0] * query.keep, dense[1] * key.keep))
-    assert query.info == key.info
-    assert query.info["attention_error"] == pytest.approx(updated)
-    assert query.info["attention_error_mask_only"] == pytest.approx(masked)
-    assert 0 < updated < masked
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("length", [32, 80])
+def test_heat_maps_show_the_head_whose_attention_changed_most(architecture: str, length: int):
+    recorded = blocks.record(architecture, sequences=6, length=length)
+    results = prune(recorded, Unstructured(0.7, "joint"))
+    images = next(iter(results.values())).images
+    tokens = min(length, plugin.HEAT_MAP_TOKENS)
+    projections, attention = layer.find_projections(recorded.block), layer.describe(recorded.block).first(tokens)
+    x = recorded.x[-1:, :tokens]  # one of six is held out
+    pruned = []
+    for rows in (projections.query, projections.key):
+        weight = results[rows.name].weight
+        pruned.append(weight if rows.index is None else weight[rows.index])
+    before, after = (
+        attention_matrices(attention, *queries_and_keys(attention, x, *pair))[0]
+        for pair in (blocks.weights(recorded.block), pruned)
+    )
+    head = (after - before).norm(dim=(1, 2)).argmax().item()
+    assert list(images) == [f"head {head}, dense", f"head {head}, pruned"]
+    for image, expected in zip(images.values(), (before[head], after[head]), strict=True):
+        assert image.shape == (tokens, tokens)
+        torch.testing.assert_close(image.sum(dim=1), torch.ones(tokens))
+        assert not image.triu(1).any()
+        torch.testing.assert_close(image, expected)
+    torch.testing.assert_close(before[head], recorded.attentions[-1, head, :tokens, :tokens], atol=1e-5, rtol=1e-4)
+
+
+def test_heat_maps_can_be_left_out(llama: blocks.Recorded):
+    assert all(not r.images for r in prune(llama, HALF, heat_map=False).values())
+
+
+# --- the text
+
+
+def texts(recorded: blocks.Recorded, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return the sequences that are learnt from, and those held out."""
+    seen: list[solver.Layer] = []
+    original = solver.prepare
+    monkeypatch.setattr(solver, "prepare", lambda of, damping: seen.append(of) or original(of, damping))
+    prune(recorded, HALF, **options)
+    return seen[0].text.train, seen[0].text.held_out
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(0.125, 2), (0.5, 8), (0.01, 1), (0.9, 14)])
+def test_the_last_sequences_are_held_out(
+    llama: blocks.Recorded, fraction: float, expected: int, monkeypatch: pytest.MonkeyPatch
+):
+    train, held_out = texts(llama, monkeypatch, held_out=fraction)
+    assert torch.equal(train, llama.x[:-expected])
+    assert torch.equal(held_out, llama.x[-expected:])
+
+
+@pytest.mark.parametrize(("sequences", "fraction"), [(1, 0.125), (2, 0.9)])
+def test_where_nothing_would_be_left_to_learn_from_all_of_it_does_both(
+    sequences: int, fraction: float, monkeypatch: pytest.MonkeyPatch
+):
+    recorded = blocks.record("llama", sequences=sequences)
+    train, held_out = texts(recorded, monkeypatch, held_out=fraction)
+    assert torch.equal(train, recorded.x)
+    assert torch.equal(held_out, recorded.x)
 
 
 def test_only_the_asked_for_sequences_are_kept(llama: blocks.Recorded):
     pruner = SPEC.build(SPEC.options(sequences=3))
     sample = next(iter(observed(llama, pruner).values()))
-    assert sample.sequences.shape == (3, 32, 64)
+    assert torch.equal(sample.sequences, llama.x[:3])
 
 
-def test_the_same_calibration_gives_the_same_masks(llama: blocks.Recorded):
-    for mode in MODES:
-        first, second = (prune(llama, Unstructured(0.5, "joint"), mode=mode) for _ in range(2))
-        assert all(torch.equal(first[n].keep, second[n].keep) for n in first)
+# --- edges
 
 
-def test_the_regularization_option_reaches_the_solver(llama: blocks.Recorded):
-    default, chosen = (
-        prune(llama, Unstructured(0.75, "joint"), mode="mask", **o) for o in ({}, {"regularization": 3.0})
-    )
-    assert next(iter(default.values())).info["regularization"] == pytest.approx(0.3)
-    assert next(iter(chosen.values())).info["regularization"] == 3.0
-    assert any(not torch.equal(default[n].keep, chosen[n].keep) for n in default)
+@each_mode
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("pattern", [Unstructured(0.0, "joint"), Unstructured(0.0, "row"), NM(4, 4)], ids=str)
+def test_zero_sparsity_returns_the_dense_weights_bit_for_bit(architecture: str, mode: str, pattern: Pattern):
+    recorded = blocks.record(architecture)
+    for name, result in prune(recorded, pattern, mode=mode).items():
+        assert result.keep.all()
+        assert torch.equal(result.weight, recorded.block.linears[name].weight)
+        assert {result.info[q] for q in OBJECTIVES.values()} == {0.0}
 
 
-def test_a_bfloat16_model_is_pruned_in_float32():
-    recorded = blocks.record("qwen3", dtype=torch.bfloat16)
-    for name, result in prune(recorded, Unstructured(0.5, "joint")).items():
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_a_bfloat16_model_is_pruned_in_float32(architecture: str):
+    recorded = blocks.record(architecture, sequences=SEQUENCES, dtype=torch.bfloat16)
+    assert recorded.x.dtype == torch.bfloat16
+    results = prune(recorded, HALF)
+    assert_as_asked(recorded.block, dict.fromkeys(results, HALF), results)
+    single = prune(blocks.record(architecture, sequences=SEQUENCES), HALF)
+    for name, result in results.items():
         assert recorded.block.linears[name].weight.dtype == torch.bfloat16
-        assert result.weight is not None
-        assert result.weight.dtype == torch.float32
-        assert 0 < result.info["attention_error"] < result.info["attention_error_mask_only"]
+        assert result.info["output_error"] == pytest.approx(single[name].info["output_error"], rel=0.2)
+        assert not torch.equal(result.weight, result.weight.bfloat16().float())
+
+
+def test_pruning_leaves_the_block_and_its_statistics_alone(llama: blocks.Recorded):
+    before = {n: p.clone() for n, p in llama.block.module.named_parameters()}
+    pruner = SPEC.build(SPEC.options(mode="joint", steps=3, refit=2))
+    stats = observed(llama, pruner)
+    results = pruner.prune(llama.block, dict.fromkeys(stats, HALF), stats)
+    for result in results.values():
+        result.weight.zero_()  # nor is any of it the module's own memory
+    assert all(torch.equal(p, before[n]) for n, p in llama.block.module.named_parameters())
+    assert torch.equal(next(iter(stats.values())).sequences, llama.x)
 
 
 def test_missing_calibration_is_an_error_that_names_the_layer(llama: blocks.Recorded):
     query, key = blocks.targets(llama.block)
     pruner = SPEC.build(SPEC.options())
-    patterns = dict.fromkeys((query, key), Unstructured(0.5, "joint"))
+    patterns = dict.fromkeys((query, key), HALF)
     for stats in ({}, {query: SequenceSample(64), key: SequenceSample(64)}, {query: Hessian(64), key: Hessian(64)}):
         with pytest.raises(CalibrationError, match=rf"{query}: attnprune needs calibration sequences"):
             pruner.prune(llama.block, patterns, stats)
+    with pytest.raises(CalibrationError, match=rf"{key}: attnprune needs calibration sequences and got none"):
+        pruner.prune(llama.block, patterns, {query: observed(llama, pruner)[query]})
 
 
 def test_different_inputs_of_query_and_key_are_refused(llama: blocks.Recorded):
@@ -153,21 +249,30 @@ def test_different_inputs_of_query_and_key_are_refused(llama: blocks.Recorded):
     stats = {**observed(llama, pruner), key: SequenceSample(64)}
     stats[key].update(llama.x + 1)
     with pytest.raises(CalibrationError, match=f"{query} and {key} were handed different inputs"):
-        pruner.prune(llama.block, dict.fromkeys((query, key), Unstructured(0.5, "joint")), stats)
+        pruner.prune(llama.block, dict.fromkeys((query, key), HALF), stats)
+
+
+def test_equal_inputs_in_two_samples_are_as_good_as_one(llama: blocks.Recorded):
+    query, key = blocks.targets(llama.block)
+    pruner = SPEC.build(SPEC.options())
+    stats = {**observed(llama, pruner), key: SequenceSample(64)}
+    stats[key].update(llama.x)
+    results = pruner.prune(llama.block, dict.fromkeys((query, key), HALF), stats)
+    assert torch.equal(results[key].weight, prune(llama, HALF)[key].weight)
 
 
 def test_wrong_targets_are_refused_while_pruning_too(llama: blocks.Recorded):
     query, _ = blocks.targets(llama.block)
     with pytest.raises(RecipeError, match="does not take"):
-        SPEC.build(SPEC.options()).prune(llama.block, {query: Unstructured(0.5, "joint")}, {})
+        SPEC.build(SPEC.options()).prune(llama.block, {query: HALF}, {})
 
 
-def test_activations_without_a_usable_hessian_name_the_layer(llama: blocks.Recorded, monkeypatch: pytest.MonkeyPatch):
-    from compressx.obs import NotPositiveDefiniteError
-
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_activations_without_a_usable_hessian_name_the_layer(architecture: str, monkeypatch: pytest.MonkeyPatch):
     def fail(*_: Any) -> Any:
         raise NotPositiveDefiniteError("no factor")
 
-    monkeypatch.setattr(solver, "inverse_cholesky", fail)
-    with pytest.raises(CalibrationError, match=r"q_proj: no factor"):
-        prune(llama, Unstructured(0.5, "joint"))
+    recorded = blocks.record(architecture)
+    monkeypatch.setattr(baselines, "inverse_cholesky", fail)
+    with pytest.raises(CalibrationError, match=rf"{blocks.targets(recorded.block)[0]}: no factor"):
+        prune(recorded, HALF)

@@ -1,0 +1,181 @@
+"""What a recipe's rules do in one block: gather statistics, ask the pruners, check their answers, write weights.
+
+The walk decides once for each block; allocation asks again and again at other sparsities, and puts the weights back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from compressx.errors import CompressxError, PluginError
+from compressx.observe import observe
+from compressx.patterns import NM, FixedMask, Pattern, Unstructured, zeros_in
+from compressx.planning import PlannedRule
+from compressx.pruner import Block, Linear, Pruner, PruneResult, Statistic
+
+Built: TypeAlias = Mapping[PlannedRule, tuple[Pruner, Pruner | None]]
+"""The pruners of each rule: the selecting one, and the reconstructing one if there is one."""
+
+_ROLES = ("selects", "reconstructs")
+
+
+def gather(
+    block: Block, by_rule: Mapping[PlannedRule, Iterable[str]], pruners: Built, passes: Sequence[Callable[[], Any]]
+) -> dict[str, dict[str, Statistic]]:
+    """Run a block and gather the statistics that its rules' pruners ask for.
+
+    Args:
+        block: the block.
+        by_rule: the names of the linears that each rule took in it.
+        pruners: of each rule.
+        passes: each runs the block on one batch.
+
+    Returns:
+        By linear name, then by the role that asked.
+
+    Raises:
+        CalibrationError: an input that is not finite, or a linear that no batch reached.
+    """
+    wanted: dict[str, dict[str, Statistic]] = {}
+    for rule, names in by_rule.items():
+        for name in names:
+            asked = {role: p.observe(block, name) for role, p in zip(_ROLES, pruners[rule], strict=True) if p}
+            wanted[name] = {role: s for role, s in asked.items() if s is not None}
+    observe(block.linears, wanted, passes)
+    return wanted
+
+
+def decide(
+    rule: PlannedRule,
+    built: tuple[Pruner, Pruner | None],
+    block: Block,
+    patterns: Mapping[str, Unstructured | NM],
+    stats: Mapping[str, Mapping[str, Statistic]],
+) -> Mapping[str, PruneResult]:
+    """Ask a rule's selector, then its reconstructor if it has one, and check each answer.
+
+    Args:
+        rule: the rule.
+        built: its pruners.
+        block: the unpruned block.
+        patterns: what each of the rule's linears in the block has to become, by name.
+        stats: what `gather` returned.
+
+    Returns:
+        One result for each name in `patterns`.
+
+    Raises:
+        PluginError: an answer that breaks the contract of `compressx.Pruner`; the message names plugin and linear.
+    """
+    selector, reconstructor = built
+    selected = _ask(rule.pruner.name, selector, block, patterns, {n: s.get("selects") for n, s in stats.items()})
+    if reconstructor is None:
+        return selected
+    fixed = {n: FixedMask(r.keep, patterns[n]) for n, r in selected.items()}
+    assert rule.reconstructor is not None  # noqa: S101 - built together
+    rebuilt = _ask(
+        rule.reconstructor.name, reconstructor, block, fixed, {n: s.get("reconstructs") for n, s in stats.items()}
+    )
+    return _joined(selected, rebuilt)
+
+
+def _joined(selected: Mapping[str, PruneResult], rebuilt: Mapping[str, PruneResult]) -> dict[str, PruneResult]:
+    """Add to the reconstructor's answer what the selector told; what linears share they still share."""
+    made: dict[tuple[int, int], Any] = {}
+
+    def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> Any:
+        if not (first and second):
+            return first or second
+        return made.setdefault((id(first), id(second)), {**first, **second})
+
+    return {
+        n: PruneResult(r.keep, r.weight, join(s.info, r.info), join(s.images, r.images), join(s.history, r.history))
+        for n, r in rebuilt.items()
+        for s in [selected[n]]
+    }
+
+
+def _ask(
+    plugin: str, pruner: Pruner, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic | None]
+) -> Mapping[str, PruneResult]:
+    """Call a pruner, and refuse an answer that breaks its contract."""
+    try:
+        results = pruner.prune(block, patterns, {n: s for n in patterns if (s := stats[n]) is not None})
+    except CompressxError:
+        raise
+    except Exception as error:
+        raise PluginError(f"pruner {plugin!r} failed on {block.fqn}: {type(error).__name__}: {error}") from error
+    if set(results) != set(patterns):
+        raise PluginError(
+            f"pruner {plugin!r} on {block.fqn}: expected results for {sorted(patterns)}, got {sorted(results)}"
+        )
+    for name, result in results.items():
+        _check_result(plugin, block.linears[name], patterns[name], result)
+    _check_joint_total(plugin, block, patterns, results)
+    return results
+
+
+def _check_result(plugin: str, linear: Linear, pattern: Pattern, result: PruneResult) -> None:
+    """Refuse a result of another shape or type, with other zeros than the pattern's, or with numbers that are none."""
+    shape = (linear.out_features, linear.in_features)
+    who = f"pruner {plugin!r} on {linear.name}"
+    if result.keep.dtype != torch.bool or tuple(result.keep.shape) != shape:
+        got = f"{result.keep.dtype} {list(result.keep.shape)}"
+        raise PluginError(f"{who}: keep must be torch.bool {list(shape)}, got {got}")
+    zeros, expected = int((~result.keep).sum()), zeros_in(pattern, *shape)
+    if expected is not None and zeros != expected:
+        raise PluginError(f"{who}: pattern {pattern} means {expected} zeros of {result.keep.numel()}, got {zeros}")
+    if isinstance(pattern, FixedMask) and not torch.equal(result.keep, pattern.keep):
+        raise PluginError(f"{who}: a reconstructing pruner must return the mask that it was given")
+    if result.weight is not None:
+        if tuple(result.weight.shape) != shape or not result.weight.is_floating_point():
+            got = f"{result.weight.dtype} {list(result.weight.shape)}"
+            raise PluginError(f"{who}: weight must be a float tensor {list(shape)}, got {got}")
+        if not torch.isfinite(result.weight[result.keep]).all():
+            raise PluginError(f"{who}: it returned weights that are NaN or infinite")
+    _check_shown(who, result.images, result.history)
+
+
+def _check_shown(who: str, images: Mapping[str, Any], history: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse images and curves that cannot be drawn."""
+    for name, image in images.items():
+        if not isinstance(image, Tensor) or image.dim() != 2 or not image.numel() or image.is_complex():
+            got = f"{image.dtype} {list(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
+            raise PluginError(f"{who}: image {name!r} must be a real tensor [rows, columns], got {got}")
+        if not torch.isfinite(image).all():
+            raise PluginError(f"{who}: image {name!r} has entries that are NaN or infinite")
+    for name, values in history.items():
+        if len(values) == 0:
+            raise PluginError(f"{who}: history {name!r} is empty; leave it out when there were no steps")
+        for step, value in enumerate(values, start=1):
+            if not isinstance(value, Real) or not math.isfinite(value):
+                raise PluginError(f"{who}: history {name!r} must be finite numbers, got {value!r} at step {step}")
+
+
+def _check_joint_total(
+    plugin: str, block: Block, patterns: Mapping[str, Pattern], results: Mapping[str, PruneResult]
+) -> None:
+    joint = [n for n, p in patterns.items() if zeros_in(p, *block.linears[n].weight.shape) is None]
+    weights = sum(results[n].keep.numel() for n in joint)
+    expected = round(patterns[joint[0]].sparsity * weights) if joint else 0
+    zeros = sum(int((~results[n].keep).sum()) for n in joint)
+    if zeros != expected:
+        raise PluginError(
+            f"pruner {plugin!r} on {block.fqn}: {patterns[joint[0]]} means {expected} zeros over {', '.join(joint)}, "
+            f"got {zeros}"
+        )
+
+
+def write(linear: Linear, result: PruneResult) -> None:
+    """Write the surviving weights in the model's dtype, and plain zeros (never -0.0) everywhere else."""
+    weight = linear.weight
+    new = weight if result.weight is None else result.weight.to(weight.device, weight.dtype)
+    weight.copy_(
+        torch.where(result.keep.to(weight.device), new, torch.zeros((), dtype=weight.dtype, device=weight.device))
+    )

@@ -1,0 +1,214 @@
+"""Drawings of a run as files: lines over blocks or steps as SVG, matrices as PNG.
+
+The only module that imports matplotlib, and only when it draws. No pyplot: every drawing is a `Figure` of its own,
+under matplotlib's defaults whatever a user's matplotlibrc says, and the same values give the same bytes. Grounds are
+white, so that a dark theme changes nothing. Lines have the colours of Okabe and Ito, which colour-blind readers
+tell apart (Wong, Nature Methods 8:441, 2011).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from compressx.files import os_errors_named
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LARGEST_SIDE = 128
+"""Rows and columns that a drawn matrix has at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pooled:
+    """A matrix as it is drawn.
+
+    Attributes:
+        values: float32 on the CPU, each side at most `LARGEST_SIDE`.
+        shape: rows and columns before it was pooled.
+    """
+
+    values: Tensor
+    shape: tuple[int, int]
+
+
+Line: TypeAlias = tuple[Sequence[float], Sequence[float]]  # x, y
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3.5,
+    "legend.frameon": False,
+    "text.parse_math": False,  # names come from plugins: a `$` is no formula
+    "svg.fonttype": "none",  # text stays text: small files
+    "svg.hashsalt": "compressx",
+}
+
+
+def error_by_layer(path: Path, quantity: str, panels: Mapping[str, Mapping[str, Line]]) -> None:
+    """Draw a quantity over the decoder blocks, a line for each way of pruning; logarithmic when all of it is positive.
+
+    Args:
+        path: an `.svg` to write.
+        quantity: what the values are, for the vertical axis.
+        panels: by the panel's title, then by the line's label: block numbers and values. All panels share both axes.
+
+    Raises:
+        ArtifactError: when the file cannot be written.
+    """
+    _draw_lines(path, panels, across="decoder block", up=quantity, columns=3, size=(4.6, 3.2), marked=True)
+
+
+def curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """Draw curves over a solver's steps, all names of a panel together; logarithmic when all values are positive.
+
+    Args:
+        path: an `.svg` to write.
+        panels: by the panel's title, then by the curve's name: one value for each step. All panels share both axes.
+
+    Raises:
+        ArtifactError: when the file cannot be written.
+    """
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    stepped = {
+        title: {name: (range(1, len(values) + 1), values) for name, values in lines.items()}
+        for title, lines in panels.items()
+    }
+    up = names[0] if len(names) == 1 else "value"
+    _draw_lines(path, stepped, across="step", up=up, columns=5, size=(2.6, 2.0), marked=False)
+
+
+def heat_maps(path: Path, title: str, images: Mapping[str, Pooled], difference: Pooled | None) -> None:
+    """Draw matrices side by side with one colour scale, and their absolute difference with one of its own.
+
+    Without negative entries colours follow the square root, so that an attention matrix shows more than its few large
+    entries; with negative ones they are linear, and white is zero.
+
+    Args:
+        path: a `.png` to write.
+        title: above all of them.
+        images: matrices by name.
+        difference: theirs, or None for none.
+
+    Raises:
+        ArtifactError: when the file cannot be written.
+    """
+    every = torch.cat([image.values.flatten() for image in images.values()])
+    panels = len(images) + (difference is not None)
+    with _drawing(path, (3.3 * panels + 0.6, 3.3)) as figure:
+        figure.suptitle(title)
+        axes = figure.subplots(1, panels, squeeze=False)[0]
+        scale = _colours(every)
+        for ax, (name, image) in zip(axes, images.items(), strict=False):
+            drawn = _matrix(ax, name, image, scale)
+        figure.colorbar(drawn, ax=list(axes[: len(images)]), label="value", shrink=0.8)
+        if difference is not None:
+            drawn = _matrix(axes[-1], "absolute difference", difference, _colours(difference.values))
+            figure.colorbar(drawn, ax=axes[-1], label="absolute difference", shrink=0.8)
+
+
+def pooled(image: Tensor) -> Pooled:
+    """Average-pool a matrix down to what is drawn of it; sides of up to `LARGEST_SIDE` stay as they are.
+
+    Args:
+        image: [rows, columns], any real dtype and device.
+    """
+    rows, columns = image.shape
+    size = (min(rows, LARGEST_SIDE), min(columns, LARGEST_SIDE))
+    values = torch.nn.functional.adaptive_avg_pool2d(image.detach().float()[None], size)[0]
+    return Pooled(values.cpu(), (rows, columns))
+
+
+@contextmanager
+def _drawing(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
+    """Give a figure [inches] to draw on, which is written when the block ends."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(_STYLE)
+        figure = Figure(figsize=size, layout="constrained", facecolor="white", dpi=110)
+        yield figure
+        with os_errors_named("write", path):
+            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
+
+
+def _draw_lines(
+    path: Path, panels: Mapping[str, Mapping[str, Line]], *, across: str, up: str, columns: int,
+    size: tuple[float, float], marked: bool,
+) -> None:  # fmt: skip
+    """Draw panels of lines in rows of `columns`, each `size` inches, with one legend above."""
+    columns = min(columns, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
+    looks = dict(zip(labels, cycle(zip(_COLOURS, _MARKERS, strict=True)), strict=False))
+    shown: dict[str, Any] = {}
+    with _drawing(path, (max(size[0] * columns, 5.0), size[1] * rows + 0.5)) as figure:
+        axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        for ax, (title, lines) in zip(axes.flat, panels.items(), strict=False):
+            ax.set_title(title)
+            for label, (x, y) in lines.items():
+                colour, marker = looks[label]
+                [shown[label]] = ax.plot(x, y, color=colour, marker=marker if marked or len(x) == 1 else None)
+        for ax in axes.flat[len(panels) :]:
+            ax.set_visible(False)
+        for ax in axes.flat[max(0, len(panels) - columns) : len(panels)]:
+            ax.tick_params(labelbottom=True)  # the lowest panel of its column need not be in the last row
+        _set_scales(axes[0, 0], [v for lines in panels.values() for _, y in lines.values() for v in y])
+        figure.supxlabel(across)
+        figure.supylabel(up)
+        if len(labels) > 1:
+            figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=len(labels))
+
+
+def _set_scales(ax: Axes, values: Sequence[float]) -> None:
+    """Count the horizontal axis in whole numbers, and make the vertical one logarithmic when it can be."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    finite = [v for v in values if math.isfinite(v)]
+    if finite and min(finite) > 0:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _colours(values: Tensor) -> dict[str, Any]:
+    """Choose the colour map for values, and how they are mapped onto it."""
+    from matplotlib.colors import Normalize, PowerNorm
+
+    top = float(values.abs().max()) or 1.0
+    if (values < 0).any():
+        return {"cmap": "PuOr", "norm": Normalize(-top, top)}
+    return {"cmap": "viridis", "norm": PowerNorm(0.5, 0.0, top)}
+
+
+def _matrix(ax: Axes, title: str, image: Pooled, scale: Mapping[str, Any]) -> Any:
+    """Draw one matrix, its axes counting the rows and columns before pooling."""
+    ax.set_title(title)
+    ax.set_xlabel("column")
+    ax.set_ylabel("row")
+    ax.grid(visible=False)
+    ax.set_box_aspect(1)
+    rows, columns = image.shape
+    extent = (0, columns, rows, 0)
+    return ax.imshow(image.values.numpy(), extent=extent, aspect="auto", interpolation="nearest", **scale)

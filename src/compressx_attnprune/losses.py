@@ -1,0 +1,213 @@
+"""What pruned queries and keys are held to: the attention matrix itself, or what it makes of the values.
+
+A loss compares two pairs of (query, key) weights on the inputs of one layer. Both losses answer three questions: how
+large the error is, where it falls fastest, and, for the curvature at the dense weights, how it answers to random
+signs. Inputs are [batch, tokens, in_features] in the weights' dtype, weights [heads * head_dim, in_features].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from compressx_attnprune import objective
+from compressx_attnprune.geometry import Attention, place, place_backward, project, queries_and_keys, values
+
+Pair: TypeAlias = tuple[Tensor, Tensor]
+
+SEQUENCES = 4
+"""Sequences that are worked on at a time."""
+
+
+class Loss(Protocol):
+    """A squared error that pruned query and key weights cause."""
+
+    @property
+    def attention(self) -> Attention:
+        """The layer's geometry."""
+
+    def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[list[float], float]:
+        """Return each candidate's squared error on a batch, and the squared norm of what the dense weights give."""
+
+    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
+        """Return error over norm on a batch, and the gradients of half of that with respect to the pruned weights."""
+
+    def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
+        """Return the gradients of `project`'s results for a random sign on every entry of what is compared.
+
+        The expectation of their outer products is the Gauss-Newton matrix of the squared error: of each query, and of
+        each key, both [batch, heads, tokens, head_dim].
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixLoss:
+    """||P~ - P||_F^2 of the attention matrices (Attention Weights Pruning, arXiv 2410.11261), summed over the heads.
+
+    Attributes:
+        attention: the layer's geometry.
+    """
+
+    attention: Attention
+
+    @torch.no_grad()
+    def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[list[float], float]:
+        """Return ||P~ - P||_F^2 of each candidate, and ||P||_F^2."""
+        before, *after = (queries_and_keys(self.attention, x, *pair) for pair in (dense, *candidates))
+        errors, norms = objective.squared_errors(self.attention, before, after)
+        return errors.sum(dim=1).tolist(), float(norms.sum())
+
+    @torch.no_grad()
+    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
+        """Return ||P~ - P||_F^2 / ||P||_F^2 and the gradients of half of it, in closed form and row blocks."""
+        attention = self.attention
+        before = queries_and_keys(attention, x, *dense)
+        projected = _projected(attention, x, pruned)
+        errors, norms, grads = objective.gradients(attention, before, _placed(attention, projected))
+        norm = float(norms.sum())
+        query, key = (_weight_gradient(g, x).div_(norm) for g in _placed_backward(attention, projected, grads))
+        return float(errors.sum()) / norm, (query, key)
+
+    @torch.no_grad()
+    def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
+        """Return the gradients for a random sign on every entry of P."""
+        projected = _projected(self.attention, x, weights)
+        grads = objective.probe(self.attention, *_placed(self.attention, projected), generator)
+        return _placed_backward(self.attention, projected, grads)
+
+
+@dataclass(frozen=True, eq=False)
+class OutputLoss:
+    """||(P~ - P) V W_O^T||_F^2: what the error of the attention matrices does to the attention's output.
+
+    Runs through `scaled_dot_product_attention`, so that no tensor of tokens x tokens is held, whatever the length.
+    There are exceptions: layers that cap their scores, the mask of a window (one for all heads), and, where torch has
+    no fused kernel for them, values of another size than the keys.
+
+    Attributes:
+        attention: the layer's geometry.
+        value_weight: [h_kv * value_dim, in_features].
+        value_bias: [h_kv * value_dim], or None.
+        output_weight: [out_features, h * value_dim].
+    """
+
+    attention: Attention
+    value_weight: Tensor
+    value_bias: Tensor | None
+    output_weight: Tensor
+
+    @torch.no_grad()
+    def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[list[float], float]:
+        """Return ||(P~ - P) V W_O^T||_F^2 of each candidate, and ||P V W_O^T||_F^2."""
+        v = values(self.attention, x, self.value_weight, self.value_bias)
+        before, *after = (self._output(*queries_and_keys(self.attention, x, *pair), v) for pair in (dense, *candidates))
+        return [_squared_norm(a - before) for a in after], _squared_norm(before)
+
+    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
+        """Return ||(P~ - P) V W_O^T||_F^2 / ||P V W_O^T||_F^2 and the gradients of half of it."""
+        with torch.no_grad():
+            v = values(self.attention, x, self.value_weight, self.value_bias)
+            before = self._output(*queries_and_keys(self.attention, x, *dense), v)
+            projected = _projected(self.attention, x, pruned)
+        with torch.enable_grad():
+            q, k = (u.requires_grad_() for u in _placed(self.attention, projected))
+            half = (self._output(q, k, v) - before).square().sum() / (2.0 * before.square().sum())
+            grads = torch.autograd.grad(half, (q, k))
+        with torch.no_grad():
+            query, key = (_weight_gradient(g, x) for g in _placed_backward(self.attention, projected, grads))
+        return 2.0 * float(half.detach()), (query, key)
+
+    def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
+        """Return the gradients for a random sign on every entry of the attention's output."""
+        with torch.no_grad():
+            v = values(self.attention, x, self.value_weight, self.value_bias)
+            projected = _projected(self.attention, x, weights)
+        with torch.enable_grad():
+            q, k = (u.requires_grad_() for u in _placed(self.attention, projected))
+            mixed = self._output(q, k, v)
+            signs = torch.empty_like(mixed).bernoulli_(0.5, generator=generator).mul_(2.0).sub_(1.0)
+            grads = torch.autograd.grad(mixed, (q, k), signs)
+        with torch.no_grad():
+            return _placed_backward(self.attention, projected, grads)
+
+    def _output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Mix the values and project them, [batch, tokens, out_features]; differentiable in queries and keys."""
+        attention = self.attention
+        v = v.repeat_interleave(attention.groups, dim=1)  # [batch, h, tokens, value_dim]
+        if attention.softcap is not None:
+            mixed = objective.attention_matrices(attention, q, k) @ v
+        else:
+            k = k.repeat_interleave(attention.groups, dim=1)
+            mixed = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, scale=attention.scaling, **_visible(attention, q)
+            )
+        return torch.nn.functional.linear(mixed.transpose(1, 2).flatten(2), self.output_weight)
+
+
+def relative_errors(loss: Loss, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> list[float]:
+    """Compute error over norm, the ratio of the *squared* norms, on any number of sequences in any float dtype.
+
+    Args:
+        loss: what is compared.
+        x: [sequences, tokens, in_features].
+        dense: the dense weights.
+        candidates: pruned weights.
+
+    Returns:
+        One figure for each candidate; 0 where the dense weights give nothing at all.
+    """
+    errors, norm = [0.0] * len(candidates), 0.0
+    for part in parts(x):
+        more, n = loss.errors(part, dense, candidates)
+        errors, norm = [e + m for e, m in zip(errors, more, strict=True)], norm + n
+    return [e / norm if norm > 0.0 else 0.0 for e in errors]
+
+
+def relative_error(loss: Loss, x: Tensor, dense: Pair, pruned: Pair) -> float:
+    """Compute `relative_errors` of one candidate."""
+    return relative_errors(loss, x, dense, [pruned])[0]
+
+
+def parts(x: Tensor) -> Iterator[Tensor]:
+    """Yield a few sequences at a time as a float32 copy."""
+    for start in range(0, len(x), SEQUENCES):
+        yield x[start : start + SEQUENCES].to(torch.float32, copy=True)
+
+
+def _projected(attention: Attention, x: Tensor, weights: Pair) -> Pair:
+    query, key = weights
+    return project(attention, attention.query, x, query), project(attention, attention.key, x, key)
+
+
+def _placed(attention: Attention, projected: Pair) -> Pair:
+    query, key = projected
+    return place(attention, attention.query, query), place(attention, attention.key, key)
+
+
+def _placed_backward(attention: Attention, projected: Pair, grads: Sequence[Tensor]) -> Pair:
+    (query, key), (dq, dk) = projected, grads
+    return place_backward(attention, attention.query, query, dq), place_backward(attention, attention.key, key, dk)
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Carry the gradient of `project`'s result [batch, heads, tokens, head_dim] to its weight."""
+    flat = grad.transpose(1, 2).flatten(2)  # [batch, tokens, heads * head_dim]
+    return flat.flatten(0, 1).T @ x.flatten(0, 1)
+
+
+def _squared_norm(x: Tensor) -> float:
+    return float(x.square().sum(dtype=torch.float64))
+
+
+def _visible(attention: Attention, q: Tensor) -> dict[str, Any]:
+    """Say to `scaled_dot_product_attention` what each query sees."""
+    tokens = q.shape[2]
+    if attention.window is None or attention.window >= tokens:
+        return {"is_causal": True}
+    i = torch.arange(tokens, device=q.device)
+    behind = i[:, None] - i
+    return {"attn_mask": (behind >= 0) & (behind < attention.window)}

@@ -1,0 +1,92 @@
+"""Reading the norms that a module applies to queries and keys, by what they compute."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from compressx_attnprune.geometry import Norm
+
+QUERY_NORMS = ("q_norm", "q_layernorm")
+KEY_NORMS = ("k_norm", "k_layernorm")
+
+
+def unknown_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: int) -> str | None:
+    """Say which norm of an attention module is of a kind that `read_norm` does not know, and why; None when none is.
+
+    Needs no weights.
+
+    Args:
+        module: the attention.
+        names: what the side's norm may be called, `QUERY_NORMS` or `KEY_NORMS`.
+        heads: of the side.
+        head_dim: features of a head.
+    """
+    name, norm = _find(module, names)
+    if norm is None or _input_shape(norm, heads, head_dim) is not None:
+        return None
+    shapes = ", ".join(str(s) for s in _weight_shapes(norm)) or "none"
+    return (
+        f"{name} has weights of shape {shapes}, and attnprune knows norms over one head, ({head_dim},), or over all "
+        f"{heads} together, ({heads * head_dim},)"
+    )
+
+
+@torch.no_grad()
+def read_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: int) -> Norm | None:
+    """Measure what a side's norm computes, in float32; None when the module has none.
+
+    Some norms scale by the weight and some by one plus the weight, some take the mean off first, and some see all heads
+    at once: their shape and three vectors tell.
+
+    Args:
+        module: the attention.
+        names: what the side's norm may be called, `QUERY_NORMS` or `KEY_NORMS`.
+        heads: of the side.
+        head_dim: features of a head.
+    """
+    _, found = _find(module, names)
+    shape = None if found is None else _input_shape(found, heads, head_dim)
+    if found is None or shape is None:
+        return None
+    norm = copy.deepcopy(found).float()
+    ones = torch.ones(shape, device=next(norm.parameters()).device)
+    signs = ones.clone()
+    signs[..., 1::2] = -1.0  # mean 0 and mean square 1, so that taking the mean off does nothing
+    at_zero, at_ones, at_signs = (norm(u) for u in (torch.zeros_like(ones), ones, signs))
+    eps = _eps(norm)
+    gain = (at_signs - at_zero) * signs * (1.0 + eps) ** 0.5
+    own = (head_dim,) if shape == (head_dim,) else (heads, 1, head_dim)
+    return Norm(
+        gain.view(own),
+        eps,
+        shift=at_zero.view(own) if at_zero.any() else None,
+        centered=bool((at_ones - at_zero).norm() < 0.5 * gain.norm()),  # nothing is left of ones without their mean
+        whole=heads > 1 and shape == (heads * head_dim,),
+    )
+
+
+def _find(module: nn.Module, names: tuple[str, ...]) -> tuple[str, nn.Module | None]:
+    found = ((n, getattr(module, n, None)) for n in names)
+    return next(((n, x) for n, x in found if x is not None and not isinstance(x, nn.Identity)), ("", None))
+
+
+def _weight_shapes(norm: nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(p.shape) for n, p in norm.named_parameters() if n.rpartition(".")[2] == "weight"]
+
+
+def _input_shape(norm: nn.Module, heads: int, head_dim: int) -> tuple[int, ...] | None:
+    """Return the shape in which the norm takes one token's queries or keys; None for a norm of another kind."""
+    shapes = _weight_shapes(norm)
+    for known in ((head_dim,), (heads, head_dim), (heads * head_dim,)):
+        if shapes == [known]:
+            return known
+    return (1, heads, 1, head_dim) if shapes == [(head_dim,)] * heads else None  # StableLM has a module for each head
+
+
+def _eps(norm: nn.Module) -> float:
+    """Return what the norm, or the first of its parts, adds to the mean square."""
+    stated = (getattr(part, name, None) for part in norm.modules() for name in ("variance_epsilon", "eps"))
+    return float(next((eps for eps in stated if eps is not None), 0.0))

@@ -1,0 +1,174 @@
+"""Which rows of which linears of a decoder block are its queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressx import Block, Linear, UnsupportedModelError
+from compressx.errors import RecipeError
+
+INSTEAD = "leave it to a pruner of single linears, such as sparsegpt or wanda"
+
+_BLOCKED = ("c_attn", "qkv_proj", "Wqkv", "W_pack")  # all queries, then all keys, then all values
+_GROUPED = ("query_key_value",)  # for each key head the queries that share it, its key, its value
+_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of one linear that play one role.
+
+    Attributes:
+        linear: the linear that holds them.
+        index: their numbers in head order, int64 [heads * head_dim]; None when they are all its rows.
+    """
+
+    linear: Linear
+    index: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the linear."""
+        return self.linear.name
+
+    @property
+    def count(self) -> int:
+        """Number of rows, heads * head_dim."""
+        return self.linear.out_features if self.index is None else len(self.index)
+
+    @property
+    def weight(self) -> Tensor:
+        """Their weight, float32 [heads * head_dim, in_features]; the module's own memory where nothing is gathered."""
+        return self._take(self.linear.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Their bias, float32 [heads * head_dim], or None."""
+        bias = self.linear.bias
+        return None if bias is None else self._take(bias)
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        return (tensor if self.index is None else tensor[self.index.to(tensor.device)]).float()
+
+
+@dataclass(frozen=True, eq=False)
+class Projections:
+    """The four projections of a block's attention.
+
+    Attributes:
+        query: rows that make the queries.
+        key: rows that make the keys.
+        value: rows that make the values, in as many heads as the keys; their size may differ from the keys'.
+        output: what takes the mixed values of all query heads.
+    """
+
+    query: Rows
+    key: Rows
+    value: Rows
+    output: Linear
+
+    @property
+    def fused(self) -> bool:
+        """Whether one linear holds queries, keys and values."""
+        return self.query.linear is self.key.linear
+
+    @property
+    def attention(self) -> str:
+        """Fully qualified name of the attention module."""
+        return parent(self.query.name)
+
+
+def find_projections(block: Block, taken: Mapping[str, object] | None = None) -> Projections:
+    """Find the block's query, key, value and output projection, separate or in one fused weight.
+
+    Args:
+        block: the block; its weights may be on the meta device.
+        taken: the linears that a rule took there, for the message when there are no such projections.
+
+    Raises:
+        UnsupportedModelError: when there is not exactly one attention with all of them, or a fused weight whose rows
+            cannot be told apart.
+        RecipeError: when the linears taken lie outside the decoder blocks.
+    """
+    if not block.fqn:
+        raise RecipeError(
+            f"attnprune prunes attention, and this rule takes {', '.join(taken or block.linears)} outside the decoder "
+            'blocks; write targets: ["*.q_proj", "*.k_proj"]'
+        )
+    queries, keys, fused = (_named(block, *names) for names in (["q_proj"], ["k_proj"], [*_BLOCKED, *_GROUPED]))
+    if len(queries) == len(keys) == 1 and not fused and parent(queries[0].name) == parent(keys[0].name):
+        values = _sibling(block, queries[0], ("v_proj",))
+        return Projections(Rows(queries[0]), Rows(keys[0]), Rows(values), _sibling(block, queries[0], _OUTPUTS))
+    if len(fused) == 1 and not queries and not keys:
+        return Projections(*_split(block, fused[0]), _sibling(block, fused[0], _OUTPUTS))
+    raise UnsupportedModelError(
+        f"{block.fqn} has {len(queries)} q_proj and {len(keys)} k_proj, and attnprune needs one of each in the same "
+        f"attention, or one weight that fuses them ({', '.join((*_BLOCKED, *_GROUPED))}); its linears: "
+        f"{', '.join(block.linears) or 'none'}; {INSTEAD}"
+    )
+
+
+def head_size(module: Any, config: Any) -> int:
+    """Return the features of one query or key head of an attention module."""
+    stated = (getattr(module, "head_dim", None), getattr(module, "head_size", None), getattr(config, "head_dim", None))
+    return int(next((size for size in stated if size), config.hidden_size // config.num_attention_heads))
+
+
+def submodule(block: Block, name: str) -> Any:
+    """Return a module of the block by its fully qualified name."""
+    return block.module.get_submodule(name[len(block.fqn) + 1 :])
+
+
+def leaf(name: str) -> str:
+    """Return the last part of a fully qualified name."""
+    return name.rpartition(".")[2]
+
+
+def parent(name: str) -> str:
+    """Return a fully qualified name without its last part."""
+    return name.rpartition(".")[0]
+
+
+def _split(block: Block, fused: Linear) -> tuple[Rows, Rows, Rows]:
+    """Number the query, key and value rows of a fused weight; how many key heads there are follows from its size."""
+    heads = int(block.config.num_attention_heads)
+    module = submodule(block, parent(fused.name))
+    head_dim = head_size(module, block.config)
+    blocks, rest = divmod(fused.out_features, head_dim)
+    key_heads, odd = divmod(blocks - heads, 2)
+    if rest or odd or key_heads < 1 or heads % key_heads:
+        raise UnsupportedModelError(
+            f"{fused.name} has {fused.out_features} outputs, which is not {heads} query heads of {head_dim} features "
+            f"with as many keys as values; {INSTEAD}"
+        )
+    rows = torch.arange(fused.out_features, device="cpu")
+    # StarCoder's c_attn changes its layout with the number of key heads.
+    if leaf(fused.name) in _GROUPED or getattr(module, "multi_query", None) is False:
+        grouped = rows.view(key_heads, -1, head_dim)  # [h_kv, groups + 2, head_dim]
+        parts = (grouped[:, :-2], grouped[:, -2], grouped[:, -1])
+    else:
+        ends = (heads * head_dim, (heads + key_heads) * head_dim)
+        parts = (rows[: ends[0]], rows[ends[0] : ends[1]], rows[ends[1] :])
+    query, key, value = (Rows(fused, part.reshape(-1)) for part in parts)
+    return query, key, value
+
+
+def _named(block: Block, *leaves: str) -> list[Linear]:
+    return [x for n, x in block.linears.items() if leaf(n) in leaves]
+
+
+def _sibling(block: Block, of: Linear, leaves: tuple[str, ...]) -> Linear:
+    home = parent(of.name)
+    for name in leaves:
+        if (found := block.linears.get(f"{home}.{name}")) is not None:
+            return found
+    role = "value" if leaves == ("v_proj",) else "output"
+    raise UnsupportedModelError(
+        f"{home} has no {role} projection named {', '.join(leaves)}, so that attnprune cannot verify that it is "
+        f"softmax attention; {INSTEAD}"
+    )

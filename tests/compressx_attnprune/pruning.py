@@ -1,0 +1,72 @@
+"""Asking the pruner for a recorded block, and what the host checks of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tests.compressx_attnprune import blocks
+
+from compressx import NM, FixedMask, Pattern, PruneResult, Unstructured
+from compressx.patterns import keep_mask, zeros_in
+from compressx.pruner import Block, Statistic
+from compressx_attnprune import plugin
+
+SPEC = plugin.compressx_pruners()[0]
+MODES = ("gauss-newton", "mask", "joint")
+OBJECTIVES = {"attention-matrix": "attention_error", "attention-output": "output_error"}
+PATTERNS: list[Pattern] = [
+    Unstructured(0.637, "joint"), Unstructured(0.637, "layer"), Unstructured(0.637, "row"), NM(2, 4)
+]  # fmt: skip
+HALF = Unstructured(0.5, "joint")
+SEQUENCES = 16
+HELD_OUT = 2
+"""How many of them are held out: an eighth."""
+
+
+def observed(recorded: blocks.Recorded, pruner: Any) -> dict[str, Statistic]:
+    """Fill what the pruner asks for, one sample shared by both projections as the host does."""
+    names = blocks.targets(recorded.block)
+    sample = pruner.observe(recorded.block, names[0])
+    assert sample == pruner.observe(recorded.block, names[-1])  # equal when fresh, so the host shares it
+    for batch in recorded.x.split(2):
+        sample.update(batch)
+    return dict.fromkeys(names, sample)
+
+
+def prune(
+    recorded: blocks.Recorded, pattern: Pattern | Mapping[str, Pattern], **options: Any
+) -> dict[str, PruneResult]:
+    pruner = SPEC.build(SPEC.options(**{"steps": 5, **options}))
+    patterns = pattern if isinstance(pattern, Mapping) else dict.fromkeys(blocks.targets(recorded.block), pattern)
+    return dict(pruner.prune(recorded.block, patterns, observed(recorded, pruner)))
+
+
+def given_masks(block: Block, chosen_as: Unstructured | NM) -> dict[str, Pattern]:
+    """Give every target the mask that magnitude chooses, as a recipe's `reconstruct` does."""
+    scores = {n: block.linears[n].weight.float().abs() for n in blocks.targets(block)}
+    return {n: FixedMask(keep_mask(s, chosen_as), chosen_as) for n, s in scores.items()}
+
+
+def assert_as_asked(block: Block, patterns: Mapping[str, Pattern], results: Mapping[str, PruneResult]) -> None:
+    """Hold results against what the host checks: counts, exact to the weight, and given masks untouched."""
+    assert set(results) == set(patterns)
+    for name, result in results.items():
+        shape = tuple(block.linears[name].weight.shape)
+        assert result.keep.dtype == torch.bool
+        assert result.keep.shape == result.weight.shape == shape
+        assert result.weight.dtype == torch.float32
+        assert torch.equal(result.weight != 0, result.keep)
+        pattern, zeros = patterns[name], int((~result.keep).sum())
+        assert zeros == (zeros_in(pattern, *shape) if zeros_in(pattern, *shape) is not None else zeros)
+        if isinstance(pattern, NM):
+            assert (result.keep.reshape(-1, pattern.of).sum(dim=1) == pattern.keep).all()
+        if isinstance(pattern, FixedMask):
+            assert torch.equal(result.keep, pattern.keep)
+        if isinstance(pattern, Unstructured) and pattern.group == "row":
+            assert len(set((~result.keep).sum(dim=1).tolist())) == 1
+    joint = [n for n, p in patterns.items() if isinstance(p, Unstructured) and p.group == "joint"]
+    if joint:
+        weights = sum(results[n].keep.numel() for n in joint)
+        assert sum(int((~results[n].keep).sum()) for n in joint) == round(patterns[joint[0]].sparsity * weights)

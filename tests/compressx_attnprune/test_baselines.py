@@ -1,0 +1,183 @@
+"""Wanda and SparseGPT beside attention pruning, against the host's own pruners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compressx import NM, Block, FixedMask, Linear, Pattern, Pruner, PruneResult, Unstructured, keep_masks
+from compressx.obs import NotPositiveDefiniteError
+from compressx.pruners.sparsegpt import SparseGPT, SparseGPTOptions
+from compressx.pruners.wanda import Wanda
+from compressx_attnprune import baselines
+from compressx_attnprune.losses import Pair
+
+WIDTH = 160  # more than one column block of the sweep
+OUT = (24, 12)
+ROW_PATTERNS = [Unstructured(0.5, "row"), Unstructured(0.33, "row"), NM(2, 4)]
+WIDE_PATTERNS = [Unstructured(0.37, "joint"), Unstructured(0.81, "joint"), Unstructured(0.37, "layer")]
+
+
+@pytest.fixture
+def x() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5
+    return torch.randn(6, 50, WIDTH, generator=generator) @ mixed * torch.linspace(0.3, 2.0, WIDTH)
+
+
+@pytest.fixture
+def weights() -> Pair:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(OUT[0], WIDTH, generator=generator), 0.4 * torch.randn(OUT[1], WIDTH, generator=generator)
+
+
+def by(query: Pattern, key: Pattern | None = None) -> Callable[[Pair], Pair]:
+    """Return what turns scores into masks of the patterns, as the solver's budget does."""
+
+    def choose(scores: Pair) -> Pair:
+        masks = keep_masks({"q": scores[0], "k": scores[1]}, {"q": query, "k": key or query})
+        return masks["q"], masks["k"]
+
+    return choose
+
+
+def prune(pruner: Pruner, weights: Pair, x: Tensor, patterns: tuple[Pattern, Pattern]) -> list[PruneResult]:
+    """Let one of the host's pruners prune both weights as linears of a block."""
+    linears = {}
+    for name, weight in zip(("q", "k"), weights, strict=True):
+        module = nn.Linear(WIDTH, len(weight), bias=False)
+        module.weight = nn.Parameter(weight.clone())
+        linears[name] = Linear(name, module)
+    block = Block(0, "", nn.Module(), linears, (), None)
+    statistic = pruner.observe(block, "q")
+    for batch in x.split(2):
+        statistic.update(batch)
+    results = pruner.prune(block, dict(zip(linears, patterns, strict=True)), dict.fromkeys(linears, statistic))
+    return [results[name] for name in linears]
+
+
+@pytest.mark.parametrize("pattern", ROW_PATTERNS, ids=str)
+def test_wanda_is_the_hosts_where_rows_or_groups_have_their_own_budget(pattern: Pattern, x: Tensor, weights: Pair):
+    keeps, pruned = baselines.wanda(weights, x, by(pattern))
+    for host, keep, weight, dense in zip(
+        prune(Wanda(), weights, x, (pattern, pattern)), keeps, pruned, weights, strict=True
+    ):
+        assert torch.equal(keep, host.keep)
+        assert torch.equal(weight, dense * keep)
+
+
+def given_masks() -> tuple[FixedMask, FixedMask]:
+    generator = torch.Generator().manual_seed(2)
+    query, key = (FixedMask(torch.rand(n, WIDTH, generator=generator) < 0.4, ROW_PATTERNS[0]) for n in OUT)
+    return query, key
+
+
+def test_sparsegpt_updates_given_masks_like_the_hosts(x: Tensor, weights: Pair):
+    masks = given_masks()
+    keeps, pruned = baselines.sparsegpt(weights, x, by(*masks), masks[0].sparsity)
+    hosts = prune(SparseGPT(SparseGPTOptions()), weights, x, masks)
+    for host, mask, keep, weight in zip(hosts, masks, keeps, pruned, strict=True):
+        assert torch.equal(keep, mask.keep)
+        assert host.weight is not None
+        torch.testing.assert_close(weight, host.weight, rtol=1e-4, atol=1e-4)
+        assert not weight[~keep].any()
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.33, 0.9])
+def test_sparsegpt_is_the_hosts_where_rows_have_their_own_budget(sparsity: float, x: Tensor, weights: Pair):
+    pattern = Unstructured(sparsity, "row")
+    keeps, pruned = baselines.sparsegpt(weights, x, by(pattern), sparsity)
+    hosts = prune(SparseGPT(SparseGPTOptions()), weights, x, (pattern, pattern))
+    for host, keep, weight in zip(hosts, keeps, pruned, strict=True):
+        assert torch.equal(keep, host.keep)
+        assert host.weight is not None
+        torch.testing.assert_close(weight, host.weight, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pattern", [*ROW_PATTERNS, Unstructured(0.6, "layer")], ids=str)
+def test_rows_of_one_weight_are_pruned_like_the_hosts(pattern: Pattern, x: Tensor, weights: Pair):
+    keep, pruned = baselines.sparsegpt_rows(weights[0], x, pattern)
+    host = prune(SparseGPT(SparseGPTOptions()), weights, x, (pattern, pattern))[0]
+    assert torch.equal(keep, host.keep)
+    assert host.weight is not None
+    torch.testing.assert_close(pruned, host.weight, rtol=1e-4, atol=1e-4)
+
+
+def test_features_that_never_fire_are_dropped_first_as_by_the_hosts_pruners(x: Tensor, weights: Pair):
+    x[..., 5::20] = 0.0
+    pattern = Unstructured(0.25, "row")
+    for keeps, host in (
+        (baselines.wanda(weights, x, by(pattern))[0], prune(Wanda(), weights, x, (pattern, pattern))),
+        (
+            baselines.sparsegpt(weights, x, by(pattern), 0.25)[0],
+            prune(SparseGPT(SparseGPTOptions()), weights, x, (pattern, pattern)),
+        ),
+    ):
+        for keep, result in zip(keeps, host, strict=True):
+            assert not keep[:, 5::20].any()
+            assert torch.equal(keep, result.keep)
+    assert not baselines.sparsegpt_rows(weights[0], x, pattern)[0][:, 5::20].any()
+
+
+METHODS = {
+    "wanda": lambda w, x, pattern: baselines.wanda(w, x, by(pattern)),
+    "sparsegpt": lambda w, x, pattern: baselines.sparsegpt(w, x, by(pattern), pattern.sparsity),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("pattern", WIDE_PATTERNS, ids=str)
+def test_wider_budgets_are_exact_to_the_weight_and_only_what_rounding_leaves_unbalances_the_rows(
+    method, pattern, x: Tensor, weights: Pair
+):
+    """37% of 160 are 59.2: rows drop 59, and what is missing then is taken from those with the lowest scores."""
+    keeps, pruned = method(weights, x, pattern)
+    dropped = [int((~k).sum()) for k in keeps]
+    if pattern.group == "joint":
+        assert sum(dropped) == round(pattern.sparsity * WIDTH * sum(OUT))
+    else:
+        assert dropped == [round(pattern.sparsity * WIDTH * n) for n in OUT]
+    by_row, each = torch.cat([(~k).sum(dim=1) for k in keeps]), round(pattern.sparsity * WIDTH)
+    assert (by_row - each).abs().sum() == abs(sum(dropped) - each * sum(OUT)) > 0
+    assert all(not w[~k].any() for w, k in zip(pruned, keeps, strict=True))
+
+
+def test_sparsegpt_keeps_within_given_groups_and_updates_for_them(x: Tensor, weights: Pair):
+    keeps, pruned = baselines.sparsegpt(weights, x, by(NM(2, 4)), 0.5)
+    assert all((k.view(-1, 4).sum(dim=1) == 2).all() for k in keeps)
+    updated, masked = ((x @ (w - weights[0]).T).square().sum() for w in (pruned[0], weights[0] * keeps[0]))
+    assert updated < 0.9 * masked
+
+
+def test_feature_norms_are_those_of_all_sequences_in_any_dtype(x: Tensor):
+    expected = x.double().flatten(0, 1).norm(dim=0)
+    got = baselines.feature_norms(x)
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+    halves = x.bfloat16()
+    torch.testing.assert_close(
+        baselines.feature_norms(halves), halves.double().flatten(0, 1).norm(dim=0), rtol=1e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_inputs_in_bfloat16_give_float32_weights_and_leave_what_was_handed_in_alone(method, x: Tensor, weights: Pair):
+    before = [w.clone() for w in weights]
+    halves = x.bfloat16()
+    keeps, pruned = method(weights, halves, Unstructured(0.5, "joint"))
+    wanted_keeps, wanted = method(weights, halves.float(), Unstructured(0.5, "joint"))
+    for keep, w, wanted_keep, wanted_w in zip(keeps, pruned, wanted_keeps, wanted, strict=True):
+        assert w.dtype == torch.float32
+        assert torch.equal(keep, wanted_keep)
+        assert torch.equal(w, wanted_w)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights, strict=True))
+    assert torch.equal(halves, x.bfloat16())
+
+
+def test_inputs_that_are_no_numbers_are_refused(x: Tensor, weights: Pair):
+    x[0, 0, 0] = torch.nan
+    with pytest.raises(NotPositiveDefiniteError, match="NaN or infinite"):
+        baselines.sparsegpt(weights, x, by(ROW_PATTERNS[0]), 0.5)

@@ -1,0 +1,206 @@
+"""Kronecker factors of the curvature, against sums over tokens in float64 and the exact Gauss-Newton matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+from tests.compressx_attnprune.signs import Signs, count_signs, gauss_newton, hadamard, outer
+from torch import Tensor
+
+from compressx_attnprune import curvature
+from compressx_attnprune.curvature import Curvature
+from compressx_attnprune.geometry import Attention, Projection, queries_and_keys
+from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair
+from compressx_attnprune.objective import attention_matrices
+
+ATTENTION = Attention(Projection(4), Projection(2), head_dim=4, scaling=0.5)
+WIDTH, TOKENS = 6, 9
+KINDS = ["matrix", "output"]
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make(kind: str, attention: Attention = ATTENTION) -> Loss:
+    if kind == "matrix":
+        return MatrixLoss(attention)
+    return OutputLoss(attention, normal(8, WIDTH, seed=5), normal(8, seed=6), normal(5, 16, seed=7))
+
+
+@pytest.fixture
+def weights() -> Pair:
+    return normal(16, WIDTH, seed=1), normal(8, WIDTH, seed=2)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return normal(10, TOKENS, WIDTH, seed=0)  # three parts, the last of two sequences
+
+
+@dataclass
+class Recording:
+    """A loss that keeps what its probes were asked and gave."""
+
+    loss: Loss
+    probes: list[tuple[Tensor, Pair]] = field(default_factory=list)
+
+    @property
+    def attention(self) -> Attention:
+        return self.loss.attention
+
+    def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
+        self.probes.append((x.clone(), self.loss.probe(x, weights, generator)))
+        return self.probes[-1][1]
+
+
+@pytest.mark.parametrize("probes", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_factors_are_sums_over_all_tokens_of_the_probes_gradients(kind: str, probes: int, x: Tensor, weights: Pair):
+    recording = Recording(make(kind))
+    measured = curvature.measure(recording, x, weights, probes=probes)
+    assert [len(part) for part, _ in recording.probes] == [4] * 2 * probes + [2] * probes
+    for i, side in enumerate(measured):
+        heads = (4, 2)[i]
+        rows = torch.zeros(heads, 4, 4, dtype=torch.float64)
+        inputs = torch.zeros(heads, WIDTH, WIDTH, dtype=torch.float64)
+        for part, gradients in recording.probes:
+            for sequence in range(len(part)):
+                for head in range(heads):
+                    for token in range(TOKENS):
+                        c, v = gradients[i][sequence, head, token].double(), part[sequence, token].double()
+                        rows[head] += torch.outer(c, c)
+                        inputs[head] += c.square().sum() * torch.outer(v, v) / probes
+        rows /= rows.diagonal(dim1=1, dim2=2).sum(dim=1)[:, None, None]
+        torch.testing.assert_close(side.rows.double(), rows, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(side.inputs.double(), inputs, rtol=1e-4, atol=1e-5 * float(inputs.max()))
+        torch.testing.assert_close(side.rows.diagonal(dim1=1, dim2=2).sum(dim=1), torch.ones(heads))
+
+
+def test_over_all_signs_the_factors_are_mean_and_trace_weighted_sum_of_the_gauss_newton_matrices(weights: Pair):
+    """rows = sum_i G_i / tr, inputs = sum_i tr(G_i) x_i x_i^T, with G_i from autograd's Jacobian."""
+    x = normal(2, 5, WIDTH, seed=3)
+    loss = make("matrix")
+    signs = hadamard(count_signs(lambda: loss.probe(x, weights, torch.Generator())))
+    with Signs(signs):
+        measured = curvature.measure(loss, x, weights, probes=len(signs))
+    rows, inputs = [torch.zeros(4, 4, 4), torch.zeros(2, 4, 4)], [torch.zeros(4, 6, 6), torch.zeros(2, 6, 6)]
+    for q, k, v in zip(*queries_and_keys(ATTENTION, x, *weights), x, strict=True):
+        matrices = gauss_newton(lambda a, b: attention_matrices(ATTENTION, a[None], b[None]), q, k)
+        for i, of_tokens in enumerate(matrices):  # [heads, tokens, head_dim, head_dim]
+            rows[i] += of_tokens.sum(dim=1)
+            traces = of_tokens.diagonal(dim1=2, dim2=3).sum(dim=2)  # [heads, tokens]
+            inputs[i] += torch.einsum("ht,tij->hij", traces, outer(v))
+    for side, r, h in zip(measured, rows, inputs, strict=True):
+        trace = r.diagonal(dim1=1, dim2=2).sum(dim=1)
+        torch.testing.assert_close(side.rows, r / trace[:, None, None], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(side.inputs, h, rtol=1e-3, atol=1e-4 * float(h.max()))
+
+
+def test_more_probes_measure_the_same_size(x: Tensor, weights: Pair):
+    loss = make("matrix")
+    one, many = (curvature.measure(loss, x, weights, probes=probes) for probes in (1, 30))
+    for a, b in zip(one, many, strict=True):
+        ratio = a.inputs.diagonal(dim1=1, dim2=2).sum() / b.inputs.diagonal(dim1=1, dim2=2).sum()
+        assert 0.7 < ratio < 1.4
+
+
+def test_the_seed_decides_the_signs(x: Tensor, weights: Pair):
+    first, again, other = (curvature.measure(make("matrix"), x, weights, seed=s)[0].inputs for s in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_in_bfloat16_are_summed_in_float32(kind: str, x: Tensor, weights: Pair):
+    halves = curvature.measure(make(kind), x.bfloat16(), weights)
+    singles = curvature.measure(make(kind), x.bfloat16().float(), weights)
+    for half, single in zip(halves, singles, strict=True):
+        assert half.inputs.dtype == half.rows.dtype == torch.float32
+        assert torch.equal(half.inputs, single.inputs)
+        assert torch.equal(half.rows, single.rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_to_a_single_token_curves_nothing_and_leaves_factors_that_can_be_solved(kind: str, weights: Pair):
+    for side in curvature.measure(make(kind), normal(3, 1, WIDTH, seed=3), weights):
+        torch.testing.assert_close(side.rows.diagonal(dim1=1, dim2=2).sum(dim=1), torch.ones(len(side.rows)))
+        assert side.inputs.abs().max() < 1e-6
+        damped = side.damped(0.01)
+        for factor in (damped.rows, damped.inputs):
+            assert torch.isfinite(factor).all()
+            assert torch.linalg.cholesky_ex(factor).info.sum() == 0
+        assert (damped.scale() > 0).all()
+
+
+def test_a_head_without_curvature_leaves_the_others_alone():
+    """Values and output projection reach the residual stream from the first key head only."""
+    loss = make("output")
+    assert isinstance(loss, OutputLoss)
+    loss.output_weight[:, 8:] = 0.0
+    query, key = curvature.measure(
+        loss, normal(4, TOKENS, WIDTH, seed=0), (normal(16, 6, seed=1), normal(8, 6, seed=2))
+    )
+    for side, half in ((query, 2), (key, 1)):
+        assert side.inputs[:half].diagonal(dim1=1, dim2=2).min() > 1e-3
+        assert not side.inputs[half:].any()
+        torch.testing.assert_close(side.rows[half:], (torch.eye(4) / 4).expand_as(side.rows[half:]))
+        assert (side.rows[:half] - torch.eye(4) / 4).norm(dim=(1, 2)).min() > 0.05
+
+
+def spd(heads: int, n: int, seed: int) -> Tensor:
+    root = normal(heads, n, n + 2, seed=seed)
+    return root @ root.transpose(1, 2)
+
+
+def test_damping_adds_a_fraction_of_the_mean_diagonal_and_ten_times_that_to_the_rows():
+    measured = Curvature(spd(3, 4, seed=0), spd(3, 6, seed=1))
+    damped = measured.damped(0.02)
+    for head in range(3):
+        for before, after, fraction in (
+            (measured.rows[head], damped.rows[head], 0.2),
+            (measured.inputs[head], damped.inputs[head], 0.02),
+        ):
+            expected = before + fraction * before.trace() / len(before) * torch.eye(len(before))
+            torch.testing.assert_close(after, expected)
+    assert torch.equal(measured.rows, spd(3, 4, seed=0))
+
+
+def test_damping_a_factor_of_zeros_makes_it_the_identity():
+    zeros = Curvature(torch.zeros(1, 4, 4), torch.zeros(1, 6, 6)).damped(0.01)
+    assert torch.equal(zeros.rows[0], torch.eye(4))
+    assert torch.equal(zeros.inputs[0], torch.eye(6))
+
+
+def test_the_scale_is_the_root_of_the_kronecker_products_diagonal():
+    measured = Curvature(spd(2, 4, seed=0), spd(2, 6, seed=1))
+    scale = measured.scale()
+    for head in range(2):
+        product = torch.kron(measured.rows[head], measured.inputs[head])
+        torch.testing.assert_close(scale[head].flatten(), product.diagonal().sqrt())
+
+
+def test_the_product_of_the_factors_predicts_what_a_small_change_of_the_weights_costs(weights: Pair):
+    """Not exactly, since tokens' G_i are not alike, but to a factor of 1.5 over random changes of one head."""
+    x = normal(40, TOKENS, WIDTH, seed=0) * 0.5
+    loss = make("matrix")
+    sides = curvature.measure(loss, x, weights, probes=8)
+    for i, side in enumerate(sides):
+        predicted, true = 0.0, 0.0
+        for seed in range(12):
+            change = 1e-2 * normal(4, WIDTH, seed=100 + seed)
+            moved = [w.clone() for w in weights]
+            moved[i][:4] += change
+            true += loss.errors(x, weights, [(moved[0], moved[1])])[0][0]
+            predicted += float((change * (side.rows[0] @ change @ side.inputs[0])).sum())
+        assert 1 / 1.5 < predicted / true < 1.5
+
+
+def test_measuring_leaves_weights_and_inputs_as_they_were(x: Tensor, weights: Pair):
+    before = [t.clone() for t in (x, *weights)]
+    for measure in (partial(curvature.measure, make(kind)) for kind in KINDS):
+        measure(x, weights)
+    assert all(torch.equal(a, b) for a, b in zip(before, (x, *weights), strict=True))

@@ -1,0 +1,346 @@
+"""Both losses against autograd through the whole layer, on every supported geometry, and their probes exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from tests.compressx_attnprune import blocks
+from tests.compressx_attnprune.memory import Largest
+from tests.compressx_attnprune.signs import Signs, expected_outer_products, gauss_newton
+from torch import Tensor
+
+from compressx_attnprune import layer, losses, objective
+from compressx_attnprune.geometry import Attention, Norm, Projection, place, project, queries_and_keys, values
+from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair
+from compressx_attnprune.projections import Rows, find_projections
+
+HEAD_DIM, VALUE_DIM, WIDTH, OUT, TOKENS = 4, 3, 6, 5, 7
+KINDS = ["matrix", "output"]
+
+
+@pytest.fixture(autouse=True)
+def _short_row_blocks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(objective, "ROWS", 12)
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rotary(tokens: int, rotary_dim: int, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    angles = normal(tokens, rotary_dim // 2, seed=11)
+    both = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat([angles, angles], dim=-1)
+    return both.cos(), both.sin()
+
+
+def geometry(name: str, tokens: int = TOKENS) -> Attention:
+    """Describe a small layer: 4 query heads and 2 key heads of 4 features, unless the name says otherwise."""
+    query, key = Projection(4, normal(16, seed=12)), Projection(2, normal(8, seed=13))
+    plain = Attention(query, key, HEAD_DIM, scaling=0.8, rotary=rotary(tokens, HEAD_DIM))
+    norms = [
+        Norm(normal(h, 1, HEAD_DIM, seed=14), 1e-3, normal(h, 1, HEAD_DIM, seed=15), centered=True) for h in (4, 2)
+    ]
+    return {
+        "grouped": plain,
+        "own keys": replace(plain, query=replace(query, heads=2, bias=None), key=replace(key, bias=None)),
+        "multi-query": replace(plain, key=Projection(1), rotary=rotary(tokens, 2, interleaved=True),
+            rotary_interleaved=True),
+        "window": replace(plain, window=3),
+        "softcap": replace(plain, softcap=2.0),
+        "softcap and window": replace(plain, softcap=2.0, window=3),
+        "norms": replace(plain, query=replace(query, norm=norms[0]), key=replace(key, norm=norms[1])),
+        "norms over all heads": replace(plain, rotary=None, query=replace(query, norm=replace(norms[0], whole=True)),
+            key=replace(key, norm=replace(norms[1], whole=True))),
+    }[name]  # fmt: skip
+
+
+GEOMETRIES = (
+    "grouped", "own keys", "multi-query", "window", "softcap", "softcap and window", "norms", "norms over all heads",
+)  # fmt: skip
+
+
+def weights(attention: Attention, seed: int) -> Pair:
+    query, key = (
+        normal(side.heads * HEAD_DIM, WIDTH, seed=seed + i) for i, side in enumerate((attention.query, attention.key))
+    )
+    return query, key
+
+
+def output_loss(attention: Attention, value_dim: int = VALUE_DIM) -> OutputLoss:
+    h, h_kv = attention.query.heads, attention.key.heads
+    return OutputLoss(
+        attention,
+        normal(h_kv * value_dim, WIDTH, seed=20),
+        normal(h_kv * value_dim, seed=21),
+        normal(OUT, h * value_dim, seed=22),
+    )
+
+
+def make(kind: str, attention: Attention) -> Loss:
+    return MatrixLoss(attention) if kind == "matrix" else output_loss(attention)
+
+
+def single(loss: Loss) -> Loss:
+    """Return the same loss in float32."""
+    attention = loss.attention.to(torch.float32)
+    if isinstance(loss, MatrixLoss):
+        return MatrixLoss(attention)
+    assert isinstance(loss, OutputLoss)
+    bias = None if loss.value_bias is None else loss.value_bias.float()
+    return OutputLoss(attention, loss.value_weight.float(), bias, loss.output_weight.float())
+
+
+def compared(loss: Loss, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Compute what the loss compares the slow way: whole matrices, or what they make of the values, [batch, ...]."""
+    attention = loss.attention
+    p = objective.attention_matrices(attention, q, k)
+    if isinstance(loss, MatrixLoss):
+        return p
+    assert isinstance(loss, OutputLoss)
+    v = values(attention, x, loss.value_weight, loss.value_bias)
+    mixed = p @ v.repeat_interleave(attention.groups, dim=1)  # [batch, h, tokens, value_dim]
+    return mixed.transpose(1, 2).flatten(2) @ loss.output_weight.T
+
+
+def reference(loss: Loss, x: Tensor, dense: Pair, pruned: Pair) -> tuple[Tensor, Tensor]:
+    """Compute error and norm, differentiable."""
+    before, after = (compared(loss, x, *queries_and_keys(loss.attention, x, *w)) for w in (dense, pruned))
+    return (after - before).square().sum(), before.square().sum()
+
+
+def drop_some(pair: Pair) -> Pair:
+    generator = torch.Generator().manual_seed(0)
+    query, key = (w * (torch.rand(w.shape, generator=generator) < 0.6) for w in pair)
+    return query, key
+
+
+def check_gradients(loss: Loss, x: Tensor, dense: Pair, pruned: Pair) -> None:
+    leaves = (pruned[0].clone().requires_grad_(), pruned[1].clone().requires_grad_())
+    error, norm = reference(loss, x, dense, leaves)
+    expected = torch.autograd.grad(error / norm / 2, leaves)
+    value, gradients = loss.gradients(x, dense, pruned)
+    assert value == pytest.approx((error / norm).item(), rel=1e-10)
+    assert value > 1e-3
+    for got, wanted in zip(gradients, expected, strict=True):
+        assert wanted.norm() > 1e-6
+        assert (got - wanted).norm() <= 1e-10 * wanted.norm()
+
+
+@cache
+def recorded(architecture: str) -> tuple[Tensor, Pair, OutputLoss]:
+    """Record a tiny model's first layer in float64: inputs, dense weights, the loss on its output."""
+    record = blocks.record(architecture, index=0, sequences=2)
+    projections = find_projections(record.block)
+    bias = projections.value.bias
+    loss = OutputLoss(
+        layer.describe(record.block, torch.float64),
+        projections.value.weight.double(),
+        None if bias is None else bias.double(),
+        Rows(projections.output).weight.double(),
+    )
+    return record.x.double(), blocks.weights(record.block, torch.float64), loss
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", blocks.EVERY)
+def test_the_gradient_equals_autograd_on_every_architecture(architecture: str, kind: str):
+    x, dense, output = recorded(architecture)
+    check_gradients(MatrixLoss(output.attention) if kind == "matrix" else output, x, dense, drop_some(dense))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_the_gradient_equals_autograd_whatever_the_size_of_the_values(name: str, kind: str):
+    attention = geometry(name, tokens=30)
+    check_gradients(make(kind, attention), normal(3, 30, WIDTH, seed=1), weights(attention, 2), weights(attention, 4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_errors_of_several_candidates_are_those_of_whole_matrices_and_values(name: str, kind: str):
+    attention = geometry(name)
+    loss, x, dense = make(kind, attention), normal(3, TOKENS, WIDTH, seed=1), weights(attention, 2)
+    candidates = [weights(attention, 4), drop_some(dense), dense]
+    errors, norm = loss.errors(x, dense, candidates)
+    expected = [reference(loss, x, dense, c) for c in candidates]
+    assert errors == pytest.approx([float(e) for e, _ in expected], rel=1e-10)
+    assert norm == pytest.approx(float(expected[0][1]), rel=1e-10)
+    assert errors[2] == 0.0
+
+
+def test_values_as_wide_as_heads_take_the_fused_kernel_to_the_same_errors():
+    """With sizes of their own, values leave a CPU the plain kernel only."""
+    attention = geometry("window")
+    loss, x, dense = output_loss(attention, HEAD_DIM), normal(2, TOKENS, WIDTH, seed=1), weights(attention, 2)
+    error, norm = reference(loss, x, dense, drop_some(dense))
+    got, got_norm = loss.errors(x, dense, [drop_some(dense)])
+    assert got == pytest.approx([float(error)], rel=1e-10)
+    assert got_norm == pytest.approx(float(norm), rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_window_as_long_as_the_sequence_hides_nothing(kind: str):
+    x, plain = normal(2, TOKENS, WIDTH, seed=1), geometry("grouped")
+    dense, pruned = weights(plain, 2), weights(plain, 4)
+    (whole,), _ = make(kind, plain).errors(x, dense, [pruned])
+    for window in (TOKENS - 1, TOKENS, TOKENS + 1):
+        (error,), _ = make(kind, replace(plain, window=window)).errors(x, dense, [pruned])
+        assert (error == pytest.approx(whole, rel=1e-12)) == (window >= TOKENS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_outer_products_of_probes_are_the_gauss_newton_matrices_of_each_token(name: str, kind: str):
+    """In expectation over all signs, exactly, back through rotary embedding and norm to what a weight makes.
+
+    Of the Jacobian of all that is compared by all queries or all keys these are the blocks of one token of one head
+    with itself; what two tokens or two heads do together is dropped.
+    """
+    attention = geometry(name)
+    loss, x, dense = make(kind, attention), normal(1, TOKENS, WIDTH, seed=1), weights(attention, 2)
+
+    def function(query: Tensor, key: Tensor) -> Tensor:
+        q, k = place(attention, attention.query, query[None]), place(attention, attention.key, key[None])
+        return compared(loss, x, q, k)[0]
+
+    projected = [
+        project(attention, side, x, w)[0] for side, w in zip((attention.query, attention.key), dense, strict=True)
+    ]
+    expected = gauss_newton(function, projected[0], projected[1])
+    got = expected_outer_products(lambda: loss.probe(x, dense, torch.Generator()))
+    for matrices, wanted in zip(got, expected, strict=True):
+        assert wanted.norm() > 1e-2
+        torch.testing.assert_close(matrices[0], wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_the_expectations_have_the_closed_forms_of_the_value_path():
+    """Query i: C_i^T C_i with C_i = sum_j p_ij w_ij (k_j - m_i)^T, w_ij = W_O (v_j - mv_i).
+
+    Key j: sum_i p_ij^2 |w_ij|^2 q_i q_i^T; where several query heads share it, their p_ij w_ij q_i^T are added first.
+    """
+    attention = replace(geometry("grouped"), rotary=None)
+    loss, x, dense = output_loss(attention), normal(1, TOKENS, WIDTH, seed=1), weights(attention, 2)
+    q, k = queries_and_keys(attention, x, *dense)
+    p = objective.attention_matrices(attention, q, k)[0]
+    v = values(attention, x, loss.value_weight, loss.value_bias)[0]
+    of_queries = torch.zeros(4, TOKENS, HEAD_DIM, HEAD_DIM, dtype=torch.float64)
+    of_keys = torch.zeros(2, TOKENS, HEAD_DIM, HEAD_DIM, dtype=torch.float64)
+    for i in range(TOKENS):
+        by_key = torch.zeros(2, TOKENS, OUT, HEAD_DIM, dtype=torch.float64)
+        for head in range(4):
+            shared = head // attention.groups
+            seen = v[shared] @ loss.output_weight[:, head * VALUE_DIM : (head + 1) * VALUE_DIM].T  # [tokens, out]
+            from_mean, keys_from_mean = seen - p[head, i] @ seen, k[0, shared] - p[head, i] @ k[0, shared]
+            covariance = torch.zeros(OUT, HEAD_DIM, dtype=torch.float64)
+            for j in range(TOKENS):
+                covariance += p[head, i, j] * torch.outer(from_mean[j], keys_from_mean[j])
+                by_key[shared, j] += p[head, i, j] * torch.outer(from_mean[j], q[0, head, i])
+            of_queries[head, i] = attention.scaling**2 * covariance.T @ covariance
+        of_keys += attention.scaling**2 * by_key.transpose(2, 3) @ by_key
+    got = expected_outer_products(lambda: loss.probe(x, dense, torch.Generator()))
+    torch.testing.assert_close([m[0] for m in got], [of_queries, of_keys], rtol=1e-9, atol=1e-12)
+
+
+def test_signs_of_a_real_generator_come_near_the_expectation_on_the_output():
+    """4000 draws: a sum over all tokens has a standard deviation of 1% to 2%, and a wrong factor of two 50% or 100%."""
+    attention = geometry("grouped")
+    loss, x, dense = output_loss(attention), normal(1, TOKENS, WIDTH, seed=1), weights(attention, 2)
+    expected = expected_outer_products(lambda: loss.probe(x, dense, torch.Generator()))
+    many = loss.probe(x.expand(4000, -1, -1), dense, torch.Generator().manual_seed(0))
+    for gradients, wanted in zip(many, expected, strict=True):
+        got = torch.einsum("shtd,shte->hde", gradients, gradients) / len(gradients)
+        assert (got - wanted[0].sum(dim=1)).norm() <= 0.08 * wanted[0].sum(dim=1).norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_probe_keeps_float32_precise_where_all_keys_share_a_large_bias(kind: str):
+    attention = replace(geometry("own keys", 40), rotary=None, key=Projection(2, torch.full((8,), 300.0).double()))
+    query, key = weights(attention, 2)
+    query = (query.view(2, HEAD_DIM, WIDTH) - query.view(2, HEAD_DIM, WIDTH).mean(dim=1, keepdim=True)).flatten(0, 1)
+    loss, x = make(kind, attention), normal(1, 40, WIDTH, seed=1).float()
+    signs = torch.randint(2, (2 * 40 * 40,), generator=torch.Generator().manual_seed(0))
+    pairs = []
+    for one, dtype in ((loss, torch.float64), (single(loss), torch.float32)):
+        with Signs(signs):
+            pairs.append(one.probe(x.to(dtype), (query.to(dtype), key.to(dtype)), torch.Generator()))
+    for exact, got in zip(*pairs, strict=True):
+        assert got.dtype == torch.float32
+        assert (got - exact).norm() <= 1e-4 * exact.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_relative_errors_in_parts_are_those_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch):
+    attention = geometry("grouped")
+    loss, x = single(make(kind, attention)), normal(7, TOKENS, WIDTH, seed=1).float()
+    dense, *candidates = (tuple(w.float() for w in weights(attention, seed)) for seed in (2, 4, 6))
+    in_parts = losses.relative_errors(loss, x, dense, candidates)
+    assert [losses.relative_error(loss, x, dense, c) for c in candidates] == pytest.approx(in_parts, rel=1e-6)
+    monkeypatch.setattr(losses, "SEQUENCES", 7)
+    whole, norm = loss.errors(x, dense, candidates)
+    assert in_parts == pytest.approx([e / norm for e in whole], rel=1e-5)
+    assert losses.relative_errors(loss, x, dense, candidates) == pytest.approx(in_parts, rel=1e-5)
+    assert len(set(in_parts)) == 2
+
+
+def test_dense_weights_that_give_nothing_at_all_have_no_relative_error():
+    attention = geometry("grouped").to(torch.float32)
+    loss = replace(single(output_loss(attention)), output_weight=torch.zeros(OUT, 4 * VALUE_DIM))
+    x, dense = torch.ones(2, TOKENS, WIDTH), tuple(w.float() for w in weights(attention, 2))
+    assert losses.relative_errors(loss, x, dense, [dense, dense]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_in_bfloat16_cost_no_more_than_their_own_rounding(kind: str):
+    attention = geometry("grouped")
+    loss, x = single(make(kind, attention)), normal(6, TOKENS, WIDTH, seed=1).bfloat16()
+    dense, pruned = (tuple(w.float() for w in weights(attention, seed)) for seed in (2, 4))
+    got = losses.relative_error(loss, x, dense, pruned)
+    assert got == losses.relative_error(loss, x.float(), dense, pruned)
+    exact = losses.relative_error(loss, normal(6, TOKENS, WIDTH, seed=1).float(), dense, pruned)
+    assert got == pytest.approx(exact, rel=0.02)
+
+
+def test_parts_are_copies_in_float32_of_all_sequences_in_order():
+    x = normal(10, 2, 3, seed=1).float()
+    parts = list(losses.parts(x))
+    assert [len(p) for p in parts] == [4, 4, 2]
+    assert torch.equal(torch.cat(parts), x)
+    for part in parts:
+        part.zero_()
+    assert x.any()
+
+
+DRAWS: dict[str, Callable[[Loss, Tensor, Pair], object]] = {
+    "errors": lambda loss, x, w: loss.errors(x, w, [w]),
+    "gradients": lambda loss, x, w: loss.gradients(x, w, w),
+    "probe": lambda loss, x, w: loss.probe(x, w, torch.Generator()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_nothing_that_is_handed_in_changes_or_joins_a_graph(draw: Callable[..., object], kind: str):
+    attention = geometry("norms")
+    loss, x, pair = make(kind, attention), normal(2, TOKENS, WIDTH, seed=1), weights(attention, 2)
+    before = [t.clone() for t in (x, *pair)]
+    result = draw(loss, x, pair)
+    assert all(torch.equal(a, b) for a, b in zip(before, (x, *pair), strict=True))
+    assert not any(t.requires_grad for t in (x, *pair))
+    tensors = [t for part in result for t in (part if isinstance(part, tuple) else (part,)) if isinstance(t, Tensor)]
+    assert not any(t.requires_grad for t in tensors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_memory_grows_with_the_tokens_and_not_with_their_square(draw: Callable[..., object], kind: str):
+    for tokens in (128, 256):
+        attention = geometry("grouped", tokens)
+        loss = output_loss(attention, HEAD_DIM) if kind == "output" else MatrixLoss(attention)
+        with Largest() as largest:
+            draw(loss, normal(2, tokens, WIDTH, seed=1), weights(attention, 2))
+        assert 0 < largest.of_any <= 4 * objective.ROWS * tokens  # of all heads; whole matrices take 4 * tokens^2
+        assert (largest.of_softmax > 0) == (kind == "matrix")

@@ -1,0 +1,228 @@
+"""Budgets of separate and fused weights, exact to the weight, and one block at several of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.compressx_attnprune import blocks
+from tests.compressx_attnprune.pruning import (
+    HALF,
+    HELD_OUT,
+    MODES,
+    PATTERNS,
+    SEQUENCES,
+    SPEC,
+    assert_as_asked,
+    given_masks,
+    observed,
+    prune,
+)
+from torch import Tensor
+
+from compressx import NM, FixedMask, Hessian, Pattern, Unstructured
+from compressx.decide import write
+from compressx.obs import inverse_cholesky, sweep
+from compressx.pruner import Block, Linear, sparsity_of
+from compressx.testing import tiny_tokens
+from compressx_attnprune import layer, plugin, solver
+from compressx_attnprune.projections import Projections, Rows
+
+each_mode = pytest.mark.parametrize("mode", MODES)
+each_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+each_fused = pytest.mark.parametrize("architecture", blocks.FUSED)
+
+
+@pytest.fixture(scope="module")
+def llama() -> blocks.Recorded:
+    return blocks.record("llama", sequences=SEQUENCES)
+
+
+@pytest.fixture(scope="module")
+def fused() -> Any:
+    made = {name: blocks.record(name, sequences=SEQUENCES) for name in blocks.FUSED}
+    return made.__getitem__
+
+
+# --- budgets
+
+
+@each_mode
+@each_pattern
+def test_budgets_of_query_and_key_are_exact(llama: blocks.Recorded, mode: str, pattern: Pattern):
+    patterns = dict.fromkeys(blocks.targets(llama.block), pattern)
+    assert_as_asked(llama.block, patterns, prune(llama, patterns, mode=mode, refit=2))
+
+
+def test_a_joint_budget_gives_query_and_key_different_sparsities(llama: blocks.Recorded):
+    first, second = (sparsity_of(r.keep) for r in prune(llama, Unstructured(0.637, "joint")).values())
+    assert abs(first - second) > 0.005
+
+
+@each_mode
+@each_fused
+@each_pattern
+def test_the_budget_of_a_fused_weight_is_exact(fused: Any, architecture: str, mode: str, pattern: Pattern):
+    recorded = fused(architecture)
+    patterns = dict.fromkeys(blocks.targets(recorded.block), pattern)
+    assert_as_asked(recorded.block, patterns, prune(recorded, patterns, mode=mode))
+
+
+@pytest.mark.parametrize("group", ["joint", "layer"])
+def test_any_count_of_zeros_in_a_fused_weight_is_met_whatever_its_shape(group: Any):
+    """192 of 1152 rows are values: a sixth of a count is often half a weight, which no product may round both ways."""
+    outputs, inputs, values = 1152, 960, 192
+    linear = Linear("qkv_proj", torch.nn.Linear(inputs, outputs, device="meta"))
+    sides = torch.arange(outputs).split([outputs - 2 * values, values, values])
+    projections = Projections(*(Rows(linear, index) for index in sides), output=linear)
+    for count in range(3, outputs * inputs, 6 * 301):
+        pattern = Unstructured(count / (outputs * inputs), group)
+        budget = plugin._budget(projections, {"qkv_proj": pattern})
+        of_values = plugin._value_pattern(pattern, projections)
+        assert budget.query == budget.key
+        of_rest = round(budget.query.sparsity * ((outputs - values) * inputs))
+        assert of_rest + round(of_values.sparsity * inputs * values) == count  # as `sweep` rounds
+
+
+@pytest.mark.parametrize("architecture", ["llama", *blocks.FUSED])
+@pytest.mark.parametrize("chosen_as", [Unstructured(0.5, "row"), Unstructured(0.3, "layer"), NM(2, 4)], ids=str)
+def test_given_masks_are_kept_and_their_survivors_reconstructed(architecture: str, chosen_as: Any):
+    recorded = blocks.record(architecture, sequences=SEQUENCES)
+    patterns = given_masks(recorded.block, chosen_as)
+    for mode in MODES:
+        results = prune(recorded, patterns, mode=mode)
+        assert_as_asked(recorded.block, patterns, results)
+        info = next(iter(results.values())).info
+        assert info["output_error"] <= min(info["output_error.wanda"], info["output_error.sparsegpt"])
+
+
+# --- fused weights
+
+
+@each_fused
+@pytest.mark.parametrize("pattern", [*PATTERNS, "given"], ids=str)
+def test_value_rows_are_pruned_by_sparsegpt(fused: Any, architecture: str, pattern: Any):
+    recorded = fused(architecture)
+    (name,) = blocks.targets(recorded.block)
+    patterns = given_masks(recorded.block, Unstructured(0.5, "row")) if pattern == "given" else {name: pattern}
+    (result,) = prune(recorded, patterns).values()
+    rows = layer.find_projections(recorded.block).value
+    hessian = Hessian(64)
+    hessian.update(recorded.x[:-HELD_OUT])
+    factor, _ = inverse_cholesky(hessian.matrix)
+    asked = patterns[name]
+    if isinstance(asked, FixedMask):
+        asked = FixedMask(asked.keep[rows.index], asked.chosen_as)
+    keep, weight = sweep(rows.weight, factor, Unstructured(0.637, "layer") if pattern == PATTERNS[0] else asked)
+    assert torch.equal(result.keep[rows.index], keep)
+    torch.testing.assert_close(result.weight[rows.index], weight, rtol=1e-4, atol=1e-5)
+    assert (result.weight[rows.index] - rows.weight * keep).norm() > 0.1  # the survivors make up for the dropped
+
+
+@pytest.mark.parametrize("architecture", blocks.EVERY)
+def test_the_model_with_the_new_weights_has_the_errors_that_were_reported(architecture: str):
+    """Rows that went back to the wrong place, or errors of anything else, would show in the model's own matrices."""
+    tokens, model = tiny_tokens(sequences=SEQUENCES), blocks.build(architecture)
+    block, x, output = blocks.run_recorded(model, 1, tokens, output_attentions=True)
+    dense_matrices, dense_outputs = output.attentions[1][-HELD_OUT:], attended(model, block, tokens)
+    results = prune(blocks.Recorded(block, x, dense_matrices), Unstructured(0.6, "joint"))
+    value = layer.find_projections(block).value
+    dense_values = value.weight.clone()
+    for name, result in results.items():
+        write(block.linears[name], result)
+        if value.index is not None:  # the errors are those of queries and keys alone
+            block.linears[name].weight[value.index] = dense_values
+    matrices = blocks.run_recorded(model, 1, tokens, output_attentions=True)[2].attentions[1][-HELD_OUT:]
+    info = next(iter(results.values())).info
+    measured = (matrices - dense_matrices).norm() ** 2 / dense_matrices.norm() ** 2
+    assert info["attention_error"] == pytest.approx(measured.item(), rel=1e-3)
+    outputs = attended(model, block, tokens)
+    bias = layer.find_projections(block).output.bias
+    without_bias = dense_outputs if bias is None else dense_outputs - bias
+    measured = (outputs - dense_outputs).norm() ** 2 / without_bias.norm() ** 2
+    assert info["output_error"] == pytest.approx(measured.item(), rel=1e-3)
+
+
+def attended(model: Any, block: Block, tokens: Tensor) -> Tensor:
+    """Return what the output projection of the block's attention gives on the held-out sequences."""
+    seen: list[Tensor] = []
+    module = layer.find_projections(block).output.module
+    hook = module.register_forward_hook(lambda _module, _args, output: seen.append(output))
+    with torch.no_grad():
+        model(tokens, use_cache=False)
+    hook.remove()
+    return seen[0][-HELD_OUT:]
+
+
+# --- asking again at another sparsity
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Count how often a block's curvature is measured and its geometry verified."""
+    calls: list[str] = []
+    for module, name in ((solver.curvature, "measure"), (layer, "verify")):
+        original = getattr(module, name)
+
+        def spy(*args: Any, original: Any = original, name: str = name, **values: Any) -> Any:
+            calls.append(name)
+            return original(*args, **values)
+
+        monkeypatch.setattr(module, name, spy)
+    return calls
+
+
+@each_mode
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_another_sparsity_of_the_same_block_measures_nothing_again_and_gives_what_a_fresh_pruner_gives(
+    architecture: str, mode: str, monkeypatch: pytest.MonkeyPatch
+):
+    recorded = blocks.record(architecture, sequences=SEQUENCES)
+    calls = counted(monkeypatch)
+    pruner = SPEC.build(SPEC.options(mode=mode, steps=5))
+    stats = observed(recorded, pruner)
+    for sparsity in (0.8, 0.4, 0.6):
+        patterns = dict.fromkeys(stats, Unstructured(sparsity, "joint"))
+        again = pruner.prune(recorded.block, patterns, stats)
+        assert sorted(calls) == ["measure", "verify"]
+        fresh = SPEC.build(SPEC.options(mode=mode, steps=5)).prune(recorded.block, patterns, stats)
+        del calls[2:]
+        for name in patterns:
+            assert torch.equal(again[name].keep, fresh[name].keep)
+            assert torch.equal(again[name].weight, fresh[name].weight)
+            assert again[name].info == fresh[name].info
+
+
+def test_weights_that_are_written_in_between_do_not_matter(llama: blocks.Recorded):
+    """Allocation writes each result to see what it costs, and puts the dense weights back before the next."""
+    recorded = blocks.record("llama", sequences=SEQUENCES)
+    pruner = SPEC.build(SPEC.options())
+    stats = observed(recorded, pruner)
+    dense = {n: recorded.block.linears[n].weight.clone() for n in stats}
+    first = pruner.prune(recorded.block, dict.fromkeys(stats, HALF), stats)
+    for name, result in first.items():
+        write(recorded.block.linears[name], result)
+        recorded.block.linears[name].weight.copy_(dense[name])
+    second = pruner.prune(recorded.block, dict.fromkeys(stats, HALF), stats)
+    assert all(torch.equal(first[n].weight, second[n].weight) for n in stats)
+    assert all(torch.equal(recorded.block.linears[n].weight, dense[n]) for n in stats)
+
+
+def test_another_block_or_other_text_is_measured_anew(llama: blocks.Recorded, monkeypatch: pytest.MonkeyPatch):
+    other = blocks.record("llama", index=2, sequences=SEQUENCES)
+    calls = counted(monkeypatch)
+    pruner = SPEC.build(SPEC.options())
+    for recorded in (llama, other, other):  # the third time with a new sample
+        stats = observed(recorded, pruner)
+        results = pruner.prune(recorded.block, dict.fromkeys(stats, HALF), stats)
+        fresh = prune(recorded, HALF)
+        assert all(torch.equal(results[n].weight, fresh[n].weight) for n in stats)
+    assert calls.count("measure") == calls.count("verify") == 6
+
+
+@each_mode
+def test_the_same_calibration_gives_the_same_weights(llama: blocks.Recorded, mode: str):
+    first, second = (prune(llama, HALF, mode=mode, refit=3) for _ in range(2))
+    assert all(torch.equal(first[n].weight, second[n].weight) for n in first)
+    assert all(first[n].info == second[n].info for n in first)
+    assert all(first[n].history == second[n].history for n in first)

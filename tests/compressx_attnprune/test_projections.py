@@ -1,0 +1,127 @@
+"""Which rows of which linears are queries, keys and values, and what is refused without weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.compressx_attnprune import blocks
+from torch import Tensor
+
+from compressx import Block, Pattern, Unstructured, UnsupportedModelError
+from compressx.errors import RecipeError
+from compressx_attnprune import layer
+
+HALF = Unstructured(0.5, "joint")
+
+
+def both(block: Block, pattern: Pattern = HALF) -> dict[str, Pattern]:
+    return dict.fromkeys(blocks.targets(block), pattern)
+
+
+def without(block: Block, *ends: str) -> Block:
+    return replace(block, linears={n: x for n, x in block.linears.items() if not n.endswith(ends)})
+
+
+def by_hand(name: str, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split what a fused weight puts out [..., rows] the way its model does, with 4 query heads of 16 features."""
+    kinds = {
+        "thirds": lambda: outputs.split([64, 64, 64], dim=-1),
+        "one key": lambda: outputs.split([64, 16, 16], dim=-1),
+        "two keys": lambda: outputs.split([64, 32, 32], dim=-1),
+        "by head": lambda: outputs.unflatten(-1, (4, 3, 16)).unbind(-2),
+        "by pair": lambda: [t.flatten(-3, -2) for t in outputs.unflatten(-1, (2, 4, 16)).split([2, 1, 1], dim=-2)],
+    }
+    query, key, value = (t.reshape(*outputs.shape[:-1], -1) for t in kinds[name]())
+    return query, key, value
+
+
+LAYOUTS = {
+    "gpt2": "thirds",
+    "gpt-neox": "by head",
+    "phi3": "two keys",
+    "falcon-grouped": "by pair",
+    "falcon-multi-query": "one key",
+    "falcon-multi-head": "by head",
+    "bigcode-multi-query": "one key",
+    "bigcode-multi-head": "by head",
+    "persimmon": "by head",
+}
+
+
+@pytest.mark.parametrize("architecture", blocks.CHECKED_FUSED)
+def test_the_rows_of_a_fused_weight_are_told_apart(architecture: str):
+    recorded = blocks.record(architecture)
+    projections = layer.find_projections(recorded.block)
+    (name,) = blocks.targets(recorded.block)
+    assert projections.fused
+    expected = by_hand(LAYOUTS[architecture], recorded.block.linears[name].module(recorded.x))
+    for rows, outputs in zip((projections.query, projections.key, projections.value), expected, strict=True):
+        assert rows.name == name
+        got = torch.nn.functional.linear(recorded.x, rows.weight, rows.bias)
+        torch.testing.assert_close(got, outputs)
+
+
+@pytest.mark.parametrize("architecture", blocks.CHECKED_FUSED)
+def test_every_row_of_a_fused_weight_has_one_role(architecture: str):
+    block = blocks.skeleton(architecture)
+    found = layer.find_projections(block)
+    index = torch.cat([rows.index for rows in (found.query, found.key, found.value)])
+    assert index.dtype == torch.int64
+    assert torch.equal(index.sort().values, torch.arange(found.query.linear.out_features))
+    assert [r.count for r in (found.query, found.key, found.value)] == [
+        len(r.index) for r in (found.query, found.key, found.value)
+    ]
+
+
+def test_separate_projections_have_all_their_rows():
+    block = blocks.skeleton("qwen2")
+    found = layer.find_projections(block)
+    assert not found.fused
+    ends = [x.name.rpartition(".")[2] for x in (found.query, found.key, found.value, found.output)]
+    assert ends == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert [r.index for r in (found.query, found.key, found.value)] == [None] * 3
+    assert [r.count for r in (found.query, found.key, found.value)] == [64, 32, 32]
+
+
+def test_rows_are_gathered_in_float32_and_the_module_is_left_alone():
+    recorded = blocks.record("gpt2", dtype=torch.bfloat16)
+    query = layer.find_projections(recorded.block).query
+    before = query.linear.weight.clone()
+    weight = query.weight
+    assert (weight.dtype, query.bias.dtype) == (torch.float32, torch.float32)
+    weight.zero_()
+    query.bias.zero_()
+    assert torch.equal(query.linear.weight, before)
+    assert query.linear.bias.any()
+
+
+def test_a_fused_weight_of_another_size_is_refused():
+    block = blocks.skeleton("phi3")
+    (name,) = blocks.targets(block)
+    for outputs in (100, 64, 4 * 16 + 2 * 3 * 16):
+        other = torch.nn.Linear(64, outputs, device="meta")
+        linears = {**block.linears, name: replace(block.linears[name], module=other)}
+        with pytest.raises(UnsupportedModelError, match=rf"qkv_proj has {outputs} outputs, which is not 4 query heads"):
+            layer.check(replace(block, linears=linears), both(block))
+
+
+@pytest.mark.parametrize(("end", "role"), [("v_proj", "value"), ("o_proj", "output")])
+def test_attention_without_a_value_or_output_projection_is_refused(end: str, role: str):
+    block = without(blocks.skeleton("llama"), end)
+    with pytest.raises(UnsupportedModelError, match=rf"self_attn has no {role} projection named .*{end}.*sparsegpt"):
+        layer.check(block, both(block))
+
+
+def test_a_block_without_attention_projections_lists_its_linears():
+    block = blocks.skeleton("llama")
+    mlp = {n: x for n, x in block.linears.items() if ".mlp." in n}
+    with pytest.raises(UnsupportedModelError, match=r"0 q_proj and 0 k_proj.*mlp\.gate_proj"):
+        layer.check(replace(block, linears=mlp), dict.fromkeys(mlp, HALF))
+
+
+def test_a_target_outside_the_blocks_is_refused():
+    block = blocks.skeleton("llama")
+    with pytest.raises(RecipeError, match="takes lm_head outside the decoder blocks"):
+        layer.check(replace(block, fqn="", linears={}), {"lm_head": HALF})

@@ -1,0 +1,355 @@
+"""Descent on a loss: what is returned, which text decides, and the steps themselves against a loop by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from compressx import NM, Pattern, Unstructured, keep_masks
+from compressx_attnprune import training
+from compressx_attnprune.geometry import Attention, Projection
+from compressx_attnprune.losses import MatrixLoss, Pair, relative_error
+from compressx_attnprune.training import Choose, Text, Trained
+
+ATTENTION = Attention(Projection(2), Projection(1), head_dim=4, scaling=0.5)
+LOSS = MatrixLoss(ATTENTION)
+WIDTH, TOKENS = 8, 12
+HALF = Unstructured(0.5, "joint")
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def dense() -> Pair:
+    return 0.5 * normal(8, WIDTH, seed=1), 0.5 * normal(4, WIDTH, seed=2)
+
+
+@pytest.fixture
+def text() -> Text:
+    """Return inputs with four directions and a little of all others, so that weights can stand in for one another."""
+    directions = normal(4, WIDTH, seed=7) / 2
+    train, held_out = (
+        normal(n, TOKENS, 4, seed=n) @ directions + 0.1 * normal(n, TOKENS, WIDTH, seed=n + 1) for n in (10, 6)
+    )
+    return Text(train, held_out)
+
+
+@dataclass
+class Distance:
+    """||W - a W_dense||^2 with a the first number of each sequence's first token: text says where the minimum is."""
+
+    attention: Attention = ATTENTION
+    seen: list[Tensor] = field(default_factory=list)
+
+    def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[list[float], float]:
+        a = float(x[:, 0, 0].mean())
+        squares = [sum(float((w - a * d).square().sum()) for w, d in zip(c, dense, strict=True)) for c in candidates]
+        return squares, sum(float(d.square().sum()) for d in dense)
+
+    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
+        self.seen.append(x)
+        (error,), norm = self.errors(x, dense, [pruned])
+        a = float(x[:, 0, 0].mean())
+        return error / norm, ((pruned[0] - a * dense[0]) / norm, (pruned[1] - a * dense[1]) / norm)
+
+    def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
+        raise AssertionError("training measures no curvature")
+
+
+def towards(a: float, sequences: int = 4) -> Tensor:
+    return torch.full((sequences, 1, 1), a)
+
+
+def by(pattern: Pattern) -> Choose:
+    """Return what turns scores into masks at a share of a budget, as the solver's does."""
+
+    def choose(scores: Pair, share: float) -> Pair:
+        asked = Unstructured(share * pattern.sparsity, pattern.group) if isinstance(pattern, Unstructured) else pattern
+        masks = keep_masks({"q": scores[0], "k": scores[1]}, dict.fromkeys("qk", asked))
+        return masks["q"], masks["k"]
+
+    return choose
+
+
+def by_magnitude(dense: Pair, text: Text, pattern: Pattern = HALF) -> Trained:
+    keeps = by(pattern)((dense[0].abs(), dense[1].abs()), 1.0)
+    weights = (dense[0] * keeps[0], dense[1] * keeps[1])
+    return Trained(weights, keeps, relative_error(LOSS, text.held_out, dense, weights))
+
+
+@pytest.mark.parametrize("learning_rate", [0.01, 0.3, 10.0, 1e30])
+@pytest.mark.parametrize("steps", [1, 3, 9])
+def test_a_refit_is_never_worse_on_the_held_out_text_than_its_start(
+    steps: int, learning_rate: float, dense: Pair, text: Text
+):
+    start = by_magnitude(dense, text)
+    done = training.refit(LOSS, text, dense, start, steps=steps, learning_rate=learning_rate)
+    assert done.error <= start.error
+    assert done.error == relative_error(LOSS, text.held_out, dense, done.weights)
+    assert len(done.losses) == steps
+    if learning_rate > 1.0:
+        assert done.weights is start.weights
+        assert done.error == start.error
+
+
+def test_a_refit_lowers_the_error_on_text_it_never_saw(dense: Pair, text: Text):
+    start = by_magnitude(dense, text)
+    done = training.refit(LOSS, text, dense, start, steps=60, learning_rate=0.03)
+    assert done.error < 0.2 * start.error
+    assert sum(done.losses[-5:]) < 0.2 * sum(done.losses[:5])
+
+
+def test_a_refit_finds_weights_that_lose_nothing_where_there_are_such(dense: Pair, text: Text):
+    """The dense weights have the mask's zeros themselves, and the start is somewhere beside them."""
+    keeps = by_magnitude(dense, text).keeps
+    sparse = (dense[0] * keeps[0], dense[1] * keeps[1])
+    beside = (sparse[0] + 0.3 * normal(8, WIDTH, seed=5) * keeps[0], sparse[1] + 0.3 * normal(4, 8, seed=6) * keeps[1])
+    start = Trained(beside, keeps, relative_error(LOSS, text.held_out, sparse, beside))
+    done = training.refit(LOSS, text, sparse, start, steps=150, learning_rate=0.05)
+    assert start.error > 0.01
+    assert done.error < 0.02 * start.error
+    assert done.losses[-1] < 0.02 * done.losses[0]
+
+
+def test_a_refit_holds_the_masks_and_leaves_its_start_alone(dense: Pair, text: Text):
+    start = by_magnitude(dense, text)
+    before = [w.clone() for w in start.weights]
+    done = training.refit(LOSS, text, dense, start, steps=20, learning_rate=0.05)
+    for weight, keep, given, wanted in zip(done.weights, done.keeps, start.keeps, before, strict=True):
+        assert torch.equal(keep, given)
+        assert not weight[~keep].any()
+        assert (weight != wanted)[keep].all()
+    assert all(torch.equal(a, b) for a, b in zip(before, start.weights, strict=True))
+
+
+def test_the_held_out_text_decides_and_not_the_one_that_is_trained_on(dense: Pair):
+    """Training goes towards the dense weights; the held-out text wants zero, or the same."""
+    halves = (0.5 * dense[0], 0.5 * dense[1])
+    everything = (torch.ones_like(dense[0], dtype=torch.bool), torch.ones_like(dense[1], dtype=torch.bool))
+    for wanted, improves in ((0.0, False), (1.0, True)):
+        text, loss = Text(towards(1.0), towards(wanted)), Distance()
+        start = Trained(halves, everything, relative_error(loss, text.held_out, dense, halves))
+        done = training.refit(loss, text, dense, start, steps=12, learning_rate=0.02)
+        assert done.losses[-1] < done.losses[0]
+        assert (done.error < start.error) == improves
+        assert (done.weights is halves) != improves
+
+
+@pytest.mark.parametrize(
+    ("measured", "best"), [([3.0, 2.0, 1.0, 2.0], 2), ([math.nan, 3.0, 4.0, 5.0], 1), ([9.0, math.nan, 8.0, 7.0], None)]
+)
+def test_of_the_weights_on_the_way_those_that_measure_best_are_returned(
+    measured: list[float], best: int | None, dense: Pair
+):
+    candidates: list[Pair] = []
+
+    class Scripted(Distance):
+        def errors(self, x: Tensor, dense: Pair, candidates_: Sequence[Pair]) -> tuple[list[float], float]:
+            candidates.append((candidates_[0][0].clone(), candidates_[0][1].clone()))
+            return [measured[len(candidates) - 1]], 1.0
+
+        def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
+            return 0.0, (torch.ones_like(dense[0]), torch.ones_like(dense[1]))
+
+    everything = (torch.ones_like(dense[0], dtype=torch.bool), torch.ones_like(dense[1], dtype=torch.bool))
+    text, start = Text(towards(1.0), towards(1.0)), Trained(dense, everything, 4.5)
+    done = training.refit(Scripted(), text, dense, start, steps=8, learning_rate=0.01)
+    assert len(candidates) == 4
+    assert not torch.equal(candidates[0][0], candidates[1][0])
+    assert done.error == (4.5 if best is None else measured[best])
+    for got, wanted in zip(done.weights, dense if best is None else candidates[best], strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_the_first_step_moves_every_kept_weight_by_the_learning_rate_in_units_of_the_root_mean_square(dense: Pair):
+    zeros = (torch.zeros_like(dense[0]), torch.zeros_like(dense[1]))
+    keeps = (dense[0] > 0, dense[1] > 0)
+    done = training.refit(
+        Distance(), Text(towards(1.0), towards(1.0)), dense, Trained(zeros, keeps, 2.0), steps=1, learning_rate=0.01
+    )
+    for moved, keep, d in zip(done.weights, keeps, dense, strict=True):
+        torch.testing.assert_close(moved, 0.01 * float(d.square().mean().sqrt()) * keep, rtol=1e-4, atol=1e-8)
+
+
+def test_losses_are_those_of_each_steps_sequences_before_the_step(dense: Pair, text: Text):
+    start = by_magnitude(dense, text)
+    losses = training.refit(LOSS, text, dense, start, steps=3, learning_rate=1e-9).losses
+    batches = (text.train[:4], text.train[4:8], text.train[[8, 9, 0, 1]])
+    assert losses == pytest.approx([relative_error(LOSS, b, dense, start.weights) for b in batches], rel=1e-4)
+
+
+@pytest.mark.parametrize("train", ["refit", "joint", "learn_masks"])
+def test_steps_go_through_all_sequences_again_and_again_in_order(train: str, dense: Pair):
+    x = torch.arange(10.0, dtype=torch.bfloat16)[:, None, None] / 16
+    loss, text = Distance(), Text(x, x)
+    everything = (torch.ones_like(dense[0], dtype=torch.bool), torch.ones_like(dense[1], dtype=torch.bool))
+    if train == "refit":
+        training.refit(loss, text, dense, Trained(dense, everything, 1.0), steps=5, learning_rate=0.01)
+    elif train == "joint":
+        training.joint(loss, text, dense, dense, by(HALF), steps=5, learning_rate=0.01)
+    else:
+        training.learn_masks(loss, x, dense, regularization=0.0, steps=5, learning_rate=0.01)
+    assert [[round(16 * float(s)) for s in seen] for seen in loss.seen] == [
+        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1], [2, 3, 4, 5], [6, 7, 8, 9],
+    ]  # fmt: skip
+    assert all(seen.dtype == torch.float32 for seen in loss.seen)
+
+
+def test_fewer_sequences_than_a_batch_are_all_seen_in_every_step(dense: Pair):
+    loss = Distance()
+    training.learn_masks(loss, towards(1.0, sequences=2), dense, regularization=0.0, steps=3, learning_rate=0.01)
+    assert [len(seen) for seen in loss.seen] == [2, 2, 2]
+
+
+def ones(dense: Pair) -> Pair:
+    return torch.ones_like(dense[0]), torch.ones_like(dense[1])
+
+
+@pytest.mark.parametrize("pattern", [HALF, Unstructured(0.9, "joint"), Unstructured(0.75, "row"), NM(2, 4)], ids=str)
+@pytest.mark.parametrize("steps", [1, 2, 7, 20])
+def test_joint_training_ends_within_the_budget_exactly(steps: int, pattern: Pattern, dense: Pair, text: Text):
+    done = training.joint(LOSS, text, dense, ones(dense), by(pattern), steps=steps, learning_rate=0.03)
+    kept = torch.cat(done.keeps)
+    if isinstance(pattern, NM):
+        assert (kept.view(-1, 4).sum(dim=1) == 2).all()
+    else:
+        assert int((~kept).sum()) == round(pattern.sparsity * kept.numel())
+        if pattern.group == "row":
+            assert ((~kept).sum(dim=1) == 6).all()
+    assert all(not w[~k].any() for w, k in zip(done.weights, done.keeps, strict=True))
+    assert done.error == relative_error(LOSS, text.held_out, dense, done.weights)
+    assert len(done.losses) == steps
+
+
+def test_joint_training_ends_below_magnitude_and_the_dense_weights_stay_what_they_were(dense: Pair, text: Text):
+    before = [w.clone() for w in dense]
+    done = training.joint(LOSS, text, dense, ones(dense), by(HALF), steps=60, learning_rate=0.03)
+    assert done.error < 0.3 * by_magnitude(dense, text).error
+    assert all(torch.equal(a, b) for a, b in zip(before, dense, strict=True))
+
+
+def test_the_share_of_the_budget_rises_along_a_cubic_curve_over_six_tenths_of_the_steps(dense: Pair, text: Text):
+    shares: list[float] = []
+
+    def choose(scores: Pair, share: float) -> Pair:
+        shares.append(share)
+        return by(HALF)(scores, share)
+
+    training.joint(LOSS, text, dense, ones(dense), choose, steps=10, learning_rate=0.03)
+    assert shares == pytest.approx([1 - (1 - t / 6) ** 3 for t in range(1, 7)])
+    assert shares[-1] == 1.0
+
+
+def test_weights_compete_in_the_metric_they_are_given(dense: Pair, text: Text):
+    """Half of the input features cost nothing."""
+    metric = ones(dense)
+    for side in metric:
+        side[:, ::2] = 0.0
+    done = training.joint(LOSS, text, dense, metric, by(HALF), steps=5, learning_rate=0.03)
+    for keep in done.keeps:
+        assert not keep[:, ::2].any()
+        assert keep[:, 1::2].all()
+
+
+def test_a_dropped_weight_comes_back_while_the_budget_rises(dense: Pair):
+    """What is dropped first would be kept last: a weight that starts small and that the loss wants large."""
+    small = (dense[0].clone(), dense[1].clone())
+    small[0][0] = 1e-3
+    dropped: list[bool] = []
+
+    def choose(scores: Pair, share: float) -> Pair:
+        keeps = by(HALF)(scores, share)
+        dropped.append(not keeps[0][0].all())
+        return keeps
+
+    class Growing(Distance):
+        def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
+            value, (query, key) = super().gradients(x, dense, pruned)
+            query[0] = -1.0
+            return value, (query, key)
+
+    text = Text(towards(1.0), towards(1.0))
+    done = training.joint(Growing(), text, small, ones(small), choose, steps=40, learning_rate=0.1)
+    assert any(dropped)
+    assert not dropped[-1]
+    assert done.keeps[0][0].all()
+
+
+def learn_by_hand(x: Tensor, dense: Pair, regularization: float, steps: int, learning_rate: float) -> list[Tensor]:
+    """Adam as published (arXiv 1412.6980, Algorithm 1), a half cosine for its step size, clipping after each step."""
+    masks = [torch.ones_like(w) for w in dense]
+    first, second = [torch.zeros_like(w) for w in dense], [torch.zeros_like(w) for w in dense]
+    for step in range(steps):
+        batch = x[[(4 * step + i) % len(x) for i in range(4)]]
+        _, gradients = LOSS.gradients(batch, dense, (masks[0] * dense[0], masks[1] * dense[1]))
+        rate = learning_rate * (1 + math.cos(math.pi * step / steps)) / 2
+        for i, (g, w) in enumerate(zip(gradients, dense, strict=True)):
+            gradient = g * w + regularization * masks[i] / masks[i].numel()
+            first[i] = 0.9 * first[i] + 0.1 * gradient
+            second[i] = 0.95 * second[i] + 0.05 * gradient.square()
+            mean = first[i] / (1 - 0.9 ** (step + 1))
+            square = second[i] / (1 - 0.95 ** (step + 1))
+            masks[i] = (masks[i] - rate * mean / (square.sqrt() + 1e-8)).clamp(0.0, 1.0)
+    return masks
+
+
+@pytest.mark.parametrize("regularization", [0.01, 0.1, 10.0])
+def test_masks_are_learnt_as_by_hand(regularization: float, dense: Pair, text: Text):
+    got, losses = training.learn_masks(
+        LOSS, text.train, dense, regularization=regularization, steps=12, learning_rate=0.05
+    )
+    for mask, wanted in zip(got, learn_by_hand(text.train, dense, regularization, 12, 0.05), strict=True):
+        assert mask.min() >= 0.0
+        assert mask.max() <= 1.0
+        assert (mask < 1.0).any()
+        torch.testing.assert_close(mask, wanted, rtol=1e-3, atol=1e-3)
+    assert len(losses) == 12
+    assert losses[0] == pytest.approx(0.0, abs=1e-12)  # all ones: the dense weights
+
+
+def test_the_steps_of_the_masks_descend_the_published_objective(dense: Pair, text: Text):
+    """1/2 error / norm + lambda/2 (mean M_Q^2 + mean M_K^2), by the same text before and after."""
+    x = text.train[:4]
+
+    def objective(masks: Pair) -> float:
+        error = relative_error(LOSS, x, dense, (masks[0] * dense[0], masks[1] * dense[1]))
+        return error / 2 + 0.1 / 2 * sum(float(m.square().mean()) for m in masks)
+
+    masks, _ = training.learn_masks(LOSS, x, dense, regularization=0.1, steps=60, learning_rate=0.05)
+    assert objective(masks) < 0.6 * objective(ones(dense))
+    for i in range(2):
+        for factor in (0.9, 0.97):  # a minimum along the scale of either mask, about
+            scaled = [m.clone() for m in masks]
+            scaled[i] = scaled[i] * factor
+            assert objective((scaled[0], scaled[1])) > objective(masks) - 2e-4
+
+
+def test_a_larger_regularization_drives_more_of_a_mask_to_zero(dense: Pair, text: Text):
+    means = []
+    for regularization in (0.001, 0.1, 10.0):
+        masks, _ = training.learn_masks(
+            LOSS, text.train, dense, regularization=regularization, steps=60, learning_rate=0.05
+        )
+        means.append(sum(float(m.mean()) for m in masks))
+    assert means[0] > means[1] + 0.1
+    assert means[1] > means[2] + 0.1
+    assert means[2] < 0.2
+
+
+def test_inputs_in_bfloat16_train_in_float32(dense: Pair, text: Text):
+    halves = Text(text.train.bfloat16(), text.held_out.bfloat16())
+    singles = Text(halves.train.float(), halves.held_out.float())
+    done, wanted = (
+        training.refit(LOSS, t, dense, by_magnitude(dense, t), steps=8, learning_rate=0.02) for t in (halves, singles)
+    )
+    assert done.error == wanted.error
+    for a, b in zip(done.weights, wanted.weights, strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
