@@ -24,7 +24,6 @@ from torch import Tensor
 
 from compressx_attnprune.geometry import Attention, Projection, queries_and_keys
 from compressx_attnprune.losses import MatrixLoss, Pair
-from compressx_attnprune.objective import attention_matrices
 
 HEADS, KEY_HEADS, HEAD_DIM, WIDTH, THETA = 9, 3, 64, 576, 100_000.0
 WARM_UP_TOKENS = 64
@@ -38,11 +37,18 @@ def in_row_blocks(attention: Attention, x: Tensor, dense: Pair, pruned: Pair) ->
 
 
 def by_autograd(attention: Attention, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
-    """Differentiate by a backward pass over whole matrices."""
+    """Differentiate by a backward pass over whole matrices, as one would write it."""
+    hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+
+    def matrices(query: Tensor, key: Tensor) -> Tensor:
+        q, k = queries_and_keys(attention, x, query, key)
+        scores = (q * attention.scaling) @ k.repeat_interleave(attention.groups, dim=1).transpose(2, 3)
+        return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)  # [sequences, heads, tokens, tokens]
+
     with torch.no_grad():
-        reference = attention_matrices(attention, *queries_and_keys(attention, x, *dense))
+        reference = matrices(*dense)
     query, key = (w.detach().requires_grad_() for w in pruned)
-    p = attention_matrices(attention, *queries_and_keys(attention, x, query, key))
+    p = matrices(query, key)
     relative = (p - reference).square().sum() / reference.square().sum()
     dq, dk = torch.autograd.grad(relative / 2.0, (query, key))
     return float(relative.detach()), (dq, dk)

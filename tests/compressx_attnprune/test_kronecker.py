@@ -136,6 +136,16 @@ def test_each_head_is_solved_whatever_the_others_need():
     assert_solved(of, keeps, got)
 
 
+def test_heads_take_steps_of_their_own():
+    """Five weights are left in each head: so many steps solve them all, where common ones would need five for each."""
+    of = problem(4)
+    keeps = [torch.zeros(w.shape, dtype=torch.bool) for w in of.dense]
+    for keep, dense in zip(keeps, of.dense, strict=True):
+        for head in range(len(keep)):
+            keep[head].view(-1)[dense[head].flatten().abs().topk(5).indices] = True
+    assert_solved(of, keeps, kronecker.reconstruct(of, keeps, iterations=5))
+
+
 @each_pattern
 def test_a_selection_meets_the_budget_exactly_and_drops_to_zero(pattern: Pattern):
     of = problem(0)

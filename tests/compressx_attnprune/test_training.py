@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -282,22 +282,52 @@ def test_a_dropped_weight_comes_back_while_the_budget_rises(dense: Pair):
     assert done.keeps[0][0].all()
 
 
-def learn_by_hand(x: Tensor, dense: Pair, regularization: float, steps: int, learning_rate: float) -> list[Tensor]:
-    """Adam as published (arXiv 1412.6980, Algorithm 1), a half cosine for its step size, clipping after each step."""
-    masks = [torch.ones_like(w) for w in dense]
-    first, second = [torch.zeros_like(w) for w in dense], [torch.zeros_like(w) for w in dense]
+def descend_by_hand(
+    start: Pair, gradients: Callable[[Tensor, Pair], Pair], x: Tensor, rates: Sequence[float], steps: int
+) -> Iterator[Pair]:
+    """Adam as published (arXiv 1412.6980, Algorithm 1), a half cosine for its step size; yields what it may change."""
+    points = (start[0].clone(), start[1].clone())
+    first, second = [torch.zeros_like(w) for w in points], [torch.zeros_like(w) for w in points]
     for step in range(steps):
         batch = x[[(4 * step + i) % len(x) for i in range(4)]]
-        _, gradients = LOSS.gradients(batch, dense, (masks[0] * dense[0], masks[1] * dense[1]))
-        rate = learning_rate * (1 + math.cos(math.pi * step / steps)) / 2
-        for i, (g, w) in enumerate(zip(gradients, dense, strict=True)):
-            gradient = g * w + regularization * masks[i] / masks[i].numel()
+        for i, gradient in enumerate(gradients(batch, points)):
             first[i] = 0.9 * first[i] + 0.1 * gradient
             second[i] = 0.95 * second[i] + 0.05 * gradient.square()
             mean = first[i] / (1 - 0.9 ** (step + 1))
             square = second[i] / (1 - 0.95 ** (step + 1))
-            masks[i] = (masks[i] - rate * mean / (square.sqrt() + 1e-8)).clamp(0.0, 1.0)
+            rate = rates[i] * (1 + math.cos(math.pi * step / steps)) / 2
+            points[i].sub_(rate * mean / (square.sqrt() + 1e-8))
+        yield points
+
+
+def learn_by_hand(x: Tensor, dense: Pair, regularization: float, steps: int, learning_rate: float) -> Pair:
+    def gradients(batch: Tensor, masks: Pair) -> Pair:
+        _, (query, key) = LOSS.gradients(batch, dense, (masks[0] * dense[0], masks[1] * dense[1]))
+        return (
+            query * dense[0] + regularization * masks[0] / masks[0].numel(),
+            key * dense[1] + regularization * masks[1] / masks[1].numel(),
+        )
+
+    for masks in descend_by_hand(ones(dense), gradients, x, [learning_rate] * 2, steps):
+        masks[0].clamp_(0.0, 1.0)
+        masks[1].clamp_(0.0, 1.0)
     return masks
+
+
+def test_a_refit_takes_the_steps_that_are_taken_by_hand(dense: Pair, text: Text):
+    text = Text(text.train, text.train)
+    start = by_magnitude(dense, text)
+
+    def gradients(batch: Tensor, weights: Pair) -> Pair:
+        _, (query, key) = LOSS.gradients(batch, dense, weights)
+        return query * start.keeps[0], key * start.keeps[1]
+
+    rates = [0.01 * float(d.square().mean().sqrt()) for d in dense]
+    *_, wanted = descend_by_hand(start.weights, gradients, text.train, rates, 8)
+    done = training.refit(LOSS, text, dense, start, steps=8, learning_rate=0.01)
+    assert done.error < start.error
+    for weight, by_hand in zip(done.weights, wanted, strict=True):
+        torch.testing.assert_close(weight, by_hand, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("regularization", [0.01, 0.1, 10.0])
@@ -337,7 +367,9 @@ def test_a_larger_regularization_drives_more_of_a_mask_to_zero(dense: Pair, text
         masks, _ = training.learn_masks(
             LOSS, text.train, dense, regularization=regularization, steps=60, learning_rate=0.05
         )
+        assert all(0.0 <= float(m.min()) <= float(m.max()) <= 1.0 for m in masks)
         means.append(sum(float(m.mean()) for m in masks))
+    assert all((m == 0.0).any() for m in masks)  # the strongest pull overshoots, and is clipped
     assert means[0] > means[1] + 0.1
     assert means[1] > means[2] + 0.1
     assert means[2] < 0.2
