@@ -94,7 +94,7 @@ class AttentionAware(Strict):
         "model", description="what shares the target: all blocks, or each block by itself"
     )
     sparsities: list[Annotated[StrictFloat, Field(gt=0, le=0.95)]] = Field(
-        default=[0.3, 0.5, 0.6, 0.7, 0.8, 0.9], min_length=2, description="sparsities to measure, rising"
+        default=[0.3, 0.5, 0.7, 0.9], min_length=2, description="sparsities to measure, rising"
     )
     samples: StrictInt = Field(16, ge=1, description="calibration windows to measure on, the first so many")
 

@@ -220,6 +220,18 @@ def test_another_block_or_other_text_is_measured_anew(llama: blocks.Recorded, mo
     assert calls.count("measure") == calls.count("verify") == 6
 
 
+def test_another_block_is_measured_anew_even_with_the_same_statistics(llama: blocks.Recorded):
+    twin = blocks.record("llama", sequences=SEQUENCES)  # its names, other weights
+    for name in blocks.targets(twin.block):
+        twin.block.linears[name].weight.mul_(1.3)
+    pruner = SPEC.build(SPEC.options())
+    stats = observed(llama, pruner)
+    patterns = dict.fromkeys(stats, HALF)
+    pruner.prune(llama.block, patterns, stats)
+    second, fresh = (p.prune(twin.block, patterns, stats) for p in (pruner, SPEC.build(SPEC.options())))
+    assert all(torch.equal(second[n].weight, fresh[n].weight) for n in stats)
+
+
 @each_mode
 def test_the_same_calibration_gives_the_same_weights(llama: blocks.Recorded, mode: str):
     first, second = (prune(llama, HALF, mode=mode, refit=3) for _ in range(2))
