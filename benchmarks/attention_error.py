@@ -260,6 +260,7 @@ def plot(rows: list[dict[str, str]], path: Path) -> None:
             )
             axis.plot(*zip(*own, strict=True), label=method, marker="os^vDXP*"[number % 8], markersize=3, linewidth=1)
         axis.set(yscale="log", xlabel="layer", title=f"{sparsity:.0%} of query and key pruned")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(r"$\|\tilde P - P\|_F^2\,/\,\|P\|_F^2$")
     axes[-1].legend(fontsize="x-small")
