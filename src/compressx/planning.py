@@ -242,11 +242,14 @@ def _check_blocks(loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleto
         module = found.blocks[fqn] if fqn else skeleton
         block = Block(index, fqn, module, linears, (), config)
         for rule, patterns in plan.in_block(fqn).items():
-            if rule.pruner.check is not None:
+            for key, spec in (("pruner", rule.pruner), ("reconstruct", rule.reconstructor)):
+                if spec is None or spec.check is None:
+                    continue
                 try:
-                    rule.pruner.check(block, patterns)
+                    spec.check(block, patterns)
                 except (RecipeError, UnsupportedModelError) as error:
-                    raise type(error)(f"{loaded.where('prune', rule.index)}: {error}") from error
+                    place = ("prune", rule.index) if key == "pruner" else ("prune", rule.index, key)
+                    raise type(error)(f"{loaded.where(*place)}: {error}") from error
             if not needs_calibration:
                 needs_calibration = _observes(rule, block, patterns)
     return needs_calibration

@@ -147,6 +147,8 @@ def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem) -> Tr
     if budget.fixed:
         keeps = choose(problem.dense)
         weights = kronecker.reconstruct(problem, keeps)
+    elif all(k.all() for k in choose(problem.dense)):
+        return judge(layer, [(budget.choose(layer.dense), layer.dense)])[0]  # nothing to prune, to the bit
     else:
         keeps, weights = kronecker.select(problem, choose)
     return judge(layer, [(_by_row(keeps), _by_row(weights))])[0]

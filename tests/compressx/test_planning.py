@@ -354,3 +354,9 @@ def test_attnprune_on_positions_in_the_scores_is_refused_with_an_alternative(ref
     assert message.startswith("r.yaml:4:")
     assert "transformer.h.0.self_attention (BloomAttention) adds ALiBi to its scores" in message
     assert "sparsegpt or wanda" in message
+
+
+def test_attnprune_as_a_reconstructor_of_other_linears_is_refused_in_the_plan(refusal: Any) -> None:
+    message = refusal(RecipeError, 'targets: ["*"], pruner: wanda, reconstruct: attnprune, sparsity: 0.5')
+    assert message.startswith("r.yaml:4:")
+    assert 'write targets: ["*.q_proj", "*.k_proj"]' in message
