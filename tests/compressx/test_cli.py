@@ -249,7 +249,7 @@ def finished(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 def test_a_run_leaves_all_of_its_files_and_nothing_else(finished: Any) -> None:
     folder, _ = finished
     left = {p.name for p in (folder / "out").iterdir()}
-    assert left == {"model", "masks.safetensors", "recipe.yaml", "plan.json", "report.json", "report.md"}
+    assert left == {"model", "masks.safetensors", "recipe.yaml", "plan.json", "report.json", "report.md", "plots"}
     assert {p.name for p in (folder / "out/model").iterdir()} >= {"model.safetensors", "config.json", "tokenizer.json"}
     assert {p.name for p in folder.iterdir()} == {"r.yaml", "model", "tied", "text.txt", "cache", "out"}
 
@@ -375,7 +375,7 @@ def test_an_interrupt_leaves_no_half_folder_and_ends_with_status_130(work: Path)
             time.sleep(0.05)
         assert [p for p in Path().iterdir() if p.name.startswith(".out.partial")], "the run was under way"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=180)
     finally:
         process.kill()
     assert process.returncode == 130
