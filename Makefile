@@ -19,7 +19,7 @@ test: $(VENV)/.installed-dev
 
 check: $(VENV)/.installed-dev
 	$(MAKE) lint
-	$(BIN)/python -m pytest -m "not slow" -q
+	$(BIN)/python -m pytest -m "not slow" -q -n auto --dist worksteal
 
 .PHONY: lint
 lint: $(VENV)/.installed-dev
