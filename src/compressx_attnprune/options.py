@@ -63,7 +63,7 @@ class AttnPruneOptions(BaseModel):
         None,
         ge=0,
         description="mask: lambda, the pull of all mask entries towards zero against the error; when absent the best "
-        "of 0.03, 0.1, 0.3 and 1 on the held-out sequences after a quarter of the steps, at twice the time",
+        "of 0.03, 0.1, 0.3 and 1 on the held-out sequences, at four times the time",
     )
     heat_map: bool = Field(
         True, description="whether the report shows one head's dense and pruned attention matrix for each layer"
