@@ -180,16 +180,19 @@ def _value_pattern(pattern: Pattern, projections: Projections) -> Pattern:
 
 
 def _errors(prepared: _Prepared, solution: Solution) -> dict[str, float]:
-    """Measure the result and the other methods' on the held-out sequences, by both objectives."""
-    names = ["", *(f".{name}" for name in solution.starts)]
+    """Return the held-out errors of the result and of the other methods by both objectives; one is known already."""
     candidates = [solution.weights, *solution.starts.values()]
     info: dict[str, float] = {}
     for quantity, loss in (
         ("attention_error", prepared.losses["attention-matrix"]),
         ("output_error", prepared.losses["attention-output"]),
     ):
-        errors = relative_errors(loss, prepared.layer.text.held_out, prepared.layer.dense, candidates)
-        info |= {quantity + name: error for name, error in zip(names, errors, strict=True)}
+        if loss is prepared.layer.loss:
+            errors = list(solution.errors.values())
+        else:
+            errors = relative_errors(loss, prepared.layer.text.held_out, prepared.layer.dense, candidates)
+        names = (f"{quantity}.{name}" if name else quantity for name in solution.errors)
+        info |= dict(zip(names, errors, strict=True))
     return info
 
 

@@ -80,6 +80,7 @@ class Solution:
         keeps: masks, True = keep.
         weights: zero where not kept.
         starts: the weights of the other methods that were tried, by name.
+        errors: relative held-out error by the layer's loss, of the result (no name) and of each start.
         histories: relative error on each gradient step's text, by the part that took the steps.
         fell_back: whether one of the starts was better than the mode's own result.
     """
@@ -87,6 +88,7 @@ class Solution:
     keeps: Pair
     weights: Pair
     starts: Mapping[str, Pair]
+    errors: Mapping[str, float]
     histories: Mapping[str, tuple[float, ...]]
     fell_back: bool
 
@@ -135,7 +137,8 @@ def solve(layer: Layer, budget: Budget, problem: kronecker.Problem, options: Att
             learning_rate=options.refit_learning_rate,
         )
         histories["refit"] = best.losses
-    return Solution(best.keeps, best.weights, {n: w for n, (_, w) in starts.items()}, histories, fell_back)
+    errors = {"": best.error, **{name: start.error for name, start in zip(starts, started, strict=True)}}
+    return Solution(best.keeps, best.weights, {n: w for n, (_, w) in starts.items()}, errors, histories, fell_back)
 
 
 def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem) -> Trained:
