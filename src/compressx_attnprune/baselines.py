@@ -7,6 +7,8 @@ under a wider budget their rows stay balanced, and the counts are the budget's o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,29 +23,61 @@ Choose = Callable[[Pair], Pair]
 _DAMPING = 0.01  # as SparseGPT is published
 
 
-def wanda(weights: Pair, x: Tensor, choose: Choose) -> tuple[Pair, Pair]:
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What the two methods measure of a layer's inputs, once for any number of budgets and when first needed.
+
+    Attributes:
+        x: [sequences, tokens, in_features] in any float dtype.
+    """
+
+    x: Tensor
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """||x_j||_2 of each input feature over all sequences and tokens, float64 [in_features]."""
+        squares = torch.zeros(self.x.shape[-1], dtype=torch.float64, device=self.x.device)
+        for part in parts(self.x):
+            squares += part.flatten(0, 1).square_().sum(dim=0, dtype=torch.float64)
+        return squares.sqrt()
+
+    @cached_property
+    def dead(self) -> Tensor:
+        """Which features never fire, bool [in_features]."""
+        return self.norms == 0
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """Factor of the inverse of the inputs' damped Hessian, as `compressx.obs.inverse_cholesky` gives it."""
+        hessian = torch.zeros(self.x.shape[-1], self.x.shape[-1], device=self.x.device)
+        for part in parts(self.x):
+            flat = part.flatten(0, 1)
+            hessian.addmm_(flat.T, flat)
+        return inverse_cholesky(hessian, _DAMPING)[0]
+
+
+def wanda(weights: Pair, inputs: Inputs, choose: Choose) -> tuple[Pair, Pair]:
     """Keep the largest |W| ||x||_2 of each row (Wanda, arXiv 2306.11695), values untouched.
 
     Args:
         weights: the dense weights.
-        x: inputs [sequences, tokens, in_features].
+        inputs: of the layer.
         choose: turns scores into masks.
 
     Returns:
         Masks and weights.
     """
-    norms = feature_norms(x)
-    query, key = (_row_ranks(w.double().abs() * norms) for w in weights)
+    query, key = (_row_ranks(w.double().abs() * inputs.norms) for w in weights)
     keeps = choose((query, key))
     return keeps, (weights[0] * keeps[0], weights[1] * keeps[1])
 
 
-def sparsegpt(weights: Pair, x: Tensor, choose: Choose, sparsity: float) -> tuple[Pair, Pair]:
+def sparsegpt(weights: Pair, inputs: Inputs, choose: Choose, sparsity: float) -> tuple[Pair, Pair]:
     """Select and update by SparseGPT's sweep (arXiv 2301.00774), with one Hessian of the inputs.
 
     Args:
         weights: the dense weights.
-        x: inputs [sequences, tokens, in_features].
+        inputs: of the layer.
         choose: turns scores into masks; given masks or N:M groups are respected.
         sparsity: fraction of zeros that `choose` leaves.
 
@@ -53,37 +87,21 @@ def sparsegpt(weights: Pair, x: Tensor, choose: Choose, sparsity: float) -> tupl
     Raises:
         compressx.obs.NotPositiveDefiniteError: when the Hessian cannot be factored.
     """
-    factor, dead = _factor(x)
     pattern = Unstructured(sparsity, "row")
+    both = torch.cat(weights)  # one sweep for query and key rows: its cost is in the columns
+    swept, updated = sparsegpt_rows(both, inputs, pattern)
     # The sweep's own selection leads; what rounding by rows lacks of the budget, or has too much, is settled by score.
-    swept = [sweep(w, factor, pattern, dead) for w in weights]
-    scores = [keep + _unit_rank(w / factor.diagonal()) for (keep, _), w in zip(swept, weights, strict=True)]
-    keeps = choose((scores[0], scores[1]))
-    query, key = (sweep(w, factor, FixedMask(k, pattern))[1] for w, k in zip(weights, keeps, strict=True))
-    return keeps, (query, key)
+    scores = swept + _unit_rank(both / inputs.factor.diagonal())
+    keeps = choose(_split(scores, weights))
+    keep = torch.cat(keeps)
+    if not torch.equal(keep, swept):
+        _, updated = sparsegpt_rows(both, inputs, FixedMask(keep, pattern))
+    return keeps, _split(updated, weights)
 
 
-def sparsegpt_rows(weight: Tensor, x: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
+def sparsegpt_rows(weight: Tensor, inputs: Inputs, pattern: Pattern) -> tuple[Tensor, Tensor]:
     """Prune one weight [out_features, in_features] by SparseGPT; returns its mask and the new weight."""
-    factor, dead = _factor(x)
-    return sweep(weight, factor, pattern, dead)
-
-
-def feature_norms(x: Tensor) -> Tensor:
-    """Compute ||x_j||_2 of each input feature over all sequences and tokens, float64 [in_features]."""
-    squares = torch.zeros(x.shape[-1], dtype=torch.float64, device=x.device)
-    for part in parts(x):
-        squares += part.flatten(0, 1).square_().sum(dim=0, dtype=torch.float64)
-    return squares.sqrt()
-
-
-def _factor(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Factor the inverse of the inputs' damped Hessian; returns it and which features never fire, bool."""
-    hessian = torch.zeros(x.shape[-1], x.shape[-1], device=x.device)
-    for part in parts(x):
-        flat = part.flatten(0, 1)
-        hessian.addmm_(flat.T, flat)
-    return inverse_cholesky(hessian, _DAMPING)[0], hessian.diagonal() == 0
+    return sweep(weight, inputs.factor, pattern, inputs.dead)
 
 
 def _row_ranks(scores: Tensor) -> Tensor:
@@ -95,3 +113,8 @@ def _unit_rank(scores: Tensor) -> Tensor:
     """Map scores into [0, 1) in the order of their sizes, float64."""
     magnitude = scores.double().abs()
     return magnitude / (magnitude.max() * (1.0 + 1e-9)).clamp_min(torch.finfo(torch.float64).tiny)
+
+
+def _split(both: Tensor, weights: Pair) -> Pair:
+    query, key = torch.split(both, [len(w) for w in weights])
+    return query, key

@@ -129,8 +129,7 @@ class OutputLoss:
         with torch.enable_grad():
             q, k = (u.requires_grad_() for u in _placed(self.attention, projected))
             mixed = self._output(q, k, v)
-            signs = torch.empty_like(mixed).bernoulli_(0.5, generator=generator).mul_(2.0).sub_(1.0)
-            grads = torch.autograd.grad(mixed, (q, k), signs)
+            grads = torch.autograd.grad(mixed, (q, k), objective.random_signs(mixed, generator))
         with torch.no_grad():
             return _placed_backward(self.attention, projected, grads)
 

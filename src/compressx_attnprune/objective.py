@@ -126,9 +126,14 @@ def probe(attention: Attention, q: Tensor, k: Tensor, generator: torch.Generator
     for rows in _row_blocks(attention, q, ROWS):
         for i, (qb, kb) in enumerate(_sequences(attention, q, k)):
             p, slope = _probabilities(attention, qb, kb, rows)
-            signs = torch.empty_like(p).bernoulli_(0.5, generator=generator).mul_(2.0).sub_(1.0)
-            _backward(attention, (qb, kb), rows, signs.mul_(p), p, slope, (dq[i], dk[i]))
+            _backward(attention, (qb, kb), rows, random_signs(p, generator).mul_(p), p, slope, (dq[i], dk[i]))
     return dq.mul_(attention.scaling), dk.mul_(attention.scaling)
+
+
+def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw -1 and 1, each as often, of the shape of `like`."""
+    signs = torch.empty_like(like).random_(0, 2, generator=generator)  # bernoulli_ takes four times as long
+    return signs.mul_(2.0).sub_(1.0)
 
 
 def _backward(

@@ -23,7 +23,6 @@ from compressx import (
 from compressx.obs import NotPositiveDefiniteError
 from compressx_attnprune import baselines, layer, solver
 from compressx_attnprune.geometry import queries_and_keys
-from compressx_attnprune.kronecker import Problem
 from compressx_attnprune.layer import Projections
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, relative_errors
 from compressx_attnprune.objective import attention_matrices
@@ -43,7 +42,6 @@ class _Prepared:
     projections: Projections
     layer: Layer
     losses: Mapping[str, Loss]
-    problem: Problem
 
 
 class AttnPrune:
@@ -71,7 +69,7 @@ class AttnPrune:
         prepared = self._prepare(block, stats)
         budget = _budget(prepared.projections, patterns)
         try:
-            solution = solver.solve(prepared.layer, budget, prepared.problem, self.options)
+            solution = solver.solve(prepared.layer, budget, self.options)
         except NotPositiveDefiniteError as error:
             raise CalibrationError(f"{prepared.projections.query.name}: {error}") from error
         info = _errors(prepared, solution)
@@ -105,9 +103,8 @@ class AttnPrune:
         held_out = max(1, round(self.options.held_out * len(x)))
         text = Text(x[:-held_out], x[-held_out:]) if len(x) > held_out else Text(x, x)
         dense = (projections.query.weight.clone(), projections.key.weight.clone())
-        of = Layer(losses[self.options.objective], text, dense)
-        problem = solver.prepare(of, self.options.damping)
-        self._prepared = _Prepared(block, sample, projections, of, losses, problem)
+        of = Layer(losses[self.options.objective], text, dense, self.options.damping)
+        self._prepared = _Prepared(block, sample, projections, of, losses)
         return self._prepared
 
 
@@ -162,7 +159,7 @@ def _assemble(
     weight = projections.query.linear.weight.float().clone()
     keep = torch.ones_like(weight, dtype=torch.bool)
     value = baselines.sparsegpt_rows(
-        projections.value.weight, prepared.layer.text.train, _value_pattern(patterns[name], projections)
+        projections.value.weight, prepared.layer.inputs, _value_pattern(patterns[name], projections)
     )
     for rows, k, w in zip(
         (*sides, projections.value), (*solution.keeps, value[0]), (*solution.weights, value[1]), strict=True

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
 from compressx import FixedMask, Pattern, Unstructured, keep_masks
 from compressx_attnprune import baselines, curvature, kronecker, training
-from compressx_attnprune.baselines import feature_norms
+from compressx_attnprune.baselines import Inputs
+from compressx_attnprune.curvature import Curvature
 from compressx_attnprune.losses import Loss, Pair, relative_errors
 from compressx_attnprune.options import AttnPruneOptions
 from compressx_attnprune.training import Text, Trained
@@ -30,17 +32,38 @@ REGULARIZATIONS = (0.03, 0.1, 0.3, 1.0)
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """What a layer's solvers work on.
+    """What a layer's solvers work on; all that no budget changes is measured once, when it is first needed.
 
     Attributes:
         loss: what the weights are held to.
         text: inputs to learn from, and held-out ones.
         dense: the dense weights.
+        damping: of the curvature, see `AttnPruneOptions`.
     """
 
     loss: Loss
     text: Text
     dense: Pair
+    damping: float = 0.003
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """What Wanda and SparseGPT measure."""
+        return Inputs(self.text.train)
+
+    @cached_property
+    def problem(self) -> kronecker.Problem:
+        """The dense weights and their curvature, decomposed."""
+        return kronecker.Problem.of(self.by_head(self.dense), self.curvature, self.damping)
+
+    @cached_property
+    def curvature(self) -> tuple[Curvature, Curvature]:
+        """The loss's curvature at the dense weights."""
+        return curvature.measure(self.loss, self.text.train, self.dense)
+
+    def by_head(self, pair: Pair) -> list[Tensor]:
+        """View [heads * head_dim, in_features] as [heads, head_dim, in_features]."""
+        return [w.view(-1, self.loss.attention.head_dim, w.shape[1]) for w in pair]
 
 
 @dataclass(frozen=True)
@@ -93,37 +116,29 @@ class Solution:
     fell_back: bool
 
 
-def prepare(layer: Layer, damping: float) -> kronecker.Problem:
-    """Measure a layer's curvature and decompose it: all that does not depend on the budget."""
-    measured = curvature.measure(layer.loss, layer.text.train, layer.dense)
-    return kronecker.Problem.of(_by_head(layer, layer.dense), measured, damping)
-
-
-def solve(layer: Layer, budget: Budget, problem: kronecker.Problem, options: AttnPruneOptions) -> Solution:
+def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
     """Prune a layer.
 
     Args:
         layer: inputs, dense weights and loss.
         budget: what to keep.
-        problem: of `prepare`.
         options: mode and steps. Given masks are reconstructed in closed form, whatever the mode.
 
     Raises:
         compressx.obs.NotPositiveDefiniteError: when the inputs' Hessian cannot be factored for SparseGPT's start.
     """
-    x = layer.text.train
     starts = {
-        "wanda": baselines.wanda(layer.dense, x, budget.choose),
-        "sparsegpt": baselines.sparsegpt(layer.dense, x, budget.choose, budget.query.sparsity),
+        "wanda": baselines.wanda(layer.dense, layer.inputs, budget.choose),
+        "sparsegpt": baselines.sparsegpt(layer.dense, layer.inputs, budget.choose, budget.query.sparsity),
     }
     started = judge(layer, list(starts.values()))
     best_start = min(started, key=lambda t: t.error)
-    ours = _run(layer, budget, problem, options)
-    damping = problem.damping
+    ours = _run(layer, budget, options)
+    damping = layer.damping
     while ours.error > best_start.error and _in_closed_form(budget, options) and damping < _MOST_DAMPING:
         # Little text makes a poor curvature, which is then trusted too much.
         damping *= 10.0
-        ours = min(ours, gauss_newton(layer, budget, problem.damped(damping)), key=lambda t: t.error)
+        ours = min(ours, gauss_newton(layer, budget, layer.problem.damped(damping)), key=lambda t: t.error)
     best = ours if ours.error <= best_start.error else best_start  # an error that is no number never wins
     histories: dict[str, tuple[float, ...]] = {options.mode: ours.losses} if ours.losses else {}
     fell_back = best is best_start
@@ -141,19 +156,25 @@ def solve(layer: Layer, budget: Budget, problem: kronecker.Problem, options: Att
     return Solution(best.keeps, best.weights, {n: w for n, (_, w) in starts.items()}, errors, histories, fell_back)
 
 
-def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem) -> Trained:
-    """Select and reconstruct in the loss's own metric, in closed form; given masks are only reconstructed."""
+def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None = None) -> Trained:
+    """Select and reconstruct in the loss's own metric, in closed form; given masks are only reconstructed.
+
+    Args:
+        layer: inputs, dense weights and loss.
+        budget: what to keep.
+        problem: the layer's with another damping.
+    """
 
     def choose(scores: Sequence[Tensor]) -> list[Tensor]:
-        return _by_head(layer, budget.choose(_by_row(scores)))
+        return layer.by_head(budget.choose(_by_row(scores)))
 
     if budget.fixed:
-        keeps = choose(problem.dense)
-        weights = kronecker.reconstruct(problem, keeps)
-    elif all(k.all() for k in choose(problem.dense)):
+        keeps = choose(layer.by_head(layer.dense))
+        weights = kronecker.reconstruct(problem or layer.problem, keeps)
+    elif all(k.all() for k in budget.choose(layer.dense)):
         return judge(layer, [(budget.choose(layer.dense), layer.dense)])[0]  # nothing to prune, to the bit
     else:
-        keeps, weights = kronecker.select(problem, choose)
+        keeps, weights = kronecker.select(problem or layer.problem, choose)
     return judge(layer, [(_by_row(keeps), _by_row(weights))])[0]
 
 
@@ -168,15 +189,15 @@ def mask(layer: Layer, budget: Budget, *, regularization: float | None, steps: i
         relaxed, losses = training.learn_masks(
             layer.loss, layer.text.train, layer.dense, regularization=value, steps=steps, learning_rate=learning_rate
         )
-        keeps = budget.choose(ranked(relaxed, layer.text.train, layer.dense))
+        keeps = budget.choose(ranked(relaxed, layer.inputs, layer.dense))
         masked = (layer.dense[0] * keeps[0], layer.dense[1] * keeps[1])
         tried.append(replace(judge(layer, [(keeps, masked)])[0], losses=losses))
     return min(tried, key=lambda t: t.error)
 
 
-def joint(layer: Layer, budget: Budget, problem: kronecker.Problem, *, steps: int, learning_rate: float) -> Trained:
+def joint(layer: Layer, budget: Budget, *, steps: int, learning_rate: float) -> Trained:
     """Train weights while the masks close in on the budget."""
-    query, key = (c.scale().flatten(0, 1) for c in problem.measured)
+    query, key = (c.scale().flatten(0, 1) for c in layer.curvature)
     return training.joint(
         layer.loss,
         layer.text,
@@ -194,34 +215,31 @@ def judge(layer: Layer, candidates: Sequence[tuple[Pair, Pair]]) -> list[Trained
     return [Trained(w, k, e) for (k, w), e in zip(candidates, errors, strict=True)]
 
 
-def ranked(masks: Pair, x: Tensor, weights: Pair) -> Pair:
+def ranked(masks: Pair, inputs: Inputs, weights: Pair) -> Pair:
     """Turn relaxed masks into scores whose order is the masks' own, ties broken by |W| * ||x||_2 (Wanda's score).
 
     Clipping leaves many entries at exactly 0 and 1, and the budget's threshold often falls among them.
 
     Args:
         masks: of `training.learn_masks`.
-        x: inputs [sequences, tokens, in_features].
+        inputs: of the layer.
         weights: the dense weights.
 
     Returns:
         Scores in float64, of the weights' shapes, comparable between the two.
     """
-    norms = feature_norms(x)
-    second = [w.double().abs() * norms for w in weights]
+    second = [w.double().abs() * inputs.norms for w in weights]
     largest = max(float(s.max()) for s in second) or 1.0
     # Below the spacing of float32 numbers up to one, so that it orders ties and nothing else.
     query, key = (m.double() + s / largest * 2.0**-40 for m, s in zip(masks, second, strict=True))
     return query, key
 
 
-def _run(layer: Layer, budget: Budget, problem: kronecker.Problem, options: AttnPruneOptions) -> Trained:
+def _run(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Trained:
     if _in_closed_form(budget, options):
-        return gauss_newton(layer, budget, problem)
+        return gauss_newton(layer, budget)
     if options.mode == "joint":
-        return joint(
-            layer, budget, problem, steps=options.steps, learning_rate=options.learning_rate or JOINT_LEARNING_RATE
-        )
+        return joint(layer, budget, steps=options.steps, learning_rate=options.learning_rate or JOINT_LEARNING_RATE)
     return mask(
         layer,
         budget,
@@ -240,11 +258,6 @@ def _at(pattern: Pattern, share: float) -> Pattern:
     if isinstance(pattern, Unstructured) and share < 1.0:
         return Unstructured(share * pattern.sparsity, pattern.group)
     return pattern
-
-
-def _by_head(layer: Layer, pair: Pair) -> list[Tensor]:
-    """View [heads * head_dim, in_features] as [heads, head_dim, in_features]."""
-    return [w.view(-1, layer.loss.attention.head_dim, w.shape[1]) for w in pair]
 
 
 def _by_row(pair: Sequence[Tensor]) -> Pair:

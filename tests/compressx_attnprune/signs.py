@@ -21,10 +21,10 @@ class Signs(TorchFunctionMode):
         self.left = signs.flatten()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.bernoulli_:
+        if func is not torch.Tensor.random_:
             return func(*args, **(kwargs or {}))
-        into, probability = args
-        assert probability == 0.5
+        into, first, end = args
+        assert (first, end) == (0, 2)
         given, self.left = self.left[: into.numel()], self.left[into.numel() :]
         return into.copy_(given.view(into.shape))
 

@@ -13,6 +13,7 @@ from compressx.obs import NotPositiveDefiniteError
 from compressx.pruners.sparsegpt import SparseGPT, SparseGPTOptions
 from compressx.pruners.wanda import Wanda
 from compressx_attnprune import baselines
+from compressx_attnprune.baselines import Inputs
 from compressx_attnprune.losses import Pair
 
 WIDTH = 160  # more than one column block of the sweep
@@ -61,7 +62,7 @@ def prune(pruner: Pruner, weights: Pair, x: Tensor, patterns: tuple[Pattern, Pat
 
 @pytest.mark.parametrize("pattern", ROW_PATTERNS, ids=str)
 def test_wanda_is_the_hosts_where_rows_or_groups_have_their_own_budget(pattern: Pattern, x: Tensor, weights: Pair):
-    keeps, pruned = baselines.wanda(weights, x, by(pattern))
+    keeps, pruned = baselines.wanda(weights, Inputs(x), by(pattern))
     for host, keep, weight, dense in zip(
         prune(Wanda(), weights, x, (pattern, pattern)), keeps, pruned, weights, strict=True
     ):
@@ -77,7 +78,7 @@ def given_masks() -> tuple[FixedMask, FixedMask]:
 
 def test_sparsegpt_updates_given_masks_like_the_hosts(x: Tensor, weights: Pair):
     masks = given_masks()
-    keeps, pruned = baselines.sparsegpt(weights, x, by(*masks), masks[0].sparsity)
+    keeps, pruned = baselines.sparsegpt(weights, Inputs(x), by(*masks), masks[0].sparsity)
     hosts = prune(SparseGPT(SparseGPTOptions()), weights, x, masks)
     for host, mask, keep, weight in zip(hosts, masks, keeps, pruned, strict=True):
         assert torch.equal(keep, mask.keep)
@@ -89,7 +90,7 @@ def test_sparsegpt_updates_given_masks_like_the_hosts(x: Tensor, weights: Pair):
 @pytest.mark.parametrize("sparsity", [0.5, 0.33, 0.9])
 def test_sparsegpt_is_the_hosts_where_rows_have_their_own_budget(sparsity: float, x: Tensor, weights: Pair):
     pattern = Unstructured(sparsity, "row")
-    keeps, pruned = baselines.sparsegpt(weights, x, by(pattern), sparsity)
+    keeps, pruned = baselines.sparsegpt(weights, Inputs(x), by(pattern), sparsity)
     hosts = prune(SparseGPT(SparseGPTOptions()), weights, x, (pattern, pattern))
     for host, keep, weight in zip(hosts, keeps, pruned, strict=True):
         assert torch.equal(keep, host.keep)
@@ -99,7 +100,7 @@ def test_sparsegpt_is_the_hosts_where_rows_have_their_own_budget(sparsity: float
 
 @pytest.mark.parametrize("pattern", [*ROW_PATTERNS, Unstructured(0.6, "layer")], ids=str)
 def test_rows_of_one_weight_are_pruned_like_the_hosts(pattern: Pattern, x: Tensor, weights: Pair):
-    keep, pruned = baselines.sparsegpt_rows(weights[0], x, pattern)
+    keep, pruned = baselines.sparsegpt_rows(weights[0], Inputs(x), pattern)
     host = prune(SparseGPT(SparseGPTOptions()), weights, x, (pattern, pattern))[0]
     assert torch.equal(keep, host.keep)
     assert host.weight is not None
@@ -110,21 +111,21 @@ def test_features_that_never_fire_are_dropped_first_as_by_the_hosts_pruners(x: T
     x[..., 5::20] = 0.0
     pattern = Unstructured(0.25, "row")
     for keeps, host in (
-        (baselines.wanda(weights, x, by(pattern))[0], prune(Wanda(), weights, x, (pattern, pattern))),
+        (baselines.wanda(weights, Inputs(x), by(pattern))[0], prune(Wanda(), weights, x, (pattern, pattern))),
         (
-            baselines.sparsegpt(weights, x, by(pattern), 0.25)[0],
+            baselines.sparsegpt(weights, Inputs(x), by(pattern), 0.25)[0],
             prune(SparseGPT(SparseGPTOptions()), weights, x, (pattern, pattern)),
         ),
     ):
         for keep, result in zip(keeps, host, strict=True):
             assert not keep[:, 5::20].any()
             assert torch.equal(keep, result.keep)
-    assert not baselines.sparsegpt_rows(weights[0], x, pattern)[0][:, 5::20].any()
+    assert not baselines.sparsegpt_rows(weights[0], Inputs(x), pattern)[0][:, 5::20].any()
 
 
 METHODS = {
-    "wanda": lambda w, x, pattern: baselines.wanda(w, x, by(pattern)),
-    "sparsegpt": lambda w, x, pattern: baselines.sparsegpt(w, x, by(pattern), pattern.sparsity),
+    "wanda": lambda w, x, pattern: baselines.wanda(w, Inputs(x), by(pattern)),
+    "sparsegpt": lambda w, x, pattern: baselines.sparsegpt(w, Inputs(x), by(pattern), pattern.sparsity),
 }
 
 
@@ -146,7 +147,7 @@ def test_wider_budgets_are_exact_to_the_weight_and_only_what_rounding_leaves_unb
 
 
 def test_sparsegpt_keeps_within_given_groups_and_updates_for_them(x: Tensor, weights: Pair):
-    keeps, pruned = baselines.sparsegpt(weights, x, by(NM(2, 4)), 0.5)
+    keeps, pruned = baselines.sparsegpt(weights, Inputs(x), by(NM(2, 4)), 0.5)
     assert all((k.view(-1, 4).sum(dim=1) == 2).all() for k in keeps)
     updated, masked = ((x @ (w - weights[0]).T).square().sum() for w in (pruned[0], weights[0] * keeps[0]))
     assert updated < 0.9 * masked
@@ -154,13 +155,11 @@ def test_sparsegpt_keeps_within_given_groups_and_updates_for_them(x: Tensor, wei
 
 def test_feature_norms_are_those_of_all_sequences_in_any_dtype(x: Tensor):
     expected = x.double().flatten(0, 1).norm(dim=0)
-    got = baselines.feature_norms(x)
+    got = Inputs(x).norms
     assert got.dtype == torch.float64
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
     halves = x.bfloat16()
-    torch.testing.assert_close(
-        baselines.feature_norms(halves), halves.double().flatten(0, 1).norm(dim=0), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(Inputs(halves).norms, halves.double().flatten(0, 1).norm(dim=0), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -180,4 +179,4 @@ def test_inputs_in_bfloat16_give_float32_weights_and_leave_what_was_handed_in_al
 def test_inputs_that_are_no_numbers_are_refused(x: Tensor, weights: Pair):
     x[0, 0, 0] = torch.nan
     with pytest.raises(NotPositiveDefiniteError, match="NaN or infinite"):
-        baselines.sparsegpt(weights, x, by(ROW_PATTERNS[0]), 0.5)
+        baselines.sparsegpt(weights, Inputs(x), by(ROW_PATTERNS[0]), 0.5)

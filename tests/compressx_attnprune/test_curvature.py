@@ -61,7 +61,7 @@ class Recording:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_factors_are_sums_over_all_tokens_of_the_probes_gradients(kind: str, probes: int, x: Tensor, weights: Pair):
     recording = Recording(make(kind))
-    measured = curvature.measure(recording, x, weights, probes=probes)
+    measured = curvature.measure(recording, x, weights, probes=probes, tokens=1.0)
     assert [len(part) for part, _ in recording.probes] == [4] * 2 * probes + [2] * probes
     for i, side in enumerate(measured):
         heads = (4, 2)[i]
@@ -86,7 +86,7 @@ def test_over_all_signs_the_factors_are_mean_and_trace_weighted_sum_of_the_gauss
     loss = make("matrix")
     signs = hadamard(count_signs(lambda: loss.probe(x, weights, torch.Generator())))
     with Signs(signs):
-        measured = curvature.measure(loss, x, weights, probes=len(signs))
+        measured = curvature.measure(loss, x, weights, probes=len(signs), tokens=1.0)
     rows, inputs = [torch.zeros(4, 4, 4), torch.zeros(2, 4, 4)], [torch.zeros(4, 6, 6), torch.zeros(2, 6, 6)]
     for q, k, v in zip(*queries_and_keys(ATTENTION, x, *weights), x, strict=True):
         matrices = gauss_newton(lambda a, b: attention_matrices(ATTENTION, a[None], b[None]), q, k)
@@ -98,6 +98,39 @@ def test_over_all_signs_the_factors_are_mean_and_trace_weighted_sum_of_the_gauss
         trace = r.diagonal(dim1=1, dim2=2).sum(dim=1)
         torch.testing.assert_close(side.rows, r / trace[:, None, None], rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(side.inputs, h, rtol=1e-3, atol=1e-4 * float(h.max()))
+
+
+def test_a_sample_of_the_tokens_has_the_sum_over_all_as_its_expectation(x: Tensor, weights: Pair):
+    recording = Recording(make("matrix"))
+    samples = 400
+    mean = torch.zeros(4, WIDTH, WIDTH)
+    for seed in range(samples):
+        sampled = curvature.measure(recording, x, weights, tokens=0.4, seed=seed)[0]
+        assert torch.linalg.matrix_rank(sampled.inputs).max() == WIDTH
+        mean += sampled.inputs / samples
+    whole = torch.zeros(4, WIDTH, WIDTH)
+    for part, (query, _) in recording.probes:
+        traces = query.square().sum(dim=3)  # [sequences, heads, tokens]
+        whole += torch.einsum("sht,sti,stj->hij", traces, part, part) / samples
+    torch.testing.assert_close(mean, whole, rtol=0.02, atol=0.02 * float(whole.abs().max()))
+
+
+def test_heavy_tokens_are_always_in_the_sample_with_the_weight_that_they_have():
+    weights = torch.full((2, 50), 1e-3)
+    weights[0, 7], weights[1, 40:42] = 5.0, 2.0
+    for seed in range(20):
+        chosen, importance = curvature._sample(weights, 12, torch.Generator().manual_seed(seed))
+        assert chosen.shape == importance.shape == (2, 12)
+        assert all(len(set(row)) == 12 for row in chosen.tolist())
+        assert importance[0][chosen[0] == 7].tolist() == [5.0]
+        assert importance[1][(chosen[1] == 40) | (chosen[1] == 41)].tolist() == [2.0, 2.0]
+        assert (importance[weights.gather(1, chosen) < 1].min() >= 1e-3).all()
+
+
+def test_tokens_without_weight_count_for_nothing():
+    chosen, importance = curvature._sample(torch.zeros(1, 6), 3, torch.Generator())
+    assert len(set(chosen[0].tolist())) == 3
+    assert not importance.any()
 
 
 def test_more_probes_measure_the_same_size(x: Tensor, weights: Pair):

@@ -184,9 +184,10 @@ def test_another_sparsity_of_the_same_block_measures_nothing_again_and_gives_wha
     for sparsity in (0.8, 0.4, 0.6):
         patterns = dict.fromkeys(stats, Unstructured(sparsity, "joint"))
         again = pruner.prune(recorded.block, patterns, stats)
-        assert sorted(calls) == ["measure", "verify"]
+        once = sorted(calls)
+        assert once == (["verify"] if mode == "mask" else ["measure", "verify"])  # masks need no curvature
         fresh = SPEC.build(SPEC.options(mode=mode, steps=5)).prune(recorded.block, patterns, stats)
-        del calls[2:]
+        del calls[len(once) :]
         for name in patterns:
             assert torch.equal(again[name].keep, fresh[name].keep)
             assert torch.equal(again[name].weight, fresh[name].weight)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compressx import NM, FixedMask, Pattern, Unstructured
 from compressx_attnprune import kronecker, solver, training
+from compressx_attnprune.baselines import Inputs
 from compressx_attnprune.geometry import Attention, Projection
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair, relative_error
 from compressx_attnprune.options import AttnPruneOptions
@@ -50,7 +51,7 @@ def both(pattern: Pattern) -> Budget:
 
 def solve(layer: Layer, budget: Budget, **options: Any) -> Solution:
     chosen = AttnPruneOptions(**{"steps": 40, **options})
-    return solver.solve(layer, budget, solver.prepare(layer, chosen.damping), chosen)
+    return solver.solve(layer, budget, chosen)
 
 
 def error(layer: Layer, weights: Pair) -> float:
@@ -133,9 +134,9 @@ def test_the_closed_form_beats_magnitude_wanda_and_sparsegpt(objective: str, pat
 
 def test_the_closed_form_is_the_kronecker_solution_head_by_head_and_judged_on_the_held_out_text():
     layer, budget = make_layer(), both(Unstructured(0.5, "row"))
-    problem = solver.prepare(layer, 0.003)
+    problem = layer.problem
     assert [w.shape for w in problem.dense] == [(4, 8, WIDTH), (2, 8, WIDTH)]
-    ours = solver.gauss_newton(layer, budget, problem)
+    ours = solver.gauss_newton(layer, budget)
 
     def choose(scores: Any) -> list[Tensor]:
         query, key = budget.choose((scores[0].reshape(32, WIDTH), scores[1].reshape(16, WIDTH)))
@@ -151,8 +152,7 @@ def test_the_closed_form_is_the_kronecker_solution_head_by_head_and_judged_on_th
 def test_nothing_is_learnt_from_the_held_out_text():
     layer, budget = make_layer(), both(Unstructured(0.5, "joint"))
     other = Layer(layer.loss, Text(layer.text.train, 0.5 * layer.text.held_out.flip(1)), layer.dense)
-    problems = [solver.prepare(of, 0.003) for of in (layer, other)]
-    closed = [solver.gauss_newton(of, budget, p) for of, p in zip((layer, other), problems, strict=True)]
+    closed = [solver.gauss_newton(of, budget) for of in (layer, other)]
     learnt = [solver.mask(of, budget, regularization=0.1, steps=10, learning_rate=0.05) for of in (layer, other)]
     solved = [solve(of, budget) for of in (layer, other)]
     pairs = [(closed[0].weights, closed[1].weights), (learnt[0].weights, learnt[1].weights)]
@@ -178,12 +178,26 @@ def test_given_masks_are_kept_and_reconstructed_in_closed_form_whatever_the_mode
     assert error(layer, solution.weights) < 0.9 * min(by_start)
 
 
-def test_one_preparation_serves_every_budget():
-    layer, options = make_layer(), AttnPruneOptions()
-    problem = solver.prepare(layer, options.damping)
-    for pattern in PATTERNS:
-        shared, fresh = solver.solve(layer, both(pattern), problem, options), solve(layer, both(pattern))
-        assert all(torch.equal(a, b) for a, b in zip(shared.weights, fresh.weights, strict=True))
+def test_what_a_layer_measures_once_serves_every_budget(monkeypatch: pytest.MonkeyPatch):
+    layer, measured = make_layer(), []
+    for module, name in ((solver.curvature, "measure"), (solver.baselines, "inverse_cholesky")):
+        original = getattr(module, name)
+
+        def spy(*args: Any, original: Any = original, name: str = name) -> Any:
+            measured.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(module, name, spy)
+    shared = [solve(layer, both(pattern)) for pattern in PATTERNS]
+    assert sorted(measured) == ["inverse_cholesky", "measure"]
+    for pattern, one in zip(PATTERNS, shared, strict=True):
+        fresh = solve(make_layer(), both(pattern))
+        assert all(torch.equal(a, b) for a, b in zip(one.weights, fresh.weights, strict=True))
+
+
+def test_learning_masks_measures_no_curvature(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(solver.curvature, "measure", None)
+    assert solve(make_layer(), both(Unstructured(0.5, "joint")), mode="mask", steps=2).histories["mask"]
 
 
 # --- masks and weights by gradient descent
@@ -248,7 +262,7 @@ def test_ties_between_relaxed_masks_fall_to_the_smaller_weight_times_feature_nor
     x = torch.ones(1, 4, 3)
     weights = (torch.tensor([[3.0, -2.0, 1.0]]), torch.tensor([[0.5, 4.0, 0.1]]))
     masks = (torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[1.0, torch.finfo(torch.float32).eps, 1.0]]))
-    query, key = solver.ranked(masks, x, weights)
+    query, key = solver.ranked(masks, Inputs(x), weights)
     order = torch.cat([query, key], dim=1).flatten().argsort().tolist()
     assert order == [2, 4, 5, 3, 1, 0]
 
@@ -332,7 +346,8 @@ def test_a_closed_form_that_loses_is_tried_with_more_damping(
 ):
     layer, dampings = make_layer(), []
 
-    def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem) -> Trained:
+    def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None = None) -> Trained:
+        problem = problem or layer.problem
         dampings.append(problem.damping)
         keeps = budget.choose(layer.dense)
         return Trained(layer.dense, keeps, 0.0 if problem.damping > 0.9 * enough else 1e9)
