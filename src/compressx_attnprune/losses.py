@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -84,9 +84,8 @@ class MatrixLoss:
 class OutputLoss:
     """||(P~ - P) V W_O^T||_F^2: what the error of the attention matrices does to the attention's output.
 
-    Runs through `scaled_dot_product_attention`, so that no tensor of tokens x tokens is held, whatever the length.
-    There are exceptions: layers that cap their scores, the mask of a window (one for all heads), and, where torch has
-    no fused kernel for them, values of another size than the keys.
+    No tensor of tokens x tokens is held, whatever the length: values are mixed by `scaled_dot_product_attention`. Row
+    blocks serve gradients, and where it has no fused kernel: capped scores, a window, values of another size than keys.
 
     Attributes:
         attention: the layer's geometry.
@@ -107,44 +106,41 @@ class OutputLoss:
         before, *after = (self._output(*queries_and_keys(self.attention, x, *pair), v) for pair in (dense, *candidates))
         return [_squared_norm(a - before) for a in after], _squared_norm(before)
 
+    @torch.no_grad()
     def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
         """Return ||(P~ - P) V W_O^T||_F^2 / ||P V W_O^T||_F^2 and the gradients of half of it."""
-        with torch.no_grad():
-            v = values(self.attention, x, self.value_weight, self.value_bias)
-            before = self._output(*queries_and_keys(self.attention, x, *dense), v)
-            projected = _projected(self.attention, x, pruned)
-        with torch.enable_grad():
-            q, k = (u.requires_grad_() for u in _placed(self.attention, projected))
-            half = (self._output(q, k, v) - before).square().sum() / (2.0 * before.square().sum())
-            grads = torch.autograd.grad(half, (q, k))
-        with torch.no_grad():
-            query, key = (_weight_gradient(g, x) for g in _placed_backward(self.attention, projected, grads))
-        return 2.0 * float(half.detach()), (query, key)
+        v = values(self.attention, x, self.value_weight, self.value_bias)
+        before = self._output(*queries_and_keys(self.attention, x, *dense), v)
+        projected = _projected(self.attention, x, pruned)
+        error = self._output(*_placed(self.attention, projected), v) - before
+        norm = _squared_norm(before)
+        query, key = (_weight_gradient(g, x).div_(norm) for g in self._backward(projected, v, error))
+        return _squared_norm(error) / norm, (query, key)
 
+    @torch.no_grad()
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
         """Return the gradients for a random sign on every entry of the attention's output."""
-        with torch.no_grad():
-            v = values(self.attention, x, self.value_weight, self.value_bias)
-            projected = _projected(self.attention, x, weights)
-        with torch.enable_grad():
-            q, k = (u.requires_grad_() for u in _placed(self.attention, projected))
-            mixed = self._output(q, k, v)
-            grads = torch.autograd.grad(mixed, (q, k), objective.random_signs(mixed, generator))
-        with torch.no_grad():
-            return _placed_backward(self.attention, projected, grads)
+        v = values(self.attention, x, self.value_weight, self.value_bias)
+        output = x.new_empty(*x.shape[:2], len(self.output_weight))
+        return self._backward(_projected(self.attention, x, weights), v, objective.random_signs(output, generator))
 
     def _output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Mix the values and project them, [batch, tokens, out_features]; differentiable in queries and keys."""
+        """Mix the values and project them, [batch, tokens, out_features]."""
         attention = self.attention
-        v = v.repeat_interleave(attention.groups, dim=1)  # [batch, h, tokens, value_dim]
-        if attention.softcap is not None:
-            mixed = objective.attention_matrices(attention, q, k) @ v
-        else:
-            k = k.repeat_interleave(attention.groups, dim=1)
+        if attention.softcap is None and attention.window is None and v.shape[-1] == q.shape[-1]:
             mixed = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, scale=attention.scaling, **_visible(attention, q)
-            )
+                q, k, v, scale=attention.scaling, is_causal=True, enable_gqa=attention.groups > 1
+            )  # [batch, h, tokens, value_dim]
+        else:
+            mixed = objective.mixed(attention, q, k, v)
         return torch.nn.functional.linear(mixed.transpose(1, 2).flatten(2), self.output_weight)
+
+    def _backward(self, projected: Pair, v: Tensor, grad: Tensor) -> Pair:
+        """Carry a gradient of the output [batch, tokens, out_features] back to `project`'s results."""
+        of_heads = (grad @ self.output_weight).view(*grad.shape[:2], self.attention.query.heads, -1)
+        q, k = _placed(self.attention, projected)
+        grads = objective.mixed_backward(self.attention, q, k, v, of_heads.transpose(1, 2))
+        return _placed_backward(self.attention, projected, grads)
 
 
 def relative_errors(loss: Loss, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> list[float]:
@@ -200,13 +196,3 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 def _squared_norm(x: Tensor) -> float:
     return float(x.square().sum(dtype=torch.float64))
-
-
-def _visible(attention: Attention, q: Tensor) -> dict[str, Any]:
-    """Say to `scaled_dot_product_attention` what each query sees."""
-    tokens = q.shape[2]
-    if attention.window is None or attention.window >= tokens:
-        return {"is_causal": True}
-    i = torch.arange(tokens, device=q.device)
-    behind = i[:, None] - i
-    return {"attn_mask": (behind >= 0) & (behind < attention.window)}

@@ -1,4 +1,4 @@
-"""The attention matrix in row blocks: matrices, errors, closed-form gradients and Gauss-Newton probes.
+"""The attention matrix in row blocks: matrices, errors, closed-form gradients, Gauss-Newton probes, mixed values.
 
 Pure functions of queries [batch, h, tokens, head_dim] and keys [batch, h_kv, tokens, head_dim] after norm and rotary
 embedding. Everything but `attention_matrices` runs in blocks of query rows and one sequence at a time, so that memory
@@ -120,13 +120,46 @@ def probe(attention: Attention, q: Tensor, k: Tensor, generator: torch.Generator
         The gradients of queries and keys, of their shapes.
     """
     dq, dk = torch.zeros_like(q), torch.zeros_like(k)
-    if attention.softcap is None:
-        # Softmax does not see a shift common to all keys, but float32 does, and keys often share a large one.
-        k = k - k.mean(dim=2, keepdim=True)
+    k = _centred(attention, k)
     for rows in _row_blocks(attention, q, ROWS):
         for i, (qb, kb) in enumerate(_sequences(attention, q, k)):
             p, slope = _probabilities(attention, qb, kb, rows)
             _backward(attention, (qb, kb), rows, random_signs(p, generator).mul_(p), p, slope, (dq[i], dk[i]))
+    return dq.mul_(attention.scaling), dk.mul_(attention.scaling)
+
+
+def mixed(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute P v, [batch, h, tokens, value_dim], of values [batch, h_kv, tokens, value_dim]."""
+    k = _centred(attention, k)
+    result = q.new_empty(*q.shape[:3], v.shape[-1])
+    for rows in _row_blocks(attention, q, ROWS):
+        for i, (qb, kb) in enumerate(_sequences(attention, q, k)):
+            p, _ = _probabilities(attention, qb, kb, rows)  # [h_kv, groups * rows, keys]
+            result[i, :, rows.queries] = _unfold(attention, torch.bmm(p, v[i][:, rows.keys]))
+    return result
+
+
+def mixed_backward(attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Carry a gradient of `mixed` back to queries and keys: four products of tokens x tokens, where autograd has seven.
+
+    Args:
+        attention: the layer.
+        q: queries.
+        k: keys.
+        v: values [batch, h_kv, tokens, value_dim].
+        grad: [batch, h, tokens, value_dim].
+
+    Returns:
+        The gradients of queries and keys, of their shapes.
+    """
+    dq, dk = torch.zeros_like(q), torch.zeros_like(k)
+    k = _centred(attention, k)
+    for rows in _row_blocks(attention, q, ROWS):
+        for i, (qb, kb) in enumerate(_sequences(attention, q, k)):
+            p, slope = _probabilities(attention, qb, kb, rows)  # [h_kv, groups * rows, keys]
+            of_rows = _fold(attention, grad[i].view(*qb.shape[:3], -1), rows)
+            weighted = torch.bmm(of_rows, v[i][:, rows.keys].transpose(1, 2)).mul_(p)
+            _backward(attention, (qb, kb), rows, weighted, p, slope, (dq[i], dk[i]))
     return dq.mul_(attention.scaling), dk.mul_(attention.scaling)
 
 
@@ -162,6 +195,11 @@ def _backward(
     q, k = pair
     into[0][:, rows.queries] += _unfold(attention, torch.bmm(weighted, k[:, rows.keys]))
     into[1][:, rows.keys] += torch.bmm(weighted.transpose(1, 2), _fold(attention, q, rows))
+
+
+def _centred(attention: Attention, k: Tensor) -> Tensor:
+    """Shift all keys alike: softmax does not see it, but float32 does, and keys often share a large part."""
+    return k if attention.softcap is not None else k - k.mean(dim=2, keepdim=True)
 
 
 def _row_blocks(attention: Attention, q: Tensor, size: int) -> Iterator[_Rows]:
@@ -200,8 +238,8 @@ def _probabilities(attention: Attention, q: Tensor, k: Tensor, rows: _Rows) -> t
 
 
 def _fold(attention: Attention, q: Tensor, rows: _Rows) -> Tensor:
-    """Take a block's rows of [h_kv, groups, tokens, head_dim] as [h_kv, groups * rows, head_dim]."""
-    return q[:, :, rows.queries].reshape(attention.key.heads, -1, attention.head_dim)
+    """Take a block's rows of [h_kv, groups, tokens, n] as [h_kv, groups * rows, n]."""
+    return q[:, :, rows.queries].reshape(attention.key.heads, -1, q.shape[-1])
 
 
 def _unfold(attention: Attention, folded: Tensor) -> Tensor:

@@ -172,9 +172,9 @@ def test_errors_of_several_candidates_are_those_of_whole_matrices_and_values(nam
     assert errors[2] == 0.0
 
 
-def test_values_as_wide_as_heads_take_the_fused_kernel_to_the_same_errors():
-    """With sizes of their own, values leave a CPU the plain kernel only."""
-    attention = geometry("window")
+@pytest.mark.parametrize("name", ["grouped", "own keys", "multi-query", "window"])
+def test_values_as_wide_as_heads_take_the_fused_kernel_to_the_same_errors(name: str):
+    attention = geometry(name)
     loss, x, dense = output_loss(attention, HEAD_DIM), normal(2, TOKENS, WIDTH, seed=1), weights(attention, 2)
     error, norm = reference(loss, x, dense, drop_some(dense))
     got, got_norm = loss.errors(x, dense, [drop_some(dense)])
@@ -336,11 +336,14 @@ def test_nothing_that_is_handed_in_changes_or_joins_a_graph(draw: Callable[..., 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_memory_grows_with_the_tokens_and_not_with_their_square(draw: Callable[..., object], kind: str):
+@pytest.mark.parametrize("name", ["grouped", "window", "softcap"])
+@pytest.mark.parametrize("value_dim", [HEAD_DIM, VALUE_DIM])
+def test_memory_grows_with_the_tokens_and_not_with_their_square(
+    draw: Callable[..., object], kind: str, name: str, value_dim: int
+):
     for tokens in (128, 256):
-        attention = geometry("grouped", tokens)
-        loss = output_loss(attention, HEAD_DIM) if kind == "output" else MatrixLoss(attention)
+        attention = geometry(name, tokens)
+        loss = output_loss(attention, value_dim) if kind == "output" else MatrixLoss(attention)
         with Largest() as largest:
             draw(loss, normal(2, tokens, WIDTH, seed=1), weights(attention, 2))
         assert 0 < largest.of_any <= 4 * objective.ROWS * tokens  # of all heads; whole matrices take 4 * tokens^2
-        assert (largest.of_softmax > 0) == (kind == "matrix")

@@ -188,6 +188,20 @@ def test_a_token_that_sees_only_itself_weighs_nothing():
     assert dk.norm(dim=-1).min() > 1e-3
 
 
+@each_geometry
+def test_values_are_mixed_and_gradients_carried_back_as_by_whole_matrices(attention: Attention):
+    q, k = (t.requires_grad_() for t in draw(attention))
+    generator = torch.Generator().manual_seed(3)
+    v = torch.randn(2, attention.key.heads, TOKENS, 5, generator=generator, dtype=torch.float64)
+    expected = reference(attention, q, k) @ v.repeat_interleave(attention.groups, dim=1)
+    grad = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    wanted = torch.autograd.grad(expected, (q, k), grad)
+    with torch.no_grad():
+        torch.testing.assert_close(objective.mixed(attention, q, k, v), expected, rtol=1e-10, atol=1e-12)
+        for got, want in zip(objective.mixed_backward(attention, q, k, v, grad), wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
 OPERATIONS = {
     "errors": lambda attention, dense, pruned: objective.squared_errors(attention, dense, [pruned, dense]),
     "gradients": objective.gradients,
