@@ -86,12 +86,12 @@ def sparsegpt_layer(case: Case) -> Pair:
 
 def gauss_newton(case: Case) -> Pair:
     """The default of attnprune, in closed form."""
-    return solver.gauss_newton(case.layer, case.joint).weights
+    return solver.gauss_newton(case.layer, case.joint)[1]
 
 
 def gauss_newton_refit(case: Case) -> Pair:
     """The same, and then `--refit` gradient steps on the survivors."""
-    start = solver.gauss_newton(case.layer, case.joint)
+    (start,) = solver.judge(case.layer, [solver.gauss_newton(case.layer, case.joint)])
     rate = case.options.refit_learning_rate
     layer_ = case.layer
     refitted = training.refit(

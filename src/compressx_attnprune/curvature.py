@@ -42,9 +42,9 @@ class Curvature:
         return rows[:, :, None] * inputs[:, None, :]
 
 
-TOKENS = 0.5
-"""Share of the tokens that `inputs` are summed from. Their weights are uneven: half of them sampled gives pruned layers
-the same error to a hundredth, a quarter of them one that is 5% larger."""
+TOKENS = 1 / 3
+"""Share of the tokens that `inputs` are summed from. Their weights are uneven, so that a sample of them does: against
+all tokens the errors of pruned layers grow by 2% at 50% sparsity and less at higher ones."""
 
 
 def measure(

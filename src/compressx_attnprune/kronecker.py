@@ -90,7 +90,7 @@ class Problem:
         return Problem.of(self.dense, self.measured, damping)
 
 
-def select(problem: Problem, choose: Choose, *, iterations: int = 30) -> tuple[list[Tensor], list[Tensor]]:
+def select(problem: Problem, choose: Choose, *, iterations: int = 24) -> tuple[list[Tensor], list[Tensor]]:
     """Choose which weights to keep and give them values: ADMM with a rising penalty, as ALPS does for one linear.
 
     Alternates between the unconstrained minimum near the last sparse point (one product in the eigenvectors) and the

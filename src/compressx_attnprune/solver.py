@@ -131,14 +131,18 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
         "wanda": baselines.wanda(layer.dense, layer.inputs, budget.choose),
         "sparsegpt": baselines.sparsegpt(layer.dense, layer.inputs, budget.choose, budget.query.sparsity),
     }
-    started = judge(layer, list(starts.values()))
+    in_closed_form = budget.fixed or options.mode == "gauss-newton"
+    if in_closed_form:
+        *started, ours = judge(layer, [*starts.values(), gauss_newton(layer, budget)])
+    else:
+        started, ours = judge(layer, list(starts.values())), _learn(layer, budget, options)
     best_start = min(started, key=lambda t: t.error)
-    ours = _run(layer, budget, options)
     damping = layer.damping
-    while ours.error > best_start.error and _in_closed_form(budget, options) and damping < _MOST_DAMPING:
+    while ours.error > best_start.error and in_closed_form and damping < _MOST_DAMPING:
         # Little text makes a poor curvature, which is then trusted too much.
         damping *= 10.0
-        ours = min(ours, gauss_newton(layer, budget, layer.problem.damped(damping)), key=lambda t: t.error)
+        again = judge(layer, [gauss_newton(layer, budget, layer.problem.damped(damping))])
+        ours = min(ours, *again, key=lambda t: t.error)
     best = ours if ours.error <= best_start.error else best_start  # an error that is no number never wins
     histories: dict[str, tuple[float, ...]] = {options.mode: ours.losses} if ours.losses else {}
     fell_back = best is best_start
@@ -156,13 +160,16 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
     return Solution(best.keeps, best.weights, {n: w for n, (_, w) in starts.items()}, errors, histories, fell_back)
 
 
-def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None = None) -> Trained:
+def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None = None) -> tuple[Pair, Pair]:
     """Select and reconstruct in the loss's own metric, in closed form; given masks are only reconstructed.
 
     Args:
         layer: inputs, dense weights and loss.
         budget: what to keep.
         problem: the layer's with another damping.
+
+    Returns:
+        Masks and weights.
     """
 
     def choose(scores: Sequence[Tensor]) -> list[Tensor]:
@@ -172,10 +179,10 @@ def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None
         keeps = choose(layer.by_head(layer.dense))
         weights = kronecker.reconstruct(problem or layer.problem, keeps)
     elif all(k.all() for k in budget.choose(layer.dense)):
-        return judge(layer, [(budget.choose(layer.dense), layer.dense)])[0]  # nothing to prune, to the bit
+        return budget.choose(layer.dense), layer.dense  # nothing to prune, to the bit
     else:
         keeps, weights = kronecker.select(problem or layer.problem, choose)
-    return judge(layer, [(_by_row(keeps), _by_row(weights))])[0]
+    return _by_row(keeps), _by_row(weights)
 
 
 def mask(layer: Layer, budget: Budget, *, regularization: float | None, steps: int, learning_rate: float) -> Trained:
@@ -235,9 +242,7 @@ def ranked(masks: Pair, inputs: Inputs, weights: Pair) -> Pair:
     return query, key
 
 
-def _run(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Trained:
-    if _in_closed_form(budget, options):
-        return gauss_newton(layer, budget)
+def _learn(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Trained:
     if options.mode == "joint":
         return joint(layer, budget, steps=options.steps, learning_rate=options.learning_rate or JOINT_LEARNING_RATE)
     return mask(
@@ -247,10 +252,6 @@ def _run(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Trained:
         steps=options.steps,
         learning_rate=options.learning_rate or MASK_LEARNING_RATE,
     )
-
-
-def _in_closed_form(budget: Budget, options: AttnPruneOptions) -> bool:
-    return budget.fixed or options.mode == "gauss-newton"
 
 
 def _at(pattern: Pattern, share: float) -> Pattern:

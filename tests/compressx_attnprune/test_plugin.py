@@ -90,7 +90,7 @@ def test_a_mode_that_does_worse_gives_way_and_the_report_says_so(
         return solver.judge(of, [(keeps, (of.dense[0] * keeps[0], of.dense[1] * keeps[1]))])[0]
 
     recorded = blocks.record(architecture, sequences=SEQUENCES)
-    monkeypatch.setattr(solver, "_run", upside_down)
+    monkeypatch.setattr(solver, "_learn", upside_down)
     results = prune(recorded, HALF, mode="mask", objective=objective)
     info = next(iter(results.values())).info
     own = OBJECTIVES[objective]

@@ -136,7 +136,7 @@ def test_the_closed_form_is_the_kronecker_solution_head_by_head_and_judged_on_th
     layer, budget = make_layer(), both(Unstructured(0.5, "row"))
     problem = layer.problem
     assert [w.shape for w in problem.dense] == [(4, 8, WIDTH), (2, 8, WIDTH)]
-    ours = solver.gauss_newton(layer, budget)
+    (ours,) = solver.judge(layer, [solver.gauss_newton(layer, budget)])
 
     def choose(scores: Any) -> list[Tensor]:
         query, key = budget.choose((scores[0].reshape(32, WIDTH), scores[1].reshape(16, WIDTH)))
@@ -152,7 +152,7 @@ def test_the_closed_form_is_the_kronecker_solution_head_by_head_and_judged_on_th
 def test_nothing_is_learnt_from_the_held_out_text():
     layer, budget = make_layer(), both(Unstructured(0.5, "joint"))
     other = Layer(layer.loss, Text(layer.text.train, 0.5 * layer.text.held_out.flip(1)), layer.dense)
-    closed = [solver.gauss_newton(of, budget) for of in (layer, other)]
+    closed = [solver.judge(of, [solver.gauss_newton(of, budget)])[0] for of in (layer, other)]
     learnt = [solver.mask(of, budget, regularization=0.1, steps=10, learning_rate=0.05) for of in (layer, other)]
     solved = [solve(of, budget) for of in (layer, other)]
     pairs = [(closed[0].weights, closed[1].weights), (learnt[0].weights, learnt[1].weights)]
@@ -309,7 +309,7 @@ def test_no_result_is_worse_on_the_held_out_text_than_wanda_and_sparsegpt(mode: 
 def test_a_mode_that_fails_gives_way_to_the_better_start(own: float, better: str, monkeypatch: pytest.MonkeyPatch):
     layer, budget = make_layer(), both(Unstructured(0.6, "joint"))
     zeros = (torch.zeros(SHAPES[0]), torch.zeros(SHAPES[1]))
-    monkeypatch.setattr(solver, "_run", lambda *_: Trained(zeros, (zeros[0] > 0, zeros[1] > 0), own, (3.0, 2.0)))
+    monkeypatch.setattr(solver, "_learn", lambda *_: Trained(zeros, (zeros[0] > 0, zeros[1] > 0), own, (3.0, 2.0)))
     worse = {"wanda": "sparsegpt", "sparsegpt": "wanda"}[better]
     original = getattr(solver.baselines, worse)
 
@@ -329,7 +329,7 @@ def test_a_mode_that_fails_gives_way_to_the_better_start(own: float, better: str
 def test_what_gave_way_is_refitted_from_the_start_that_won(monkeypatch: pytest.MonkeyPatch):
     layer, budget = make_layer(), both(Unstructured(0.6, "joint"))
     zeros = (torch.zeros(SHAPES[0]), torch.zeros(SHAPES[1]))
-    monkeypatch.setattr(solver, "_run", lambda *_: Trained(zeros, (zeros[0] > 0, zeros[1] > 0), 1e9))
+    monkeypatch.setattr(solver, "_learn", lambda *_: Trained(zeros, (zeros[0] > 0, zeros[1] > 0), 1e9))
     solution = solve(layer, budget, mode="mask", refit=20)
     assert solution.fell_back
     assert error(layer, solution.weights) < min(error(layer, w) for w in solution.starts.values())
@@ -346,11 +346,10 @@ def test_a_closed_form_that_loses_is_tried_with_more_damping(
 ):
     layer, dampings = make_layer(), []
 
-    def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None = None) -> Trained:
-        problem = problem or layer.problem
-        dampings.append(problem.damping)
-        keeps = budget.choose(layer.dense)
-        return Trained(layer.dense, keeps, 0.0 if problem.damping > 0.9 * enough else 1e9)
+    def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None = None) -> tuple[Pair, Pair]:
+        dampings.append((problem or layer.problem).damping)
+        good = dampings[-1] > 0.9 * enough
+        return budget.choose(layer.dense), layer.dense if good else (-layer.dense[0], layer.dense[1])
 
     monkeypatch.setattr(solver, "gauss_newton", gauss_newton)
     solution = solve(layer, both(Unstructured(0.5, "joint")), damping=0.003)
