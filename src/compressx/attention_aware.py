@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,8 +43,8 @@ def allocate(
     total = len({u.block for u in units if u.block})
     progress(0, total)
     measured: dict[Unit, Measured] = {}
-    first = torch.split(torch.cat(tuple(batches))[: settings.samples], len(batches[0]))
-    for done, block in enumerate(measure(model, units, first, settings.sparsities), start=1):
+    seen, held_out = _parts(batches, settings.samples)
+    for done, block in enumerate(measure(model, units, seen, held_out, settings.sparsities), start=1):
         measured |= {m.unit: m for m in block}
         progress(done, total)
     # Against the residual stream, which later blocks read: a block that adds little to it may be wrong about that.
@@ -61,6 +62,15 @@ def allocate(
         units=tuple(_unit_report(u, zeros[u], curves.get(u), measured.get(u)) for u in units),
     )
     return final, report
+
+
+def _parts(batches: Sequence[Tensor], samples: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Take the first windows to learn from, and the last quarter of `samples` to measure on; a single one does both."""
+    windows = torch.cat(tuple(batches))[:samples]
+    held_out = math.ceil(len(windows) / 4)
+    seen, unseen = windows[:-held_out] if len(windows) > 1 else windows, windows[-held_out:]
+    size = len(batches[0])
+    return list(torch.split(seen, size)), list(torch.split(unseen, size))
 
 
 def _unit_report(unit: Unit, zeros: int, curve: Curve | None, measured: Measured | None) -> UnitReport:

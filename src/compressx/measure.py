@@ -49,15 +49,16 @@ class Measured:
 
 
 def measure(
-    model: Any, units: Sequence[Unit], batches: Sequence[Tensor], sparsities: Sequence[float],
-    blocks: Blocks | None = None,
+    model: Any, units: Sequence[Unit], seen: Sequence[Tensor], held_out: Sequence[Tensor],
+    sparsities: Sequence[float], blocks: Blocks | None = None,
 ) -> Iterator[tuple[Measured, ...]]:  # fmt: skip
     """Measure every unit in the decoder blocks; afterwards, and whatever happens, all weights are as they were.
 
     Args:
         model: a transformers causal language model in evaluation mode, with its dense weights.
         units: the units of a plan; those outside the blocks are left out.
-        batches: calibration token ids, each [batch, tokens].
+        seen: token ids that the pruners learn from, each [batch, tokens].
+        held_out: those that errors are measured on; on its own text a pruner that overfits looks too good.
         sparsities: to measure.
         blocks: how to reach the blocks' weights; in the loaded model when absent.
 
@@ -71,7 +72,7 @@ def measure(
     """
     found = survey(model)
     reach = blocks or BlocksInMemory(found.blocks)
-    states, calls = capture_calls(model, found.blocks, [b.to(model.device) for b in batches])
+    states, calls = capture_calls(model, found.blocks, [b.to(model.device) for b in (*seen, *held_out)])
     pruners = {rule: rule.build() for rule in dict.fromkeys(u.rule for u in units)}
     last = max((i for i, fqn in enumerate(found.blocks) if any(u.block == fqn for u in units)), default=-1)
     for index, fqn in enumerate(list(found.blocks)[: last + 1]):
@@ -80,20 +81,22 @@ def measure(
             linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
             block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
             passes = [partial(replay, module, x, c) for x, c in zip(states, calls[fqn], strict=True)]
-            stats = gather(block, {u.rule: [x.name for x in u.linears] for u in mine}, pruners, passes)
-            stream = _Stream(passes, states, [finite(run(), fqn) for run in passes])
+            names = {u.rule: [x.name for x in u.linears] for u in mine}
+            stats = gather(block, names, pruners, passes[: len(seen)])
+            outputs = [finite(run(), fqn) for run in passes]
+            stream = _Stream(passes[len(seen) :], states[len(seen) :], outputs[len(seen) :])
             measured = []
             for unit in mine:
                 ask = partial(decide, unit.rule, pruners[unit.rule], block, stats=stats)
                 measured.append(_measure(unit, sparsities, block.linears, ask, stream))
-        states = list(stream.outputs)
+        states = outputs
         if measured:
             yield tuple(measured)
 
 
 @dataclass(frozen=True, eq=False)
 class _Stream:
-    """How to run a block on each batch, and what enters and leaves it while it is dense."""
+    """How to run a block on each held-out batch, and what enters and leaves it while it is dense."""
 
     passes: Sequence[Callable[[], Tensor]]
     inputs: Sequence[Tensor]

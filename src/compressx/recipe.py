@@ -96,7 +96,12 @@ class AttentionAware(Strict):
     sparsities: list[Annotated[StrictFloat, Field(gt=0, le=0.95)]] = Field(
         default=[0.3, 0.5, 0.7, 0.9], min_length=2, description="sparsities to measure, rising"
     )
-    samples: StrictInt = Field(16, ge=1, description="calibration windows to measure on, the first so many")
+    samples: StrictInt = Field(
+        24,
+        ge=1,
+        description="calibration windows to measure with, the first so many; errors are those on the last quarter, "
+        "which the pruners do not see",
+    )
 
     @model_validator(mode="after")
     def _rising(self) -> AttentionAware:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from compressx import Block, Pattern, PluginError, PruneResult, PrunerSpec, Statistic
+from compressx import Block, Pattern, PluginError, PruneResult, PrunerSpec, Statistic, attention_aware
 from compressx.architecture import survey
 from compressx.errors import CalibrationError, UnsupportedModelError
 from compressx.measure import Measured, measure
@@ -57,7 +57,7 @@ def mixed(model: Any) -> Plan:
 
 
 def measured(model: Any, planned: Plan, *sparsities: float) -> list[Measured]:
-    return [m for block in measure(model, units_of(planned), BATCHES, sparsities) for m in block]
+    return [m for block in measure(model, units_of(planned), BATCHES, BATCHES, sparsities) for m in block]
 
 
 def bits(model: Any) -> dict[str, torch.Tensor]:
@@ -99,6 +99,29 @@ def test_the_error_of_one_unit_is_that_of_a_whole_model_with_that_unit_alone_pru
             expected = float(change / ((left - entered) / size).square().sum())
             assert unit.update_errors[i] == pytest.approx(expected, rel=1e-4), (index, sparsity)
             assert unit.output_errors[i] == pytest.approx(float(change / (6 * 32)), rel=1e-4)
+
+
+def test_pruners_learn_from_one_text_and_are_measured_on_another() -> None:
+    """Wanda's masks change with what it learns from and magnitude's do not; both errors change with the other text."""
+    one, two = BATCHES[0], tiny_tokens(sequences=4, seed=9)
+
+    def errors(pruner: str, seen: torch.Tensor, held_out: torch.Tensor) -> list[float]:
+        model = tiny_model("llama")
+        planned = plan(model, (rule(0, SPECS[pruner]), "row", REST))
+        return [m.output_errors[0] for (m,) in measure(model, units_of(planned), [seen], [held_out], (0.5,))]
+
+    for pruner, learns in (("wanda", True), ("magnitude", False)):
+        assert (errors(pruner, one, one) != errors(pruner, two, one)) == learns
+        assert errors(pruner, one, one) != errors(pruner, one, two)
+
+
+@pytest.mark.parametrize(("samples", "seen", "held_out"), [(1, 1, 1), (2, 1, 1), (5, 3, 2), (6, 4, 2), (99, 4, 2)])
+def test_the_last_quarter_of_the_windows_is_held_out(samples: int, seen: int, held_out: int) -> None:
+    whole = torch.cat(BATCHES)
+    learnt_from, measured_on = attention_aware._parts(BATCHES, samples)
+    assert torch.equal(torch.cat(learnt_from), whole[:seen])
+    assert torch.equal(torch.cat(measured_on), whole[min(samples, len(whole)) - held_out : min(samples, len(whole))])
+    assert all(len(batch) <= len(BATCHES[0]) for batch in (*learnt_from, *measured_on))
 
 
 def test_units_are_the_linears_of_one_rule_in_one_block() -> None:

@@ -373,7 +373,7 @@ output: runs/x
 def test_with_allocation_the_rules_give_no_sparsity() -> None:
     recipe = load(ALLOCATED).recipe
     assert recipe.allocation == AttentionAware(method="attention-aware", target=0.5)
-    assert (recipe.allocation.scope, recipe.allocation.samples) == ("model", 16)
+    assert (recipe.allocation.scope, recipe.allocation.samples) == ("model", 24)
     assert recipe.allocation.sparsities == [0.3, 0.5, 0.7, 0.9]
     assert {rule.sparsity for rule in recipe.prune} == {None}
 
