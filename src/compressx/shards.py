@@ -1,0 +1,161 @@
+"""The tensors of a checkpoint, read and written by decoder block, in the checkpoint's own names.
+
+Transformers renames and merges what some checkpoints hold while it loads them: the experts of a mixture are many
+tensors in the file and one in the model. Its own conversion does that here too, for one block at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressx.errors import ArtifactError
+from compressx.files import os_errors_named
+from compressx.quiet import quiet_libraries
+
+OUTSIDE = ""
+"""Stands for everything outside the decoder blocks where a block's name is asked for."""
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """Where the tensors of a checkpoint lie.
+
+    Attributes:
+        folder: that holds the files.
+        files: file by the name of a tensor.
+        members: names of the tensors by decoder block; `OUTSIDE` has the rest.
+    """
+
+    folder: Path
+    files: Mapping[str, str]
+    members: Mapping[str, tuple[str, ...]]
+
+    def size(self) -> int:
+        """Return the bytes of all files."""
+        return sum((self.folder / name).stat().st_size for name in set(self.files.values()))
+
+
+def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
+    """Find out which tensors of a local checkpoint belong to which block of a model.
+
+    Args:
+        folder: holds `model.safetensors`, or several files and their index.
+        model: the transformers model, on any device, `meta` included.
+        blocks: fully qualified names of its decoder blocks.
+
+    Raises:
+        ArtifactError: files that are missing or cannot be read.
+    """
+    from transformers.core_model_loading import rename_source_key
+
+    files = _files(folder)
+    renamings, converters = _conversions(model)
+    known = model.state_dict()
+    members: dict[str, list[str]] = {OUTSIDE: [], **{fqn: [] for fqn in blocks}}
+    for name in files:
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        block = next((fqn for fqn in members if fqn and renamed.startswith(f"{fqn}.")), OUTSIDE)
+        members[block].append(name)
+    return Shards(folder, files, {fqn: tuple(names) for fqn, names in members.items()})
+
+
+def load(model: Any, shards: Shards, fqn: str, device: torch.device | str = "cpu") -> None:
+    """Give one block of a model (or what lies outside the blocks) its weights, in the dtypes that it has.
+
+    Args:
+        model: on the `meta` device where it is not loaded.
+        shards: of `find_shards`.
+        fqn: the block's name, or `OUTSIDE`.
+        device: where the weights go.
+
+    Raises:
+        ArtifactError: a file that cannot be read, or tensors that are missing or of another shape.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    names = shards.members[fqn]
+    settings = LoadStateDictConfig(
+        dtype=model.dtype,
+        dtype_plan=model._get_dtype_plan(model.dtype),  # what transformers keeps in float32
+        device_map={"": device},
+        weight_mapping=get_model_conversion_mapping(model),
+    )
+    with ExitStack() as stack, quiet_libraries():
+        files = {file: _opened(shards.folder / file, stack) for file in {shards.files[name] for name in names}}
+        slices = {name: files[shards.files[name]].get_slice(name) for name in names}
+        info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
+    if wrong := {*map(str, info.mismatched_keys), *info.conversion_errors, *info.error_msgs}:
+        raise ArtifactError(
+            f"{shards.folder}: its tensors do not fit {type(model).__name__}: {', '.join(sorted(wrong))}"
+        )
+
+
+def unload(module: nn.Module, names: Iterable[str]) -> None:
+    """Give up parameters and buffers of a module by name: what stays is their shape and dtype."""
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        home = module.get_submodule(owner)
+        tensor = getattr(home, leaf)
+        empty = torch.empty_like(tensor, device="meta")
+        setattr(home, leaf, nn.Parameter(empty, requires_grad=False) if leaf in home._parameters else empty)
+
+
+def checkpoint_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Turn some of a model's tensors into what its checkpoint holds: names as they are stored, experts apart.
+
+    Args:
+        model: whose tensors they are, by the names of its state dict.
+        tensors: all that belong together in one stored tensor must be there.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stored: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    return {name: tensor.contiguous() for name, tensor in stored.items()}
+
+
+def _opened(path: Path, stack: ExitStack) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with os_errors_named("read", path):
+            return stack.enter_context(safe_open(path, framework="pt"))
+    except SafetensorError as error:
+        raise ArtifactError(f"{path} is no safetensors file, or not all of one: {error}") from error
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor."""
+    index = folder / _INDEX
+    if not index.exists():
+        with ExitStack() as stack:
+            return dict.fromkeys(_opened(folder / _SINGLE, stack).keys(), _SINGLE)
+    try:
+        with os_errors_named("read", index):
+            files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{index} is damaged, or no index of shards: {error!r}") from error
+    if missing := sorted({file for file in files.values() if not (folder / file).is_file()}):
+        raise ArtifactError(f"{index} names {', '.join(missing[:3])}, which {folder} does not hold")
+    return files
+
+
+def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
+    """Return what transformers does to the names of a checkpoint: renamings, and conversions of several tensors."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    mapping = get_model_conversion_mapping(model)
+    renamings, converters = ([x for x in mapping if isinstance(x, kind)] for kind in (WeightRenaming, WeightConverter))
+    return renamings, converters
