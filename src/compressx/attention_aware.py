@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from compressx.access import Access
 from compressx.allocation import Curve
 from compressx.measure import Measured, measure
 from compressx.planning import Plan
@@ -18,7 +18,7 @@ from compressx.units import Unit, spread, units_of
 
 
 def allocate(
-    model: Any,
+    access: Access,
     plan: Plan,
     settings: AttentionAware,
     batches: Sequence[Tensor],
@@ -27,7 +27,7 @@ def allocate(
     """Measure what sparsity costs each unit of a plan, and give every linear the sparsity that costs least in sum.
 
     Args:
-        model: with its dense weights, which are as they were afterwards.
+        access: the model with its dense weights, which are as they were afterwards.
         plan: the plan, its sparsities still open.
         settings: as the recipe has them.
         batches: calibration token ids, each [batch, tokens].
@@ -44,7 +44,7 @@ def allocate(
     progress(0, total)
     measured: dict[Unit, Measured] = {}
     seen, held_out = _parts(batches, settings.samples)
-    for done, block in enumerate(measure(model, units, seen, held_out, settings.sparsities), start=1):
+    for done, block in enumerate(measure(access, units, seen, held_out, settings.sparsities), start=1):
         measured |= {m.unit: m for m in block}
         progress(done, total)
     # Against the residual stream, which later blocks read: a block that adds little to it may be wrong about that.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from compressx.access import Access
 from compressx.architecture import text_config
 from compressx.cache import cache_folder, cached
 from compressx.calibration import documents, evaluation_windows, fingerprint, token_ids
@@ -40,14 +41,14 @@ _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 def token_perplexity(
-    model: nn.Module, windows: Tensor, *, batch_size: int = 4, progress: Progress | None = None
+    access: Access, windows: Tensor, *, batch_size: int = 4, progress: Progress | None = None
 ) -> float:
     """Measure exp of the mean negative log-likelihood of a token, as SparseGPT (arXiv 2301.00774) and Wanda report.
 
     Each window is predicted on its own, from its second token on: T - 1 predictions of T tokens.
 
     Args:
-        model: a transformers causal language model; its training mode is put back afterwards.
+        access: a transformers causal language model; its training mode is put back afterwards.
         windows: int64 [windows, T].
         batch_size: windows in one forward pass; changes speed and memory, not the result.
         progress: called with the windows done and all windows.
@@ -59,11 +60,10 @@ def token_perplexity(
         CalibrationError: a window whose likelihood is not finite, or so low that exp overflows.
     """
     total = 0.0
-    with torch.inference_mode(), _evaluation_mode(model):
-        device = next(model.parameters()).device
-        for start in range(0, len(windows), batch_size):
-            batch = windows[start : start + batch_size].to(device)
-            logits = model(batch, use_cache=False).logits  # [B, T, vocabulary]
+    batches = torch.split(windows, batch_size)
+    with torch.no_grad(), _evaluation_mode(access.model):
+        for number, logits in enumerate(access.logits(batches)):  # [B, T, vocabulary]
+            start, batch = number * batch_size, batches[number].to(logits.device)
             for index, (scores, ids) in enumerate(zip(logits, batch, strict=True), start=start):
                 loss = _negative_log_likelihood(scores[:-1], ids[1:])
                 mean = loss / (len(ids) - 1)
@@ -78,11 +78,11 @@ def token_perplexity(
     return math.exp(total / (windows.numel() - len(windows)))
 
 
-def evaluate(model: Any, tokenizer: Any, settings: Evaluate, *, progress: Progress | None = None) -> Figures:
+def evaluate(access: Access, tokenizer: Any, settings: Evaluate, *, progress: Progress | None = None) -> Figures:
     """Measure everything that a recipe's `evaluate` section asks for.
 
     Args:
-        model: a transformers causal language model.
+        access: a transformers causal language model.
         tokenizer: its tokenizer; neither is changed.
         settings: what to measure.
         progress: called with the windows of token perplexity done and all windows; harness tasks are not counted.
@@ -94,36 +94,36 @@ def evaluate(model: Any, tokenizer: Any, settings: Evaluate, *, progress: Progre
         RecipeError: an unknown task.
         CalibrationError: text that cannot be had or is too short, or a figure that is not finite.
     """
-    return _measure(model, tokenizer, settings, _read_texts(model, tokenizer, settings), progress)
+    return _measure(access, tokenizer, settings, _read_texts(access.model, tokenizer, settings), progress)
 
 
 def evaluate_cached(
-    model: Any, tokenizer: Any, settings: Evaluate, model_fingerprint: str, *, progress: Progress | None = None
+    access: Access, tokenizer: Any, settings: Evaluate, model_fingerprint: str, *, progress: Progress | None = None
 ) -> Figures:
     """Do as `evaluate`, or return what the same model gave before on the same text with the same libraries.
 
     Tasks given as a YAML file are always measured, since nobody knows what else such a task reads.
 
     Args:
-        model: as for `evaluate`.
+        access: as for `evaluate`.
         tokenizer: as for `evaluate`.
         settings: as for `evaluate`.
-        model_fingerprint: stands for the weights, such as `models.weights_fingerprint` returns.
+        model_fingerprint: stands for the weights, such as `access.weights_fingerprint` returns.
         progress: as for `evaluate`; not called when the figures were cached.
     """
-    texts = _read_texts(model, tokenizer, settings)
+    texts = _read_texts(access.model, tokenizer, settings)
     if any(isinstance(t, str) and is_file(t) for t in (settings.lm_eval.tasks if settings.lm_eval else ())):
-        return _measure(model, tokenizer, settings, texts, progress)
+        return _measure(access, tokenizer, settings, texts, progress)
     key = {
         "settings": settings.model_dump(mode="json", by_alias=True),
         "text": texts.fingerprint(),
         "model": model_fingerprint,
-        "config": _sha256(model.config.to_json_string()),
+        "config": _sha256(access.model.config.to_json_string()),
         "tokenizer": _sha256(repr((sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map))),
-        "device": next(model.parameters()).device.type,
+        "device": access.device.type,
         "versions": {name: metadata.version(name) for name in ("torch", "transformers", "lm_eval")},
     }
-    return cached(key, lambda: _measure(model, tokenizer, settings, texts, progress), cache_folder() / "evaluations")
+    return cached(key, lambda: _measure(access, tokenizer, settings, texts, progress), cache_folder() / "evaluations")
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,15 +157,15 @@ def _read_texts(model: Any, tokenizer: Any, settings: Evaluate) -> _Texts:
     return _Texts(windows, rolling)
 
 
-def _measure(model: Any, tokenizer: Any, settings: Evaluate, texts: _Texts, progress: Progress | None) -> Figures:
+def _measure(access: Access, tokenizer: Any, settings: Evaluate, texts: _Texts, progress: Progress | None) -> Figures:
     figures: Figures = {}
     if settings.lm_eval is not None:
         check_tasks(settings.lm_eval)  # before any work
     if settings.token_perplexity is not None and texts.windows is not None:
         batch_size = settings.token_perplexity.batch_size
-        figures["token_perplexity"] = token_perplexity(model, texts.windows, batch_size=batch_size, progress=progress)
+        figures["token_perplexity"] = token_perplexity(access, texts.windows, batch_size=batch_size, progress=progress)
     if settings.lm_eval is not None:
-        with _evaluation_mode(model):
+        with access.whole() as model, _evaluation_mode(model):
             tasks = run_tasks(model, tokenizer, settings.lm_eval, texts.rolling)
         figures |= tasks
         rolling = [metrics for metrics in tasks.values() if "word_perplexity" in metrics]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
+
+from torch import Tensor
 
 from compressx.errors import ArtifactError
 from compressx.files import os_errors_named, sync, sync_tree
@@ -79,13 +81,14 @@ def output_folder(target: Path) -> Iterator[Path]:
         _settle(earlier, folder)
 
 
-def save_model(model: Any, tokenizer: Any | None, folder: Path) -> None:
+def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
     """Save a pruned model as transformers and vLLM load it: dense safetensors with zeros, config, tokenizer.
 
     Args:
         model: the transformers model, its masks squashed.
         tokenizer: its tokenizer, or None.
         folder: made when missing.
+        tensors: what to save of it, by the names of its state dict; all when absent.
 
     Raises:
         ArtifactError: a prepared or quantized model, or files that cannot be written.
@@ -104,7 +107,7 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with quiet_libraries():
-                model.save_pretrained(folder)
+                model.save_pretrained(folder, state_dict=None if tensors is None else dict(tensors))
                 if tokenizer is not None:
                     tokenizer.save_pretrained(folder)
         except (SafetensorError, ValueError) as error:  # a full disk comes as a SafetensorError

@@ -34,7 +34,19 @@ def os_errors_named(action: str, path: Path) -> Iterator[None]:
 def atomic_write(path: Path, data: bytes) -> None:
     """Write a file so that a reader sees the old content or the new, never a part; missing folders are made.
 
-    The new file stands beside the old one until it is on disk, so both need room. Its mode follows the umask.
+    Raises:
+        ArtifactError: when it cannot be written; the old file is untouched then.
+    """
+    with written_whole(path) as beside:
+        beside.write_bytes(data)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, which replaces `path` when the block ends without an exception; folders are made.
+
+    The new file stands beside the old one until it is on disk, so both need room. Its mode follows the umask, whatever
+    mode it was written with.
 
     Raises:
         ArtifactError: when it cannot be written; the old file is untouched then.
@@ -43,10 +55,11 @@ def atomic_write(path: Path, data: bytes) -> None:
     with os_errors_named("write", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with beside.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            beside.touch(exist_ok=False)
+            mode = beside.stat().st_mode
+            yield beside
+            beside.chmod(mode)
+            sync(beside)
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from compressx.access import Access
 from compressx.architecture import survey, text_config
 from compressx.capture import replay
 from compressx.decide import decide, gather, write
@@ -27,7 +27,7 @@ from compressx.errors import CalibrationError
 from compressx.patterns import Unstructured
 from compressx.pruner import Block, Linear, PruneResult
 from compressx.units import Unit
-from compressx.walk import Blocks, BlocksInMemory, capture, finite
+from compressx.walk import capture, finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,18 +49,17 @@ class Measured:
 
 
 def measure(
-    model: Any, units: Sequence[Unit], seen: Sequence[Tensor], held_out: Sequence[Tensor],
-    sparsities: Sequence[float], blocks: Blocks | None = None,
+    access: Access, units: Sequence[Unit], seen: Sequence[Tensor], held_out: Sequence[Tensor],
+    sparsities: Sequence[float],
 ) -> Iterator[tuple[Measured, ...]]:  # fmt: skip
     """Measure every unit in the decoder blocks; afterwards, and whatever happens, all weights are as they were.
 
     Args:
-        model: a transformers causal language model in evaluation mode, with its dense weights.
+        access: a transformers causal language model in evaluation mode, with its dense weights.
         units: the units of a plan; those outside the blocks are left out.
         seen: token ids that the pruners learn from, each [batch, tokens].
         held_out: those that errors are measured on; on its own text a pruner that overfits looks too good.
         sparsities: to measure.
-        blocks: how to reach the weights; in the loaded model when absent.
 
     Yields:
         For each block with units, one value for each of them.
@@ -70,14 +69,14 @@ def measure(
         CalibrationError: an error that is not finite, or a linear that no token reached.
         UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
     """
+    model = access.model
     found = survey(model)
-    reach = blocks or BlocksInMemory(model)
-    states, calls = capture(model, found, [b.to(reach.device) for b in (*seen, *held_out)], reach)
+    states, calls = capture(access, found, [b.to(access.device) for b in (*seen, *held_out)])
     pruners = {rule: rule.build() for rule in dict.fromkeys(u.rule for u in units)}
     last = max((i for i, fqn in enumerate(found.blocks) if any(u.block == fqn for u in units)), default=-1)
     for index, fqn in enumerate(list(found.blocks)[: last + 1]):
         mine = [u for u in units if u.block == fqn]
-        with torch.no_grad(), reach.materialise(fqn) as module:
+        with torch.no_grad(), access.materialise(fqn) as module:
             linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
             block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
             passes = [partial(replay, module, x, c) for x, c in zip(states, calls[fqn], strict=True)]

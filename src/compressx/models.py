@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,32 @@ def load_model(checkpoint: Checkpoint) -> Any:
     return (_without_gguf(model) if checkpoint.gguf_file is not None else model).eval()
 
 
+def load_offloaded(checkpoint: Checkpoint, blocks: Iterable[str], device: torch.device, folder: Path) -> Any:
+    """Load a model with its decoder blocks left on disk, which accelerate reads whenever one is called.
+
+    Args:
+        checkpoint: of safetensors.
+        blocks: names of the decoder blocks.
+        device: for all else, and for a block while it runs.
+        folder: for what accelerate has to write.
+
+    Raises:
+        ArtifactError: when it cannot be read.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with quiet_libraries(), _explained(checkpoint):
+        skeleton = load_skeleton(checkpoint)
+        placed = dict.fromkeys(blocks, "disk")
+        for name, _ in (*skeleton.named_parameters(remove_duplicate=False), *skeleton.named_buffers()):
+            if not any(name.startswith(f"{fqn}.") for fqn in blocks):
+                placed[name.rpartition(".")[0]] = str(device)
+        return AutoModelForCausalLM.from_pretrained(
+            checkpoint.location, dtype=checkpoint.dtype, device_map=placed, offload_folder=str(folder),
+            use_safetensors=True, **checkpoint.arguments,
+        ).eval()  # fmt: skip
+
+
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """Load the tokenizer.
 
@@ -161,15 +187,6 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
     with quiet_libraries(), _explained(checkpoint):
         return AutoTokenizer.from_pretrained(checkpoint.location, **checkpoint.arguments)
-
-
-def weights_fingerprint(model: torch.nn.Module) -> str:
-    """Hash every parameter and buffer with its name, dtype and shape: sha256, hexadecimal."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
-    return digest.hexdigest()
 
 
 def _local_path(source: ModelSource) -> Path:

@@ -17,17 +17,20 @@ import torch
 
 from compressx import attention_aware, figures
 from compressx._version import __version__
+from compressx.access import Access, InMemory, weights_fingerprint
 from compressx.calibration import calibration_windows, check_dataset, documents, token_ids
 from compressx.errors import ArtifactError, CompressxError, RecipeError
 from compressx.evaluate import evaluate, evaluate_cached
 from compressx.export import check_output, output_folder, save_model
 from compressx.harness import check_tasks
 from compressx.masks import MaskEntry, MaskSet
-from compressx.models import Checkpoint, find_checkpoint, load_model, load_skeleton, load_tokenizer, weights_fingerprint
+from compressx.models import Checkpoint, find_checkpoint, load_model, load_skeleton, load_tokenizer
 from compressx.planning import Plan, make_plan
 from compressx.plugins import Plugins, load_plugins
 from compressx.recipe import Calibration, LoadedRecipe, RollingTask, load_recipe, recipe_from_dict
 from compressx.report import AllocationReport, BlockReport, RunReport, total_sparsity
+from compressx.sources import Streaming
+from compressx.streaming import StreamedModel, is_larger_than_memory, open_streamed
 from compressx.walk import prune_model
 
 Stage: TypeAlias = Literal["load", "calibrate", "evaluate dense", "allocate", "prune", "evaluate pruned", "save"]
@@ -90,31 +93,40 @@ def run(
     with clock.stage("calibrate"), _at(loaded, "calibration"):
         tell("calibrate", 0, 1)
         batches = _calibration_batches(loaded.recipe.calibration, tokenizer, prepared.plan)
-    with clock.stage("load"):
-        model = load_model(prepared.checkpoint).to(_device(device))
+    with clock.stage("load"), _at(loaded, "model"):
+        access = _open(prepared.checkpoint, loaded.recipe.model.streaming, _device(device))
     with output_folder(loaded.recipe.output) as folder:
         settings = loaded.recipe.evaluate
         evaluation: dict[str, Any] = {}
         if settings is not None:
             with clock.stage("evaluate"), _at(loaded, "evaluate"):
-                fingerprint = weights_fingerprint(model)
+                fingerprint = weights_fingerprint(access)
                 evaluation["dense"] = evaluate_cached(
-                    model, tokenizer, settings, fingerprint, progress=lambda i, n: tell("evaluate dense", i, n)
+                    access,
+                    tokenizer,
+                    settings,
+                    fingerprint,
+                    progress=lambda i, n: tell("evaluate dense", i, n),
                 )
         with clock.stage("allocate"), _at(loaded, "allocation"):
-            final, allocation = _allocate(model, prepared.plan, batches, tell)
+            final, allocation = _allocate(access, prepared.plan, batches, tell)
         with clock.stage("prune"):
-            blocks, masks, seen = _prune(model, final, batches, plugins, tell)
+            blocks, masks, seen = _prune(access, final, batches, plugins, tell, folder / "blocks")
         layers = tuple(layer for block in blocks for layer in block.layers)
         tell("save", 0, 1)
         with clock.stage("save"):
             drawn = figures.draw(blocks, seen, folder / "plots")
-            save_model(model, tokenizer, folder / "model")
+            if isinstance(access, StreamedModel):
+                access.save(tokenizer, folder / "blocks", folder / "model")
+            else:
+                save_model(access.model, tokenizer, folder / "model")
             MaskSet(masks).save(folder / "masks.safetensors")
         if settings is not None:
             with clock.stage("evaluate"):
+                if isinstance(access, StreamedModel):
+                    access = open_streamed(Checkpoint(str(folder / "model")), access.device)
                 evaluation["pruned"] = evaluate(
-                    model, tokenizer, settings, progress=lambda i, n: tell("evaluate pruned", i, n)
+                    access, tokenizer, settings, progress=lambda i, n: tell("evaluate pruned", i, n)
                 )
         report = RunReport(
             compressx=__version__,
@@ -204,24 +216,33 @@ def _calibration_batches(settings: Calibration | None, tokenizer: Any, planned: 
     return torch.split(windows, settings.batch_size)
 
 
+def _open(checkpoint: Checkpoint, streaming: Streaming, device: torch.device) -> Access:
+    """Load a model, or leave it on disk if the recipe or its size says so."""
+    if streaming is True or (streaming == "auto" and is_larger_than_memory(checkpoint, device)):
+        return open_streamed(checkpoint, device)
+    return InMemory(load_model(checkpoint).to(device))
+
+
 def _allocate(
-    model: Any, planned: Plan, batches: Sequence[torch.Tensor], tell: Progress
+    access: Access, planned: Plan, batches: Sequence[torch.Tensor], tell: Progress
 ) -> tuple[Plan, AllocationReport | None]:
     """Give every linear its sparsity, where the recipe leaves that open."""
     if planned.allocation is None:
         return planned, None
-    return attention_aware.allocate(model, planned, planned.allocation, batches, lambda i, n: tell("allocate", i, n))
+    return attention_aware.allocate(access, planned, planned.allocation, batches, lambda i, n: tell("allocate", i, n))
 
 
 def _prune(
-    model: Any, planned: Plan, batches: Sequence[torch.Tensor], plugins: Plugins, tell: Progress
+    access: Access, planned: Plan, batches: Sequence[torch.Tensor], plugins: Plugins, tell: Progress, folder: Path
 ) -> tuple[list[BlockReport], dict[str, MaskEntry], list[figures.Matrices]]:
     blocks: list[BlockReport] = []
     seen: list[figures.Matrices] = []
     masks: dict[str, MaskEntry] = {}
     total = len({x.block for x in planned.linears})
     tell("prune", 0, total)
-    for done, block in enumerate(prune_model(model, planned, batches), start=1):
+    for done, block in enumerate(prune_model(access, planned, batches), start=1):
+        if isinstance(access, StreamedModel):
+            access.write(block.report.fqn, folder)
         blocks.append(block.report)
         seen += figures.matrices(block.images)
         masks |= block.masks

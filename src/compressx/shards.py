@@ -7,7 +7,7 @@ tensors in the file and one in the model. Its own conversion does that here too,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressx.access import OUTSIDE
 from compressx.errors import ArtifactError
-from compressx.files import os_errors_named
+from compressx.files import atomic_write, os_errors_named, written_whole
 from compressx.quiet import quiet_libraries
-
-OUTSIDE = ""
-"""Stands for everything outside the decoder blocks where a block's name is asked for."""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -123,6 +121,50 @@ def checkpoint_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, T
 
     stored: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
     return {name: tensor.contiguous() for name, tensor in stored.items()}
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors as a safetensors file that is there whole or not at all, and on disk.
+
+    Raises:
+        ArtifactError: when it cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with written_whole(path) as beside:
+        try:
+            save_file(dict(tensors), beside, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk comes as one
+            raise ArtifactError(f"cannot write {path}: {error}; is there room left?") from error
+
+
+def join(folder: Path, parts: Sequence[Shards]) -> None:
+    """Make one checkpoint of a folder with `model.safetensors` and of other files, which are moved there.
+
+    Args:
+        folder: of the checkpoint; its one file becomes the last of several.
+        parts: each of one file, in order.
+
+    Raises:
+        ArtifactError: when files cannot be moved or written.
+    """
+    count = len(parts) + 1
+    with ExitStack() as stack, os_errors_named("write", folder):
+        last = folder / _shard_name(count, count)
+        (folder / _SINGLE).rename(last)
+        weight_map = dict.fromkeys(_opened(last, stack).keys(), last.name)
+        for number, part in enumerate(parts, start=1):
+            (file,) = set(part.files.values())
+            (part.folder / file).rename(folder / _shard_name(number, count))
+            weight_map |= dict.fromkeys(part.files, _shard_name(number, count))
+        size = sum((folder / file).stat().st_size for file in set(weight_map.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    atomic_write(folder / _INDEX, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _opened(path: Path, stack: ExitStack) -> Any:

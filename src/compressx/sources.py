@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from compressx.validation import Strict, conflict
+
+Streaming: TypeAlias = Literal["auto"] | StrictBool
 
 
 def _exactly_one(values: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -35,6 +37,11 @@ class ModelSource(Strict):
         "auto", description="dtype to load in; `auto` is the checkpoint's own, float32 for GGUF"
     )
     trust_remote_code: StrictBool = Field(False, description="run Python code that comes with the model")
+    streaming: Streaming = Field(
+        "auto",
+        description="whether weights stay on disk and are loaded a decoder block at a time; auto does so when the "
+        "model would take more than half of the free memory",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSource:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compressx import shards
+from compressx.access import OUTSIDE, tensors_of
 from compressx.architecture import find_blocks
+from compressx.capture import capture_calls, replay, run_around
 from compressx.errors import ArtifactError
-from compressx.models import Checkpoint, load_empty, local_folder
-from compressx.shards import OUTSIDE, Shards
+from compressx.export import save_model
+from compressx.models import Checkpoint, load_empty, load_offloaded, local_folder
+from compressx.shards import Shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,12 +28,14 @@ class StreamedModel:
     """A model whose weights are loaded when they are asked for, and given up afterwards.
 
     Attributes:
+        checkpoint: where the model comes from.
         model: the transformers model in evaluation mode; parameters that are not loaded are on the `meta` device.
         blocks: its decoder blocks by fully qualified name.
-        source: where the weights come from, by block; another folder's from when a block has been written there.
+        source: where the weights of each block, and of what lies outside, are read; `write` changes it.
         device: where weights go.
     """
 
+    checkpoint: Checkpoint
     model: Any
     blocks: Mapping[str, nn.Module]
     source: dict[str, Shards]
@@ -38,29 +45,79 @@ class StreamedModel:
     def materialise(self, fqn: str) -> Iterator[nn.Module]:
         """Give a block with its weights for the length of a `with`; `OUTSIDE` is all but the blocks.
 
-        What is changed is lost at the end unless it was written and `source` says where.
+        What is changed is lost at the end unless it was written.
+
+        Raises:
+            ArtifactError: weights that cannot be read or are not there.
         """
-        module = self.blocks[fqn] if fqn != OUTSIDE else self.model
-        names = self.names(fqn)
+        module = self.model.get_submodule(fqn)
         shards.load(self.model, self.source[fqn], fqn, self.device)
         try:
             if fqn == OUTSIDE:
                 self.model.tie_weights(recompute_mapping=False)
-            prefix = f"{fqn}." if fqn else ""
-            known = self.model.state_dict()
-            if missing := [name for name in names if known[prefix + name].is_meta]:
-                raise ArtifactError(
-                    f"{self.source[fqn].folder}: the checkpoint lacks {', '.join(prefix + n for n in missing[:3])}"
-                )
+            if missing := [name for name, tensor in self.tensors(fqn).items() if tensor.is_meta]:
+                raise ArtifactError(f"{self.source[fqn].folder}: the checkpoint lacks {', '.join(missing[:3])}")
             yield module
         finally:
-            shards.unload(module, names)
+            shards.unload(self.model, self.tensors(fqn))
 
-    def names(self, fqn: str) -> list[str]:
-        """Return the names, within the block, of the tensors that its checkpoint holds."""
-        if fqn != OUTSIDE:
-            return list(self.blocks[fqn].state_dict())
-        return [n for n in self.model.state_dict() if not any(n.startswith(f"{block}.") for block in self.blocks)]
+    def tensors(self, fqn: str) -> dict[str, Tensor]:
+        """Return a block's parameters and stored buffers by their names in the model."""
+        return tensors_of(self.model, self.blocks, fqn)
+
+    def logits(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Run the model on all batches, block by block, and yield the logits of each.
+
+        Hidden states of all batches are held meanwhile.
+        """
+        with self.materialise(OUTSIDE):
+            states, calls = capture_calls(self.model, self.blocks, [b.to(self.device) for b in batches])
+        for fqn in self.blocks:
+            with self.materialise(fqn) as module, torch.no_grad():
+                for state, call in zip(states, calls[fqn], strict=True):
+                    state.copy_(replay(module, state, call))
+        with self.materialise(OUTSIDE):
+            for batch, state in zip(batches, states, strict=True):
+                yield run_around(self.model, self.blocks, batch.to(self.device), state).logits
+
+    @contextmanager
+    def whole(self) -> Iterator[Any]:
+        """Give the model with its blocks offloaded to disk: every call reads all of them."""
+        with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
+            yield load_offloaded(self.checkpoint, self.blocks, self.device, Path(folder))
+
+    def write(self, fqn: str, folder: Path) -> None:
+        """Write a materialised block as a file in the checkpoint's own names; it is read from there from now on.
+
+        Raises:
+            ArtifactError: when it cannot be written; nothing is left of it then.
+        """
+        stored = shards.checkpoint_tensors(self.model, self.tensors(fqn))
+        if fqn == OUTSIDE:  # what is tied is stored once
+            stored = {name: tensor for name, tensor in stored.items() if name in self.source[fqn].members[fqn]}
+        file = f"{fqn or 'outside'}.safetensors"
+        shards.write(folder / file, stored)
+        self.source[fqn] = Shards(folder, dict.fromkeys(stored, file), {fqn: tuple(stored)})
+
+    def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:
+        """Make a checkpoint of the blocks in `written` and of all that is unchanged; one file for each block.
+
+        Args:
+            tokenizer: saved with it.
+            written: where `write` put blocks; its files are moved, and it is removed.
+            folder: to make.
+
+        Raises:
+            ArtifactError: when it cannot be written.
+        """
+        for fqn in self.blocks:
+            if self.source[fqn].folder != written:
+                with self.materialise(fqn):
+                    self.write(fqn, written)
+        with self.materialise(OUTSIDE):
+            save_model(self.model, tokenizer, folder, self.tensors(OUTSIDE))
+        shards.join(folder, [self.source[fqn] for fqn in self.blocks])
+        shutil.rmtree(written)
 
 
 def open_streamed(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> StreamedModel:
@@ -73,5 +130,17 @@ def open_streamed(checkpoint: Checkpoint, device: torch.device | str = "cpu") ->
     folder = local_folder(checkpoint)
     model = load_empty(checkpoint)
     blocks = find_blocks(model)
-    found = shards.find_shards(Path(folder), model, blocks)
-    return StreamedModel(model, blocks, dict.fromkeys((OUTSIDE, *blocks), found), torch.device(device))
+    found = shards.find_shards(folder, model, blocks)
+    return StreamedModel(checkpoint, model, blocks, dict.fromkeys((OUTSIDE, *blocks), found), torch.device(device))
+
+
+def is_larger_than_memory(checkpoint: Checkpoint, device: torch.device) -> bool:
+    """Say whether a model would take more than half of the memory that is free; a GGUF file never does."""
+    import psutil
+
+    if checkpoint.gguf_file is not None:
+        return False
+    skeleton = load_empty(checkpoint)
+    size = sum(p.numel() * p.element_size() for p in skeleton.parameters())
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return bool(size > free / 2)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from compressx.access import OUTSIDE, Access
 from compressx.architecture import Architecture, survey, text_config
 from compressx.capture import capture_calls, replay, run_around
 from compressx.decide import Built, decide, gather, write
@@ -23,35 +23,6 @@ from compressx.masks import MaskEntry, weight_sha256
 from compressx.planning import Plan, PlannedRule
 from compressx.pruner import Block, BlockCall, PruneResult, sparsity_of
 from compressx.report import BlockReport, LayerReport
-
-
-class Blocks(Protocol):
-    """How the walk reaches weights: those of a model that is loaded whole, or from disk a block at a time."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where weights are while they are there."""
-
-    def materialise(self, fqn: str) -> AbstractContextManager[nn.Module]:
-        """Give a block, or for an empty name the model around its blocks, with weights for the length of a `with`."""
-
-
-@dataclass(frozen=True, eq=False)
-class BlocksInMemory:
-    """A model that is loaded whole."""
-
-    model: Any
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        device: torch.device = self.model.device
-        return device
-
-    @contextmanager
-    def materialise(self, fqn: str) -> Iterator[nn.Module]:
-        """Give the block as it stands; what is changed in it stays changed."""
-        yield self.model.get_submodule(fqn)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,16 +37,13 @@ class PrunedBlock:
     images: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
-def prune_model(
-    model: Any, plan: Plan, batches: Sequence[Tensor], blocks: Blocks | None = None
-) -> Iterator[PrunedBlock]:
+def prune_model(access: Access, plan: Plan, batches: Sequence[Tensor]) -> Iterator[PrunedBlock]:
     """Prune a model in place, block by block.
 
     Args:
-        model: a transformers causal language model in evaluation mode, with its weights.
+        access: a transformers causal language model in evaluation mode.
         plan: what to do.
         batches: calibration token ids, each [batch, tokens]; empty when the plan needs no calibration.
-        blocks: how to reach the weights; in the loaded model when absent.
 
     Yields:
         One value for each block that the plan touches, after it was pruned and while its weights are still there, and
@@ -85,17 +53,17 @@ def prune_model(
         PluginError: a pruner that returns what it must not; the message names it and the layer.
         UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
     """
+    model = access.model
     found = survey(model)
-    reach = blocks or BlocksInMemory(model)
-    batches = [b.to(reach.device) for b in batches] if plan.needs_calibration else []
-    states, calls = capture(model, found, batches, reach)
+    batches = [b.to(access.device) for b in batches] if plan.needs_calibration else []
+    states, calls = capture(access, found, batches)
     pruners = {rule: rule.build() for rule in plan.rules}
-    last = max((i for i, fqn in enumerate([*found.blocks, ""]) if plan.in_block(fqn)), default=-1)
+    last = max((i for i, fqn in enumerate([*found.blocks, OUTSIDE]) if plan.in_block(fqn)), default=-1)
     for index, fqn in enumerate(found.blocks):
         if index > last:
             break
         started = time.perf_counter()
-        with reach.materialise(fqn) as module:
+        with access.materialise(fqn) as module:
             with torch.no_grad():
                 linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
                 block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
@@ -106,19 +74,19 @@ def prune_model(
                         state.copy_(finite(replay(module, state, call), fqn))
             if layers:
                 yield PrunedBlock(BlockReport(index, fqn, layers, time.perf_counter() - started), masks, images)
-    if plan.in_block(""):
-        with reach.materialise(""):
+    if plan.in_block(OUTSIDE):
+        with access.materialise(OUTSIDE):
             yield _prune_outside(model, plan, pruners, found, states, batches)
 
 
 def capture(
-    model: Any, found: Architecture, batches: Sequence[Tensor], reach: Blocks
+    access: Access, found: Architecture, batches: Sequence[Tensor]
 ) -> tuple[list[Tensor], dict[str, list[BlockCall]]]:
     """Return the hidden states that enter the first block and the arguments of every block, as `capture_calls` does."""
     if not batches:
         return [], {fqn: [] for fqn in found.blocks}
-    with reach.materialise(""):
-        return capture_calls(model, found.blocks, batches)
+    with access.materialise(OUTSIDE):
+        return capture_calls(access.model, found.blocks, batches)
 
 
 def _prune_outside(
@@ -126,14 +94,14 @@ def _prune_outside(
 ) -> PrunedBlock:
     """Prune what lies outside the blocks: run the model around them, the last block giving its recorded output."""
     started = time.perf_counter()
-    block = Block(len(found.blocks), "", model, found.outside, (), text_config(model))
+    block = Block(len(found.blocks), OUTSIDE, model, found.outside, (), text_config(model))
     passes = [
         lambda ids=ids, state=state: run_around(model, found.blocks, ids, state)
         for ids, state in zip(batches, states, strict=True)
     ]
     with torch.no_grad():
         layers, masks, images = _prune_block(block, plan, pruners, passes)
-    return PrunedBlock(BlockReport(block.index, "", layers, time.perf_counter() - started), masks, images)
+    return PrunedBlock(BlockReport(block.index, OUTSIDE, layers, time.perf_counter() - started), masks, images)
 
 
 def _prune_block(

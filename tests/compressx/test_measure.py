@@ -12,6 +12,7 @@ import torch
 from pydantic import BaseModel
 
 from compressx import Block, Pattern, PluginError, PruneResult, PrunerSpec, Statistic, attention_aware
+from compressx.access import InMemory
 from compressx.architecture import survey
 from compressx.errors import CalibrationError, UnsupportedModelError
 from compressx.measure import Measured, measure
@@ -57,7 +58,7 @@ def mixed(model: Any) -> Plan:
 
 
 def measured(model: Any, planned: Plan, *sparsities: float) -> list[Measured]:
-    return [m for block in measure(model, units_of(planned), BATCHES, BATCHES, sparsities) for m in block]
+    return [m for block in measure(InMemory(model), units_of(planned), BATCHES, BATCHES, sparsities) for m in block]
 
 
 def bits(model: Any) -> dict[str, torch.Tensor]:
@@ -108,7 +109,7 @@ def test_pruners_learn_from_one_text_and_are_measured_on_another() -> None:
     def errors(pruner: str, seen: torch.Tensor, held_out: torch.Tensor) -> list[float]:
         model = tiny_model("llama")
         planned = plan(model, (rule(0, SPECS[pruner]), "row", REST))
-        return [m.output_errors[0] for (m,) in measure(model, units_of(planned), [seen], [held_out], (0.5,))]
+        return [m.output_errors[0] for (m,) in measure(InMemory(model), units_of(planned), [seen], [held_out], (0.5,))]
 
     for pruner, learns in (("wanda", True), ("magnitude", False)):
         assert (errors(pruner, one, one) != errors(pruner, two, one)) == learns

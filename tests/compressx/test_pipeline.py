@@ -15,6 +15,7 @@ import torch
 from pydantic import BaseModel
 
 import compressx
+from compressx.access import InMemory
 from compressx.allocation import Curve
 from compressx.errors import ArtifactError, CalibrationError, RecipeError
 from compressx.masks import MaskSet
@@ -273,9 +274,9 @@ def test_the_dense_evaluation_is_cached_and_the_pruned_is_not(
     measured: list[bool] = []
     real = evaluate.token_perplexity
 
-    def counting(model: Any, *rest: Any, **options: Any) -> float:
-        measured.append(bool((model.model.layers[0].mlp.up_proj.weight == 0).any()))
-        return real(model, *rest, **options)
+    def counting(access: InMemory, *rest: Any, **options: Any) -> float:
+        measured.append(bool((access.model.model.layers[0].mlp.up_proj.weight == 0).any()))
+        return real(access, *rest, **options)
 
     monkeypatch.setattr(evaluate, "token_perplexity", counting)
     given = recipe(models("llama"), {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.9}, evaluated=True)
@@ -472,3 +473,77 @@ def test_an_output_that_would_replace_the_model_it_is_made_from_is_refused(proje
         run({"model": {"path": str(model)}, "prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}],
              "output": str(project / "out")})  # fmt: skip
     assert (model / "model.safetensors").is_file()
+
+
+# --- streaming
+
+
+STREAMED = {
+    "llama": MIXED,
+    "llama-tied": ({"targets": ["*.1.*"], "pruner": "sparsegpt", "sparsity": 0.5},),
+    "gpt2": ({"targets": ["*"], "pruner": "wanda", "pattern": "2:4"},),
+    "mixtral": ({"targets": ["*"], "pruner": "wanda", "sparsity": 0.5},),
+    "gemma3": ({"targets": ["*.up_proj"], "pruner": "magnitude", "sparsity": 0.5},),
+    "qwen3": ({"targets": ["lm_head"], "pruner": "sparsegpt", "sparsity": 0.5},),
+}
+
+
+@pytest.mark.parametrize("architecture", STREAMED)
+def test_a_streamed_model_gives_the_bits_of_one_in_memory(architecture: str, models: Any, plugins: Plugins) -> None:
+    source, rules = models(architecture), STREAMED[architecture]
+    reports = []
+    for streaming in (False, True):
+        asked = recipe(source, *rules, evaluated=True, output=f"out-{streaming}")
+        asked["model"]["streaming"] = streaming
+        reports.append(run(asked, plugins=plugins))
+    assert Path("out-True/masks.safetensors").read_bytes() == Path("out-False/masks.safetensors").read_bytes()
+    streamed, whole = weights("out-True/model"), weights("out-False/model")
+    assert streamed.keys() == whole.keys()
+    assert all(torch.equal(streamed[name], whole[name]) for name in whole)
+    assert reports[0].evaluation == reports[1].evaluation
+    assert sorted(p.name for p in Path("out-True/model").glob("*.safetensors")) == [
+        f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)
+    ]
+    kept = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert all((Path("out-True/model") / name).is_file() for name in kept)
+    assert not Path("out-True/blocks").exists()
+    one, other = (json.loads(Path(f"out-{s}/model/config.json").read_text()) for s in (True, False))
+    assert one == other
+
+
+def test_allocation_streams_too(models: Any, plugins: Plugins) -> None:
+    found = []
+    for streaming in (False, True):
+        asked = recipe(models("llama"), {"targets": ["*"], "pruner": "wanda", "group": "layer"})
+        asked |= {"allocation": {"method": "attention-aware", "target": 0.5}, "output": f"out-{streaming}"}
+        asked["model"]["streaming"] = streaming
+        found.append(run(asked, plugins=plugins).allocation)
+    assert found[0] == found[1]
+    assert Path("out-True/masks.safetensors").read_bytes() == Path("out-False/masks.safetensors").read_bytes()
+
+
+def test_a_model_larger_than_half_the_free_memory_is_streamed_unasked(
+    models: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psutil
+
+    files = {}
+    size = 4 * sum(t.numel() for t in weights(models("llama")).values())
+    for free in (2 * size - 2, 2 * size + 2):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: types.SimpleNamespace(available=free))
+        run(recipe(models("llama"), output=f"out-{free}"), plugins=plugins)
+        files[free] = len(list(Path(f"out-{free}/model").glob("*.safetensors")))
+    assert list(files.values()) == [4, 1]
+
+
+def test_tasks_of_the_harness_run_on_a_streamed_model(models: Any, plugins: Plugins) -> None:
+    evaluations = []
+    for streaming in (False, True):
+        source = models("llama")
+        asked = recipe(source, output=f"out-{streaming}")
+        asked["model"]["streaming"] = streaming
+        task = {"name": "words", "dataset": {"text": str(source.with_name("text.txt"))}}
+        asked["evaluate"] = {"lm_eval": {"tasks": [task]}}
+        evaluations.append(run(asked, plugins=plugins).evaluation)
+    for stage in ("dense", "pruned"):
+        assert evaluations[1][stage]["word_perplexity"] == pytest.approx(evaluations[0][stage]["word_perplexity"])

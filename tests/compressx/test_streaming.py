@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from compressx.access import OUTSIDE
 from compressx.architecture import find_blocks
 from compressx.errors import ArtifactError, UnsupportedModelError
 from compressx.models import Checkpoint, load_model
-from compressx.shards import OUTSIDE, checkpoint_tensors, find_shards
+from compressx.shards import checkpoint_tensors, find_shards
 from compressx.streaming import open_streamed
 from compressx.testing import TINY_CONFIGS, tiny_model
 
@@ -36,9 +37,8 @@ def test_each_block_gets_the_weights_that_transformers_loads(
     streamed = open_streamed(checkpoint)
     seen = set()
     for fqn in (OUTSIDE, *streamed.blocks):
-        prefix = f"{fqn}." if fqn else ""
         with streamed.materialise(fqn):
-            found = {prefix + n: streamed.model.state_dict()[prefix + n] for n in streamed.names(fqn)}
+            found = streamed.tensors(fqn)
             assert all(t.dtype == expected[n].dtype and torch.equal(t, expected[n]) for n, t in found.items())
             others = [n for n in expected if n not in found]
             assert all(streamed.model.state_dict()[n].is_meta for n in others)
@@ -53,8 +53,8 @@ def test_what_a_block_holds_goes_back_to_what_its_checkpoint_held(architecture: 
     stored = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
     streamed = open_streamed(Checkpoint(str(tmp_path)))
     for fqn in streamed.blocks:
-        with streamed.materialise(fqn) as module:
-            written = checkpoint_tensors(streamed.model, {f"{fqn}.{n}": t for n, t in module.state_dict().items()})
+        with streamed.materialise(fqn):
+            written = checkpoint_tensors(streamed.model, streamed.tensors(fqn))
         assert set(written) == set(streamed.source[fqn].members[fqn])
         assert all(torch.equal(tensor, stored[name]) for name, tensor in written.items())
 

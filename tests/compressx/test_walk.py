@@ -7,6 +7,7 @@ import torch
 from pydantic import BaseModel
 
 from compressx import PluginError, PruneResult, PrunerSpec, UnsupportedModelError
+from compressx.access import InMemory
 from compressx.architecture import survey
 from compressx.capture import capture_calls, replay
 from compressx.errors import CalibrationError
@@ -70,7 +71,7 @@ def test_replaying_the_blocks_one_by_one_gives_what_the_model_computes(architect
 def test_every_architecture_is_pruned_to_the_exact_count_and_keeps_its_dtype(architecture, pruner, pattern, dtype):
     model = tiny_model(architecture, dtype=dtype)
     plan = plan_all(model, SPECS[pruner], pattern)
-    pruned = list(prune_model(model, plan, batches()))
+    pruned = list(prune_model(InMemory(model), plan, batches()))
     assert len(pruned) == 3
     found = survey(model).linears
     for block in pruned:
@@ -88,7 +89,7 @@ def test_every_architecture_is_pruned_to_the_exact_count_and_keeps_its_dtype(arc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sparsity_zero_changes_no_bit(pruner, dtype):
     model, untouched = tiny_model("qwen2", dtype=dtype), tiny_model("qwen2", dtype=dtype)
-    list(prune_model(model, plan_all(model, SPECS[pruner], Unstructured(0.0)), batches()))
+    list(prune_model(InMemory(model), plan_all(model, SPECS[pruner], Unstructured(0.0)), batches()))
     for (name, now), before in zip(model.state_dict().items(), untouched.state_dict().values(), strict=True):
         assert torch.equal(now, before), name
 
@@ -97,7 +98,7 @@ def test_sparsity_zero_changes_no_bit(pruner, dtype):
 def test_wandas_masks_equal_those_of_a_slow_float64_reading_of_the_paper(architecture):
     model, dense = tiny_model(architecture), tiny_model(architecture).double()
     plan = plan_all(model, SPECS["wanda"], Unstructured(0.5, "row"))
-    first = next(iter(prune_model(model, plan, batches())))
+    first = next(iter(prune_model(InMemory(model), plan, batches())))
     inputs: dict[str, torch.Tensor] = {}
     linears = {n: x for n, x in survey(dense).linears.items() if n in first.masks}
     hooks = [
@@ -131,11 +132,11 @@ def test_the_hessian_that_a_pruner_is_given_is_that_of_the_inputs_under_pruned_p
             return {n: PruneResult(keep_mask(block.linears[n].weight.abs(), p)) for n, p in patterns.items()}
 
     plan = plan_all(model, spec_of(Spy()), Unstructured(0.6, "layer"))
-    list(prune_model(model, plan, batches()))
+    list(prune_model(InMemory(model), plan, batches()))
     # Rebuild the state before block 2 was pruned: blocks 0 and 1 pruned, block 2 dense.
     expected_model = tiny_model("llama")
     two = Plan(tuple(x for x in plan.linears if ".2." not in x.name), {}, plan.rules, needs_calibration=True)
-    list(prune_model(expected_model, two, batches()))
+    list(prune_model(InMemory(expected_model), two, batches()))
     caught = []
     target = expected_model.model.layers[2].mlp.down_proj
     hook = target.register_forward_pre_hook(lambda m, args: caught.append(args[0]))
@@ -151,7 +152,9 @@ def test_batches_of_any_size_give_the_same_masks(size):
     masks = {}
     for s in (size, 4):
         model = tiny_model("qwen3")
-        for block in prune_model(model, plan_all(model, SPECS["sparsegpt"], Unstructured(0.5, "row")), batches(s)):
+        for block in prune_model(
+            InMemory(model), plan_all(model, SPECS["sparsegpt"], Unstructured(0.5, "row")), batches(s)
+        ):
             masks.setdefault(s, {}).update(block.masks)
     bits = [(a.keep, masks[4][n].keep) for n, a in masks[size].items()]
     differing = sum(int((a != b).sum()) for a, b in bits) / sum(a.numel() for a, _ in bits)
@@ -171,7 +174,7 @@ def test_linears_with_the_same_input_share_one_statistic_and_others_do_not():
             assert all(s.tokens == 8 * 32 for s in stats.values())
             return {n: PruneResult(keep_mask(block.linears[n].weight.abs(), p)) for n, p in patterns.items()}
 
-    list(prune_model(model, plan_all(model, spec_of(Spy()), Unstructured(0.5)), batches(2)))
+    list(prune_model(InMemory(model), plan_all(model, spec_of(Spy()), Unstructured(0.5)), batches(2)))
     at = "model.layers.1."
     q, k, v, o = (given[f"{at}self_attn.{n}_proj"] for n in "qkvo")
     assert q is k is v
@@ -192,7 +195,7 @@ def test_no_hook_and_no_replaced_forward_is_left_even_when_a_pruner_fails():
             raise RuntimeError("boom")
 
     with pytest.raises(PluginError, match=r"pruner 'other' failed on model\.layers\.0: RuntimeError: boom"):
-        list(prune_model(model, plan_all(model, spec_of(Broken()), Unstructured(0.5)), batches()))
+        list(prune_model(InMemory(model), plan_all(model, spec_of(Broken()), Unstructured(0.5)), batches()))
     for module in model.modules():
         assert not module._forward_pre_hooks
         assert not module._forward_hooks
@@ -226,30 +229,26 @@ HALF = Unstructured(0.5, "layer")
 def test_a_pruner_that_breaks_its_contract_is_named_with_the_layer_and_both_values(make, message):
     model = tiny_model("llama")
     with pytest.raises(PluginError, match=r"pruner 'other' on model\.layers\.0\.self_attn\.q_proj: .*" + message):
-        list(prune_model(model, plan_all(model, answering(make=make), HALF, only="q_proj"), ()))
+        list(prune_model(InMemory(model), plan_all(model, answering(make=make), HALF, only="q_proj"), ()))
 
 
 def test_a_pruner_that_forgets_a_linear_is_refused():
     model = tiny_model("llama")
     with pytest.raises(PluginError, match=r"expected results for .*q_proj.*, got \[\]"):
-        list(prune_model(model, plan_all(model, answering(result={}), HALF, only="q_proj"), ()))
+        list(prune_model(InMemory(model), plan_all(model, answering(result={}), HALF, only="q_proj"), ()))
 
 
 def test_a_joint_budget_that_is_not_met_in_total_is_refused():
     model = tiny_model("llama")
     spec = answering(make=lambda x, p: PruneResult(torch.ones_like(x.weight, dtype=torch.bool)))
     with pytest.raises(PluginError, match=r"50% joint means 6144 zeros over .*, got 0"):
-        list(
-            prune_model(
-                model, plan_all(model, spec, Unstructured(0.5, "joint"), only=".0.self_attn.", reconstructor=None), ()
-            )
-        )
+        list(prune_model(InMemory(model), plan_all(model, spec, Unstructured(0.5, "joint"), only=".0.self_attn."), ()))
 
 
 def test_one_pruner_selects_and_another_reconstructs():
     selected, rebuilt = tiny_model("llama"), tiny_model("llama")
     masks = [
-        {n: e.keep for block in prune_model(m, plan, batches()) for n, e in block.masks.items() if ".0." in n}
+        {n: e.keep for block in prune_model(InMemory(m), plan, batches()) for n, e in block.masks.items() if ".0." in n}
         for m, plan in (
             (selected, plan_all(selected, SPECS["wanda"], HALF, only=".0.")),
             (rebuilt, plan_all(rebuilt, SPECS["wanda"], HALF, only=".0.", reconstructor=SPECS["sparsegpt"])),
@@ -276,18 +275,18 @@ def test_a_reconstructor_that_changes_the_mask_is_refused():
         model, SPECS["magnitude"], HALF, only="q_proj", reconstructor=spec_of(Stubborn(), reconstructs=True)
     )
     with pytest.raises(PluginError, match="must return the mask that it was given"):
-        list(prune_model(model, plan, ()))
+        list(prune_model(InMemory(model), plan, ()))
 
 
 def test_an_untied_head_is_pruned_on_the_states_that_reach_it():
     model = tiny_model("llama")
     plan = plan_all(model, SPECS["wanda"], Unstructured(0.5, "row"), outside=True)
-    *_, head = prune_model(model, plan, batches())
+    *_, head = prune_model(InMemory(model), plan, batches())
     assert head.report.fqn == ""
     assert [x.name for x in head.report.layers] == ["lm_head"]
     expected_model = tiny_model("llama")
     blocks_only = Plan(tuple(x for x in plan.linears if x.block), {}, plan.rules, needs_calibration=True)
-    list(prune_model(expected_model, blocks_only, batches()))
+    list(prune_model(InMemory(expected_model), blocks_only, batches()))
     caught = []
     expected_model.lm_head.register_forward_pre_hook(lambda m, args: caught.append(args[0]))
     with torch.no_grad():
@@ -301,7 +300,7 @@ def test_a_module_that_no_token_reaches_is_an_error_that_names_it():
     model = tiny_model("llama")
     model.model.layers[1].mlp.unused = torch.nn.Linear(64, 64, bias=False)
     with pytest.raises(CalibrationError, match=r"no calibration token reached model\.layers\.1\.mlp\.unused"):
-        list(prune_model(model, plan_all(model, SPECS["wanda"], HALF), batches()))
+        list(prune_model(InMemory(model), plan_all(model, SPECS["wanda"], HALF), batches()))
 
 
 def test_activations_that_are_not_finite_name_the_layer():
@@ -309,7 +308,7 @@ def test_activations_that_are_not_finite_name_the_layer():
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("inf")
     with pytest.raises((CalibrationError, UnsupportedModelError), match=r"model\.layers\.1.*NaN or infinite"):
-        list(prune_model(model, plan_all(model, SPECS["wanda"], HALF, only="proj"), batches()))
+        list(prune_model(InMemory(model), plan_all(model, SPECS["wanda"], HALF, only="proj"), batches()))
 
 
 def test_a_model_that_changes_states_between_blocks_is_refused():
@@ -317,13 +316,13 @@ def test_a_model_that_changes_states_between_blocks_is_refused():
     block = model.model.layers[1]
     block.register_forward_pre_hook(lambda m, args: (args[0] * 1.0, *args[1:]))
     with pytest.raises(UnsupportedModelError, match=r"between model\.layers\.0 and this block"):
-        list(prune_model(model, plan_all(model, SPECS["wanda"], HALF), batches()))
+        list(prune_model(InMemory(model), plan_all(model, SPECS["wanda"], HALF), batches()))
 
 
 def test_each_fused_expert_is_pruned_on_the_tokens_that_its_router_sends_it():
     model, dense = tiny_model("mixtral"), tiny_model("mixtral")
     plan = plan_all(model, SPECS["wanda"], Unstructured(0.5, "row"), only=".0.mlp.experts.")
-    (pruned,) = prune_model(model, plan, batches())
+    (pruned,) = prune_model(InMemory(model), plan, batches())
     caught = []
     mlp = dense.model.layers[0].mlp
     hook = mlp.register_forward_pre_hook(lambda m, args: caught.append(args[0]))
@@ -351,7 +350,7 @@ def test_an_expert_that_no_token_reaches_is_an_error_that_names_it():
         gate[3] = -gate[:3].sum(dim=0) * 100
         model.model.layers[1].post_attention_layernorm.weight.zero_()
     with pytest.raises(CalibrationError, match=r"no calibration token reached model\.layers\.1\.mlp\.experts\."):
-        list(prune_model(model, plan_all(model, SPECS["wanda"], HALF), batches()))
+        list(prune_model(InMemory(model), plan_all(model, SPECS["wanda"], HALF), batches()))
 
 
 def test_a_linear_that_shares_its_input_on_some_batches_only_is_refused_instead_of_summed_with_another():
@@ -367,7 +366,7 @@ def test_a_linear_that_shares_its_input_on_some_batches_only_is_refused_instead_
     with pytest.raises(
         UnsupportedModelError, match=r"self_attn\.k_proj shared its input with another linear on the first"
     ):
-        list(prune_model(model, plan_all(model, SPECS["wanda"], HALF), batches()))
+        list(prune_model(InMemory(model), plan_all(model, SPECS["wanda"], HALF), batches()))
 
 
 def showing(**shown: object) -> PrunerSpec:
@@ -379,7 +378,7 @@ def test_matrices_and_curves_come_out_of_the_walk_and_what_linears_share_they_st
     model = tiny_model("llama")
     info, images, history = {"error": 0.5}, {"dense": torch.eye(4)}, {"loss": [3, 2.5]}
     plan = plan_all(model, showing(info=info, images=images, history=history), HALF, only=".0.self_attn.")
-    (block,) = prune_model(model, plan, ())
+    (block,) = prune_model(InMemory(model), plan, ())
     first, *others = block.report.layers
     assert (first.info, first.history) == ({"error": 0.5}, {"loss": (3.0, 2.5)})
     assert first.info is not info, "what a plugin goes on using is copied"
@@ -390,7 +389,7 @@ def test_matrices_and_curves_come_out_of_the_walk_and_what_linears_share_they_st
 
 def test_a_pruner_that_shows_nothing_shares_nothing():
     model = tiny_model("llama")
-    (block,) = prune_model(model, plan_all(model, SPECS["magnitude"], HALF, only=".0.self_attn."), ())
+    (block,) = prune_model(InMemory(model), plan_all(model, SPECS["magnitude"], HALF, only=".0.self_attn."), ())
     assert not any(x.info or x.history or block.images[x.name] for x in block.report.layers)
 
 
@@ -408,7 +407,9 @@ def test_what_the_selector_showed_stays_beside_what_the_reconstructor_shows():
     images = {"dense": torch.eye(4)}
     selector = showing(info={"error": 0.5}, images=images, history={"loss": [2.0]})
     rebuilding = spec_of(Rebuild(), "rebuild", reconstructs=True)
-    (block,) = prune_model(model, plan_all(model, selector, HALF, only=".0.self_attn.", reconstructor=rebuilding), ())
+    (block,) = prune_model(
+        InMemory(model), plan_all(model, selector, HALF, only=".0.self_attn.", reconstructor=rebuilding), ()
+    )
     first, second, *_ = block.report.layers
     assert first.info == {"error": 0.5, "damping": 0.1}
     assert first.history == {"loss": (2.0,), "residual": (1.0,)}
@@ -432,4 +433,4 @@ def test_what_the_selector_showed_stays_beside_what_the_reconstructor_shows():
 def test_what_cannot_be_shown_is_refused_with_plugin_and_layer(shown, message):
     model = tiny_model("llama")
     with pytest.raises(PluginError, match=r"pruner 'other' on model\.layers\.0\.self_attn\.q_proj: " + message):
-        list(prune_model(model, plan_all(model, showing(**shown), HALF, only="q_proj"), ()))
+        list(prune_model(InMemory(model), plan_all(model, showing(**shown), HALF, only="q_proj"), ()))

@@ -9,6 +9,7 @@ import torch
 from tests.compressx_attnprune import blocks
 
 from compressx import NM, Pattern, PrunerSpec, Unstructured
+from compressx.access import InMemory
 from compressx.architecture import survey
 from compressx.planning import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude, wanda
@@ -50,7 +51,7 @@ def plan(
 
 def pruned_weights(model: Any, planned: Plan) -> tuple[list[PrunedBlock], dict[str, torch.Tensor]]:
     """Prune a model and return what the walk told, and the weights that were planned, as they are now."""
-    pruned = list(prune_model(model, planned, BATCHES))
+    pruned = list(prune_model(InMemory(model), planned, BATCHES))
     linears = survey(model).linears
     return pruned, {x.name: linears[x.name].weight.clone() for x in planned.linears}
 
@@ -81,13 +82,13 @@ def test_every_block_reaches_its_budget(architecture: str, dtype: torch.dtype, m
 def test_zero_sparsity_leaves_the_model_bit_for_bit(architecture: str, mode: str):
     model = tiny_model(architecture, dtype=torch.bfloat16)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    list(prune_model(model, plan(model, Unstructured(0.0, "joint"), mode=mode, steps=3), BATCHES))
+    list(prune_model(InMemory(model), plan(model, Unstructured(0.0, "joint"), mode=mode, steps=3), BATCHES))
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
 def test_what_query_and_key_have_in_common_is_told_once():
     model = tiny_model("llama")
-    for block in prune_model(model, plan(model, Unstructured(0.5, "joint"), refit=3), BATCHES):
+    for block in prune_model(InMemory(model), plan(model, Unstructured(0.5, "joint"), refit=3), BATCHES):
         query, key = block.report.layers
         assert query.info is key.info
         assert query.history is key.history
