@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from compressx import shards
 from compressx.architecture import find_blocks
-
-OUTSIDE = ""
-"""Stands for everything outside the decoder blocks where a block's name is asked for."""
+from compressx.export import save_model
+from compressx.shards import OUTSIDE
 
 
 class Access(Protocol):
@@ -29,13 +30,22 @@ class Access(Protocol):
         """Where weights are while they are there."""
 
     def materialise(self, fqn: str) -> AbstractContextManager[nn.Module]:
-        """Give a block, or the model around its blocks (`OUTSIDE`), with weights for the length of a `with`."""
+        """Give a block, or the model around its blocks (`shards.OUTSIDE`), with weights for the length of a `with`."""
 
     def logits(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """Run the whole model on batches of token ids [batch, tokens]; yields [batch, tokens, vocabulary] for each."""
 
     def whole(self) -> AbstractContextManager[Any]:
         """Give a model that can be called on anything, as slow as that may be."""
+
+    def write(self, fqn: str, folder: Path) -> None:
+        """Write a materialised block's weights into a folder, in the names of its checkpoint."""
+
+    def read(self, fqn: str, folder: Path) -> None:
+        """Take a block's weights from where `write` put them."""
+
+    def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:
+        """Save the model as transformers loads it; `written` is where `write` put the blocks that were changed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +79,37 @@ class InMemory:
         """Give the model."""
         yield self.model
 
+    def write(self, fqn: str, folder: Path) -> None:
+        """Write a block's weights, so that an interrupted run can go on.
 
-def tensors_of(model: nn.Module, blocks: Iterable[str], fqn: str) -> dict[str, Tensor]:
-    """Return the parameters and stored buffers of a block, or of what lies outside the blocks, by name in the model."""
-    held = model.get_submodule(fqn).state_dict(prefix=f"{fqn}." if fqn else "")
-    if fqn != OUTSIDE:
-        return held
-    return {name: tensor for name, tensor in held.items() if not any(name.startswith(f"{b}.") for b in blocks)}
+        Raises:
+            ArtifactError: when they cannot be written.
+        """
+        tensors = shards.tensors_of(self.model, find_blocks(self.model), fqn)
+        shards.write(block_file(folder, fqn), shards.checkpoint_tensors(self.model, tensors))
+
+    def read(self, fqn: str, folder: Path) -> None:
+        """Load what `write` wrote.
+
+        Raises:
+            ArtifactError: a file that is missing or damaged.
+        """
+        conversions = getattr(self.model, "_weight_conversions", None)
+        shards.load(self.model, shards.of_file(block_file(folder, fqn), fqn), fqn, self.device)
+        self.model._weight_conversions = conversions  # those of the whole model, for `save`
+
+    def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:  # noqa: ARG002 - all is in memory
+        """Save the model.
+
+        Raises:
+            ArtifactError: when it cannot be written.
+        """
+        save_model(self.model, tokenizer, folder)
+
+
+def block_file(folder: Path, fqn: str) -> Path:
+    """Return where a block's weights are written."""
+    return folder / f"{fqn or 'outside'}.safetensors"
 
 
 def weights_fingerprint(access: Access) -> str:
@@ -84,7 +118,7 @@ def weights_fingerprint(access: Access) -> str:
     blocks = find_blocks(access.model)
     for fqn in (OUTSIDE, *blocks):
         with access.materialise(fqn):
-            for name, tensor in tensors_of(access.model, blocks, fqn).items():
+            for name, tensor in shards.tensors_of(access.model, blocks, fqn).items():
                 digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
                 digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -52,7 +52,7 @@ def _errors_for_users(command: _Command) -> _Command:
             click.echo(f"error: {error}", err=True)
             sys.exit(2)
         except KeyboardInterrupt:
-            click.echo("interrupted; nothing was written", err=True)
+            click.echo("interrupted; finished blocks are kept, and --resume goes on after them", err=True)
             sys.exit(130)
 
     return wrapped  # type: ignore[return-value]
@@ -85,11 +85,16 @@ _set = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
 @click.argument("recipe", type=click.Path(path_type=Path))
 @_set
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--resume", is_flag=True, help="Go on after the last finished block of an interrupted run.")
+@click.option("--restart", is_flag=True, help="Begin anew where an interrupted run has left finished blocks.")
 @click.option("-v", "--verbose", is_flag=True, help="A line for every pruned layer, with its figures and curves.")
 @click.option("-q", "--quiet", is_flag=True, help="Nothing but errors.")
 @click.pass_obj
 @_errors_for_users
-def run(host: _Host, recipe: Path, overrides: tuple[str, ...], device: str, verbose: bool, quiet: bool) -> None:
+def run(
+    host: _Host, recipe: Path, overrides: tuple[str, ...], device: str, resume: bool, restart: bool, verbose: bool,
+    quiet: bool,
+) -> None:  # fmt: skip
     """Prune the model of RECIPE and write its output folder."""
     from compressx import terminal
     from compressx.pipeline import run as run_recipe
@@ -100,7 +105,10 @@ def run(host: _Host, recipe: Path, overrides: tuple[str, ...], device: str, verb
     if verbose and not quiet:
         plugins.manager.register(terminal.LayerLines(), name="terminal")
     with terminal.progress(quiet=quiet) as tell:
-        report = run_recipe(loaded, plugins=plugins, progress=tell, device=device)  # type: ignore[arg-type]
+        report = run_recipe(
+            loaded, plugins=plugins, progress=tell, device=device,  # type: ignore[arg-type]
+            resume=resume, restart=restart,
+        )  # fmt: skip
     if not quiet:
         terminal.print_summary(report, loaded.recipe.output)
 

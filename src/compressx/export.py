@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from compressx.errors import ArtifactError
-from compressx.files import os_errors_named, sync, sync_tree
+from compressx.files import BLOCKS, STATE, os_errors_named, sync, sync_tree
 from compressx.masks import refuse_prepared
 from compressx.quiet import quiet_libraries
 
@@ -48,28 +48,43 @@ def check_output(target: Path) -> None:
 
 
 @contextmanager
-def output_folder(target: Path) -> Iterator[Path]:
+def output_folder(target: Path, *, resume: bool = False, restart: bool = False) -> Iterator[Path]:
     """Yield a folder to fill, which becomes `target` when the block ends without an exception.
 
-    Until then `target` stays as it was, an earlier output included; after an exception, KeyboardInterrupt among them,
-    the new folder is removed. What killed processes left beside the target is cleared up first.
+    Until then `target` stays as it was, an earlier output included. After an exception, KeyboardInterrupt among them,
+    the new folder is removed unless it holds `state.json`: then a later call can go on with it. What killed processes
+    left beside the target is cleared up first.
+
+    Args:
+        target: to make or replace.
+        resume: go on with the folder that an interrupted run left, if there is one.
+        restart: remove such a folder.
 
     Raises:
-        ArtifactError: as `check_output`, and when folders cannot be made, renamed or forced onto disk.
+        ArtifactError: as `check_output`; when there is such a folder and neither is asked for; and when folders cannot
+            be made, renamed or forced onto disk.
     """
     check_output(target)
     folder = _resolved(target)
-    token = secrets.token_hex(4)
-    building, earlier = _sibling(folder, "partial", token), _sibling(folder, "earlier", token)
-    with os_errors_named("make", building):
+    with os_errors_named("make", folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(folder)
-        building.mkdir()
+        left = _interrupted(folder)
+        if left and not resume and not restart:
+            raise ArtifactError(
+                f"an earlier run for output {folder} was interrupted, and what it finished is kept in {left[-1]}; "
+                "go on with --resume, or begin anew with --restart"
+            )
+        building = left[-1] if left and resume else _sibling(folder, "partial", secrets.token_hex(4))
+        _clear_leftovers(folder, building)
+        building.mkdir(exist_ok=True)
+    earlier = _sibling(folder, "earlier", building.name.rpartition("-")[2])
     try:
         with _locked(building):
             yield building
             check_output(folder)  # the run took hours: somebody may have put something there
             with os_errors_named("write", folder):
+                (building / STATE).unlink(missing_ok=True)
+                shutil.rmtree(building / BLOCKS, ignore_errors=True)
                 sync_tree(building)
                 if folder.exists():
                     folder.rename(earlier)
@@ -77,7 +92,8 @@ def output_folder(target: Path) -> Iterator[Path]:
                 sync(folder.parent)
     finally:
         # After success only `earlier` is there to remove; after a failure `building` is, and `earlier` goes back.
-        shutil.rmtree(building, ignore_errors=True)
+        if not (building / STATE).exists():
+            shutil.rmtree(building, ignore_errors=True)
         _settle(earlier, folder)
 
 
@@ -131,12 +147,19 @@ def _sibling(folder: Path, role: Literal["partial", "earlier"], token: str) -> P
     return folder.with_name(f".{folder.name}.{role}-{token}")
 
 
-def _clear_leftovers(folder: Path) -> None:
+def _interrupted(folder: Path) -> list[Path]:
+    """Return what dead processes left to go on with, the latest last."""
+    partial = _sibling(folder, "partial", "").name
+    found = [p for p in folder.parent.iterdir() if p.name.startswith(partial) and (p / STATE).exists()]
+    return sorted((p for p in found if _is_abandoned(p)), key=lambda p: (p / STATE).stat().st_mtime)
+
+
+def _clear_leftovers(folder: Path, kept: Path) -> None:
     """Remove what dead processes were building, and put back what they had moved aside without replacing it."""
     names = [path.name for path in folder.parent.iterdir()]
     partial, earlier = (_sibling(folder, role, "").name for role in ("partial", "earlier"))
     for name in names:
-        if name.startswith(partial) and _is_abandoned(folder.with_name(name)):
+        if name.startswith(partial) and name != kept.name and _is_abandoned(folder.with_name(name)):
             shutil.rmtree(folder.with_name(name), ignore_errors=True)
     for name in names:
         if name.startswith(earlier):

@@ -11,6 +11,10 @@ from pathlib import Path
 
 from compressx.errors import ArtifactError
 
+STATE = "state.json"
+BLOCKS = "blocks"
+"""In a run's folder while it is being built: how far the run has got, and the blocks that it has finished."""
+
 _ADVICE = {
     errno.ENOSPC: "free some space there or choose another place",
     errno.EDQUOT: "free some of your quota or choose another place",

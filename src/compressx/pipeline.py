@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,20 +19,21 @@ import torch
 from compressx import attention_aware, figures
 from compressx._version import __version__
 from compressx.access import Access, InMemory, weights_fingerprint
-from compressx.calibration import calibration_windows, check_dataset, documents, token_ids
+from compressx.calibration import calibration_windows, check_dataset, documents, fingerprint, token_ids
 from compressx.errors import ArtifactError, CompressxError, RecipeError
 from compressx.evaluate import evaluate, evaluate_cached
-from compressx.export import check_output, output_folder, save_model
+from compressx.export import check_output, output_folder
 from compressx.harness import check_tasks
-from compressx.masks import MaskEntry, MaskSet
+from compressx.journal import Allocated, FinishedBlock, Journal
+from compressx.masks import MaskSet
 from compressx.models import Checkpoint, find_checkpoint, load_model, load_skeleton, load_tokenizer
 from compressx.planning import Plan, make_plan
 from compressx.plugins import Plugins, load_plugins
 from compressx.recipe import Calibration, LoadedRecipe, RollingTask, load_recipe, recipe_from_dict
-from compressx.report import AllocationReport, BlockReport, RunReport, total_sparsity
+from compressx.report import AllocationReport, RunReport, total_sparsity
 from compressx.sources import Streaming
 from compressx.streaming import StreamedModel, is_larger_than_memory, open_streamed
-from compressx.walk import prune_model
+from compressx.walk import Finished, prune_model
 
 Stage: TypeAlias = Literal["load", "calibrate", "evaluate dense", "allocate", "prune", "evaluate pruned", "save"]
 Progress: TypeAlias = Callable[[Stage, int, int], None]
@@ -66,6 +68,8 @@ def run(
     overrides: Sequence[str] = (),
     progress: Progress | None = None,
     device: Device = "auto",
+    resume: bool = False,
+    restart: bool = False,
 ) -> RunReport:
     """Prune a model as a recipe says and write the output folder.
 
@@ -75,12 +79,15 @@ def run(
         overrides: `a.b=VALUE`, as `--set` takes them; only with a path.
         progress: called with the stage, how much of it is done, and how much there is.
         device: where the model runs; `auto` is CUDA when there is some.
+        resume: go on after the last finished block of an interrupted run of the same recipe, if there was one.
+        restart: begin anew where an interrupted run has left finished blocks.
 
     Returns:
         The report that was also written.
 
     Raises:
-        CompressxError: anything that the user can mend. The output folder is then as it was before.
+        CompressxError: anything that the user can mend. The output folder is then as it was before; finished blocks are
+            kept beside it for `resume`.
     """
     clock = _Clock()
     tell: Progress = progress or (lambda _stage, _done, _total: None)
@@ -95,31 +102,32 @@ def run(
         batches = _calibration_batches(loaded.recipe.calibration, tokenizer, prepared.plan)
     with clock.stage("load"), _at(loaded, "model"):
         access = _open(prepared.checkpoint, loaded.recipe.model.streaming, _device(device))
-    with output_folder(loaded.recipe.output) as folder:
+    with output_folder(loaded.recipe.output, resume=resume, restart=restart) as folder:
+        journal = Journal(folder, _fingerprint(loaded, access, batches, plugins))
         settings = loaded.recipe.evaluate
         evaluation: dict[str, Any] = {}
         if settings is not None:
             with clock.stage("evaluate"), _at(loaded, "evaluate"):
-                fingerprint = weights_fingerprint(access)
                 evaluation["dense"] = evaluate_cached(
                     access,
                     tokenizer,
                     settings,
-                    fingerprint,
+                    journal.fingerprint["model"],
                     progress=lambda i, n: tell("evaluate dense", i, n),
                 )
         with clock.stage("allocate"), _at(loaded, "allocation"):
-            final, allocation = _allocate(access, prepared.plan, batches, tell)
+            final, allocation = _allocate(access, prepared.plan, batches, tell, journal)
         with clock.stage("prune"):
-            blocks, masks, seen = _prune(access, final, batches, plugins, tell, folder / "blocks")
-        layers = tuple(layer for block in blocks for layer in block.layers)
+            finished = _prune(access, final, batches, plugins, tell, journal)
+        reports = [block.report for block in finished]
+        masks = {name: mask for block in finished for name, mask in block.masks.items()}
+        layers = tuple(layer for report in reports for layer in report.layers)
         tell("save", 0, 1)
         with clock.stage("save"):
-            drawn = figures.draw(blocks, seen, folder / "plots")
-            if isinstance(access, StreamedModel):
-                access.save(tokenizer, folder / "blocks", folder / "model")
-            else:
-                save_model(access.model, tokenizer, folder / "model")
+            for name in ("plots", "model"):  # an interrupted run may have begun them
+                shutil.rmtree(folder / name, ignore_errors=True)
+            drawn = figures.draw(reports, [m for block in finished for m in block.matrices], folder / "plots")
+            access.save(tokenizer, journal.blocks, folder / "model")
             MaskSet(masks).save(folder / "masks.safetensors")
         if settings is not None:
             with clock.stage("evaluate"):
@@ -223,32 +231,54 @@ def _open(checkpoint: Checkpoint, streaming: Streaming, device: torch.device) ->
     return InMemory(load_model(checkpoint).to(device))
 
 
+def _fingerprint(
+    loaded: LoadedRecipe, access: Access, batches: Sequence[torch.Tensor], plugins: Plugins
+) -> dict[str, Any]:
+    """Return what decides the result of a run, by names that a user knows."""
+    recipe = loaded.recipe.model_dump(mode="json", exclude_none=True)
+    return {
+        "model": weights_fingerprint(access),
+        "prune": recipe["prune"],
+        "allocation": recipe.get("allocation"),
+        "calibration tokens": [fingerprint(batch) for batch in batches],
+        "plugins": {p.name: p.version for p in plugins.records if p.status == "loaded"},
+        "versions": {"compressx": __version__, **{n: metadata.version(n) for n in ("torch", "transformers", "numpy")}},
+        "device": access.device.type,
+    }
+
+
 def _allocate(
-    access: Access, planned: Plan, batches: Sequence[torch.Tensor], tell: Progress
+    access: Access, planned: Plan, batches: Sequence[torch.Tensor], tell: Progress, journal: Journal
 ) -> tuple[Plan, AllocationReport | None]:
     """Give every linear its sparsity, where the recipe leaves that open."""
     if planned.allocation is None:
         return planned, None
-    return attention_aware.allocate(access, planned, planned.allocation, batches, lambda i, n: tell("allocate", i, n))
+    if journal.allocated is None:
+        final, report = attention_aware.allocate(
+            access, planned, planned.allocation, batches, lambda i, n: tell("allocate", i, n)
+        )
+        journal.allocate(Allocated({x.name: x.pattern for x in final.linears}, report))
+        return final, report
+    return planned.allocated(journal.allocated.patterns), journal.allocated.report
 
 
 def _prune(
-    access: Access, planned: Plan, batches: Sequence[torch.Tensor], plugins: Plugins, tell: Progress, folder: Path
-) -> tuple[list[BlockReport], dict[str, MaskEntry], list[figures.Matrices]]:
-    blocks: list[BlockReport] = []
-    seen: list[figures.Matrices] = []
-    masks: dict[str, MaskEntry] = {}
+    access: Access, planned: Plan, batches: Sequence[torch.Tensor], plugins: Plugins, tell: Progress, journal: Journal
+) -> list[FinishedBlock]:
+    """Prune what an interrupted run has not finished, and record every block."""
+    finished: list[FinishedBlock] = []
+    reached = None
+    if journal.finished:
+        finished, states = journal.restore(access)
+        reached = Finished(journal.finished[-1], states)
     total = len({x.block for x in planned.linears})
-    tell("prune", 0, total)
-    for done, block in enumerate(prune_model(access, planned, batches), start=1):
-        if isinstance(access, StreamedModel):
-            access.write(block.report.fqn, folder)
-        blocks.append(block.report)
-        seen += figures.matrices(block.images)
-        masks |= block.masks
-        tell("prune", done, total)
+    tell("prune", len(finished), total)
+    for block in prune_model(access, planned, batches, reached):
+        finished.append(FinishedBlock(block.report, block.masks, figures.matrices(block.images)))
+        journal.add(access, finished[-1], block.states)
+        tell("prune", len(finished), total)
         plugins.manager.hook.compressx_block_pruned(report=block.report)
-    return blocks, masks, seen
+    return finished
 
 
 def _device(wanted: Device) -> torch.device:

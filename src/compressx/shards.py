@@ -7,6 +7,8 @@ tensors in the file and one in the model. Its own conversion does that here too,
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressx.access import OUTSIDE
 from compressx.errors import ArtifactError
 from compressx.files import atomic_write, os_errors_named, written_whole
 from compressx.quiet import quiet_libraries
+
+OUTSIDE = ""
+"""Stands for everything outside the decoder blocks where a block's name is asked for."""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -41,6 +45,25 @@ class Shards:
     def size(self) -> int:
         """Return the bytes of all files."""
         return sum((self.folder / name).stat().st_size for name in set(self.files.values()))
+
+
+def tensors_of(model: nn.Module, blocks: Iterable[str], fqn: str) -> dict[str, Tensor]:
+    """Return the parameters and stored buffers of a block, or of what lies outside the blocks, by name in the model."""
+    held = model.get_submodule(fqn).state_dict(prefix=f"{fqn}." if fqn else "")
+    if fqn != OUTSIDE:
+        return held
+    return {name: tensor for name, tensor in held.items() if not any(name.startswith(f"{b}.") for b in blocks)}
+
+
+def of_file(path: Path, fqn: str) -> Shards:
+    """Return one file that holds the tensors of one block.
+
+    Raises:
+        ArtifactError: a file that is missing or damaged.
+    """
+    with ExitStack() as stack:
+        names = tuple(_opened(path, stack).keys())
+    return Shards(path.parent, dict.fromkeys(names, path.name), {fqn: names})
 
 
 def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
@@ -119,7 +142,10 @@ def checkpoint_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, T
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    stored: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    apart: dict[int, str] = {}  # what is tied is stored once
+    for name, tensor in tensors.items():
+        apart.setdefault(tensor.data_ptr(), name)
+    stored: dict[str, Tensor] = revert_weight_conversion(model, {name: tensors[name] for name in apart.values()})
     return {name: tensor.contiguous() for name, tensor in stored.items()}
 
 
@@ -139,15 +165,26 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
             raise ArtifactError(f"cannot write {path}: {error}; is there room left?") from error
 
 
+def read(path: Path) -> dict[str, Tensor]:
+    """Read all tensors of a safetensors file.
+
+    Raises:
+        ArtifactError: a file that is missing or damaged.
+    """
+    with ExitStack() as stack:
+        file = _opened(path, stack)
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+
+
 def join(folder: Path, parts: Sequence[Shards]) -> None:
-    """Make one checkpoint of a folder with `model.safetensors` and of other files, which are moved there.
+    """Make one checkpoint of a folder with `model.safetensors` and of other files, which are linked or copied there.
 
     Args:
         folder: of the checkpoint; its one file becomes the last of several.
         parts: each of one file, in order.
 
     Raises:
-        ArtifactError: when files cannot be moved or written.
+        ArtifactError: when files cannot be linked, copied or written.
     """
     count = len(parts) + 1
     with ExitStack() as stack, os_errors_named("write", folder):
@@ -156,11 +193,18 @@ def join(folder: Path, parts: Sequence[Shards]) -> None:
         weight_map = dict.fromkeys(_opened(last, stack).keys(), last.name)
         for number, part in enumerate(parts, start=1):
             (file,) = set(part.files.values())
-            (part.folder / file).rename(folder / _shard_name(number, count))
+            _link(part.folder / file, folder / _shard_name(number, count))
             weight_map |= dict.fromkeys(part.files, _shard_name(number, count))
         size = sum((folder / file).stat().st_size for file in set(weight_map.values()))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     atomic_write(folder / _INDEX, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # no hard links on this file system
+        shutil.copyfile(source, target)
 
 
 def _shard_name(number: int, count: int) -> str:

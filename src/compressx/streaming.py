@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from compressx import shards
-from compressx.access import OUTSIDE, tensors_of
+from compressx.access import block_file
 from compressx.architecture import find_blocks
 from compressx.capture import capture_calls, replay, run_around
 from compressx.errors import ArtifactError
 from compressx.export import save_model
 from compressx.models import Checkpoint, load_empty, load_offloaded, local_folder
-from compressx.shards import Shards
+from compressx.shards import OUTSIDE, Shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +62,7 @@ class StreamedModel:
 
     def tensors(self, fqn: str) -> dict[str, Tensor]:
         """Return a block's parameters and stored buffers by their names in the model."""
-        return tensors_of(self.model, self.blocks, fqn)
+        return shards.tensors_of(self.model, self.blocks, fqn)
 
     def logits(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """Run the model on all batches, block by block, and yield the logits of each.
@@ -92,19 +91,23 @@ class StreamedModel:
         Raises:
             ArtifactError: when it cannot be written; nothing is left of it then.
         """
-        stored = shards.checkpoint_tensors(self.model, self.tensors(fqn))
-        if fqn == OUTSIDE:  # what is tied is stored once
-            stored = {name: tensor for name, tensor in stored.items() if name in self.source[fqn].members[fqn]}
-        file = f"{fqn or 'outside'}.safetensors"
-        shards.write(folder / file, stored)
-        self.source[fqn] = Shards(folder, dict.fromkeys(stored, file), {fqn: tuple(stored)})
+        shards.write(block_file(folder, fqn), shards.checkpoint_tensors(self.model, self.tensors(fqn)))
+        self.read(fqn, folder)
+
+    def read(self, fqn: str, folder: Path) -> None:
+        """Take a block's weights from what `write` wrote from now on.
+
+        Raises:
+            ArtifactError: a file that is missing or damaged.
+        """
+        self.source[fqn] = shards.of_file(block_file(folder, fqn), fqn)
 
     def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:
         """Make a checkpoint of the blocks in `written` and of all that is unchanged; one file for each block.
 
         Args:
             tokenizer: saved with it.
-            written: where `write` put blocks; its files are moved, and it is removed.
+            written: where `write` put blocks.
             folder: to make.
 
         Raises:
@@ -117,7 +120,6 @@ class StreamedModel:
         with self.materialise(OUTSIDE):
             save_model(self.model, tokenizer, folder, self.tensors(OUTSIDE))
         shards.join(folder, [self.source[fqn] for fqn in self.blocks])
-        shutil.rmtree(written)
 
 
 def open_streamed(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> StreamedModel:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressx.access import OUTSIDE, Access
+from compressx.access import Access
 from compressx.architecture import Architecture, survey, text_config
 from compressx.capture import capture_calls, replay, run_around
 from compressx.decide import Built, decide, gather, write
@@ -23,27 +23,46 @@ from compressx.masks import MaskEntry, weight_sha256
 from compressx.planning import Plan, PlannedRule
 from compressx.pruner import Block, BlockCall, PruneResult, sparsity_of
 from compressx.report import BlockReport, LayerReport
+from compressx.shards import OUTSIDE
 
 
 @dataclass(frozen=True, eq=False)
 class PrunedBlock:
     """What the walk did to one block: its report, and by linear name its masks and the matrices to be seen.
 
-    Objects that a pruner gave to several linears are one object here, too.
+    Objects that a pruner gave to several linears are one object here, too. `states` is what enters the next block, and
+    the walk goes on to change it.
     """
 
     report: BlockReport
     masks: Mapping[str, MaskEntry] = field(default_factory=dict)
     images: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    states: Sequence[Tensor] = ()
 
 
-def prune_model(access: Access, plan: Plan, batches: Sequence[Tensor]) -> Iterator[PrunedBlock]:
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """Where an interrupted run had got to.
+
+    Attributes:
+        fqn: the last block that was pruned.
+        states: what enters the next one, one [batch, tokens, width] for each calibration batch.
+    """
+
+    fqn: str
+    states: Sequence[Tensor]
+
+
+def prune_model(
+    access: Access, plan: Plan, batches: Sequence[Tensor], finished: Finished | None = None
+) -> Iterator[PrunedBlock]:
     """Prune a model in place, block by block.
 
     Args:
         access: a transformers causal language model in evaluation mode.
         plan: what to do.
         batches: calibration token ids, each [batch, tokens]; empty when the plan needs no calibration.
+        finished: where an interrupted run had got to; from the start when absent.
 
     Yields:
         One value for each block that the plan touches, after it was pruned and while its weights are still there, and
@@ -57,11 +76,13 @@ def prune_model(access: Access, plan: Plan, batches: Sequence[Tensor]) -> Iterat
     found = survey(model)
     batches = [b.to(access.device) for b in batches] if plan.needs_calibration else []
     states, calls = capture(access, found, batches)
+    order = [*found.blocks, OUTSIDE]
+    start = 0
+    if finished is not None:
+        states, start = list(finished.states), order.index(finished.fqn) + 1
     pruners = {rule: rule.build() for rule in plan.rules}
-    last = max((i for i, fqn in enumerate([*found.blocks, OUTSIDE]) if plan.in_block(fqn)), default=-1)
-    for index, fqn in enumerate(found.blocks):
-        if index > last:
-            break
+    last = max((i for i, fqn in enumerate(order) if plan.in_block(fqn)), default=-1)
+    for index, fqn in list(enumerate(found.blocks))[start : last + 1]:
         started = time.perf_counter()
         with access.materialise(fqn) as module:
             with torch.no_grad():
@@ -73,8 +94,9 @@ def prune_model(access: Access, plan: Plan, batches: Sequence[Tensor]) -> Iterat
                     for state, call in zip(states, calls[fqn], strict=True):
                         state.copy_(finite(replay(module, state, call), fqn))
             if layers:
-                yield PrunedBlock(BlockReport(index, fqn, layers, time.perf_counter() - started), masks, images)
-    if plan.in_block(OUTSIDE):
+                report = BlockReport(index, fqn, layers, time.perf_counter() - started)
+                yield PrunedBlock(report, masks, images, states)
+    if plan.in_block(OUTSIDE) and start < len(order):
         with access.materialise(OUTSIDE):
             yield _prune_outside(model, plan, pruners, found, states, batches)
 

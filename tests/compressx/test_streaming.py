@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from compressx.access import OUTSIDE
 from compressx.architecture import find_blocks
 from compressx.errors import ArtifactError, UnsupportedModelError
 from compressx.models import Checkpoint, load_model
-from compressx.shards import checkpoint_tensors, find_shards
+from compressx.shards import OUTSIDE, checkpoint_tensors, find_shards
 from compressx.streaming import open_streamed
 from compressx.testing import TINY_CONFIGS, tiny_model
 
