@@ -15,7 +15,7 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(MAKE) lint
-	$(BIN)/python -m pytest -n auto --dist loadscope --cov --cov-report=term-missing:skip-covered --durations=15
+	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term-missing:skip-covered --durations=15
 
 check: $(VENV)/.installed-dev
 	$(MAKE) lint

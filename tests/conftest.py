@@ -53,6 +53,7 @@ def _one_thread_for_tiny_models(request: pytest.FixtureRequest) -> Iterator[None
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(before if request.node.get_closest_marker("slow") else 1)
+    alone = "PYTEST_XDIST_WORKER" not in os.environ  # workers with threads of their own wait for one another
+    torch.set_num_threads(before if alone and request.node.get_closest_marker("slow") else 1)
     yield
     torch.set_num_threads(before)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compressx.errors import UnsupportedModelError
+from compressx.hidden import Keep, in_memory
 from compressx.pruner import BlockCall
 
 
@@ -23,7 +24,7 @@ class _AllBlocksReachedError(Exception):
 
 
 def capture_calls(
-    model: nn.Module, blocks: Mapping[str, nn.Module], batches: Sequence[Tensor]
+    model: nn.Module, blocks: Mapping[str, nn.Module], batches: Sequence[Tensor], keep: Keep = in_memory
 ) -> tuple[list[Tensor], dict[str, list[BlockCall]]]:
     """Record what enters the first block, and with which further arguments each block is called.
 
@@ -31,6 +32,7 @@ def capture_calls(
         model: a causal language model in evaluation mode.
         blocks: its decoder blocks in order, by fully qualified name.
         batches: token ids, each [batch, tokens].
+        keep: where the hidden states are kept.
 
     Returns:
         The hidden states that enter block 0, one [batch, tokens, width] for each batch, and by block one call for each
@@ -69,7 +71,7 @@ def capture_calls(
                 f"{type(model).__name__}: expected its {len(order)} blocks to be called once each, in order; "
                 f"called: {', '.join(reached) or 'none'}"
             )
-        states.append(passed[0])
+        states.append(keep(passed[0]))
     return states, calls
 
 

@@ -20,11 +20,12 @@ from compressx.access import Access
 from compressx.errors import ArtifactError
 from compressx.figures import Matrices
 from compressx.files import BLOCKS, STATE, atomic_write, os_errors_named
+from compressx.hidden import Keep, in_memory
 from compressx.maskfile import MaskEntry, read_masks, write_masks
 from compressx.patterns import NM, Unstructured
 from compressx.plots import Pooled
 from compressx.report import AllocationReport, BlockReport, LayerReport
-from compressx.shards import read, write
+from compressx.shards import each, read, write
 
 _VERSION = 1
 
@@ -91,13 +92,17 @@ class Journal:
         pooled = {f"{i}.{j}": p for i, m in enumerate(block.matrices) for j, p in enumerate(_pooled(m))}
         write(self._file(fqn, "matrices.safetensors"), {name: p.values for name, p in pooled.items()})
         atomic_write(self._file(fqn, "json"), json.dumps(_block_to_dict(block)).encode())
-        write(self._states(len(self.finished) + 1), {str(i): state for i, state in enumerate(states)})
+        write(self._states(len(self.finished) + 1), {f"{i:06d}": state for i, state in enumerate(states)})
         self.finished.append(fqn)
         self._write()
         self._states(len(self.finished) - 1).unlink(missing_ok=True)
 
-    def restore(self, access: Access) -> tuple[list[FinishedBlock], list[Tensor]]:
+    def restore(self, access: Access, keep: Keep = in_memory) -> tuple[list[FinishedBlock], list[Tensor]]:
         """Give the model the weights of all finished blocks, and return what is known of them and the hidden states.
+
+        Args:
+            access: the model.
+            keep: where the hidden states are kept.
 
         Raises:
             ArtifactError: files that are damaged or missing.
@@ -113,8 +118,7 @@ class Journal:
                 blocks.append(_block_from_dict(told, read_masks(self._file(fqn, "masks.safetensors")), tensors))
             except (ValueError, KeyError, TypeError) as error:
                 raise ArtifactError(f"{path} is damaged ({error!r}); begin anew with --restart") from error
-        stored = read(self._states(len(self.finished)))
-        return blocks, [stored[str(i)].to(access.device) for i in range(len(stored))]
+        return blocks, [keep(s.to(access.device)) for s in each(self._states(len(self.finished)))]
 
     def _open(self) -> None:
         try:

@@ -19,11 +19,13 @@ import torch
 from compressx import attention_aware, figures
 from compressx._version import __version__
 from compressx.access import Access, InMemory, weights_fingerprint
+from compressx.architecture import text_config
 from compressx.calibration import calibration_windows, check_dataset, documents, fingerprint, token_ids
 from compressx.errors import ArtifactError, CompressxError, RecipeError
 from compressx.evaluate import evaluate, evaluate_cached
 from compressx.export import check_output, output_folder
 from compressx.harness import check_tasks
+from compressx.hidden import InFiles, Keep, in_memory
 from compressx.journal import Allocated, FinishedBlock, Journal
 from compressx.masks import MaskSet
 from compressx.models import Checkpoint, find_checkpoint, load_model, load_skeleton, load_tokenizer
@@ -118,7 +120,8 @@ def run(
         with clock.stage("allocate"), _at(loaded, "allocation"):
             final, allocation = _allocate(access, prepared.plan, batches, tell, journal)
         with clock.stage("prune"):
-            finished = _prune(access, final, batches, plugins, tell, journal)
+            keep = _keep(loaded.recipe.calibration, access, batches, journal.blocks / "hidden")
+            finished = _prune(access, final, batches, plugins, tell, journal, keep)
         reports = [block.report for block in finished]
         masks = {name: mask for block in finished for name, mask in block.masks.items()}
         layers = tuple(layer for report in reports for layer in report.layers)
@@ -262,18 +265,27 @@ def _allocate(
     return planned.allocated(journal.allocated.patterns), journal.allocated.report
 
 
+def _keep(settings: Calibration | None, access: Access, batches: Sequence[torch.Tensor], folder: Path) -> Keep:
+    """Keep hidden states in files when they are larger than the recipe's limit."""
+    width = text_config(access.model).hidden_size * access.model.dtype.itemsize
+    size = width * sum(batch.numel() for batch in batches)
+    limit = None if settings is None else settings.memory_limit
+    return InFiles(folder) if limit is not None and size > limit else in_memory
+
+
 def _prune(
-    access: Access, planned: Plan, batches: Sequence[torch.Tensor], plugins: Plugins, tell: Progress, journal: Journal
-) -> list[FinishedBlock]:
+    access: Access, planned: Plan, batches: Sequence[torch.Tensor], plugins: Plugins, tell: Progress, journal: Journal,
+    keep: Keep,
+) -> list[FinishedBlock]:  # fmt: skip
     """Prune what an interrupted run has not finished, and record every block."""
     finished: list[FinishedBlock] = []
     reached = None
     if journal.finished:
-        finished, states = journal.restore(access)
+        finished, states = journal.restore(access, keep)
         reached = Finished(journal.finished[-1], states)
     total = len({x.block for x in planned.linears})
     tell("prune", len(finished), total)
-    for block in prune_model(access, planned, batches, reached):
+    for block in prune_model(access, planned, batches, reached, keep):
         finished.append(FinishedBlock(block.report, block.masks, figures.matrices(block.images)))
         journal.add(access, finished[-1], block.states)
         tell("prune", len(finished), total)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     BeforeValidator,
+    ByteSize,
     Discriminator,
     Field,
     PlainSerializer,
@@ -56,6 +57,11 @@ class Calibration(Strict):
     sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
     batch_size: StrictInt = Field(4, ge=1, description="windows in one forward pass; changes speed and memory only")
+    memory_limit: ByteSize | None = Field(
+        None,
+        description="size, such as 4GB, above which hidden states are kept in files beside the output; null keeps them "
+        "in memory",
+    )
 
 
 class Reconstruction(Strict):

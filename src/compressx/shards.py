@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,6 +174,18 @@ def read(path: Path) -> dict[str, Tensor]:
     with ExitStack() as stack:
         file = _opened(path, stack)
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+
+
+def each(path: Path) -> Iterator[Tensor]:
+    """Yield the tensors of a safetensors file one after the other, in the order of their names.
+
+    Raises:
+        ArtifactError: a file that is missing or damaged.
+    """
+    with ExitStack() as stack:
+        file = _opened(path, stack)
+        for name in sorted(file.keys()):
+            yield file.get_tensor(name)
 
 
 def join(folder: Path, parts: Sequence[Shards]) -> None:

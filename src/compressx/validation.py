@@ -40,6 +40,8 @@ _EXPECTED = {
     "too_long": "at most {max_length} in it",
     "literal_error": "{expected}",
     "string_pattern_mismatch": "text like {pattern}",
+    "byte_size": "a size such as 500MB or 4GiB",
+    "byte_size_unit": "a size such as 500MB or 4GiB",
 }
 _SENTENCES = {"value_error", "assertion_error", "conflict"}
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compressx.access import Access
 from compressx.architecture import Architecture, survey, text_config
 from compressx.capture import capture_calls, replay, run_around
 from compressx.decide import Built, decide, gather, write
 from compressx.errors import UnsupportedModelError
+from compressx.hidden import Keep, in_memory
 from compressx.masks import MaskEntry, weight_sha256
 from compressx.planning import Plan, PlannedRule
 from compressx.pruner import Block, BlockCall, PruneResult, sparsity_of
@@ -54,7 +56,7 @@ class Finished:
 
 
 def prune_model(
-    access: Access, plan: Plan, batches: Sequence[Tensor], finished: Finished | None = None
+    access: Access, plan: Plan, batches: Sequence[Tensor], finished: Finished | None = None, keep: Keep = in_memory
 ) -> Iterator[PrunedBlock]:
     """Prune a model in place, block by block.
 
@@ -63,6 +65,7 @@ def prune_model(
         plan: what to do.
         batches: calibration token ids, each [batch, tokens]; empty when the plan needs no calibration.
         finished: where an interrupted run had got to; from the start when absent.
+        keep: where hidden states are kept between blocks.
 
     Yields:
         One value for each block that the plan touches, after it was pruned and while its weights are still there, and
@@ -75,7 +78,7 @@ def prune_model(
     model = access.model
     found = survey(model)
     batches = [b.to(access.device) for b in batches] if plan.needs_calibration else []
-    states, calls = capture(access, found, batches)
+    states, calls = capture(access, found, batches, keep)
     order = [*found.blocks, OUTSIDE]
     start = 0
     if finished is not None:
@@ -88,11 +91,11 @@ def prune_model(
             with torch.no_grad():
                 linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
                 block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
-                passes = [lambda x=x, c=c, m=module: replay(m, x, c) for x, c in zip(states, calls[fqn], strict=True)]
+                passes = [partial(_replay, access, module, x, c) for x, c in zip(states, calls[fqn], strict=True)]
                 layers, masks, images = _prune_block(block, plan, pruners, passes)
                 if index < last:
-                    for state, call in zip(states, calls[fqn], strict=True):
-                        state.copy_(finite(replay(module, state, call), fqn))
+                    for state, run in zip(states, passes, strict=True):
+                        state.copy_(finite(run(), fqn))
             if layers:
                 report = BlockReport(index, fqn, layers, time.perf_counter() - started)
                 yield PrunedBlock(report, masks, images, states)
@@ -102,13 +105,17 @@ def prune_model(
 
 
 def capture(
-    access: Access, found: Architecture, batches: Sequence[Tensor]
+    access: Access, found: Architecture, batches: Sequence[Tensor], keep: Keep = in_memory
 ) -> tuple[list[Tensor], dict[str, list[BlockCall]]]:
     """Return the hidden states that enter the first block and the arguments of every block, as `capture_calls` does."""
     if not batches:
         return [], {fqn: [] for fqn in found.blocks}
     with access.materialise(OUTSIDE):
-        return capture_calls(access.model, found.blocks, batches)
+        return capture_calls(access.model, found.blocks, batches, keep)
+
+
+def _replay(access: Access, module: nn.Module, state: Tensor, call: BlockCall) -> Tensor:
+    return replay(module, state.to(access.device), call)
 
 
 def _prune_outside(
@@ -118,7 +125,7 @@ def _prune_outside(
     started = time.perf_counter()
     block = Block(len(found.blocks), OUTSIDE, model, found.outside, (), text_config(model))
     passes = [
-        lambda ids=ids, state=state: run_around(model, found.blocks, ids, state)
+        lambda ids=ids, state=state: run_around(model, found.blocks, ids, state.to(ids.device))
         for ids, state in zip(batches, states, strict=True)
     ]
     with torch.no_grad():

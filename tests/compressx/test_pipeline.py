@@ -528,3 +528,34 @@ def test_tasks_of_the_harness_run_on_a_streamed_model(models: Any, plugins: Plug
         evaluations.append(run(asked, plugins=plugins).evaluation)
     for stage in ("dense", "pruned"):
         assert evaluations[1][stage]["word_perplexity"] == pytest.approx(evaluations[0][stage]["word_perplexity"])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hidden_states_in_files_give_the_same_bits(models: Any, plugins: Plugins, streaming: bool) -> None:
+    from compressx import hidden
+
+    kept: list[int] = []
+    real = hidden.InFiles.__call__
+
+    def counting(self: hidden.InFiles, states: torch.Tensor) -> torch.Tensor:
+        kept.append(states.numel() * states.element_size())
+        return real(self, states)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hidden.InFiles, "__call__", counting)
+        for name, limit in (("above", "65KB"), ("below", "66KB"), ("memory", None)):  # 8 x 32 x 64 floats are 65.5 KB
+            asked = recipe(models("llama"), *MIXED, output=name)
+            asked["model"]["streaming"] = streaming
+            asked["calibration"]["memory_limit"] = limit
+            run(asked, plugins=plugins)
+    assert sum(kept) == 8 * 32 * 64 * 4
+    for name in ("above", "below"):
+        assert Path(name, "masks.safetensors").read_bytes() == Path("memory/masks.safetensors").read_bytes()
+        assert not list(Path(name).rglob("*.states"))
+
+
+def test_a_memory_limit_that_is_no_size_is_refused(models: Any) -> None:
+    asked = recipe(models("llama"))
+    asked["calibration"]["memory_limit"] = "4 parsecs"
+    with pytest.raises(RecipeError, match=r"calibration\.memory_limit is '4 parsecs'; expected a size such as 500MB"):
+        plan(asked)

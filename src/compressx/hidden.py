@@ -1,0 +1,49 @@
+"""Where the hidden states of the calibration text are kept between blocks: in memory, or in files mapped into it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from compressx.files import os_errors_named
+
+Keep: TypeAlias = Callable[[Tensor], Tensor]
+"""From hidden states of one batch to a tensor of the same values that lasts, and is overwritten block after block."""
+
+
+def in_memory(states: Tensor) -> Tensor:
+    """Keep the tensor itself."""
+    return states
+
+
+@dataclass
+class InFiles:
+    """Keeps each batch in a file, whose pages the kernel drops from memory and reads again as it sees fit.
+
+    Attributes:
+        folder: for the files; made when missing.
+    """
+
+    folder: Path
+    _count: int = field(default=0, init=False)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Keep a copy, on the CPU whatever the tensor's device.
+
+        Raises:
+            ArtifactError: no room for it. It is taken up beforehand: a full disk under a mapped file kills the process.
+        """
+        path = self.folder / f"{self._count}.states"
+        self._count += 1
+        with os_errors_named("write", path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with path.open("w+b") as file:
+                os.posix_fallocate(file.fileno(), 0, max(1, states.numel() * states.element_size()))
+        mapped = torch.from_file(str(path), shared=True, size=states.numel(), dtype=states.dtype)
+        return mapped.view(states.shape).copy_(states)
