@@ -105,12 +105,18 @@ def _ask(
     plugin: str, pruner: Pruner, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic | None]
 ) -> Mapping[str, PruneResult]:
     """Call a pruner, and refuse an answer that breaks its contract."""
+    before = _checksums(block)
     try:
         results = pruner.prune(block, patterns, {n: s for n in patterns if (s := stats[n]) is not None})
     except CompressxError:
         raise
     except Exception as error:
         raise PluginError(f"pruner {plugin!r} failed on {block.fqn}: {type(error).__name__}: {error}") from error
+    if changed := [name for name, checksum in _checksums(block).items() if before.get(name) != checksum]:
+        raise PluginError(
+            f"pruner {plugin!r} changed {changed[0]} of {block.fqn or 'the model'} itself; a pruner returns new "
+            "weights, and compressx writes them"
+        )
     if set(results) != set(patterns):
         raise PluginError(
             f"pruner {plugin!r} on {block.fqn}: expected results for {sorted(patterns)}, got {sorted(results)}"
@@ -119,6 +125,16 @@ def _ask(
         _check_result(plugin, block.linears[name], patterns[name], result)
     _check_joint_total(plugin, block, patterns, results)
     return results
+
+
+def _checksums(block: Block) -> dict[str, int]:
+    """Sum the bits of every parameter and buffer of the block that is loaded."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return {
+        name: int(tensor.contiguous().view(integers[tensor.element_size()]).sum(dtype=torch.int64))
+        for name, tensor in block.module.state_dict().items()
+        if not tensor.is_meta
+    }
 
 
 def _check_result(plugin: str, linear: Linear, pattern: Pattern, result: PruneResult) -> None:

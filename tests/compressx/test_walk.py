@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from compressx import PluginError, PruneResult, PrunerSpec, UnsupportedModelError
+from compressx import Linear, PluginError, PruneResult, PrunerSpec, UnsupportedModelError
 from compressx.access import InMemory
 from compressx.architecture import survey
 from compressx.capture import capture_calls, replay
@@ -230,6 +230,21 @@ def test_a_pruner_that_breaks_its_contract_is_named_with_the_layer_and_both_valu
     model = tiny_model("llama")
     with pytest.raises(PluginError, match=r"pruner 'other' on model\.layers\.0\.self_attn\.q_proj: .*" + message):
         list(prune_model(InMemory(model), plan_all(model, answering(make=make), HALF, only="q_proj"), ()))
+
+
+@pytest.mark.parametrize("which", ["up_proj", "post_attention_layernorm"])
+@pytest.mark.parametrize("through", ["view", "data"])
+def test_a_pruner_that_writes_weights_itself_is_refused(which: str, through: str):
+    model = tiny_model("llama")
+
+    def meddle(linear: Linear, pattern: Unstructured) -> PruneResult:
+        layer = model.model.layers[0]
+        weight = (layer.mlp.up_proj if which == "up_proj" else layer.post_attention_layernorm).weight
+        (weight.detach() if through == "view" else weight.data).view(-1)[3] += 1e-3
+        return PruneResult(keep_mask(linear.weight, pattern))
+
+    with pytest.raises(PluginError, match=rf"pruner 'other' changed .*{which}\.weight of model\.layers\.0 itself"):
+        list(prune_model(InMemory(model), plan_all(model, answering(make=meddle), HALF, only="q_proj"), ()))
 
 
 def test_a_pruner_that_forgets_a_linear_is_refused():
