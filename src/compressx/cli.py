@@ -7,6 +7,7 @@ Exit status: 0 done, 2 an error that the user can mend (one message, no tracebac
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ def run(
 
     loaded = load_recipe(recipe, overrides)
     plugins = host.plugins()
+    quiet = quiet or os.environ.get("RANK", "0") != "0"  # of several processes the first speaks
     if verbose and not quiet:
         plugins.manager.register(terminal.LayerLines(), name="terminal")
     with terminal.progress(quiet=quiet) as tell:

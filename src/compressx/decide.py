@@ -6,18 +6,22 @@ The walk decides once for each block; allocation asks again and again at other s
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from compressx.errors import CompressxError, PluginError
+from compressx.errors import CalibrationError, CompressxError, PluginError, UnsupportedModelError
 from compressx.observe import observe
 from compressx.patterns import NM, FixedMask, Pattern, Unstructured, zeros_in
 from compressx.planning import PlannedRule
 from compressx.pruner import Block, Linear, Pruner, PruneResult, Statistic
+from compressx.ranks import ALONE, Ranks, assign
 
 Built: TypeAlias = Mapping[PlannedRule, tuple[Pruner, Pruner | None]]
 """The pruners of each rule: the selecting one, and the reconstructing one if there is one."""
@@ -25,9 +29,19 @@ Built: TypeAlias = Mapping[PlannedRule, tuple[Pruner, Pruner | None]]
 _ROLES = ("selects", "reconstructs")
 
 
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """What was decided for a linear: by which rule, what, and its share of the seconds that this took."""
+
+    rule: PlannedRule
+    result: PruneResult
+    seconds: float
+
+
 def gather(
-    block: Block, by_rule: Mapping[PlannedRule, Iterable[str]], pruners: Built, passes: Sequence[Callable[[], Any]]
-) -> dict[str, dict[str, Statistic]]:
+    block: Block, by_rule: Mapping[PlannedRule, Iterable[str]], pruners: Built, passes: Sequence[Callable[[], Any]],
+    ranks: Ranks = ALONE,
+) -> dict[str, dict[str, Statistic]]:  # fmt: skip
     """Run a block and gather the statistics that its rules' pruners ask for.
 
     Args:
@@ -35,6 +49,7 @@ def gather(
         by_rule: the names of the linears that each rule took in it.
         pruners: of each rule.
         passes: each runs the block on one batch.
+        ranks: the processes, each with batches of its own; statistics are those of all.
 
     Returns:
         By linear name, then by the role that asked.
@@ -43,12 +58,94 @@ def gather(
         CalibrationError: an input that is not finite, or a linear that no batch reached.
     """
     wanted: dict[str, dict[str, Statistic]] = {}
+    asking: dict[tuple[str, str], Callable[[], Statistic | None]] = {}
     for rule, names in by_rule.items():
         for name in names:
-            asked = {role: p.observe(block, name) for role, p in zip(_ROLES, pruners[rule], strict=True) if p}
-            wanted[name] = {role: s for role, s in asked.items() if s is not None}
-    observe(block.linears, wanted, passes)
+            ask = {role: partial(p.observe, block, name) for role, p in zip(_ROLES, pruners[rule], strict=True) if p}
+            wanted[name] = {role: s for role, observed in ask.items() if (s := observed()) is not None}
+            asking |= {(name, role): observed for role, observed in ask.items()}
+    reached = observe(block.linears, wanted, passes)
+    if ranks.size > 1:
+        reached = set().union(*ranks.everyones(reached))
+        _combine(block, wanted, asking, ranks)
+    if missed := sorted(name for name, stats in wanted.items() if stats and name not in reached):
+        raise CalibrationError(
+            f"no calibration token reached {missed[0]}"
+            + (f" and {len(missed) - 1} more" if len(missed) > 1 else "")
+            + "; use more samples, or leave it out of the recipe's targets"
+        )
     return wanted
+
+
+def _combine(
+    block: Block, wanted: dict[str, dict[str, Statistic]],
+    asking: Mapping[tuple[str, str], Callable[[], Statistic | None]], ranks: Ranks,
+) -> None:  # fmt: skip
+    """Replace every statistic by that of all processes."""
+    holders: dict[int, list[tuple[str, str]]] = {}
+    for name, stats in wanted.items():
+        for role, statistic in stats.items():
+            holders.setdefault(id(statistic), []).append((name, role))
+    groups = list(holders.values())
+    if any(other != groups for other in ranks.everyones(groups)):
+        raise UnsupportedModelError(
+            f"{block.fqn}: its linears share inputs in one process and not in another, so that statistics cannot be "
+            "added up; use one process"
+        )
+    for group in groups:
+        name, role = group[0]
+        merged = ranks.combine(wanted[name][role], asking[name, role])
+        for name, role in group:
+            wanted[name][role] = merged
+
+
+def decide_all(
+    block: Block,
+    by_rule: Mapping[PlannedRule, Mapping[str, Unstructured | NM]],
+    pruners: Built,
+    stats: Mapping[str, Mapping[str, Statistic]],
+    ranks: Ranks,
+) -> dict[str, Decision]:
+    """Decide for all linears of a block, each process for its share of them.
+
+    Returns:
+        By linear name, in the order of the rules.
+    """
+    tasks = [(rule, names) for rule, patterns in by_rule.items() for names in _apart(rule, patterns, stats, ranks)]
+    sizes = [sum(block.linears[n].weight.numel() for n in names) for _, names in tasks]
+    owners = assign(sizes, ranks.size)
+    mine: dict[int, Mapping[str, PruneResult]] = {}
+    seconds = [0.0] * len(tasks)
+    for i, (rule, names) in enumerate(tasks):
+        if owners[i] == ranks.rank:
+            started = time.perf_counter()
+            mine[i] = decide(rule, pruners[rule], block, {n: by_rule[rule][n] for n in names}, stats)
+            seconds[i] = time.perf_counter() - started
+    seconds = [sum(each) for each in zip(*ranks.everyones(seconds), strict=True)]
+    device = next(iter(block.linears.values())).weight.device
+    decided = {}
+    for i, results in enumerate(ranks.exchange(owners, mine, device)):
+        for name, result in results.items():
+            part = seconds[i] * block.linears[name].weight.numel() / sizes[i]
+            decided[name] = Decision(tasks[i][0], result, part)
+    return {name: decided[name] for patterns in by_rule.values() for name in patterns}
+
+
+def _apart(
+    rule: PlannedRule, patterns: Mapping[str, Unstructured | NM], stats: Mapping[str, Mapping[str, Statistic]],
+    ranks: Ranks,
+) -> list[list[str]]:  # fmt: skip
+    """Part a rule's linears so that each part can be decided by itself; those that share statistics stay together."""
+    whole = [list(patterns)]
+    specs = [rule.pruner, *([] if rule.reconstructor is None else [rule.reconstructor])]
+    joint = any(isinstance(p, Unstructured) and p.group == "joint" for p in patterns.values())
+    if ranks.size == 1 or joint or not all(spec.separable for spec in specs):
+        return whole
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name in patterns:
+        key = tuple(id(s) for s in stats[name].values()) or (id(name),)
+        groups.setdefault(key, []).append(name)
+    return list(groups.values())
 
 
 def decide(

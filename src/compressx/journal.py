@@ -24,6 +24,7 @@ from compressx.hidden import Keep, in_memory
 from compressx.maskfile import MaskEntry, read_masks, write_masks
 from compressx.patterns import NM, Unstructured
 from compressx.plots import Pooled
+from compressx.ranks import ALONE, Ranks
 from compressx.report import AllocationReport, BlockReport, LayerReport
 from compressx.shards import each, read, write
 
@@ -56,12 +57,14 @@ class Journal:
     Args:
         folder: the run's, where `state.json` and `blocks` are.
         fingerprint: what decides the result, by name; a run goes on only where an earlier one had the same.
+        ranks: the processes; the first writes, and each its own hidden states.
 
     Raises:
         ArtifactError: a record that is damaged, or of a run with another fingerprint; the message names the difference.
     """
 
-    def __init__(self, folder: Path, fingerprint: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, fingerprint: Mapping[str, Any], ranks: Ranks = ALONE) -> None:
+        self.ranks = ranks
         self.state = folder / STATE
         self.blocks = folder / BLOCKS
         self.fingerprint = fingerprint
@@ -87,14 +90,17 @@ class Journal:
             ArtifactError: when something cannot be written; the block is not finished then.
         """
         fqn = block.report.fqn
-        access.write(fqn, self.blocks)
-        write_masks(self._file(fqn, "masks.safetensors"), block.masks)
-        pooled = {f"{i}.{j}": p for i, m in enumerate(block.matrices) for j, p in enumerate(_pooled(m))}
-        write(self._file(fqn, "matrices.safetensors"), {name: p.values for name, p in pooled.items()})
-        atomic_write(self._file(fqn, "json"), json.dumps(_block_to_dict(block)).encode())
+        if self.ranks.first:
+            access.write(fqn, self.blocks)
+            write_masks(self._file(fqn, "masks.safetensors"), block.masks)
+            pooled = {f"{i}.{j}": p for i, m in enumerate(block.matrices) for j, p in enumerate(_pooled(m))}
+            write(self._file(fqn, "matrices.safetensors"), {name: p.values for name, p in pooled.items()})
+            atomic_write(self._file(fqn, "json"), json.dumps(_block_to_dict(block)).encode())
         write(self._states(len(self.finished) + 1), {f"{i:06d}": state for i, state in enumerate(states)})
+        self.ranks.wait()
         self.finished.append(fqn)
         self._write()
+        self.ranks.wait()
         self._states(len(self.finished) - 1).unlink(missing_ok=True)
 
     def restore(self, access: Access, keep: Keep = in_memory) -> tuple[list[FinishedBlock], list[Tensor]]:
@@ -109,7 +115,8 @@ class Journal:
         """
         blocks = []
         for fqn in self.finished:
-            access.read(fqn, self.blocks)
+            if self.ranks.first:  # the others are done with this block
+                access.read(fqn, self.blocks)
             path = self._file(fqn, "json")
             try:
                 with os_errors_named("read", path):
@@ -137,6 +144,8 @@ class Journal:
             )
 
     def _write(self) -> None:
+        if not self.ranks.first:
+            return
         told = {
             "version": _VERSION,
             "fingerprint": self.fingerprint,
@@ -149,7 +158,7 @@ class Journal:
         return self.blocks / f"{fqn or 'outside'}.{ending}"
 
     def _states(self, count: int) -> Path:
-        return self.blocks / f"states-{count}.safetensors"
+        return self.blocks / f"states-{count}.{self.ranks.rank}.safetensors"
 
 
 def _short(value: Any) -> str:

@@ -19,7 +19,7 @@ def observe(
     linears: Mapping[str, Linear],
     wanted: dict[str, dict[str, Statistic]],
     passes: Sequence[Callable[[], Any]],
-) -> None:
+) -> set[str]:
     """Run a block and fill the statistics that its linears' pruners asked for.
 
     Linears that are handed the same tensor (query, key and value; gate and up) share every statistic that compares
@@ -30,13 +30,16 @@ def observe(
         wanted: by linear name, then by the role that asked; fresh statistics.
         passes: each runs the block on one batch.
 
+    Returns:
+        The names of the linears that a batch reached, of those that asked for something.
+
     Raises:
-        CalibrationError: an input that is not finite, or a linear that no batch reached; the message names it.
+        CalibrationError: an input that is not finite; the message names the linear.
         UnsupportedModelError: a linear that shares its input with another on some batches only.
     """
     asked = {name: stats for name, stats in wanted.items() if stats}
     if not asked:
-        return
+        return set()
     feed = _Feed(asked)
     experts = {name: linears[name] for name in asked if linears[name].expert is not None}
     with ExitStack() as hooks:
@@ -47,12 +50,7 @@ def observe(
         for run in passes:
             run()
             feed.forget_batch()
-    if missed := sorted(set(asked) - feed.reached):
-        raise CalibrationError(
-            f"no calibration token reached {missed[0]}"
-            + (f" and {len(missed) - 1} more" if len(missed) > 1 else "")
-            + "; use more samples, or leave it out of the recipe's targets"
-        )
+    return feed.reached
 
 
 class _Feed:

@@ -37,7 +37,11 @@ class Statistic(Protocol):
         """
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        """Return what has been gathered, each with how it combines across processes."""
+        """Return what has been gathered, each with how it combines across processes.
+
+        `sum` and `max` are written into the returned tensor, which therefore has to be the accumulator itself; `cat`
+        is handed to `update` of a fresh statistic, process by process.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +179,7 @@ class PrunerSpec:
         groups: the budgets that it supports for unstructured sparsity, the first being its default.
         nm: whether it supports N:M.
         reconstructs: whether it accepts `FixedMask`, so that a recipe can name it after `reconstruct:`.
+        separable: whether linears may be decided apart, so that several processes can share a block's.
         check: raises `UnsupportedModelError` when a block (without weights) cannot be pruned this way; called while
             the recipe is planned, with the patterns of the linears that the rule took in that block.
     """
@@ -186,6 +191,7 @@ class PrunerSpec:
     groups: tuple[Group, ...] = ("row", "layer", "joint")
     nm: bool = True
     reconstructs: bool = False
+    separable: bool = False
     check: Callable[[Block, Mapping[str, Pattern]], None] | None = None
 
 

@@ -45,21 +45,25 @@ class FeatureNorms:
 
 @dataclass
 class Hessian:
-    """X^T X over all calibration tokens, the Hessian (up to a factor) of a linear's squared output error."""
+    """X^T X over all calibration tokens, the Hessian (up to a factor) of a linear's squared output error.
+
+    Each batch's product is float32; they are added up in float64, so that the order, and with it the number of
+    processes, does not matter: SparseGPT turns the rounding of a sum into other masks.
+    """
 
     in_features: int
-    matrix: Tensor = field(init=False, repr=False, compare=False)  # [in_features, in_features], float32
+    matrix: Tensor = field(init=False, repr=False, compare=False)  # [in_features, in_features], float64
     tokens: int = field(default=0, init=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.matrix = torch.zeros(self.in_features, self.in_features)
+        self.matrix = torch.zeros(self.in_features, self.in_features, dtype=torch.float64)
 
     def update(self, x: Tensor) -> None:
         """Add a batch [..., in_features]."""
         flat = x.reshape(-1, self.in_features).float()
         if self.matrix.device != flat.device:
             self.matrix = self.matrix.to(flat.device)
-        self.matrix.addmm_(flat.T, flat)
+        self.matrix += flat.T @ flat
         self.tokens += flat.shape[0]
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:

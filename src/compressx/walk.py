@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from compressx.access import Access
 from compressx.architecture import Architecture, survey, text_config
 from compressx.capture import capture_calls, replay, run_around
-from compressx.decide import Built, decide, gather, write
+from compressx.decide import Built, decide_all, gather, write
 from compressx.errors import UnsupportedModelError
 from compressx.hidden import Keep, in_memory
 from compressx.masks import MaskEntry, weight_sha256
-from compressx.planning import Plan, PlannedRule
-from compressx.pruner import Block, BlockCall, PruneResult, sparsity_of
+from compressx.planning import Plan
+from compressx.pruner import Block, BlockCall, sparsity_of
+from compressx.ranks import ALONE, Ranks
 from compressx.report import BlockReport, LayerReport
 from compressx.shards import OUTSIDE
 
@@ -56,7 +57,12 @@ class Finished:
 
 
 def prune_model(
-    access: Access, plan: Plan, batches: Sequence[Tensor], finished: Finished | None = None, keep: Keep = in_memory
+    access: Access,
+    plan: Plan,
+    batches: Sequence[Tensor],
+    finished: Finished | None = None,
+    keep: Keep = in_memory,
+    ranks: Ranks = ALONE,
 ) -> Iterator[PrunedBlock]:
     """Prune a model in place, block by block.
 
@@ -66,6 +72,7 @@ def prune_model(
         batches: calibration token ids, each [batch, tokens]; empty when the plan needs no calibration.
         finished: where an interrupted run had got to; from the start when absent.
         keep: where hidden states are kept between blocks.
+        ranks: the processes, each with batches of its own; all end with the same weights.
 
     Yields:
         One value for each block that the plan touches, after it was pruned and while its weights are still there, and
@@ -92,7 +99,7 @@ def prune_model(
                 linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
                 block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
                 passes = [partial(_replay, access, module, x, c) for x, c in zip(states, calls[fqn], strict=True)]
-                layers, masks, images = _prune_block(block, plan, pruners, passes)
+                layers, masks, images = _prune_block(block, plan, pruners, passes, ranks)
                 if index < last:
                     for state, run in zip(states, passes, strict=True):
                         state.copy_(finite(run(), fqn))
@@ -101,7 +108,7 @@ def prune_model(
                 yield PrunedBlock(report, masks, images, states)
     if plan.in_block(OUTSIDE) and start < len(order):
         with access.materialise(OUTSIDE):
-            yield _prune_outside(model, plan, pruners, found, states, batches)
+            yield _prune_outside(model, plan, pruners, found, states, batches, ranks)
 
 
 def capture(
@@ -119,8 +126,9 @@ def _replay(access: Access, module: nn.Module, state: Tensor, call: BlockCall) -
 
 
 def _prune_outside(
-    model: Any, plan: Plan, pruners: Built, found: Architecture, states: Sequence[Tensor], batches: Sequence[Tensor]
-) -> PrunedBlock:
+    model: Any, plan: Plan, pruners: Built, found: Architecture, states: Sequence[Tensor], batches: Sequence[Tensor],
+    ranks: Ranks,
+) -> PrunedBlock:  # fmt: skip
     """Prune what lies outside the blocks: run the model around them, the last block giving its recorded output."""
     started = time.perf_counter()
     block = Block(len(found.blocks), OUTSIDE, model, found.outside, (), text_config(model))
@@ -129,28 +137,22 @@ def _prune_outside(
         for ids, state in zip(batches, states, strict=True)
     ]
     with torch.no_grad():
-        layers, masks, images = _prune_block(block, plan, pruners, passes)
+        layers, masks, images = _prune_block(block, plan, pruners, passes, ranks)
     return PrunedBlock(BlockReport(block.index, OUTSIDE, layers, time.perf_counter() - started), masks, images)
 
 
 def _prune_block(
-    block: Block, plan: Plan, pruners: Built, passes: Sequence[Callable[[], Any]]
+    block: Block, plan: Plan, pruners: Built, passes: Sequence[Callable[[], Any]], ranks: Ranks
 ) -> tuple[tuple[LayerReport, ...], dict[str, MaskEntry], dict[str, Mapping[str, Tensor]]]:
     """Observe and prune one block."""
     by_rule = plan.in_block(block.fqn)
-    stats = gather(block, by_rule, pruners, passes)
-    decided: dict[str, tuple[PlannedRule, PruneResult, float]] = {}
-    for rule, patterns in by_rule.items():
-        started = time.perf_counter()
-        results = decide(rule, pruners[rule], block, patterns, stats)
-        seconds = time.perf_counter() - started
-        weights = sum(block.linears[n].weight.numel() for n in patterns)
-        for name in patterns:
-            decided[name] = (rule, results[name], seconds * block.linears[name].weight.numel() / weights)
+    stats = gather(block, by_rule, pruners, passes, ranks)
+    decided = decide_all(block, by_rule, pruners, stats, ranks)
     layers, masks, images = [], {}, {}
     infos: dict[int, dict[str, float]] = {}  # copies, by the identity of what a pruner may share between linears
     histories: dict[int, dict[str, tuple[float, ...]]] = {}
-    for name, (rule, result, seconds) in decided.items():
+    for name, decision in decided.items():
+        rule, result, seconds = decision.rule, decision.result, decision.seconds
         linear, pattern = block.linears[name], by_rule[rule][name]
         masks[name] = MaskEntry(result.keep.cpu(), str(pattern), rule.label, weight_sha256(linear.weight))
         write(linear, result)

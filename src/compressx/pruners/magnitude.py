@@ -41,6 +41,7 @@ def compressx_pruners() -> list[PrunerSpec]:
             summary="drops the smallest weights; no calibration",
             options=MagnitudeOptions,
             build=lambda _: Magnitude(),
+            separable=True,
             groups=("layer", "row", "joint"),
         )
     ]

@@ -56,7 +56,7 @@ class SparseGPT:
             assert isinstance(hessian, Hessian)  # noqa: S101 - it is what observe asked for
             if id(hessian) not in factors:
                 try:
-                    factors[id(hessian)] = inverse_cholesky(hessian.matrix, self.damping)
+                    factors[id(hessian)] = inverse_cholesky(hessian.matrix.float(), self.damping)
                 except NotPositiveDefiniteError as error:
                     raise UnsupportedModelError(f"{name}: {error}") from error
             factor, damping = factors[id(hessian)]
@@ -76,6 +76,7 @@ def compressx_pruners() -> list[PrunerSpec]:
             summary="second-order selection with weight update (arXiv 2301.00774)",
             options=SparseGPTOptions,
             build=SparseGPT,
+            separable=True,
             groups=("layer", "row"),
             reconstructs=True,
         )

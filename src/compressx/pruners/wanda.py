@@ -58,6 +58,7 @@ def compressx_pruners() -> list[PrunerSpec]:
             summary="drops the smallest |W|*||X|| of each row (arXiv 2306.11695)",
             options=WandaOptions,
             build=lambda _: Wanda(),
+            separable=True,
             groups=("row", "layer", "joint"),
         )
     ]

@@ -1,0 +1,42 @@
+"""What a run takes: seconds by stage, and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Clock:
+    """Adds up the seconds of each stage."""
+
+    started: float = field(default_factory=time.perf_counter)
+    spent: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the length of a `with` to a stage."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - begun
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each stage that a report shows, and of all until now."""
+        stages = {name: self.spent.get(name, 0.0) for name in ("load", "calibrate", "allocate", "prune", "evaluate")}
+        return stages | {"total": time.perf_counter() - self.started}
+
+
+def peak_memory_bytes() -> int:
+    """Return the process's highest resident memory so far, plus that of the accelerator."""
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    accelerator = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + accelerator

@@ -1,0 +1,216 @@
+"""Several processes: what they tell one another, and runs that end as one process's run."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.compressx.saved import save_tiny
+
+from compressx import PruneResult
+from compressx.errors import CalibrationError
+from compressx.masks import MaskSet
+from compressx.ranks import Ranks, assign, joined_ranks
+from compressx.statistics import FeatureNorms, Hessian, SequenceSample
+
+
+@given(weights=st.lists(st.integers(1, 1000), max_size=30), size=st.integers(1, 8))
+def test_tasks_are_spread_so_that_no_process_has_much_more_than_its_share(weights: list[int], size: int):
+    owners = assign(weights, size)
+    loads = [sum(w for w, o in zip(weights, owners, strict=True) if o == rank) for rank in range(size)]
+    assert all(0 <= o < size for o in owners)
+    assert max(loads, default=0) <= sum(weights) / size + max(weights, default=0)
+
+
+@given(windows=st.integers(1, 50), size=st.integers(1, 8))
+def test_windows_are_shared_out_in_order_and_evenly(windows: int, size: int):
+    tokens = torch.arange(windows)[:, None]
+    if windows < size:
+        with pytest.raises(
+            CalibrationError, match=f"{windows} calibration windows are fewer than the {size} processes"
+        ):
+            Ranks(0, size).share(tokens)
+        return
+    parts = [Ranks(rank, size).share(tokens) for rank in range(size)]
+    assert torch.equal(torch.cat(parts), tokens)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_process_alone_tells_itself():
+    ranks = Ranks()
+    norms = FeatureNorms(3)
+    assert ranks.first
+    assert ranks.told("x") == "x"
+    assert ranks.everyones("x") == ["x"]
+    assert ranks.combine(norms, lambda: None) is norms
+    result = PruneResult(torch.ones(1, 1) > 0)
+    assert list(ranks.exchange([0], {0: {"a": result}}, torch.device("cpu"))) == [{"a": result}]
+
+
+# --- two processes
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _member(action: Callable[[Ranks], Any], rank: int, port: int, folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    with joined_ranks(torch.device("cpu")) as ranks:
+        torch.save(action(ranks), Path(folder, f"{rank}.pt"))
+
+
+def in_two(action: Callable[[Ranks], Any], folder: Path) -> list[Any]:
+    """Run something in two processes and return what each made of it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.compressx.preloaded"])
+    port = free_port()
+    members = [context.Process(target=_member, args=(action, rank, port, str(folder))) for rank in range(2)]
+    for member in members:
+        member.start()
+    for member in members:
+        member.join()
+    assert [member.exitcode for member in members] == [0, 0]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0))
+
+
+def _combined(ranks: Ranks) -> dict[str, torch.Tensor]:
+    mine = torch.tensor_split(inputs(), 2)[ranks.rank] if ranks.size > 1 else inputs()
+    found = {}
+    for kind in (FeatureNorms, Hessian, SequenceSample):
+        statistic = kind(4)
+        for batch in mine.split(2):
+            statistic.update(batch)
+        merged = ranks.combine(statistic, lambda kind=kind: kind(4))
+        found |= {f"{kind.__name__}.{name}": t.clone() for name, (t, _) in merged.tensors().items()}
+    return found
+
+
+def test_statistics_of_two_processes_are_those_of_one(tmp_path: Path):
+    alone = _combined(Ranks())
+    for found in in_two(_combined, tmp_path):
+        assert found.keys() == alone.keys()
+        assert torch.equal(found["SequenceSample.sequences"], inputs())
+        for name, tensor in alone.items():
+            torch.testing.assert_close(found[name], tensor)
+
+
+def _exchanged(ranks: Ranks) -> list[Any]:
+    info = {"error": 0.5}
+    decided = {}
+    for task in range(3):
+        if task % 2 == ranks.rank:
+            keep = torch.arange(6).view(2, 3) % (task + 2) == 0
+            weight = None if task == 1 else torch.full((2, 3), float(task))
+            images, history = {"map": torch.ones(2, 2)}, {"loss": (1.0, 0.5)}
+            decided[task] = dict.fromkeys("ab", PruneResult(keep, weight, info, images, history))
+    told = []
+    for results in ranks.exchange([0, 1, 0], decided, torch.device("cpu")):
+        assert results["a"].info is results["b"].info
+        assert results["a"].images is results["b"].images
+        told.append([[n, r.keep, r.weight, dict(r.info), r.images["map"], list(r.history["loss"])]
+                     for n, r in results.items()])  # fmt: skip
+    return told
+
+
+def test_every_process_gets_every_result_and_what_linears_share(tmp_path: Path):
+    first, second = in_two(_exchanged, tmp_path)
+    assert len(first) == 3
+    for task, (one, other) in enumerate(zip(first, second, strict=True)):
+        for mine, theirs in zip(one, other, strict=True):
+            assert mine[0] == theirs[0]
+            assert torch.equal(mine[1], theirs[1])
+            assert torch.equal(mine[1], torch.arange(6).view(2, 3) % (task + 2) == 0)
+            assert (mine[2] is None and theirs[2] is None) if task == 1 else torch.equal(mine[2], theirs[2])
+            assert mine[3] == theirs[3] == {"error": 0.5}
+            assert mine[5] == theirs[5] == [1.0, 0.5]
+
+
+# --- whole runs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama")
+
+
+RULES = {
+    "mixed": [
+        {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6},
+        {"targets": ["*.v_proj"], "pruner": "wanda", "sparsity": 0.5, "reconstruct": "sparsegpt"},
+        {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.5},
+    ],
+    "wanda": [{"targets": ["*"], "pruner": "wanda", "pattern": "2:4"}],
+}
+
+
+def write_recipe(saved: Path, rules: list[dict[str, Any]], folder: Path, **more: Any) -> Path:
+    text = {"text": str(saved.with_name("text.txt"))}
+    asked = {
+        "model": {"path": str(saved)},
+        "calibration": {"dataset": text, "samples": 8, "sequence_length": 32, "batch_size": 2},
+        "prune": rules,
+        "evaluate": {"token_perplexity": {"dataset": text, "sequence_length": 32, "samples": 8}},
+        "output": str(folder / "out"),
+        **more,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(asked))
+    return path
+
+
+def torchrun(recipe: Path, *options: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COMPRESSX_CACHE": str(recipe.with_name("cache"))}
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}",
+               f"--master-port={free_port()}", "-m", "compressx", "run", str(recipe), *options]  # fmt: skip
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("rules", RULES)
+def test_two_processes_end_as_one_does(model: Path, rules: str, streaming: bool, tmp_path: Path):
+    outputs = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        source = {"path": str(model), "streaming": streaming}
+        done = torchrun(write_recipe(model, RULES[rules], folder, model=source), processes=processes)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("written to") == 1
+        report = json.loads((folder / "out/report.json").read_text())
+        outputs.append((MaskSet.load(folder / "out/masks.safetensors"), report))
+    (one, alone), (two, together) = outputs
+    assert one.keys() == two.keys()
+    differing = sum(int((one[n].keep != two[n].keep).sum()) for n in one) / sum(one[n].keep.numel() for n in one)
+    assert differing < 1e-4
+    figures = [r["evaluation"]["pruned"]["token_perplexity"] for r in (alone, together)]
+    assert figures[1] == pytest.approx(figures[0], rel=1e-3)
+    assert [x["name"] for x in alone["layers"]] == [x["name"] for x in together["layers"]]
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_ends_the_others_with_its_error(model: Path, tmp_path: Path):
+    recipe = write_recipe(model, RULES["wanda"], tmp_path)
+    done = torchrun(recipe, "--set", "calibration.samples=1")
+    assert done.returncode != 0
+    assert "1 calibration windows are fewer than the 2 processes" in done.stderr
+    assert not (tmp_path / "out").exists()
