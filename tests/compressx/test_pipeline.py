@@ -404,7 +404,7 @@ def broken_plugin(error: BaseException) -> types.ModuleType:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), KeyboardInterrupt()])
-def test_a_run_that_fails_half_way_leaves_the_earlier_output(
+def test_a_run_that_fails_half_way_leaves_the_earlier_output_and_keeps_finished_blocks_beside_it(
     models: Any, plugins: Plugins, error: BaseException
 ) -> None:
     given = recipe(models("llama"), {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5})
@@ -415,7 +415,8 @@ def test_a_run_that_fails_half_way_leaves_the_earlier_output(
     with pytest.raises(type(error)):
         run(given, plugins=plugins)
     assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
-    assert {p.name for p in Path().iterdir()} == {"out"}
+    (kept,) = (p for p in Path().iterdir() if p.name != "out")
+    assert json.loads((kept / "state.json").read_text())["finished"] == ["model.layers.0", "model.layers.1"]
 
 
 def test_calibration_text_that_is_too_short_says_how_short(models: Any, plugins: Plugins) -> None:
