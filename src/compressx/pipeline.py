@@ -133,7 +133,7 @@ def _run(asked: _Asked, *, resume: bool, restart: bool) -> RunReport | None:
     with clock.stage("load"), at(loaded, "model"):
         access = _open(prepared.checkpoint, loaded.recipe.model.streaming, asked.device)
     with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
-        fingerprint = ranks.told(_fingerprint(asked, access, windows) if ranks.first else {})
+        fingerprint = ranks.told(_fingerprint(asked, prepared.plan, access, windows) if ranks.first else {})
         journal = Journal(folder, fingerprint, ranks)
         evaluation: dict[str, Any] = {}
         if settings is not None and ranks.first:
@@ -197,8 +197,9 @@ def _open(checkpoint: Checkpoint, streaming: Streaming, device: torch.device) ->
     return InMemory(load_model(checkpoint).to(device))
 
 
-def _fingerprint(asked: _Asked, access: Access, windows: torch.Tensor | None) -> dict[str, Any]:
+def _fingerprint(asked: _Asked, planned: Plan, access: Access, windows: torch.Tensor | None) -> dict[str, Any]:
     """Return what decides the result of a run, by names that a user knows."""
+    used = {spec.name for rule in planned.rules for spec in (rule.pruner, rule.reconstructor) if spec is not None}
     recipe = asked.loaded.recipe.model_dump(mode="json", exclude_none=True)
     return {
         "model": weights_fingerprint(access),
@@ -206,7 +207,7 @@ def _fingerprint(asked: _Asked, access: Access, windows: torch.Tensor | None) ->
         "allocation": recipe.get("allocation"),
         "calibration tokens": None if windows is None else fingerprint_of(windows),
         "calibration batch_size": None if windows is None else recipe["calibration"]["batch_size"],
-        "plugins": {p.name: p.version for p in asked.plugins.records if p.status == "loaded"},
+        "plugins": {p.name: p.version for p in asked.plugins.records if p.status == "loaded" and used & {*p.pruners}},
         "versions": {"compressx": __version__, **{n: metadata.version(n) for n in ("torch", "transformers", "numpy")}},
         "device": access.device.type,
         "processes": asked.ranks.size,
