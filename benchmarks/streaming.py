@@ -1,8 +1,8 @@
 """Prune a checkpoint larger than memory should be, and hold the peak of resident memory against its bound.
 
-A random Llama-shaped checkpoint in bfloat16 is written into FOLDER (once; it takes minutes and the room that is asked for),
-and pruned with weights on disk, in a process of its own for each method. The bound is three decoder blocks, the hidden
-states of the calibration text, and 1 GB for Python, torch and transformers.
+A random Llama-shaped checkpoint in bfloat16 is written into FOLDER (once; it takes minutes and the room that is asked
+for), and pruned with weights on disk, in a process of its own for each method. The bound is three decoder blocks, the
+hidden states of the calibration text, and 1 GB for Python, torch and transformers.
 
     python benchmarks/streaming.py FOLDER --gigabytes 12
 
