@@ -258,7 +258,8 @@ def load_elsewhere(tokens: torch.Tensor, folders: list[Path], scratch: Path) -> 
     """Load saved models in a process that does not know compressx; give their logits and weights."""
     torch.save(tokens, scratch / "tokens.pt")
     command = [sys.executable, "-c", _STRANGER, str(scratch / "tokens.pt"), *map(str, folders)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # another number gives sums in another order
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | threads)
     assert done.returncode == 0, done.stderr
     return [torch.load(folder / "loaded.pt") for folder in folders]
 

@@ -110,7 +110,7 @@ def test_statistics_of_two_processes_are_those_of_one(tmp_path: Path):
         assert found.keys() == alone.keys()
         assert torch.equal(found["SequenceSample.sequences"], inputs())
         for name, tensor in alone.items():
-            torch.testing.assert_close(found[name], tensor)
+            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)  # batches of other sizes
 
 
 def _exchanged(ranks: Ranks) -> list[Any]:

@@ -584,7 +584,7 @@ def test_an_override_changes_only_the_alias_it_names() -> None:
         (
             "calibration.samplse=8",
             "unknown key 'samplse' in calibration; did you mean 'samples'? "
-            "valid: batch_size, dataset, samples, seed, sequence_length",
+            "valid: batch_size, dataset, memory_limit, samples, seed, sequence_length",
         ),
         ("prune.0.sparsity=4", "prune[0].sparsity is 4; expected less than 1: fraction of zeros in [0, 1), e.g. 0.7"),
         ("prune.2.sparsity=0.4", "prune takes an index from 0 to 1; got '2'"),

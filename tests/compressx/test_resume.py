@@ -143,7 +143,7 @@ def test_finished_blocks_are_not_thrown_away_unasked(model: Path):
     [
         ({"prune": [RULES[0], {**RULES[1], "sparsity": 0.6}]}, "prune: was"),
         ({"calibration": {"samples": 7}}, "calibration tokens: was"),
-        ({"calibration": {"batch_size": 3}}, "calibration tokens: was"),
+        ({"calibration": {"batch_size": 3}}, "calibration batch_size: was"),
         ({"model": {"dtype": "bfloat16"}}, "model: was"),
     ],
     ids=lambda x: x if isinstance(x, str) else next(iter(x)),
@@ -160,7 +160,7 @@ def test_another_run_is_not_resumed_and_what_differs_is_named(model: Path, chang
 
 
 IN_BLOCKS = ("0.json", "0.safetensors", "0.masks.safetensors")
-DAMAGED = ["state.json", "blocks/states-1.safetensors", *(f"blocks/model.layers.{name}" for name in IN_BLOCKS)]
+DAMAGED = ["state.json", "blocks/states-1.0.safetensors", *(f"blocks/model.layers.{name}" for name in IN_BLOCKS)]
 
 
 @pytest.mark.parametrize("damaged", DAMAGED)

@@ -110,7 +110,7 @@ def test_value_rows_are_pruned_by_sparsegpt(fused: Any, architecture: str, patte
     rows = layer.find_projections(recorded.block).value
     hessian = Hessian(64)
     hessian.update(recorded.x[:-HELD_OUT])
-    factor, _ = inverse_cholesky(hessian.matrix)
+    factor, _ = inverse_cholesky(hessian.matrix.float())
     asked = patterns[name]
     if isinstance(asked, FixedMask):
         asked = FixedMask(asked.keep[rows.index], asked.chosen_as)
