@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from compressx import shards
 from compressx.architecture import find_blocks
 from compressx.export import save_model
 from compressx.shards import OUTSIDE
+
+Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 
 class Access(Protocol):
@@ -122,3 +125,14 @@ def weights_fingerprint(access: Access) -> str:
                 digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
                 digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def device_for(wanted: Device) -> torch.device:
+    """Return where the model runs: `auto` is CUDA when there is some; of several processes each has its own GPU."""
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device

@@ -28,8 +28,6 @@ from compressx.ranks import ALONE, Ranks
 from compressx.report import AllocationReport, BlockReport, LayerReport
 from compressx.shards import each, read, write
 
-_VERSION = 1
-
 
 @dataclass(frozen=True, eq=False)
 class FinishedBlock:
@@ -147,7 +145,6 @@ class Journal:
         if not self.ranks.first:
             return
         told = {
-            "version": _VERSION,
             "fingerprint": self.fingerprint,
             "allocated": None if self.allocated is None else dataclasses.asdict(self.allocated),
             "finished": self.finished,

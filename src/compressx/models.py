@@ -12,7 +12,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,10 @@ class Checkpoint:
         if self.revision is not None:
             arguments["revision"] = self.revision
         return arguments
+
+    def at(self, folder: Path) -> Checkpoint:
+        """Return the same model saved in a folder."""
+        return replace(self, location=str(folder), revision=None)
 
 
 def find_checkpoint(source: ModelSource) -> Checkpoint:

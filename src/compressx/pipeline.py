@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 
 from compressx import attention_aware, figures
 from compressx._version import __version__
-from compressx.access import Access, InMemory, weights_fingerprint
+from compressx.access import Access, Device, device_for, weights_fingerprint
 from compressx.architecture import text_config
 from compressx.calibration import calibration_windows, documents, token_ids
 from compressx.calibration import fingerprint as fingerprint_of
@@ -27,20 +26,18 @@ from compressx.export import output_folder
 from compressx.hidden import InFiles, Keep, in_memory
 from compressx.journal import Allocated, FinishedBlock, Journal
 from compressx.masks import MaskSet
-from compressx.models import Checkpoint, load_model, load_tokenizer
+from compressx.models import load_tokenizer
 from compressx.planning import Plan
 from compressx.plugins import Plugins, load_plugins
 from compressx.preparation import at, loaded_recipe, prepare
 from compressx.ranks import Ranks, joined_ranks
 from compressx.recipe import Calibration, LoadedRecipe
 from compressx.report import AllocationReport, RunReport, total_sparsity
-from compressx.sources import Streaming
-from compressx.streaming import StreamedModel, is_larger_than_memory, open_streamed
+from compressx.streaming import StreamedModel, open_model, open_streamed
 from compressx.walk import Finished, prune_model
 
 Stage: TypeAlias = Literal["load", "calibrate", "evaluate dense", "allocate", "prune", "evaluate pruned", "save"]
 Progress: TypeAlias = Callable[[Stage, int, int], None]
-Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 _VERSIONS_OF = ("torch", "transformers", "lm_eval", "datasets", "safetensors")
 
@@ -92,7 +89,7 @@ def run(
         CompressxError: anything that the user can mend. The output folder is then as it was before; finished blocks are
             kept beside it for `resume`.
     """
-    with joined_ranks(where := _device(device)) as ranks:
+    with joined_ranks(where := device_for(device)) as ranks:
         asked = _Asked(
             loaded=loaded_recipe(recipe, overrides),
             plugins=plugins or load_plugins(),
@@ -131,7 +128,7 @@ def _run(asked: _Asked, *, resume: bool, restart: bool) -> RunReport | None:
         windows = _windows(loaded.recipe.calibration, tokenizer, prepared.plan)
         batches = _batches(loaded.recipe.calibration, windows, ranks)
     with clock.stage("load"), at(loaded, "model"):
-        access = _open(prepared.checkpoint, loaded.recipe.model.streaming, asked.device)
+        access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, asked.device)
     with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
         fingerprint = ranks.told(_fingerprint(asked, prepared.plan, access, windows) if ranks.first else {})
         journal = Journal(folder, fingerprint, ranks)
@@ -154,7 +151,7 @@ def _run(asked: _Asked, *, resume: bool, restart: bool) -> RunReport | None:
         if settings is not None:
             with clock.stage("evaluate"):
                 if isinstance(access, StreamedModel):
-                    access = open_streamed(Checkpoint(str(folder / "model")), access.device)
+                    access = open_streamed(prepared.checkpoint.at(folder / "model"), access.device)
                 evaluation["pruned"] = evaluate(
                     access, tokenizer, settings, progress=lambda i, n: asked.tell("evaluate pruned", i, n)
                 )
@@ -188,13 +185,6 @@ def _windows(settings: Calibration | None, tokenizer: Any, planned: Plan) -> tor
 
 def _batches(settings: Calibration | None, windows: torch.Tensor | None, ranks: Ranks) -> Sequence[torch.Tensor]:
     return () if settings is None or windows is None else torch.split(ranks.share(windows), settings.batch_size)
-
-
-def _open(checkpoint: Checkpoint, streaming: Streaming, device: torch.device) -> Access:
-    """Load a model, or leave it on disk if the recipe or its size says so."""
-    if streaming is True or (streaming == "auto" and is_larger_than_memory(checkpoint, device)):
-        return open_streamed(checkpoint, device)
-    return InMemory(load_model(checkpoint).to(device))
 
 
 def _fingerprint(asked: _Asked, planned: Plan, access: Access, windows: torch.Tensor | None) -> dict[str, Any]:
@@ -300,13 +290,3 @@ def _report(
         figures=drawn,
         allocation=allocation,
     )
-
-
-def _device(wanted: Device) -> torch.device:
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device

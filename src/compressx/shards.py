@@ -42,10 +42,6 @@ class Shards:
     files: Mapping[str, str]
     members: Mapping[str, tuple[str, ...]]
 
-    def size(self) -> int:
-        """Return the bytes of all files."""
-        return sum((self.folder / name).stat().st_size for name in set(self.files.values()))
-
 
 def tensors_of(model: nn.Module, blocks: Iterable[str], fqn: str) -> dict[str, Tensor]:
     """Return the parameters and stored buffers of a block, or of what lies outside the blocks, by name in the model."""

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from compressx import shards
-from compressx.access import block_file
+from compressx.access import Access, InMemory, block_file
 from compressx.architecture import find_blocks
 from compressx.capture import capture_calls, replay, run_around
 from compressx.errors import ArtifactError
 from compressx.export import save_model
-from compressx.models import Checkpoint, load_empty, load_offloaded, local_folder
+from compressx.models import Checkpoint, load_empty, load_model, load_offloaded, local_folder
 from compressx.shards import OUTSIDE, Shards
+from compressx.sources import Streaming
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +121,17 @@ class StreamedModel:
         with self.materialise(OUTSIDE):
             save_model(self.model, tokenizer, folder, self.tensors(OUTSIDE))
         shards.join(folder, [self.source[fqn] for fqn in self.blocks])
+
+
+def open_model(checkpoint: Checkpoint, streaming: Streaming, device: torch.device) -> Access:
+    """Load a model, or leave it on disk if the recipe or its size says so.
+
+    Raises:
+        CompressxError: as `models.load_model` and `open_streamed`.
+    """
+    if streaming is True or (streaming == "auto" and is_larger_than_memory(checkpoint, device)):
+        return open_streamed(checkpoint, device)
+    return InMemory(load_model(checkpoint).to(device))
 
 
 def open_streamed(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> StreamedModel:

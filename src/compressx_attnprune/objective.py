@@ -9,7 +9,7 @@ carried through the two factors of a real layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,13 +119,7 @@ def probe(attention: Attention, q: Tensor, k: Tensor, generator: torch.Generator
     Returns:
         The gradients of queries and keys, of their shapes.
     """
-    dq, dk = torch.zeros_like(q), torch.zeros_like(k)
-    k = _centred(attention, k)
-    for rows in _row_blocks(attention, q, ROWS):
-        for i, (qb, kb) in enumerate(_sequences(attention, q, k)):
-            p, slope = _probabilities(attention, qb, kb, rows)
-            _backward(attention, (qb, kb), rows, random_signs(p, generator).mul_(p), p, slope, (dq[i], dk[i]))
-    return dq.mul_(attention.scaling), dk.mul_(attention.scaling)
+    return _carried_back(attention, q, k, lambda _i, _rows, p: random_signs(p, generator))
 
 
 def mixed(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -152,21 +146,39 @@ def mixed_backward(attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: 
     Returns:
         The gradients of queries and keys, of their shapes.
     """
-    dq, dk = torch.zeros_like(q), torch.zeros_like(k)
-    k = _centred(attention, k)
-    for rows in _row_blocks(attention, q, ROWS):
-        for i, (qb, kb) in enumerate(_sequences(attention, q, k)):
-            p, slope = _probabilities(attention, qb, kb, rows)  # [h_kv, groups * rows, keys]
-            of_rows = _fold(attention, grad[i].view(*qb.shape[:3], -1), rows)
-            weighted = torch.bmm(of_rows, v[i][:, rows.keys].transpose(1, 2)).mul_(p)
-            _backward(attention, (qb, kb), rows, weighted, p, slope, (dq[i], dk[i]))
-    return dq.mul_(attention.scaling), dk.mul_(attention.scaling)
+
+    def of_matrix(i: int, rows: _Rows, _p: Tensor) -> Tensor:
+        of_rows = _fold(attention, grad[i].view(attention.key.heads, attention.groups, *grad.shape[2:]), rows)
+        return torch.bmm(of_rows, v[i][:, rows.keys].transpose(1, 2))
+
+    return _carried_back(attention, q, k, of_matrix)
 
 
 def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
     """Draw -1 and 1, each as often, of the shape of `like`."""
     signs = torch.empty_like(like).random_(0, 2, generator=generator)  # bernoulli_ takes four times as long
     return signs.mul_(2.0).sub_(1.0)
+
+
+def _carried_back(
+    attention: Attention, q: Tensor, k: Tensor, of_matrix: Callable[[int, _Rows, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Carry a gradient of P, made block by block, back to queries and keys.
+
+    Args:
+        attention: the layer.
+        q: queries.
+        k: keys.
+        of_matrix: from a sequence's number, a block and its P [h_kv, groups * rows, keys] to the gradient of that P;
+            the result is overwritten.
+    """
+    dq, dk = torch.zeros_like(q), torch.zeros_like(k)
+    k = _centred(attention, k)
+    for rows in _row_blocks(attention, q, ROWS):
+        for i, (qb, kb) in enumerate(_sequences(attention, q, k)):
+            p, slope = _probabilities(attention, qb, kb, rows)
+            _backward(attention, (qb, kb), rows, of_matrix(i, rows, p).mul_(p), p, slope, (dq[i], dk[i]))
+    return dq.mul_(attention.scaling), dk.mul_(attention.scaling)
 
 
 def _backward(

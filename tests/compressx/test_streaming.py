@@ -75,7 +75,6 @@ def test_one_file_is_a_checkpoint_too(tmp_path: Path):
     shards = find_shards(tmp_path, model, find_blocks(model))
     assert {len(shards.members[fqn]) for fqn in find_blocks(model)} == {9}
     assert shards.members[OUTSIDE] == ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight")
-    assert shards.size() == (tmp_path / "model.safetensors").stat().st_size
 
 
 def test_a_block_is_given_up_when_what_used_it_fails(tmp_path: Path):
