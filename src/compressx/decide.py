@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from compressx.errors import CalibrationError, CompressxError, PluginError, UnsupportedModelError
+from compressx.finite import all_finite
 from compressx.observe import observe
 from compressx.patterns import NM, FixedMask, Pattern, Unstructured, zeros_in
 from compressx.planning import PlannedRule
@@ -103,15 +104,44 @@ def decide_all(
     block: Block,
     by_rule: Mapping[PlannedRule, Mapping[str, Unstructured | NM]],
     pruners: Built,
-    stats: Mapping[str, Mapping[str, Statistic]],
+    stats: dict[str, dict[str, Statistic]],
     ranks: Ranks,
-) -> dict[str, Decision]:
+) -> Iterator[tuple[str, Decision]]:
     """Decide for all linears of a block, each process for its share of them.
 
-    Returns:
-        By linear name, in the order of the rules.
+    What pruners need to see whole is decided first. The other decisions are yielded one by one, so that a caller who
+    writes each at once holds one new weight at a time.
+
+    Args:
+        block: the block; its weights may be changed to what was yielded.
+        by_rule: what each of a rule's linears in the block has to become.
+        pruners: of each rule.
+        stats: what `gather` returned; those of a linear are given up when it is decided.
+        ranks: the processes; all get to know every decision.
+
+    Yields:
+        Each linear's name and what was decided for it.
+
+    Raises:
+        PluginError: as `decide`.
     """
-    tasks = [(rule, names) for rule, patterns in by_rule.items() for names in _apart(rule, patterns, stats, ranks)]
+    tasks = [(rule, names) for rule, patterns in by_rule.items() for names in _apart(rule, patterns, stats)]
+    tasks.sort(key=lambda task: _is_separable(task[0]))
+    first = sum(not _is_separable(rule) for rule, _ in tasks)
+    if ranks.size == 1:
+        yield from _in_turn(block, tasks[:first], by_rule, pruners, stats, ranks)
+        for task in tasks[first:]:
+            yield from _in_turn(block, [task], by_rule, pruners, stats, ranks)
+    else:
+        yield from _in_turn(block, tasks, by_rule, pruners, stats, ranks)
+
+
+def _in_turn(
+    block: Block, tasks: Sequence[tuple[PlannedRule, Sequence[str]]],
+    by_rule: Mapping[PlannedRule, Mapping[str, Unstructured | NM]], pruners: Built,
+    stats: dict[str, dict[str, Statistic]], ranks: Ranks,
+) -> Iterator[tuple[str, Decision]]:  # fmt: skip
+    """Decide some tasks, each on one process, and only then yield what was decided."""
     sizes = [sum(block.linears[n].weight.numel() for n in names) for _, names in tasks]
     owners = assign(sizes, ranks.size)
     mine: dict[int, Mapping[str, PruneResult]] = {}
@@ -121,26 +151,27 @@ def decide_all(
             started = time.perf_counter()
             mine[i] = decide(rule, pruners[rule], block, {n: by_rule[rule][n] for n in names}, stats)
             seconds[i] = time.perf_counter() - started
+        for name in names:
+            del stats[name]
     seconds = [sum(each) for each in zip(*ranks.everyones(seconds), strict=True)]
     device = next(iter(block.linears.values())).weight.device
-    decided = {}
     for i, results in enumerate(ranks.exchange(owners, mine, device)):
         for name, result in results.items():
             part = seconds[i] * block.linears[name].weight.numel() / sizes[i]
-            decided[name] = Decision(tasks[i][0], result, part)
-    return {name: decided[name] for patterns in by_rule.values() for name in patterns}
+            yield name, Decision(tasks[i][0], result, part)
+
+
+def _is_separable(rule: PlannedRule) -> bool:
+    return all(spec.separable for spec in (rule.pruner, rule.reconstructor) if spec is not None)
 
 
 def _apart(
-    rule: PlannedRule, patterns: Mapping[str, Unstructured | NM], stats: Mapping[str, Mapping[str, Statistic]],
-    ranks: Ranks,
-) -> list[list[str]]:  # fmt: skip
+    rule: PlannedRule, patterns: Mapping[str, Unstructured | NM], stats: Mapping[str, Mapping[str, Statistic]]
+) -> list[list[str]]:
     """Part a rule's linears so that each part can be decided by itself; those that share statistics stay together."""
-    whole = [list(patterns)]
-    specs = [rule.pruner, *([] if rule.reconstructor is None else [rule.reconstructor])]
     joint = any(isinstance(p, Unstructured) and p.group == "joint" for p in patterns.values())
-    if ranks.size == 1 or joint or not all(spec.separable for spec in specs):
-        return whole
+    if joint or not _is_separable(rule):
+        return [list(patterns)]
     groups: dict[tuple[int, ...], list[str]] = {}
     for name in patterns:
         key = tuple(id(s) for s in stats[name].values()) or (id(name),)
@@ -226,12 +257,13 @@ def _ask(
 
 def _checksums(block: Block) -> dict[str, int]:
     """Sum the bits of every parameter and buffer of the block that is loaded."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return {
-        name: int(tensor.contiguous().view(integers[tensor.element_size()]).sum(dtype=torch.int64))
-        for name, tensor in block.module.state_dict().items()
-        if not tensor.is_meta
-    }
+    return {name: _bits(tensor) for name, tensor in block.module.state_dict().items() if not tensor.is_meta}
+
+
+def _bits(tensor: Tensor) -> int:
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    whole = len(flat) // 8 * 8  # eight bytes at a time
+    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum(dtype=torch.int64))
 
 
 def _check_result(plugin: str, linear: Linear, pattern: Pattern, result: PruneResult) -> None:
@@ -250,7 +282,7 @@ def _check_result(plugin: str, linear: Linear, pattern: Pattern, result: PruneRe
         if tuple(result.weight.shape) != shape or not result.weight.is_floating_point():
             got = f"{result.weight.dtype} {list(result.weight.shape)}"
             raise PluginError(f"{who}: weight must be a float tensor {list(shape)}, got {got}")
-        if not torch.isfinite(result.weight[result.keep]).all():
+        if not all_finite(torch.where(result.keep, result.weight, 0.0)):
             raise PluginError(f"{who}: it returned weights that are NaN or infinite")
     _check_shown(who, result.images, result.history)
 
@@ -261,7 +293,7 @@ def _check_shown(who: str, images: Mapping[str, Any], history: Mapping[str, Sequ
         if not isinstance(image, Tensor) or image.dim() != 2 or not image.numel() or image.is_complex():
             got = f"{image.dtype} {list(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
             raise PluginError(f"{who}: image {name!r} must be a real tensor [rows, columns], got {got}")
-        if not torch.isfinite(image).all():
+        if not all_finite(image):
             raise PluginError(f"{who}: image {name!r} has entries that are NaN or infinite")
     for name, values in history.items():
         if len(values) == 0:

@@ -21,7 +21,7 @@ from compressx.errors import ArtifactError
 from compressx.figures import Matrices
 from compressx.files import BLOCKS, STATE, atomic_write, os_errors_named
 from compressx.hidden import Keep, in_memory
-from compressx.maskfile import MaskEntry, read_masks, write_masks
+from compressx.maskfile import MaskEntry, join_masks, read_masks, write_masks
 from compressx.patterns import NM, Unstructured
 from compressx.plots import Pooled
 from compressx.ranks import ALONE, Ranks
@@ -31,10 +31,9 @@ from compressx.shards import each, read, write
 
 @dataclass(frozen=True, eq=False)
 class FinishedBlock:
-    """What a run keeps of a block besides its weights."""
+    """What a run keeps in memory of a block."""
 
     report: BlockReport
-    masks: Mapping[str, MaskEntry]
     matrices: tuple[Matrices, ...]
 
 
@@ -76,12 +75,15 @@ class Journal:
         self.allocated = allocated
         self._write()
 
-    def add(self, access: Access, block: FinishedBlock, states: Sequence[Tensor]) -> None:
+    def add(
+        self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], states: Sequence[Tensor]
+    ) -> None:
         """Record a block while its weights are there.
 
         Args:
             access: the model.
             block: what was done to it.
+            masks: of its linears.
             states: what enters the next block, one [batch, tokens, width] for each calibration batch.
 
         Raises:
@@ -90,7 +92,7 @@ class Journal:
         fqn = block.report.fqn
         if self.ranks.first:
             access.write(fqn, self.blocks)
-            write_masks(self._file(fqn, "masks.safetensors"), block.masks)
+            write_masks(self._file(fqn, "masks.safetensors"), masks)
             pooled = {f"{i}.{j}": p for i, m in enumerate(block.matrices) for j, p in enumerate(_pooled(m))}
             write(self._file(fqn, "matrices.safetensors"), {name: p.values for name, p in pooled.items()})
             atomic_write(self._file(fqn, "json"), json.dumps(_block_to_dict(block)).encode())
@@ -120,10 +122,19 @@ class Journal:
                 with os_errors_named("read", path):
                     told = json.loads(path.read_text(encoding="utf-8"))
                 tensors = read(self._file(fqn, "matrices.safetensors"))
-                blocks.append(_block_from_dict(told, read_masks(self._file(fqn, "masks.safetensors")), tensors))
+                read_masks(self._file(fqn, "masks.safetensors"))  # damage is better found now than at the end
+                blocks.append(_block_from_dict(told, tensors))
             except (ValueError, KeyError, TypeError) as error:
                 raise ArtifactError(f"{path} is damaged ({error!r}); begin anew with --restart") from error
         return blocks, [keep(s.to(access.device)) for s in each(self._states(len(self.finished)))]
+
+    def save_masks(self, path: Path) -> None:
+        """Write the masks of all finished blocks as one file.
+
+        Raises:
+            ArtifactError: as `join_masks`.
+        """
+        join_masks(path, [self._file(fqn, "masks.safetensors") for fqn in self.finished])
 
     def _open(self) -> None:
         try:
@@ -188,9 +199,7 @@ def _block_to_dict(block: FinishedBlock) -> dict[str, Any]:
     }
 
 
-def _block_from_dict(
-    told: dict[str, Any], masks: Mapping[str, MaskEntry], tensors: Mapping[str, Tensor]
-) -> FinishedBlock:
+def _block_from_dict(told: dict[str, Any], tensors: Mapping[str, Tensor]) -> FinishedBlock:
     infos = told["infos"]
     histories = [{name: tuple(curve) for name, curve in h.items()} for h in told["histories"]]
     layers = tuple(
@@ -203,4 +212,4 @@ def _block_from_dict(
         images = dict(zip(one["names"], pooled, strict=False))
         matrices.append(Matrices(tuple(one["linears"]), images, pooled[-1] if len(pooled) > len(images) else None))
     report = BlockReport(told["index"], told["fqn"], layers, told["seconds"])
-    return FinishedBlock(report, masks, tuple(matrices))
+    return FinishedBlock(report, tuple(matrices))

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from compressx.errors import ArtifactError
-from compressx.files import atomic_write, os_errors_named
+from compressx.files import os_errors_named, written_whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,16 +74,50 @@ def write_masks(path: Path, entries: Mapping[str, MaskEntry]) -> None:
     Raises:
         ArtifactError: when the file cannot be written; an older one is untouched then.
     """
-    from safetensors.torch import save
-
     packed = {name: _pack(entry.keep.cpu()) for name, entry in entries.items()}
     stored = {
         name: _StoredMask(shape=[*e.keep.shape], pattern=e.pattern, pruner=e.pruner, sha256=e.sha256)
         for name, e in entries.items()
     }
-    header = _Header(digest=_digest(stored, packed), masks=stored)
-    tensors = {f"{name}.mask": bits for name, bits in packed.items()}
-    atomic_write(path, save(tensors, metadata={"compressx": header.model_dump_json()}))
+    _write(path, stored, lambda: [packed])
+
+
+def join_masks(path: Path, parts: Sequence[Path]) -> None:
+    """Write the masks of several files, in their order, as one, holding those of one file at a time in memory.
+
+    Raises:
+        ArtifactError: a part that `read_masks` would refuse, or when the file cannot be written.
+    """
+    stored = {name: mask for part in parts for name, mask in _read(part)[0].items()}
+    _write(path, stored, lambda: (_read(part)[1] for part in parts))
+
+
+def _write(
+    path: Path, stored: Mapping[str, _StoredMask], packed: Callable[[], Iterable[Mapping[str, Tensor]]]
+) -> None:  # fmt: skip
+    """Write a safetensors file piece by piece, which safetensors itself only writes from memory.
+
+    Its format: the length of the header, eight bytes little-endian; the header, JSON filled up with spaces to a
+    multiple of eight; and the tensors' bytes one after the other, where the header says.
+
+    Args:
+        path: to write.
+        stored: what is said about each mask, in order.
+        packed: gives the bits in the same order; called twice, since the header has a digest of all of them.
+    """
+    header = _Header(digest=_digest(stored, packed()), masks=dict(stored))
+    described: dict[str, Any] = {"__metadata__": {"compressx": header.model_dump_json()}}
+    end = 0
+    for name, mask in stored.items():
+        begin, end = end, end + _length(mask)
+        described[f"{name}.mask"] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with written_whole(path) as beside, beside.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for bits in packed():
+            for name in bits:
+                file.write(bits[name].numpy().data)
 
 
 def read_masks(path: Path) -> dict[str, MaskEntry]:
@@ -91,6 +126,15 @@ def read_masks(path: Path) -> dict[str, MaskEntry]:
     Raises:
         ArtifactError: a file that cannot be read, or is anything but a whole and unchanged file of masks.
     """
+    stored, packed = _read(path)
+    return {
+        name: MaskEntry(_unpack(packed[name], mask.shape), mask.pattern, mask.pruner, mask.sha256)
+        for name, mask in stored.items()
+    }
+
+
+def _read(path: Path) -> tuple[dict[str, _StoredMask], dict[str, Tensor]]:
+    """Read and check a file: what is said about each mask, and its bits."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -99,12 +143,9 @@ def read_masks(path: Path) -> dict[str, MaskEntry]:
             packed = _read_bits(path, file, header)
     except SafetensorError as error:
         raise ArtifactError(f"{path} is no safetensors file, or not all of one: {error}") from error
-    if _digest(header.masks, packed) != header.digest:
+    if _digest(header.masks, [packed]) != header.digest:
         raise ArtifactError(f"{path} was changed after it was written (its digest differs); take another copy")
-    return {
-        name: MaskEntry(_unpack(packed[name], mask.shape), mask.pattern, mask.pruner, mask.sha256)
-        for name, mask in header.masks.items()
-    }
+    return header.masks, packed
 
 
 def weight_sha256(weight: Tensor) -> str:
@@ -113,26 +154,26 @@ def weight_sha256(weight: Tensor) -> str:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
-def _bit_values() -> Tensor:
-    return torch.tensor([1 << i for i in range(8)], dtype=torch.uint8)
+def _length(mask: _StoredMask) -> int:
+    return -(-mask.shape[0] * mask.shape[1] // 8)
 
 
 def _pack(keep: Tensor) -> Tensor:
     """Pack bool [out, in] into uint8 [ceil(out * in / 8)], least significant bit first."""
-    padded = nn.functional.pad(keep.reshape(-1), (0, -keep.numel() % 8))
-    return (padded.view(-1, 8) * _bit_values()).sum(dim=1, dtype=torch.uint8)
+    return torch.from_numpy(np.packbits(keep.numpy(), bitorder="little"))
 
 
 def _unpack(bits: Tensor, shape: list[int]) -> Tensor:
-    flat = (bits[:, None] & _bit_values()).bool().view(-1)  # [bytes, 8] -> [bytes * 8]
-    return flat[: shape[0] * shape[1]].view(*shape)
+    flat = np.unpackbits(bits.numpy(), count=shape[0] * shape[1], bitorder="little")
+    return torch.from_numpy(flat).bool().view(*shape)
 
 
-def _digest(stored: Mapping[str, _StoredMask], packed: Mapping[str, Tensor]) -> str:
+def _digest(stored: Mapping[str, _StoredMask], packed: Iterable[Mapping[str, Tensor]]) -> str:
     described = json.dumps([[name, mask.model_dump()] for name, mask in stored.items()])
     digest = hashlib.sha256(described.encode())
-    for name in stored:
-        digest.update(packed[name].numpy().data)
+    for bits in packed:
+        for name in bits:
+            digest.update(bits[name].numpy().data)
     return digest.hexdigest()
 
 
@@ -160,7 +201,7 @@ def _read_bits(path: Path, file: Any, header: _Header) -> dict[str, Tensor]:
     for name, mask in header.masks.items():
         elements = mask.shape[0] * mask.shape[1]
         part = file.get_slice(f"{name}.mask")
-        kind, expected_kind = (part.get_dtype(), part.get_shape()), ("U8", [-(-elements // 8)])
+        kind, expected_kind = (part.get_dtype(), part.get_shape()), ("U8", [_length(mask)])
         if kind != expected_kind:
             raise ArtifactError(
                 f"{path}: the mask of {name} is stored as {kind[0]} {kind[1]}, expected {expected_kind[0]} "

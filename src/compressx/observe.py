@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from compressx.errors import CalibrationError, UnsupportedModelError
+from compressx.finite import all_finite
 from compressx.pruner import Linear, Statistic
 
 
@@ -48,9 +48,14 @@ def observe(
         if experts:
             hooks.enter_context(_inputs_of_experts(experts, feed))
         for run in passes:
-            run()
+            with suppress(_AllObservedError):
+                run()
             feed.forget_batch()
     return feed.reached
+
+
+class _AllObservedError(Exception):
+    """Leaves a block's forward once every linear has had its input; what it would go on to compute is not wanted."""
 
 
 class _Feed:
@@ -63,11 +68,19 @@ class _Feed:
         # Of the batch that is running: each distinct input and the statistics that have taken it in. Inputs are held
         # so that no two are ever one address.
         self.batch: list[tuple[Tensor, list[Statistic]]] = []
+        self.calls: list[str] = []  # of the batch that is running
+        self.once = False  # whether every linear was called once in the first batch
 
     def __call__(self, name: str, x: Tensor) -> None:
+        self._take(name, x)
+        self.calls.append(name)
+        if self.once and len(set(self.calls)) == len(self.wanted):
+            raise _AllObservedError
+
+    def _take(self, name: str, x: Tensor) -> None:
         took = next((statistics for seen, statistics in self.batch if seen is x), None)
         if took is None:
-            if not torch.isfinite(x).all():
+            if not all_finite(x):
                 raise CalibrationError(f"the input of {name} has NaN or infinite values on the calibration text")
             took = []
             self.batch.append((x, took))
@@ -91,7 +104,9 @@ class _Feed:
                 took.append(mine)
 
     def forget_batch(self) -> None:
-        """Let go of the inputs of the batch that has run."""
+        """Let go of the inputs of the batch that has run; the first tells whether others may be left early."""
+        self.once = sorted(self.calls) == sorted(self.wanted)
+        self.calls.clear()
         self.batch.clear()
 
 

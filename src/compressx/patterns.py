@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compressx.finite import all_finite
+
 Group: TypeAlias = Literal["row", "layer", "joint"]
 
 
@@ -111,7 +113,7 @@ def drop_lowest(scores: Tensor, count: int) -> Tensor:
     Raises:
         ValueError: when a score is not finite, since no order exists then.
     """
-    if not torch.isfinite(scores).all():
+    if not all_finite(scores):
         raise ValueError("scores must be finite: there are NaN or infinite weights or statistics")
     if count == 0:
         return torch.ones_like(scores, dtype=torch.bool)

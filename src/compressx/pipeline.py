@@ -25,7 +25,6 @@ from compressx.evaluate import evaluate, evaluate_cached
 from compressx.export import output_folder
 from compressx.hidden import InFiles, Keep, in_memory
 from compressx.journal import Allocated, FinishedBlock, Journal
-from compressx.masks import MaskSet
 from compressx.models import load_tokenizer
 from compressx.planning import Plan
 from compressx.plugins import Plugins, load_plugins
@@ -246,8 +245,8 @@ def _prune(
     total = len({x.block for x in planned.linears})
     asked.tell("prune", len(finished), total)
     for block in prune_model(access, planned, batches, reached, keep, asked.ranks):
-        finished.append(FinishedBlock(block.report, block.masks, figures.matrices(block.images)))
-        journal.add(access, finished[-1], block.states)
+        finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
+        journal.add(access, finished[-1], block.masks, block.states)
         asked.tell("prune", len(finished), total)
         if asked.ranks.first:
             asked.plugins.manager.hook.compressx_block_pruned(report=block.report)
@@ -263,7 +262,7 @@ def _save(
     matrices = [m for block in finished for m in block.matrices]
     drawn = figures.draw([block.report for block in finished], matrices, folder / "plots")
     access.save(tokenizer, journal.blocks, folder / "model")
-    MaskSet({name: mask for block in finished for name, mask in block.masks.items()}).save(folder / "masks.safetensors")
+    journal.save_masks(folder / "masks.safetensors")
     return drawn
 
 

@@ -179,7 +179,8 @@ class PrunerSpec:
         groups: the budgets that it supports for unstructured sparsity, the first being its default.
         nm: whether it supports N:M.
         reconstructs: whether it accepts `FixedMask`, so that a recipe can name it after `reconstruct:`.
-        separable: whether linears may be decided apart, so that several processes can share a block's.
+        separable: whether each linear is decided from its own weight and statistics, so that a block's linears can be
+            decided one at a time, or by several processes. Others may be pruned already then.
         check: raises `UnsupportedModelError` when a block (without weights) cannot be pruned this way; called while
             the recipe is planned, with the patterns of the linears that the rule took in that block.
     """

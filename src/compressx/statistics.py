@@ -7,6 +7,7 @@ the same input.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -30,7 +31,7 @@ class FeatureNorms:
     def update(self, x: Tensor) -> None:
         """Add a batch [..., in_features]."""
         flat = x.reshape(-1, self.in_features)
-        self.squares = self.squares.to(flat.device) + flat.float().square().sum(dim=0, dtype=torch.float64)
+        self.squares = self.squares.to(flat.device) + flat.to(torch.float32, copy=True).square_().sum(dim=0)
         self.tokens += flat.shape[0]
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
@@ -43,32 +44,68 @@ class FeatureNorms:
         return self.squares.sqrt().float()
 
 
+_PANEL = 256
+"""Rows of X^T X in one product: enough for a fast one, few enough that little is computed below the diagonal."""
+
+
 @dataclass
 class Hessian:
     """X^T X over all calibration tokens, the Hessian (up to a factor) of a linear's squared output error.
 
-    Each batch's product is float32; they are added up in float64, so that the order, and with it the number of
-    processes, does not matter: SparseGPT turns the rounding of a sum into other masks.
+    It is symmetric, so that only panels of rows from the diagonal on are gathered: little more than half of the
+    products. Each batch's product is float32; they are added up in float64, so that the order, and with it the number
+    of processes, does not matter: SparseGPT turns the rounding of a sum into other masks.
     """
 
     in_features: int
-    matrix: Tensor = field(init=False, repr=False, compare=False)  # [in_features, in_features], float64
+    # Panel i holds rows [i * width, ...) and the columns from the same number on, float64.
+    panels: list[Tensor] = field(init=False, repr=False, compare=False)
     tokens: int = field(default=0, init=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.matrix = torch.zeros(self.in_features, self.in_features, dtype=torch.float64)
+        width = math.ceil(self.in_features / math.ceil(self.in_features / _PANEL))
+        self.panels = [
+            torch.zeros(min(width, self.in_features - start), self.in_features - start, dtype=torch.float64)
+            for start in range(0, self.in_features, width)
+        ]
 
     def update(self, x: Tensor) -> None:
         """Add a batch [..., in_features]."""
-        flat = x.reshape(-1, self.in_features).float()
-        if self.matrix.device != flat.device:
-            self.matrix = self.matrix.to(flat.device)
-        self.matrix += flat.T @ flat
+        flat = x.reshape(-1, self.in_features)
+        if self.panels[0].device != flat.device:
+            self.panels = [panel.to(flat.device) for panel in self.panels]
+        exact = flat.is_cuda and flat.dtype in (torch.float16, torch.bfloat16)  # products of halves, float32 sums
+        flat = flat if exact else flat.float()
+        for panel in self.panels:
+            start = self.in_features - panel.shape[1]
+            left, right = flat[:, start : start + len(panel)].T, flat[:, start:]
+            panel.add_(torch.mm(left, right, out_dtype=torch.float32) if exact else left @ right)
         self.tokens += flat.shape[0]
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        """Return `matrix` [in_features, in_features]."""
-        return {"matrix": (self.matrix, "sum")}
+        """Return the panels, each [rows, in_features - first row]."""
+        return {f"panel{i}": (panel, "sum") for i, panel in enumerate(self.panels)}
+
+    @property
+    def matrix(self) -> Tensor:
+        """X^T X whole, float32 [in_features, in_features]; assembled anew each time."""
+        return self.assembled()
+
+    def assembled(self) -> Tensor:
+        """Return `matrix`, the caller's to overwrite."""
+        first = self.panels[0]
+        full = torch.empty(self.in_features, self.in_features, dtype=torch.float32, device=first.device)
+        for panel in self.panels:
+            start = self.in_features - panel.shape[1]
+            stop = start + len(panel)
+            full[start:stop, start:] = panel
+            full[stop:, start:stop] = panel[:, len(panel) :].T
+        return full
+
+    @property
+    def diagonal(self) -> Tensor:
+        """The squared norm of each feature, float64 [in_features]."""
+        return torch.cat([panel.diagonal() for panel in self.panels])
 
 
 @dataclass

@@ -20,6 +20,7 @@ from compressx.architecture import Architecture, survey, text_config
 from compressx.capture import capture_calls, replay, run_around
 from compressx.decide import Built, decide_all, gather, write
 from compressx.errors import UnsupportedModelError
+from compressx.finite import all_finite
 from compressx.hidden import Keep, in_memory
 from compressx.masks import MaskEntry, weight_sha256
 from compressx.planning import Plan
@@ -147,25 +148,26 @@ def _prune_block(
     """Observe and prune one block."""
     by_rule = plan.in_block(block.fqn)
     stats = gather(block, by_rule, pruners, passes, ranks)
-    decided = decide_all(block, by_rule, pruners, stats, ranks)
-    layers, masks, images = [], {}, {}
-    infos: dict[int, dict[str, float]] = {}  # copies, by the identity of what a pruner may share between linears
-    histories: dict[int, dict[str, tuple[float, ...]]] = {}
-    for name, decision in decided.items():
+    layers: dict[str, LayerReport] = {}
+    masks, images = {}, {}
+    # By the identity of what a pruner may share between linears: a copy, and itself, so that no other takes its place.
+    infos: dict[int, tuple[dict[str, float], object]] = {}
+    histories: dict[int, tuple[dict[str, tuple[float, ...]], object]] = {}
+    for name, decision in decide_all(block, by_rule, pruners, stats, ranks):
         rule, result, seconds = decision.rule, decision.result, decision.seconds
         linear, pattern = block.linears[name], by_rule[rule][name]
         masks[name] = MaskEntry(result.keep.cpu(), str(pattern), rule.label, weight_sha256(linear.weight))
         write(linear, result)
         shape = (linear.out_features, linear.in_features)
-        layers.append(
-            LayerReport(
-                name, rule.label, str(pattern), shape, pattern.sparsity, sparsity_of(result.keep), seconds,
-                infos.setdefault(id(result.info), dict(result.info)),
-                histories.setdefault(id(result.history), {k: tuple(map(float, v)) for k, v in result.history.items()}),
-            )
-        )  # fmt: skip
+        info, _ = infos.setdefault(id(result.info), (dict(result.info), result.info))
+        curves = {k: tuple(map(float, v)) for k, v in result.history.items()}
+        history, _ = histories.setdefault(id(result.history), (curves, result.history))
+        layers[name] = LayerReport(
+            name, rule.label, str(pattern), shape, pattern.sparsity, sparsity_of(result.keep), seconds, info, history
+        )
         images[name] = result.images
-    return tuple(layers), masks, images
+    order = [name for patterns in by_rule.values() for name in patterns]
+    return tuple(layers[n] for n in order), {n: masks[n] for n in order}, {n: images[n] for n in order}
 
 
 def finite(hidden: Tensor, fqn: str) -> Tensor:
@@ -174,6 +176,6 @@ def finite(hidden: Tensor, fqn: str) -> Tensor:
     Raises:
         UnsupportedModelError: an entry that is NaN or infinite.
     """
-    if not torch.isfinite(hidden).all():
+    if not all_finite(hidden):
         raise UnsupportedModelError(f"{fqn}: its output has NaN or infinite values on the calibration text")
     return hidden

@@ -20,7 +20,7 @@ from compressx import (
     UnsupportedModelError,
     hookimpl,
 )
-from compressx.obs import NotPositiveDefiniteError, inverse_cholesky, sweep
+from compressx.obs import NotPositiveDefiniteError, inverse_cholesky_of, sweep
 
 
 class SparseGPTOptions(BaseModel):
@@ -56,14 +56,14 @@ class SparseGPT:
             assert isinstance(hessian, Hessian)  # noqa: S101 - it is what observe asked for
             if id(hessian) not in factors:
                 try:
-                    factors[id(hessian)] = inverse_cholesky(hessian.matrix.float(), self.damping)
+                    factors[id(hessian)] = inverse_cholesky_of(hessian.assembled, self.damping)
                 except NotPositiveDefiniteError as error:
                     raise UnsupportedModelError(f"{name}: {error}") from error
             factor, damping = factors[id(hessian)]
-            dead = hessian.matrix.diagonal() == 0
+            dead = hessian.diagonal == 0
             weight = block.linears[name].weight
             keep, updated = sweep(weight, factor.to(weight.device), pattern, dead.to(weight.device))
-            results[name] = PruneResult(keep, updated, {"damping": damping})
+            results[name] = PruneResult(keep, updated.to(weight.dtype), {"damping": damping})
         return results
 
 

@@ -1,0 +1,202 @@
+"""Time and memory of pruning against llm-compressor, and against what the arithmetic alone would take.
+
+llm-compressor lives in a virtual environment of its own; both prune the same model in the same dtype, with the same
+calibration windows in the same batches, in turns, each time in a new process:
+
+    python -m venv llmc && llmc/bin/pip install llmcompressor==0.14.0.1
+    python benchmarks/speed.py MODEL --text train.txt --peer llmc/bin/python
+
+MODEL is a folder with safetensors. `prune` is the time of pruning a loaded model, calibration passes included and
+text, loading and saving left out; `command` is the whole process. `memory` is the highest resident memory of the
+process, and `above` what it exceeds that of the loaded model by. The floor is the arithmetic of two forwards of every
+decoder block and of the statistics, at the rate that a large matrix product reaches here in the dtype of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+METHODS = ("wanda", "sparsegpt")
+SPARSITY = 0.5
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak() -> int:
+    """Return the most it ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def by_compressx(task: dict[str, Any]) -> dict[str, float]:
+    """Prune and save by a recipe."""
+    from compressx import run
+
+    asked = {
+        "model": {"path": task["model"], "dtype": task["dtype"]},
+        "calibration": task["calibration"],
+        "prune": [{"targets": ["*"], "pruner": task["method"], "sparsity": SPARSITY}],
+        "output": task["output"],
+    }
+    base: list[int] = []
+    report = run(asked, progress=lambda stage, *_: base.append(resident()) if stage == "prune" else None)
+    return {"prune": report.seconds["prune"], "above": peak() - base[0], "sparsity": report.sparsity}
+
+
+def by_llmcompressor(task: dict[str, Any]) -> dict[str, float]:
+    """Prune by `oneshot` with its defaults, and save."""
+    import torch
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    windows = json.loads(Path(task["windows"]).read_text(encoding="utf-8"))
+    rows = Dataset.from_dict({"input_ids": windows, "attention_mask": [[1] * len(row) for row in windows]})
+    tokenizer = AutoTokenizer.from_pretrained(task["model"])
+    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=task["dtype"])
+    modifier = {"sparsegpt": SparseGPTModifier, "wanda": WandaPruningModifier}[task["method"]]
+    base, started = resident(), time.perf_counter()
+    oneshot(
+        model=model, processor=tokenizer, dataset=rows, batch_size=task["calibration"]["batch_size"],
+        # With targets="Linear", as its docstrings show, 0.14.0.1 prunes nothing and says nothing.
+        recipe=[modifier(sparsity=SPARSITY, targets=[r"re:model\.layers\.\d+$"])],
+        num_calibration_samples=len(windows), max_seq_length=len(windows[0]), shuffle_calibration_samples=False,
+    )  # fmt: skip
+    seconds = time.perf_counter() - started
+    model.save_pretrained(task["output"])
+    weights = [m.weight for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+    zeros = sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
+    return {"prune": seconds, "above": peak() - base, "sparsity": zeros}
+
+
+TOOLS = {"compressx": by_compressx, "llm-compressor": by_llmcompressor}
+
+
+def child(tool: str, task: dict[str, Any], python: str) -> dict[str, float]:
+    """Run one task in a new process."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        asked = {**task, "output": f"{folder}/pruned", "result": str(result)}
+        started = time.perf_counter()
+        done = subprocess.run(
+            [python, __file__, "--child", tool, json.dumps(asked)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            sys.exit(f"{tool} failed:\n{done.stderr[-3000:]}")
+        return {**json.loads(result.read_text(encoding="utf-8")), "command": time.perf_counter() - started}
+
+
+def rate(dtype: str) -> float:
+    """Measure the FLOP/s of a large matrix product."""
+    import torch
+
+    a, b = (torch.randn(2048, 2048).to(getattr(torch, dtype)) for _ in range(2))
+    seconds = []
+    for _ in range(10):
+        started = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - started)
+    return 2 * 2048**3 / statistics.median(seconds)
+
+
+def floor(model: str, dtype: str, method: str, calibration: dict[str, Any]) -> float:
+    """Return the seconds that the arithmetic takes at the rate of large products."""
+    from compressx.architecture import survey
+    from compressx.models import Checkpoint, load_empty
+
+    empty = load_empty(Checkpoint(model))
+    config = empty.config
+    tokens = calibration["samples"] * calibration["sequence_length"]
+    linears = survey(empty).linears
+    # Each token attends to half of the others on average: one product for the scores, one for the values.
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 2 * tokens * calibration["sequence_length"] * config.num_attention_heads * head
+    forward = 2 * tokens * sum(x.in_features * x.out_features for x in linears.values())
+    forward += attention * config.num_hidden_layers
+    gathered = 0.0
+    inputs = {(n.rsplit(".", 2)[0], x.in_features, _input_of(n)): x.in_features for n, x in linears.items()}
+    for width in inputs.values():
+        # X^T X is symmetric: half of the products are enough.
+        gathered += tokens * width * (width + 1) if method == "sparsegpt" else 2 * tokens * width
+    return 2 * forward / rate(dtype) + gathered / rate("float32")
+
+
+def _input_of(name: str) -> str:
+    """Say which input of a Llama block a linear has."""
+    last = name.rsplit(".", 1)[1]
+    return {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(last, last)
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Run both tools in turns and print medians and ratios."""
+    from compressx.calibration import calibration_windows, documents, token_ids
+    from compressx.models import Checkpoint, load_tokenizer
+    from compressx.sources import DatasetSource
+
+    calibration = {
+        "dataset": {"text": str(arguments.text)}, "samples": arguments.samples, "sequence_length": arguments.length,
+        "seed": 0, "batch_size": arguments.batch_size,
+    }  # fmt: skip
+    ids = token_ids(documents(DatasetSource(text=str(arguments.text)), "calibration"),
+                    load_tokenizer(Checkpoint(arguments.model)))  # fmt: skip
+    pythons = {"compressx": sys.executable} | ({"llm-compressor": arguments.peer} if arguments.peer else {})
+    print(f"{arguments.samples} x {arguments.length} tokens in batches of {arguments.batch_size}, {arguments.dtype}, "
+          f"{int(SPARSITY * 100)}%, medians of {arguments.rounds} round(s)\n")  # fmt: skip
+    print("| method | tool | prune, s | command, s | memory, MB | above, MB | sparsity | of the floor |")
+    print("|---|---|---:|---:|---:|---:|---:|---:|")
+    with tempfile.TemporaryDirectory() as folder:
+        windows = Path(folder) / "windows.json"
+        drawn = calibration_windows(ids, arguments.samples, arguments.length, 0)
+        windows.write_text(json.dumps(drawn.tolist()), encoding="utf-8")
+        for method in arguments.methods:
+            task = {"model": arguments.model, "method": method, "dtype": arguments.dtype, "calibration": calibration,
+                    "windows": str(windows)}  # fmt: skip
+            runs: dict[str, list[dict[str, float]]] = {tool: [] for tool in pythons}
+            for _ in range(arguments.rounds):
+                for tool, python in pythons.items():
+                    runs[tool].append(child(tool, task, python))
+            least = floor(arguments.model, arguments.dtype, method, calibration)
+            for tool, each in runs.items():
+                m = {key: statistics.median(r[key] for r in each) for key in each[0]}
+                megabytes = f"{m['memory'] / 1e6:.0f} | {m['above'] / 1e6:.0f}"
+                print(f"| {method} | {tool} | {m['prune']:.1f} | {m['command']:.1f} | {megabytes} | "
+                      f"{m['sparsity']:.2%} | {m['prune'] / least:.2f} |", flush=True)  # fmt: skip
+            print(f"| {method} | floor | {least:.1f} | | | | | 1 |", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compare, or run one task in this process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--text", type=Path, required=True, help="calibration text")
+    parser.add_argument("--peer", help="Python of an environment with llm-compressor; without it compressx runs alone")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    compare(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:  # run by either tool's Python, which need not know the other's packages
+        asked = json.loads(sys.argv[3])
+        told = TOOLS[sys.argv[2]](asked)
+        Path(asked["result"]).write_text(json.dumps({**told, "memory": peak()}), encoding="utf-8")
+    else:
+        main()
