@@ -250,6 +250,7 @@ def _prune(
         asked.tell("prune", len(finished), total)
         if asked.ranks.first:
             asked.plugins.manager.hook.compressx_block_pruned(report=block.report)
+        del block  # its masks are on disk
     return finished
 
 

@@ -8,7 +8,7 @@ the same input.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -58,33 +58,27 @@ class Hessian:
     """
 
     in_features: int
-    # Panel i holds rows [i * width, ...) and the columns from the same number on, float64.
-    panels: list[Tensor] = field(init=False, repr=False, compare=False)
+    sums: Tensor = field(init=False, repr=False, compare=False)  # the panels one after the other, float64
     tokens: int = field(default=0, init=False, compare=False)
 
     def __post_init__(self) -> None:
-        width = math.ceil(self.in_features / math.ceil(self.in_features / _PANEL))
-        self.panels = [
-            torch.zeros(min(width, self.in_features - start), self.in_features - start, dtype=torch.float64)
-            for start in range(0, self.in_features, width)
-        ]
+        size = sum((stop - start) * (self.in_features - start) for start, stop in self._rows())
+        self.sums = torch.zeros(size, dtype=torch.float64)
 
     def update(self, x: Tensor) -> None:
         """Add a batch [..., in_features]."""
         flat = x.reshape(-1, self.in_features)
-        if self.panels[0].device != flat.device:
-            self.panels = [panel.to(flat.device) for panel in self.panels]
+        self.sums = self.sums.to(flat.device)
         exact = flat.is_cuda and flat.dtype in (torch.float16, torch.bfloat16)  # products of halves, float32 sums
         flat = flat if exact else flat.float()
-        for panel in self.panels:
-            start = self.in_features - panel.shape[1]
-            left, right = flat[:, start : start + len(panel)].T, flat[:, start:]
-            panel.add_(torch.mm(left, right, out_dtype=torch.float32) if exact else left @ right)
+        for start, stop, panel in self._panels():
+            left, right = flat[:, start:stop].T, flat[:, start:]
+            panel += torch.mm(left, right, out_dtype=torch.float32) if exact else left @ right  # noqa: PLW2901
         self.tokens += flat.shape[0]
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        """Return the panels, each [rows, in_features - first row]."""
-        return {f"panel{i}": (panel, "sum") for i, panel in enumerate(self.panels)}
+        """Return `sums`, of which `matrix` is made."""
+        return {"sums": (self.sums, "sum")}
 
     @property
     def matrix(self) -> Tensor:
@@ -93,19 +87,28 @@ class Hessian:
 
     def assembled(self) -> Tensor:
         """Return `matrix`, the caller's to overwrite."""
-        first = self.panels[0]
-        full = torch.empty(self.in_features, self.in_features, dtype=torch.float32, device=first.device)
-        for panel in self.panels:
-            start = self.in_features - panel.shape[1]
-            stop = start + len(panel)
+        full = self.sums.new_empty(self.in_features, self.in_features, dtype=torch.float32)
+        for start, stop, panel in self._panels():
             full[start:stop, start:] = panel
-            full[stop:, start:stop] = panel[:, len(panel) :].T
+            full[stop:, start:stop] = panel[:, stop - start :].T
         return full
 
     @property
     def diagonal(self) -> Tensor:
         """The squared norm of each feature, float64 [in_features]."""
-        return torch.cat([panel.diagonal() for panel in self.panels])
+        return torch.cat([panel.diagonal() for _, _, panel in self._panels()])
+
+    def _rows(self) -> list[tuple[int, int]]:
+        """Return the first row of each panel and the one after its last."""
+        width = math.ceil(self.in_features / math.ceil(self.in_features / _PANEL))
+        return [(start, min(start + width, self.in_features)) for start in range(0, self.in_features, width)]
+
+    def _panels(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield each panel's rows and the panel [stop - start, in_features - start], which begins at the diagonal."""
+        end = 0
+        for start, stop in self._rows():
+            begin, end = end, end + (stop - start) * (self.in_features - start)
+            yield start, stop, self.sums[begin:end].view(stop - start, -1)
 
 
 @dataclass

@@ -107,6 +107,7 @@ def prune_model(
             if layers:
                 report = BlockReport(index, fqn, layers, time.perf_counter() - started)
                 yield PrunedBlock(report, masks, images, states)
+            del layers, masks, images  # not to be held while the next block needs the room
     if plan.in_block(OUTSIDE) and start < len(order):
         with access.materialise(OUTSIDE):
             yield _prune_outside(model, plan, pruners, found, states, batches, ranks)

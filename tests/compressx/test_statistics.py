@@ -17,6 +17,7 @@ def test_batches_of_any_size_give_the_float64_sum(kind, sizes):
     flat = x.reshape(-1, 10).double()
     expected = flat.T @ flat if kind is Hessian else flat.square().sum(dim=0)
     ((value, reduction),) = statistic.tensors().values()
+    value = statistic.matrix if kind is Hessian else value
     assert reduction == "sum"
     assert statistic.tokens == 72
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-4)
@@ -31,6 +32,29 @@ def test_bfloat16_inputs_are_summed_in_float32_at_least(kind):
     expected = 4096 * float(x[0, 0, 0]) ** 2
     assert value.dtype in (torch.float32, torch.float64)
     assert float(value.flatten()[0]) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("width", [1, 255, 256, 257, 600])
+def test_a_hessian_of_any_width_is_whole_though_half_of_it_is_gathered(width):
+    x = torch.randn(3, 7, width, generator=torch.Generator().manual_seed(0))
+    hessian = Hessian(width)
+    for batch in x:
+        hessian.update(batch[None])
+    flat = x.reshape(-1, width).double()
+    torch.testing.assert_close(hessian.matrix.double(), flat.T @ flat, rtol=1e-5, atol=1e-4)
+    assert torch.equal(hessian.matrix, hessian.matrix.T)
+    torch.testing.assert_close(hessian.diagonal, flat.square().sum(dim=0), rtol=1e-5, atol=1e-4)
+    assert hessian.sums.numel() <= width * (width + 256) / 2
+    assert hessian.assembled().data_ptr() != hessian.assembled().data_ptr()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_products_of_bfloat16_are_summed_in_float32():
+    x = torch.randn(2, 500, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    hessian = Hessian(300)
+    hessian.update(x.cuda())
+    flat = x.reshape(-1, 300).double()
+    torch.testing.assert_close(hessian.matrix.double().cpu(), flat.T @ flat, rtol=1e-4, atol=1e-2)
 
 
 def test_feature_norms_are_the_square_roots():
