@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compressx.errors import CalibrationError, CompressxError, PluginError, UnsupportedModelError
+from compressx.errors import ArtifactError, CalibrationError, CompressxError, PluginError, UnsupportedModelError
 from compressx.finite import all_finite
 from compressx.observe import observe
 from compressx.patterns import NM, FixedMask, Pattern, Unstructured, zeros_in
@@ -56,8 +56,15 @@ def gather(
         By linear name, then by the role that asked.
 
     Raises:
+        ArtifactError: a weight that is not finite; the message names it.
         CalibrationError: an input that is not finite, or a linear that no batch reached.
     """
+    for name, tensor in block.module.state_dict().items():
+        if not tensor.is_meta and not all_finite(tensor):
+            raise ArtifactError(
+                f"{block.fqn}.{name}".removeprefix(".")
+                + " has NaN or infinite values; the checkpoint is damaged, or its dtype too narrow for it"
+            )
     wanted: dict[str, dict[str, Statistic]] = {}
     asking: dict[tuple[str, str], Callable[[], Statistic | None]] = {}
     for rule, names in by_rule.items():

@@ -139,7 +139,7 @@ def load_model(checkpoint: Checkpoint) -> Any:
     A GGUF checkpoint is dequantized; the model that is returned carries no trace of it and saves like any other.
 
     Raises:
-        ArtifactError: when the weights cannot be read.
+        ArtifactError: when the weights cannot be read, are not all there, or have other shapes than the config says.
         UnsupportedModelError: a pickle checkpoint, or an architecture that transformers does not know.
     """
     from transformers import AutoModelForCausalLM
@@ -149,8 +149,17 @@ def load_model(checkpoint: Checkpoint) -> Any:
         dtype = "float32"
     with quiet_libraries(), _explained(checkpoint):
         safetensors = {} if checkpoint.gguf_file is not None else {"use_safetensors": True}
-        model = AutoModelForCausalLM.from_pretrained(
-            checkpoint.location, dtype=dtype, **safetensors, **checkpoint.arguments
+        model, found = AutoModelForCausalLM.from_pretrained(
+            checkpoint.location, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
+            **safetensors, **checkpoint.arguments,
+        )  # fmt: skip
+    # transformers would go on with random numbers.
+    if missing := sorted(found["missing_keys"]):
+        raise ArtifactError(f"{checkpoint.location}: the checkpoint lacks {', '.join(missing[:3])}")
+    for name, stored, expected in sorted(found["mismatched_keys"]):
+        raise ArtifactError(
+            f"{checkpoint.location}: {name} is stored as {[*stored]}, while the config means {[*expected]}; one of the "
+            "two belongs to another model"
         )
     return (_without_gguf(model) if checkpoint.gguf_file is not None else model).eval()
 

@@ -160,6 +160,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     )
     for linear in linears:
         _check_divisible(loaded, linear)
+        _check_some_survive(loaded, linear)
     skipped = {n: "no rule names it" for n in architecture.linears if n not in taken}
     skipped |= {
         n: "outside the decoder blocks; pruned only when a rule names it"
@@ -230,6 +231,21 @@ def _check_divisible(loaded: LoadedRecipe, linear: PlannedLinear) -> None:
         raise RecipeError(
             f"{loaded.where('prune', linear.rule.index, 'pattern')}: {linear.name} has {in_features} input features, "
             f"not divisible by {pattern.of} (pattern {pattern})"
+        )
+
+
+def _check_some_survive(loaded: LoadedRecipe, linear: PlannedLinear) -> None:
+    """Refuse a sparsity that rounds to nothing but zeros: rows of them, or a whole weight."""
+    pattern, (rows, columns) = linear.pattern, linear.shape
+    if isinstance(pattern, NM):
+        return
+    competing, what = (columns, "each row") if pattern.group == "row" else (rows * columns, "all")
+    if round(pattern.sparsity * competing) == competing:
+        allocated = loaded.recipe.allocation is not None
+        place = ("allocation", "target") if allocated else ("prune", linear.rule.index, "sparsity")
+        raise RecipeError(
+            f"{loaded.where(*place)}: sparsity {pattern.sparsity:g} leaves none of the {competing} weights in {what} "
+            f"of {linear.name}; at most {(competing - 1) / competing:.6g} leaves one"
         )
 
 

@@ -1,0 +1,117 @@
+"""Models that are damaged and recipes that would leave nothing: each an error that names what is wrong."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.compressx.saved import save_tiny
+
+from compressx import ArtifactError, RecipeError, run
+
+UP = "model.layers.1.mlp.up_proj.weight"
+QUERY_KEY = ["*.q_proj", "*.k_proj"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama")
+
+
+def tampered(model: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def asked(model: Path, text: Path, output: Path, *, streaming: bool = False, **rule: Any) -> dict[str, Any]:
+    return {
+        "model": {"path": str(model), "streaming": streaming},
+        "calibration": {"dataset": {"text": str(text)}, "samples": 4, "sequence_length": 16},
+        "prune": [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5, **rule}],
+        "output": str(output),
+    }
+
+
+@pytest.fixture
+def prune(model: Path, tmp_path: Path) -> Callable[..., Any]:
+    return lambda damaged=model, **rule: run(asked(damaged, model.with_name("text.txt"), tmp_path / "out", **rule))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("pruner", ["magnitude", "wanda", "sparsegpt", "attnprune"])
+def test_a_weight_that_is_not_finite_is_named_whatever_the_pruner(pruner, value, streaming, model, prune, tmp_path):
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[UP][3, 5] = value
+
+    damaged = tampered(model, tmp_path / "damaged", spoil)
+    targets = {"targets": QUERY_KEY} if pruner == "attnprune" else {}
+    with pytest.raises(ArtifactError, match=rf"^{UP} has NaN or infinite values"):
+        prune(damaged, pruner=pruner, streaming=streaming, **targets)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_checkpoint_that_lacks_a_weight_is_refused_instead_of_pruned_with_random_numbers(
+    streaming, model, prune, tmp_path
+):
+    damaged = tampered(model, tmp_path / "damaged", lambda tensors: tensors.pop(UP))
+    with pytest.raises(ArtifactError, match=rf"damaged: the checkpoint lacks {UP}"):
+        prune(damaged, streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_weight_of_another_shape_than_the_config_says_is_named_with_its_shape(streaming, model, prune, tmp_path):
+    def shorten(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[UP] = tensors[UP][:-1].contiguous()
+
+    damaged = tampered(model, tmp_path / "damaged", shorten)
+    with pytest.raises(ArtifactError, match=rf"damaged.*{UP}.*\[95, 64\]"):
+        prune(damaged, streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:8] + b"xx" + b[10:], lambda _: b""])
+def test_a_truncated_or_corrupt_file_is_named(damage, streaming, model, prune, tmp_path):
+    shutil.copytree(model, tmp_path / "damaged")
+    file = tmp_path / "damaged" / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ArtifactError, match=r"damaged.*header"):
+        prune(tmp_path / "damaged", streaming=streaming)
+
+
+@pytest.mark.parametrize("pruner", ["wanda", "sparsegpt", "attnprune"])
+def test_inputs_that_are_all_zero_are_pruned_like_any_others(pruner, model, prune, tmp_path):
+    silent = tampered(model, tmp_path / "silent", lambda t: t["model.layers.1.input_layernorm.weight"].zero_())
+    report = prune(silent, pruner=pruner, **({"targets": QUERY_KEY} if pruner == "attnprune" else {}))
+    assert report.sparsity == 0.5
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (
+            {"sparsity": 0.999, "group": "row"},
+            "none of the 64 weights in each row of .*; at most 0.984375 leaves",
+        ),
+        ({"sparsity": 0.9999, "group": "layer"}, "none of the 4096 weights in all of .*q_proj; at most 0.999756"),
+        ({"sparsity": 0.999, "pruner": "sparsegpt", "group": "row"}, "none of the 64 weights in each row"),
+        ({"sparsity": 0.999, "pruner": "magnitude", "group": "row"}, "none of the 64 weights in each row"),
+    ],
+)
+def test_a_sparsity_that_leaves_rows_empty_is_refused_with_the_highest_that_does_not(rule, message, prune):
+    with pytest.raises(RecipeError, match=rf"prune\[0\]\.sparsity: sparsity 0\.999.* leaves {message}"):
+        prune(**rule)
+
+
+def test_the_highest_sparsity_that_is_named_is_accepted(prune):
+    report = prune(sparsity=0.984375, group="row", targets=["*.q_proj"])
+    assert report.sparsity == 0.984375
