@@ -12,10 +12,8 @@ The table goes to standard output. The exit status is 1 when a peak is above its
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
-import random
 import resource
 import sys
 import time
@@ -23,11 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from compressx import run, shards
-from compressx.architecture import find_blocks
+from compressx import run
+from random_llama import config, make, write_text
 
 METHODS: dict[str, dict[str, Any]] = {
     "wanda 2:4": {"targets": ["*"], "pruner": "wanda", "pattern": "2:4"},
@@ -36,47 +32,11 @@ METHODS: dict[str, dict[str, Any]] = {
 BLOCKS_ALLOWED, BASE = 3, 10**9
 
 
-def config(arguments: argparse.Namespace) -> LlamaConfig:
-    """Describe a model with as many blocks as the size asks for."""
+def layers_for(arguments: argparse.Namespace) -> int:
+    """Count the blocks that make a model of the size that was asked for."""
     width, inner = arguments.width, arguments.inner
-    kv = width // 4
-    block = 2 * (2 * width * width + 2 * width * kv + 3 * width * inner)  # bytes
-    outside = 2 * 2 * arguments.vocabulary * width
-    layers = max(1, math.ceil((arguments.gigabytes * 1e9 - outside) / block))
-    return LlamaConfig(
-        vocab_size=arguments.vocabulary, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=width // 128, num_key_value_heads=max(1, kv // 128), max_position_embeddings=4096,
-        tie_word_embeddings=False, dtype="bfloat16",
-    )  # fmt: skip
-
-
-def make(folder: Path, settings: LlamaConfig) -> None:
-    """Write random weights block by block, and a tokenizer of whole words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-    blocks = find_blocks(model)
-    generator = torch.Generator().manual_seed(0)
-    weight_map: dict[str, str] = {}
-    for number, fqn in enumerate((shards.OUTSIDE, *blocks)):
-        file = f"model-{number + 1:05d}-of-{len(blocks) + 1:05d}.safetensors"
-        tensors = {
-            name: torch.ones(t.shape, dtype=t.dtype)
-            if t.dim() == 1
-            else torch.empty(t.shape, dtype=t.dtype).normal_(std=0.02, generator=generator)
-            for name, t in shards.tensors_of(model, blocks, fqn).items()
-        }
-        shards.write(folder / file, tensors)
-        weight_map |= dict.fromkeys(tensors, file)
-    settings.architectures = ["LlamaForCausalLM"]
-    settings.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(settings.vocab_size)}, unk_token="w0"))  # noqa: S106
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)  # noqa: S106
-    # Last: a folder with an index is whole.
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    block = 2 * (2 * width * width + 2 * width * (width // 4) + 3 * width * inner)  # bytes
+    return max(1, math.ceil((arguments.gigabytes * 1e9 - 2 * 2 * arguments.vocabulary * width) / block))
 
 
 def prune(asked: dict[str, Any], threads: int, sender: Any) -> None:
@@ -101,14 +61,12 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
-    settings = config(arguments)
+    settings = config(arguments.width, arguments.inner, layers_for(arguments), arguments.vocabulary)
     model = arguments.folder / "model"
     if not (model / "model.safetensors.index.json").exists():
         make(model, settings)
     text = arguments.folder / "text.txt"
-    choice = random.Random(0)  # noqa: S311 - text, no secret
-    count = 2 * arguments.samples * arguments.length
-    text.write_text(" ".join(f"w{choice.randrange(arguments.vocabulary)}" for _ in range(count)))
+    write_text(text, 2 * arguments.samples * arguments.length, arguments.vocabulary)
     sizes = {p.name: p.stat().st_size for p in model.glob("*.safetensors")}
     block = sorted(sizes.values())[len(sizes) // 2]
     states = arguments.samples * arguments.length * arguments.width * 2

@@ -14,13 +14,17 @@ from torch import Tensor, nn
 
 from compressx import shards
 from compressx.access import Access, InMemory, block_file
-from compressx.architecture import find_blocks
+from compressx.architecture import find_blocks, text_config
 from compressx.capture import capture_calls, replay, run_around
 from compressx.errors import ArtifactError
 from compressx.export import save_model
+from compressx.hidden import InFiles, in_memory
 from compressx.models import Checkpoint, load_empty, load_model, load_offloaded, local_folder
 from compressx.shards import OUTSIDE, Shards
 from compressx.sources import Streaming
+
+_HIDDEN_SHARE = 0.25
+"""Of the free memory: hidden states of an evaluation that would take more are kept in files."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,17 +72,25 @@ class StreamedModel:
     def logits(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """Run the model on all batches, block by block, and yield the logits of each.
 
-        Hidden states of all batches are held meanwhile.
+        Hidden states of all batches are kept meanwhile: in temporary files where they would take too much memory.
+
+        Raises:
+            ArtifactError: as `materialise`, or no room for the files.
         """
-        with self.materialise(OUTSIDE):
-            states, calls = capture_calls(self.model, self.blocks, [b.to(self.device) for b in batches])
-        for fqn in self.blocks:
-            with self.materialise(fqn) as module, torch.no_grad():
-                for state, call in zip(states, calls[fqn], strict=True):
-                    state.copy_(replay(module, state, call))
-        with self.materialise(OUTSIDE):
-            for batch, state in zip(batches, states, strict=True):
-                yield run_around(self.model, self.blocks, batch.to(self.device), state).logits
+        width = text_config(self.model).hidden_size * self.model.dtype.itemsize
+        large = width * sum(batch.numel() for batch in batches) > _HIDDEN_SHARE * _free_memory(self.device)
+        with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
+            keep = InFiles(Path(folder)) if large else in_memory
+            with self.materialise(OUTSIDE):
+                states, calls = capture_calls(self.model, self.blocks, [b.to(self.device) for b in batches], keep)
+            for fqn in self.blocks:
+                with self.materialise(fqn) as module, torch.no_grad():
+                    for state, call in zip(states, calls[fqn], strict=True):
+                        state.copy_(replay(module, state.to(self.device), call))
+            with self.materialise(OUTSIDE):
+                for batch, state in zip(batches, states, strict=True):
+                    ids = batch.to(self.device)
+                    yield run_around(self.model, self.blocks, ids, state.to(self.device)).logits
 
     @contextmanager
     def whole(self) -> Iterator[Any]:
@@ -150,11 +162,15 @@ def open_streamed(checkpoint: Checkpoint, device: torch.device | str = "cpu") ->
 
 def is_larger_than_memory(checkpoint: Checkpoint, device: torch.device) -> bool:
     """Say whether a model would take more than half of the memory that is free; a GGUF file never does."""
-    import psutil
-
     if checkpoint.gguf_file is not None:
         return False
     skeleton = load_empty(checkpoint)
     size = sum(p.numel() * p.element_size() for p in skeleton.parameters())
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return bool(size > free / 2)
+    return bool(size > _free_memory(device) / 2)
+
+
+def _free_memory(device: torch.device) -> int:
+    import psutil
+
+    free: int = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return free

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
+import types
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -39,3 +42,21 @@ def test_a_streamed_model_gives_the_fingerprint_and_the_logits_of_the_loaded_one
             assert torch.equal(got, want)
         with streamed.whole() as model:
             assert torch.equal(model(batches[0], use_cache=False).logits, expected[0])
+
+
+def test_hidden_states_of_an_evaluation_that_memory_cannot_hold_lie_in_files_until_it_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    streamed = open_streamed(Checkpoint(str(tmp_path / "model")))
+    batches = tiny_tokens(sequences=5).split(2)
+    expected = list(streamed.logits(batches))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=1000))
+    found = streamed.logits(batches)
+    first = next(found)
+    assert len(list((tmp_path / "scratch").rglob("*.states"))) == 3
+    for got, want in zip([first, *found], expected, strict=True):
+        assert torch.equal(got, want)
+    assert not list((tmp_path / "scratch").iterdir())
