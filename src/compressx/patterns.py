@@ -16,6 +16,9 @@ from torch import Tensor
 
 from compressx.finite import all_finite
 
+_PART = 1 << 22
+"""Scores that are compared at once."""
+
 Group: TypeAlias = Literal["row", "layer", "joint"]
 
 
@@ -117,11 +120,19 @@ def drop_lowest(scores: Tensor, count: int) -> Tensor:
         raise ValueError("scores must be finite: there are NaN or infinite weights or statistics")
     if count == 0:
         return torch.ones_like(scores, dtype=torch.bool)
+    # A part at a time: what is needed on the way takes several times the memory of the scores.
+    parts = scores.split(max(1, _PART // scores.shape[1]))
+    return torch.cat([_drop_lowest(part, count) for part in parts])
+
+
+def _drop_lowest(scores: Tensor, count: int) -> Tensor:
     threshold = _kth_lowest(scores, count)
     keep = scores > threshold
     tied = scores == threshold
-    missing = count - (scores.shape[1] - (keep | tied).sum(dim=1, keepdim=True))  # [groups, 1]
-    return keep | (tied & (tied.cumsum(dim=1) > missing))
+    missing = count - (scores.shape[1] - (keep | tied).sum(dim=1, keepdim=True))  # [groups, 1]; how many ties to drop
+    some = (tied.sum(dim=1, keepdim=True) > missing).flatten().nonzero().flatten()  # groups that keep some of them
+    keep[some] |= tied[some] & (tied[some].cumsum(dim=1) > missing[some])
+    return keep
 
 
 def _kth_lowest(scores: Tensor, count: int) -> Tensor:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from compressx.errors import ArtifactError
-from compressx.maskfile import MaskEntry, read_masks, weight_sha256, write_masks
+from compressx.maskfile import MaskEntry, join_masks, read_masks, weight_sha256, write_masks
 
 _SHA = "0123456789abcdef" * 4
 
@@ -65,6 +65,32 @@ def test_masks_of_any_name_and_shape_come_back_as_they_were_and_in_order(
     path = folder / "round-trip.safetensors"
     write_masks(path, entries)
     assert _same(read_masks(path), entries)
+
+
+@settings(max_examples=30, deadline=None)
+@given(entries=_entries(), parts=st.integers(1, 4))
+def test_masks_joined_from_several_files_are_the_bytes_of_one_and_safetensors_reads_them(
+    entries: dict[str, MaskEntry], parts: int, folder: Path
+) -> None:
+    names = list(entries)
+    size = -(-len(names) // parts) or 1
+    for i in range(parts):
+        part = {name: entries[name] for name in names[i * size : (i + 1) * size]}
+        write_masks(folder / f"part{i}.safetensors", part)
+    join_masks(folder / "joined.safetensors", [folder / f"part{i}.safetensors" for i in range(parts)])
+    write_masks(folder / "one.safetensors", entries)
+    assert (folder / "joined.safetensors").read_bytes() == (folder / "one.safetensors").read_bytes()
+    assert set(load_file(folder / "joined.safetensors")) == {f"{name}.mask" for name in names}
+
+
+def test_a_damaged_part_is_named_and_nothing_is_joined(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_masks(tmp_path / f"{name}.safetensors", {name: _entry(3, 5)})
+    whole = (tmp_path / "b.safetensors").read_bytes()
+    (tmp_path / "b.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(ArtifactError, match=r"b\.safetensors is no safetensors file, or not all of one"):
+        join_masks(tmp_path / "joined.safetensors", [tmp_path / "a.safetensors", tmp_path / "b.safetensors"])
+    assert not (tmp_path / "joined.safetensors").exists()
 
 
 @settings(max_examples=300, deadline=None)

@@ -30,14 +30,27 @@ def one_weight_at_a_time(weight: torch.Tensor, hessian: torch.Tensor, keep: torc
     return w
 
 
-def test_the_factor_is_the_upper_cholesky_factor_of_the_damped_inverse():
-    _, x = problem(1, 12)
+@pytest.mark.parametrize("columns", [1, 12, 256, 257, 700])
+def test_the_factor_is_the_upper_cholesky_factor_of_the_damped_inverse(columns):
+    _, x = problem(1, columns, tokens=2 * columns + 10)
     hessian = x.T @ x
+    before = hessian.clone()
     factor, damping = inverse_cholesky(hessian, 0.01)
-    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(12, dtype=torch.float64)
+    assert torch.equal(hessian, before)
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
     assert damping == 0.01
     assert torch.equal(factor, factor.triu())
     torch.testing.assert_close(factor.T @ factor, torch.linalg.inv(damped), rtol=1e-9, atol=1e-12)
+
+
+def test_a_factor_in_float32_is_as_good_as_one_that_inverts_in_float64(monkeypatch):
+    monkeypatch.setattr("compressx.obs._CHUNK", 1000)
+    _, x = problem(1, 300, tokens=600)
+    hessian = x.T @ x
+    expected, _ = inverse_cholesky(hessian)
+    factor, _ = inverse_cholesky(hessian.float())
+    assert factor.dtype == torch.float32
+    assert (factor - expected).norm() < 1e-4 * expected.norm()
 
 
 def test_a_sweep_over_a_fixed_mask_equals_the_update_derived_one_weight_at_a_time():

@@ -184,6 +184,55 @@ def test_linears_with_the_same_input_share_one_statistic_and_others_do_not():
     assert given["model.layers.0.self_attn.q_proj"] is not q
 
 
+def test_a_block_is_observed_only_as_far_as_the_last_linear_that_is_asked_about():
+    model = tiny_model("llama")
+    ran: list[str] = []
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        module = model.get_submodule(f"model.layers.0.{name}")
+        module.register_forward_pre_hook(lambda _module, _args, name=name: ran.append(name))
+    plan = plan_all(model, SPECS["wanda"], Unstructured(0.5), only="0.self_attn.q_proj")
+    list(prune_model(InMemory(model), plan, batches(2)))
+    assert ran == ["self_attn.o_proj", "mlp.down_proj"]  # by the first batch, which tells in what order they are called
+
+
+def test_separable_linears_are_written_one_by_one_and_only_after_what_has_to_see_the_block_whole():
+    model = tiny_model("llama")
+    dense = {n: x.weight.clone() for n, x in survey(model).linears.items()}
+    asked: list[tuple[str, set[str]]] = []
+
+    class Spy:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def observe(self, block, name):
+            return FeatureNorms(block.linears[name].in_features)
+
+        def prune(self, block, patterns, stats):
+            changed = {n for n, x in block.linears.items() if not torch.equal(x.weight, dense[n])}
+            asked.append((f"{self.name} {' '.join(n.rpartition('.')[2] for n in patterns)}", changed))
+            return {n: PruneResult(keep_mask(block.linears[n].weight.abs(), p)) for n, p in patterns.items()}
+
+    at = "model.layers.0."
+    rules = [
+        PlannedRule(0, spec_of(Spy("apart"), separable=True), NoOptions(), None, None),
+        PlannedRule(1, spec_of(Spy("whole")), NoOptions(), None, None),
+    ]
+    linears = tuple(
+        PlannedLinear(n, "model.layers.0", tuple(x.weight.shape), rules["mlp" in n], Unstructured(0.5))
+        for n, x in survey(model).linears.items()
+        if n.startswith(at)
+    )
+    (block,) = prune_model(InMemory(model), Plan(linears, {}, tuple(rules), needs_calibration=True), batches())
+    mlp = {f"{at}mlp.{n}_proj" for n in ("gate", "up", "down")}
+    qkv = {f"{at}self_attn.{n}_proj" for n in "qkv"}
+    assert asked == [
+        ("whole gate_proj up_proj down_proj", set()),
+        ("apart q_proj k_proj v_proj", mlp),
+        ("apart o_proj", mlp | qkv),
+    ]
+    assert [x.name for x in block.report.layers] == [x.name for x in linears]
+
+
 def test_no_hook_and_no_replaced_forward_is_left_even_when_a_pruner_fails():
     model = tiny_model("llama")
 
@@ -321,8 +370,8 @@ def test_a_module_that_no_token_reaches_is_an_error_that_names_it():
 def test_activations_that_are_not_finite_name_the_layer():
     model = tiny_model("llama")
     with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("inf")
-    with pytest.raises((CalibrationError, UnsupportedModelError), match=r"model\.layers\.1.*NaN or infinite"):
+        model.model.layers[1].mlp.up_proj.weight.fill_(3e38)
+    with pytest.raises(CalibrationError, match=r"input of model\.layers\.1\.mlp\.down_proj has NaN or infinite"):
         list(prune_model(InMemory(model), plan_all(model, SPECS["wanda"], HALF, only="proj"), batches()))
 
 
