@@ -121,7 +121,7 @@ def drop_lowest(scores: Tensor, count: int) -> Tensor:
     if count == 0:
         return torch.ones_like(scores, dtype=torch.bool)
     # A part at a time: what is needed on the way takes several times the memory of the scores.
-    parts = scores.split(max(1, _PART // scores.shape[1]))
+    parts = torch.split(scores, max(1, _PART // scores.shape[1]))
     return torch.cat([_drop_lowest(part, count) for part in parts])
 
 

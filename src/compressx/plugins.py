@@ -281,5 +281,7 @@ def _check_spec(spec: object) -> None:
         raise TypeError(f"compressx_pruners returned a PrunerSpec named {name!r}; a name is text")
     if not (inspect.isclass(options) and issubclass(options, BaseModel)):
         raise TypeError(f"pruner {name!r} has options {options!r:.80}, which is no pydantic model")
+    if options is BaseModel:
+        raise TypeError(f"pruner {name!r} has pydantic's BaseModel itself as options; derive an empty class from it")
     if not callable(spec.build):
         raise TypeError(f"pruner {name!r} has build {spec.build!r:.80}, which is not callable")

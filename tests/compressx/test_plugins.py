@@ -340,6 +340,10 @@ def listen(report):
         ("7", "TypeError: 'int' object is not iterable"),
         ("(1 / 0 for _ in [1])", "ZeroDivisionError: division by zero"),
         ("[spec('', Options)]", "TypeError: compressx_pruners returned a PrunerSpec named ''; a name is text"),
+        (
+            "[spec('x', __import__('pydantic').BaseModel)]",
+            "TypeError: pruner 'x' has pydantic's BaseModel itself as options; derive an empty class from it",
+        ),
         ("[spec('x', dict)]", "TypeError: pruner 'x' has options <class 'dict'>, which is no pydantic model"),
         ("[spec('x', Options, None)]", "TypeError: pruner 'x' has build None, which is not callable"),
         ("[spec('x', Options), spec('x', Options)]", "ValueError: compressx_pruners offers a pruner twice: x, x"),

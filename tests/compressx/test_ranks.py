@@ -177,10 +177,13 @@ def write_recipe(saved: Path, rules: list[dict[str, Any]], folder: Path, **more:
     return path
 
 
-def torchrun(recipe: Path, *options: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    recipe: Path, *options: str, processes: int = 2, plugins: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COMPRESSX_CACHE": str(recipe.with_name("cache"))}
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}",
-               f"--master-port={free_port()}", "-m", "compressx", "run", str(recipe), *options]  # fmt: skip
+               f"--master-port={free_port()}", "-m", "compressx", *(f"--plugin={name}" for name in plugins),
+               "run", str(recipe), *options]  # fmt: skip
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
@@ -214,3 +217,55 @@ def test_a_process_that_fails_ends_the_others_with_its_error(model: Path, tmp_pa
     assert done.returncode != 0
     assert "1 calibration windows are fewer than the 2 processes" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+CRASHING = '''
+import os, signal
+from pathlib import Path
+from pydantic import BaseModel
+from compressx import FeatureNorms, PruneResult, PrunerSpec, hookimpl, keep_masks
+
+class Options(BaseModel):
+    pass
+
+class Crashing:
+    """Magnitude pruning whose second process is killed once, in the second block."""
+
+    def observe(self, block, name):
+        return FeatureNorms(block.linears[name].in_features)
+
+    def prune(self, block, patterns, stats):
+        marker = Path(os.environ["MARKER"])
+        if block.index == 1 and os.environ.get("RANK") == "1" and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        scores = {n: block.linears[n].weight.abs() * stats[n].norms for n in patterns}
+        return {n: PruneResult(keep) for n, keep in keep_masks(scores, patterns).items()}
+
+@hookimpl
+def compressx_pruners():
+    return [PrunerSpec("crashing", "for a test", Options, lambda _: Crashing(), separable=True)]
+'''
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others_and_both_go_on_from_the_last_finished_block(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "crashing.py").write_text(CRASHING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("MARKER", str(tmp_path / "killed"))
+    rules = [{"targets": ["*"], "pruner": "crashing", "sparsity": 0.5}]
+    recipe = write_recipe(model, rules, tmp_path, evaluate=None)
+    died = torchrun(recipe, plugins=("crashing",))
+    assert died.returncode != 0
+    assert "SIGKILL" in died.stderr, died.stderr
+    assert not (tmp_path / "out").exists()
+    (left,) = tmp_path.glob(".out.partial-*/state.json")
+    assert json.loads(left.read_text())["finished"] == ["model.layers.0"]
+    resumed = torchrun(recipe, "--resume", plugins=("crashing",))
+    assert resumed.returncode == 0, resumed.stderr
+    whole = torchrun(recipe, "--set", f"output={tmp_path / 'whole'}", plugins=("crashing",))
+    assert whole.returncode == 0, whole.stderr
+    for file in ("masks.safetensors", "model/model.safetensors"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
