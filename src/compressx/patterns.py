@@ -19,6 +19,8 @@ from compressx.finite import all_finite
 _PART = 1 << 22
 """Scores that are compared at once."""
 
+_FEW = 4
+
 Group: TypeAlias = Literal["row", "layer", "joint"]
 
 
@@ -122,7 +124,18 @@ def drop_lowest(scores: Tensor, count: int) -> Tensor:
         return torch.ones_like(scores, dtype=torch.bool)
     # A part at a time: what is needed on the way takes several times the memory of the scores.
     parts = torch.split(scores, max(1, _PART // scores.shape[1]))
-    return torch.cat([_drop_lowest(part, count) for part in parts])
+    drop = _drop_lowest_of_few if scores.shape[1] <= _FEW else _drop_lowest
+    return torch.cat([drop(part, count) for part in parts])
+
+
+def _drop_lowest_of_few(scores: Tensor, count: int) -> Tensor:
+    """Compare all with all: of four scores that is three times as fast as selecting."""
+    columns = scores.T.contiguous()  # [n, groups]
+    rank = torch.zeros(columns.shape, dtype=torch.uint8, device=scores.device)  # how many go before
+    for i, column in enumerate(columns):
+        rank[i + 1 :] += column <= columns[i + 1 :]
+        rank[:i] += column < columns[:i]
+    return (rank >= count).T.contiguous()
 
 
 def _drop_lowest(scores: Tensor, count: int) -> Tensor:

@@ -54,6 +54,20 @@ def test_an_n_m_mask_keeps_the_n_highest_of_every_m_input_features(rows, groups,
     assert int((~mask).sum()) == zeros_in(pattern, *scores.shape)
 
 
+@given(rows=st.integers(1, 9), columns=st.integers(1, 9), levels=st.integers(1, 5), part=st.integers(1, 30),
+       seed=st.integers(0, 9999), data=st.data())  # fmt: skip
+def test_what_is_dropped_is_what_sorting_by_score_and_then_position_puts_first(rows, columns, levels, part, seed, data):
+    scores = random_scores(rows, columns, seed, levels)
+    count = data.draw(st.integers(0, columns))
+    keep = torch.tensor([
+        [sorted(range(columns), key=lambda i, v=values: (v[i], i)).index(i) >= count for i in range(columns)]
+        for values in scores.tolist()
+    ])  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compressx.patterns._PART", part)
+        assert torch.equal(drop_lowest(scores, count), keep)
+
+
 def test_among_equal_scores_the_first_is_dropped():
     assert drop_lowest(torch.tensor([[1.0, 0.0, 0.0, 0.0, 2.0]]), 2).tolist() == [[True, False, False, True, True]]
 
