@@ -67,7 +67,7 @@ def test_replaying_the_blocks_one_by_one_gives_what_the_model_computes(architect
 @pytest.mark.parametrize("architecture", TINY_CONFIGS)
 @pytest.mark.parametrize("pruner", SPECS)
 @pytest.mark.parametrize("pattern", [Unstructured(0.5, "row"), NM(2, 4)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_every_architecture_is_pruned_to_the_exact_count_and_keeps_its_dtype(architecture, pruner, pattern, dtype):
     model = tiny_model(architecture, dtype=dtype)
     plan = plan_all(model, SPECS[pruner], pattern)
@@ -86,7 +86,7 @@ def test_every_architecture_is_pruned_to_the_exact_count_and_keeps_its_dtype(arc
 
 
 @pytest.mark.parametrize("pruner", SPECS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_sparsity_zero_changes_no_bit(pruner, dtype):
     model, untouched = tiny_model("qwen2", dtype=dtype), tiny_model("qwen2", dtype=dtype)
     list(prune_model(InMemory(model), plan_all(model, SPECS[pruner], Unstructured(0.0)), batches()))

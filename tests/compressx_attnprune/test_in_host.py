@@ -56,7 +56,7 @@ def pruned_weights(model: Any, planned: Plan) -> tuple[list[PrunedBlock], dict[s
     return pruned, {x.name: linears[x.name].weight.clone() for x in planned.linears}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("architecture", [*blocks.SEPARATE, *blocks.FUSED, "llama-tied", "mixtral"])
 @pytest.mark.parametrize(
     ("mode", "pattern"),
