@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,6 +66,7 @@ class StreamedModel:
             yield module
         finally:
             shards.unload(self.model, self.tensors(fqn))
+            _give_back_freed_memory()
 
     def tensors(self, fqn: str) -> dict[str, Tensor]:
         """Return a block's parameters and stored buffers by their names in the model."""
@@ -167,6 +170,13 @@ def is_larger_than_memory(checkpoint: Checkpoint, device: torch.device) -> bool:
     skeleton = load_empty(checkpoint)
     size = sum(p.numel() * p.element_size() for p in skeleton.parameters())
     return bool(size > _free_memory(device) / 2)
+
+
+def _give_back_freed_memory() -> None:
+    """Return to the system what glibc keeps of freed memory, which would grow from block to block."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # other C libraries have none
+        trim(0)
 
 
 def _free_memory(device: torch.device) -> int:
