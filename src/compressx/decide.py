@@ -5,21 +5,19 @@ The walk decides once for each block; allocation asks again and again at other s
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
-from compressx.errors import ArtifactError, CalibrationError, CompressxError, PluginError, UnsupportedModelError
+from compressx.contract import ask
+from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
 from compressx.finite import all_finite
 from compressx.observe import observe
-from compressx.patterns import NM, FixedMask, Pattern, Unstructured, zeros_in
+from compressx.patterns import NM, FixedMask, Unstructured
 from compressx.planning import PlannedRule
 from compressx.pruner import Block, Linear, Pruner, PruneResult, Statistic
 from compressx.ranks import ALONE, Ranks, assign
@@ -209,12 +207,12 @@ def decide(
         PluginError: an answer that breaks the contract of `compressx.Pruner`; the message names plugin and linear.
     """
     selector, reconstructor = built
-    selected = _ask(rule.pruner.name, selector, block, patterns, {n: s.get("selects") for n, s in stats.items()})
+    selected = ask(rule.pruner.name, selector, block, patterns, {n: s.get("selects") for n, s in stats.items()})
     if reconstructor is None:
         return selected
     fixed = {n: FixedMask(r.keep, patterns[n]) for n, r in selected.items()}
     assert rule.reconstructor is not None  # noqa: S101 - built together
-    rebuilt = _ask(
+    rebuilt = ask(
         rule.reconstructor.name, reconstructor, block, fixed, {n: s.get("reconstructs") for n, s in stats.items()}
     )
     return _joined(selected, rebuilt)
@@ -234,94 +232,6 @@ def _joined(selected: Mapping[str, PruneResult], rebuilt: Mapping[str, PruneResu
         for n, r in rebuilt.items()
         for s in [selected[n]]
     }
-
-
-def _ask(
-    plugin: str, pruner: Pruner, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic | None]
-) -> Mapping[str, PruneResult]:
-    """Call a pruner, and refuse an answer that breaks its contract."""
-    before = _checksums(block)
-    try:
-        results = pruner.prune(block, patterns, {n: s for n in patterns if (s := stats[n]) is not None})
-    except CompressxError:
-        raise
-    except Exception as error:
-        raise PluginError(f"pruner {plugin!r} failed on {block.fqn}: {type(error).__name__}: {error}") from error
-    if changed := [name for name, checksum in _checksums(block).items() if before.get(name) != checksum]:
-        raise PluginError(
-            f"pruner {plugin!r} changed {changed[0]} of {block.fqn or 'the model'} itself; a pruner returns new "
-            "weights, and compressx writes them"
-        )
-    if set(results) != set(patterns):
-        raise PluginError(
-            f"pruner {plugin!r} on {block.fqn}: expected results for {sorted(patterns)}, got {sorted(results)}"
-        )
-    for name, result in results.items():
-        _check_result(plugin, block.linears[name], patterns[name], result)
-    _check_joint_total(plugin, block, patterns, results)
-    return results
-
-
-def _checksums(block: Block) -> dict[str, int]:
-    """Sum the bits of every parameter and buffer of the block that is loaded."""
-    return {name: _bits(tensor) for name, tensor in block.module.state_dict().items() if not tensor.is_meta}
-
-
-def _bits(tensor: Tensor) -> int:
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    whole = len(flat) // 8 * 8  # eight bytes at a time
-    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum(dtype=torch.int64))
-
-
-def _check_result(plugin: str, linear: Linear, pattern: Pattern, result: PruneResult) -> None:
-    """Refuse a result of another shape or type, with other zeros than the pattern's, or with numbers that are none."""
-    shape = (linear.out_features, linear.in_features)
-    who = f"pruner {plugin!r} on {linear.name}"
-    if result.keep.dtype != torch.bool or tuple(result.keep.shape) != shape:
-        got = f"{result.keep.dtype} {list(result.keep.shape)}"
-        raise PluginError(f"{who}: keep must be torch.bool {list(shape)}, got {got}")
-    zeros, expected = int((~result.keep).sum()), zeros_in(pattern, *shape)
-    if expected is not None and zeros != expected:
-        raise PluginError(f"{who}: pattern {pattern} means {expected} zeros of {result.keep.numel()}, got {zeros}")
-    if isinstance(pattern, FixedMask) and not torch.equal(result.keep, pattern.keep):
-        raise PluginError(f"{who}: a reconstructing pruner must return the mask that it was given")
-    if result.weight is not None:
-        if tuple(result.weight.shape) != shape or not result.weight.is_floating_point():
-            got = f"{result.weight.dtype} {list(result.weight.shape)}"
-            raise PluginError(f"{who}: weight must be a float tensor {list(shape)}, got {got}")
-        if not all_finite(torch.where(result.keep, result.weight, 0.0)):
-            raise PluginError(f"{who}: it returned weights that are NaN or infinite")
-    _check_shown(who, result.images, result.history)
-
-
-def _check_shown(who: str, images: Mapping[str, Any], history: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse images and curves that cannot be drawn."""
-    for name, image in images.items():
-        if not isinstance(image, Tensor) or image.dim() != 2 or not image.numel() or image.is_complex():
-            got = f"{image.dtype} {list(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
-            raise PluginError(f"{who}: image {name!r} must be a real tensor [rows, columns], got {got}")
-        if not all_finite(image):
-            raise PluginError(f"{who}: image {name!r} has entries that are NaN or infinite")
-    for name, values in history.items():
-        if len(values) == 0:
-            raise PluginError(f"{who}: history {name!r} is empty; leave it out when there were no steps")
-        for step, value in enumerate(values, start=1):
-            if not isinstance(value, Real) or not math.isfinite(value):
-                raise PluginError(f"{who}: history {name!r} must be finite numbers, got {value!r} at step {step}")
-
-
-def _check_joint_total(
-    plugin: str, block: Block, patterns: Mapping[str, Pattern], results: Mapping[str, PruneResult]
-) -> None:
-    joint = [n for n, p in patterns.items() if zeros_in(p, *block.linears[n].weight.shape) is None]
-    weights = sum(results[n].keep.numel() for n in joint)
-    expected = round(patterns[joint[0]].sparsity * weights) if joint else 0
-    zeros = sum(int((~results[n].keep).sum()) for n in joint)
-    if zeros != expected:
-        raise PluginError(
-            f"pruner {plugin!r} on {block.fqn}: {patterns[joint[0]]} means {expected} zeros over {', '.join(joint)}, "
-            f"got {zeros}"
-        )
 
 
 def write(linear: Linear, result: PruneResult) -> None:
