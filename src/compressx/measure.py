@@ -65,6 +65,7 @@ def measure(
         For each block with units, one value for each of them.
 
     Raises:
+        ArtifactError: a weight that is not finite.
         PluginError: a pruner that returns what it must not.
         CalibrationError: an error that is not finite, or a linear that no token reached.
         UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from compressx import Block, Pattern, PluginError, PruneResult, PrunerSpec, Statistic, attention_aware
 from compressx.access import InMemory
 from compressx.architecture import survey
-from compressx.errors import CalibrationError, UnsupportedModelError
+from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
 from compressx.measure import Measured, measure
 from compressx.patterns import Unstructured, keep_mask
 from compressx.planning import Plan, PlannedLinear, PlannedRule
@@ -255,10 +255,16 @@ def test_an_output_that_is_not_finite_names_the_block_the_linears_and_the_sparsi
     assert all(torch.equal(a, b) for a, b in zip(before.values(), bits(model).values(), strict=True))
 
 
-def test_a_dense_model_that_is_not_finite_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [(float("inf"), ArtifactError, r"model\.layers\.1\.mlp\.down_proj\.weight has NaN or infinite"),
+     (3e38, UnsupportedModelError, r"model\.layers\.1: its output has NaN or infinite")],
+)  # fmt: skip
+def test_a_dense_model_that_is_not_finite_is_refused(value: float, error: type[Exception], message: str) -> None:
     model = tiny_model("llama")
-    model.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("inf")
-    with pytest.raises((CalibrationError, UnsupportedModelError), match=r"model\.layers\.1.*NaN or infinite"):
+    model.model.layers[1].mlp.down_proj.weight.data[:] = value
+    model.model.layers[1].mlp.up_proj.weight.data[:] = 1e3
+    with pytest.raises(error, match=message):
         measured(model, plan(model, (rule(0, SPECS["magnitude"]), "layer", ("q_proj",))), 0.5)
 
 

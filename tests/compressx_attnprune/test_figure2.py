@@ -53,6 +53,7 @@ def of(figure: Figure, panel: str, method: str) -> list[Point]:
     return [p for p in figure.points if p.panel == panel and p.method == method]
 
 
+@pytest.mark.slow
 def test_the_error_against_lambda_is_u_shaped_with_its_minimum_inside_the_grid(quick: Figure):
     points = of(quick, "lambda", OURS)
     assert [p.regularization for p in points] == list(QUICK.regularizations)
@@ -65,6 +66,7 @@ def test_the_error_against_lambda_is_u_shaped_with_its_minimum_inside_the_grid(q
     assert all(len(p.errors) == 5 and p.unconverged == 0 for p in points)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("panel", ["n", "rho"])
 @pytest.mark.parametrize("method", FACTORS)
 def test_pruning_for_the_attention_matrix_has_the_lowest_error_at_every_n_and_every_ratio(
@@ -78,12 +80,14 @@ def test_pruning_for_the_attention_matrix_has_the_lowest_error_at_every_n_and_ev
         assert a.mean < 0.7 * b.mean, f"at n = {a.tokens} and rho = {a.sparsity}"
 
 
+@pytest.mark.slow
 def test_the_error_grows_with_n_and_with_the_pruning_ratio(quick: Figure):
     for panel in ("n", "rho"):
         means = [p.mean for p in of(quick, panel, OURS)]
         assert means == sorted(means)
 
 
+@pytest.mark.slow
 def test_lambda_is_chosen_on_seeds_that_are_not_reported(quick: Figure, monkeypatch: pytest.MonkeyPatch):
     assert not set(QUICK.reported) & set(QUICK.tuning)
     drawn: list[tuple[int, range]] = []
