@@ -15,7 +15,6 @@ import csv
 import math
 import multiprocessing
 import resource
-import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,6 +33,7 @@ METHODS = ("wanda", "sparsegpt")
 def prune(asked: dict[str, Any], threads: int, sender: Any) -> None:
     """Run in a child, and tell the seconds of its pruning and the memory that this added."""
     from compressx import run
+    from compressx.clock import peak_resident_bytes
 
     torch.set_num_threads(threads)
     before: list[int] = []
@@ -44,11 +44,7 @@ def prune(asked: dict[str, Any], threads: int, sender: Any) -> None:
             before.append(pages * resource.getpagesize())
 
     report = run(asked, progress=note)
-    sender.send((report.seconds["prune"], _peak() - before[0]))
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    sender.send((report.seconds["prune"], peak_resident_bytes() - before[0]))
 
 
 def point(size: dict[str, int], method: str, threads: int) -> tuple[float, int]:
@@ -101,12 +97,15 @@ def main() -> None:
     """Measure every point, and print, write and draw them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES), help="others are kept from growth.csv")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
+    table = arguments.output / "growth.csv"
+    rows = [row for row in _read(table) if row["axis"] not in arguments.axes]
     print("| grows | method | values | seconds | power | MB above the model | power |\n|---|---|---|---|---:|---|---:|")
-    for axis, values in AXES.items():
+    for axis in arguments.axes:
+        values = AXES[axis]
         for method in METHODS:
             mine = []
             for value in values:
@@ -121,11 +120,20 @@ def main() -> None:
                 _listed(sizes, ".0f"), f"{_power(values, sizes):.2f}",
             )  # fmt: skip
             print(f"| {' | '.join(told)} |", flush=True)
-    with (arguments.output / "growth.csv").open("w", newline="", encoding="utf-8") as file:
+    with table.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
     draw(rows, arguments.output / "growth.svg")
+
+
+def _read(table: Path) -> list[dict[str, Any]]:
+    """Read the points of an earlier run, if there was one."""
+    if not table.exists():
+        return []
+    with table.open(newline="", encoding="utf-8") as file:
+        numbers = ("value", "seconds", "megabytes")
+        return [{k: float(v) if k in numbers else v for k, v in row.items()} for row in csv.DictReader(file)]
 
 
 def _listed(values: Iterable[float], how: str) -> str:

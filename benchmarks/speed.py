@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -39,8 +38,9 @@ def resident() -> int:
 
 
 def peak() -> int:
-    """Return the most it ever had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """Return the most it ever had; getrusage would begin with what the parent process had."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def by_compressx(task: dict[str, Any], *, streaming: bool = False) -> dict[str, float]:

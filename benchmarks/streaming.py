@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-import resource
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from compressx import run
+from compressx.clock import peak_resident_bytes
 from random_llama import config, make, write_text
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -44,8 +44,7 @@ def prune(asked: dict[str, Any], threads: int, sender: Any) -> None:
     torch.set_num_threads(threads)
     started = time.perf_counter()
     report = run(asked, restart=True)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    sender.send((time.perf_counter() - started, peak, report.sparsity))
+    sender.send((time.perf_counter() - started, peak_resident_bytes(), report.sparsity))
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -35,8 +36,17 @@ class Clock:
 
 def peak_memory_bytes() -> int:
     """Return the process's highest resident memory so far, plus that of the accelerator."""
+    accelerator = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return peak_resident_bytes() + accelerator
+
+
+def peak_resident_bytes() -> int:
+    """Return the process's highest resident memory so far."""
     import resource
 
-    unit = 1 if sys.platform == "darwin" else 1024
-    accelerator = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + accelerator
+    if sys.platform == "linux":  # getrusage would begin with what the parent process had
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        for line in status.splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
