@@ -69,7 +69,7 @@ class _Feed:
         # so that no two are ever one address.
         self.batch: list[tuple[Tensor, list[Statistic]]] = []
         self.calls: list[str] = []  # of the batch that is running
-        self.once = False  # whether every linear was called once in the first batch
+        self.once = False  # whether every linear was called exactly once in the batch before
 
     def __call__(self, name: str, x: Tensor) -> None:
         self._take(name, x)
@@ -104,7 +104,7 @@ class _Feed:
                 took.append(mine)
 
     def forget_batch(self) -> None:
-        """Let go of the inputs of the batch that has run; the first tells whether others may be left early."""
+        """Let go of the inputs of the batch that has run, which tells whether the next may be left early."""
         self.once = sorted(self.calls) == sorted(self.wanted)
         self.calls.clear()
         self.batch.clear()

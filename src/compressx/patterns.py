@@ -20,6 +20,7 @@ _PART = 1 << 22
 """Scores that are compared at once."""
 
 _FEW = 4
+"""Scores in a group, as of 2:4, up to which comparing all with all is the fastest selection."""
 
 Group: TypeAlias = Literal["row", "layer", "joint"]
 

@@ -5,7 +5,8 @@ Every mistake that can be found without weights or text is found here, with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,7 +161,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     )
     for linear in linears:
         _check_divisible(loaded, linear)
-        _check_some_survive(loaded, linear)
+        _check_some_survive(loaded, linear, linears)
     skipped = {n: "no rule names it" for n in architecture.linears if n not in taken}
     skipped |= {
         n: "outside the decoder blocks; pruned only when a rule names it"
@@ -234,12 +235,15 @@ def _check_divisible(loaded: LoadedRecipe, linear: PlannedLinear) -> None:
         )
 
 
-def _check_some_survive(loaded: LoadedRecipe, linear: PlannedLinear) -> None:
-    """Refuse a sparsity that rounds to nothing but zeros: rows of them, or a whole weight."""
+def _check_some_survive(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[PlannedLinear]) -> None:
+    """Refuse a sparsity that rounds to nothing but zeros in what competes: a row, a weight, or a block's joint ones."""
     pattern, (rows, columns) = linear.pattern, linear.shape
     if isinstance(pattern, NM):
         return
     competing, what = (columns, "each row") if pattern.group == "row" else (rows * columns, "all")
+    if pattern.group == "joint":
+        competing = sum(math.prod(x.shape) for x in linears if (x.rule, x.block) == (linear.rule, linear.block))
+        what = "what competes with those"
     if round(pattern.sparsity * competing) == competing:
         allocated = loaded.recipe.allocation is not None
         place = ("allocation", "target") if allocated else ("prune", linear.rule.index, "sparsity")

@@ -115,3 +115,12 @@ def test_a_sparsity_that_leaves_rows_empty_is_refused_with_the_highest_that_does
 def test_the_highest_sparsity_that_is_named_is_accepted(prune):
     report = prune(sparsity=0.984375, group="row", targets=["*.q_proj"])
     assert report.sparsity == 0.984375
+
+
+def test_linears_that_compete_jointly_may_leave_one_of_them_empty_but_not_all(prune):
+    joint = {"group": "joint", "targets": QUERY_KEY}
+    report = prune(sparsity=0.9998, **joint)
+    assert sum(x.sparsity == 1 for x in report.layers) > 0
+    message = r"none of the 6144 weights in what competes with those of .*; at most 0\.9998"
+    with pytest.raises(RecipeError, match=message):
+        prune(sparsity=0.99995, **joint)
