@@ -41,6 +41,24 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class ReconstructionReport:
+    """What training a block's survivors did to the error of its output, on calibration text that it did not see.
+
+    Attributes:
+        before: mean over tokens of ||out~ - out||^2 / ||out||^2, `out~` being the pruned block's output on the pruned
+            stream and `out` the dense block's on the dense stream.
+        after: the same afterwards; that of the weights that were kept.
+        history: before the first pass, and after each.
+        seconds: that it took.
+    """
+
+    before: float
+    after: float
+    history: tuple[float, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class BlockReport:
     """One pruned decoder block.
 
@@ -48,13 +66,15 @@ class BlockReport:
         index: position in the model.
         fqn: fully qualified name; empty for linears outside the blocks.
         layers: its pruned linears.
-        seconds: for observing, pruning and computing the next block's input.
+        seconds: for observing, pruning, training and computing the next block's input.
+        reconstruction: what training its survivors did; None when the recipe does not ask for it.
     """
 
     index: int
     fqn: str
     layers: tuple[LayerReport, ...]
     seconds: float
+    reconstruction: ReconstructionReport | None = None
 
 
 @dataclass(frozen=True)
