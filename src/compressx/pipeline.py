@@ -293,4 +293,5 @@ def _report(
         versions={"python": platform.python_version(), **{n: metadata.version(n) for n in _VERSIONS_OF}},
         figures=drawn,
         allocation=allocation,
+        reconstructions={b.report.fqn: b.report.reconstruction for b in finished if b.report.reconstruction},
     )

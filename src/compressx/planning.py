@@ -303,6 +303,13 @@ def _check_calibration(loaded: LoadedRecipe, skeleton: torch.nn.Module, needed: 
             f"{loaded.where('reconstruct_block')}: blocks are trained on calibration text, and the recipe has no "
             "calibration; add one, such as calibration: {dataset: wikitext, samples: 128}"
         )
+    if recipe.calibration is not None and recipe.reconstruct_block is not None:
+        step, batch = recipe.reconstruct_block.batch_size, recipe.calibration.batch_size
+        if step % batch:
+            raise RecipeError(
+                f"{loaded.where('reconstruct_block', 'batch_size')}: a step of {step} windows is no whole number of "
+                f"calibration batches; expected a multiple of calibration.batch_size ({batch}), or change that"
+            )
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
     perplexity = recipe.evaluate.token_perplexity if recipe.evaluate is not None else None
     windows = {("calibration",): recipe.calibration, ("evaluate", "token_perplexity"): perplexity}

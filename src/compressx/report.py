@@ -156,6 +156,7 @@ class RunReport:
         versions: of the libraries that decide the result.
         figures: `file`, inside the output folder, and `caption` of each figure that was drawn.
         allocation: how sparsities were chosen; None when the recipe's rules gave their own.
+        reconstructions: by block, what training its survivors did; empty when the recipe does not ask for it.
     """
 
     compressx: str
@@ -170,6 +171,7 @@ class RunReport:
     versions: Mapping[str, str] = field(default_factory=dict)
     figures: tuple[Mapping[str, str], ...] = ()
     allocation: AllocationReport | None = None
+    reconstructions: Mapping[str, ReconstructionReport] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the content of `report.json`."""
@@ -183,6 +185,8 @@ class RunReport:
         lines += ["", "## By module", "", *_markdown_table(SUMMARY_COLUMNS, self.summary_rows())]
         if self.allocation is not None:
             lines += ["", "## Allocation", "", *_allocation_lines(self.allocation)]
+        if self.reconstructions:
+            lines += ["", "## Block reconstruction", "", *_reconstruction_lines(self.reconstructions)]
         lines += [
             "",
             "## Seconds",
@@ -277,6 +281,20 @@ def _allocation_lines(allocation: AllocationReport) -> list[str]:
         "linears alone are pruned, the mean over tokens.",
         "",
         *_markdown_table(header, allocation.rows()),
+    ]
+
+
+def _reconstruction_lines(reconstructions: Mapping[str, ReconstructionReport]) -> list[str]:
+    header = ["block", "before", "after", "best pass", "seconds"]
+    rows = []
+    for fqn, x in reconstructions.items():
+        best = f"{x.history.index(x.after)} of {len(x.history) - 1}"
+        rows.append([fqn, f"{x.before:.4g}", f"{x.after:.4g}", best, f"{x.seconds:.1f}"])
+    return [
+        "Squared relative error of each block's output on calibration text that was held out, before and after its "
+        "survivors were trained: what the pruned blocks give against what the dense ones gave, the mean over tokens.",
+        "",
+        *_markdown_table(header, rows),
     ]
 
 
