@@ -33,6 +33,9 @@ from compressx.report import AllocationReport, RunReport
 from compressx.streaming import StreamedModel, open_model
 from compressx.walk import Finished, prune_model
 
+_IDLE = {"checkpoint_every", "dataset", "samples", "sequence_length"}
+"""What `finetune` says that changes nothing, or only its text, whose tokens are compared."""
+
 
 def plan(
     recipe: LoadedRecipe | Path | str | Mapping[str, Any],
@@ -164,13 +167,14 @@ def _fingerprint(
     """Return what decides the result of a run, by names that a user knows."""
     used = {spec.name for rule in planned.rules for spec in (rule.pruner, rule.reconstructor) if spec is not None}
     recipe = asked.loaded.recipe.model_dump(mode="json", exclude_none=True)
+    tuning = asked.loaded.recipe.finetune
     return {
         "model": weights_fingerprint(access),
         "prune": recipe["prune"],
         "allocation": recipe.get("allocation"),
         "calibration tokens": None if windows is None else fingerprint_of(windows),
         "calibration batch_size": None if windows is None else recipe["calibration"]["batch_size"],
-        "finetune": recipe.get("finetune"),
+        "finetune": None if tuning is None else tuning.model_dump(mode="json", exclude=_IDLE),
         "finetune tokens": None if training is None else fingerprint_of(training),
         "plugins": {p.name: p.version for p in asked.plugins.records if p.status == "loaded" and used & {*p.pruners}},
         "versions": {"compressx": __version__, **{n: metadata.version(n) for n in ("torch", "transformers", "numpy")}},

@@ -7,7 +7,6 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
-from compressx.document import shown
 from compressx.errors import did_you_mean
 from compressx.sources import DatasetField
 from compressx.validation import Strict, conflict
@@ -21,7 +20,7 @@ def _one_of(literal: object) -> BeforeValidator:
 
     def check(value: object) -> object:
         if isinstance(value, str) and value not in names:
-            raise ValueError(f"{shown(value)} is not known; {did_you_mean(value, names)}")
+            raise ValueError(f"not known; {did_you_mean(value, names)}")
         return value
 
     return BeforeValidator(check)
