@@ -74,7 +74,9 @@ def draw(
     Raises:
         ArtifactError: when a file cannot be written.
     """
-    figures = [*_losses(losses), *_families(blocks), *_histories(blocks), *map(_heat_maps, kept)]
+    figures = [
+        *_losses(losses), *_reconstructions(blocks), *_families(blocks), *_histories(blocks), *map(_heat_maps, kept),
+    ]  # fmt: skip
     written: dict[str, Mapping[str, str]] = {}
     for figure in figures:
         with os_errors_named("make", folder):
@@ -98,6 +100,17 @@ def _losses(losses: Sequence[float]) -> Iterator[_Figure]:
     if losses:
         drawn = partial(plots.curves, panels={"fine-tuning": {"loss": losses}})
         yield _Figure("finetune", ".svg", "`loss` over the steps of fine-tuning, each on its own batch.", drawn)
+
+
+def _reconstructions(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
+    """Yield the figure of what training each block's survivors did, if it was asked for."""
+    trained = [(block.index, block.reconstruction) for block in blocks if block.reconstruction is not None]
+    if trained:
+        x = [float(index) for index, _ in trained]
+        lines = {"pruned": (x, [r.before for _, r in trained]), "reconstructed": (x, [r.after for _, r in trained])}
+        caption = "Held-out error of each decoder block's output, pruned and then reconstructed."
+        drawn = partial(plots.error_by_layer, quantity="block output error", panels={"": lines})
+        yield _Figure("blocks_reconstruction", ".svg", caption, drawn)
 
 
 def _families(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:

@@ -87,15 +87,13 @@ def finetune(
     if (teacher is None) != (settings.teacher == "none"):
         raise ValueError(f"teacher {settings.teacher!r} with {'no' if teacher is None else 'a'} dense model")
     narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
-    products = {"auto": torch.bfloat16 if narrow else torch.float32}.get(settings.dtype) or getattr(
-        torch, settings.dtype
-    )
+    narrow = settings.dtype == "bfloat16" or (settings.dtype == "auto" and narrow)
     with ExitStack() as stack:
         stack.enter_context(_in_float32(model))
         held = stack.enter_context(_held(masks, model))
         trained = stack.enter_context(_only_trained(model, held, settings))
         stack.enter_context(_training_mode(model, settings.gradient_checkpointing))
-        steps = _Steps(model, teacher, windows, settings, trained, products)
+        steps = _Steps(model, teacher, windows, settings, trained, narrow=narrow)
         losses = steps.go_on(checkpoint, progress)
         count = _numbers(trained, masks)
     _check_zeros(model, masks)
@@ -107,10 +105,10 @@ class _Steps:
 
     def __init__(
         self, model: Any, teacher: Any | None, windows: Tensor, settings: Finetune, trained: Mapping[str, nn.Parameter],
-        products: torch.dtype,
+        *, narrow: bool,
     ) -> None:  # fmt: skip
         self.model, self.teacher, self.windows, self.settings = model, teacher, windows, settings
-        self.trained, self.products = trained, products
+        self.trained, self.narrow = trained, narrow
         self.device = next(model.parameters()).device
         rate = settings.learning_rate
         self.optimizer = torch.optim.AdamW(
@@ -156,7 +154,8 @@ class _Steps:
 
     def _loss(self, batch: Tensor) -> Tensor:
         """Return the loss of windows [batch, tokens]."""
-        with torch.autocast(self.device.type, self.products, enabled=self.products != torch.float32):
+        # Once for each step: autocast keeps narrow copies of parameters for as long as it lasts.
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.narrow):
             logits = self.model(batch, use_cache=False).logits  # [batch, tokens, vocabulary]
         if self.teacher is None:
             return next_token_loss(logits, batch)
@@ -225,21 +224,26 @@ def _only_trained(
     model: nn.Module, held: Sequence[nn.Parameter], settings: Finetune
 ) -> Iterator[dict[str, nn.Parameter]]:
     """Let gradients reach what is trained and nothing else, and give that by name."""
-    masked = {id(parameter) for parameter in held}
+    wanted = {*held, *_small(model, settings)}
     asked_before = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    for name, parameter in model.named_parameters():
-        owner, _, kind = name.rpartition(".")
-        bias = kind == "bias"
-        # GPT-2 calls its norms ln_1; Cohere's have a gain for each head and feature.
-        gain = not bias and (parameter.dim() == 1 or "norm" in owner.rpartition(".")[2])
-        wanted = id(parameter) in masked or (settings.biases and bias) or (settings.norms and gain)
-        parameter.requires_grad_(wanted)
+    for parameter in asked_before:
+        parameter.requires_grad_(parameter in wanted)
     try:
         yield {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     finally:
         for parameter, asked in asked_before.items():
             parameter.grad = None
             parameter.requires_grad_(asked)
+
+
+def _small(model: nn.Module, settings: Finetune) -> Iterator[nn.Parameter]:
+    """Yield what is trained beside weights: gains of norms, and biases, of norms and linears alike."""
+    for module in model.modules():
+        norm = "norm" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(recurse=False):
+            bias = "bias" in name
+            if (settings.biases and bias) or (settings.norms and norm and not bias):
+                yield parameter
 
 
 @contextmanager

@@ -148,5 +148,6 @@ def _report(
         versions={"python": platform.python_version(), **{n: metadata.version(n) for n in _VERSIONS_OF}},
         figures=drawn,
         allocation=pruned.allocation,
+        reconstructions={b.report.fqn: b.report.reconstruction for b in pruned.blocks if b.report.reconstruction},
         finetune=tuned,
     )

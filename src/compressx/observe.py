@@ -41,17 +41,29 @@ def observe(
     if not asked:
         return set()
     feed = _Feed(asked)
-    experts = {name: linears[name] for name in asked if linears[name].expert is not None}
-    with ExitStack() as hooks:
-        for name in asked.keys() - experts.keys():
-            hooks.enter_context(_input_of(linears[name].module, partial(feed, name)))
-        if experts:
-            hooks.enter_context(_inputs_of_experts(experts, feed))
+    with inputs_watched({name: linears[name] for name in asked}, feed):
         for run in passes:
             with suppress(_AllObservedError):
                 run()
             feed.forget_batch()
     return feed.reached
+
+
+@contextmanager
+def inputs_watched(linears: Mapping[str, Linear], take: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Hand the name and the input of each of some linears to `take` whenever one is called, for the length of a `with`.
+
+    Args:
+        linears: by name.
+        take: gets [batch, tokens, in_features], or [tokens, in_features] behind a router.
+    """
+    experts = {name: linear for name, linear in linears.items() if linear.expert is not None}
+    with ExitStack() as hooks:
+        for name in linears.keys() - experts.keys():
+            hooks.enter_context(_input_of(linears[name].module, partial(take, name)))
+        if experts:
+            hooks.enter_context(_inputs_of_experts(experts, take))
+        yield
 
 
 class _AllObservedError(Exception):

@@ -172,6 +172,8 @@ def _fingerprint(
         "model": weights_fingerprint(access),
         "prune": recipe["prune"],
         "allocation": recipe.get("allocation"),
+        "true_sequential": recipe["true_sequential"],
+        "reconstruct_block": recipe.get("reconstruct_block"),
         "calibration tokens": None if windows is None else fingerprint_of(windows),
         "calibration batch_size": None if windows is None else recipe["calibration"]["batch_size"],
         "finetune": None if tuning is None else tuning.model_dump(mode="json", exclude=_IDLE),
@@ -208,6 +210,8 @@ def _keep(asked: Asked, access: Access, batches: Sequence[torch.Tensor], folder:
     settings = asked.loaded.recipe.calibration
     width = text_config(access.model).hidden_size * access.model.dtype.itemsize
     size = width * sum(batch.numel() for batch in batches)
+    if asked.loaded.recipe.reconstruct_block is not None:
+        size *= 2  # the dense stream beside the pruned one
     limit = None if settings is None else settings.memory_limit
     return InFiles(folder / f"hidden-{asked.ranks.rank}") if limit is not None and size > limit else in_memory
 
@@ -220,13 +224,13 @@ def _prune(
     reached = None
     keep = _keep(asked, access, batches, journal.blocks)
     if journal.finished:
-        finished, states = journal.restore(access, keep)
-        reached = Finished(journal.finished[-1], states)
+        finished, streams = journal.restore(access, keep)
+        reached = Finished(journal.finished[-1], streams)
     total = len({x.block for x in planned.linears})
     asked.tell("prune", len(finished), total)
     for block in prune_model(access, planned, batches, reached, keep, asked.ranks):
         finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
-        journal.add(access, finished[-1], block.masks, block.states)
+        journal.add(access, finished[-1], block.masks, block.streams)
         asked.tell("prune", len(finished), total)
         if asked.ranks.first:
             asked.plugins.manager.hook.compressx_block_pruned(report=block.report)

@@ -18,7 +18,7 @@ from compressx.errors import PluginError, RecipeError, UnsupportedModelError, di
 from compressx.patterns import NM, Unstructured
 from compressx.plugins import Plugins
 from compressx.pruner import Block, Pruner, PrunerSpec
-from compressx.recipe import Allocation, LoadedRecipe, validate_options
+from compressx.recipe import Allocation, LoadedRecipe, ReconstructBlock, validate_options
 from compressx.targets import match_targets
 
 
@@ -86,6 +86,8 @@ class Plan:
         needs_calibration: whether calibration text is read.
         allocation: how sparsities are chosen once there are weights; each linear's pattern holds the target until
             then. None when the patterns are final.
+        true_sequential: whether a linear is observed after those before it in its block were pruned.
+        reconstruct_block: how the survivors of each block are trained; None when they are not.
     """
 
     linears: tuple[PlannedLinear, ...]
@@ -93,6 +95,8 @@ class Plan:
     rules: tuple[PlannedRule, ...]
     needs_calibration: bool
     allocation: Allocation | None = None
+    true_sequential: bool = False
+    reconstruct_block: ReconstructBlock | None = None
 
     def in_block(self, fqn: str) -> dict[PlannedRule, dict[str, Unstructured | NM]]:
         """Return the linears of one block by the rule that took them, each name with its pattern."""
@@ -170,7 +174,11 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     }
     skipped |= architecture.unprunable
     allocation = loaded.recipe.allocation
-    plan = Plan(linears, skipped, rules, needs_calibration=allocation is not None, allocation=allocation)
+    reconstruct = loaded.recipe.reconstruct_block
+    plan = Plan(
+        linears, skipped, rules, needs_calibration=allocation is not None or reconstruct is not None,
+        allocation=allocation, true_sequential=loaded.recipe.true_sequential, reconstruct_block=reconstruct,
+    )  # fmt: skip
     observes = _check_blocks(loaded, plan, architecture, skeleton)
     _check_calibration(loaded, skeleton, observes)
     return replace(plan, needs_calibration=plan.needs_calibration or observes)
@@ -290,6 +298,18 @@ def _check_calibration(loaded: LoadedRecipe, skeleton: torch.nn.Module, needed: 
         )
     if recipe.calibration is None and needed:
         raise RecipeError(f"{loaded.where()}: the recipe has no calibration, and its pruners need one")
+    if recipe.calibration is None and recipe.reconstruct_block is not None:
+        raise RecipeError(
+            f"{loaded.where('reconstruct_block')}: blocks are trained on calibration text, and the recipe has no "
+            "calibration; add one, such as calibration: {dataset: wikitext, samples: 128}"
+        )
+    if recipe.calibration is not None and recipe.reconstruct_block is not None:
+        step, batch = recipe.reconstruct_block.batch_size, recipe.calibration.batch_size
+        if step % batch:
+            raise RecipeError(
+                f"{loaded.where('reconstruct_block', 'batch_size')}: a step of {step} windows is no whole number of "
+                f"calibration batches; expected a multiple of calibration.batch_size ({batch}), or change that"
+            )
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
     perplexity = recipe.evaluate.token_perplexity if recipe.evaluate is not None else None
     windows = {("calibration",): recipe.calibration, ("evaluate", "token_perplexity"): perplexity}

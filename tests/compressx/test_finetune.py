@@ -141,6 +141,22 @@ def test_products_are_in_the_dtype_that_is_asked_for() -> None:
         assert first_loss(model_dtype, "auto") == first_loss(model_dtype, automatic)
 
 
+def test_the_next_step_sees_every_parameter_that_a_step_changed_whatever_the_products() -> None:
+    """Within one autocast, narrow copies of biases would be kept from step to step."""
+    model, masks = pruned("qwen2")
+    settings = Finetune(
+        steps=3, learning_rate=1e-2, warmup=0.0, batch_size=8, teacher="none", dtype="bfloat16", biases=True
+    )
+    expected: list[float] = []
+
+    def progress(*_: Any) -> None:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            expected.append(float(next_token_loss(copy.deepcopy(model)(WINDOWS).logits, WINDOWS)))
+
+    report = finetune(model, masks, WINDOWS, settings, progress=progress)
+    assert report.losses[1:] == pytest.approx(expected[:2], rel=1e-5)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_a_model_comes_back_as_it_was_but_for_its_weights(architecture: str) -> None:
     """Modes, gradients, what asks for gradients, parametrizations, buffers and the random state."""

@@ -201,13 +201,13 @@ def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model
 def test_another_fine_tuning_is_not_gone_on_with_and_what_differs_is_named(model: Path) -> None:
     asked = recipe(model)
     stopped(asked, 4)
-    with pytest.raises(ArtifactError, match="cannot be resumed.*finetune: was"):
+    with pytest.raises(ArtifactError, match=r"cannot be resumed.*finetune: was"):
         run(recipe(model, steps=7), resume=True)
     other = {"text": str(Path("other.txt").resolve())}
     Path("other.txt").write_text("w1 w2 w3 " * 200)
-    with pytest.raises(ArtifactError, match="cannot be resumed.*finetune tokens: was"):
+    with pytest.raises(ArtifactError, match=r"cannot be resumed.*finetune tokens: was"):
         run(recipe(model, dataset=other, samples=8, sequence_length=32), resume=True)
-    with pytest.raises(ArtifactError, match="cannot be resumed.*finetune: was"):
+    with pytest.raises(ArtifactError, match=r"cannot be resumed.*finetune: was"):
         run({**asked, "finetune": None}, resume=True)
     run(recipe(model, checkpoint_every=3), resume=True)  # how often it is kept decides nothing
 
