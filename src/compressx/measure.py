@@ -25,7 +25,8 @@ from compressx.capture import replay
 from compressx.decide import decide, gather, write
 from compressx.errors import CalibrationError
 from compressx.patterns import Unstructured
-from compressx.pruner import Block, Linear, PruneResult
+from compressx.pruner import Block, Linear, Loss, PruneResult, Sensitivity
+from compressx.sensitivity import of_block, of_model
 from compressx.units import Unit
 from compressx.walk import capture, finite
 
@@ -73,18 +74,27 @@ def measure(
     model = access.model
     found = survey(model)
     states, calls = capture(access, found, [b.to(access.device) for b in (*seen, *held_out)])
+    of_interest = {x.name for u in units if u.block and "model" in u.rule.losses for x in u.linears}
+    of_model_loss = of_model(access, found, of_interest, seen) if of_interest else {}
     pruners = {rule: rule.build() for rule in dict.fromkeys(u.rule for u in units)}
     last = max((i for i, fqn in enumerate(found.blocks) if any(u.block == fqn for u in units)), default=-1)
     for index, fqn in enumerate(list(found.blocks)[: last + 1]):
         mine = [u for u in units if u.block == fqn]
         with torch.no_grad(), access.materialise(fqn) as module:
             linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
-            block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
-            passes = [partial(replay, module, x, c) for x, c in zip(states, calls[fqn], strict=True)]
+            runs = [partial(replay, module, call=c) for c in calls[fqn]]
+            passes = [partial(run, x) for run, x in zip(runs, states, strict=True)]
+            learnt = len(seen)
+            reacting = {x.name: linears[x.name] for u in mine if "block" in u.rule.losses for x in u.linears}
+            sensitive: dict[Loss, Mapping[str, Sensitivity]] = {
+                "model": of_model_loss,
+                "block": of_block(reacting, runs[:learnt], states[:learnt]) if reacting else {},
+            }
+            block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model), sensitive)
             names = {u.rule: [x.name for x in u.linears] for u in mine}
-            stats = gather(block, names, pruners, passes[: len(seen)])
+            stats = gather(block, names, pruners, passes[:learnt])
             outputs = [finite(run(), fqn) for run in passes]
-            stream = _Stream(passes[len(seen) :], states[len(seen) :], outputs[len(seen) :])
+            stream = _Stream(passes[learnt:], states[learnt:], outputs[learnt:])
             measured = []
             for unit in mine:
                 ask = partial(decide, unit.rule, pruners[unit.rule], block, stats=stats)

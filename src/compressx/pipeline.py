@@ -13,7 +13,7 @@ import torch
 from compressx import attention_aware, figures
 from compressx._version import __version__
 from compressx.access import Access, Device, device_for, weights_fingerprint
-from compressx.architecture import text_config
+from compressx.architecture import survey, text_config
 from compressx.asked import Asked, Progress
 from compressx.calibration import calibration_windows, documents, token_ids
 from compressx.calibration import fingerprint as fingerprint_of
@@ -27,9 +27,11 @@ from compressx.models import load_tokenizer
 from compressx.planning import Plan
 from compressx.plugins import Plugins, load_plugins
 from compressx.preparation import at, loaded_recipe, prepare, refuse_streamed
+from compressx.pruner import Sensitivity
 from compressx.ranks import Ranks, joined_ranks
 from compressx.recipe import Calibration, LoadedRecipe
 from compressx.report import AllocationReport, RunReport
+from compressx.sensitivity import of_model
 from compressx.streaming import StreamedModel, open_model
 from compressx.walk import Finished, prune_model
 
@@ -223,12 +225,15 @@ def _prune(
     finished: list[FinishedBlock] = []
     reached = None
     keep = _keep(asked, access, batches, journal.blocks)
+    sensitivities: Mapping[str, Sensitivity] = {}
+    if names := planned.sensitive_to("model"):  # while all weights are dense, and those of finished blocks not read yet
+        sensitivities = of_model(access, survey(access.model), names, batches, asked.ranks)
     if journal.finished:
         finished, streams = journal.restore(access, keep)
         reached = Finished(journal.finished[-1], streams)
     total = len({x.block for x in planned.linears})
     asked.tell("prune", len(finished), total)
-    for block in prune_model(access, planned, batches, reached, keep, asked.ranks):
+    for block in prune_model(access, planned, batches, reached, keep, asked.ranks, sensitivities):
         finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
         journal.add(access, finished[-1], block.masks, block.streams)
         asked.tell("prune", len(finished), total)

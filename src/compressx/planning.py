@@ -17,7 +17,7 @@ from compressx.architecture import Architecture, survey, text_config
 from compressx.errors import PluginError, RecipeError, UnsupportedModelError, did_you_mean
 from compressx.patterns import NM, Unstructured
 from compressx.plugins import Plugins
-from compressx.pruner import Block, Pruner, PrunerSpec
+from compressx.pruner import Block, Loss, Pruner, PrunerSpec
 from compressx.recipe import Allocation, LoadedRecipe, ReconstructBlock, validate_options
 from compressx.targets import match_targets
 
@@ -44,6 +44,13 @@ class PlannedRule:
     def label(self) -> str:
         """The pruner's name, and after a `+` the reconstructor's."""
         return self.pruner.name + (f"+{self.reconstructor.name}" if self.reconstructor else "")
+
+    @property
+    def losses(self) -> set[Loss]:
+        """The losses whose sensitivities its pruners read."""
+        pairs = ((self.pruner, self.options), (self.reconstructor, self.reconstructor_options))
+        asked = {spec.sensitivity(options) for spec, options in pairs if spec is not None and spec.sensitivity}
+        return {loss for loss in asked if loss is not None}
 
     def build(self) -> tuple[Pruner, Pruner | None]:
         """Make the selecting pruner and the reconstructing one."""
@@ -105,6 +112,10 @@ class Plan:
             if linear.block == fqn:
                 by_rule.setdefault(linear.rule, {})[linear.name] = linear.pattern
         return by_rule
+
+    def sensitive_to(self, loss: Loss) -> set[str]:
+        """Return the names of the linears in blocks whose pruners read the sensitivities of a loss."""
+        return {x.name for x in self.linears if x.block and loss in x.rule.losses}
 
     def allocated(self, patterns: Mapping[str, Unstructured | NM]) -> Plan:
         """Return the final plan: every linear with the pattern that an allocation gave it, by name."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from compressx.observe import inputs_watched
 from compressx.pruner import Linear
+from compressx.watch import inputs_watched
 
 
 def stages(

@@ -25,10 +25,11 @@ from compressx.finite import all_finite
 from compressx.hidden import Keep, Streams, in_memory
 from compressx.masks import MaskEntry, weight_sha256
 from compressx.planning import Plan
-from compressx.pruner import Block, BlockCall, sparsity_of
+from compressx.pruner import Block, BlockCall, Loss, Sensitivity, sparsity_of
 from compressx.ranks import ALONE, Ranks
 from compressx.reconstruct import Passage, reconstruct
 from compressx.report import BlockReport, LayerReport
+from compressx.sensitivity import of_block
 from compressx.shards import OUTSIDE
 from compressx.stages import stages
 
@@ -67,6 +68,7 @@ def prune_model(
     finished: Finished | None = None,
     keep: Keep = in_memory,
     ranks: Ranks = ALONE,
+    sensitivities: Mapping[str, Sensitivity] | None = None,
 ) -> Iterator[PrunedBlock]:
     """Prune a model in place, block by block.
 
@@ -77,6 +79,7 @@ def prune_model(
         finished: where an interrupted run had got to; from the start when absent.
         keep: where hidden states are kept between blocks.
         ranks: the processes, each with batches of its own; all end with the same weights.
+        sensitivities: of the dense model's loss on these batches, by linear; of those that pruners read.
 
     Yields:
         One value for each block that the plan touches, after it was pruned and while its weights are still there, and
@@ -102,11 +105,16 @@ def prune_model(
         with access.materialise(fqn) as module:
             with torch.no_grad():
                 linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
-                block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
                 runs = [partial(_replay, access, module, call=c) for c in calls[fqn]]
                 if plan.reconstruct_block:
                     _advance(streams.dense, runs, fqn)
                 passes = [partial(run, x) for run, x in zip(runs, streams.pruned, strict=True)]
+                reacting = {n: x for n, x in linears.items() if n in plan.sensitive_to("block")}
+                sensitive: dict[Loss, Mapping[str, Sensitivity]] = {
+                    "model": sensitivities or {},
+                    "block": of_block(reacting, runs, streams.pruned, ranks) if reacting else {},
+                }
+                block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model), sensitive)
                 layers, masks, images = _prune_block(block, plan, pruners, passes, ranks)
                 reconstruction = None
                 if plan.reconstruct_block and layers:

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from compressx import finetune as module
 from compressx.architecture import survey
+from compressx.calibration import calibration_windows, documents, token_ids
 from compressx.distillation import distillation_loss, next_token_loss
 from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
 from compressx.finetune import finetune
 from compressx.masks import MaskEntry, MaskSet, weight_sha256
+from compressx.sources import DatasetSource
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 from compressx.tuning import Finetune, FinetuneReport
 
@@ -27,15 +29,18 @@ HELD_OUT = tiny_tokens(sequences=8, length=16, seed=1)
 def pruned(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Any, MaskSet]:
     """Give a tiny model with the smaller half of every linear's weights dropped, and its masks."""
     model = tiny_model(architecture, dtype=dtype)
-    linears = survey(model).linears
-    masks = MaskSet(
-        {
-            n: MaskEntry(x.weight.abs() > x.weight.abs().median(), "50% layer", "magnitude", weight_sha256(x.weight))
-            for n, x in linears.items()
-        }
-    )
+    masks = masks_of(model)
     masks.apply(model)
     return model, masks
+
+
+def masks_of(model: Any) -> MaskSet:
+    return MaskSet(
+        {
+            n: MaskEntry(x.weight.abs() > x.weight.abs().median(), "50% layer", "magnitude", weight_sha256(x.weight))
+            for n, x in survey(model).linears.items()
+        }
+    )
 
 
 def tuned(
@@ -219,6 +224,28 @@ def test_the_first_loss_is_the_pruned_models_on_the_first_batch() -> None:
         expected = distillation_loss(model(WINDOWS).logits.flatten(0, 1), dense(WINDOWS).logits.flatten(0, 1))
     assert report.losses[0] == pytest.approx(float(expected), rel=1e-5)
     assert (report.steps, report.windows, report.teacher) == (1, (8, 16), "dense")
+
+
+@pytest.mark.slow
+def test_a_few_steps_bring_a_pruned_smollm2_nearer_to_the_dense_one(smollm2: Any) -> None:
+    """On other text than the one trained on."""
+    model = copy.deepcopy(smollm2.model)
+    masks = masks_of(model)
+    masks.apply(model)
+    text = documents(DatasetSource(name="python-docs"), "calibration")
+    windows = calibration_windows(token_ids(text[:40], smollm2.tokenizer), 17, 64, seed=0)
+
+    def divergence() -> float:
+        with torch.no_grad():
+            student, teacher = (m(windows[16:]).logits.flatten(0, 1) for m in (model, smollm2.model))
+            return float(distillation_loss(student, teacher))
+
+    before = divergence()
+    settings = Finetune(steps=5, learning_rate=2e-4, batch_size=2, warmup=0.0)
+    report = finetune(model, masks, windows[:16], settings, teacher=smollm2.model)
+    assert masks.verify(model)
+    assert report.losses[-1] < report.losses[0]
+    assert divergence() < 0.8 * before
 
 
 # --- steps

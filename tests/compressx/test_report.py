@@ -103,7 +103,8 @@ def test_json_holds_every_field_of_the_schema() -> None:
         "history": {},
     }
     assert set(read) == {"compressx", "model", "sparsity", "layers", "skipped", "evaluation", "seconds",
-                         "peak_memory_bytes", "plugins", "versions", "figures", "allocation"}  # fmt: skip
+                         "peak_memory_bytes", "plugins", "versions", "figures", "allocation",
+                         "reconstructions", "finetune"}  # fmt: skip
     assert read["evaluation"]["pruned"]["token_perplexity"] == 12.5
 
 
