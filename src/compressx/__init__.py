@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from compressx.patterns import NM, FixedMask, Pattern, Unstructured, drop_lowest, keep_mask, keep_masks
     from compressx.pipeline import plan, run
-    from compressx.pruner import Block, BlockCall, Linear, Pruner, PruneResult, PrunerSpec, Statistic
+    from compressx.pruner import Block, BlockCall, Linear, Pruner, PruneResult, PrunerSpec, Sensitivity, Statistic
     from compressx.report import BlockReport, LayerReport, RunReport
     from compressx.statistics import FeatureNorms, Hessian, SequenceSample
 
@@ -31,7 +31,8 @@ _HOME = {
     "errors": ["ArtifactError", "CalibrationError", "CompressxError", "PluginError", "RecipeError",
                "UnsupportedModelError"],
     "patterns": ["NM", "FixedMask", "Pattern", "Unstructured", "drop_lowest", "keep_mask", "keep_masks"],
-    "pruner": ["Block", "BlockCall", "Linear", "PruneResult", "Pruner", "PrunerSpec", "Statistic"],
+    "pruner": ["Block", "BlockCall", "Linear", "PruneResult", "Pruner", "PrunerSpec", "Sensitivity",
+               "Statistic"],
     "report": ["BlockReport", "LayerReport", "RunReport"],
     "pipeline": ["plan", "run"],
     "statistics": ["FeatureNorms", "Hessian", "SequenceSample"],
@@ -58,6 +59,7 @@ __all__ = [
     "PrunerSpec",
     "RecipeError",
     "RunReport",
+    "Sensitivity",
     "SequenceSample",
     "Statistic",
     "Unstructured",

@@ -25,6 +25,9 @@ from compressx.ranks import ALONE, Ranks, assign
 Built: TypeAlias = Mapping[PlannedRule, tuple[Pruner, Pruner | None]]
 """The pruners of each rule: the selecting one, and the reconstructing one if there is one."""
 
+ByRule: TypeAlias = Mapping[PlannedRule, Mapping[str, Unstructured | NM]]
+"""What each of a rule's linears in one block has to become, by name."""
+
 _ROLES = ("selects", "reconstructs")
 
 
@@ -107,7 +110,7 @@ def _combine(
 
 def decide_all(
     block: Block,
-    by_rule: Mapping[PlannedRule, Mapping[str, Unstructured | NM]],
+    by_rule: ByRule,
     pruners: Built,
     stats: dict[str, dict[str, Statistic]],
     ranks: Ranks,
@@ -143,7 +146,7 @@ def decide_all(
 
 def _in_turn(
     block: Block, tasks: Sequence[tuple[PlannedRule, Sequence[str]]],
-    by_rule: Mapping[PlannedRule, Mapping[str, Unstructured | NM]], pruners: Built,
+    by_rule: ByRule, pruners: Built,
     stats: dict[str, dict[str, Statistic]], ranks: Ranks,
 ) -> Iterator[tuple[str, Decision]]:  # fmt: skip
     """Decide some tasks, each on one process, and only then yield what was decided."""
@@ -170,14 +173,19 @@ def _apart(
     rule: PlannedRule, patterns: Mapping[str, Unstructured | NM], stats: Mapping[str, Mapping[str, Statistic]]
 ) -> list[list[str]]:
     """Part a rule's linears so that each part can be decided by itself; those that share statistics stay together."""
-    joint = any(isinstance(p, Unstructured) and p.group == "joint" for p in patterns.values())
-    if joint or not rule.separable:
+    if not is_apart(rule, patterns):
         return [list(patterns)]
     groups: dict[tuple[int, ...], list[str]] = {}
     for name in patterns:
         key = tuple(id(s) for s in stats[name].values()) or (id(name),)
         groups.setdefault(key, []).append(name)
     return list(groups.values())
+
+
+def is_apart(rule: PlannedRule, patterns: Mapping[str, Unstructured | NM]) -> bool:
+    """Say whether each of a rule's linears in a block may be decided without the others."""
+    joint = any(isinstance(p, Unstructured) and p.group == "joint" for p in patterns.values())
+    return rule.separable and not joint
 
 
 def decide(

@@ -71,7 +71,7 @@ def draw(blocks: Sequence[BlockReport], kept: Sequence[Matrices], folder: Path) 
     Raises:
         ArtifactError: when a file cannot be written.
     """
-    figures = [*_families(blocks), *_histories(blocks), *map(_heat_maps, kept)]
+    figures = [*_reconstructions(blocks), *_families(blocks), *_histories(blocks), *map(_heat_maps, kept)]
     written: dict[str, Mapping[str, str]] = {}
     for figure in figures:
         with os_errors_named("make", folder):
@@ -89,6 +89,17 @@ class _Figure:
     suffix: str
     caption: str
     draw: Callable[[Path], None]
+
+
+def _reconstructions(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
+    """Yield the figure of what training each block's survivors did, if it was asked for."""
+    trained = [(block.index, block.reconstruction) for block in blocks if block.reconstruction is not None]
+    if trained:
+        x = [float(index) for index, _ in trained]
+        lines = {"pruned": (x, [r.before for _, r in trained]), "reconstructed": (x, [r.after for _, r in trained])}
+        caption = "Held-out error of each decoder block's output, pruned and then reconstructed."
+        drawn = partial(plots.error_by_layer, quantity="block output error", panels={"": lines})
+        yield _Figure("blocks_reconstruction", ".svg", caption, drawn)
 
 
 def _families(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -15,6 +15,19 @@ from compressx.files import os_errors_named
 
 Keep: TypeAlias = Callable[[Tensor], Tensor]
 """From hidden states of one batch to a tensor of the same values that lasts, and is overwritten block after block."""
+
+
+@dataclass(frozen=True, eq=False)
+class Streams:
+    """The hidden states between two blocks, one [batch, tokens, width] for each calibration batch.
+
+    Attributes:
+        pruned: what the pruned blocks give.
+        dense: what the dense blocks gave, where blocks are reconstructed; else empty.
+    """
+
+    pruned: Sequence[Tensor]
+    dense: Sequence[Tensor] = ()
 
 
 def in_memory(states: Tensor) -> Tensor:

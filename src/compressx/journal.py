@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from compressx.access import Access
 from compressx.errors import ArtifactError
 from compressx.figures import Matrices
 from compressx.files import BLOCKS, STATE, atomic_write, os_errors_named
-from compressx.hidden import Keep, in_memory
+from compressx.hidden import Keep, Streams, in_memory
 from compressx.maskfile import MaskEntry, join_masks, read_masks, write_masks
 from compressx.patterns import NM, Unstructured
 from compressx.plots import Pooled
 from compressx.ranks import ALONE, Ranks
-from compressx.report import AllocationReport, BlockReport, LayerReport
+from compressx.report import AllocationReport, BlockReport, LayerReport, ReconstructionReport
 from compressx.shards import each, read, write
 
 
@@ -75,16 +75,14 @@ class Journal:
         self.allocated = allocated
         self._write()
 
-    def add(
-        self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], states: Sequence[Tensor]
-    ) -> None:
+    def add(self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], streams: Streams) -> None:
         """Record a block while its weights are there.
 
         Args:
             access: the model.
             block: what was done to it.
             masks: of its linears.
-            states: what enters the next block, one [batch, tokens, width] for each calibration batch.
+            streams: what enters the next block.
 
         Raises:
             ArtifactError: when something cannot be written; the block is not finished then.
@@ -96,14 +94,16 @@ class Journal:
             pooled = {f"{i}.{j}": p for i, m in enumerate(block.matrices) for j, p in enumerate(_pooled(m))}
             write(self._file(fqn, "matrices.safetensors"), {name: p.values for name, p in pooled.items()})
             atomic_write(self._file(fqn, "json"), json.dumps(_block_to_dict(block)).encode())
-        write(self._states(len(self.finished) + 1), {f"{i:06d}": state for i, state in enumerate(states)})
+        named = {"dense": streams.dense, "pruned": streams.pruned}
+        states = {f"{name}.{i:06d}": state for name, some in named.items() for i, state in enumerate(some)}
+        write(self._states(len(self.finished) + 1), states)
         self.ranks.wait()
         self.finished.append(fqn)
         self._write()
         self.ranks.wait()
         self._states(len(self.finished) - 1).unlink(missing_ok=True)
 
-    def restore(self, access: Access, keep: Keep = in_memory) -> tuple[list[FinishedBlock], list[Tensor]]:
+    def restore(self, access: Access, keep: Keep = in_memory) -> tuple[list[FinishedBlock], Streams]:
         """Give the model the weights of all finished blocks, and return what is known of them and the hidden states.
 
         Args:
@@ -126,7 +126,10 @@ class Journal:
                 blocks.append(_block_from_dict(told, tensors))
             except (ValueError, KeyError, TypeError) as error:
                 raise ArtifactError(f"{path} is damaged ({error!r}); begin anew with --restart") from error
-        return blocks, [keep(s.to(access.device)) for s in each(self._states(len(self.finished)))]
+        states: dict[str, list[Tensor]] = {"dense": [], "pruned": []}
+        for name, state in each(self._states(len(self.finished))):
+            states[name.partition(".")[0]].append(keep(state.to(access.device)))
+        return blocks, Streams(**states)
 
     def save_masks(self, path: Path) -> None:
         """Write the masks of all finished blocks as one file.
@@ -195,6 +198,7 @@ def _block_to_dict(block: FinishedBlock) -> dict[str, Any]:
         "layers": layers,
         "infos": [dict(x) for x in infos.values()],
         "histories": [dict(x) for x in histories.values()],
+        "reconstruction": None if report.reconstruction is None else vars(report.reconstruction),
         "matrices": matrices,
     }
 
@@ -211,5 +215,9 @@ def _block_from_dict(told: dict[str, Any], tensors: Mapping[str, Tensor]) -> Fin
         pooled = [Pooled(tensors[f"{i}.{j}"], tuple(shape)) for j, shape in enumerate(one["shapes"])]
         images = dict(zip(one["names"], pooled, strict=False))
         matrices.append(Matrices(tuple(one["linears"]), images, pooled[-1] if len(pooled) > len(images) else None))
-    report = BlockReport(told["index"], told["fqn"], layers, told["seconds"])
+    trained = told["reconstruction"]
+    reconstruction = (
+        None if trained is None else ReconstructionReport(**{**trained, "history": tuple(trained["history"])})
+    )
+    report = BlockReport(told["index"], told["fqn"], layers, told["seconds"], reconstruction)
     return FinishedBlock(report, tuple(matrices))

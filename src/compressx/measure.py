@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeAlias, TypeVar
 
@@ -30,8 +30,9 @@ from compressx.observe import observe
 from compressx.owl import outlier_ratio
 from compressx.patterns import NM, Unstructured
 from compressx.planning import PlannedRule
-from compressx.pruner import Block, Linear, Statistic
+from compressx.pruner import Block, Linear, Loss, Sensitivity, Statistic
 from compressx.ranks import ALONE
+from compressx.sensitivity import of_block, of_model
 from compressx.statistics import FeatureNorms
 from compressx.units import Unit
 from compressx.walk import capture, finite
@@ -82,20 +83,30 @@ def measure(
         CalibrationError: an error that is not finite, or a linear that no token reached.
         UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
     """
-    pruners = {rule: rule.build() for rule in dict.fromkeys(x.rule for u in units for x in u.linears)}
+    inside = [x for u in units if u.block for x in u.linears]
+    pruners = {rule: rule.build() for rule in dict.fromkeys(x.rule for x in inside)}
+    model_sensitive = {x.name for x in inside if "model" in x.rule.losses}
+    of_model_loss = of_model(access, survey(access.model), model_sensitive, seen) if model_sensitive else {}
 
     def visit(dense: _Dense) -> tuple[Measured, ...]:
         mine = [u for u in units if u.block == dense.block.fqn]
         by_rule: dict[PlannedRule, list[str]] = {}
         for linear in (x for u in mine for x in u.linears):
             by_rule.setdefault(linear.rule, []).append(linear.name)
-        stats = gather(dense.block, by_rule, pruners, dense.passes[: len(seen)])
-        stream = _Stream(dense.passes[len(seen) :], dense.states[len(seen) :], dense.outputs[len(seen) :])
+        learnt = len(seen)
+        reacting = {n: dense.block.linears[n] for rule, ns in by_rule.items() if "block" in rule.losses for n in ns}
+        sensitive: dict[Loss, Mapping[str, Sensitivity]] = {
+            "model": of_model_loss,
+            "block": of_block(reacting, dense.runs[:learnt], dense.states[:learnt]) if reacting else {},
+        }
+        block = replace(dense.block, sensitivities=sensitive)
+        stats = gather(block, by_rule, pruners, dense.passes[:learnt])
+        stream = _Stream(dense.passes[learnt:], dense.states[learnt:], dense.outputs[learnt:])
 
         def ask(patterns: Patterns) -> Iterator[tuple[str, Decision]]:
-            return decide_all(dense.block, patterns, pruners, dict(stats), ALONE)  # it gives up statistics as it goes
+            return decide_all(block, patterns, pruners, dict(stats), ALONE)  # it gives up statistics as it goes
 
-        return tuple(_measure(unit, sparsities, dense.block.linears, ask, stream) for unit in mine)
+        return tuple(_measure(unit, sparsities, block.linears, ask, stream) for unit in mine)
 
     return _over_blocks(access, {u.block for u in units}, [*seen, *held_out], visit)
 
@@ -139,10 +150,16 @@ class _Dense:
 
     block: Block
     states: Sequence[Tensor]
-    passes: Sequence[Callable[[], Tensor]]
+    runs: Sequence[Callable[[Tensor], Tensor]]
+
+    @cached_property
+    def passes(self) -> list[Callable[[], Tensor]]:
+        """Run the block on what enters it, batch by batch."""
+        return [partial(run, x) for run, x in zip(self.runs, self.states, strict=True)]
 
     @cached_property
     def outputs(self) -> list[Tensor]:
+        """What leaves it."""
         return [finite(run(), self.block.fqn) for run in self.passes]
 
 
@@ -158,8 +175,7 @@ def _over_blocks(
         with torch.no_grad(), access.materialise(fqn) as module:
             linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
             block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
-            passes = [partial(replay, module, x, c) for x, c in zip(states, calls[fqn], strict=True)]
-            dense = _Dense(block, states, passes)
+            dense = _Dense(block, states, [partial(replay, module, call=c) for c in calls[fqn]])
             results = [visit(dense)] if fqn in wanted else []
             if index < last:
                 states = dense.outputs

@@ -1,18 +1,17 @@
-"""Forward hooks that feed statistics while a block runs, each distinct input summarised once."""
+"""Feeds statistics while a block runs, each distinct input summarised once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from compressx.errors import CalibrationError, UnsupportedModelError
 from compressx.finite import all_finite
 from compressx.pruner import Linear, Statistic
+from compressx.watch import inputs_watched
 
 
 def observe(
@@ -41,12 +40,7 @@ def observe(
     if not asked:
         return set()
     feed = _Feed(asked)
-    experts = {name: linears[name] for name in asked if linears[name].expert is not None}
-    with ExitStack() as hooks:
-        for name in asked.keys() - experts.keys():
-            hooks.enter_context(_input_of(linears[name].module, partial(feed, name)))
-        if experts:
-            hooks.enter_context(_inputs_of_experts(experts, feed))
+    with inputs_watched({name: linears[name] for name in asked}, feed):
         for run in passes:
             with suppress(_AllObservedError):
                 run()
@@ -108,42 +102,3 @@ class _Feed:
         self.once = sorted(self.calls) == sorted(self.wanted)
         self.calls.clear()
         self.batch.clear()
-
-
-@contextmanager
-def _input_of(module: nn.Module, take: Callable[[Tensor], None]) -> Iterator[None]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        take(args[0] if args else next(iter(kwargs.values())))
-
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _inputs_of_experts(experts: Mapping[str, Linear], take: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Watch the products with slices of fused expert parameters.
-
-    Fused experts are no modules, so they have no hooks. Transformers' plain implementation multiplies with one slice
-    at a time through `torch.nn.functional.linear`, where the slice's address tells the expert.
-    """
-    name_at = {linear.weight.data_ptr(): name for name, linear in experts.items()}
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function is nn.functional.linear and (name := name_at.get(args[1].data_ptr())):
-                take(name, args[0])
-            return function(*args, **(kwargs or {}))
-
-    configs = {id(c): c for linear in experts.values() if (c := getattr(linear.module, "config", None)) is not None}
-    before = {key: config._experts_implementation for key, config in configs.items()}
-    try:
-        for config in configs.values():
-            config._experts_implementation = "eager"
-        with Watch():
-            yield
-    finally:
-        for key, config in configs.items():
-            config._experts_implementation = before[key]

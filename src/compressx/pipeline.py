@@ -18,7 +18,7 @@ from compressx import figures
 from compressx._version import __version__
 from compressx.access import Access, Device, device_for, weights_fingerprint
 from compressx.allocators import allocate, report_on
-from compressx.architecture import text_config
+from compressx.architecture import survey, text_config
 from compressx.calibration import calibration_windows, documents, token_ids
 from compressx.calibration import fingerprint as fingerprint_of
 from compressx.clock import Clock, peak_memory_bytes
@@ -31,9 +31,11 @@ from compressx.models import load_tokenizer
 from compressx.planning import Plan
 from compressx.plugins import Plugins, load_plugins
 from compressx.preparation import at, loaded_recipe, prepare
+from compressx.pruner import Sensitivity
 from compressx.ranks import Ranks, joined_ranks
 from compressx.recipe import Calibration, LoadedRecipe
 from compressx.report import AllocationReport, RunReport, total_sparsity
+from compressx.sensitivity import of_model
 from compressx.streaming import StreamedModel, open_model, open_streamed
 from compressx.walk import Finished, prune_model
 
@@ -196,6 +198,8 @@ def _fingerprint(asked: _Asked, planned: Plan, access: Access, windows: torch.Te
         "model": weights_fingerprint(access),
         "prune": recipe["prune"],
         "allocation": recipe.get("allocation"),
+        "true_sequential": recipe["true_sequential"],
+        "reconstruct_block": recipe.get("reconstruct_block"),
         "calibration tokens": None if windows is None else fingerprint_of(windows),
         "calibration batch_size": None if windows is None else recipe["calibration"]["batch_size"],
         "plugins": {p.name: p.version for p in asked.plugins.records if p.status == "loaded" and used & {*p.pruners}},
@@ -231,6 +235,8 @@ def _keep(asked: _Asked, access: Access, batches: Sequence[torch.Tensor], folder
     settings = asked.loaded.recipe.calibration
     width = text_config(access.model).hidden_size * access.model.dtype.itemsize
     size = width * sum(batch.numel() for batch in batches)
+    if asked.loaded.recipe.reconstruct_block is not None:
+        size *= 2  # the dense stream beside the pruned one
     limit = None if settings is None else settings.memory_limit
     return InFiles(folder / f"hidden-{asked.ranks.rank}") if limit is not None and size > limit else in_memory
 
@@ -242,14 +248,17 @@ def _prune(
     finished: list[FinishedBlock] = []
     reached = None
     keep = _keep(asked, access, batches, journal.blocks)
+    sensitivities: Mapping[str, Sensitivity] = {}
+    if names := planned.sensitive_to("model"):  # while all weights are dense, and those of finished blocks not read yet
+        sensitivities = of_model(access, survey(access.model), names, batches, asked.ranks)
     if journal.finished:
-        finished, states = journal.restore(access, keep)
-        reached = Finished(journal.finished[-1], states)
+        finished, streams = journal.restore(access, keep)
+        reached = Finished(journal.finished[-1], streams)
     total = len({x.block for x in planned.linears})
     asked.tell("prune", len(finished), total)
-    for block in prune_model(access, planned, batches, reached, keep, asked.ranks):
+    for block in prune_model(access, planned, batches, reached, keep, asked.ranks, sensitivities):
         finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
-        journal.add(access, finished[-1], block.masks, block.states)
+        journal.add(access, finished[-1], block.masks, block.streams)
         asked.tell("prune", len(finished), total)
         if asked.ranks.first:
             asked.plugins.manager.hook.compressx_block_pruned(report=block.report)
@@ -292,4 +301,5 @@ def _report(
         versions={"python": platform.python_version(), **{n: metadata.version(n) for n in _VERSIONS_OF}},
         figures=drawn,
         allocation=allocation,
+        reconstructions={b.report.fqn: b.report.reconstruction for b in finished if b.report.reconstruction},
     )

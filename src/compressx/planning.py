@@ -18,8 +18,8 @@ from compressx.errors import PluginError, RecipeError, UnsupportedModelError
 from compressx.methods import Allocation
 from compressx.patterns import NM, Unstructured, allocated_form
 from compressx.plugins import Plugins
-from compressx.pruner import Block, Pruner, PrunerSpec
-from compressx.recipe import LoadedRecipe, validate_options
+from compressx.pruner import Block, Loss, Pruner, PrunerSpec
+from compressx.recipe import LoadedRecipe, ReconstructBlock, validate_options
 from compressx.targets import match_targets
 
 
@@ -50,6 +50,13 @@ class PlannedRule:
     def label(self) -> str:
         """The pruner's name, and after a `+` the reconstructor's."""
         return self.pruner.name + (f"+{self.reconstructor.name}" if self.reconstructor else "")
+
+    @property
+    def losses(self) -> set[Loss]:
+        """The losses whose sensitivities its pruners read."""
+        pairs = ((self.pruner, self.options), (self.reconstructor, self.reconstructor_options))
+        asked = {spec.sensitivity(options) for spec, options in pairs if spec is not None and spec.sensitivity}
+        return {loss for loss in asked if loss is not None}
 
     def build(self) -> tuple[Pruner, Pruner | None]:
         """Make the selecting pruner and the reconstructing one."""
@@ -92,6 +99,8 @@ class Plan:
         needs_calibration: whether calibration text is read.
         allocation: how sparsities are chosen, once there are weights if that needs measuring; each linear's pattern is
             what is nearest to the target until then. None when the patterns are final.
+        true_sequential: whether a linear is observed after those before it in its block were pruned.
+        reconstruct_block: how the survivors of each block are trained; None when they are not.
     """
 
     linears: tuple[PlannedLinear, ...]
@@ -99,6 +108,8 @@ class Plan:
     rules: tuple[PlannedRule, ...]
     needs_calibration: bool
     allocation: Allocation | None = None
+    true_sequential: bool = False
+    reconstruct_block: ReconstructBlock | None = None
 
     def in_block(self, fqn: str) -> dict[PlannedRule, dict[str, Unstructured | NM]]:
         """Return the linears of one block by the rule that took them, each name with its pattern."""
@@ -107,6 +118,10 @@ class Plan:
             if linear.block == fqn:
                 by_rule.setdefault(linear.rule, {})[linear.name] = linear.pattern
         return by_rule
+
+    def sensitive_to(self, loss: Loss) -> set[str]:
+        """Return the names of the linears in blocks whose pruners read the sensitivities of a loss."""
+        return {x.name for x in self.linears if x.block and loss in x.rule.losses}
 
     def allocated(self, patterns: Mapping[str, Unstructured | NM]) -> Plan:
         """Return the final plan: every linear with the pattern that an allocation gave it, by name."""
@@ -173,7 +188,12 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     }
     skipped |= architecture.unprunable
     allocation = loaded.recipe.allocation
-    plan = Plan(linears, skipped, rules, allocation is not None and bool(allocation.measures), allocation)
+    reconstruct = loaded.recipe.reconstruct_block
+    plan = Plan(
+        linears, skipped, rules,
+        needs_calibration=(allocation is not None and bool(allocation.measures)) or reconstruct is not None,
+        allocation=allocation, true_sequential=loaded.recipe.true_sequential, reconstruct_block=reconstruct,
+    )  # fmt: skip
     observes = _check_blocks(loaded, plan, architecture, skeleton)
     _check_calibration(loaded, skeleton, observes)
     return replace(plan, needs_calibration=plan.needs_calibration or observes)
@@ -245,6 +265,18 @@ def _check_calibration(loaded: LoadedRecipe, skeleton: torch.nn.Module, needed: 
         )
     if recipe.calibration is None and needed:
         raise RecipeError(f"{loaded.where()}: the recipe has no calibration, and its pruners need one")
+    if recipe.calibration is None and recipe.reconstruct_block is not None:
+        raise RecipeError(
+            f"{loaded.where('reconstruct_block')}: blocks are trained on calibration text, and the recipe has no "
+            "calibration; add one, such as calibration: {dataset: wikitext, samples: 128}"
+        )
+    if recipe.calibration is not None and recipe.reconstruct_block is not None:
+        step, batch = recipe.reconstruct_block.batch_size, recipe.calibration.batch_size
+        if step % batch:
+            raise RecipeError(
+                f"{loaded.where('reconstruct_block', 'batch_size')}: a step of {step} windows is no whole number of "
+                f"calibration batches; expected a multiple of calibration.batch_size ({batch}), or change that"
+            )
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
     perplexity = recipe.evaluate.token_perplexity if recipe.evaluate is not None else None
     windows = {("calibration",): recipe.calibration, ("evaluate", "token_perplexity"): perplexity}

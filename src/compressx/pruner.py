@@ -101,6 +101,24 @@ class BlockCall:
     kwargs: Mapping[str, Any]
 
 
+Loss: TypeAlias = Literal["model", "block"]
+"""The model's likelihood on the calibration text, or the squared relative change of the block's output."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sensitivity:
+    """How strongly a loss reacts to what a linear gives: mean squares of the loss's gradient with respect to that.
+
+    Attributes:
+        rows: of each output, the mean over tokens, float32 [out_features].
+        tokens: of each token, the mean over outputs: float32 [batch, tokens] for each calibration batch, in the order
+            in which a statistic is updated. Empty behind a router, whose tokens have no place in their batch.
+    """
+
+    rows: Tensor
+    tokens: Sequence[Tensor]
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
     """One decoder block.
@@ -112,6 +130,8 @@ class Block:
         linears: the block's prunable linears by fully qualified name.
         calls: the block's other arguments, one entry for each calibration batch. Empty while a recipe is planned.
         config: the transformers text config of the model.
+        sensitivities: of its linears by loss and name, those that a `PrunerSpec.sensitivity` asked for. Empty while a
+            recipe is planned.
     """
 
     index: int
@@ -120,6 +140,7 @@ class Block:
     linears: Mapping[str, Linear]
     calls: Sequence[BlockCall]
     config: Any
+    sensitivities: Mapping[Loss, Mapping[str, Sensitivity]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +202,7 @@ class PrunerSpec:
         reconstructs: whether it accepts `FixedMask`, so that a recipe can name it after `reconstruct:`.
         separable: whether each linear is decided from its own weight and statistics, so that a block's linears can be
             decided one at a time, or by several processes. Others may be pruned already then.
+        sensitivity: from options to the loss whose sensitivities the pruner reads in `Block.sensitivities`, or None.
         check: raises `UnsupportedModelError` when a block (without weights) cannot be pruned this way; called while
             the recipe is planned, with the patterns of the linears that the rule took in that block.
     """
@@ -193,6 +215,7 @@ class PrunerSpec:
     nm: bool = True
     reconstructs: bool = False
     separable: bool = False
+    sensitivity: Callable[[Any], Loss | None] | None = None
     check: Callable[[Block, Mapping[str, Pattern]], None] | None = None
 
 

@@ -73,6 +73,11 @@ class Ranks:
         if self.size > 1:
             distributed.barrier()
 
+    def add(self, tensor: Tensor) -> None:
+        """Replace a tensor by the sum of all processes'."""
+        if self.size > 1:
+            distributed.all_reduce(tensor)
+
     def combine(self, statistic: Statistic, fresh: Callable[[], Statistic | None]) -> Statistic:
         """Return a statistic of what all processes gathered.
 

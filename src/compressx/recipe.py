@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -14,6 +14,7 @@ from pydantic import (
     Discriminator,
     Field,
     PlainSerializer,
+    StrictBool,
     StrictFloat,
     StrictInt,
     Tag,
@@ -91,6 +92,25 @@ class Rule(Strict):
         return self
 
 
+class ReconstructBlock(Strict):
+    """Training of each pruned block's survivors, so that its output is what the dense block's was."""
+
+    passes: StrictInt = Field(4, ge=1, description="times that the calibration text is gone through for each block")
+    learning_rate: StrictFloat = Field(3e-4, gt=0, le=1, description="largest, of Adam; it rises and falls as a cosine")
+    batch_size: StrictInt = Field(4, ge=1, description="windows in a step; calibration.batch_size at least")
+    norms: StrictBool = Field(True, description="whether the gains of the block's norms are trained too")
+    biases: StrictBool = Field(True, description="whether the block's biases are trained too")
+    held_out: StrictFloat = Field(
+        0.0625, gt=0, lt=1, description="fraction of the text that is not trained on and decides which weights are kept"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="of products while training; weights are float32 then. auto is float32 for a float32 model, else "
+        "bfloat16, which is faster on processors and accelerators that have it",
+    )
+    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the order of the text")
+
+
 class TokenPerplexity(Strict):
     """exp of the mean negative log-likelihood per token over fixed, non-overlapping windows."""
 
@@ -145,6 +165,14 @@ class Recipe(Strict):
     calibration: Calibration | None = Field(None, description="needed by every pruner but magnitude")
     prune: list[Rule] = Field(min_length=1)
     allocation: AllocationField | None = Field(None, description="chooses the rules' sparsities; else each has its own")
+    true_sequential: StrictBool = Field(
+        False,
+        description="whether a linear is observed after those that come before it in its block were pruned, instead of "
+        "in the unpruned block",
+    )
+    reconstruct_block: ReconstructBlock | None = Field(
+        None, description="trains the survivors of each block after it was pruned; not done when absent"
+    )
     evaluate: Evaluate | None = None
     output: Path = Field(description="folder to write; must not exist yet, or hold an earlier run's output")
 

@@ -44,6 +44,24 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class ReconstructionReport:
+    """What training a block's survivors did to the error of its output, on calibration text that it did not see.
+
+    Attributes:
+        before: mean over tokens of ||out~ - out||^2 / ||out||^2, `out~` being the pruned block's output on the pruned
+            stream and `out` the dense block's on the dense stream.
+        after: the same afterwards; that of the weights that were kept.
+        history: before the first pass, and after each.
+        seconds: that it took.
+    """
+
+    before: float
+    after: float
+    history: tuple[float, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class BlockReport:
     """One pruned decoder block.
 
@@ -51,13 +69,15 @@ class BlockReport:
         index: position in the model.
         fqn: fully qualified name; empty for linears outside the blocks.
         layers: its pruned linears.
-        seconds: for observing, pruning and computing the next block's input.
+        seconds: for observing, pruning, training and computing the next block's input.
+        reconstruction: what training its survivors did; None when the recipe does not ask for it.
     """
 
     index: int
     fqn: str
     layers: tuple[LayerReport, ...]
     seconds: float
+    reconstruction: ReconstructionReport | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +164,7 @@ class RunReport:
         versions: of the libraries that decide the result.
         figures: `file`, inside the output folder, and `caption` of each figure that was drawn.
         allocation: how sparsities were chosen; None when the recipe's rules gave their own.
+        reconstructions: by block, what training its survivors did; empty when the recipe does not ask for it.
     """
 
     compressx: str
@@ -158,6 +179,7 @@ class RunReport:
     versions: Mapping[str, str] = field(default_factory=dict)
     figures: tuple[Mapping[str, str], ...] = ()
     allocation: AllocationReport | None = None
+    reconstructions: Mapping[str, ReconstructionReport] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the content of `report.json`."""
@@ -171,6 +193,8 @@ class RunReport:
         lines += ["", "## By module", "", *_markdown_table(SUMMARY_COLUMNS, self.summary_rows())]
         if self.allocation is not None:
             lines += ["", "## Allocation", "", *_allocation_lines(self.allocation)]
+        if self.reconstructions:
+            lines += ["", "## Block reconstruction", "", *_reconstruction_lines(self.reconstructions)]
         lines += [
             "",
             "## Seconds",
@@ -274,6 +298,20 @@ def _allocation_lines(allocation: AllocationReport) -> list[str]:
     return [
         f"{allocation.method}, by {allocation.unit}, scope {allocation.scope}{target}: {allocation.zeros} zeros of "
         f"{allocation.weights} weights. {told}".rstrip(),
+        "",
+        *_markdown_table(header, rows),
+    ]
+
+
+def _reconstruction_lines(reconstructions: Mapping[str, ReconstructionReport]) -> list[str]:
+    header = ["block", "before", "after", "best pass", "seconds"]
+    rows = []
+    for fqn, x in reconstructions.items():
+        best = f"{x.history.index(x.after)} of {len(x.history) - 1}"
+        rows.append([fqn, f"{x.before:.4g}", f"{x.after:.4g}", best, f"{x.seconds:.1f}"])
+    return [
+        "Squared relative error of each block's output on calibration text that was held out, before and after its "
+        "survivors were trained: what the pruned blocks give against what the dense ones gave, the mean over tokens.",
         "",
         *_markdown_table(header, rows),
     ]

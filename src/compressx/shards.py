@@ -172,8 +172,8 @@ def read(path: Path) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
 
 
-def each(path: Path) -> Iterator[Tensor]:
-    """Yield the tensors of a safetensors file one after the other, in the order of their names.
+def each(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a safetensors file with their names one after the other, in the order of the names.
 
     Raises:
         ArtifactError: a file that is missing or damaged.
@@ -181,7 +181,7 @@ def each(path: Path) -> Iterator[Tensor]:
     with ExitStack() as stack:
         file = _opened(path, stack)
         for name in sorted(file.keys()):
-            yield file.get_tensor(name)
+            yield name, file.get_tensor(name)
 
 
 def join(folder: Path, parts: Sequence[Shards]) -> None:

@@ -64,6 +64,11 @@ class LayerLines:
         for names, history in shared((layer.name, layer.history) for layer in report.layers):
             curves = "; ".join(f"{name} {_curve(values)}" for name, values in history.items())
             console.print(f"{in_short(names)}  {curves}", markup=False)
+        if (trained := report.reconstruction) is not None:
+            console.print(
+                f"{report.fqn}  reconstructed in {trained.seconds:.1f} s  held-out error {_curve(trained.history)}",
+                markup=False,
+            )
 
 
 def _curve(values: Sequence[float], shown: int = 5) -> str:

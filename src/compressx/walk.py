@@ -1,7 +1,8 @@
-"""The block loop: observe a still unpruned block, prune it, apply, and compute the next block's input.
+"""The block loop: observe a still unpruned block, prune it, apply, reconstruct it, and compute the next block's input.
 
-Statistics of a block come from one forward of the unpruned block over the outputs of the already pruned ones. The walk
-knows no concrete pruner, and it counts what it wrote.
+Statistics of a block come from one forward of the unpruned block over the outputs of the already pruned ones; where a
+recipe is true-sequential, from one forward for each stage of it. The walk knows no concrete pruner, and it counts what
+it wrote.
 """
 
 from __future__ import annotations
@@ -18,30 +19,33 @@ from torch import Tensor, nn
 from compressx.access import Access
 from compressx.architecture import Architecture, survey, text_config
 from compressx.capture import capture_calls, replay, run_around
-from compressx.decide import Built, decide_all, gather, write
+from compressx.decide import Built, ByRule, Decision, decide_all, gather, is_apart, write
 from compressx.errors import UnsupportedModelError
 from compressx.finite import all_finite
-from compressx.hidden import Keep, in_memory
+from compressx.hidden import Keep, Streams, in_memory
 from compressx.masks import MaskEntry, weight_sha256
 from compressx.planning import Plan
-from compressx.pruner import Block, BlockCall, sparsity_of
+from compressx.pruner import Block, BlockCall, Loss, Sensitivity, sparsity_of
 from compressx.ranks import ALONE, Ranks
+from compressx.reconstruct import Passage, reconstruct
 from compressx.report import BlockReport, LayerReport
+from compressx.sensitivity import of_block
 from compressx.shards import OUTSIDE
+from compressx.stages import stages
 
 
 @dataclass(frozen=True, eq=False)
 class PrunedBlock:
     """What the walk did to one block: its report, and by linear name its masks and the matrices to be seen.
 
-    Objects that a pruner gave to several linears are one object here, too. `states` is what enters the next block, and
+    Objects that a pruner gave to several linears are one object here, too. `streams` is what enters the next block, and
     the walk goes on to change it.
     """
 
     report: BlockReport
     masks: Mapping[str, MaskEntry] = field(default_factory=dict)
     images: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    states: Sequence[Tensor] = ()
+    streams: Streams = field(default_factory=lambda: Streams(()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +54,11 @@ class Finished:
 
     Attributes:
         fqn: the last block that was pruned.
-        states: what enters the next one, one [batch, tokens, width] for each calibration batch.
+        streams: what enters the next one.
     """
 
     fqn: str
-    states: Sequence[Tensor]
+    streams: Streams
 
 
 def prune_model(
@@ -64,6 +68,7 @@ def prune_model(
     finished: Finished | None = None,
     keep: Keep = in_memory,
     ranks: Ranks = ALONE,
+    sensitivities: Mapping[str, Sensitivity] | None = None,
 ) -> Iterator[PrunedBlock]:
     """Prune a model in place, block by block.
 
@@ -74,6 +79,7 @@ def prune_model(
         finished: where an interrupted run had got to; from the start when absent.
         keep: where hidden states are kept between blocks.
         ranks: the processes, each with batches of its own; all end with the same weights.
+        sensitivities: of the dense model's loss on these batches, by linear; of those that pruners read.
 
     Yields:
         One value for each block that the plan touches, after it was pruned and while its weights are still there, and
@@ -87,10 +93,11 @@ def prune_model(
     found = survey(model)
     batches = [b.to(access.device) for b in batches] if plan.needs_calibration else []
     states, calls = capture(access, found, batches, keep)
+    streams = Streams(states, [keep(x.clone()) for x in states] if plan.reconstruct_block else ())
     order = [*found.blocks, OUTSIDE]
     start = 0
     if finished is not None:
-        states, start = list(finished.states), order.index(finished.fqn) + 1
+        streams, start = finished.streams, order.index(finished.fqn) + 1
     pruners = {rule: rule.build() for rule in plan.rules}
     last = max((i for i, fqn in enumerate(order) if plan.in_block(fqn)), default=-1)
     for index, fqn in list(enumerate(found.blocks))[start : last + 1]:
@@ -98,19 +105,30 @@ def prune_model(
         with access.materialise(fqn) as module:
             with torch.no_grad():
                 linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
-                block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
-                passes = [partial(_replay, access, module, x, c) for x, c in zip(states, calls[fqn], strict=True)]
+                runs = [partial(_replay, access, module, call=c) for c in calls[fqn]]
+                if plan.reconstruct_block:
+                    _advance(streams.dense, runs, fqn)
+                passes = [partial(run, x) for run, x in zip(runs, streams.pruned, strict=True)]
+                reacting = {n: x for n, x in linears.items() if n in plan.sensitive_to("block")}
+                sensitive: dict[Loss, Mapping[str, Sensitivity]] = {
+                    "model": sensitivities or {},
+                    "block": of_block(reacting, runs, streams.pruned, ranks) if reacting else {},
+                }
+                block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model), sensitive)
                 layers, masks, images = _prune_block(block, plan, pruners, passes, ranks)
+                reconstruction = None
+                if plan.reconstruct_block and layers:
+                    passages = [Passage(*x) for x in zip(streams.pruned, streams.dense, runs, strict=True)]
+                    reconstruction = reconstruct(model, fqn, masks, passages, plan.reconstruct_block, ranks)
                 if index < last:
-                    for state, run in zip(states, passes, strict=True):
-                        state.copy_(finite(run(), fqn))
+                    _advance(streams.pruned, runs, fqn)
             if layers:
-                report = BlockReport(index, fqn, layers, time.perf_counter() - started)
-                yield PrunedBlock(report, masks, images, states)
+                report = BlockReport(index, fqn, layers, time.perf_counter() - started, reconstruction)
+                yield PrunedBlock(report, masks, images, streams)
             del layers, masks, images  # not to be held while the next block needs the room
     if plan.in_block(OUTSIDE) and start < len(order):
         with access.materialise(OUTSIDE):
-            yield _prune_outside(model, plan, pruners, found, states, batches, ranks)
+            yield _prune_outside(model, plan, pruners, found, streams.pruned, batches, ranks)
 
 
 def capture(
@@ -123,8 +141,14 @@ def capture(
         return capture_calls(access.model, found.blocks, batches, keep)
 
 
-def _replay(access: Access, module: nn.Module, state: Tensor, call: BlockCall) -> Tensor:
+def _replay(access: Access, module: nn.Module, state: Tensor, *, call: BlockCall) -> Tensor:
     return replay(module, state.to(access.device), call)
+
+
+def _advance(states: Sequence[Tensor], runs: Sequence[Callable[[Tensor], Tensor]], fqn: str) -> None:
+    """Replace what enters a block by what leaves it."""
+    for state, run in zip(states, runs, strict=True):
+        state.copy_(finite(run(state), fqn))
 
 
 def _prune_outside(
@@ -146,15 +170,14 @@ def _prune_outside(
 def _prune_block(
     block: Block, plan: Plan, pruners: Built, passes: Sequence[Callable[[], Any]], ranks: Ranks
 ) -> tuple[tuple[LayerReport, ...], dict[str, MaskEntry], dict[str, Mapping[str, Tensor]]]:
-    """Observe and prune one block."""
+    """Observe and prune one block, as a whole or stage by stage."""
     by_rule = plan.in_block(block.fqn)
-    stats = gather(block, by_rule, pruners, passes, ranks)
     layers: dict[str, LayerReport] = {}
     masks, images = {}, {}
     # By the identity of what a pruner may share between linears: a copy, and itself, so that no other takes its place.
     infos: dict[int, tuple[dict[str, float], object]] = {}
     histories: dict[int, tuple[dict[str, tuple[float, ...]], object]] = {}
-    for name, decision in decide_all(block, by_rule, pruners, stats, ranks):
+    for name, decision in _decisions(block, plan, by_rule, pruners, passes, ranks):
         rule, result, seconds = decision.rule, decision.result, decision.seconds
         linear, pattern = block.linears[name], by_rule[rule][name]
         masks[name] = MaskEntry(result.keep.cpu(), str(pattern), rule.label, weight_sha256(linear.weight))
@@ -169,6 +192,27 @@ def _prune_block(
         images[name] = result.images
     order = [name for patterns in by_rule.values() for name in patterns]
     return tuple(layers[n] for n in order), {n: masks[n] for n in order}, {n: images[n] for n in order}
+
+
+def _decisions(
+    block: Block, plan: Plan, by_rule: ByRule, pruners: Built, passes: Sequence[Callable[[], Any]], ranks: Ranks
+) -> Iterator[tuple[str, Decision]]:
+    """Yield what is decided for each linear, to be written before the next is asked for."""
+    parts: list[ByRule] = [by_rule]
+    if plan.true_sequential and passes:
+        linears = {n: block.linears[n] for patterns in by_rule.values() for n in patterns}
+        together = [list(patterns) for rule, patterns in by_rule.items() if not is_apart(rule, patterns)]
+        order = ranks.told(stages(linears, passes[0], together) if ranks.first else [])
+        parts = [
+            {
+                rule: mine
+                for rule, patterns in by_rule.items()
+                if (mine := {n: patterns[n] for n in names if n in patterns})
+            }
+            for names in order
+        ]
+    for part in parts:
+        yield from decide_all(block, part, pruners, gather(block, part, pruners, passes, ranks), ranks)
 
 
 def finite(hidden: Tensor, fqn: str) -> Tensor:

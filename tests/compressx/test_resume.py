@@ -83,6 +83,8 @@ def artifacts(folder: str) -> dict[str, bytes]:
         del report[name]
     for layer in report["layers"]:
         del layer["seconds"]
+    for trained in report["reconstructions"].values():
+        del trained["seconds"]
     found["recipe.yaml"] = found["recipe.yaml"].replace(folder.encode(), b"out")
     return {**found, "report": json.dumps(report).encode()}
 
@@ -92,13 +94,22 @@ def leftovers() -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("streaming", "allocated", "after"),
-    [(False, False, 1), (False, True, 2), (False, False, 3), (True, True, 1), (True, False, 2), (True, False, 3)],
+    ("streaming", "allocated", "trained", "after"),
+    [
+        (False, False, False, 1),
+        (False, True, True, 2),
+        (False, False, False, 3),
+        (True, True, False, 1),
+        (True, False, True, 2),
+        (True, False, False, 3),
+    ],
 )
 def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(
-    model: Path, streaming: bool, allocated: bool, after: int
+    model: Path, streaming: bool, allocated: bool, trained: bool, after: int
 ):
     asked = recipe(model, streaming=streaming, allocated=allocated)
+    if trained:
+        asked |= {"reconstruct_block": {"passes": 2}, "true_sequential": True}
     run({**asked, "output": "whole"})
     stopped(asked, after)
     (left,) = leftovers()
