@@ -17,7 +17,9 @@ from itertools import accumulate, pairwise
 MAX_SPARSITY = 0.95
 """The most that a unit gets, whatever the others cost."""
 
-_PIECES = 380  # of a curve, between dense and MAX_SPARSITY: 0.25% each
+PIECES = 380
+"""Of a curve, between dense and MAX_SPARSITY: 0.25% each."""
+
 _SMALLEST = 1e-15  # what counts as no error, so that it has a logarithm
 
 
@@ -28,7 +30,7 @@ class Curve:
     Between the points it is a monotone cubic of log error over log sparsity, beyond them a power of the sparsity.
 
     Attributes:
-        sparsities: rising, in (0, 1); at least two.
+        sparsities: rising, in (0, 1); from a single one the error is in proportion.
         errors: measured at them, finite and not negative. Those that fall are averaged with what they fall from.
     """
 
@@ -36,8 +38,8 @@ class Curve:
     errors: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if len(self.sparsities) != len(self.errors) or len(self.errors) < 2:
-            raise ValueError(f"a curve needs two points or more, got {self.sparsities} with {self.errors}")
+        if len(self.sparsities) != len(self.errors) or not self.errors:
+            raise ValueError(f"a curve needs as many errors as sparsities, got {self.sparsities} with {self.errors}")
         if any(a >= b for a, b in pairwise((0.0, *self.sparsities, 1.0))):
             raise ValueError(f"sparsities rise from each to the next within (0, 1), got {self.sparsities}")
         if not all(math.isfinite(e) and e >= 0 for e in self.errors):
@@ -47,10 +49,9 @@ class Curve:
         """Return the error at a sparsity in [0, 1)."""
         return 0.0 if sparsity == 0 else math.exp(self._logarithm(math.log(sparsity)))
 
-    def points(self, weights: int) -> list[tuple[int, float]]:
-        """Return counts of zeros of so many weights, from none to `MAX_SPARSITY`, each with its error."""
-        most = math.floor(MAX_SPARSITY * weights)
-        counts = sorted({most * i // _PIECES for i in range(_PIECES + 1)})
+    def points(self, weights: int, most: int, pieces: int = PIECES) -> list[tuple[int, float]]:
+        """Return counts of zeros of so many weights, from none to `most` in equal pieces, each with its error."""
+        counts = sorted({most * i // pieces for i in range(pieces + 1)})
         return [(count, self.error(count / weights)) for count in counts]
 
     @cached_property
@@ -70,7 +71,7 @@ class _MonotoneCubic:
     def slopes(self) -> tuple[float, ...]:
         """At each point: between two secants their weighted harmonic mean (Fritsch and Butland, 1984)."""
         widths = [b - a for a, b in pairwise(self.xs)]
-        secants = [(b - a) / w for (a, b), w in zip(pairwise(self.ys), widths, strict=True)]
+        secants = [(b - a) / w for (a, b), w in zip(pairwise(self.ys), widths, strict=True)] or [1.0]
         inner = [
             3 * (h0 + h1) / ((h0 + 2 * h1) / s0 + (2 * h0 + h1) / s1) if s0 * s1 > 0 else 0.0
             for (s0, s1), (h0, h1) in zip(pairwise(secants), pairwise(widths), strict=True)
@@ -147,22 +148,41 @@ def shares(weights: Sequence[int], fraction: float) -> list[int]:
     return [b - a for a, b in pairwise(bounds)]
 
 
-def in_steps(wanted: Sequence[int], weights: Sequence[int], steps: Sequence[int]) -> list[int]:
+def fitted(wanted: Sequence[int], most: Sequence[int], total: int) -> list[int]:
+    """Change counts so that they sum to a total, each by its share of what it has, or has room for.
+
+    Args:
+        wanted: counts, none negative.
+        most: the largest that each result can be.
+        total: what the results sum to; as near to it as 0 and `most` allow.
+    """
+    counts = list(map(min, wanted, most))
+    missing = total - sum(counts)
+    room = [m - c for m, c in zip(most, counts, strict=True)] if missing > 0 else counts
+    if not any(room):
+        return counts
+    moved = shares(room, min(abs(missing) / sum(room), 1.0))
+    return [c + m if missing > 0 else c - m for c, m in zip(counts, moved, strict=True)]
+
+
+def in_steps(wanted: Sequence[int], most: Sequence[int], steps: Sequence[int]) -> list[int]:
     """Round counts of zeros to multiples, what rounding adds or leaves going on to the next count.
+
+    What is left after the last, since others had no room for it, goes to those with the finest steps that have.
 
     Args:
         wanted: counts of zeros.
-        weights: as many as there are to each count; at most `MAX_SPARSITY` of them become zeros.
+        most: the largest that each result can be.
         steps: what each result is a multiple of.
 
     Returns:
-        Counts, in sum as near to the sum of those wanted as the last steps allow.
+        Counts, in sum as near to the sum of those wanted as the finest steps allow.
     """
-    counts = []
+    counts = list(wanted)
     carry = 0
-    for want, most, step in zip(wanted, weights, steps, strict=True):
-        limit = math.floor(MAX_SPARSITY * most) // step
-        count = min(max(round((want + carry) / step), 0), limit) * step
-        carry += want - count
-        counts.append(count)
+    # What rounds the first time stays the second, unless more is left than half of its step.
+    for i in [*range(len(steps)), *sorted(range(len(steps)), key=lambda i: -steps[i])]:
+        count = min(max(round((counts[i] + carry) / steps[i]), 0), most[i] // steps[i]) * steps[i]
+        carry += counts[i] - count
+        counts[i] = count
     return counts

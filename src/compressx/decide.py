@@ -134,8 +134,8 @@ def decide_all(
         PluginError: as `decide`.
     """
     tasks = [(rule, names) for rule, patterns in by_rule.items() for names in _apart(rule, patterns, stats)]
-    tasks.sort(key=lambda task: _is_separable(task[0]))
-    first = sum(not _is_separable(rule) for rule, _ in tasks)
+    tasks.sort(key=lambda task: task[0].separable)
+    first = sum(not rule.separable for rule, _ in tasks)
     if ranks.size == 1:
         yield from _in_turn(block, tasks[:first], by_rule, pruners, stats, ranks)
         for task in tasks[first:]:
@@ -169,10 +169,6 @@ def _in_turn(
             yield name, Decision(tasks[i][0], result, part)
 
 
-def _is_separable(rule: PlannedRule) -> bool:
-    return all(spec.separable for spec in (rule.pruner, rule.reconstructor) if spec is not None)
-
-
 def _apart(
     rule: PlannedRule, patterns: Mapping[str, Unstructured | NM], stats: Mapping[str, Mapping[str, Statistic]]
 ) -> list[list[str]]:
@@ -189,7 +185,7 @@ def _apart(
 def is_apart(rule: PlannedRule, patterns: Mapping[str, Unstructured | NM]) -> bool:
     """Say whether each of a rule's linears in a block may be decided without the others."""
     joint = any(isinstance(p, Unstructured) and p.group == "joint" for p in patterns.values())
-    return _is_separable(rule) and not joint
+    return rule.separable and not joint
 
 
 def decide(

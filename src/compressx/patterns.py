@@ -93,6 +93,19 @@ class FixedMask:
 Pattern: TypeAlias = Unstructured | NM | FixedMask
 
 
+def allocated_form(pattern: str) -> str:
+    """Write a pattern without the sparsity that was chosen: `allocated row` of `50% row`, `allocated N:4` of `2:4`."""
+    keep, colon, of = pattern.partition(":")
+    return f"allocated N:{of}" if colon else f"allocated {keep.split()[-1]}"
+
+
+def nearest(pattern: Unstructured | NM, sparsity: float) -> Unstructured | NM:
+    """Return a pattern of the same kind at another sparsity; of an N:M one M stays, and 1 <= N < M is the nearest."""
+    if isinstance(pattern, Unstructured):
+        return Unstructured(sparsity, pattern.group)
+    return NM(pattern.of - min(max(round(sparsity * pattern.of), 1), pattern.of - 1), pattern.of)
+
+
 def zeros_in(pattern: Pattern, out_features: int, in_features: int) -> int | None:
     """Count the zeros that `pattern` puts into one weight; None for `joint`, where only the total is fixed."""
     if isinstance(pattern, FixedMask):

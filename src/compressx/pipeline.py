@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from compressx import attention_aware, figures
+from compressx import figures
 from compressx._version import __version__
 from compressx.access import Access, Device, device_for, weights_fingerprint
+from compressx.allocators import allocate, report_on
 from compressx.architecture import survey, text_config
 from compressx.asked import Asked, Progress
 from compressx.calibration import calibration_windows, documents, token_ids
@@ -23,6 +24,7 @@ from compressx.finetune import training_windows
 from compressx.finishing import Pruned, finish
 from compressx.hidden import InFiles, Keep, in_memory
 from compressx.journal import Allocated, FinishedBlock, Journal
+from compressx.methods import MeasuredAllocation
 from compressx.models import load_tokenizer
 from compressx.planning import Plan
 from compressx.plugins import Plugins, load_plugins
@@ -191,12 +193,13 @@ def _allocate(
     asked: Asked, access: Access, planned: Plan, batches: Sequence[torch.Tensor], journal: Journal
 ) -> tuple[Plan, AllocationReport | None]:
     """Give every linear its sparsity where the recipe leaves that open; the first process measures, on its own text."""
-    if planned.allocation is None:
-        return planned, None
+    if not isinstance(planned.allocation, MeasuredAllocation):
+        settings = asked.loaded.recipe.allocation
+        return planned, None if settings is None else report_on(planned, settings)
     if journal.allocated is None:
         allocated = None
         if asked.ranks.first:
-            final, report = attention_aware.allocate(
+            final, report = allocate(
                 access, planned, planned.allocation, batches, lambda i, n: asked.tell("allocate", i, n)
             )
             allocated = Allocated({x.name: x.pattern for x in final.linears}, report)

@@ -5,8 +5,7 @@ Every mistake that can be found without weights or text is found here, with the 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +13,13 @@ import torch
 from pydantic import BaseModel
 
 from compressx.architecture import Architecture, survey, text_config
-from compressx.errors import PluginError, RecipeError, UnsupportedModelError, did_you_mean
-from compressx.patterns import NM, Unstructured
+from compressx.budgets import asked_patterns, check_fits
+from compressx.errors import PluginError, RecipeError, UnsupportedModelError
+from compressx.methods import Allocation
+from compressx.patterns import NM, Unstructured, allocated_form
 from compressx.plugins import Plugins
 from compressx.pruner import Block, Loss, Pruner, PrunerSpec
-from compressx.recipe import Allocation, LoadedRecipe, ReconstructBlock, validate_options
+from compressx.recipe import LoadedRecipe, ReconstructBlock, validate_options
 from compressx.targets import match_targets
 
 
@@ -39,6 +40,11 @@ class PlannedRule:
     options: BaseModel
     reconstructor: PrunerSpec | None
     reconstructor_options: BaseModel | None
+
+    @property
+    def separable(self) -> bool:
+        """Whether its pruners decide each linear apart."""
+        return all(spec.separable for spec in (self.pruner, self.reconstructor) if spec is not None)
 
     @property
     def label(self) -> str:
@@ -91,8 +97,8 @@ class Plan:
         skipped: what is left alone, with the reason.
         rules: the recipe's rules.
         needs_calibration: whether calibration text is read.
-        allocation: how sparsities are chosen once there are weights; each linear's pattern holds the target until
-            then. None when the patterns are final.
+        allocation: how sparsities are chosen, once there are weights if that needs measuring; each linear's pattern is
+            what is nearest to the target until then. None when the patterns are final.
         true_sequential: whether a linear is observed after those before it in its block were pruned.
         reconstruct_block: how the survivors of each block are trained; None when they are not.
     """
@@ -123,10 +129,8 @@ class Plan:
         return replace(self, linears=linears, allocation=None)
 
     def shown_pattern(self, linear: PlannedLinear) -> str:
-        """Write a linear's pattern, such as `2:4` or `50% row`; `allocated row` while its sparsity is not known."""
-        if self.allocation is None or isinstance(linear.pattern, NM):
-            return str(linear.pattern)
-        return f"allocated {linear.pattern.group}"
+        """Write a linear's pattern, such as `2:4` or `50% row`; `allocated row` or `allocated N:4` while it is open."""
+        return str(linear.pattern) if self.allocation is None else allocated_form(str(linear.pattern))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `plan.json`."""
@@ -160,8 +164,8 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     """
     architecture = survey(skeleton)
     rules = tuple(_plan_rule(loaded, plugins, i) for i in range(len(loaded.recipe.prune)))
-    patterns = [_pattern(loaded, rule) for rule in rules]
     taken = match_targets(loaded, architecture)
+    patterns = asked_patterns(loaded, [rule.pruner for rule in rules], taken)
     everything = {**architecture.linears, **architecture.outside}
     linears = tuple(
         PlannedLinear(
@@ -169,14 +173,13 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
             architecture.block_of(name) if name in architecture.linears else "",
             (linear.out_features, linear.in_features),
             rules[taken[name]],
-            patterns[taken[name]],
+            patterns[name],
         )
         for name, linear in everything.items()
         if name in taken
     )
     for linear in linears:
-        _check_divisible(loaded, linear)
-        _check_some_survive(loaded, linear, linears)
+        check_fits(loaded, linear, linears)
     skipped = {n: "no rule names it" for n in architecture.linears if n not in taken}
     skipped |= {
         n: "outside the decoder blocks; pruned only when a rule names it"
@@ -187,7 +190,8 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     allocation = loaded.recipe.allocation
     reconstruct = loaded.recipe.reconstruct_block
     plan = Plan(
-        linears, skipped, rules, needs_calibration=allocation is not None or reconstruct is not None,
+        linears, skipped, rules,
+        needs_calibration=(allocation is not None and bool(allocation.measures)) or reconstruct is not None,
         allocation=allocation, true_sequential=loaded.recipe.true_sequential, reconstruct_block=reconstruct,
     )  # fmt: skip
     observes = _check_blocks(loaded, plan, architecture, skeleton)
@@ -223,55 +227,6 @@ def _find(loaded: LoadedRecipe, plugins: Plugins, name: str, index: int, key: st
         raise PluginError(f"{loaded.where('prune', index, key)}: {error}") from error
 
 
-def _pattern(loaded: LoadedRecipe, planned: PlannedRule) -> Unstructured | NM:
-    """Return what the recipe wants of a rule's linears; where sparsity is allocated, the target for now."""
-    index, spec = planned.index, planned.pruner
-    rule, allocation = loaded.recipe.prune[index], loaded.recipe.allocation
-    if rule.pattern is not None:
-        if not spec.nm:
-            raise RecipeError(
-                f"{loaded.where('prune', index, 'pattern')}: {spec.name} does not prune N:M (got {rule.pattern}); "
-                "give sparsity instead"
-            )
-        return rule.pattern
-    sparsity = rule.sparsity if allocation is None else allocation.target
-    assert sparsity is not None  # noqa: S101 - the recipe was loaded with sparsity, pattern or allocation
-    group = rule.group or spec.groups[0]
-    if group not in spec.groups:
-        raise RecipeError(
-            f"{loaded.where('prune', index, 'group')}: {spec.name} has no group {group!r}; "
-            f"{did_you_mean(group, spec.groups)}"
-        )
-    return Unstructured(sparsity, group)
-
-
-def _check_divisible(loaded: LoadedRecipe, linear: PlannedLinear) -> None:
-    pattern, in_features = linear.pattern, linear.shape[1]
-    if isinstance(pattern, NM) and in_features % pattern.of:
-        raise RecipeError(
-            f"{loaded.where('prune', linear.rule.index, 'pattern')}: {linear.name} has {in_features} input features, "
-            f"not divisible by {pattern.of} (pattern {pattern})"
-        )
-
-
-def _check_some_survive(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[PlannedLinear]) -> None:
-    """Refuse a sparsity that rounds to nothing but zeros in what competes: a row, a weight, or a block's joint ones."""
-    pattern, (rows, columns) = linear.pattern, linear.shape
-    if isinstance(pattern, NM):
-        return
-    competing, what = (columns, "each row") if pattern.group == "row" else (rows * columns, "all")
-    if pattern.group == "joint":
-        competing = sum(math.prod(x.shape) for x in linears if (x.rule, x.block) == (linear.rule, linear.block))
-        what = "what competes with those"
-    if round(pattern.sparsity * competing) == competing:
-        allocated = loaded.recipe.allocation is not None
-        place = ("allocation", "target") if allocated else ("prune", linear.rule.index, "sparsity")
-        raise RecipeError(
-            f"{loaded.where(*place)}: sparsity {pattern.sparsity:g} leaves none of the {competing} weights in {what} "
-            f"of {linear.name}; at most {(competing - 1) / competing:.6g} leaves one"
-        )
-
-
 def _check_blocks(loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleton: torch.nn.Module) -> bool:
     """Let each pruner refuse blocks that it cannot prune, and hear whether any needs calibration."""
     needs_calibration = False
@@ -302,10 +257,11 @@ def _observes(rule: PlannedRule, block: Block, names: Iterable[str]) -> bool:
 def _check_calibration(loaded: LoadedRecipe, skeleton: torch.nn.Module, needed: bool) -> None:
     """Refuse a recipe without the calibration that it needs, and windows longer than the model's positions."""
     recipe = loaded.recipe
-    if recipe.calibration is None and recipe.allocation is not None:
+    if recipe.calibration is None and recipe.allocation is not None and recipe.allocation.measures:
         raise RecipeError(
-            f"{loaded.where('allocation')}: {recipe.allocation.method} measures errors on calibration text, and the "
-            "recipe has no calibration; add one, such as calibration: {dataset: wikitext, samples: 32}"
+            f"{loaded.where('allocation')}: {recipe.allocation.method} measures {recipe.allocation.measures} on "
+            "calibration text, and the recipe has no calibration; add one, such as calibration: {dataset: wikitext, "
+            "samples: 32}"
         )
     if recipe.calibration is None and needed:
         raise RecipeError(f"{loaded.where()}: the recipe has no calibration, and its pruners need one")

@@ -17,6 +17,7 @@ from compressx.models import Checkpoint, find_checkpoint, load_skeleton
 from compressx.planning import Plan, make_plan
 from compressx.plugins import Plugins
 from compressx.recipe import LoadedRecipe, RollingTask, load_recipe, recipe_from_dict
+from compressx.units import settled
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
         with at(loaded, "evaluate", "token_perplexity", "dataset"):
             check_dataset(recipe.evaluate.token_perplexity.dataset)
     planned = make_plan(loaded, plugins, skeleton)
+    with at(loaded, "allocation", "target"):
+        planned = settled(planned)
     _check_finetune(loaded, skeleton)
     if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None:
         for i, task in enumerate(recipe.evaluate.lm_eval.tasks):

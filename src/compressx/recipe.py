@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -22,8 +21,9 @@ from pydantic import (
     model_validator,
 )
 
-from compressx.document import Node, Step, from_python, shown
-from compressx.errors import RecipeError, did_you_mean
+from compressx.document import Node, Step, from_python
+from compressx.errors import RecipeError
+from compressx.methods import AllocationField
 from compressx.patterns import NM, Group
 from compressx.sources import DatasetField, ModelField
 from compressx.tuning import Finetune
@@ -80,7 +80,7 @@ class Rule(Strict):
     pruner: str = Field(description="name of the pruner that selects")
     sparsity: StrictFloat | None = Field(None, ge=0, lt=1, description="fraction of zeros in [0, 1), e.g. 0.7")
     group: Group | None = Field(None, description="what competes for the budget; the pruner's own when absent")
-    pattern: PatternField | None = Field(None, description='N:M, such as "2:4"')
+    pattern: PatternField | None = Field(None, description='N:M, such as "2:4"; with allocation N is chosen')
     reconstruct: ReconstructionField | None = Field(None, description="pruner that gives the survivors new values")
     options: dict[str, Any] = Field(default_factory=dict, description="the pruner's own options")
 
@@ -91,45 +91,6 @@ class Rule(Strict):
         if self.pattern is not None and self.group is not None:
             raise conflict("group only goes with sparsity: N:M weights compete within their M neighbours", ["group"])
         return self
-
-
-class AttentionAware(Strict):
-    """Sparsity where it costs a decoder block's output least, measured for each rule in each block."""
-
-    method: Literal["attention-aware"] = Field(description="how sparsities are chosen")
-    target: StrictFloat = Field(gt=0, lt=0.95, description="fraction of zeros over all planned linears")
-    scope: Literal["model", "block"] = Field(
-        "model", description="what shares the target: all blocks, or each block by itself"
-    )
-    sparsities: list[Annotated[StrictFloat, Field(gt=0, le=0.95)]] = Field(
-        default=[0.3, 0.5, 0.7, 0.9], min_length=2, description="sparsities to measure, rising"
-    )
-    samples: StrictInt = Field(
-        24,
-        ge=1,
-        description="calibration windows to measure with, the first so many; errors are those on the last quarter, "
-        "which the pruners do not see",
-    )
-
-    @model_validator(mode="after")
-    def _rising(self) -> AttentionAware:
-        if any(a >= b for a, b in pairwise(self.sparsities)):
-            raise conflict(f"sparsities rise from each to the next; got {self.sparsities}", ["sparsities"])
-        return self
-
-
-_METHODS = ("attention-aware",)
-
-
-def _known_method(value: object) -> object:
-    if isinstance(value, Mapping) and "method" in value and value["method"] not in _METHODS:
-        method = value["method"]
-        raise conflict(f"no method {shown(method)}; {did_you_mean(str(method), _METHODS)}", ["method"])
-    return value
-
-
-Allocation: TypeAlias = AttentionAware
-AllocationField = Annotated[Allocation, BeforeValidator(_known_method)]
 
 
 class ReconstructBlock(Strict):
@@ -287,10 +248,14 @@ def _budget_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
     for i, rule in enumerate(loaded.recipe.prune):
         if not allocated and rule.sparsity is None and rule.pattern is None:
             yield f'{loaded.where("prune", i)}: prune[{i}]: needs sparsity, such as 0.5, or pattern, such as "2:4"'
-        for key in ("sparsity", "pattern"):
-            if allocated and (value := getattr(rule, key)) is not None:
-                yield (
-                    f"{loaded.where('prune', i, key)}: prune[{i}] has {key} {value}, and allocation at "
-                    f"{loaded.where('allocation')} chooses every rule's sparsity; expected one of the two: drop "
-                    f"{key} here, or drop allocation"
-                )
+        if allocated and rule.sparsity is not None:
+            yield (
+                f"{loaded.where('prune', i, 'sparsity')}: prune[{i}] has sparsity {rule.sparsity}, and allocation at "
+                f"{loaded.where('allocation')} chooses every rule's sparsity; expected one of the two: drop sparsity "
+                "here, or drop allocation"
+            )
+        if allocated and rule.pattern is not None and rule.pattern.of == 1:
+            yield (
+                f"{loaded.where('prune', i, 'pattern')}: prune[{i}] has pattern {rule.pattern}, of which allocation "
+                f'cannot choose N; expected an M of 2 or more, such as "2:4"'
+            )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from compressx.patterns import allocated_form
 from compressx.tuning import FinetuneReport
 
 _Item = TypeVar("_Item")
@@ -81,18 +83,19 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class UnitReport:
-    """The linears that one rule took in one block, which were allocated one sparsity.
+    """Linears of one block that were allocated one sparsity.
 
     Attributes:
         block: fully qualified name; empty outside the blocks, where the target is kept.
-        pruner: which pruner selects, and after a `+` which one reconstructs.
+        pruner: which pruner selects, and after a `+` which one reconstructs; several of several rules.
         linears: their names.
         weights: how many.
         sparsity: fraction of zeros that they were given.
-        error: predicted for it from `output_errors`; None outside the blocks.
+        error: predicted for it from `output_errors`; None outside the blocks, and where no errors were measured.
         sparsities: that were measured.
         output_errors: measured change of the block's output, squared and relative to it, the mean over tokens.
         update_errors: the same change against what the block adds to its input.
+        outliers: fraction of their scores that are outliers; None where those were not measured.
     """
 
     block: str
@@ -100,10 +103,11 @@ class UnitReport:
     linears: tuple[str, ...]
     weights: int
     sparsity: float
-    error: float | None
+    error: float | None = None
     sparsities: tuple[float, ...] = ()
     output_errors: tuple[float, ...] = ()
     update_errors: tuple[float, ...] = ()
+    outliers: float | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ class AllocationReport:
 
     Attributes:
         method: by its name in the recipe.
-        target: fraction of zeros that was asked for.
+        target: fraction of zeros that was asked for; None of explicit sparsities without one.
+        unit: what was given one sparsity: a `block`, what a `rule` took in one, or the `linear`s of one kind.
         scope: what shared the target, `model` or `block`.
         weights: of all planned linears.
         zeros: that were given to them.
@@ -120,14 +125,15 @@ class AllocationReport:
     """
 
     method: str
-    target: float
+    target: float | None
+    unit: str
     scope: str
     weights: int
     zeros: int
     units: tuple[UnitReport, ...]
 
     def rows(self) -> list[list[str]]:
-        """Return `[block, linears, pruner, sparsity, predicted error]` for every unit."""
+        """Return `[block, linears, pruner, sparsity, predicted error, outliers]` for every unit."""
         return [
             [
                 u.block or "outside",
@@ -135,6 +141,7 @@ class AllocationReport:
                 u.pruner,
                 f"{u.sparsity:.2%}",
                 "" if u.error is None else f"{u.error:.3g}",
+                "" if u.outliers is None else f"{u.outliers:.3%}",
             ]
             for u in self.units
         ]
@@ -241,11 +248,11 @@ class RunReport:
     def summary_rows(self) -> list[list[str]]:
         """Return one row for each kind of module (last part of the name), pruner and pattern.
 
-        Allocated sparsities, which differ from layer to layer, are one pattern such as `allocated row`.
+        Allocated sparsities, which differ from layer to layer, are one pattern: `allocated row`, or `allocated N:4`.
         """
         groups: dict[tuple[str, str, str], list[LayerReport]] = defaultdict(list)
         for layer in self.layers:
-            pattern = f"allocated {layer.pattern.split()[-1]}" if self.allocation else layer.pattern
+            pattern = allocated_form(layer.pattern) if self.allocation else layer.pattern
             groups[kind_of(layer.name), layer.pruner, pattern].append(layer)
         rows = []
         for (kind, pruner, pattern), members in groups.items():
@@ -267,7 +274,7 @@ def total_sparsity(layers: tuple[LayerReport, ...]) -> float:
 
 def kind_of(name: str) -> str:
     """Return the last part of a linear's name; a fused expert's ends in its number, which is no kind."""
-    return name.rstrip("0123456789.").rsplit(".", 1)[-1]
+    return re.sub(r"(\.\d+)+$", "", name).rsplit(".", 1)[-1]
 
 
 def in_short(names: Sequence[str]) -> str:
@@ -286,14 +293,25 @@ def shared(values: Iterable[tuple[_Item, Mapping[str, _Value]]]) -> list[tuple[l
     return list(groups.values())
 
 
+_MEASURES = {
+    "predicted error": "The error is the squared relative change of the block's output when these linears alone are "
+    "pruned, the mean over tokens.",
+    "outliers": "Outliers are the fraction of weights whose size times the norm of their input feature is far above "
+    "the block's mean.",
+}
+
+
 def _allocation_lines(allocation: AllocationReport) -> list[str]:
-    header = ["block", "linears", "pruner", "sparsity", "predicted error"]
+    table = [["block", "linears", "pruner", "sparsity", *_MEASURES], *allocation.rows()]
+    shown = [i for i in range(len(table[0])) if i < 4 or any(row[i] for row in table[1:])]
+    header, *rows = ([row[i] for i in shown] for row in table)
+    target = "" if allocation.target is None else f", target {allocation.target:.2%}"
+    told = " ".join(text for name, text in _MEASURES.items() if name in header)
     return [
-        f"{allocation.method}, scope {allocation.scope}, target {allocation.target:.2%}: {allocation.zeros} zeros of "
-        f"{allocation.weights} weights. The error is the squared relative change of the block's output when these "
-        "linears alone are pruned, the mean over tokens.",
+        f"{allocation.method}, by {allocation.unit}, scope {allocation.scope}{target}: {allocation.zeros} zeros of "
+        f"{allocation.weights} weights. {told}".rstrip(),
         "",
-        *_markdown_table(header, allocation.rows()),
+        *_markdown_table(header, rows),
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -58,5 +58,51 @@ def _no_match(where: str, target: str, linears: Mapping[str, Any], unprunable: M
     for name, reason in unprunable.items():
         if _names_outright(target, name):
             return RecipeError(f"{where}: target {target!r} names {name}, which is not prunable: {reason}")
-    kinds = sorted({f"*.{n.rsplit('.', 1)[-1]}" if "." in n else n for n in linears})
-    return RecipeError(f"{where}: target {target!r} matches no linear; {did_you_mean(target, kinds)}")
+    return RecipeError(f"{where}: target {target!r} matches no linear; {did_you_mean(target, _kinds(linears))}")
+
+
+def _kinds(names: Iterable[str]) -> set[str]:
+    """Return globs that would match the linears of each kind."""
+    return {f"*.{n.rsplit('.', 1)[-1]}" if "." in n else n for n in names}
+
+
+def match_sparsities(loaded: LoadedRecipe, globs: Iterable[str], planned: Sequence[str]) -> dict[str, str]:
+    """Find the glob of `allocation.sparsities` that takes each planned linear: the first that matches.
+
+    Args:
+        loaded: the recipe with its places in the file.
+        globs: in the recipe's order.
+        planned: names of the linears that rules took.
+
+    Raises:
+        RecipeError: a glob that matches nothing or is shadowed, or a linear that none matches, with its place.
+    """
+    taken: dict[str, str] = {}
+    for glob in globs:
+        where = loaded.where("allocation", "sparsities", glob)
+        matched = [name for name in planned if fnmatchcase(name, glob)]
+        if not matched:
+            raise RecipeError(
+                f"{where}: {glob!r} matches no linear that a rule took; {did_you_mean(glob, _kinds(planned))}"
+            )
+        fresh = [name for name in matched if name not in taken]
+        if not fresh:
+            earlier = taken[matched[0]]
+            raise RecipeError(
+                f"{where}: {glob!r} is shadowed: all {len(matched)} linears that it matches are already taken, "
+                f"{matched[0]} by {earlier!r} at {loaded.where('allocation', 'sparsities', earlier)}; the first that "
+                "matches wins, so put the narrower one first"
+            )
+        taken |= dict.fromkeys(fresh, glob)
+    if missing := [name for name in planned if name not in taken]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise RecipeError(
+            f'{loaded.where("allocation", "sparsities")}: none of them matches {missing[0]}{more}; end with "*" and a '
+            "sparsity for the rest"
+        )
+    return {name: taken[name] for name in planned}
+
+
+def first_matching(globs: Iterable[str], name: str) -> str:
+    """Return the first glob that matches a name; `match_sparsities` sees to it that there is one."""
+    return next(glob for glob in globs if fnmatchcase(name, glob))

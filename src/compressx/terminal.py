@@ -14,6 +14,7 @@ from rich.text import Text
 
 from compressx.asked import Progress as Tell
 from compressx.hookspecs import hookimpl
+from compressx.methods import MeasuredAllocation
 from compressx.planning import Plan
 from compressx.plugins import PluginRecord
 from compressx.report import SUMMARY_COLUMNS, BlockReport, RunReport, in_short, shared
@@ -102,13 +103,14 @@ def print_plan(plan: Plan) -> None:
     if plan.skipped:
         console.print(_table(["not pruned", "reason"], [list(s) for s in plan.skipped.items()], left=2))
     weights = sum(x.weights for x in plan.linears)
-    zeros = sum(x.weights * x.pattern.sparsity for x in plan.linears)
-    target = "" if plan.allocation is None else "target "
-    console.print(f"{len(plan.linears)} linears, {weights / 1e6:.1f} M weights, {target}sparsity {zeros / weights:.2%}")
+    sparsity = f"sparsity {sum(x.weights * x.pattern.sparsity for x in plan.linears) / weights:.2%}"
     if plan.allocation is not None:
+        sparsity = f"target sparsity {plan.allocation.target:.2%}"
+    console.print(f"{len(plan.linears)} linears, {weights / 1e6:.1f} M weights, {sparsity}")
+    if isinstance(settings := plan.allocation, MeasuredAllocation):
         console.print(
-            f"{plan.allocation.method} measures what each sparsity costs when the recipe is run, and chooses then "
-            f"(scope {plan.allocation.scope}, {plan.allocation.samples} samples)",
+            f"{settings.method} measures {settings.measures} when the recipe is run, and chooses sparsities then "
+            f"(unit {settings.unit}, scope {settings.scope}, {settings.samples} samples)",
             markup=False,
         )
 

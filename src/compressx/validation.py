@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
@@ -112,12 +112,12 @@ def _lines(
     for error in sorted(errors, key=lambda e: e["type"] == "missing"):
         loc = _within(data, error["loc"])
         if error["type"] == "extra_forbidden":
-            valid = [name for m in _schema_at(model, loc[:-1])[0] for name in _fields(m)]
+            valid = [name for m in _schema_at(model, loc[:-1], data)[0] for name in _fields(m)]
             hint = did_you_mean(str(loc[-1]), valid) or f"no {noun} is taken there"
             yield f"{where(*loc)}: unknown {noun} {loc[-1]!r}{_inside(loc[:-1])}; {hint}"
         elif error["type"] == "missing":
             name = error["loc"][-1]
-            yield f"{where(*loc)}: missing {noun} {name!r}{_inside(loc)}{_description(model, (*loc, name))}"
+            yield f"{where(*loc)}: missing {noun} {name!r}{_inside(loc)}{_description(model, (*loc, name), data)}"
         elif error["type"] in _SENTENCES:
             yield _sentence(error, loc, _at(data, loc), where)
         else:
@@ -126,7 +126,7 @@ def _lines(
         # The members of a union each say what they expected of the same value.
         value, either = shown(_at(data, loc)), " or ".join(dict.fromkeys(expected))
         name = path_text(loc) or "the document"
-        yield f"{where(*loc)}: {name} is {value}; expected {either}{_description(model, loc)}"
+        yield f"{where(*loc)}: {name} is {value}; expected {either}{_description(model, loc, data)}"
 
 
 def _sentence(error: ErrorDetails, loc: _Loc, value: object, where: Callable[..., str]) -> str:
@@ -170,20 +170,29 @@ def _inside(loc: _Loc) -> str:
     return f" in {path_text(loc)}" if loc else ""
 
 
-def _description(model: type[BaseModel], loc: _Loc) -> str:
-    field = _schema_at(model, loc)[1]
+def _description(model: type[BaseModel], loc: _Loc, data: object) -> str:
+    field = _schema_at(model, loc, data)[1]
     return f": {field.description}" if field is not None and field.description else ""
 
 
-def _schema_at(model: type[BaseModel], loc: _Loc) -> tuple[list[type[BaseModel]], FieldInfo | None]:
-    """Find the models that may stand at a location, and the last field on the way there."""
+def _schema_at(model: type[BaseModel], loc: _Loc, data: Any) -> tuple[list[type[BaseModel]], FieldInfo | None]:
+    """Find the models that `data` may be at a location, and the last field on the way there."""
     models, field = [model], None
     for step in loc:
         found = [f for m in models if (f := _fields(m).get(str(step)))]
+        inside = isinstance(data, list) or (isinstance(data, Mapping) and step in data)
+        data = data[step] if inside else None
         if found:  # else the step is an index, or a key of a free mapping
             field = found[0]
             models = [m for f in found for m in _models_in(f.annotation)]
+        models = [m for m in models if not _is_other(m, data)] or models
     return models, field
+
+
+def _is_other(model: type[BaseModel], data: object) -> bool:
+    """Whether `data` names another member of a union than `model`, by the key that tells them apart."""
+    tags = {name: get_args(f.annotation) for name, f in _fields(model).items() if get_origin(f.annotation) is Literal}
+    return isinstance(data, Mapping) and any(len(t) == 1 and data.get(name) not in t for name, t in tags.items())
 
 
 def _models_in(annotation: object) -> list[type[BaseModel]]:

@@ -129,7 +129,7 @@ MISTAKES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "sparsity and allocation": ("output: out", "allocation: {method: attention-aware, target: 0.5}\noutput: out",
                                 "r.yaml:5", ("prune[1] has sparsity 0.5", "drop sparsity here, or drop allocation")),
     "an unknown allocation": ("output: out", "output: out\nallocation: {method: owll, target: 0.5}", "r.yaml:9",
-                              ("no method 'owll'", "valid: attention-aware")),
+                              ("no method 'owll'", "did you mean 'owl'? valid: attention-aware, error")),
     "an output that is a file": ("output: out", "output: text.txt", "r.yaml:8", ("is a file; name a folder",)),
 }  # fmt: skip
 TIED = "a tied head"
@@ -417,9 +417,85 @@ def test_a_plan_with_allocation_shows_the_target_and_that_sparsities_are_chosen_
     assert "model.layers.0.self_attn.q_proj attnprune allocated joint 64 x 64" in lines
     assert lines[-2:] == [
         "21 linears, 0.1 M weights, target sparsity 60.00%",
-        "attention-aware measures what each sparsity costs when the recipe is run, and chooses then "
-        "(scope model, 4 samples)",
+        "attention-aware measures errors when the recipe is run, and chooses sparsities then "
+        "(unit rule, scope model, 4 samples)",
     ]
+
+
+def shown(allocation: str, rest: str = '{targets: ["*"], pruner: wanda}') -> list[str]:
+    """Plan with an allocation on line 9 and return the lines, their blanks made one."""
+    text = RECIPE.replace(", sparsity: 0.5", "").replace('{targets: ["*"], pruner: wanda}', rest)
+    Path("r.yaml").write_text(text + f"allocation: {allocation}\n")
+    done = invoke("plan", "r.yaml")
+    return [" ".join(x.split()) for x in (done.stdout or done.stderr).splitlines()]
+
+
+def test_a_plan_shows_what_uniform_and_explicit_sparsities_come_to(work: Path) -> None:
+    lines = shown("{method: uniform, target: 0.75}")
+    assert "model.layers.0.self_attn.q_proj attnprune 75% joint 64 x 64" in lines
+    assert "model.layers.2.mlp.down_proj wanda 75% row 64 x 96" in lines
+    assert lines[-1] == "21 linears, 0.1 M weights, sparsity 75.00%"
+    lines = shown('{method: explicit, sparsities: {"*.layers.0.*": 0.25, "*.down_proj": 0.75, "*": 0.5}}')
+    assert "model.layers.0.mlp.down_proj wanda 25% row 64 x 96" in lines
+    assert "model.layers.1.mlp.down_proj wanda 75% row 64 x 96" in lines
+    assert "model.layers.1.self_attn.q_proj attnprune 50% joint 64 x 64" in lines
+    assert lines[-1].endswith("sparsity 45.00%")
+
+
+def test_a_plan_shows_that_n_is_open_and_m_is_not(work: Path) -> None:
+    rest = '{targets: ["*"], pruner: wanda, pattern: "2:4"}'
+    lines = shown("{method: owl, target: 0.5, spread: 0.1, samples: 4}", rest)
+    assert "model.layers.2.mlp.down_proj wanda allocated N:4 64 x 96" in lines
+    assert lines[-1] == (
+        "owl measures outliers when the recipe is run, and chooses sparsities then (unit block, scope model, 4 samples)"
+    )
+    lines = shown("{method: uniform, target: 0.25}", rest)
+    assert "model.layers.2.mlp.down_proj wanda 3:4 64 x 96" in lines
+
+
+EXPLICIT = "{method: explicit, sparsities: {%s}}"
+
+
+@pytest.mark.parametrize(
+    ("allocation", "rest", "place", "told"),
+    [
+        (EXPLICIT % '"*.up_prj": 0.5, "*": 0.4', "", "9:45", ("'*.up_prj' matches no linear", "mean '*.up_proj'?")),
+        (EXPLICIT % '"*": 0.5, "*.up_proj": 0.4', "", "9:55",
+         ("'*.up_proj' is shadowed: all 3", "by '*' at r.yaml:9:45", "put the narrower one first")),
+        (EXPLICIT % '"*.mlp.*": 0.5', "", "9:32", ("q_proj and 11 more", 'end with "*"')),
+        (EXPLICIT % '"*": 1.0', "", "9:45", ("allocation.sparsities.* is 1.0; expected less than 1",)),
+        (EXPLICIT % '"*.q_proj": 0.4, "*": 0.5', "", "9:45", ("competes jointly has one sparsity", "prune[0]")),
+        (EXPLICIT % '"*.mlp.*": 0.995, "*": 0.5', "", "9:45", ("leaves none of the", "each row of model.layers.0.mlp")),
+        (EXPLICIT % '"*.mlp.*": 0.55, "*": 0.5', '{targets: ["*"], pruner: wanda, pattern: "4:8"}', "9:45",
+         ("0.55 is no N:8", "the nearest are 0.5 (4:8) and 0.625 (3:8)")),
+        (EXPLICIT % '"*.mlp.*": 0.95, "*": 0.5', '{targets: ["*"], pruner: wanda, pattern: "4:8"}', "9:45",
+         ("0.95 is no N:8", "the nearest are 0.75 (2:8) and 0.875 (1:8)")),
+        ('{method: explicit, sparsities: {"*": 0.5}, target: 0.6}', "", "9:56",
+         ("come to 50.00% of the planned weights, and target is 60.00%", "drop target")),
+        ("{method: explicit, sparsities: 0.5}", "", "9:32", ("allocation.sparsities is 0.5; expected a mapping",)),
+        ("{method: uniform}", "", "9:1", ("missing key 'target'",)),
+        ("{method: uniform, target: 0.75}", '{targets: ["*"], pruner: wanda, pattern: "2:4"}', "", ()),
+        ("{method: uniform, target: 0.9}", '{targets: ["*"], pruner: wanda, pattern: "2:4"}', "9:31",
+         ("target 0.9 cannot be reached", "v_proj allow at most 0.75")),
+        ("{method: owl, target: 0.9}", "", "9:1", ("from 0.82 to 0.98", "at most 0.05 fits")),
+        ("{method: owl, target: 0.5, lambda: 0.1}", "", "9:40",
+         ("unknown key 'lambda'", "valid: method, outlier_threshold, samples, spread, target")),
+        ("{method: error, target: 0.5, scope: block}", "", "9:42", ("nothing is left to choose",)),
+        ("{method: error, target: 0.5, unit: layer}", "", "9:42", ("'block', 'rule' or 'linear'",)),
+        ("{method: attention-aware, target: 0.5, unit: rule}", "", "9:52",
+         ("unknown key 'unit'", "valid: method, samples, scope, sparsities, target")),
+        ("owl", "", "9:1", ("allocation is 'owl'; expected a mapping",)),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_an_allocation_has_its_place(
+    work: Path, allocation: str, rest: str, place: str, told: tuple[str, ...]
+) -> None:
+    line = "\n".join(shown(allocation, *([rest] if rest else [])))
+    if told:
+        assert line.startswith(f"error: r.yaml:{place}: "), line
+    else:
+        assert not line.startswith("error"), line
+    assert all(words in line for words in told), line
 
 
 def test_a_run_with_allocation_prints_one_row_for_each_kind_of_module(work: Path) -> None:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from compressx import Block, Pattern, PluginError, PruneResult, PrunerSpec, Statistic, attention_aware
+from compressx import Block, Pattern, PluginError, PruneResult, PrunerSpec, Statistic, allocators
 from compressx.access import InMemory
 from compressx.architecture import survey
 from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
-from compressx.measure import Measured, measure
-from compressx.patterns import Unstructured, keep_mask
+from compressx.measure import Measured, measure, measure_outliers
+from compressx.patterns import NM, Unstructured, keep_mask
 from compressx.planning import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude, sparsegpt, wanda
 from compressx.statistics import FeatureNorms
@@ -57,8 +57,9 @@ def mixed(model: Any) -> Plan:
     return plan(model, (attention, "joint", ATTENTION), (rule(1, SPECS["sparsegpt"]), "layer", REST))
 
 
-def measured(model: Any, planned: Plan, *sparsities: float) -> list[Measured]:
-    return [m for block in measure(InMemory(model), units_of(planned), BATCHES, BATCHES, sparsities) for m in block]
+def measured(model: Any, planned: Plan, *sparsities: float, kind: Any = "rule") -> list[Measured]:
+    units = units_of(planned, kind)
+    return [m for block in measure(InMemory(model), units, BATCHES, BATCHES, sparsities) for m in block]
 
 
 def bits(model: Any) -> dict[str, torch.Tensor]:
@@ -109,7 +110,10 @@ def test_pruners_learn_from_one_text_and_are_measured_on_another() -> None:
     def errors(pruner: str, seen: torch.Tensor, held_out: torch.Tensor) -> list[float]:
         model = tiny_model("llama")
         planned = plan(model, (rule(0, SPECS[pruner]), "row", REST))
-        return [m.output_errors[0] for (m,) in measure(InMemory(model), units_of(planned), [seen], [held_out], (0.5,))]
+        return [
+            m.output_errors[0]
+            for (m,) in measure(InMemory(model), units_of(planned, "rule"), [seen], [held_out], (0.5,))
+        ]
 
     for pruner, learns in (("wanda", True), ("magnitude", False)):
         assert (errors(pruner, one, one) != errors(pruner, two, one)) == learns
@@ -119,7 +123,7 @@ def test_pruners_learn_from_one_text_and_are_measured_on_another() -> None:
 @pytest.mark.parametrize(("samples", "seen", "held_out"), [(1, 1, 1), (2, 1, 1), (5, 3, 2), (6, 4, 2), (99, 4, 2)])
 def test_the_last_quarter_of_the_windows_is_held_out(samples: int, seen: int, held_out: int) -> None:
     whole = torch.cat(BATCHES)
-    learnt_from, measured_on = attention_aware._parts(BATCHES, samples)
+    learnt_from, measured_on = allocators._parts(BATCHES, samples)
     assert torch.equal(torch.cat(learnt_from), whole[:seen])
     assert torch.equal(torch.cat(measured_on), whole[min(samples, len(whole)) - held_out : min(samples, len(whole))])
     assert all(len(batch) <= len(BATCHES[0]) for batch in (*learnt_from, *measured_on))
@@ -127,11 +131,86 @@ def test_the_last_quarter_of_the_windows_is_held_out(samples: int, seen: int, he
 
 def test_units_are_the_linears_of_one_rule_in_one_block() -> None:
     got = measured(tiny_model("llama"), mixed(tiny_model("llama")), 0.5, 0.7)
-    assert [(m.unit.block, m.unit.rule.label, m.unit.group, m.unit.weights) for m in got] == [
+    assert [(m.unit.block, m.unit.label, m.unit.weights) for m in got] == [
         (f"model.layers.{i}", *values)
         for i in range(3)
-        for values in (("attnprune", "joint", 96 * 64), ("sparsegpt", "layer", 96 * 64 + 3 * 96 * 64))
+        for values in (("attnprune", 96 * 64), ("sparsegpt", 96 * 64 + 3 * 96 * 64))
     ]
+
+
+def test_a_block_is_one_unit_whose_rules_prune_it_together_by_their_own_pruners() -> None:
+    """The walk, asked to prune one block alone to the same sparsity, leaves the same output."""
+    from compressx.walk import prune_model
+
+    got = measured(tiny_model("llama"), mixed(tiny_model("llama")), 0.5, 0.7, kind="block")
+    assert [(m.unit.block, m.unit.label) for m in got] == [
+        (f"model.layers.{i}", "attnprune, sparsegpt") for i in range(3)
+    ]
+    dense = block_outputs(tiny_model("llama"))
+    for index, unit in enumerate(got):
+        model = tiny_model("llama")
+        planned = mixed(model)
+        alone = [x for x in planned.linears if x.block == f"model.layers.{index}"]
+        for _ in prune_model(InMemory(model), replace(planned, linears=tuple(alone)), BATCHES):
+            pass
+        out, left = block_outputs(model)[index][1], dense[index][1]
+        change = ((out - left).square().sum(-1) / left.square().sum(-1)).mean()
+        assert unit.output_errors[0] == pytest.approx(float(change), rel=1e-4)
+
+
+def test_every_linear_that_is_decided_apart_has_its_own_curve() -> None:
+    got = measured(tiny_model("llama"), mixed(tiny_model("llama")), 0.5, 0.7, kind="linear")
+    assert [[x.name.rsplit(".", 1)[-1] for x in m.unit.linears] for m in got[:6]] == [
+        ["q_proj", "k_proj"], ["v_proj"], ["o_proj"], ["gate_proj"], ["up_proj"], ["down_proj"]
+    ]  # fmt: skip
+    assert len({m.output_errors for m in got}) == len(got) == 18
+
+
+def test_n_m_is_measured_at_sparsities_that_it_has() -> None:
+    model = tiny_model("llama")
+    planned = plan(model, (rule(0, SPECS["wanda"]), "row", REST), (rule(1, SPECS["wanda"]), "row", ATTENTION))
+    patterned = [replace(x, pattern=NM(2, 4)) if x.rule.index == 0 else x for x in planned.linears]
+    planned = replace(planned, linears=tuple(patterned))
+    by_rule = measured(model, planned, 0.1, 0.3, 0.5, 0.7, 0.9)
+    assert {m.sparsities for m in by_rule} == {(0.25, 0.5, 0.75), (0.1, 0.3, 0.5, 0.7, 0.9)}
+    for m in measured(model, planned, 0.1, 0.3, 0.5, 0.7, 0.9, kind="block"):
+        share = 96 * 64 / (96 * 64 * 5)  # of query and key, which are not N:M
+        assert m.sparsities == pytest.approx(
+            [share * s + (1 - share) * n for s, n in ((0.1, 0.25), (0.3, 0.25), (0.5, 0.5), (0.7, 0.75), (0.9, 0.75))]
+        )
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+def test_outliers_are_counted_over_the_planned_linears_of_a_block_on_the_dense_stream(architecture: str) -> None:
+    model = tiny_model(architecture)
+    found = survey(model)
+    kinds = tuple({n.rsplit(".", 1)[-1] for n in found.linears})
+    planned = plan(model, (rule(0, SPECS["magnitude"]), "layer", kinds))
+    got = dict(measure_outliers(InMemory(model), units_of(planned, "block"), BATCHES, 2.0))
+    assert [u.block for u in got] == list(found.blocks)
+    if architecture == "mixtral":  # its fused experts are no modules with inputs of their own
+        assert all(0 < ratio < 0.5 for ratio in got.values())
+        return
+    inputs: dict[str, torch.Tensor] = {}
+    for linear in found.linears.values():
+        linear.module.register_forward_pre_hook(lambda _m, a, name=linear.name: inputs.update({name: a[0].detach()}))
+    with torch.no_grad():
+        model(torch.cat(BATCHES), use_cache=False)
+    for unit, ratio in got.items():
+        scores = torch.cat([
+            (found.linears[x.name].weight.double().abs() * inputs[x.name].double().flatten(0, 1).norm(dim=0)).flatten()
+            for x in unit.linears
+        ])  # fmt: skip
+        assert ratio == pytest.approx(float((scores > 2 * scores.mean()).double().mean()), abs=1e-4)
+        assert 0 < ratio < 0.5
+
+
+def test_outliers_of_a_weight_that_is_not_finite_name_it() -> None:
+    model = tiny_model("llama")
+    planned = plan(model, (rule(0, SPECS["magnitude"]), "layer", ("up_proj",)))
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(ArtifactError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has NaN or infinite"):
+        list(measure_outliers(InMemory(model), units_of(planned, "block"), BATCHES, 2.0))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
@@ -228,7 +307,7 @@ def test_a_unit_outside_the_blocks_is_not_measured() -> None:
     planned = plan(model, (rule(0, SPECS["magnitude"]), "layer", ("down_proj",)))
     head = replace(planned.linears[0], name="lm_head", block="", shape=(128, 64))
     with_head = replace(planned, linears=(*planned.linears, head))
-    assert len(units_of(with_head)) == 4
+    assert len(units_of(with_head, "rule")) == 4
     assert [m.unit.block for m in measured(model, with_head, 0.5)] == [f"model.layers.{i}" for i in range(3)]
 
 

@@ -5,7 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressx.patterns import NM, FixedMask, Unstructured, drop_lowest, keep_mask, keep_masks, zeros_in
+from compressx.patterns import (
+    NM,
+    FixedMask,
+    Unstructured,
+    allocated_form,
+    drop_lowest,
+    keep_mask,
+    keep_masks,
+    nearest,
+    zeros_in,
+)
 
 
 def random_scores(rows: int, columns: int, seed: int, levels: int) -> torch.Tensor:
@@ -114,6 +124,21 @@ def test_features_that_do_not_divide_by_m_are_refused_with_both_numbers():
 def test_impossible_patterns_cannot_be_made(make):
     with pytest.raises(ValueError, match="got"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sparsity", "expected"),
+    [(NM(2, 4), 0.3, NM(3, 4)), (NM(2, 4), 0.0, NM(3, 4)), (NM(1, 4), 0.99, NM(1, 4)), (NM(1, 8), 0.7, NM(2, 8)),
+     (NM(2, 2), 0.5, NM(1, 2)), (Unstructured(0.5, "row"), 0.3, Unstructured(0.3, "row"))],
+)  # fmt: skip
+def test_the_nearest_pattern_of_a_kind_keeps_m_and_prunes_something_but_not_all(pattern, sparsity, expected):
+    assert nearest(pattern, sparsity) == expected
+
+
+def test_a_pattern_is_written_without_the_sparsity_that_was_chosen():
+    assert [allocated_form(str(p)) for p in (NM(2, 4), NM(8, 8), Unstructured(0.375, "joint"))] == [
+        "allocated N:4", "allocated N:8", "allocated joint"
+    ]  # fmt: skip
 
 
 def test_patterns_print_as_a_recipe_writes_them():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 import types
@@ -242,6 +243,106 @@ def test_progress_tells_of_every_block_that_is_measured(models: Any, plugins: Pl
     assert stages == ["load", "calibrate", "allocate", "prune", "save"]
     assert [(done, total) for stage, done, total in told if stage == "allocate"] == [(i, 3) for i in range(4)]
     assert report.seconds["allocate"] > 0
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "uniform": {},
+    "owl": {"outlier_threshold": 2.0, "spread": 0.1, "samples": 4},
+    "error": {"sparsities": [0.3, 0.7], "samples": 4},
+    "error of linears": {"unit": "linear", "sparsities": [0.3, 0.7], "samples": 4},
+    "attention-aware": {"sparsities": [0.3, 0.7], "samples": 4},
+    "explicit": {"sparsities": {"*.layers.0.*": 0.25, "*.layers.1.*": 0.5, "*": 0.75}},
+}
+QUERY_KEY = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune"}
+PRUNERS: dict[str, tuple[dict[str, Any], ...]] = {
+    "magnitude": ({"targets": ["*"], "pruner": "magnitude"},),
+    "wanda by layer": ({"targets": ["*"], "pruner": "wanda", "group": "layer"},),
+    "wanda by row": ({"targets": ["*"], "pruner": "wanda"},),
+    "sparsegpt": ({"targets": ["*"], "pruner": "sparsegpt"},),
+    "wanda+sparsegpt": ({"targets": ["*"], "pruner": "wanda", "group": "layer", "reconstruct": "sparsegpt"},),
+    "attnprune": (QUERY_KEY, {"targets": ["*"], "pruner": "sparsegpt"}),
+    "attnprune by layer": ({**QUERY_KEY, "group": "layer"}, {"targets": ["*"], "pruner": "magnitude"}),
+    "wanda N:M": ({"targets": ["*"], "pruner": "wanda", "pattern": "2:4"},),
+    "sparsegpt N:M": ({"targets": ["*"], "pruner": "sparsegpt", "pattern": "4:8"},),
+    "N:M and not": (
+        {**QUERY_KEY, "pattern": "2:4"},
+        {"targets": ["*.mlp.*"], "pruner": "sparsegpt", "pattern": "4:8"},
+        {"targets": ["*"], "pruner": "magnitude"},
+    ),
+}
+SLACK = {"wanda by row": 16, "wanda N:M": 32 * 64 // 8, "sparsegpt N:M": 32 * 64 // 16}
+"""Zeros by which a total may miss its target: half of the finest step. All else is exact."""
+
+
+def by_method(source: Path, method: str, pruner: str, **settings: Any) -> dict[str, Any]:
+    settings = {"method": method.split(maxsplit=1)[0], **METHODS[method], **settings}
+    if method != "explicit":
+        settings.setdefault("target", 0.5371)
+    return recipe(source, *PRUNERS[pruner]) | {"allocation": settings}
+
+
+@pytest.mark.parametrize("pruner", PRUNERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_reaches_its_total_with_every_pruner(
+    models: Any, plugins: Plugins, method: str, pruner: str
+) -> None:
+    report = run(by_method(models("llama"), method, pruner), plugins=plugins)
+    masks = MaskSet.load("out/masks.safetensors")
+    total = sum(entry.keep.numel() for entry in masks.values())
+    zeros = {name: int((~entry.keep).sum()) for name, entry in masks.items()}
+    expected = 0.5 if method == "explicit" else 0.5371
+    assert abs(sum(zeros.values()) - round(expected * total)) <= SLACK.get(pruner, 0)
+    assert report.allocation is not None
+    assert (report.allocation.method, report.allocation.zeros) == (method.split(maxsplit=1)[0], sum(zeros.values()))
+    for unit in report.allocation.units:
+        assert sum(zeros[name] for name in unit.linears) == round(unit.sparsity * unit.weights)
+    for name, entry in masks.items():
+        if ":" in entry.pattern:
+            keep, of = map(int, entry.pattern.split(":"))
+            assert (entry.keep.view(-1, of).sum(dim=1) == keep).all(), name
+            assert of == (8 if ("mlp" in name and pruner != "wanda N:M") or pruner == "sparsegpt N:M" else 4)
+    assert any(":" in entry.pattern for entry in masks.values()) == ("N:M" in pruner)
+    differing = {round(u.sparsity, 2) for u in report.allocation.units}
+    if method != "uniform":
+        assert len(differing) > 1
+
+
+def test_sparsity_zero_leaves_a_linear_as_it_was(models: Any, plugins: Plugins) -> None:
+    source = models("llama")
+    for pruner in ("sparsegpt", "sparsegpt N:M", "wanda by row", "magnitude"):
+        run(by_method(source, "explicit", pruner, sparsities={"*.up_proj": 0.0, "*": 0.5}), plugins=plugins)
+        dense, pruned = weights(source), weights("out/model")
+        name = "model.layers.1.mlp.up_proj"
+        assert MaskSet.load("out/masks.safetensors")[name].keep.all()
+        assert torch.equal(dense[f"{name}.weight"], pruned[f"{name}.weight"])
+
+
+def test_blocks_with_more_outliers_are_pruned_less_by_owl(models: Any, plugins: Plugins) -> None:
+    report = run(by_method(models("llama"), "owl", "sparsegpt"), plugins=plugins)
+    assert report.allocation is not None
+    units = sorted(report.allocation.units, key=lambda u: u.outliers or 0.0)
+    assert all(a.sparsity > b.sparsity for a, b in itertools.pairwise(units))
+    assert max(abs(u.sparsity - 0.5371) for u in units) == pytest.approx(0.1, abs=1e-4)
+    text = Path("out/report.md").read_text()
+    assert "owl, by block, scope model, target 53.71%: " in text
+    first = report.allocation.units[0]
+    assert f"| sparsegpt | {first.sparsity:.2%} | {first.outliers:.3%} |" in text
+
+
+def test_uniform_without_a_pruner_that_observes_needs_no_calibration(models: Any, plugins: Plugins) -> None:
+    asked = by_method(models("llama"), "uniform", "magnitude")
+    del asked["calibration"]
+    report = run(asked, plugins=plugins)
+    assert report.sparsity == pytest.approx(0.5371, abs=1e-5)
+    assert plan(asked, plugins=plugins).allocation is None
+    assert "| model.layers.0 | q_proj, k_proj," in Path("out/report.md").read_text()
+
+
+def test_uniform_is_what_every_rule_with_that_sparsity_does_where_that_is_exact(models: Any, plugins: Plugins) -> None:
+    source = models("llama")
+    run(by_method(source, "uniform", "wanda by row", target=0.5), plugins=plugins)
+    run(recipe(source, {**PRUNERS["wanda by row"][0], "sparsity": 0.5}, output="again"), plugins=plugins)
+    assert Path("out/masks.safetensors").read_bytes() == Path("again/masks.safetensors").read_bytes()
 
 
 # --- evaluation, progress and hooks

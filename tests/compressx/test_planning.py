@@ -158,6 +158,27 @@ def test_a_group_that_the_pruner_has_is_taken(planned: Any) -> None:
     assert {x.pattern for x in plan.linears} == {Unstructured(0.5, "layer")}
 
 
+def test_only_what_measures_needs_calibration(planned: Any, refusal: Any) -> None:
+    rule = 'targets: ["*"], pruner: magnitude'
+    message = refusal(RecipeError, rule, calibration="allocation: {method: owl, target: 0.5}")
+    assert message.startswith("r.yaml:2:1: owl measures outliers on calibration text")
+    for settings in ("method: uniform, target: 0.5", 'method: explicit, sparsities: {"*": 0.5}'):
+        assert not planned(rule, calibration=f"allocation: {{{settings}}}").needs_calibration
+
+
+def test_a_plan_with_allocation_fixes_m_and_leaves_n_open(planned: Any) -> None:
+    rules = ('targets: ["*.mlp.*"], pruner: wanda, pattern: "2:4"', 'targets: ["*"], pruner: wanda, pattern: "4:8"')
+    plan = planned(*rules, calibration=f"{CALIBRATION}\nallocation: {{method: error, target: 0.72}}")
+    assert {plan.shown_pattern(x) for x in plan.linears} == {"allocated N:4", "allocated N:8"}
+    assert {str(x.pattern) for x in plan.linears} == {"1:4", "2:8"}
+
+
+def test_m_has_to_divide_the_input_features_with_allocation_too(refusal: Any) -> None:
+    rule = 'targets: ["*"], pruner: wanda, pattern: "3:7"'
+    complaint = refusal(RecipeError, rule, calibration=f"{CALIBRATION}\n{ALLOCATION}")
+    assert "has 64 input features, not divisible by 7" in complaint
+
+
 def test_a_group_that_the_pruner_lacks_is_refused_with_those_it_has(refusal: Any) -> None:
     message = refusal(RecipeError, 'targets: ["*"], pruner: sparsegpt, sparsity: 0.5, group: joint')
     assert message.startswith("r.yaml:4:")

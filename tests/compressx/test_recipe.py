@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from compressx.document import MAX_DEPTH, from_python
 from compressx.errors import RecipeError
+from compressx.methods import AttentionAware
 from compressx.patterns import NM
-from compressx.recipe import AttentionAware, LoadedRecipe, Recipe, Rule, load_recipe, recipe_from_dict, validate_options
+from compressx.recipe import LoadedRecipe, Recipe, Rule, load_recipe, recipe_from_dict, validate_options
 from compressx.yamlfile import MAX_BYTES, dump_yaml, parse_yaml
 
 GOOD = """\
@@ -391,11 +392,12 @@ def test_allocation_is_set_from_the_command_line() -> None:
 
 
 def test_every_rule_with_a_budget_of_its_own_is_refused_beside_allocation() -> None:
-    text = ALLOCATED.replace("attnprune}", "attnprune, sparsity: 0.5}").replace("group: row}", "pattern: 2:4}")
+    text = ALLOCATED.replace("attnprune}", "attnprune, sparsity: 0.5}").replace("group: row}", "pattern: 1:1}")
     assert refusal(text).splitlines() == [
-        f"r.yaml:{place}: prune[{i}] has {budget}, and allocation at r.yaml:6:1 chooses every rule's sparsity; "
-        f"expected one of the two: drop {budget.split()[0]} here, or drop allocation"
-        for i, place, budget in ((0, "4:60", "sparsity 0.5"), (1, "5:41", "pattern 2:4"))
+        "r.yaml:4:60: prune[0] has sparsity 0.5, and allocation at r.yaml:6:1 chooses every rule's sparsity; "
+        "expected one of the two: drop sparsity here, or drop allocation",
+        "r.yaml:5:41: prune[1] has pattern 1:1, of which allocation cannot choose N; expected an M of 2 or more, "
+        'such as "2:4"',
     ]
 
 
@@ -411,13 +413,18 @@ def test_without_allocation_every_rule_needs_a_budget_and_each_that_has_none_is_
             "attention-aware",
             "atention_aware",
             "r.yaml:6:14: allocation: no method 'atention_aware'; did you mean 'attention-aware'? "
-            "valid: attention-aware",
+            "valid: attention-aware, error, explicit, owl, uniform",
         ),
-        ("attention-aware", "3", "r.yaml:6:14: allocation: no method 3; valid: attention-aware"),
+        (
+            "attention-aware",
+            "3",
+            "r.yaml:6:14: allocation: no method 3; valid: attention-aware, error, explicit, owl, uniform",
+        ),
         (
             "method: attention-aware, ",
             "",
-            "r.yaml:6:1: missing key 'method' in allocation: how sparsities are chosen",
+            "r.yaml:6:1: allocation: missing key 'method': how sparsities are chosen; "
+            "valid: attention-aware, error, explicit, owl, uniform",
         ),
         (
             ", target: 0.5",

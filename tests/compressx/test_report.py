@@ -187,12 +187,14 @@ UNITS = (
                (0.01, 0.2)),
     UnitReport("", "magnitude", ("lm_head",), 128, 0.3125, None),
 )  # fmt: skip
-ALLOCATION = AllocationReport("attention-aware", 0.4, "model", 160, 64, UNITS)
+ALLOCATION = AllocationReport("attention-aware", 0.4, "rule", "model", 160, 64, UNITS)
 
 
 def test_markdown_shows_what_each_unit_was_given_and_what_that_is_expected_to_cost() -> None:
     lines = report(allocation=ALLOCATION).to_markdown().splitlines()
-    assert any(x.startswith("attention-aware, scope model, target 40.00%: 64 zeros of 160 weights.") for x in lines)
+    assert any(
+        x.startswith("attention-aware, by rule, scope model, target 40.00%: 64 zeros of 160 weights.") for x in lines
+    )
     assert "| model.layers.0 | q_proj, k_proj | attnprune | 75.00% | 0.0123 |" in lines
     assert "| outside | lm_head | magnitude | 31.25% |  |" in lines
     assert "## Allocation" not in report().to_markdown()

@@ -123,6 +123,28 @@ def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(
     assert not leftovers()
 
 
+@pytest.mark.parametrize(
+    "allocation",
+    [{"method": "owl", "target": 0.55}, {"method": "uniform", "target": 0.55},
+     {"method": "error", "target": 0.55, "sparsities": [0.3, 0.7]},
+     {"method": "explicit", "sparsities": {"*.layers.1.*": 0.25, "*": 0.5}}],
+    ids=lambda x: x["method"],
+)  # fmt: skip
+def test_what_an_allocation_chose_for_n_m_and_other_patterns_is_kept(model: Path, allocation: dict[str, Any]):
+    patterned = [{"targets": ["*.mlp.*"], "pruner": "wanda", "pattern": "2:4"}, {"targets": ["*"], "pruner": "wanda"}]
+    asked = {**recipe(model), "prune": patterned, "allocation": allocation}
+    run({**asked, "output": "whole"})
+    stopped(asked, 1)
+    told: list[str] = []
+    run(asked, resume=True, progress=lambda stage, _done, _total: told.append(stage))
+    assert "allocate" not in told
+    assert artifacts("out") == artifacts("whole")
+    asked["allocation"] = {"method": "uniform", "target": 0.6}
+    stopped(asked, 1, restart=True)
+    with pytest.raises(ArtifactError, match="what decides the result differs: allocation: was"):
+        run({**asked, "allocation": {"method": "uniform", "target": 0.61}}, resume=True)
+
+
 def test_a_run_can_be_interrupted_again_and_again(model: Path):
     asked = recipe(model)
     run({**asked, "output": "whole"})
