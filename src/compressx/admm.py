@@ -127,8 +127,10 @@ def prune(
         if metric.squares(result - target)[0] > metric.squares(target.masked_fill(start, 0.0))[0]:
             keep = start
             result, solved, residual = solve(target, metric, keep, steps=solver_steps)
-    (_, lost), (_, whole) = metric.squares(result - target), metric.squares(target)
-    return Solution(keep, result / metric.scale, lost / whole if whole else 0.0, taken, solved, residual)
+    change = result - target
+    (_, lost), (_, whole) = metric.squares(change), metric.squares(target)
+    weight = (dense + change / metric.scale).masked_fill_(~keep, 0.0)
+    return Solution(keep, weight, lost / whole if whole else 0.0, taken, solved, residual)
 
 
 def select(
@@ -197,11 +199,12 @@ def solve(
         Scaled weights [out_features, n], zero where not kept; the steps; the worst row's relative residual.
     """
     wanted = (target.masked_fill(keep, 0.0) @ metric.gram).mul_(keep)
-    change = torch.zeros_like(target) if start is None else (start - target).mul_(keep)
-    residual = wanted if start is None else wanted - (change @ metric.gram).mul_(keep)
-    # Rows that lose nothing have nothing to solve; what their residual then has is rounding.
-    rounding = torch.finfo(target.dtype).eps * _squares(target).sqrt()
-    goal = torch.maximum(tolerance * _squares(wanted).sqrt(), rounding)  # [out, 1]
+    goal = tolerance * _squares(wanted).sqrt()  # [out, 1]
+    if start is None:
+        change, residual = torch.zeros_like(target), wanted
+    else:
+        change = (start - target).mul_(keep & (goal > 0))  # rows that lose nothing keep their weights to the bit
+        residual = wanted - (change @ metric.gram).mul_(keep)
     direction, power = residual, _squares(residual)
     taken = 0
     while taken < steps and (power.sqrt() > goal).any():

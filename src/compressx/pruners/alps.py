@@ -36,8 +36,8 @@ class ALPSOptions(BaseModel):
     penalty: float = Field(
         0.1,
         gt=0,
-        description="ADMM's first penalty on leaving the budget, against a Hessian of unit diagonal; lower takes more steps "
-        "for somewhat better masks",
+        description="ADMM's first penalty on leaving the budget, against a Hessian of unit diagonal; lower takes more "
+        "steps for somewhat better masks",
     )
     steps: int = Field(300, ge=0, description="of ADMM at most; it stops when the mask settles")
     solver_steps: int = Field(
