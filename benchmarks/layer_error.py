@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import math
 import time
 from collections import defaultdict
@@ -24,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compressx import NM, Block, Hessian, PruneResult, PrunerSpec, Statistic, Unstructured
+from compressx import NM, Block, Hessian, PrunerSpec, Statistic, Unstructured
 from compressx.architecture import survey, text_config
 from compressx.capture import capture_calls, replay
 from compressx.observe import observe
@@ -82,28 +83,28 @@ def blocks(
         states = [run() for run in runs]
 
 
-def error(weight: Tensor, result: PruneResult, hessian: Statistic) -> float:
-    """||X W~^T - X W^T||^2 / ||X W^T||^2, from X^T X."""
-    assert isinstance(hessian, Hessian)  # noqa: S101 - for the type checker
-    dense = weight.double()
-    change = torch.where(result.keep, dense if result.weight is None else result.weight.double(), 0.0) - dense
-    matrix = hessian.matrix.double()
-    return float(((change @ matrix) * change).sum() / ((dense @ matrix) * dense).sum())
+def squares(change: Tensor, matrix: Tensor) -> float:
+    """||X change^T||^2, from X^T X in float64."""
+    return float(((change @ matrix) * change).sum())
 
 
 def measure(observed: Observed, patterns: Sequence[Unstructured | NM], pruners: Sequence[PrunerSpec]) -> Iterator[Row]:
     """Prune each linear of a block to each pattern with each pruner."""
     for name, linear in observed.block.linears.items():
         stats = observed.stats[name]
-        for pattern in patterns:
-            for spec in pruners:
-                pruner = spec.build(spec.options())
-                own = {name: stats[spec.name]} if spec.name in stats else {}
-                started = time.perf_counter()
-                result = pruner.prune(observed.block, {name: pattern}, own)[name]
-                seconds = time.perf_counter() - started
-                errors = (f"{error(linear.weight, result, stats[text]):.6g}" for text in (SEEN, UNSEEN))
-                yield dict(zip(COLUMNS, (name, str(pattern), spec.name, *errors, f"{seconds:.3f}"), strict=True))
+        dense = linear.weight.double()
+        matrices = [h.matrix.double() for text in (SEEN, UNSEEN) if isinstance(h := stats[text], Hessian)]
+        whole = [squares(dense, matrix) for matrix in matrices]
+        for pattern, spec in itertools.product(patterns, pruners):
+            pruner = spec.build(spec.options())
+            own = {name: stats[spec.name]} if spec.name in stats else {}
+            started = time.perf_counter()
+            result = pruner.prune(observed.block, {name: pattern}, own)[name]
+            seconds = time.perf_counter() - started
+            new = dense if result.weight is None else result.weight.double()
+            change = torch.where(result.keep, new, 0.0) - dense
+            errors = (f"{squares(change, m) / w:.6g}" for m, w in zip(matrices, whole, strict=True))
+            yield dict(zip(COLUMNS, (name, str(pattern), spec.name, *errors, f"{seconds:.3f}"), strict=True))
 
 
 def table(rows: Sequence[Row], pruners: Sequence[str]) -> str:
