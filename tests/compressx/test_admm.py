@@ -139,6 +139,19 @@ def test_with_nothing_to_drop_the_weights_stay():
     assert solution.error == 0.0
 
 
+def test_a_row_that_loses_only_zeros_keeps_its_weights_to_the_bit_wherever_the_solver_begins():
+    weight, x = problem()
+    keep = torch.rand(weight.shape, generator=torch.Generator().manual_seed(3)) > 0.5
+    weight[5, ~keep[5]] = 0.0  # as in a model that has been pruned before
+    metric = Metric.of((x.T @ x).float(), 0.01)
+    target = metric.scaled(weight)
+    solved, steps, residual = solve(target, metric, keep, 1.1 * target)
+    assert torch.equal(solved[5], target[5])
+    assert not torch.equal(solved[6], (target * keep)[6])
+    assert steps < 100
+    assert residual <= 0.01
+
+
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_on_correlated_inputs_the_error_is_below_that_of_sparsegpt(pattern, seed):
