@@ -9,9 +9,9 @@ MODEL is a hub id, a folder or a `.gguf` file. The errors, all squared: `linear`
 ||X W~^T - X W^T||^2 / ||X W^T||^2; `matrix`, of the attention matrices, relative; `attention`, of what the attention
 adds to the residual stream, relative; `block`, of the block's output, relative, token by token; `weighted`, the sum
 over linears of the error of each output times the model's sensitivity to it, and `weighted, root` with that
-sensitivity's square root. DIR gets `losses.csv`, written row by row (a second run goes on where it stopped), and `losses.md`:
-Spearman's rank correlation of each error with the growth of log perplexity over all prunings, and the means of those
-within one block, and within one method and sparsity.
+sensitivity's square root. DIR gets `losses.csv`, written row by row (a second run goes on where it stopped), and
+`losses.md`: Spearman's rank correlation of each error with the growth of log perplexity over all prunings, and the
+means of those within one block, and within one method and sparsity.
 """
 
 from __future__ import annotations

@@ -111,7 +111,10 @@ class _Trained:
         per_step = max(1, settings.batch_size // len(passages[0].enters))
         per_pass = max(ranks.everyones(math.ceil(len(passages) / per_step)))  # all take as many steps
         steps = per_pass * settings.passes
-        optimizer = torch.optim.Adam(self.parameters, lr=settings.learning_rate, betas=_BETAS)
+        groups = [
+            {"params": [p], "lr": settings.learning_rate * size} for p, size in zip(self.parameters, self.sizes())
+        ]
+        optimizer = torch.optim.Adam(groups, betas=_BETAS)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / steps))
         generator = torch.Generator().manual_seed(settings.seed)
         for number in range(settings.passes):
@@ -126,6 +129,13 @@ class _Trained:
                 optimizer.zero_grad()
                 schedule.step()
             yield number
+
+    def sizes(self) -> list[float]:
+        """Return the root mean square of the entries of each parameter that are not zero; the mean of all for none."""
+        entries = [p.detach()[p.detach() != 0] for p in self.parameters]
+        found = [float(x.square().mean().sqrt()) if len(x) else 0.0 for x in entries]
+        mean = math.fsum(found) / max(1, sum(size > 0 for size in found))
+        return [size or mean for size in found]
 
     @torch.no_grad()
     def error(self, passages: Sequence[Passage], ranks: Ranks) -> float:

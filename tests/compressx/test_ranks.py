@@ -231,7 +231,7 @@ def test_two_processes_train_blocks_on_both_their_texts_and_end_with_one_model(m
     for processes in (1, 2):
         folder = tmp_path / str(processes)
         folder.mkdir()
-        trained = {"reconstruct_block": {"passes": 3, "learning_rate": 0.003, "held_out": 0.25, "batch_size": 2}}
+        trained = {"reconstruct_block": {"passes": 3, "learning_rate": 0.03, "held_out": 0.25, "batch_size": 2}}
         done = torchrun(write_recipe(model, rules, folder, **trained), processes=processes)
         assert done.returncode == 0, done.stderr
         reports.append(json.loads((folder / "out/report.json").read_text()))
