@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -10,10 +11,13 @@ from tests.compressx.test_walk import SPECS, batches, plan_all
 
 from compressx.access import InMemory
 from compressx.architecture import survey
+from compressx.calibration import calibration_windows, documents, evaluation_windows, token_ids
 from compressx.capture import capture_calls, replay
+from compressx.evaluate import token_perplexity
 from compressx.patterns import NM, Unstructured
 from compressx.recipe import ReconstructBlock
 from compressx.reconstruct import Passage, reconstruct, relative_error
+from compressx.sources import DatasetSource
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 from compressx.walk import prune_model
 
@@ -180,3 +184,23 @@ def test_the_same_seed_gives_the_same_weights_and_another_order_others():
         weights.append(model.model.layers[0].mlp.up_proj.weight.clone())
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.slow
+def test_blocks_of_smollm2_cost_less_perplexity_when_they_are_reconstructed(smollm2):
+    source = DatasetSource(name="python-docs")
+    text = calibration_windows(token_ids(documents(source, "calibration"), smollm2.tokenizer), 24, 256, seed=0)
+    other = evaluation_windows(token_ids(documents(source, "evaluation"), smollm2.tokenizer), 16, 256)
+    first = tuple(f"model.layers.{i}." for i in range(3))
+    perplexities = {}
+    for passes in (0, 3):
+        model = copy.deepcopy(smollm2.model)
+        plan = plan_all(model, SPECS["sparsegpt"], NM(2, 4))
+        linears = tuple(x for x in plan.linears if x.name.startswith(first))
+        settings = ReconstructBlock(passes=passes, dtype="bfloat16") if passes else None
+        plan = type(plan)(**{**vars(plan), "linears": linears, "reconstruct_block": settings})
+        pruned = list(prune_model(InMemory(model), plan, text.split(4)))
+        assert all(layer.sparsity == 0.5 for block in pruned for layer in block.report.layers)
+        perplexities[passes] = token_perplexity(InMemory(model), other)
+    dense = token_perplexity(InMemory(smollm2.model), other)
+    assert dense < perplexities[3] < dense + 0.8 * (perplexities[0] - dense)
