@@ -22,7 +22,8 @@ from compressx.plugins import load_plugins
 from compressx.pluginsfile import LoadTable, PluginTable
 from compressx.pruner import PrunerSpec, Statistic
 from compressx.recipe import Recipe, load_recipe
-from compressx.report import AllocationReport, LayerReport, RunReport, UnitReport
+from compressx.report import AllocationReport, LayerReport, ReconstructionReport, RunReport, UnitReport
+from compressx.tuning import FinetuneReport
 
 _ROOT = Path(__file__).parents[1]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")
@@ -119,7 +120,7 @@ def test_every_pruner_has_its_default_group_and_its_options_in_the_recipe_page()
 
 
 def test_every_key_of_the_report_is_named_in_the_recipe_page() -> None:
-    reports = (RunReport, LayerReport, AllocationReport, UnitReport)
+    reports = (RunReport, LayerReport, AllocationReport, UnitReport, ReconstructionReport, FinetuneReport)
     keys = {name for report in reports for name in report.__dataclass_fields__}
 
     assert keys - _code_spans(_RECIPE_MD) == set()

@@ -86,7 +86,7 @@ _set = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
 @click.argument("recipe", type=click.Path(path_type=Path))
 @_set
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--resume", is_flag=True, help="Go on after the last finished block of an interrupted run.")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted run, after its last block or checkpoint.")
 @click.option("--restart", is_flag=True, help="Begin anew where an interrupted run has left finished blocks.")
 @click.option("-v", "--verbose", is_flag=True, help="A line for every pruned layer, with its figures and curves.")
 @click.option("-q", "--quiet", is_flag=True, help="Nothing but errors.")

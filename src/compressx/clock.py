@@ -30,7 +30,10 @@ class Clock:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each stage that a report shows, and of all until now."""
-        stages = {name: self.spent.get(name, 0.0) for name in ("load", "calibrate", "allocate", "prune", "evaluate")}
+        stages = {
+            name: self.spent.get(name, 0.0)
+            for name in ("load", "calibrate", "allocate", "prune", "finetune", "evaluate")
+        }
         return stages | {"total": time.perf_counter() - self.started}
 
 

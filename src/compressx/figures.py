@@ -57,13 +57,16 @@ def matrices(images: Mapping[str, Mapping[str, Tensor]]) -> tuple[Matrices, ...]
     return tuple(kept)
 
 
-def draw(blocks: Sequence[BlockReport], kept: Sequence[Matrices], folder: Path) -> tuple[Mapping[str, str], ...]:
+def draw(
+    blocks: Sequence[BlockReport], kept: Sequence[Matrices], folder: Path, losses: Sequence[float] = ()
+) -> tuple[Mapping[str, str], ...]:
     """Draw every figure that there is something for.
 
     Args:
         blocks: every pruned block, in the order of the model.
         kept: what `matrices` returned for them.
         folder: where the files go; made when there is a figure, else left alone, and then matplotlib is not imported.
+        losses: of the steps of fine-tuning.
 
     Returns:
         For each figure, in the order of the report, its `file` (relative to the folder's parent) and `caption`.
@@ -71,7 +74,9 @@ def draw(blocks: Sequence[BlockReport], kept: Sequence[Matrices], folder: Path) 
     Raises:
         ArtifactError: when a file cannot be written.
     """
-    figures = [*_reconstructions(blocks), *_families(blocks), *_histories(blocks), *map(_heat_maps, kept)]
+    figures = [
+        *_losses(losses), *_reconstructions(blocks), *_families(blocks), *_histories(blocks), *map(_heat_maps, kept),
+    ]  # fmt: skip
     written: dict[str, Mapping[str, str]] = {}
     for figure in figures:
         with os_errors_named("make", folder):
@@ -89,6 +94,12 @@ class _Figure:
     suffix: str
     caption: str
     draw: Callable[[Path], None]
+
+
+def _losses(losses: Sequence[float]) -> Iterator[_Figure]:
+    if losses:
+        drawn = partial(plots.curves, panels={"fine-tuning": {"loss": losses}})
+        yield _Figure("finetune", ".svg", "`loss` over the steps of fine-tuning, each on its own batch.", drawn)
 
 
 def _reconstructions(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:

@@ -1,16 +1,12 @@
-"""The stages of a run, in order: recipe, plan, text, model, dense evaluation, pruning, pruned evaluation, output."""
+"""The stages of a run, in order: recipe, plan, text, model, evaluation, pruning, fine-tuning, evaluation, output."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import platform
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
@@ -19,30 +15,30 @@ from compressx._version import __version__
 from compressx.access import Access, Device, device_for, weights_fingerprint
 from compressx.allocators import allocate, report_on
 from compressx.architecture import survey, text_config
+from compressx.asked import Asked, Progress
 from compressx.calibration import calibration_windows, documents, token_ids
 from compressx.calibration import fingerprint as fingerprint_of
-from compressx.clock import Clock, peak_memory_bytes
-from compressx.evaluate import evaluate, evaluate_cached
+from compressx.evaluate import evaluate_cached
 from compressx.export import output_folder
+from compressx.finetune import training_windows
+from compressx.finishing import Pruned, finish
 from compressx.hidden import InFiles, Keep, in_memory
 from compressx.journal import Allocated, FinishedBlock, Journal
 from compressx.methods import MeasuredAllocation
 from compressx.models import load_tokenizer
 from compressx.planning import Plan
 from compressx.plugins import Plugins, load_plugins
-from compressx.preparation import at, loaded_recipe, prepare
+from compressx.preparation import at, loaded_recipe, prepare, refuse_streamed
 from compressx.pruner import Sensitivity
 from compressx.ranks import Ranks, joined_ranks
 from compressx.recipe import Calibration, LoadedRecipe
-from compressx.report import AllocationReport, RunReport, total_sparsity
+from compressx.report import AllocationReport, RunReport
 from compressx.sensitivity import of_model
-from compressx.streaming import StreamedModel, open_model, open_streamed
+from compressx.streaming import StreamedModel, open_model
 from compressx.walk import Finished, prune_model
 
-Stage: TypeAlias = Literal["load", "calibrate", "evaluate dense", "allocate", "prune", "evaluate pruned", "save"]
-Progress: TypeAlias = Callable[[Stage, int, int], None]
-
-_VERSIONS_OF = ("torch", "transformers", "lm_eval", "datasets", "safetensors")
+_IDLE = {"checkpoint_every", "dataset", "samples", "sequence_length"}
+"""What `finetune` says that changes nothing, or only its text, whose tokens are compared."""
 
 
 def plan(
@@ -80,7 +76,7 @@ def run(
         recipe: a path, a mapping, or what `load_recipe` returned.
         plugins: what `load_plugins` returned; discovered anew when absent.
         overrides: `a.b=VALUE`, as `--set` takes them; only with a path.
-        progress: called with the stage, how much of it is done, and how much there is.
+        progress: see `asked.Progress`.
         device: where the model runs; `auto` is CUDA when there is some.
         resume: go on after the last finished block of an interrupted run of the same recipe, if there was one.
         restart: begin anew where an interrupted run has left finished blocks.
@@ -93,10 +89,10 @@ def run(
             kept beside it for `resume`.
     """
     with joined_ranks(where := device_for(device)) as ranks:
-        asked = _Asked(
+        asked = Asked(
             loaded=loaded_recipe(recipe, overrides),
             plugins=plugins or load_plugins(),
-            tell=progress if progress is not None and ranks.first else lambda _stage, _done, _total: None,
+            progress=progress if ranks.first else None,
             device=where,
             ranks=ranks,
         )
@@ -106,19 +102,7 @@ def run(
         return report
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What all stages of one run need."""
-
-    loaded: LoadedRecipe
-    plugins: Plugins
-    tell: Progress
-    device: torch.device
-    ranks: Ranks
-    clock: Clock = field(default_factory=Clock)
-
-
-def _run(asked: _Asked, *, resume: bool, restart: bool) -> RunReport | None:
+def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
     """Go through the stages; the report is the first process's, which alone writes and evaluates."""
     loaded, clock, ranks = asked.loaded, asked.clock, asked.ranks
     settings = loaded.recipe.evaluate
@@ -130,10 +114,14 @@ def _run(asked: _Asked, *, resume: bool, restart: bool) -> RunReport | None:
         asked.tell("calibrate", 0, 1)
         windows = _windows(loaded.recipe.calibration, tokenizer, prepared.plan)
         batches = _batches(loaded.recipe.calibration, windows, ranks)
+    with clock.stage("calibrate"), at(loaded, "finetune"):
+        training = training_windows(loaded.recipe, tokenizer, windows)
     with clock.stage("load"), at(loaded, "model"):
         access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, asked.device)
+    if isinstance(access, StreamedModel):
+        refuse_streamed(loaded)
     with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
-        fingerprint = ranks.told(_fingerprint(asked, prepared.plan, access, windows) if ranks.first else {})
+        fingerprint = ranks.told(_fingerprint(asked, prepared.plan, access, windows, training) if ranks.first else {})
         journal = Journal(folder, fingerprint, ranks)
         evaluation: dict[str, Any] = {}
         if settings is not None and ranks.first:
@@ -148,21 +136,8 @@ def _run(asked: _Asked, *, resume: bool, restart: bool) -> RunReport | None:
             finished = _prune(asked, access, final, batches, journal)
         if not ranks.first:
             return None
-        asked.tell("save", 0, 1)
-        with clock.stage("save"):
-            drawn = _save(access, tokenizer, finished, journal, folder)
-        if settings is not None:
-            with clock.stage("evaluate"):
-                if isinstance(access, StreamedModel):
-                    access = open_streamed(prepared.checkpoint.at(folder / "model"), access.device)
-                evaluation["pruned"] = evaluate(
-                    access, tokenizer, settings, progress=lambda i, n: asked.tell("evaluate pruned", i, n)
-                )
-        report = _report(asked, final, allocation, finished, evaluation, drawn)
-        (folder / "recipe.yaml").write_text(loaded.to_yaml(), encoding="utf-8")
-        (folder / "plan.json").write_text(json.dumps(final.to_dict(), indent=1) + "\n", encoding="utf-8")
-        (folder / "report.md").write_text(report.to_markdown(), encoding="utf-8")
-        (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
+        pruned = Pruned(prepared.checkpoint, tokenizer, access, final, allocation, finished, evaluation, training)
+        report = finish(asked, pruned, journal, folder)
     asked.plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output)
     return report
 
@@ -190,10 +165,13 @@ def _batches(settings: Calibration | None, windows: torch.Tensor | None, ranks: 
     return () if settings is None or windows is None else torch.split(ranks.share(windows), settings.batch_size)
 
 
-def _fingerprint(asked: _Asked, planned: Plan, access: Access, windows: torch.Tensor | None) -> dict[str, Any]:
+def _fingerprint(
+    asked: Asked, planned: Plan, access: Access, windows: torch.Tensor | None, training: torch.Tensor | None
+) -> dict[str, Any]:
     """Return what decides the result of a run, by names that a user knows."""
     used = {spec.name for rule in planned.rules for spec in (rule.pruner, rule.reconstructor) if spec is not None}
     recipe = asked.loaded.recipe.model_dump(mode="json", exclude_none=True)
+    tuning = asked.loaded.recipe.finetune
     return {
         "model": weights_fingerprint(access),
         "prune": recipe["prune"],
@@ -202,6 +180,8 @@ def _fingerprint(asked: _Asked, planned: Plan, access: Access, windows: torch.Te
         "reconstruct_block": recipe.get("reconstruct_block"),
         "calibration tokens": None if windows is None else fingerprint_of(windows),
         "calibration batch_size": None if windows is None else recipe["calibration"]["batch_size"],
+        "finetune": None if tuning is None else tuning.model_dump(mode="json", exclude=_IDLE),
+        "finetune tokens": None if training is None else fingerprint_of(training),
         "plugins": {p.name: p.version for p in asked.plugins.records if p.status == "loaded" and used & {*p.pruners}},
         "versions": {"compressx": __version__, **{n: metadata.version(n) for n in ("torch", "transformers", "numpy")}},
         "device": access.device.type,
@@ -210,7 +190,7 @@ def _fingerprint(asked: _Asked, planned: Plan, access: Access, windows: torch.Te
 
 
 def _allocate(
-    asked: _Asked, access: Access, planned: Plan, batches: Sequence[torch.Tensor], journal: Journal
+    asked: Asked, access: Access, planned: Plan, batches: Sequence[torch.Tensor], journal: Journal
 ) -> tuple[Plan, AllocationReport | None]:
     """Give every linear its sparsity where the recipe leaves that open; the first process measures, on its own text."""
     if not isinstance(planned.allocation, MeasuredAllocation):
@@ -230,7 +210,7 @@ def _allocate(
     return planned.allocated(journal.allocated.patterns), journal.allocated.report
 
 
-def _keep(asked: _Asked, access: Access, batches: Sequence[torch.Tensor], folder: Path) -> Keep:
+def _keep(asked: Asked, access: Access, batches: Sequence[torch.Tensor], folder: Path) -> Keep:
     """Keep hidden states in files when they are larger than the recipe's limit."""
     settings = asked.loaded.recipe.calibration
     width = text_config(access.model).hidden_size * access.model.dtype.itemsize
@@ -242,7 +222,7 @@ def _keep(asked: _Asked, access: Access, batches: Sequence[torch.Tensor], folder
 
 
 def _prune(
-    asked: _Asked, access: Access, planned: Plan, batches: Sequence[torch.Tensor], journal: Journal
+    asked: Asked, access: Access, planned: Plan, batches: Sequence[torch.Tensor], journal: Journal
 ) -> list[FinishedBlock]:
     """Prune what an interrupted run has not finished, and record every block."""
     finished: list[FinishedBlock] = []
@@ -264,42 +244,3 @@ def _prune(
             asked.plugins.manager.hook.compressx_block_pruned(report=block.report)
         del block  # its masks are on disk
     return finished
-
-
-def _save(
-    access: Access, tokenizer: Any, finished: Sequence[FinishedBlock], journal: Journal, folder: Path
-) -> tuple[Mapping[str, str], ...]:
-    """Write figures, model and masks, and return what says which figures there are."""
-    for name in ("plots", "model"):  # an interrupted run may have begun them
-        shutil.rmtree(folder / name, ignore_errors=True)
-    matrices = [m for block in finished for m in block.matrices]
-    drawn = figures.draw([block.report for block in finished], matrices, folder / "plots")
-    access.save(tokenizer, journal.blocks, folder / "model")
-    journal.save_masks(folder / "masks.safetensors")
-    return drawn
-
-
-def _report(
-    asked: _Asked, final: Plan, allocation: AllocationReport | None, finished: Sequence[FinishedBlock],
-    evaluation: Mapping[str, Any], drawn: tuple[Mapping[str, str], ...],
-) -> RunReport:  # fmt: skip
-    layers = tuple(layer for block in finished for layer in block.report.layers)
-    return RunReport(
-        compressx=__version__,
-        model=asked.loaded.recipe.model.model_dump(mode="json", exclude_none=True),
-        sparsity=total_sparsity(layers),
-        layers=layers,
-        skipped=tuple({"name": n, "reason": r} for n, r in final.skipped.items()),
-        evaluation=evaluation,
-        seconds=asked.clock.seconds(),
-        peak_memory_bytes=peak_memory_bytes(),
-        plugins=tuple(
-            {"name": p.name, "version": p.version, "source": p.source, "module": p.module}
-            for p in asked.plugins.records
-            if p.status == "loaded"
-        ),
-        versions={"python": platform.python_version(), **{n: metadata.version(n) for n in _VERSIONS_OF}},
-        figures=drawn,
-        allocation=allocation,
-        reconstructions={b.report.fqn: b.report.reconstruction for b in finished if b.report.reconstruction},
-    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compressx.architecture import text_config
 from compressx.calibration import check_dataset
 from compressx.errors import ArtifactError, CompressxError, RecipeError
 from compressx.export import check_output
@@ -63,6 +64,7 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
     planned = make_plan(loaded, plugins, skeleton)
     with at(loaded, "allocation", "target"):
         planned = settled(planned)
+    _check_finetune(loaded, skeleton)
     if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None:
         for i, task in enumerate(recipe.evaluate.lm_eval.tasks):
             if isinstance(task, RollingTask):
@@ -71,6 +73,45 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
         with at(loaded, "evaluate", "lm_eval", "tasks"):
             check_tasks(recipe.evaluate.lm_eval)
     return Prepared(checkpoint, planned)
+
+
+def _check_finetune(loaded: LoadedRecipe, skeleton: Any) -> None:
+    """Refuse fine-tuning without text, with windows longer than the model's positions, or of a model left on disk."""
+    recipe = loaded.recipe
+    settings = recipe.finetune
+    if settings is None:
+        return
+    if recipe.model.streaming is True:
+        refuse_streamed(loaded)
+    if settings.dataset is not None:
+        with at(loaded, "finetune", "dataset"):
+            check_dataset(settings.dataset)
+    elif recipe.calibration is None:
+        raise RecipeError(
+            f"{loaded.where('finetune')}: there is no text to train on: the recipe has no calibration, and finetune "
+            "no dataset; add one of them, such as finetune.dataset: wikitext"
+        )
+    positions = getattr(text_config(skeleton), "max_position_embeddings", None)
+    if settings.dataset is not None and positions is not None and settings.window > positions:
+        raise RecipeError(
+            f"{loaded.where('finetune', 'sequence_length')}: sequence_length {settings.window} is longer than the "
+            f"model's {positions} positions"
+        )
+
+
+def refuse_streamed(loaded: LoadedRecipe) -> None:
+    """Refuse to fine-tune a model whose weights stay on disk.
+
+    Raises:
+        RecipeError: the recipe has a `finetune` section.
+    """
+    if loaded.recipe.finetune is not None:
+        given = loaded.recipe.model.streaming
+        why = "which finds it too large for the free memory" if given == "auto" else "which leaves them on disk"
+        raise RecipeError(
+            f"{loaded.where('finetune')}: fine-tuning needs all weights in memory, and model.streaming is "
+            f"{str(given).lower()} at {loaded.where('model', 'streaming')}, {why}; set it to false, or drop finetune"
+        )
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from compressx.errors import RecipeError
 from compressx.methods import AllocationField
 from compressx.patterns import NM, Group
 from compressx.sources import DatasetField, ModelField
+from compressx.tuning import Finetune
 from compressx.validation import Strict, conflict, validated
 from compressx.validation import validate_options as validate_options  # noqa: PLC0414 - plan.py takes it from here
 from compressx.yamlfile import dump_yaml, override, read_yaml
@@ -173,6 +174,7 @@ class Recipe(Strict):
     reconstruct_block: ReconstructBlock | None = Field(
         None, description="trains the survivors of each block after it was pruned; not done when absent"
     )
+    finetune: Finetune | None = Field(None, description="training of what survives, with the masks held")
     evaluate: Evaluate | None = None
     output: Path = Field(description="folder to write; must not exist yet, or hold an earlier run's output")
 

@@ -163,7 +163,8 @@ def _trainable(
         trained = list(dict.fromkeys([*weights, *_others(module, settings)]))
         for parameter in trained:
             parameter.requires_grad_(True)
-        with torch.autocast(trained[0].device.type, torch.bfloat16, enabled=narrow):
+        # Autocast would keep narrow copies of what is trained, as it was at the first step.
+        with torch.autocast(trained[0].device.type, torch.bfloat16, enabled=narrow, cache_enabled=False):
             yield _Trained(trained, [before[p][0] for p in trained], settings)
     finally:
         squash(sparsifier)

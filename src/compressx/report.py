@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from compressx.patterns import allocated_form
+from compressx.tuning import FinetuneReport
 
 _Item = TypeVar("_Item")
 _Value = TypeVar("_Value")
@@ -156,15 +157,16 @@ class RunReport:
         sparsity: fraction of zeros over all planned linears, counted.
         layers: every pruned linear.
         skipped: every linear or matrix that was not pruned, with the reason.
-        evaluation: `dense` and `pruned`, each a mapping from the number's full name to its value; empty when the
-            recipe evaluates nothing.
-        seconds: by stage: load, calibrate, allocate, prune, evaluate, total.
+        evaluation: `dense`, `pruned` and, after fine-tuning, `finetuned`, each a mapping from the number's full name
+            to its value; empty when the recipe evaluates nothing.
+        seconds: by stage: load, calibrate, allocate, prune, finetune, evaluate, total.
         peak_memory_bytes: highest resident memory of the process, plus that of the accelerator if one was used.
         plugins: name, version and source of every plugin that was loaded.
         versions: of the libraries that decide the result.
         figures: `file`, inside the output folder, and `caption` of each figure that was drawn.
         allocation: how sparsities were chosen; None when the recipe's rules gave their own.
         reconstructions: by block, what training its survivors did; empty when the recipe does not ask for it.
+        finetune: how the survivors were trained; None when they were not.
     """
 
     compressx: str
@@ -180,6 +182,7 @@ class RunReport:
     figures: tuple[Mapping[str, str], ...] = ()
     allocation: AllocationReport | None = None
     reconstructions: Mapping[str, ReconstructionReport] = field(default_factory=dict)
+    finetune: FinetuneReport | None = None
 
     def to_json(self) -> str:
         """Return the content of `report.json`."""
@@ -189,12 +192,14 @@ class RunReport:
         """Return the content of `report.md`: the summary, then figures, then every layer."""
         lines = [f"# Pruned {_model_name(self.model)}", "", f"compressx {self.compressx}, sparsity {self.sparsity:.2%}"]
         if self.evaluation:
-            lines += ["", *_markdown_table(["", "dense", "pruned", "change"], self.evaluation_rows())]
+            lines += ["", *_markdown_table(self.evaluation_columns(), self.evaluation_rows())]
         lines += ["", "## By module", "", *_markdown_table(SUMMARY_COLUMNS, self.summary_rows())]
         if self.allocation is not None:
             lines += ["", "## Allocation", "", *_allocation_lines(self.allocation)]
         if self.reconstructions:
             lines += ["", "## Block reconstruction", "", *_reconstruction_lines(self.reconstructions)]
+        if self.finetune is not None:
+            lines += ["", "## Fine-tuning", "", f"{self.finetune.summary()}."]
         lines += [
             "",
             "## Seconds",
@@ -220,18 +225,25 @@ class RunReport:
         return "\n".join(lines) + "\n"
 
     def evaluation_rows(self) -> list[list[str]]:
-        """Return `[name, dense, pruned, change]` for every number measured on both models."""
-        dense, pruned = _flat(self.evaluation.get("dense", {})), _flat(self.evaluation.get("pruned", {}))
-        return [
-            [
-                name,
-                f"{dense[name]:.4g}",
-                f"{pruned[name]:.4g}",
-                f"{pruned[name] / dense[name] - 1:+.1%}" if dense[name] else "",
-            ]
-            for name in dense
-            if name in pruned
-        ]
+        """Return the cells under `evaluation_columns` for every number measured on all; changes are from dense."""
+        dense = _flat(self.evaluation.get("dense", {}))
+        others = [_flat(self.evaluation.get(name, {})) for name in self._changed()]
+        rows: list[list[str]] = []
+        for name, value in dense.items():
+            if all(name in other for other in others):
+                row = [name, f"{value:.4g}"]
+                for other in others:
+                    row += [f"{other[name]:.4g}", f"{other[name] / value - 1:+.1%}" if value else ""]
+                rows.append(row)
+        return rows
+
+    def evaluation_columns(self) -> list[str]:
+        """Name the columns of `evaluation_rows`."""
+        return ["", "dense", *(column for name in self._changed() for column in (name, "change"))]
+
+    def _changed(self) -> list[str]:
+        """Name the models that were evaluated beside the dense one."""
+        return ["pruned", *(["finetuned"] if "finetuned" in self.evaluation else [])]
 
     def summary_rows(self) -> list[list[str]]:
         """Return one row for each kind of module (last part of the name), pruner and pattern.

@@ -12,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from compressx.asked import Progress as Tell
 from compressx.hookspecs import hookimpl
 from compressx.methods import MeasuredAllocation
-from compressx.pipeline import Progress as Tell
 from compressx.planning import Plan
 from compressx.plugins import PluginRecord
 from compressx.report import SUMMARY_COLUMNS, BlockReport, RunReport, in_short, shared
@@ -32,17 +32,17 @@ def progress(*, quiet: bool = False) -> Iterator[Tell]:
     """Show the stages of a run on standard error: a bar each on a terminal, nothing when it is not one."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+               TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))  # fmt: skip
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bars:
         tasks: dict[str, object] = {}
 
-        def tell(stage: str, done: int, total: int) -> None:
+        def tell(stage: str, done: int, total: int, note: str) -> None:
             for other, task in tasks.items():
                 if other != stage:  # a new stage means that the one before it is done
                     bars.update(task, completed=bars.tasks[task].total)  # type: ignore[arg-type,call-overload]
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)  # type: ignore[arg-type]
+                tasks[stage] = bars.add_task(stage, total=total, note=note)
+            bars.update(tasks[stage], completed=done, total=total, note=note)  # type: ignore[arg-type]
 
         yield tell
 
@@ -83,11 +83,13 @@ def print_summary(report: RunReport, output: Path) -> None:
     """Print what a run did: perplexities first, then sparsity by kind of module."""
     console = _console()
     if report.evaluation:
-        console.print(_table(["measure", "dense", "pruned", "change"], report.evaluation_rows(), left=1))
+        console.print(_table(["measure", *report.evaluation_columns()[1:]], report.evaluation_rows(), left=1))
     console.print(_table(SUMMARY_COLUMNS, report.summary_rows(), left=3))
     seconds = ", ".join(f"{name} {value:.0f} s" for name, value in report.seconds.items())
     console.print(f"sparsity {report.sparsity:.2%} of the planned linears; {seconds}; "
                   f"peak memory {report.peak_memory_bytes / 2**30:.1f} GiB", markup=False)  # fmt: skip
+    if report.finetune is not None:
+        console.print(f"fine-tuning: {report.finetune.summary()}", markup=False)
     if report.skipped:
         console.print(f"not pruned: {len(report.skipped)} weights, listed with reasons in report.md")
     console.print(f"written to {output}", markup=False)

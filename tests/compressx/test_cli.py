@@ -312,7 +312,7 @@ def test_a_run_writes_the_report_of_the_schema(finished: Any) -> None:
     assert all(s["reason"] for s in report["skipped"])
     for kind in ("dense", "pruned"):
         assert 1 < report["evaluation"][kind]["token_perplexity"] < 1e6
-    assert set(report["seconds"]) == {"load", "calibrate", "allocate", "prune", "evaluate", "total"}
+    assert set(report["seconds"]) == {"load", "calibrate", "allocate", "prune", "finetune", "evaluate", "total"}
     assert report["peak_memory_bytes"] > 2**26
     assert "| token_perplexity |" in (folder / "out/report.md").read_text()
 

@@ -211,6 +211,20 @@ def test_two_processes_end_as_one_does(model: Path, rules: str, streaming: bool,
 
 
 @pytest.mark.slow
+def test_the_first_of_two_processes_fine_tunes_as_one_does(model: Path, tmp_path: Path):
+    losses = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        rules = [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}]
+        asked = write_recipe(model, rules, folder, finetune={"steps": 3, "learning_rate": 1e-3})
+        done = torchrun(asked, processes=processes)
+        assert done.returncode == 0, done.stderr
+        losses.append(json.loads((folder / "out/report.json").read_text())["finetune"]["losses"])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
 def test_a_process_that_fails_ends_the_others_with_its_error(model: Path, tmp_path: Path):
     recipe = write_recipe(model, RULES["wanda"], tmp_path)
     done = torchrun(recipe, "--set", "calibration.samples=1")

@@ -18,6 +18,7 @@ from compressx.report import (
     shared,
     total_sparsity,
 )
+from compressx.tuning import FinetuneReport
 
 
 def layer(name: str, *, pruner: str = "wanda", pattern: str = "50% row", rows: int = 4, sparsity: float = 0.5,
@@ -102,7 +103,8 @@ def test_json_holds_every_field_of_the_schema() -> None:
         "history": {},
     }
     assert set(read) == {"compressx", "model", "sparsity", "layers", "skipped", "evaluation", "seconds",
-                         "peak_memory_bytes", "plugins", "versions", "figures", "allocation"}  # fmt: skip
+                         "peak_memory_bytes", "plugins", "versions", "figures", "allocation",
+                         "reconstructions", "finetune"}  # fmt: skip
     assert read["evaluation"]["pruned"]["token_perplexity"] == 12.5
 
 
@@ -167,6 +169,17 @@ def test_what_is_one_object_is_shared_and_what_is_only_equal_is_not() -> None:
 def test_several_linears_are_named_in_short() -> None:
     assert in_short(["m.0.q_proj"]) == "m.0.q_proj"
     assert in_short(["m.0.q_proj", "m.0.k_proj", "m.0.up.3", "m.0.up.4"]) == "m.0.q_proj, k_proj, up"
+
+
+def test_what_fine_tuning_changed_is_measured_against_the_dense_model_too() -> None:
+    evaluation = {"dense": {"token_perplexity": 10.0, "arc": {"acc": 0.5}}, "pruned": {"token_perplexity": 15.0},
+                  "finetuned": {"token_perplexity": 12.0, "arc": {"acc": 0.4}}}  # fmt: skip
+    tuned = FinetuneReport("dense", 1000, 2, (8, 512), (0.5, 0.25))
+    made = report(evaluation=evaluation, finetune=tuned)
+    assert made.evaluation_rows() == [["token_perplexity", "10", "15", "+50.0%", "12", "+20.0%"]]
+    assert "|  | dense | pruned | change | finetuned | change |" in made.to_markdown()
+    assert json.loads(made.to_json())["finetune"]["losses"] == [0.5, 0.25]
+    assert "## Fine-tuning" not in report().to_markdown()
 
 
 UNITS = (

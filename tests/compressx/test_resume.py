@@ -116,7 +116,7 @@ def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(
     assert json.loads((left / "state.json").read_text())["finished"] == [f"model.layers.{i}" for i in range(after)]
     assert not Path("out").exists()
     told: list[tuple[str, int, int]] = []
-    run(asked, resume=True, progress=lambda *x: told.append(x))
+    run(asked, resume=True, progress=lambda *x: told.append(x[:3]))
     assert [done for stage, done, _ in told if stage == "prune"] == list(range(after, 4))
     assert all(stage != "allocate" for stage, _, _ in told)
     assert artifacts("out") == artifacts("whole")
