@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -28,19 +27,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import llm_compressor
+from llm_compressor import peak, resident
+
 METHODS = ("wanda", "sparsegpt")
 SPARSITY = 0.5
-
-
-def resident() -> int:
-    """Return the bytes of memory that this process has now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def peak() -> int:
-    """Return the most it ever had; getrusage would begin with what the parent process had."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def by_compressx(task: dict[str, Any], *, streaming: bool = False) -> dict[str, float]:
@@ -58,37 +49,10 @@ def by_compressx(task: dict[str, Any], *, streaming: bool = False) -> dict[str, 
     return {"prune": report.seconds["prune"], "above": peak() - base[0], "sparsity": report.sparsity}
 
 
-def by_llmcompressor(task: dict[str, Any]) -> dict[str, float]:
-    """Prune by `oneshot` with its defaults, and save."""
-    import torch
-    from datasets import Dataset
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    windows = json.loads(Path(task["windows"]).read_text(encoding="utf-8"))
-    rows = Dataset.from_dict({"input_ids": windows, "attention_mask": [[1] * len(row) for row in windows]})
-    tokenizer = AutoTokenizer.from_pretrained(task["model"])
-    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=task["dtype"])
-    modifier = {"sparsegpt": SparseGPTModifier, "wanda": WandaPruningModifier}[task["method"]]
-    base, started = resident(), time.perf_counter()
-    oneshot(
-        model=model, processor=tokenizer, dataset=rows, batch_size=task["calibration"]["batch_size"],
-        # With targets="Linear", as its docstrings show, 0.14.0.1 prunes nothing and says nothing.
-        recipe=[modifier(sparsity=SPARSITY, targets=[r"re:model\.layers\.\d+$"])],
-        num_calibration_samples=len(windows), max_seq_length=len(windows[0]), shuffle_calibration_samples=False,
-    )  # fmt: skip
-    seconds = time.perf_counter() - started
-    model.save_pretrained(task["output"])
-    weights = [m.weight for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
-    zeros = sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
-    return {"prune": seconds, "above": peak() - base, "sparsity": zeros}
-
-
 TOOLS = {
     "compressx": by_compressx,
     "compressx, streamed": partial(by_compressx, streaming=True),
-    "llm-compressor": by_llmcompressor,
+    "llm-compressor": llm_compressor.prune,
 }
 
 
@@ -186,7 +150,7 @@ def compare(arguments: argparse.Namespace) -> None:
         windows.write_text(json.dumps(drawn.tolist()), encoding="utf-8")
         for method in arguments.methods:
             task = {"model": arguments.model, "method": method, "dtype": arguments.dtype, "calibration": calibration,
-                    "windows": str(windows)}  # fmt: skip
+                    "windows": str(windows), "sparsity": SPARSITY, "batch_size": arguments.batch_size}  # fmt: skip
             runs: dict[str, list[dict[str, float]]] = {tool: [] for tool in pythons}
             for _ in range(arguments.rounds):
                 for tool, python in pythons.items():

@@ -10,8 +10,8 @@ A model in 16 bits is trained in float32, its products in bfloat16 unless told o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from compressx.calibration import calibration_windows, documents, token_ids
 from compressx.distillation import distillation_loss, next_token_loss
 from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
-from compressx.masks import MaskSet, squash
+from compressx.masks import MaskSet
 from compressx.quiet import quiet_libraries
 from compressx.recipe import Recipe
 from compressx.shards import read, write
+from compressx.trainable import trainable
 from compressx.tuning import Finetune, FinetuneReport
 
 Progress: TypeAlias = Callable[[int, int, float], None]
@@ -88,11 +89,11 @@ def finetune(
         raise ValueError(f"teacher {settings.teacher!r} with {'no' if teacher is None else 'a'} dense model")
     narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     narrow = settings.dtype == "bfloat16" or (settings.dtype == "auto" and narrow)
-    with ExitStack() as stack:
-        stack.enter_context(_in_float32(model))
-        held = stack.enter_context(_held(masks, model))
-        trained = stack.enter_context(_only_trained(model, held, settings))
-        stack.enter_context(_training_mode(model, settings.gradient_checkpointing))
+    with (
+        trainable(model, model, masks, norms=settings.norms, biases=settings.biases) as parameters,
+        _training_mode(model, settings.gradient_checkpointing),
+    ):
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter in parameters}
         steps = _Steps(model, teacher, windows, settings, trained, narrow=narrow)
         losses = steps.go_on(checkpoint, progress)
         count = _numbers(trained, masks)
@@ -194,56 +195,6 @@ def _batch(windows: Tensor, step: int, settings: Finetune) -> Tensor:
         for epoch in {place // len(windows) for place in places}
     }
     return windows[torch.stack([orders[place // len(windows)][place % len(windows)] for place in places])]
-
-
-@contextmanager
-def _in_float32(model: nn.Module) -> Iterator[None]:
-    """Hold every parameter in float32 at least, and afterwards in its own dtype: what was not trained to the bit."""
-    dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
-    for parameter, dtype in dtypes.items():
-        parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
-    try:
-        yield
-    finally:
-        for parameter, dtype in dtypes.items():
-            parameter.data = parameter.data.to(dtype)
-
-
-@contextmanager
-def _held(masks: MaskSet, model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Hold the masks, give the parameters under them, and make the zeros permanent afterwards."""
-    sparsifier = masks.to_torch_ao(model)
-    try:
-        yield [group["module"].parametrizations[group["tensor_name"]].original for group in sparsifier.groups]
-    finally:
-        squash(sparsifier)
-
-
-@contextmanager
-def _only_trained(
-    model: nn.Module, held: Sequence[nn.Parameter], settings: Finetune
-) -> Iterator[dict[str, nn.Parameter]]:
-    """Let gradients reach what is trained and nothing else, and give that by name."""
-    wanted = {*held, *_small(model, settings)}
-    asked_before = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    for parameter in asked_before:
-        parameter.requires_grad_(parameter in wanted)
-    try:
-        yield {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    finally:
-        for parameter, asked in asked_before.items():
-            parameter.grad = None
-            parameter.requires_grad_(asked)
-
-
-def _small(model: nn.Module, settings: Finetune) -> Iterator[nn.Parameter]:
-    """Yield what is trained beside weights: gains of norms, and biases, of norms and linears alike."""
-    for module in model.modules():
-        norm = "norm" in type(module).__name__.lower()
-        for name, parameter in module.named_parameters(recurse=False):
-            bias = "bias" in name
-            if (settings.biases and bias) or (settings.norms and norm and not bias):
-                yield parameter
 
 
 @contextmanager

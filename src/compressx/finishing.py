@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from compressx import figures
+from compressx import figures, markdown
 from compressx._version import __version__
 from compressx.access import Access
 from compressx.asked import Asked, Stage
@@ -82,7 +82,7 @@ def finish(asked: Asked, pruned: Pruned, journal: Journal, folder: Path) -> RunR
     report = _report(asked, pruned, evaluation, tuned, drawn)
     (folder / "recipe.yaml").write_text(asked.loaded.to_yaml(), encoding="utf-8")
     (folder / "plan.json").write_text(json.dumps(pruned.plan.to_dict(), indent=1) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(report.to_markdown(), encoding="utf-8")
+    (folder / "report.md").write_text(markdown.page(report), encoding="utf-8")
     (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
     return report
 

@@ -80,7 +80,7 @@ def inverse_cholesky_of(fresh: Callable[[], Tensor], damping: float = 0.01) -> t
         matrix = fresh()
         if not all_finite(matrix):
             raise NotPositiveDefiniteError("the Hessian has NaN or infinite entries, as the calibration activations do")
-        _damp_(matrix, used)
+        damp_(matrix, used)
         _reverse_(matrix)
         column_major = matrix.mT  # what LAPACK works on in place; symmetric, so it is the same matrix
         failed = torch.empty((), dtype=torch.int32, device=matrix.device)
@@ -97,7 +97,8 @@ def inverse_cholesky_of(fresh: Callable[[], Tensor], damping: float = 0.01) -> t
     )
 
 
-def _damp_(matrix: Tensor, damping: float) -> None:
+def damp_(matrix: Tensor, damping: float) -> None:
+    """Add a fraction of a Hessian's mean diagonal to its diagonal, in place; dead features get the mean first."""
     diagonal = matrix.diagonal()
     dead = diagonal == 0
     # The mean runs over live features only: dead ones would water the damping down.

@@ -79,6 +79,7 @@ class _Feed:
             took = []
             self.batch.append((x, took))
         first = name not in self.reached
+        others = list(took)  # of linears before this one, not of another of its own roles
         self.reached.add(name)
         for role, mine in self.wanted[name].items():
             if any(mine is s for s in took):
@@ -87,7 +88,8 @@ class _Feed:
             twin = next((s for s in took if first and s == mine), None)
             if twin is not None:
                 self.wanted[name][role] = twin
-                self.followers.add(name)
+                if any(twin is s for s in others):
+                    self.followers.add(name)
             elif name in self.followers:
                 raise UnsupportedModelError(
                     f"{name} shared its input with another linear on the first batch and has one of its own on a later "

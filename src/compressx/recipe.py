@@ -97,7 +97,13 @@ class ReconstructBlock(Strict):
     """Training of each pruned block's survivors, so that its output is what the dense block's was."""
 
     passes: StrictInt = Field(4, ge=1, description="times that the calibration text is gone through for each block")
-    learning_rate: StrictFloat = Field(3e-4, gt=0, le=1, description="largest, of Adam; it rises and falls as a cosine")
+    learning_rate: StrictFloat = Field(
+        0.015,
+        gt=0,
+        le=1,
+        description="about the largest step of a weight, as a fraction of its tensor's root mean square; it rises, and "
+        "falls as a cosine",
+    )
     batch_size: StrictInt = Field(4, ge=1, description="windows in a step; calibration.batch_size at least")
     norms: StrictBool = Field(True, description="whether the gains of the block's norms are trained too")
     biases: StrictBool = Field(True, description="whether the block's biases are trained too")

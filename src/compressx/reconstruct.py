@@ -11,16 +11,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from compressx.masks import MaskEntry, MaskSet, squash
+from compressx.masks import MaskEntry, MaskSet
 from compressx.ranks import ALONE, Ranks
 from compressx.recipe import ReconstructBlock
 from compressx.report import ReconstructionReport
+from compressx.trainable import trainable
 
 _BETAS = (0.9, 0.95)
 """Of Adam. A pass is a few dozen steps: too few for the usual second one of 0.999."""
@@ -85,7 +85,15 @@ def reconstruct(
     module = model.get_submodule(fqn)
     held_out = math.ceil(len(passages) * settings.held_out)
     seen, unseen = (passages[:-held_out], passages[-held_out:]) if len(passages) > held_out else (passages, passages)
-    with _trainable(model, module, masks, settings) as trained:
+    wide = all(p.dtype == torch.float32 for p in module.parameters())
+    narrow = settings.dtype == "bfloat16" or (settings.dtype == "auto" and not wide)
+    device = next(module.parameters()).device
+    with (
+        trainable(model, module, MaskSet(masks), norms=settings.norms, biases=settings.biases) as parameters,
+        # Autocast would keep narrow copies of what is trained, as it was at the first step.
+        torch.autocast(device.type, torch.bfloat16, enabled=narrow, cache_enabled=False),
+    ):
+        trained = _Trained(parameters, settings)
         best, errors = [p.detach().clone() for p in trained.parameters], [trained.error(unseen, ranks)]
         for _ in trained.passes(seen, ranks):
             errors.append(trained.error(unseen, ranks))
@@ -99,10 +107,9 @@ def reconstruct(
 
 @dataclass(frozen=True, eq=False)
 class _Trained:
-    """The parameters of a block that are trained, float32, and the dtypes that they came in."""
+    """The parameters of a block that are trained, float32, each with the dtype that it came in."""
 
-    parameters: Sequence[nn.Parameter]
-    dtypes: Sequence[torch.dtype]
+    parameters: Mapping[nn.Parameter, torch.dtype]
     settings: ReconstructBlock
 
     def passes(self, passages: Sequence[Passage], ranks: Ranks) -> Iterator[int]:
@@ -111,7 +118,11 @@ class _Trained:
         per_step = max(1, settings.batch_size // len(passages[0].enters))
         per_pass = max(ranks.everyones(math.ceil(len(passages) / per_step)))  # all take as many steps
         steps = per_pass * settings.passes
-        optimizer = torch.optim.Adam(self.parameters, lr=settings.learning_rate, betas=_BETAS)
+        groups = [
+            {"params": [p], "lr": settings.learning_rate * size}
+            for p, size in zip(self.parameters, self.sizes(), strict=True)
+        ]
+        optimizer = torch.optim.Adam(groups, betas=_BETAS)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / steps))
         generator = torch.Generator().manual_seed(settings.seed)
         for number in range(settings.passes):
@@ -127,11 +138,18 @@ class _Trained:
                 schedule.step()
             yield number
 
+    def sizes(self) -> list[float]:
+        """Return the root mean square of the entries of each parameter that are not zero; the mean of all for none."""
+        entries = [p.detach()[p.detach() != 0] for p in self.parameters]
+        found = [float(x.square().mean().sqrt()) if len(x) else 0.0 for x in entries]
+        mean = math.fsum(found) / max(1, sum(size > 0 for size in found))
+        return [size or mean for size in found]
+
     @torch.no_grad()
     def error(self, passages: Sequence[Passage], ranks: Ranks) -> float:
         """Return the mean error over all processes' text, of the weights rounded to the dtypes that they came in."""
         exact = [p.clone() for p in self.parameters]
-        for parameter, dtype in zip(self.parameters, self.dtypes, strict=True):
+        for parameter, dtype in self.parameters.items():
             parameter.copy_(parameter.to(dtype))
         errors = [e for each in ranks.everyones([float(p.error()) for p in passages]) for e in each]
         for parameter, value in zip(self.parameters, exact, strict=True):
@@ -145,47 +163,6 @@ class _Trained:
                     parameter.grad = torch.zeros_like(parameter)
                 ranks.add(parameter.grad)
                 parameter.grad /= ranks.size
-
-
-@contextmanager
-def _trainable(
-    model: nn.Module, module: nn.Module, masks: Mapping[str, MaskEntry], settings: ReconstructBlock
-) -> Iterator[_Trained]:
-    """Hold the masks on a block's weights and make what is trained float32; put dtypes and flags back in the end."""
-    before = {p: (p.dtype, p.requires_grad) for p in module.parameters()}
-    narrow = settings.dtype == "bfloat16" or (settings.dtype == "auto" and torch.float32 not in _dtypes(module))
-    sparsifier = MaskSet(masks).to_torch_ao(model)
-    try:
-        for parameter in before:
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.float()
-        weights = [group["module"].parametrizations[group["tensor_name"]].original for group in sparsifier.groups]
-        trained = list(dict.fromkeys([*weights, *_others(module, settings)]))
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        # Autocast would keep narrow copies of what is trained, as it was at the first step.
-        with torch.autocast(trained[0].device.type, torch.bfloat16, enabled=narrow, cache_enabled=False):
-            yield _Trained(trained, [before[p][0] for p in trained], settings)
-    finally:
-        squash(sparsifier)
-        for parameter, (dtype, flag) in before.items():
-            parameter.grad = None
-            parameter.data = parameter.data.to(dtype)
-            parameter.requires_grad_(flag)
-
-
-def _dtypes(module: nn.Module) -> set[torch.dtype]:
-    return {p.dtype for p in module.parameters()}
-
-
-def _others(module: nn.Module, settings: ReconstructBlock) -> Iterator[nn.Parameter]:
-    """Yield what is trained beside weights: gains of norms, and biases, of norms and linears alike."""
-    for child in module.modules():
-        for name, parameter in child.named_parameters(recurse=False):
-            bias = "bias" in name
-            norm = "norm" in type(child).__name__.lower()
-            if (bias and settings.biases) or (norm and not bias and settings.norms):
-                yield parameter
 
 
 def _rate(done: float) -> float:

@@ -135,9 +135,8 @@ def of_model(
             "sensitivities of the model's loss need all its weights in memory, and they are streamed from disk; set "
             "the pruner's option loss: block, or model.streaming: false"
         )
-    gatherings = {
-        fqn: Gathering({n: found.linears[n] for n in names if n.startswith(f"{fqn}.")}) for fqn in found.blocks
-    }
+    wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, so that processes agree
+    gatherings = {fqn: Gathering({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}) for fqn in found.blocks}
     generator = torch.Generator(access.device).manual_seed(0)
     for batch in batches:
         ids = batch.to(access.device)

@@ -47,7 +47,7 @@ def prune(model: Path, tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-@pytest.mark.parametrize("pruner", ["magnitude", "wanda", "sparsegpt", "attnprune"])
+@pytest.mark.parametrize("pruner", ["magnitude", "wanda", "sparsegpt", "alps", "attnprune"])
 def test_a_weight_that_is_not_finite_is_named_whatever_the_pruner(pruner, value, streaming, model, prune, tmp_path):
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         tensors[UP][3, 5] = value
@@ -88,7 +88,7 @@ def test_a_truncated_or_corrupt_file_is_named(damage, streaming, model, prune, t
         prune(tmp_path / "damaged", streaming=streaming)
 
 
-@pytest.mark.parametrize("pruner", ["wanda", "sparsegpt", "attnprune"])
+@pytest.mark.parametrize("pruner", ["wanda", "sparsegpt", "alps", "attnprune"])
 def test_inputs_that_are_all_zero_are_pruned_like_any_others(pruner, model, prune, tmp_path):
     silent = tampered(model, tmp_path / "silent", lambda t: t["model.layers.1.input_layernorm.weight"].zero_())
     report = prune(silent, pruner=pruner, **({"targets": QUERY_KEY} if pruner == "attnprune" else {}))

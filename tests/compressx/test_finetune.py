@@ -334,7 +334,7 @@ def test_zeros_that_are_lost_are_an_error(monkeypatch: pytest.MonkeyPatch) -> No
             with torch.no_grad():
                 module.weight[0] += 1.0
 
-    monkeypatch.setattr(module, "squash", forget)
+    monkeypatch.setattr("compressx.trainable.squash", forget)
     with pytest.raises(ArtifactError, match=r"q_proj: \d+ weights that the mask drops are not zero after fine-tuning"):
         tuned()
 

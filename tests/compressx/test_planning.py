@@ -146,7 +146,8 @@ def test_fused_experts_are_planned_one_by_one(planned: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pruner", "group"), [("magnitude", "layer"), ("wanda", "row"), ("sparsegpt", "layer"), ("attnprune", "joint")]
+    ("pruner", "group"),
+    [("magnitude", "layer"), ("wanda", "row"), ("sparsegpt", "layer"), ("alps", "layer"), ("attnprune", "joint")],
 )
 def test_the_group_is_the_pruners_own_when_absent(planned: Any, pruner: str, group: str) -> None:
     plan = planned(f'targets: ["*.q_proj", "*.k_proj"], pruner: {pruner}, sparsity: 0.5')

@@ -225,6 +225,25 @@ def test_the_first_of_two_processes_fine_tunes_as_one_does(model: Path, tmp_path
 
 
 @pytest.mark.slow
+def test_two_processes_train_blocks_on_both_their_texts_and_end_with_one_model(model: Path, tmp_path: Path):
+    rules = [{"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5, "group": "joint", "options": {"tokens": 0.5}}]
+    reports = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        trained = {"reconstruct_block": {"passes": 3, "learning_rate": 0.03, "held_out": 0.25, "batch_size": 2}}
+        done = torchrun(write_recipe(model, rules, folder, **trained), processes=processes)
+        assert done.returncode == 0, done.stderr
+        reports.append(json.loads((folder / "out/report.json").read_text()))
+    alone, together = (list(r["reconstructions"].values()) for r in reports)
+    for one, two in zip(alone, together, strict=True):
+        assert two["after"] < two["before"]
+        assert two["before"] == pytest.approx(one["before"], rel=0.2)  # other windows are held out
+    figures = [r["evaluation"]["pruned"]["token_perplexity"] for r in reports]
+    assert figures[1] == pytest.approx(figures[0], rel=0.05)
+
+
+@pytest.mark.slow
 def test_a_process_that_fails_ends_the_others_with_its_error(model: Path, tmp_path: Path):
     recipe = write_recipe(model, RULES["wanda"], tmp_path)
     done = torchrun(recipe, "--set", "calibration.samples=1")

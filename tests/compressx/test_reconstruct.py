@@ -18,7 +18,7 @@ from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 from compressx.walk import prune_model
 
 HALF = Unstructured(0.5)
-SETTINGS = ReconstructBlock(passes=3, learning_rate=0.003, held_out=0.25)
+SETTINGS = ReconstructBlock(passes=3, learning_rate=0.03, held_out=0.25)
 
 
 def planned(model, pattern=HALF, pruner="wanda", settings=SETTINGS, **fields):
@@ -93,7 +93,7 @@ def test_a_bfloat16_model_is_trained_in_float32_and_its_error_is_that_of_the_rou
 
 
 def test_steps_far_below_the_resolution_of_bfloat16_add_up():
-    settings = ReconstructBlock(passes=40, learning_rate=1e-4, held_out=0.25)
+    settings = ReconstructBlock(passes=40, learning_rate=0.001, held_out=0.25)
     model = tiny_model("llama", dtype=torch.bfloat16)  # whose weights are about 0.1, 0.0005 apart
     for block in prune_model(InMemory(model), planned(model, settings=settings), batches(2)):
         history = block.report.reconstruction.history
@@ -103,7 +103,7 @@ def test_steps_far_below_the_resolution_of_bfloat16_add_up():
 def test_only_the_survivors_norms_and_biases_that_were_asked_for_change():
     for norms, biases in [(False, False), (True, False), (False, True)]:
         model, untouched = tiny_model("qwen2"), tiny_model("qwen2")
-        settings = ReconstructBlock(passes=1, learning_rate=0.003, norms=norms, biases=biases)
+        settings = ReconstructBlock(passes=1, learning_rate=0.03, norms=norms, biases=biases)
         list(prune_model(InMemory(model), planned(model, settings=settings, only=".1.self_attn.q_proj"), batches(2)))
         before = dict(untouched.named_parameters())
         changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from compressx.markdown import page
 from compressx.report import (
     SUMMARY_COLUMNS,
     AllocationReport,
@@ -109,7 +110,7 @@ def test_json_holds_every_field_of_the_schema() -> None:
 
 
 def test_markdown_shows_evaluation_modules_layers_and_what_was_not_pruned() -> None:
-    lines = report().to_markdown().splitlines()
+    lines = page(report()).splitlines()
     assert lines[0] == "# Pruned org/model"
     assert "compressx 1.2, sparsity 40.00%" in lines
     assert "| token_perplexity | 10 | 12.5 | +25.0% |" in lines
@@ -122,7 +123,7 @@ def test_markdown_shows_evaluation_modules_layers_and_what_was_not_pruned() -> N
 
 def test_every_markdown_table_has_as_many_cells_as_its_header() -> None:
     width = None
-    for line in report().to_markdown().splitlines():
+    for line in page(report()).splitlines():
         if not line.startswith("|"):
             width = None
             continue
@@ -132,14 +133,14 @@ def test_every_markdown_table_has_as_many_cells_as_its_header() -> None:
 
 
 def test_markdown_leaves_out_what_there_is_not() -> None:
-    text = report(evaluation={}, skipped=()).to_markdown()
+    text = page(report(evaluation={}, skipped=()))
     assert "dense" not in text
     assert "Not pruned" not in text
 
 
 @pytest.mark.parametrize("model", [{"path": "models/x"}, {"file": "x.gguf", "package": "p"}])
 def test_the_title_names_the_model_however_it_was_given(model: dict[str, str]) -> None:
-    assert report(model=model).to_markdown().splitlines()[0] in ("# Pruned models/x", "# Pruned x.gguf")
+    assert page(report(model=model)).splitlines()[0] in ("# Pruned models/x", "# Pruned x.gguf")
 
 
 def test_json_has_the_curves_and_names_the_figures() -> None:
@@ -152,13 +153,13 @@ def test_json_has_the_curves_and_names_the_figures() -> None:
 
 def test_markdown_embeds_every_figure_under_its_caption_and_has_no_heading_without_one() -> None:
     drawn = [{"file": f"plots/{name}", "caption": f"What {name} shows."} for name in ("a.svg", "b.png")]
-    text = report(figures=tuple(drawn)).to_markdown()
+    text = page(report(figures=tuple(drawn)))
     _, _, section = text.partition("\n## Figures\n")
     assert section.startswith(
         "\nWhat a.svg shows.\n\n![What a.svg shows.](plots/a.svg)\n"
         "\nWhat b.png shows.\n\n![What b.png shows.](plots/b.png)\n\n## "
     )
-    assert "Figures" not in report().to_markdown()
+    assert "Figures" not in page(report())
 
 
 def test_what_is_one_object_is_shared_and_what_is_only_equal_is_not() -> None:
@@ -177,9 +178,9 @@ def test_what_fine_tuning_changed_is_measured_against_the_dense_model_too() -> N
     tuned = FinetuneReport("dense", 1000, 2, (8, 512), (0.5, 0.25))
     made = report(evaluation=evaluation, finetune=tuned)
     assert made.evaluation_rows() == [["token_perplexity", "10", "15", "+50.0%", "12", "+20.0%"]]
-    assert "|  | dense | pruned | change | finetuned | change |" in made.to_markdown()
+    assert "|  | dense | pruned | change | finetuned | change |" in page(made)
     assert json.loads(made.to_json())["finetune"]["losses"] == [0.5, 0.25]
-    assert "## Fine-tuning" not in report().to_markdown()
+    assert "## Fine-tuning" not in page(report())
 
 
 UNITS = (
@@ -191,13 +192,13 @@ ALLOCATION = AllocationReport("attention-aware", 0.4, "rule", "model", 160, 64, 
 
 
 def test_markdown_shows_what_each_unit_was_given_and_what_that_is_expected_to_cost() -> None:
-    lines = report(allocation=ALLOCATION).to_markdown().splitlines()
+    lines = page(report(allocation=ALLOCATION)).splitlines()
     assert any(
         x.startswith("attention-aware, by rule, scope model, target 40.00%: 64 zeros of 160 weights.") for x in lines
     )
     assert "| model.layers.0 | q_proj, k_proj | attnprune | 75.00% | 0.0123 |" in lines
     assert "| outside | lm_head | magnitude | 31.25% |  |" in lines
-    assert "## Allocation" not in report().to_markdown()
+    assert "## Allocation" not in page(report())
 
 
 def test_the_summary_has_one_row_for_layers_whose_sparsities_were_allocated() -> None:

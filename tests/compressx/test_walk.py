@@ -13,12 +13,12 @@ from compressx.capture import capture_calls, replay
 from compressx.errors import CalibrationError
 from compressx.patterns import NM, FixedMask, Pattern, Unstructured, keep_mask
 from compressx.planning import Plan, PlannedLinear, PlannedRule
-from compressx.pruners import magnitude, sparsegpt, wanda
+from compressx.pruners import alps, magnitude, sparsegpt, wanda
 from compressx.statistics import FeatureNorms, Hessian
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 from compressx.walk import prune_model
 
-SPECS = {s.name: s for m in (magnitude, wanda, sparsegpt) for s in m.compressx_pruners()}
+SPECS = {s.name: s for m in (magnitude, wanda, sparsegpt, alps) for s in m.compressx_pruners()}
 
 
 class NoOptions(BaseModel):
@@ -323,6 +323,15 @@ def test_one_pruner_selects_and_another_reconstructs():
     weights = [survey(m).linears[name].weight for m in (selected, rebuilt)]
     assert not torch.equal(*weights)
     assert torch.equal(weights[0] == 0, weights[1] == 0)
+
+
+@pytest.mark.parametrize("of", [1, 4])
+def test_a_selector_and_a_reconstructor_that_ask_for_the_same_statistic_are_given_one(of):
+    model = tiny_model("llama")
+    plan = plan_all(model, SPECS["sparsegpt"], HALF, reconstructor=SPECS["alps"])
+    reports = [block.report for block in prune_model(InMemory(model), plan, batches(of))]
+    assert sum(len(r.layers) for r in reports) == 21
+    assert all({"damping", "linear_error"} <= x.info.keys() for r in reports for x in r.layers)
 
 
 def test_a_reconstructor_that_changes_the_mask_is_refused():

@@ -4,53 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from tests.compressx.pruners.problems import SPECS, correlated_inputs, one_linear, output_error, prune
 
-from compressx import Block, Linear, UnsupportedModelError
+from compressx import UnsupportedModelError
 from compressx.patterns import NM, FixedMask, Unstructured, zeros_in
-from compressx.pruners import magnitude, sparsegpt, wanda
-
-SPECS = {s.name: s for m in (magnitude, wanda, sparsegpt) for s in m.compressx_pruners()}
-
-
-def one_linear(rows: int = 24, columns: int = 48, seed: int = 0, **names: tuple[int, int]) -> Block:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = names or {"fc": (rows, columns)}
-    modules = {n: nn.Linear(s[1], s[0]) for n, s in shapes.items()}
-    for module in modules.values():
-        with torch.no_grad():
-            module.weight.copy_(torch.randn(module.weight.shape, generator=generator))
-    return Block(0, "block", nn.ModuleDict(modules), {n: Linear(n, m) for n, m in modules.items()}, (), None)
-
-
-def correlated_inputs(columns: int = 48, tokens: int = 600, seed: int = 1) -> torch.Tensor:
-    """Few directions carry most of the variance and features differ in scale: [1, tokens, columns]."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(tokens, columns // 4, generator=generator)
-    mix = torch.randn(columns // 4, columns, generator=generator)
-    scale = torch.logspace(-1, 1, columns)[torch.randperm(columns, generator=generator)]
-    return ((hidden @ mix + 0.3 * torch.randn(tokens, columns, generator=generator)) * scale)[None]
-
-
-def prune(name: str, block: Block, pattern, x: torch.Tensor, **options):
-    spec = SPECS[name]
-    pruner = spec.build(spec.options(**options))
-    stats = {}
-    for linear in block.linears:
-        statistic = pruner.observe(block, linear)
-        if statistic is not None:
-            for part in x.split(1):
-                statistic.update(part)
-            stats[linear] = statistic
-    patterns = pattern if isinstance(pattern, dict) else dict.fromkeys(block.linears, pattern)
-    return pruner.prune(block, patterns, stats)
-
-
-def output_error(block: Block, result, x: torch.Tensor, name: str = "fc") -> float:
-    weight = block.linears[name].weight
-    new = torch.where(result.keep, weight if result.weight is None else result.weight.to(weight.dtype), 0.0)
-    y = x @ weight.T
-    return float((x @ new.T - y).square().sum() / y.square().sum())
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(0.5, "row"), Unstructured(0.7, "layer"), NM(2, 4)], ids=str)
@@ -120,10 +77,10 @@ def test_sparsegpt_reports_the_damping_and_fails_with_the_layers_name():
         prune("sparsegpt", block, Unstructured(0.5, "layer"), x)
 
 
-def test_features_that_never_fire_are_dropped_first_by_wanda_and_sparsegpt():
+def test_features_that_never_fire_are_dropped_first_by_all_that_are_calibrated():
     block, x = one_linear(), correlated_inputs()
     dead = [3, 17, 40]
     x[..., dead] = 0
-    for name in ("wanda", "sparsegpt"):
+    for name in ("wanda", "sparsegpt", "alps"):
         result = prune(name, block, Unstructured(3 / 48, "row"), x)["fc"]
         assert (~result.keep).nonzero()[:, 1].unique().tolist() == dead, name

@@ -1,0 +1,62 @@
+"""What llm-compressor does with a task: run by the Python of an environment that has it, which need not have compressx.
+
+    python -m venv llmc && llmc/bin/pip install llmcompressor==0.14.0.1
+    llmc/bin/python benchmarks/llm_compressor.py TASK.json
+
+TASK.json has `model` (folder), `dtype`, `method` (wanda or sparsegpt), `sparsity`, `pattern` (N:M or null), `windows`
+(JSON file of token ids), `batch_size`, `output` (folder) and `result` (JSON file to write).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak() -> int:
+    """Return the most it ever had; getrusage would begin with what the parent process had."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def prune(task: dict[str, Any]) -> dict[str, float]:
+    """Prune by `oneshot` with its defaults, and save."""
+    import torch
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    windows = json.loads(Path(task["windows"]).read_text(encoding="utf-8"))
+    rows = Dataset.from_dict({"input_ids": windows, "attention_mask": [[1] * len(row) for row in windows]})
+    tokenizer = AutoTokenizer.from_pretrained(task["model"])
+    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=task["dtype"])
+    modifier = {"sparsegpt": SparseGPTModifier, "wanda": WandaPruningModifier}[task["method"]]
+    structure = {"mask_structure": task["pattern"]} if task.get("pattern") else {}
+    base, started = resident(), time.perf_counter()
+    oneshot(
+        model=model, processor=tokenizer, dataset=rows, batch_size=task["batch_size"],
+        # With targets="Linear", as its docstrings show, 0.14.0.1 prunes nothing and says nothing.
+        recipe=[modifier(sparsity=task["sparsity"], targets=[r"re:model\.layers\.\d+$"], **structure)],
+        num_calibration_samples=len(windows), max_seq_length=len(windows[0]), shuffle_calibration_samples=False,
+    )  # fmt: skip
+    seconds = time.perf_counter() - started
+    model.save_pretrained(task["output"])
+    tokenizer.save_pretrained(task["output"])
+    weights = [m.weight for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+    zeros = sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
+    return {"prune": seconds, "above": peak() - base, "memory": peak(), "sparsity": zeros}
+
+
+if __name__ == "__main__":
+    asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    Path(asked["result"]).write_text(json.dumps(prune(asked)), encoding="utf-8")

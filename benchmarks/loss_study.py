@@ -1,0 +1,238 @@
+"""Which error of a pruned block predicts the perplexity that it leads to?
+
+One block at a time is pruned, by several methods to several sparsities, with everything else dense. Each time the
+candidate errors are measured on text that the pruners did not see, and the perplexity of the whole model on other text:
+
+    python benchmarks/loss_study.py MODEL --text train.txt --output DIR
+
+MODEL is a hub id, a folder or a `.gguf` file. The errors, all squared: `linear`, the mean over the block's linears of
+||X W~^T - X W^T||^2 / ||X W^T||^2; `matrix`, of the attention matrices, relative; `attention`, of what the attention
+adds to the residual stream, relative; `block`, of the block's output, relative, token by token; `weighted`, the sum
+over linears of the error of each output times the model's sensitivity to it, and `weighted, root` with that
+sensitivity's square root. DIR gets `losses.csv`, written row by row (a second run goes on where it stopped), and
+`losses.md`: Spearman's rank correlation of each error with the growth of log perplexity over all prunings, and the
+means of those within one block, and within one method and sparsity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attention_error import load
+from compressx import Block, Sensitivity, Unstructured
+from compressx.access import InMemory
+from compressx.architecture import Architecture, survey, text_config
+from compressx.calibration import calibration_windows, token_ids
+from compressx.capture import capture_calls, replay
+from compressx.decide import decide, gather, write
+from compressx.evaluate import token_perplexity
+from compressx.planning import PlannedRule
+from compressx.plugins import load_plugins
+from compressx.pruner import Linear
+from compressx.reconstruct import relative_error
+from compressx.sensitivity import of_model
+from compressx.watch import inputs_watched
+from compressx_attnprune import layer
+from compressx_attnprune.losses import MatrixLoss, relative_errors
+
+LOSSES = ("linear", "matrix", "attention", "block", "weighted", "weighted, root")
+METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "sensitivity")
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """What a dense block does with text that no pruner sees."""
+
+    block: Block
+    states: Sequence[Tensor]
+    inputs: Mapping[str, Sequence[Tensor]]  # of each linear, by batch
+    weights: Mapping[str, Tensor]
+    attention: Sequence[Tensor]  # what the attention's last linear gives
+    outputs: Sequence[Tensor]
+    sensitivities: Mapping[str, Sensitivity]
+
+    def errors(self) -> dict[str, float]:
+        """Return the candidate errors of the block as it now is."""
+        found = dict.fromkeys(LOSSES, 0.0)
+        for name, linear in self.block.linears.items():
+            changed, size = self._of_linear(name, linear)
+            found["linear"] += float(changed.sum() / size) / len(self.weights)
+            rows = self.sensitivities[name].rows.double()
+            found["weighted"] += float((rows * changed).sum())
+            found["weighted, root"] += float((rows.sqrt() * changed).sum())
+        found["matrix"] = self._of_matrices()
+        attention, outputs, _ = watched(self.block, self.states)
+        found["attention"] = _mean(relative_error(a, d) for a, d in zip(attention, self.attention, strict=True))
+        found["block"] = _mean(relative_error(o, d) for o, d in zip(outputs, self.outputs, strict=True))
+        return found
+
+    def _of_linear(self, name: str, linear: Linear) -> tuple[Tensor, float]:
+        """Return the mean squared change of each output, float64 [out_features], and what all of them were."""
+        change = (linear.weight - self.weights[name]).double()
+        changed, size, tokens = torch.zeros(len(change), dtype=torch.float64), 0.0, 0
+        for x in self.inputs[name]:
+            flat = x.reshape(-1, x.shape[-1])
+            changed += (flat @ change.T.to(flat.dtype)).double().square().sum(dim=0)
+            size += float((flat @ self.weights[name].T).square().sum(dtype=torch.float64))
+            tokens += len(flat)
+        return changed / tokens, size / tokens
+
+    def _of_matrices(self) -> float:
+        projections = layer.find_projections(self.block)
+        names = (projections.query.name, projections.key.name)
+        x = torch.cat(list(self.inputs[names[0]]))
+        dense, now = (tuple(of[n].float() for n in names) for of in (self.weights, _weights(self.block)))
+        (error,) = relative_errors(MatrixLoss(layer.describe(self.block)), x, dense, [now])  # type: ignore[arg-type, list-item]
+        return error
+
+
+def watched(block: Block, states: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
+    """Run a block; returns what its attention and it itself give, and what its linears are handed, batch by batch."""
+    attention: list[Tensor] = []
+    inputs: dict[str, list[Tensor]] = {name: [] for name in block.linears}
+    ends = ("o_proj", "out_proj", "attn.c_proj", "attention.dense")
+    last = next(x for n, x in block.linears.items() if n.endswith(ends))
+    hook = last.module.register_forward_hook(lambda _module, _args, out: attention.append(out))
+    with inputs_watched(block.linears, lambda name, x: inputs[name].append(x)):
+        outputs = [replay(block.module, x, c) for x, c in zip(states, block.calls, strict=True)]
+    hook.remove()
+    return attention, outputs, inputs
+
+
+def _weights(block: Block) -> dict[str, Tensor]:
+    return {name: linear.weight for name, linear in block.linears.items()}
+
+
+def _mean(values: Iterator[Tensor]) -> float:
+    each = [float(v) for v in values]
+    return math.fsum(each) / len(each)
+
+
+@contextmanager
+def restored(block: Block) -> Iterator[None]:
+    """Put a block's weights back at the end."""
+    kept = {name: w.clone() for name, w in _weights(block).items()}
+    yield
+    for name, linear in block.linears.items():
+        linear.weight.copy_(kept[name])
+
+
+@torch.no_grad()
+def study(arguments: argparse.Namespace, done: set[tuple[str, ...]]) -> Iterator[dict[str, object]]:
+    """Yield a row for every pruning that is not there yet."""
+    model, tokenizer = load(arguments.model)
+    model = model.float()
+    found, access = survey(model), InMemory(model)
+    ids = token_ids([arguments.text.read_text(encoding="utf-8")], tokenizer)
+    drawn = calibration_windows(ids, arguments.samples + arguments.windows, arguments.length, arguments.seed)
+    seen, others = drawn[: arguments.samples], drawn[arguments.samples :]
+    held_out, evaluation = others[: arguments.held_out], others[arguments.held_out :]
+    base = token_perplexity(access, evaluation)
+    sensitivities = of_model(access, found, found.linears, torch.split(seen, 4))
+    plugins = load_plugins()
+    streams = [*torch.split(seen, 4), *torch.split(held_out, 4)]
+    learnt = math.ceil(len(seen) / 4)
+    states, calls = capture_calls(model, found.blocks, streams)
+    for index, (fqn, module) in enumerate(found.blocks.items()):
+        wanted = [
+            (str(index), m, str(s)) for m in METHODS for s in arguments.sparsities
+            if index in arguments.blocks and (str(index), m, str(s)) not in done
+        ]  # fmt: skip
+        if wanted:
+            linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
+            given = {"model": sensitivities}
+            block = Block(index, fqn, module, linears, tuple(calls[fqn][:learnt]), text_config(model), given)
+            unseen = Block(index, fqn, module, linears, tuple(calls[fqn][learnt:]), text_config(model))
+            attention, outputs, inputs = watched(unseen, states[learnt:])
+            weights = {n: w.clone() for n, w in _weights(block).items()}
+            dense = Dense(unseen, states[learnt:], inputs, weights, attention, outputs, sensitivities)
+            for method in dict.fromkeys(m for _, m, _ in wanted):
+                spec = plugins.pruner(method)
+                rule = PlannedRule(0, spec, spec.options(), None, None)
+                built = rule.build()
+                passes = [partial(replay, module, x, c) for x, c in zip(states, block.calls, strict=False)]
+                stats = gather(block, {rule: list(linears)}, {rule: built}, passes)
+                for sparsity in (float(s) for _, m, s in wanted if m == method):
+                    pattern = Unstructured(sparsity, spec.groups[0])
+                    with restored(block):
+                        for name, result in decide(rule, built, block, dict.fromkeys(linears, pattern), stats).items():
+                            write(linears[name], result)
+                        growth = math.log(token_perplexity(access, evaluation) / base)
+                        yield {
+                            "block": index,
+                            "method": method,
+                            "sparsity": sparsity,
+                            "growth": growth,
+                            **dense.errors(),
+                        }
+        _advance(states, calls[fqn], found, fqn)
+
+
+def _advance(states: list[Tensor], calls: Sequence[object], found: Architecture, fqn: str) -> None:
+    for state, call in zip(states, calls, strict=True):
+        state.copy_(replay(found.blocks[fqn], state, call))  # type: ignore[arg-type]
+
+
+def markdown(rows: Sequence[Mapping[str, float]]) -> str:
+    """Return the correlations of each candidate with the growth of log perplexity."""
+    from scipy.stats import spearmanr
+
+    def correlation(loss: str, some: Sequence[Mapping[str, float]]) -> float:
+        return float(spearmanr([r[loss] for r in some], [r["growth"] for r in some]).statistic)
+
+    lines = ["| error | all | within a block | within a method and sparsity |", "|---|---:|---:|---:|"]
+    for loss in LOSSES:
+        figures = [correlation(loss, rows)]
+        for key in (lambda r: r["block"], lambda r: (r["method"], r["sparsity"])):
+            groups = [[r for r in rows if key(r) == value] for value in dict.fromkeys(map(key, rows))]
+            each = [correlation(loss, group) for group in groups if len(group) > 2]
+            figures.append(math.fsum(each) / len(each) if each else math.nan)
+        lines.append(f"| {loss} | {' | '.join(f'{f:.3f}' for f in figures)} |")
+    return "\n".join([*lines, "", f"{len(rows)} prunings of one block each."])
+
+
+def main() -> None:
+    """Measure every pruning and print the correlations."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[0, 5, 10, 15, 20, 25])
+    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.7])
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--held-out", type=int, default=8, help="windows that errors are measured on")
+    parser.add_argument(
+        "--windows", type=int, default=32, help="windows that no pruner sees, --held-out of them included"
+    )
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    path = arguments.output / "losses.csv"
+    columns = ["block", "method", "sparsity", "growth", *LOSSES]
+    if not path.exists():
+        path.write_text(",".join(f'"{c}"' for c in columns) + "\n", encoding="utf-8")
+    with path.open(newline="", encoding="utf-8") as file:
+        done = {(r["block"], r["method"], r["sparsity"]) for r in csv.DictReader(file)}
+    for row in study(arguments, done):
+        with path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, columns).writerow(row)
+        print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [{k: v if k == "method" else float(v) for k, v in r.items()} for r in csv.DictReader(file)]
+    (arguments.output / "losses.md").write_text(markdown(rows) + "\n", encoding="utf-8")  # type: ignore[arg-type]
+    print(f"\n{markdown(rows)}")  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""Perplexity after pruning: every method at every budget, and llm-compressor's, on the same tokens.
+
+    python benchmarks/quality.py --model HuggingFaceTB/SmolLM2-135M --output quality
+
+Calibration and evaluation are a dataset's short name or a text file; the model a hub id, a folder or a `.gguf` file.
+Rows are measured one at a time, each in a process of its own, and written at once: a second run with the same settings
+goes on where the first one stopped, and `--methods` and `--budgets` choose rows. `best` is what `recipes/best-*.yaml`
+do, and `best, fine-tuned` the same with `finetune` after it. llm-compressor is installed into `OUTPUT/llm-compressor`
+when its rows are asked for, unless `--peer` names a Python that has it.
+
+OUTPUT gets `quality.csv`, `quality.md` and `quality.svg`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PEER = "llm-compressor"
+PEER_VERSION = "0.14.0.1"
+BUDGETS = ("50%", "60%", "70%", "2:4", "4:8")
+FINETUNE = {"steps": 200, "learning_rate": 1.0e-4, "teacher": "dense"}
+COLUMNS = ("method", "budget", "perplexity", "sparsity", "seconds", "gigabytes")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all rows have in common."""
+
+    model: str
+    calibration: str
+    evaluation: str
+    samples: int
+    sequence_length: int
+    windows: int
+    dtype: str
+
+    def recipe(self, output: Path, **sections: Any) -> dict[str, Any]:
+        """Return a recipe that prunes and measures token perplexity."""
+        return {
+            "model": {**_model(self.model), "dtype": self.dtype},
+            "calibration": {
+                "dataset": _dataset(self.calibration), "samples": self.samples, "sequence_length": self.sequence_length
+            },
+            "evaluate": {"token_perplexity": {
+                "dataset": _dataset(self.evaluation), "sequence_length": self.sequence_length, "samples": self.windows
+            }},
+            "output": str(output),
+            **sections,
+        }  # fmt: skip
+
+
+def rules(*pruners: tuple[list[str], str], **options: Any) -> Callable[[str], dict[str, Any]]:
+    """Return what makes a recipe's sections for a budget, each pruner with its targets."""
+
+    def make(budget: str) -> dict[str, Any]:
+        size = {"pattern": budget} if ":" in budget else {"sparsity": int(budget.rstrip("%")) / 100}
+        return {"prune": [{"targets": targets, "pruner": name, **size} for targets, name in pruners], **options}
+
+    return make
+
+
+def best(budget: str) -> dict[str, Any]:
+    """Return the sections of the shipped recipe for a budget."""
+    from compressx.recipe import load_recipe
+
+    path = ROOT / "recipes" / f"best-{budget.rstrip('%').replace(':', 'of')}.yaml"
+    told = load_recipe(path).recipe.model_dump(mode="json", exclude_none=True)
+    return {k: told[k] for k in ("prune", "allocation", "true_sequential", "reconstruct_block") if k in told}
+
+
+def best_tuned(budget: str) -> dict[str, Any]:
+    """Return the same, fine-tuned afterwards."""
+    return {**best(budget), "finetune": FINETUNE}
+
+
+QK, ALL = ["*.q_proj", "*.k_proj"], ["*"]
+METHODS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "magnitude": rules((ALL, "magnitude")),
+    "Wanda": rules((ALL, "wanda")),
+    "SparseGPT": rules((ALL, "sparsegpt")),
+    "ALPS": rules((ALL, "alps")),
+    "attnprune + SparseGPT": rules((QK, "attnprune"), (ALL, "sparsegpt")),
+    "attnprune + ALPS": rules((QK, "attnprune"), (ALL, "alps")),
+    "best": best,
+    "best, fine-tuned": best_tuned,
+}
+PEERS = {f"{PEER} Wanda": "wanda", f"{PEER} SparseGPT": "sparsegpt"}
+
+
+def by_compressx(settings: Settings, sections: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Run a recipe in a process of its own; returns what its report says."""
+    recipe, output = folder / "recipe.yaml", folder / "out"
+    recipe.write_text(json.dumps(settings.recipe(output, **sections)), encoding="utf-8")
+    _run([sys.executable, "-m", "compressx", "run", str(recipe)])
+    report = json.loads((output / "report.json").read_text(encoding="utf-8"))
+    last = "finetuned" if "finetune" in sections else "pruned"
+    return {
+        "perplexity": report["evaluation"][last]["token_perplexity"],
+        "sparsity": report["sparsity"],
+        "seconds": report["seconds"]["total"] - report["seconds"]["evaluate"],
+        "gigabytes": report["peak_memory_bytes"] / 1e9,
+    }
+
+
+def by_peer(settings: Settings, method: str, budget: str, python: str, folder: Path) -> dict[str, float]:
+    """Prune with llm-compressor on the windows that compressx draws, and measure as compressx does."""
+    from compressx.calibration import calibration_windows, documents, token_ids
+    from compressx.models import find_checkpoint, load_model, load_tokenizer
+    from compressx.sources import DatasetSource, ModelSource
+
+    checkpoint = find_checkpoint(ModelSource(**_model(settings.model), dtype=settings.dtype))
+    tokenizer = load_tokenizer(checkpoint)
+    ids = token_ids(documents(DatasetSource(**_dataset(settings.calibration)), "calibration"), tokenizer)
+    drawn = calibration_windows(ids, settings.samples, settings.sequence_length, seed=0)
+    (folder / "windows.json").write_text(json.dumps(drawn.tolist()), encoding="utf-8")
+    model = load_model(checkpoint)  # as a folder, whatever it came as
+    model.save_pretrained(folder / "dense")
+    tokenizer.save_pretrained(folder / "dense")
+    dtype = str(model.dtype).removeprefix("torch.")
+    del model
+    task = {
+        "model": str(folder / "dense"), "dtype": dtype, "method": method, "windows": str(folder / "windows.json"),
+        "sparsity": 0.5 if ":" in budget else int(budget.rstrip("%")) / 100,
+        "pattern": budget if ":" in budget else None,
+        "batch_size": 1, "output": str(folder / "pruned"), "result": str(folder / "result.json"),
+    }  # fmt: skip
+    (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
+    _run([python, str(ROOT / "benchmarks" / "llm_compressor.py"), str(folder / "task.json")])
+    told = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    measured = dense(Settings(**{**asdict(settings), "model": str(folder / "pruned")}))
+    return {**measured, "sparsity": told["sparsity"], "seconds": told["prune"], "gigabytes": told["memory"] / 1e9}
+
+
+def dense(settings: Settings) -> dict[str, float]:
+    """Measure a model as it is."""
+    from compressx.access import InMemory
+    from compressx.calibration import documents, evaluation_windows, token_ids
+    from compressx.evaluate import token_perplexity
+    from compressx.models import find_checkpoint, load_model, load_tokenizer
+    from compressx.sources import DatasetSource, ModelSource
+
+    checkpoint = find_checkpoint(ModelSource(**_model(settings.model), dtype=settings.dtype))
+    text = documents(DatasetSource(**_dataset(settings.evaluation)), "evaluation")
+    ids = token_ids(text, load_tokenizer(checkpoint))
+    windows = evaluation_windows(ids, settings.windows, settings.sequence_length)
+    perplexity = token_perplexity(InMemory(load_model(checkpoint).eval()), windows)
+    return {"perplexity": perplexity, "sparsity": 0.0, "seconds": 0.0, "gigabytes": 0.0}
+
+
+def peer_python(folder: Path) -> str:
+    """Return the Python of an environment with llm-compressor, made when there is none."""
+    python = folder / "bin" / "python"
+    if not (folder / "installed").exists():
+        print(f"installing llm-compressor {PEER_VERSION} into {folder}", flush=True)
+        venv.create(folder, with_pip=True, clear=True)
+        torch = next(
+            x for x in (ROOT / "constraints.txt").read_text(encoding="utf-8").split() if x.startswith("torch==")
+        )
+        _run([str(python), "-m", "pip", "install", "--quiet", torch])  # first: a later resolution keeps this build
+        _run([str(python), "-m", "pip", "install", "--quiet", torch, f"llmcompressor=={PEER_VERSION}"])
+        (folder / "installed").touch()
+    return str(python)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+
+
+def _model(source: str) -> dict[str, str]:
+    return {"path": source} if Path(source).exists() else {"id": source}
+
+
+def _dataset(source: str) -> dict[str, str]:
+    return {"text": source} if Path(source).exists() else {"name": source}
+
+
+class Table:
+    """The rows so far, on disk."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.folder, self.path = folder, folder / "quality.csv"
+        folder.mkdir(parents=True, exist_ok=True)
+        told = folder / "settings.json"
+        if told.exists() and json.loads(told.read_text(encoding="utf-8")) != asdict(settings):
+            sys.exit(f"{told} says that the rows there were measured otherwise; name another output")
+        told.write_text(json.dumps(asdict(settings), indent=1), encoding="utf-8")
+        self.rows: dict[tuple[str, str], dict[str, float]] = {}
+        if self.path.exists():
+            with self.path.open(newline="", encoding="utf-8") as file:
+                for row in csv.DictReader(file):
+                    self.rows[row["method"], row["budget"]] = {k: float(row[k]) for k in COLUMNS[2:]}
+
+    def add(self, method: str, budget: str, figures: dict[str, float]) -> None:
+        """Write a row, and everything that shows it."""
+        self.rows[method, budget] = {k: figures[k] for k in COLUMNS[2:]}
+        with self.path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            writer.writerows([*key, *row.values()] for key, row in self.rows.items())
+        (self.folder / "quality.md").write_text(self.markdown(), encoding="utf-8")
+        self.draw(self.folder / "quality.svg")
+
+    def markdown(self) -> str:
+        """Return a line for each method: perplexities, and the share of SparseGPT's loss that it closes."""
+        budgets = [b for b in BUDGETS if any(key[1] == b for key in self.rows)]
+        methods = [m for m in dict.fromkeys(key[0] for key in self.rows) if m != "dense"]
+        base = self.rows["dense", ""]["perplexity"]
+        lines = [f"dense {base:.2f}", "", f"| | {' | '.join(budgets)} |", f"|---|{'---:|' * len(budgets)}"]
+        for method in methods:
+            cells = []
+            for budget in budgets:
+                row, peer = self.rows.get((method, budget)), self.rows.get(("SparseGPT", budget))
+                closed = ""
+                if row and peer and method != "SparseGPT":
+                    left = peer["perplexity"] - base
+                    closed = f" ({(peer['perplexity'] - row['perplexity']) / left:+.0%})"
+                cells.append(f"{row['perplexity']:.2f}{closed}" if row else "")
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+        lines += ["", "In brackets the share of SparseGPT's distance from the dense model that is closed.", ""]
+        return "\n".join(lines)
+
+    def draw(self, path: Path) -> None:
+        """Draw perplexity against unstructured sparsity, a line for each method, N:M as points beside them."""
+        import matplotlib as mpl
+
+        mpl.use("svg")
+        mpl.rcParams["svg.hashsalt"] = "quality"
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+        for method in dict.fromkeys(key[0] for key in self.rows if key[0] != "dense"):
+            mine = {b: r["perplexity"] for (m, b), r in self.rows.items() if m == method}
+            line = sorted((int(b.rstrip("%")), p) for b, p in mine.items() if ":" not in b)
+            (drawn,) = axes.semilogy([x for x, _ in line], [y for _, y in line], marker="o", label=method)
+            for place, budget in ((80, "2:4"), (85, "4:8")):
+                if budget in mine:
+                    axes.semilogy([place], [mine[budget]], marker="s", color=drawn.get_color())
+        axes.axhline(self.rows["dense", ""]["perplexity"], color="black", linewidth=0.8, label="dense")
+        axes.set_xticks([50, 60, 70, 80, 85], ["50%", "60%", "70%", "2:4", "4:8"])
+        axes.set(xlabel="sparsity", ylabel="token perplexity")
+        axes.grid(visible=True, which="both", alpha=0.3)
+        axes.legend(fontsize="small")
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def main() -> None:
+    """Measure the rows that are asked for and not there yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--calibration", default="wikitext")
+    parser.add_argument("--evaluation", default="wikitext")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--windows", type=int, default=48, help="evaluation windows, the first so many")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="float32")
+    parser.add_argument("--methods", nargs="+", choices=[*METHODS, *PEERS], default=[*METHODS, *PEERS])
+    parser.add_argument("--budgets", nargs="+", choices=BUDGETS, default=list(BUDGETS))
+    parser.add_argument("--peer", help="Python of an environment with llm-compressor")
+    given = parser.parse_args()
+    settings = Settings(
+        given.model,
+        given.calibration,
+        given.evaluation,
+        given.samples,
+        given.sequence_length,
+        given.windows,
+        given.dtype,
+    )
+    table = Table(given.output, settings)
+    if ("dense", "") not in table.rows:
+        table.add("dense", "", dense(settings))
+    wanted = [(m, b) for b in given.budgets for m in given.methods if (m, b) not in table.rows]
+    for number, (method, budget) in enumerate(wanted, start=1):
+        started = time.perf_counter()
+        with _scratch() as folder:
+            if method in PEERS:
+                python = given.peer or peer_python(given.output / PEER)
+                figures = by_peer(settings, PEERS[method], budget, python, folder)
+            else:
+                figures = by_compressx(settings, METHODS[method](budget), folder)
+        table.add(method, budget, figures)
+        print(
+            f"[{number}/{len(wanted)}] {method}, {budget}: perplexity {figures['perplexity']:.2f} at "
+            f"{figures['sparsity']:.2%}, {time.perf_counter() - started:.0f} s", flush=True,
+        )  # fmt: skip
+    print(f"\n{table.markdown()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""ALPS (arXiv 2406.07831): the support by ADMM with a rising penalty, the weights on it by conjugate gradients.
+
+Selects and reconstructs: given a mask of another pruner it only solves for the survivors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from compressx import (
+    Block,
+    Hessian,
+    Pattern,
+    PruneResult,
+    PrunerSpec,
+    Statistic,
+    UnsupportedModelError,
+    hookimpl,
+)
+from compressx.admm import Metric, prune
+from compressx.obs import NotPositiveDefiniteError
+
+
+class ALPSOptions(BaseModel):
+    """Options of ALPS."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    damping: float = Field(
+        0.01,
+        gt=0,
+        description="added to the Hessian's diagonal, as a fraction of its mean; more trusts the calibration less",
+    )
+    penalty: float = Field(
+        0.1,
+        gt=0,
+        description="ADMM's first penalty on leaving the budget, against a Hessian of unit diagonal; lower takes more "
+        "steps for somewhat better masks",
+    )
+    steps: int = Field(300, ge=0, description="of ADMM at most; it stops when the mask settles")
+    solver_steps: int = Field(
+        100, ge=0, description="of the conjugate gradient on the mask at most; it stops when every row is solved"
+    )
+
+
+class ALPS:
+    """Prunes each linear by ADMM and conjugate gradients."""
+
+    def __init__(self, options: ALPSOptions) -> None:
+        self.options = options
+
+    def observe(self, block: Block, name: str) -> Hessian:
+        """Ask for X^T X."""
+        return Hessian(block.linears[name].in_features)
+
+    def prune(
+        self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic]
+    ) -> dict[str, PruneResult]:
+        """Solve each linear; linears with the same input share its scaled Hessian."""
+        metrics: dict[int, Metric] = {}
+        results = {}
+        limits = self.options.model_dump(exclude={"damping"})
+        for name, pattern in patterns.items():
+            hessian = stats[name]
+            assert isinstance(hessian, Hessian)  # noqa: S101 - it is what observe asked for
+            weight = block.linears[name].weight
+            try:
+                if id(hessian) not in metrics:
+                    metrics[id(hessian)] = Metric.of(hessian.assembled().to(weight.device), self.options.damping)
+                solution = prune(weight, metrics[id(hessian)], pattern, **limits)
+            except NotPositiveDefiniteError as error:
+                raise UnsupportedModelError(f"{name}: {error}") from error
+            info = {
+                "linear_error": solution.error,
+                "steps": float(solution.steps),
+                "solver_steps": float(solution.solver_steps),
+                "solver_residual": solution.residual,
+            }
+            results[name] = PruneResult(solution.keep, solution.weight.to(weight.dtype), info)
+        return results
+
+
+@hookimpl
+def compressx_pruners() -> list[PrunerSpec]:
+    """Offer `alps`."""
+    return [
+        PrunerSpec(
+            name="alps",
+            summary="ADMM selection, conjugate gradient on the survivors (arXiv 2406.07831)",
+            options=ALPSOptions,
+            build=ALPS,
+            separable=True,
+            groups=("layer", "row"),
+            reconstructs=True,
+        )
+    ]
