@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressx.allocation import MAX_SPARSITY, Curve, cheapest
@@ -79,6 +79,7 @@ TARGETS = st.floats(0.01, 0.94)
 KINDS = st.sampled_from(["block", "rule", "linear"])
 
 
+@settings(deadline=None)
 @given(TARGETS, st.sampled_from(["model", "block"]), st.sampled_from(["row", "layer", "joint"]), KINDS)
 def test_the_total_is_exact_when_any_rule_can_take_any_count(target: float, scope: Any, other: Any, kind: Any) -> None:
     planned, patterns = allocated(plan(other, "layer", outside="row"), target, scope, kind)
@@ -86,6 +87,7 @@ def test_the_total_is_exact_when_any_rule_can_take_any_count(target: float, scop
     assert round(zeros(planned, patterns), 6) == round(target * weights)
 
 
+@settings(deadline=None)
 @given(TARGETS, st.sampled_from(["model", "block"]))
 def test_the_total_is_within_half_a_row_group_when_all_rows_are_filled_evenly(target: float, scope: Any) -> None:
     planned, patterns = allocated(plan("row", "row", outside="row"), target, scope)
@@ -98,6 +100,7 @@ def test_the_total_is_within_half_a_row_group_when_all_rows_are_filled_evenly(ta
         assert patterns[linear.name].sparsity <= MAX_SPARSITY
 
 
+@settings(deadline=None)
 @given(TARGETS)
 def test_by_block_each_block_has_the_target_by_itself(target: float) -> None:
     planned, patterns = allocated(plan("layer", "joint"), target, "block")
@@ -169,6 +172,7 @@ def test_what_a_rule_does_not_decide_apart_is_one_unit_and_gets_one_pattern(kind
             assert len({patterns[x.name] for x in unit.linears}) == 1
 
 
+@settings(deadline=None)
 @given(TARGETS, st.sampled_from(["layer", "row"]))
 def test_one_pattern_for_several_linears_means_a_whole_number_of_zeros_in_each(target: float, group: Any) -> None:
     planned = plan(group, spec=WHOLE)
@@ -185,6 +189,7 @@ def of(*sizes: int) -> Any:
     return st.sampled_from([NM(1, m) for m in sizes])
 
 
+@settings(deadline=None)
 @given(st.floats(0.05, 0.7), of(4, 8), st.sampled_from(["layer", "joint"]), KINDS, st.sampled_from(["model", "block"]))
 def test_what_n_m_cannot_express_is_made_up_for_by_the_others(
     target: float, pattern: NM, other: Any, kind: Any, scope: Any
@@ -200,6 +205,7 @@ def test_what_n_m_cannot_express_is_made_up_for_by_the_others(
             assert 1 <= x.pattern.keep <= pattern.of
 
 
+@settings(deadline=None)
 @given(st.floats(0.0, 0.74), of(4, 8, 16), KINDS)
 def test_of_n_m_alone_the_total_is_within_half_a_step(target: float, pattern: NM, kind: Any) -> None:
     planned = plan(pattern, shapes=EVEN)
@@ -240,6 +246,7 @@ def uniform(target: float, *kinds: Any, **settings: Any) -> Plan:
     return settled(planned)
 
 
+@settings(deadline=None)
 @given(st.floats(0.01, 0.9), st.sampled_from(["row", "layer", "joint"]))
 def test_uniform_gives_every_linear_the_target_and_the_total_exactly(target: float, group: Any) -> None:
     final = uniform(target, group, "layer")
