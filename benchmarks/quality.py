@@ -5,7 +5,8 @@
 Calibration and evaluation are a dataset's short name or a text file; the model a hub id, a folder or a `.gguf` file.
 Rows are measured one at a time, each in a process of its own, and written at once: a second run with the same settings
 goes on where the first one stopped, and `--methods` and `--budgets` choose rows. `best` is what `recipes/best-*.yaml`
-do, and `best, fine-tuned` the same with `finetune` after it. llm-compressor is installed into `OUTPUT/llm-compressor`
+do, and `best, fine-tuned` the same with `finetune` after it; `+ solver` to `+ true-sequential` are what it is made of,
+one thing added at a time, and measured when they are named. llm-compressor is installed into `OUTPUT/llm-compressor`
 when its rows are asked for, unless `--peer` names a Python that has it.
 
 OUTPUT gets `quality.csv`, `quality.md` and `quality.svg`.
@@ -24,6 +25,7 @@ import venv
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,39 @@ METHODS: dict[str, Callable[[str], dict[str, Any]]] = {
     "best": best,
     "best, fine-tuned": best_tuned,
 }
+
+
+def ingredients() -> dict[str, Callable[[str], dict[str, Any]]]:
+    """Return what makes up `best`, one thing added at a time."""
+    weighted = {"targets": ALL, "pruner": "sensitivity", "reconstruct": "alps"}
+    added: dict[str, dict[str, Any]] = {
+        "allocation": {"allocation": "attention-aware"},
+        "sensitivity weights": {"weighted": True},
+        "block reconstruction": {"reconstruct_block": {"passes": 4, "dtype": "bfloat16"}},
+        "true-sequential": {"true_sequential": True},
+    }
+
+    def make(options: dict[str, Any], budget: str) -> dict[str, Any]:
+        sections = {**rules((QK, "attnprune"), (ALL, "alps"))(budget), **options}
+        if sections.pop("weighted", False):
+            group = {} if ":" in budget else {"group": "joint"}
+            sections["prune"][1] = {**sections["prune"][1], **weighted, **group}
+        method = sections.pop("allocation", None)
+        if method and ":" not in budget:  # an N:M that differed by layer would be none that hardware knows
+            sections["allocation"] = {"method": method, "target": sections["prune"][0]["sparsity"]}
+            for rule in sections["prune"]:
+                del rule["sparsity"]
+        return sections
+
+    methods = {"+ solver": METHODS["ALPS"], "+ attention-aware": METHODS["attnprune + ALPS"]}
+    so_far: dict[str, Any] = {}
+    for name, option in added.items():
+        so_far = {**so_far, **option}
+        methods[f"+ {name}"] = partial(make, so_far)
+    return methods
+
+
+INGREDIENTS = ingredients()
 PEERS = {f"{PEER} Wanda": "wanda", f"{PEER} SparseGPT": "sparsegpt"}
 
 
@@ -276,7 +311,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--windows", type=int, default=48, help="evaluation windows, the first so many")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="float32")
-    parser.add_argument("--methods", nargs="+", choices=[*METHODS, *PEERS], default=[*METHODS, *PEERS])
+    parser.add_argument("--methods", nargs="+", choices=[*METHODS, *INGREDIENTS, *PEERS], default=[*METHODS, *PEERS])
     parser.add_argument("--budgets", nargs="+", choices=BUDGETS, default=list(BUDGETS))
     parser.add_argument("--peer", help="Python of an environment with llm-compressor")
     given = parser.parse_args()
@@ -300,7 +335,7 @@ def main() -> None:
                 python = given.peer or peer_python(given.output / PEER)
                 figures = by_peer(settings, PEERS[method], budget, python, folder)
             else:
-                figures = by_compressx(settings, METHODS[method](budget), folder)
+                figures = by_compressx(settings, {**METHODS, **INGREDIENTS}[method](budget), folder)
         table.add(method, budget, figures)
         print(
             f"[{number}/{len(wanted)}] {method}, {budget}: perplexity {figures['perplexity']:.2f} at "
