@@ -517,7 +517,8 @@ def test_plugins_as_json_say_what_loaded_and_what_is_blocked(work: Path) -> None
     done = invoke("-p", "no:wanda", "plugins", "--json")
     records = {r["name"]: r for r in json.loads(done.stdout)}
     assert {name: r["status"] for name, r in records.items()} == {
-        "alps": "loaded", "attnprune": "loaded", "magnitude": "loaded", "sparsegpt": "loaded", "wanda": "blocked"
+        "alps": "loaded", "attnprune": "loaded", "magnitude": "loaded", "sensitivity": "loaded", "sparsegpt": "loaded",
+        "wanda": "blocked",
     }  # fmt: skip
     assert records["attnprune"]["pruners"] == ["attnprune"]
     assert records["attnprune"]["module"] == "compressx_attnprune.plugin"
@@ -526,7 +527,7 @@ def test_plugins_as_json_say_what_loaded_and_what_is_blocked(work: Path) -> None
 def test_plugins_as_a_table_names_every_pruner(work: Path) -> None:
     done = invoke("plugins")
     assert done.exit_code == 0
-    for name in ("alps", "attnprune", "magnitude", "sparsegpt", "wanda"):
+    for name in ("alps", "attnprune", "magnitude", "sensitivity", "sparsegpt", "wanda"):
         assert any(line.split()[:1] == [name] and "loaded" in line for line in done.stdout.splitlines())
 
 

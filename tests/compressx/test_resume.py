@@ -136,7 +136,7 @@ def test_what_an_allocation_chose_for_n_m_and_other_patterns_is_kept(model: Path
     run({**asked, "output": "whole"})
     stopped(asked, 1)
     told: list[str] = []
-    run(asked, resume=True, progress=lambda stage, _done, _total: told.append(stage))
+    run(asked, resume=True, progress=lambda stage, *_: told.append(stage))
     assert "allocate" not in told
     assert artifacts("out") == artifacts("whole")
     asked["allocation"] = {"method": "uniform", "target": 0.6}
