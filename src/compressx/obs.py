@@ -13,8 +13,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from compressx.errors import UnsupportedModelError
 from compressx.finite import all_finite
 from compressx.patterns import NM, FixedMask, Pattern, drop_lowest
+from compressx.statistics import Hessian
 
 BLOCK_COLUMNS = 128
 """Columns whose updates are gathered into one matrix product, as published."""
@@ -95,6 +97,31 @@ def inverse_cholesky_of(fresh: Callable[[], Tensor], damping: float = 0.01) -> t
         f"the Hessian is not positive definite even with damping {used:g} of its mean diagonal; use more calibration "
         "samples or a larger damping"
     )
+
+
+class Factors:
+    """The inverse Cholesky factors of a block's Hessians, one for each statistic however many linears share it.
+
+    Args:
+        damping: as for `inverse_cholesky`.
+    """
+
+    def __init__(self, damping: float) -> None:
+        self.damping = damping
+        self._factors: dict[int, tuple[Tensor, float]] = {}
+
+    def of(self, name: str, hessian: Hessian) -> tuple[Tensor, float]:
+        """Return what `inverse_cholesky` returns for a statistic that lives as long as this.
+
+        Raises:
+            UnsupportedModelError: when there is none; the message begins with the linear's name.
+        """
+        if id(hessian) not in self._factors:
+            try:
+                self._factors[id(hessian)] = inverse_cholesky_of(hessian.assembled, self.damping)
+            except NotPositiveDefiniteError as error:
+                raise UnsupportedModelError(f"{name}: {error}") from error
+        return self._factors[id(hessian)]
 
 
 def damp_(matrix: Tensor, damping: float) -> None:

@@ -28,7 +28,7 @@ from compressx import (
     hookimpl,
     keep_masks,
 )
-from compressx.obs import NotPositiveDefiniteError, inverse_cholesky_of, sweep
+from compressx.obs import Factors, sweep
 
 
 class SensitivityOptions(BaseModel):
@@ -109,15 +109,10 @@ class SensitivityPruner:
             assert isinstance(hessian, Hessian)  # noqa: S101 - it is what observe asked for
             hessians[name] = hessian
         keeps = keep_masks({n: self._costs(block, n, hessians[n]) for n in patterns}, patterns)
-        factors: dict[int, tuple[Tensor, float]] = {}
+        factors = Factors(self.options.damping)
         results = {}
         for name, hessian in hessians.items():
-            if id(hessian) not in factors:
-                try:
-                    factors[id(hessian)] = inverse_cholesky_of(hessian.assembled, self.options.damping)
-                except NotPositiveDefiniteError as error:
-                    raise UnsupportedModelError(f"{name}: {error}") from error
-            factor, damping = factors[id(hessian)]
+            factor, damping = factors.of(name, hessian)
             weight = block.linears[name].weight
             keep = keeps[name]
             _, updated = sweep(weight, factor.to(weight.device), _fixed(keep, patterns[name]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from compressx import (
     Block,
@@ -17,10 +16,9 @@ from compressx import (
     PruneResult,
     PrunerSpec,
     Statistic,
-    UnsupportedModelError,
     hookimpl,
 )
-from compressx.obs import NotPositiveDefiniteError, inverse_cholesky_of, sweep
+from compressx.obs import Factors, sweep
 
 
 class SparseGPTOptions(BaseModel):
@@ -49,17 +47,12 @@ class SparseGPT:
         self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic]
     ) -> dict[str, PruneResult]:
         """Sweep each linear; linears with the same input share one factorisation."""
-        factors: dict[int, tuple[Tensor, float]] = {}
+        factors = Factors(self.damping)
         results = {}
         for name, pattern in patterns.items():
             hessian = stats[name]
             assert isinstance(hessian, Hessian)  # noqa: S101 - it is what observe asked for
-            if id(hessian) not in factors:
-                try:
-                    factors[id(hessian)] = inverse_cholesky_of(hessian.assembled, self.damping)
-                except NotPositiveDefiniteError as error:
-                    raise UnsupportedModelError(f"{name}: {error}") from error
-            factor, damping = factors[id(hessian)]
+            factor, damping = factors.of(name, hessian)
             dead = hessian.diagonal == 0
             weight = block.linears[name].weight
             keep, updated = sweep(weight, factor.to(weight.device), pattern, dead.to(weight.device))
