@@ -330,6 +330,31 @@ def test_allocation_needs_calibration_whatever_the_pruners_need(planned: Any, re
     assert planned(rule, calibration=f"{CALIBRATION}\n{ALLOCATION}").needs_calibration
 
 
+def test_block_reconstruction_needs_calibration_whatever_the_pruners_need(planned: Any, refusal: Any) -> None:
+    rule, trained = 'targets: ["*"], pruner: magnitude, sparsity: 0.5', "reconstruct_block: {passes: 2}"
+    message = refusal(RecipeError, rule, calibration=trained)
+    assert message.startswith("r.yaml:2:1: blocks are trained on calibration text, and the recipe has no calibration")
+    plan = planned(rule, calibration=f"{CALIBRATION}\n{trained}\ntrue_sequential: true")
+    assert plan.needs_calibration
+    assert plan.true_sequential
+    assert plan.reconstruct_block.passes == 2
+
+
+def test_a_training_step_is_a_whole_number_of_calibration_batches(refusal: Any) -> None:
+    trained = "reconstruct_block: {batch_size: 6}"
+    message = refusal(
+        RecipeError, 'targets: ["*"], pruner: wanda, sparsity: 0.5', calibration=f"{CALIBRATION}\n{trained}"
+    )
+    assert "r.yaml:3:34: a step of 6 windows is no whole number of calibration batches" in message
+    assert "expected a multiple of calibration.batch_size (4)" in message
+
+
+def test_a_pruner_that_reads_sensitivities_is_refused_outside_the_blocks(refusal: Any) -> None:
+    message = refusal(UnsupportedModelError, 'targets: ["lm_head"], pruner: sensitivity, sparsity: 0.5')
+    assert "lm_head lies outside the decoder blocks" in message
+    assert message.startswith("r.yaml:")
+
+
 def test_a_group_that_the_pruner_lacks_is_refused_with_allocation_too(refusal: Any) -> None:
     rule = 'targets: ["*"], pruner: sparsegpt, group: joint'
     assert "sparsegpt has no group 'joint'" in refusal(RecipeError, rule, calibration=f"{CALIBRATION}\n{ALLOCATION}")
