@@ -345,7 +345,7 @@ def test_a_training_step_is_a_whole_number_of_calibration_batches(refusal: Any) 
     message = refusal(
         RecipeError, 'targets: ["*"], pruner: wanda, sparsity: 0.5', calibration=f"{CALIBRATION}\n{trained}"
     )
-    assert "r.yaml:3:34: a step of 6 windows is no whole number of calibration batches" in message
+    assert "r.yaml:3:21: a step of 6 windows is no whole number of calibration batches" in message
     assert "expected a multiple of calibration.batch_size (4)" in message
 
 
