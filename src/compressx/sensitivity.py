@@ -12,7 +12,6 @@ estimator). Both go through one block at a time and hold the activations of one 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -28,20 +27,30 @@ from compressx.ranks import ALONE, Ranks
 from compressx.watch import outputs_watched
 
 
-@dataclass
 class _Sums:
-    """What is gathered for one linear; behind a router, where tokens have no place in their batch, only outputs."""
+    """What is gathered for one linear; behind a router, where tokens have no place in their batch, only outputs.
 
-    rows: Tensor  # sum over tokens of g^2, float64 [out_features]
-    count: int = 0
-    tokens: list[Tensor] = field(default_factory=list)  # by batch, mean over outputs of g^2, float32 [batch, tokens]
+    The means of tokens outlive every batch. All have their room from the beginning: small tensors that stay, each made
+    among large ones that go, would leave the heap full of holes, gigabytes of them.
+    """
+
+    def __init__(self, linear: Linear, shapes: Sequence[torch.Size]) -> None:
+        device = linear.weight.device
+        self.rows = torch.zeros(linear.out_features, dtype=torch.float64, device=device)  # sum over tokens of g^2
+        self.count = 0
+        room = torch.empty(sum(shape.numel() for shape in shapes), device=device)
+        parts = torch.split(room, [shape.numel() for shape in shapes])
+        self.tokens = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]  # mean over outputs of g^2
+        self.filled = 0
 
     def add(self, gradient: Tensor) -> None:
+        """Take in the gradient of an output, [batch, tokens, out_features] or [tokens, out_features]."""
         squares = gradient.float().square()
         self.rows += squares.reshape(-1, squares.shape[-1]).sum(dim=0, dtype=torch.float64)
         self.count += squares.shape[:-1].numel()
         if squares.dim() == 3:
-            self.tokens.append(squares.mean(dim=-1))
+            torch.mean(squares, dim=-1, out=self.tokens[self.filled])
+            self.filled += 1
 
 
 class Gathering:
@@ -49,14 +58,12 @@ class Gathering:
 
     Args:
         linears: by name.
+        shapes: [batch, tokens] of each batch that will come.
     """
 
-    def __init__(self, linears: Mapping[str, Linear]) -> None:
+    def __init__(self, linears: Mapping[str, Linear], shapes: Sequence[torch.Size]) -> None:
         self.linears = linears
-        self.sums = {
-            name: _Sums(torch.zeros(linear.out_features, dtype=torch.float64, device=linear.weight.device))
-            for name, linear in linears.items()
-        }
+        self.sums = {name: _Sums(linear, shapes) for name, linear in linears.items()}
 
     def backward(self, run: Callable[[Tensor], Tensor], enters: Tensor, gradient: Callable[[Tensor], Tensor]) -> Tensor:
         """Go through a block forwards and backwards, and take in the gradients of its linears' outputs.
@@ -85,7 +92,7 @@ class Gathering:
         for name, sums in self.sums.items():
             ranks.add(sums.rows)
             count = sum(ranks.everyones(sums.count))
-            found[name] = Sensitivity((sums.rows / max(1, count)).float(), tuple(sums.tokens))
+            found[name] = Sensitivity((sums.rows / max(1, count)).float(), tuple(sums.tokens[: sums.filled]))
         return found
 
 
@@ -101,7 +108,7 @@ def of_block(
         states: what enters it, of each batch [batch, tokens, width].
         ranks: the processes.
     """
-    gathering = Gathering(linears)
+    gathering = Gathering(linears, [state.shape[:2] for state in states])
     generator = torch.Generator().manual_seed(0)
     for run, state in zip(runs, states, strict=True):
 
@@ -136,7 +143,10 @@ def of_model(
             "the pruner's option loss: block, or model.streaming: false"
         )
     wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, so that processes agree
-    gatherings = {fqn: Gathering({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}) for fqn in found.blocks}
+    shapes = [batch.shape for batch in batches]
+    gatherings = {
+        fqn: Gathering({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}, shapes) for fqn in found.blocks
+    }
     generator = torch.Generator(access.device).manual_seed(0)
     for batch in batches:
         ids = batch.to(access.device)
