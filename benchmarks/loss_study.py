@@ -193,7 +193,7 @@ def markdown(rows: Sequence[Mapping[str, float]]) -> str:
     lines = ["| error | all | within a block | within a method and sparsity |", "|---|---:|---:|---:|"]
     for loss in LOSSES:
         figures = [correlation(loss, rows)]
-        for key in (lambda r: r["block"], lambda r: (r["method"], r["sparsity"])):
+        for key in (lambda r: r["index"], lambda r: (r["method"], r["sparsity"])):
             groups = [[r for r in rows if key(r) == value] for value in dict.fromkeys(map(key, rows))]
             each = [correlation(loss, group) for group in groups if len(group) > 2]
             figures.append(math.fsum(each) / len(each) if each else math.nan)
@@ -219,11 +219,11 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / "losses.csv"
-    columns = ["block", "method", "sparsity", "growth", *LOSSES]
+    columns = ["index", "method", "sparsity", "growth", *LOSSES]
     if not path.exists():
         path.write_text(",".join(f'"{c}"' for c in columns) + "\n", encoding="utf-8")
     with path.open(newline="", encoding="utf-8") as file:
-        done = {(r["block"], r["method"], r["sparsity"]) for r in csv.DictReader(file)}
+        done = {(r["index"], r["method"], r["sparsity"]) for r in csv.DictReader(file)}
     for row in study(arguments, done):
         with path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, columns).writerow(row)
