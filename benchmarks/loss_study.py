@@ -169,7 +169,7 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, ...]]) -> Iterator
                             write(linears[name], result)
                         growth = math.log(token_perplexity(access, evaluation) / base)
                         yield {
-                            "block": index,
+                            "index": index,
                             "method": method,
                             "sparsity": sparsity,
                             "growth": growth,
