@@ -30,9 +30,9 @@ from compressx.observe import observe
 from compressx.owl import outlier_ratio
 from compressx.patterns import NM, Unstructured
 from compressx.planning import PlannedRule
-from compressx.pruner import Block, Linear, Loss, Sensitivity, Statistic
+from compressx.pruner import Block, Linear, Statistic
 from compressx.ranks import ALONE
-from compressx.sensitivity import of_block, of_model
+from compressx.sensitivity import by_loss, of_model
 from compressx.statistics import FeatureNorms
 from compressx.units import Unit
 from compressx.walk import capture, finite
@@ -95,10 +95,7 @@ def measure(
             by_rule.setdefault(linear.rule, []).append(linear.name)
         learnt = len(seen)
         reacting = {n: dense.block.linears[n] for rule, ns in by_rule.items() if "block" in rule.losses for n in ns}
-        sensitive: dict[Loss, Mapping[str, Sensitivity]] = {
-            "model": of_model_loss,
-            "block": of_block(reacting, dense.runs[:learnt], dense.states[:learnt]) if reacting else {},
-        }
+        sensitive = by_loss(of_model_loss, reacting, dense.runs[:learnt], dense.states[:learnt])
         block = replace(dense.block, sensitivities=sensitive)
         stats = gather(block, by_rule, pruners, dense.passes[:learnt])
         stream = _Stream(dense.passes[learnt:], dense.states[learnt:], dense.outputs[learnt:])

@@ -229,12 +229,13 @@ def _prune(
     reached = None
     keep = _keep(asked, access, batches, journal.blocks)
     sensitivities: Mapping[str, Sensitivity] = {}
-    if names := planned.sensitive_to("model"):  # while all weights are dense, and those of finished blocks not read yet
+    total = len({x.block for x in planned.linears})
+    if len(journal.finished) < total and (names := planned.sensitive_to("model")):
+        # While all weights are dense, and those of finished blocks are not read yet.
         sensitivities = of_model(access, survey(access.model), names, batches, asked.ranks)
     if journal.finished:
         finished, streams = journal.restore(access, keep)
         reached = Finished(journal.finished[-1], streams)
-    total = len({x.block for x in planned.linears})
     asked.tell("prune", len(finished), total)
     for block in prune_model(access, planned, batches, reached, keep, asked.ranks, sensitivities):
         finished.append(FinishedBlock(block.report, figures.matrices(block.images)))

@@ -22,7 +22,7 @@ from compressx.access import Access
 from compressx.architecture import Architecture
 from compressx.capture import capture_calls, replay, run_around
 from compressx.errors import UnsupportedModelError
-from compressx.pruner import Linear, Sensitivity
+from compressx.pruner import Linear, Loss, Sensitivity
 from compressx.ranks import ALONE, Ranks
 from compressx.watch import outputs_watched
 
@@ -119,6 +119,22 @@ def of_block(
 
         gathering.backward(run, state, probe)
     return gathering.result(ranks)
+
+
+def by_loss(
+    of_model: Mapping[str, Sensitivity], reacting: Mapping[str, Linear], runs: Sequence[Callable[[Tensor], Tensor]],
+    states: Sequence[Tensor], ranks: Ranks = ALONE,
+) -> dict[Loss, Mapping[str, Sensitivity]]:  # fmt: skip
+    """Return what `Block.sensitivities` holds: those of the model's loss as given, those of the block's gathered now.
+
+    Args:
+        of_model: what the function of this name returned, or nothing.
+        reacting: the linears of the block whose pruners read the sensitivities of its own loss.
+        runs: as for `of_block`.
+        states: as for `of_block`.
+        ranks: the processes.
+    """
+    return {"model": of_model, "block": of_block(reacting, runs, states, ranks) if reacting else {}}
 
 
 def of_model(

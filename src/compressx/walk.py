@@ -25,11 +25,11 @@ from compressx.finite import all_finite
 from compressx.hidden import Keep, Streams, in_memory
 from compressx.masks import MaskEntry, weight_sha256
 from compressx.planning import Plan
-from compressx.pruner import Block, BlockCall, Loss, Sensitivity, sparsity_of
+from compressx.pruner import Block, BlockCall, Sensitivity, sparsity_of
 from compressx.ranks import ALONE, Ranks
 from compressx.reconstruct import Passage, reconstruct
 from compressx.report import BlockReport, LayerReport
-from compressx.sensitivity import of_block
+from compressx.sensitivity import by_loss
 from compressx.shards import OUTSIDE
 from compressx.stages import stages
 
@@ -110,10 +110,7 @@ def prune_model(
                     _advance(streams.dense, runs, fqn)
                 passes = [partial(run, x) for run, x in zip(runs, streams.pruned, strict=True)]
                 reacting = {n: x for n, x in linears.items() if n in plan.sensitive_to("block")}
-                sensitive: dict[Loss, Mapping[str, Sensitivity]] = {
-                    "model": sensitivities or {},
-                    "block": of_block(reacting, runs, streams.pruned, ranks) if reacting else {},
-                }
+                sensitive = by_loss(sensitivities or {}, reacting, runs, streams.pruned, ranks)
                 block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model), sensitive)
                 layers, masks, images = _prune_block(block, plan, pruners, passes, ranks)
                 reconstruction = None

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.compressx.pruners.problems import correlated_inputs, one_linear
 from tests.compressx.test_walk import batches, plan_all
 from torch.nn import functional
 
@@ -108,8 +109,6 @@ def test_experts_have_row_weights_and_no_token_weights():
 
 
 def block_of_one(rows: int = 12, columns: int = 16, seed: int = 0) -> tuple[Block, torch.Tensor, Sensitivity]:
-    from tests.compressx.pruners.test_pruners import correlated_inputs, one_linear
-
     x = correlated_inputs(columns, tokens=64).reshape(4, 16, columns)
     generator = torch.Generator().manual_seed(seed)
     its = Sensitivity(
