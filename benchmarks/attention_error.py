@@ -26,8 +26,8 @@ from torch import Tensor
 
 from compressx import Block, SequenceSample, Unstructured
 from compressx.architecture import survey, text_config
-from compressx.capture import capture_calls, replay
-from compressx.observe import observe
+from compressx.blocks.observe import observe
+from compressx.models.capture import capture_calls, replay
 from compressx_attnprune import baselines, layer, solver, training
 from compressx_attnprune.losses import MatrixLoss, OutputLoss, Pair, relative_errors
 from compressx_attnprune.options import AttnPruneOptions

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from compressx import NM, Block, Hessian, PrunerSpec, Statistic, Unstructured
 from compressx.architecture import survey, text_config
-from compressx.capture import capture_calls, replay
-from compressx.observe import observe
-from compressx.plugins import load_plugins
+from compressx.blocks.observe import observe
+from compressx.models.capture import capture_calls, replay
+from compressx.plugins.manager import load_plugins
 
 COLUMNS = ("linear", "pattern", "pruner", "calibration", "held_out", "seconds")
 SEEN, UNSEEN = "calibration", "held-out"

@@ -30,18 +30,18 @@ from torch import Tensor
 
 from attention_error import load
 from compressx import Block, Sensitivity, Unstructured
-from compressx.access import InMemory
 from compressx.architecture import Architecture, survey, text_config
-from compressx.calibration import calibration_windows, token_ids
-from compressx.capture import capture_calls, replay
-from compressx.decide import decide, gather, write
-from compressx.evaluate import token_perplexity
-from compressx.planning import PlannedRule
-from compressx.plugins import load_plugins
+from compressx.blocks.decide import decide, gather, write
+from compressx.blocks.sensitivity import of_model
+from compressx.blocks.watch import inputs_watched
+from compressx.calibration.windows import calibration_windows, token_ids
+from compressx.evaluation.perplexity import token_perplexity
+from compressx.models.access import InMemory
+from compressx.models.capture import capture_calls, replay
+from compressx.planning.plan import PlannedRule
+from compressx.plugins.manager import load_plugins
 from compressx.pruner import Linear
-from compressx.reconstruct import relative_error
-from compressx.sensitivity import of_model
-from compressx.watch import inputs_watched
+from compressx.training.reconstruct import relative_error
 from compressx_attnprune import layer
 from compressx_attnprune.losses import MatrixLoss, relative_errors
 

@@ -76,7 +76,7 @@ def rules(*pruners: tuple[list[str], str], **options: Any) -> Callable[[str], di
 
 def best(budget: str) -> dict[str, Any]:
     """Return the sections of the shipped recipe for a budget."""
-    from compressx.recipe import load_recipe
+    from compressx.recipe.schema import load_recipe
 
     path = ROOT / "recipes" / f"best-{budget.rstrip('%').replace(':', 'of')}.yaml"
     told = load_recipe(path).recipe.model_dump(mode="json", exclude_none=True)
@@ -152,9 +152,10 @@ def by_compressx(settings: Settings, sections: dict[str, Any], folder: Path) -> 
 
 def by_peer(settings: Settings, method: str, budget: str, python: str, folder: Path) -> dict[str, float]:
     """Prune with llm-compressor on the windows that compressx draws, and measure as compressx does."""
-    from compressx.calibration import calibration_windows, documents, token_ids
-    from compressx.models import find_checkpoint, load_model, load_tokenizer
-    from compressx.sources import DatasetSource, ModelSource
+    from compressx.calibration.documents import documents
+    from compressx.calibration.windows import calibration_windows, token_ids
+    from compressx.models.loading import find_checkpoint, load_model, load_tokenizer
+    from compressx.recipe.sources import DatasetSource, ModelSource
 
     checkpoint = find_checkpoint(ModelSource(**_model(settings.model), dtype=settings.dtype))
     tokenizer = load_tokenizer(checkpoint)
@@ -181,11 +182,12 @@ def by_peer(settings: Settings, method: str, budget: str, python: str, folder: P
 
 def dense(settings: Settings) -> dict[str, float]:
     """Measure a model as it is."""
-    from compressx.access import InMemory
-    from compressx.calibration import documents, evaluation_windows, token_ids
-    from compressx.evaluate import token_perplexity
-    from compressx.models import find_checkpoint, load_model, load_tokenizer
-    from compressx.sources import DatasetSource, ModelSource
+    from compressx.calibration.documents import documents
+    from compressx.calibration.windows import evaluation_windows, token_ids
+    from compressx.evaluation.perplexity import token_perplexity
+    from compressx.models.access import InMemory
+    from compressx.models.loading import find_checkpoint, load_model, load_tokenizer
+    from compressx.recipe.sources import DatasetSource, ModelSource
 
     checkpoint = find_checkpoint(ModelSource(**_model(settings.model), dtype=settings.dtype))
     text = documents(DatasetSource(**_dataset(settings.evaluation)), "evaluation")

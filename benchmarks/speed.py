@@ -86,7 +86,7 @@ def rate(dtype: str) -> float:
 def floor(model: str, dtype: str, method: str, calibration: dict[str, Any]) -> float:
     """Return the seconds that the arithmetic takes at the rate of large products."""
     from compressx.architecture import survey
-    from compressx.models import Checkpoint, load_empty
+    from compressx.models.loading import Checkpoint, load_empty
 
     empty = load_empty(Checkpoint(model))
     config = empty.config
@@ -109,7 +109,7 @@ def forwards(model: str, dtype: str, windows: Any, batch: int) -> float:
     """Measure two forwards of all decoder blocks as transformers runs them."""
     import torch
 
-    from compressx.models import Checkpoint, load_model
+    from compressx.models.loading import Checkpoint, load_model
 
     blocks = load_model(Checkpoint(model, dtype=dtype)).base_model
     with torch.no_grad():
@@ -128,9 +128,10 @@ def _input_of(name: str) -> str:
 
 def compare(arguments: argparse.Namespace) -> None:
     """Run both tools in turns and print medians and ratios."""
-    from compressx.calibration import calibration_windows, documents, token_ids
-    from compressx.models import Checkpoint, load_tokenizer
-    from compressx.sources import DatasetSource
+    from compressx.calibration.documents import documents
+    from compressx.calibration.windows import calibration_windows, token_ids
+    from compressx.models.loading import Checkpoint, load_tokenizer
+    from compressx.recipe.sources import DatasetSource
 
     calibration = {
         "dataset": {"text": str(arguments.text)}, "samples": arguments.samples, "sequence_length": arguments.length,

@@ -33,8 +33,8 @@ class Loaded:
 @pytest.fixture(scope="session")
 def smollm2() -> Loaded:
     """The real SmolLM2-135M-Instruct in float32. Tests that change it work on a deepcopy."""
-    from compressx.models import find_checkpoint, load_model, load_tokenizer
-    from compressx.sources import ModelSource
+    from compressx.models.loading import find_checkpoint, load_model, load_tokenizer
+    from compressx.recipe.sources import ModelSource
 
     checkpoint = find_checkpoint(ModelSource(**SMOLLM2))
     return Loaded(load_model(checkpoint), load_tokenizer(checkpoint))

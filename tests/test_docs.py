@@ -18,12 +18,12 @@ import torch
 from pydantic import BaseModel
 
 from compressx import cli, hookspecs, testing
-from compressx.plugins import load_plugins
-from compressx.pluginsfile import LoadTable, PluginTable
+from compressx.plugins.file import LoadTable, PluginTable
+from compressx.plugins.manager import load_plugins
 from compressx.pruner import PrunerSpec, Statistic
-from compressx.recipe import Recipe, load_recipe
-from compressx.report import AllocationReport, LayerReport, ReconstructionReport, RunReport, UnitReport
-from compressx.tuning import FinetuneReport
+from compressx.recipe.schema import Recipe, load_recipe
+from compressx.recipe.tuning import FinetuneReport
+from compressx.report.run import AllocationReport, LayerReport, ReconstructionReport, RunReport, UnitReport
 
 _ROOT = Path(__file__).parents[1]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")

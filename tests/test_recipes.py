@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from compressx.pipeline import plan
-from compressx.plugins import load_plugins
-from compressx.recipe import load_recipe
+from compressx.pipeline.run import plan
+from compressx.plugins.manager import load_plugins
+from compressx.recipe.schema import load_recipe
 
 _ROOT = Path(__file__).parents[1]
 _RECIPES = sorted((_ROOT / "recipes").glob("*.yaml"))

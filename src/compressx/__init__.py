@@ -22,9 +22,9 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from compressx.patterns import NM, FixedMask, Pattern, Unstructured, drop_lowest, keep_mask, keep_masks
-    from compressx.pipeline import plan, run
+    from compressx.pipeline.run import plan, run
     from compressx.pruner import Block, BlockCall, Linear, Pruner, PruneResult, PrunerSpec, Sensitivity, Statistic
-    from compressx.report import BlockReport, LayerReport, RunReport
+    from compressx.report.run import BlockReport, LayerReport, RunReport
     from compressx.statistics import FeatureNorms, Hessian, SequenceSample
 
 _HOME = {
@@ -33,8 +33,8 @@ _HOME = {
     "patterns": ["NM", "FixedMask", "Pattern", "Unstructured", "drop_lowest", "keep_mask", "keep_masks"],
     "pruner": ["Block", "BlockCall", "Linear", "PruneResult", "Pruner", "PrunerSpec", "Sensitivity",
                "Statistic"],
-    "report": ["BlockReport", "LayerReport", "RunReport"],
-    "pipeline": ["plan", "run"],
+    "report.run": ["BlockReport", "LayerReport", "RunReport"],
+    "pipeline.run": ["plan", "run"],
     "statistics": ["FeatureNorms", "Hessian", "SequenceSample"],
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -20,7 +20,7 @@ import click
 from compressx._version import __version__
 
 if TYPE_CHECKING:
-    from compressx.plugins import Plugins
+    from compressx.plugins.manager import Plugins
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
@@ -33,7 +33,7 @@ class _Host:
     blocked: tuple[str, ...]
 
     def plugins(self) -> Plugins:
-        from compressx.plugins import load_plugins
+        from compressx.plugins.manager import load_plugins
 
         if self.modules:  # a console script does not look for modules in the working folder, `python -m` does
             sys.path.insert(0, str(Path.cwd()))
@@ -98,8 +98,8 @@ def run(
 ) -> None:  # fmt: skip
     """Prune the model of RECIPE and write its output folder."""
     from compressx import terminal
-    from compressx.pipeline import run as run_recipe
-    from compressx.recipe import load_recipe
+    from compressx.pipeline.run import run as run_recipe
+    from compressx.recipe.schema import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     plugins = host.plugins()
@@ -124,7 +124,7 @@ def run(
 def plan(host: _Host, recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Check RECIPE and show what would happen to every linear, without loading weights."""
     from compressx import terminal
-    from compressx.pipeline import plan as plan_recipe
+    from compressx.pipeline.run import plan as plan_recipe
 
     planned = plan_recipe(recipe, plugins=host.plugins(), overrides=overrides)
     if as_json:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compressx.pruner import PrunerSpec
-    from compressx.report import BlockReport, RunReport
+    from compressx.report.run import BlockReport, RunReport
 
 hookspec = pluggy.HookspecMarker("compressx")
 hookimpl = pluggy.HookimplMarker("compressx")

@@ -12,12 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from compressx.asked import Progress as Tell
 from compressx.hookspecs import hookimpl
-from compressx.methods import MeasuredAllocation
-from compressx.planning import Plan
-from compressx.plugins import PluginRecord
-from compressx.report import SUMMARY_COLUMNS, BlockReport, RunReport, in_short, shared
+from compressx.pipeline.asked import Progress as Tell
+from compressx.planning.plan import Plan
+from compressx.plugins.manager import PluginRecord
+from compressx.recipe.methods import MeasuredAllocation
+from compressx.report.run import SUMMARY_COLUMNS, BlockReport, RunReport, in_short, shared
 
 
 def _console() -> Console:

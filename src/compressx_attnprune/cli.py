@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from compressx import __version__
-from compressx_attnprune.figure2_settings import QUICK, Settings
+from compressx_attnprune.figure2.settings import QUICK, Settings
 
 
 class _Number(click.ParamType):  # type: ignore[type-arg]  # a class of no parameters at run time
@@ -109,8 +109,8 @@ def figure2(output: Path, quick: bool, threads: int, **given: Any) -> None:
     import torch
 
     from compressx import CompressxError
-    from compressx_attnprune import figure2_output
-    from compressx_attnprune.figure2 import measure
+    from compressx_attnprune.figure2 import output as written
+    from compressx_attnprune.figure2.experiment import measure
 
     torch.set_num_threads(threads)
     started = time.monotonic()
@@ -123,9 +123,9 @@ def figure2(output: Path, quick: bool, threads: int, **given: Any) -> None:
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
-        with figure2_output.output_folder(output) as folder:
+        with written.output_folder(output) as folder:
             figure = measure(settings, tell)
-            figure2_output.write(figure, folder)
+            written.write(figure, folder)
     except CompressxError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
@@ -133,7 +133,7 @@ def figure2(output: Path, quick: bool, threads: int, **given: Any) -> None:
         click.echo("interrupted; nothing was written", err=True)
         sys.exit(130)
     tell(f"wrote {output}")
-    click.echo(figure2_output.to_markdown(figure, "n") + "\n\n" + figure2_output.to_markdown(figure, "rho"))
+    click.echo(written.to_markdown(figure, "n") + "\n\n" + written.to_markdown(figure, "rho"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

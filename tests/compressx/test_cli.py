@@ -323,7 +323,7 @@ def test_what_set_gave_is_in_the_written_recipe(finished: Any) -> None:
 
 
 def test_the_model_loads_without_compressx_and_its_zeros_are_the_masks(finished: Any) -> None:
-    from compressx.masks import MaskSet
+    from compressx.masks.maskset import MaskSet
 
     folder, _ = finished
     done = subprocess.run(

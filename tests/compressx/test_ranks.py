@@ -20,7 +20,7 @@ from tests.compressx.saved import save_tiny
 
 from compressx import PruneResult
 from compressx.errors import CalibrationError
-from compressx.masks import MaskSet
+from compressx.masks.maskset import MaskSet
 from compressx.ranks import Ranks, assign, joined_ranks
 from compressx.statistics import FeatureNorms, Hessian, SequenceSample
 

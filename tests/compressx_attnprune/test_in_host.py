@@ -9,12 +9,12 @@ import torch
 from tests.compressx_attnprune import blocks
 
 from compressx import NM, Pattern, PrunerSpec, Unstructured
-from compressx.access import InMemory
 from compressx.architecture import survey
-from compressx.planning import Plan, PlannedLinear, PlannedRule
+from compressx.blocks.walk import PrunedBlock, prune_model
+from compressx.models.access import InMemory
+from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude, wanda
 from compressx.testing import tiny_model, tiny_tokens
-from compressx.walk import PrunedBlock, prune_model
 from compressx_attnprune import plugin
 
 SPEC = plugin.compressx_pruners()[0]

@@ -22,7 +22,7 @@ from tests.compressx_attnprune.pruning import (
 from torch import Tensor
 
 from compressx import NM, FixedMask, Hessian, Pattern, Unstructured
-from compressx.decide import write
+from compressx.blocks.decide import write
 from compressx.obs import inverse_cholesky, sweep
 from compressx.pruner import Block, Linear, sparsity_of
 from compressx.testing import tiny_tokens

@@ -10,7 +10,7 @@ from tests.compressx.saved import save_tiny
 import compressx
 from compressx import Hessian, RecipeError, UnsupportedModelError
 from compressx.patterns import NM, FixedMask, Unstructured
-from compressx.plugins import load_plugins
+from compressx.plugins.manager import load_plugins
 
 ROOT = Path(__file__).parents[3]
 PATTERNS = [Unstructured(0.5, "layer"), Unstructured(0.6, "row"), Unstructured(0.7, "layer"), NM(2, 4)]

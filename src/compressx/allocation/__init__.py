@@ -1,0 +1,1 @@
+"""How sparsity is spread over a model."""

@@ -1,0 +1,244 @@
+"""What allocation measures on the dense model, block by block: what sparsity costs the block's output, and outliers.
+
+The machinery is the walk's: observe the block, let the unit's own pruners decide, write, run the block. Then weights
+are put back, so that the next block's input is the dense block's output and every unit is measured alone.
+
+Every token counts against its own size, as it does for the norm that the next block begins with. Else the few tokens
+whose activations are thousands of times larger (Sun et al., "Massive Activations in Large Language Models", arXiv
+2402.17762) would be all that is measured, and the blocks that make them would look as if they could do without weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from compressx.allocation.owl import outlier_ratio
+from compressx.allocation.units import Unit
+from compressx.architecture import survey, text_config
+from compressx.blocks.decide import Decision, decide_all, gather, write
+from compressx.blocks.observe import observe
+from compressx.blocks.sensitivity import by_loss, of_model
+from compressx.blocks.walk import capture, finite
+from compressx.errors import ArtifactError, CalibrationError
+from compressx.finite import all_finite
+from compressx.models.access import Access
+from compressx.models.capture import replay
+from compressx.patterns import NM, Unstructured
+from compressx.planning.plan import PlannedRule
+from compressx.pruner import Block, Linear, Statistic
+from compressx.ranks import ALONE
+from compressx.statistics import FeatureNorms
+
+Patterns: TypeAlias = Mapping[PlannedRule, Mapping[str, Unstructured | NM]]
+"""What each linear has to become, by the rule that took it and by name."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What the sparsities of one unit cost, each measured with everything else dense.
+
+    Attributes:
+        unit: the unit.
+        sparsities: that it was pruned to.
+        update_errors: ||out~ - out||^2 / ||out - in||^2 of the block: against what it adds to the residual stream. Both
+            are sums over tokens, each token's vectors divided by its ||out||.
+        output_errors: ||out~ - out||^2 / ||out||^2 of a token, the mean over tokens.
+    """
+
+    unit: Unit
+    sparsities: tuple[float, ...]
+    update_errors: tuple[float, ...]
+    output_errors: tuple[float, ...]
+
+
+def measure(
+    access: Access, units: Sequence[Unit], seen: Sequence[Tensor], held_out: Sequence[Tensor],
+    sparsities: Sequence[float],
+) -> Iterator[tuple[Measured, ...]]:  # fmt: skip
+    """Measure every unit in the decoder blocks; afterwards, and whatever happens, all weights are as they were.
+
+    Args:
+        access: a transformers causal language model in evaluation mode, with its dense weights.
+        units: the units of a plan; those outside the blocks are left out.
+        seen: token ids that the pruners learn from, each [batch, tokens].
+        held_out: those that errors are measured on; on its own text a pruner that overfits looks too good.
+        sparsities: to measure; of N:M the nearest that can be had.
+
+    Yields:
+        For each block with units, one value for each of them.
+
+    Raises:
+        ArtifactError: a weight that is not finite.
+        PluginError: a pruner that returns what it must not.
+        CalibrationError: an error that is not finite, or a linear that no token reached.
+        UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
+    """
+    inside = [x for u in units if u.block for x in u.linears]
+    pruners = {rule: rule.build() for rule in dict.fromkeys(x.rule for x in inside)}
+    model_sensitive = {x.name for x in inside if "model" in x.rule.losses}
+    of_model_loss = of_model(access, survey(access.model), model_sensitive, seen) if model_sensitive else {}
+
+    def visit(dense: _Dense) -> tuple[Measured, ...]:
+        mine = [u for u in units if u.block == dense.block.fqn]
+        by_rule: dict[PlannedRule, list[str]] = {}
+        for linear in (x for u in mine for x in u.linears):
+            by_rule.setdefault(linear.rule, []).append(linear.name)
+        learnt = len(seen)
+        reacting = {n: dense.block.linears[n] for rule, ns in by_rule.items() if "block" in rule.losses for n in ns}
+        sensitive = by_loss(of_model_loss, reacting, dense.runs[:learnt], dense.states[:learnt])
+        block = replace(dense.block, sensitivities=sensitive)
+        stats = gather(block, by_rule, pruners, dense.passes[:learnt])
+        stream = _Stream(dense.passes[learnt:], dense.states[learnt:], dense.outputs[learnt:])
+
+        def ask(patterns: Patterns) -> Iterator[tuple[str, Decision]]:
+            return decide_all(block, patterns, pruners, dict(stats), ALONE)  # it gives up statistics as it goes
+
+        return tuple(_measure(unit, sparsities, block.linears, ask, stream) for unit in mine)
+
+    return _over_blocks(access, {u.block for u in units}, [*seen, *held_out], visit)
+
+
+def measure_outliers(
+    access: Access, units: Sequence[Unit], batches: Sequence[Tensor], threshold: float
+) -> Iterator[tuple[Unit, float]]:
+    """Yield every unit in the decoder blocks with the outlier ratio of its linears, on the dense model's stream.
+
+    Args:
+        access: as `measure`.
+        units: one for each block; those outside the blocks are left out.
+        batches: token ids, each [batch, tokens].
+        threshold: as `outlier_ratio`.
+
+    Raises:
+        ArtifactError: a weight that is not finite.
+        UnsupportedModelError: as `measure`.
+    """
+
+    def visit(dense: _Dense) -> tuple[Unit, float]:
+        (unit,) = (u for u in units if u.block == dense.block.fqn)
+        linears = {x.name: dense.block.linears[x.name] for x in unit.linears}
+        if damaged := [name for name, linear in linears.items() if not all_finite(linear.weight)]:
+            raise ArtifactError(f"{damaged[0]}.weight has NaN or infinite values; the checkpoint is damaged")
+        norms: dict[str, dict[str, Statistic]] = {n: {"norms": FeatureNorms(x.in_features)} for n, x in linears.items()}
+        observe(linears, norms, dense.passes)
+        pairs = []
+        for name, linear in linears.items():
+            statistic = norms[name]["norms"]
+            assert isinstance(statistic, FeatureNorms)  # noqa: S101 - equal statistics may have been shared
+            pairs.append((linear.weight, statistic.norms))
+        return unit, outlier_ratio(pairs, threshold)
+
+    return _over_blocks(access, {u.block for u in units}, batches, visit)
+
+
+@dataclass(frozen=True, eq=False)
+class _Dense:
+    """A dense block with its weights there, what enters it, and how to run it on each batch."""
+
+    block: Block
+    states: Sequence[Tensor]
+    runs: Sequence[Callable[[Tensor], Tensor]]
+
+    @cached_property
+    def passes(self) -> list[Callable[[], Tensor]]:
+        """Run the block on what enters it, batch by batch."""
+        return [partial(run, x) for run, x in zip(self.runs, self.states, strict=True)]
+
+    @cached_property
+    def outputs(self) -> list[Tensor]:
+        """What leaves it."""
+        return [finite(run(), self.block.fqn) for run in self.passes]
+
+
+def _over_blocks(
+    access: Access, wanted: Collection[str], batches: Sequence[Tensor], visit: Callable[[_Dense], _T]
+) -> Iterator[_T]:
+    """Run the dense model block by block and yield what `visit` returns for each block that is wanted."""
+    model = access.model
+    found = survey(model)
+    states, calls = capture(access, found, [b.to(access.device) for b in batches])
+    last = max((i for i, fqn in enumerate(found.blocks) if fqn in wanted), default=-1)
+    for index, fqn in enumerate(list(found.blocks)[: last + 1]):
+        with torch.no_grad(), access.materialise(fqn) as module:
+            linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
+            block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
+            dense = _Dense(block, states, [partial(replay, module, call=c) for c in calls[fqn]])
+            results = [visit(dense)] if fqn in wanted else []
+            if index < last:
+                states = dense.outputs
+        yield from results
+
+
+@dataclass(frozen=True, eq=False)
+class _Stream:
+    """How to run a block on each held-out batch, and what enters and leaves it while it is dense."""
+
+    passes: Sequence[Callable[[], Tensor]]
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+
+    def changed(self) -> float:
+        """Return the mean over tokens of ||out~ - out||^2 / ||out||^2, of the block as it now is."""
+        return _mean(_relative(run(), out) for run, out in zip(self.passes, self.outputs, strict=True))
+
+    def added(self) -> float:
+        """Return the mean over tokens of ||out - in||^2 / ||out||^2, of the dense block."""
+        return _mean(_relative(x, out) for x, out in zip(self.inputs, self.outputs, strict=True))
+
+
+def _measure(
+    unit: Unit,
+    sparsities: Sequence[float],
+    linears: Mapping[str, Linear],
+    ask: Callable[[Patterns], Iterator[tuple[str, Decision]]],
+    stream: _Stream,
+) -> Measured:
+    """Prune a unit to one sparsity after the other, each time from its dense weights."""
+    changes: dict[float, float] = {}
+    for wanted in sparsities:
+        sparsity, patterns = unit.at(wanted)
+        if sparsity <= max(changes, default=0.0):  # N:M cannot express every sparsity
+            continue
+        with _restored([linears[x.name] for x in unit.linears]):
+            for name, decision in ask(patterns):
+                write(linears[name], decision.result)
+            changes[sparsity] = stream.changed()
+        if not math.isfinite(changes[sparsity]):
+            raise CalibrationError(
+                f"{unit.block}: with {unit.linears[0].name} at sparsity {sparsity} ({unit.label}) its output has "
+                "NaN or infinite values; leave that sparsity out of allocation.sparsities"
+            )
+    added, errors = stream.added(), tuple(changes.values())
+    return Measured(unit, tuple(changes), tuple(c / added if c else 0.0 for c in errors), errors)
+
+
+@contextmanager
+def _restored(linears: Sequence[Linear]) -> Iterator[None]:
+    """Put weights back to the bit at the end, whatever happens."""
+    kept = [x.weight.clone() for x in linears]
+    try:
+        yield
+    finally:
+        for linear, weight in zip(linears, kept, strict=True):
+            linear.weight.copy_(weight)
+
+
+def _relative(other: Tensor, out: Tensor) -> Tensor:
+    """Return ||other - out||^2 / ||out||^2 of each token, float64 [batch, tokens]."""
+    change = (other.float() - out.float()).square().sum(dim=-1, dtype=torch.float64)
+    size = out.float().square().sum(dim=-1, dtype=torch.float64)
+    return change / size.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _mean(batches: Iterable[Tensor]) -> float:
+    return float(torch.cat([x.flatten() for x in batches]).mean())

@@ -1,0 +1,141 @@
+"""The methods of allocation at work: what they measure, and the plan and report that follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressx.allocation.measure import Measured, measure, measure_outliers
+from compressx.allocation.owl import sparsities
+from compressx.allocation.spread import Curve, cheapest
+from compressx.allocation.units import Unit, spread, units_of, zeros_of
+from compressx.models.access import Access
+from compressx.planning.plan import Plan
+from compressx.recipe.methods import Allocation, AttentionAware, ErrorAllocation, MeasuredAllocation, OwlAllocation
+from compressx.report.run import AllocationReport, UnitReport
+
+
+def allocate(
+    access: Access,
+    plan: Plan,
+    settings: MeasuredAllocation,
+    batches: Sequence[Tensor],
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> tuple[Plan, AllocationReport]:
+    """Measure the units of a plan, and give every linear the sparsity that the method chooses.
+
+    Args:
+        access: the model with its dense weights, which are as they were afterwards.
+        plan: the plan, its sparsities still open.
+        settings: as the recipe has them.
+        batches: calibration token ids, each [batch, tokens].
+        progress: called with how many blocks are measured, and how many there are.
+
+    Returns:
+        The final plan, and what was measured and chosen.
+
+    Raises:
+        CompressxError: as `measure` and `measure_outliers`.
+    """
+    units = units_of(plan, settings.unit)
+    total = len({u.block for u in units if u.block})
+
+    def tell(done: int) -> None:
+        progress(done, total)
+
+    tell(0)
+    if isinstance(settings, OwlAllocation):
+        return _by_outliers(access, plan, settings, units, batches, tell)
+    return _by_error(access, plan, settings, units, batches, tell)
+
+
+def report_on(
+    final: Plan, settings: Allocation, tell: Callable[[Unit, float], Mapping[str, Any]] = lambda _u, _s: {}
+) -> AllocationReport:
+    """Report what an allocation gave to each unit.
+
+    Args:
+        final: the plan with its final patterns.
+        settings: as the recipe has them.
+        tell: what else there is to say of a unit at its sparsity, by field of `UnitReport`.
+    """
+    zeros = zeros_of(final.linears)
+    return AllocationReport(
+        method=settings.method,
+        target=settings.target,
+        unit=settings.unit,
+        scope=settings.scope,
+        weights=sum(x.weights for x in final.linears),
+        zeros=zeros,
+        units=tuple(_unit_report(u, tell) for u in units_of(final, settings.unit)),
+    )
+
+
+def _unit_report(unit: Unit, tell: Callable[[Unit, float], Mapping[str, Any]]) -> UnitReport:
+    sparsity = zeros_of(unit.linears) / unit.weights
+    names = tuple(x.name for x in unit.linears)
+    return UnitReport(unit.block, unit.label, names, unit.weights, sparsity, **tell(unit, sparsity))
+
+
+def _by_error(
+    access: Access, plan: Plan, settings: ErrorAllocation | AttentionAware, units: Sequence[Unit],
+    batches: Sequence[Tensor], progress: Callable[[int], None],
+) -> tuple[Plan, AllocationReport]:  # fmt: skip
+    """Take zeros where they raise the summed error of the blocks' outputs least."""
+    seen, held_out = _parts(batches, settings.samples)
+    measured: dict[str, Measured] = {}  # by the name of the unit's first linear
+    for done, block in enumerate(measure(access, units, seen, held_out, settings.sparsities), start=1):
+        measured |= {m.unit.linears[0].name: m for m in block}
+        progress(done)
+    # Against the residual stream, which later blocks read: a block that adds little to it may be wrong about that.
+    curves = {name: Curve(m.sparsities, m.output_errors) for name, m in measured.items()}
+
+    def choose(group: Sequence[Unit], zeros: int) -> list[int]:
+        return cheapest([u.points(curves[u.linears[0].name]) for u in group], zeros)
+
+    def tell(unit: Unit, sparsity: float) -> dict[str, Any]:
+        if (m := measured.get(unit.linears[0].name)) is None:
+            return {}
+        return {
+            "error": curves[unit.linears[0].name].error(sparsity),
+            "sparsities": m.sparsities,
+            "update_errors": m.update_errors,
+            "output_errors": m.output_errors,
+        }
+
+    final = plan.allocated(spread(units, settings.target, choose, scope=settings.scope))
+    return final, report_on(final, settings, tell)
+
+
+def _by_outliers(
+    access: Access, plan: Plan, settings: OwlAllocation, units: Sequence[Unit], batches: Sequence[Tensor],
+    progress: Callable[[int], None],
+) -> tuple[Plan, AllocationReport]:  # fmt: skip
+    """Keep more of the blocks with more outliers."""
+    windows = torch.cat(tuple(batches))[: settings.samples]
+    ratios: dict[str, float] = {}  # by block
+    threshold = settings.outlier_threshold
+    for unit, ratio in measure_outliers(access, units, torch.split(windows, len(batches[0])), threshold):
+        ratios[unit.block] = ratio
+        progress(len(ratios))
+
+    def choose(group: Sequence[Unit], zeros: int) -> list[int]:
+        weights = [u.weights for u in group]
+        chosen = sparsities([ratios[u.block] for u in group], weights, zeros / sum(weights), settings.spread)
+        return [round(s * w) for s, w in zip(chosen, weights, strict=True)]
+
+    final = plan.allocated(spread(units, settings.target, choose))
+    return final, report_on(final, settings, lambda unit, _: {"outliers": ratios.get(unit.block)})
+
+
+def _parts(batches: Sequence[Tensor], samples: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Take the first windows to learn from, and the last quarter of `samples` to measure on; a single one does both."""
+    windows = torch.cat(tuple(batches))[:samples]
+    held_out = math.ceil(len(windows) / 4)
+    seen, unseen = windows[:-held_out] if len(windows) > 1 else windows, windows[-held_out:]
+    size = len(batches[0])
+    return list(torch.split(seen, size)), list(torch.split(unseen, size))

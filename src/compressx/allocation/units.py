@@ -1,0 +1,268 @@
+"""What gets one sparsity: linears of one decoder block; and how a total is spread over them, to the weight."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from compressx.allocation.spread import PIECES, Curve, fitted, in_steps, shares
+from compressx.errors import RecipeError
+from compressx.patterns import NM, Unstructured, nearest, zeros_in
+from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
+from compressx.recipe.methods import MAX_SPARSITY, ExplicitAllocation, Scope, UniformAllocation, UnitKind
+from compressx.report.run import kind_of
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Linears that get one pattern: a single one, or those of one rule that it does not decide apart.
+
+    Attributes:
+        linears: in the model's order, of one rule.
+    """
+
+    linears: tuple[PlannedLinear, ...]
+
+    @property
+    def pattern(self) -> Unstructured | NM:
+        """What kind of pattern they get."""
+        return self.linears[0].pattern
+
+    @cached_property
+    def weights(self) -> int:
+        """Number of weights."""
+        return sum(x.weights for x in self.linears)
+
+    @cached_property
+    def step(self) -> int:
+        """What their number of zeros is a multiple of: one zero more for each of the equal shares that compete."""
+        pattern = self.pattern
+        if isinstance(pattern, NM):
+            return self.weights // pattern.of
+        if pattern.group == "joint":
+            return 1
+        return self.weights // math.gcd(*(x.shape[1] if pattern.group == "row" else x.weights for x in self.linears))
+
+    def most(self, cap: float) -> int:
+        """Return the most zeros that they can have: some weight survives wherever weights compete."""
+        return min(self.weights - self.step, math.floor(cap * self.weights) // self.step * self.step)
+
+    def with_zeros(self, zeros: int) -> Unstructured | NM:
+        """Return the pattern that leaves so many zeros, a multiple of `step`."""
+        if isinstance(self.pattern, NM):
+            return NM(self.pattern.of - zeros // self.step, self.pattern.of)
+        return Unstructured(zeros / self.weights, self.pattern.group)
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Linears of one block that get one sparsity.
+
+    Attributes:
+        block: fully qualified name of the block; empty outside the blocks.
+        linears: in the model's order.
+    """
+
+    block: str
+    linears: tuple[PlannedLinear, ...]
+
+    @property
+    def weights(self) -> int:
+        """Number of weights."""
+        return sum(x.weights for x in self.linears)
+
+    @property
+    def label(self) -> str:
+        """The pruners of its rules."""
+        return ", ".join(dict.fromkeys(x.rule.label for x in self.linears))
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The linears by what gets one pattern, what has the coarsest steps first."""
+        members: dict[object, list[PlannedLinear]] = defaultdict(list)
+        for linear in self.linears:
+            members[linear.rule if _tied(linear) else linear.name].append(linear)
+        return tuple(sorted((Part(tuple(m)) for m in members.values()), key=lambda part: -part.step))
+
+    def most(self, cap: float = MAX_SPARSITY) -> int:
+        """Return the most zeros that the unit can have."""
+        return sum(part.most(cap) for part in self.parts)
+
+    def points(self, curve: Curve) -> list[tuple[int, float]]:
+        """Return counts of zeros that the unit can have, each with its error; of N:M with one M those are few."""
+        of = {x.pattern.of if isinstance(x.pattern, NM) else 0 for x in self.linears}
+        most = self.most()
+        steps = most * max(of) // self.weights if len(of) == 1 else 0
+        return curve.points(self.weights, most, steps or PIECES)
+
+    def at(self, sparsity: float) -> tuple[float, dict[PlannedRule, dict[str, Unstructured | NM]]]:
+        """Return patterns by rule and name that are nearest to a sparsity, and the sparsity that they come to."""
+        patterns: dict[PlannedRule, dict[str, Unstructured | NM]] = defaultdict(dict)
+        for x in self.linears:
+            patterns[x.rule][x.name] = nearest(x.pattern, sparsity)
+        reached = {x.name: patterns[x.rule][x.name].sparsity for x in self.linears}
+        if len(set(reached.values())) > 1:
+            sparsity = sum(reached[x.name] * x.weights for x in self.linears) / self.weights
+        else:
+            sparsity = reached[self.linears[0].name]
+        return sparsity, dict(patterns)
+
+
+def units_of(plan: Plan, kind: UnitKind) -> tuple[Unit, ...]:
+    """Return what gets one sparsity each, in the model's order.
+
+    A linear unit is the linears of one kind, such as all `up_proj` of a mixture's experts, or whatever its rule does
+    not decide apart.
+
+    Args:
+        plan: the plan.
+        kind: what a unit is.
+    """
+    members: dict[tuple[object, ...], list[PlannedLinear]] = defaultdict(list)
+    for x in plan.linears:
+        key: tuple[object, ...] = (x.block,)
+        if kind != "block":
+            key += (x.rule,)
+        if kind == "linear" and not _tied(x):
+            key += (kind_of(x.name),)
+        members[key].append(x)
+    return tuple(Unit(linears[0].block, tuple(linears)) for linears in members.values())
+
+
+def _tied(linear: PlannedLinear) -> bool:
+    """Whether all linears that its rule took in its block need one pattern."""
+    joint = isinstance(linear.pattern, Unstructured) and linear.pattern.group == "joint"
+    return joint or not linear.rule.separable
+
+
+def sharing(units: Sequence[Unit], scope: Scope) -> list[list[Unit]]:
+    """Group the units that share the target; one outside the blocks has it by itself."""
+    groups: dict[object, list[Unit]] = defaultdict(list)
+    for unit in units:
+        groups[unit if not unit.block else unit.block if scope == "block" else None].append(unit)
+    return list(groups.values())
+
+
+def spread(
+    units: Sequence[Unit],
+    target: float,
+    choose: Callable[[Sequence[Unit], int], Sequence[int]],
+    *,
+    scope: Scope = "model",
+    cap: float = MAX_SPARSITY,
+) -> dict[str, Unstructured | NM]:
+    """Give every linear its pattern, `round(target * weights)` zeros in all.
+
+    Only where no linear can have any number of zeros is that as near as the finest steps allow: N:M and rows that are
+    filled evenly come first, and what they cannot express is made up for by the others.
+
+    Args:
+        units: the units of a plan.
+        target: fraction of zeros.
+        choose: parts the zeros of units that share a target among them; the sum need not be exact.
+        scope: whether all blocks share the target, or each has it by itself.
+        cap: the largest sparsity of a linear.
+
+    Returns:
+        Patterns by linear name.
+    """
+    # What can take any count comes last, to make up for what the others leave.
+    groups = sorted(sharing(units, scope), key=_finest, reverse=True)
+    patterns: dict[str, Unstructured | NM] = {}
+    left = 0
+    for group, zeros in zip(groups, shares([sum(u.weights for u in g) for g in groups], target), strict=True):
+        allotted = [zeros] if len(group) == 1 else choose(group, zeros)
+        parts = [part for unit in group for part in unit.parts]
+        wanted = [n for unit, count in zip(group, allotted, strict=True) for n in _within(unit, count, cap)]
+        counts = _whole(parts, wanted, zeros + left, cap)
+        left += zeros - sum(counts)
+        patterns |= {x.name: p.with_zeros(n) for p, n in zip(parts, counts, strict=True) for x in p.linears}
+    return patterns
+
+
+def _finest(group: Sequence[Unit]) -> int:
+    return min(part.step for unit in group for part in unit.parts)
+
+
+def _within(unit: Unit, zeros: int, cap: float) -> list[int]:
+    """Give each part of a unit its share of the zeros, or what it can hold."""
+    weights = [part.weights for part in unit.parts]
+    return fitted(shares(weights, zeros / unit.weights), [part.most(cap) for part in unit.parts], zeros)
+
+
+def _whole(parts: Sequence[Part], wanted: Sequence[int], total: int, cap: float) -> list[int]:
+    """Round counts of zeros to the steps of their parts, the coarsest kind first; the others share what that leaves."""
+    counts = dict(enumerate(wanted))
+    most = [part.most(cap) for part in parts]
+    given = 0
+    for level in range(3):
+        rest = [i for i, part in enumerate(parts) if _level(part) >= level]
+        counts |= zip(rest, fitted([counts[i] for i in rest], [most[i] for i in rest], total - given), strict=True)
+        mine = [i for i in rest if _level(parts[i]) == level]
+        rounded = in_steps([counts[i] for i in mine], [most[i] for i in mine], [parts[i].step for i in mine])
+        counts |= zip(mine, rounded, strict=True)
+        given += sum(rounded)
+    return list(counts.values())
+
+
+def _level(part: Part) -> int:
+    return 0 if isinstance(part.pattern, NM) else 1 if part.step > 1 else 2
+
+
+def zeros_of(linears: Iterable[PlannedLinear]) -> int:
+    """Count the zeros that planned patterns mean; of linears that compete jointly only the total is a whole number."""
+    count = 0
+    joint: dict[object, float] = defaultdict(float)
+    for x in linears:
+        zeros = zeros_in(x.pattern, *x.shape)
+        count += zeros or 0
+        if zeros is None:
+            joint[x.block, x.rule] += x.pattern.sparsity * x.weights
+    return count + sum(map(round, joint.values()))
+
+
+def settled(plan: Plan) -> Plan:
+    """Check that an allocation can reach its target, and close the plan where that needs no measuring.
+
+    Raises:
+        RecipeError: a target that patterns cannot reach, or that explicit sparsities do not come to.
+    """
+    settings = plan.allocation
+    if settings is None:
+        return plan
+    if isinstance(settings, ExplicitAllocation):
+        reached = sum(x.pattern.sparsity * x.weights for x in plan.linears) / sum(x.weights for x in plan.linears)
+        if settings.target is not None and abs(reached - settings.target) > 5e-5:
+            raise RecipeError(
+                f"the sparsities come to {reached:.2%} of the planned weights, and target is {settings.target:.2%}; "
+                "change them, or drop target"
+            )
+        return plan.allocated({x.name: x.pattern for x in plan.linears})
+    units = units_of(plan, settings.unit)
+    if isinstance(settings, UniformAllocation):
+        for unit in units_of(plan, "linear"):
+            _check_reachable([unit], settings.target, 1.0, f" of {unit.linears[0].name}")
+        return plan.allocated(spread(units, settings.target, evenly, cap=1.0))
+    for group in sharing(units, settings.scope):
+        _check_reachable(
+            group, settings.target, MAX_SPARSITY, f" in {group[0].block}" if settings.scope == "block" else ""
+        )
+    return plan
+
+
+def _check_reachable(group: Sequence[Unit], target: float, cap: float, where: str) -> None:
+    weights, most = sum(u.weights for u in group), sum(u.most(cap) for u in group)
+    if round(target * weights) > most:
+        raise RecipeError(
+            f"target {target:g} cannot be reached: the patterns{where} allow at most {most / weights:.6g}; N:M keeps "
+            "one of M, a row one of its weights" + (f", and what is measured {1 - cap:.0%}" if cap < 1 else "")
+        )
+
+
+def evenly(units: Sequence[Unit], zeros: int) -> list[int]:
+    """Give every unit the same sparsity."""
+    weights = [u.weights for u in units]
+    return shares(weights, zeros / sum(weights))

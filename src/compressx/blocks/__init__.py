@@ -1,0 +1,1 @@
+"""Pruning block by block."""

@@ -1,0 +1,106 @@
+"""Feeds statistics while a block runs, each distinct input summarised once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from compressx.blocks.watch import inputs_watched
+from compressx.errors import CalibrationError, UnsupportedModelError
+from compressx.finite import all_finite
+from compressx.pruner import Linear, Statistic
+
+
+def observe(
+    linears: Mapping[str, Linear],
+    wanted: dict[str, dict[str, Statistic]],
+    passes: Sequence[Callable[[], Any]],
+) -> set[str]:
+    """Run a block and fill the statistics that its linears' pruners asked for.
+
+    Linears that are handed the same tensor (query, key and value; gate and up) share every statistic that compares
+    equal: `wanted` is updated in place so that they hold one object.
+
+    Args:
+        linears: by name.
+        wanted: by linear name, then by the role that asked; fresh statistics.
+        passes: each runs the block on one batch.
+
+    Returns:
+        The names of the linears that a batch reached, of those that asked for something.
+
+    Raises:
+        CalibrationError: an input that is not finite; the message names the linear.
+        UnsupportedModelError: a linear that shares its input with another on some batches only.
+    """
+    asked = {name: stats for name, stats in wanted.items() if stats}
+    if not asked:
+        return set()
+    feed = _Feed(asked)
+    with inputs_watched({name: linears[name] for name in asked}, feed):
+        for run in passes:
+            with suppress(_AllObservedError):
+                run()
+            feed.forget_batch()
+    return feed.reached
+
+
+class _AllObservedError(Exception):
+    """Leaves a block's forward once every linear has had its input; what it would go on to compute is not wanted."""
+
+
+class _Feed:
+    """Hands each input to the statistics of its linear, once for all linears that share both."""
+
+    def __init__(self, wanted: dict[str, dict[str, Statistic]]) -> None:
+        self.wanted = wanted
+        self.reached: set[str] = set()
+        self.followers: set[str] = set()  # linears whose statistic is another's, since both were handed one tensor
+        # Of the batch that is running: each distinct input and the statistics that have taken it in. Inputs are held
+        # so that no two are ever one address.
+        self.batch: list[tuple[Tensor, list[Statistic]]] = []
+        self.calls: list[str] = []  # of the batch that is running
+        self.once = False  # whether every linear was called exactly once in the batch before
+
+    def __call__(self, name: str, x: Tensor) -> None:
+        self._take(name, x)
+        self.calls.append(name)
+        if self.once and len(set(self.calls)) == len(self.wanted):
+            raise _AllObservedError
+
+    def _take(self, name: str, x: Tensor) -> None:
+        took = next((statistics for seen, statistics in self.batch if seen is x), None)
+        if took is None:
+            if not all_finite(x):
+                raise CalibrationError(f"the input of {name} has NaN or infinite values on the calibration text")
+            took = []
+            self.batch.append((x, took))
+        first = name not in self.reached
+        others = list(took)  # of linears before this one, not of another of its own roles
+        self.reached.add(name)
+        for role, mine in self.wanted[name].items():
+            if any(mine is s for s in took):
+                continue
+            # Only fresh statistics are alike when they compare equal, so sharing is settled at the first batch.
+            twin = next((s for s in took if first and s == mine), None)
+            if twin is not None:
+                self.wanted[name][role] = twin
+                if any(twin is s for s in others):
+                    self.followers.add(name)
+            elif name in self.followers:
+                raise UnsupportedModelError(
+                    f"{name} shared its input with another linear on the first batch and has one of its own on a later "
+                    "one; give it a recipe rule with another pruner"
+                )
+            else:
+                mine.update(x)
+                took.append(mine)
+
+    def forget_batch(self) -> None:
+        """Let go of the inputs of the batch that has run, which tells whether the next may be left early."""
+        self.once = sorted(self.calls) == sorted(self.wanted)
+        self.calls.clear()
+        self.batch.clear()

@@ -1,0 +1,199 @@
+"""How strongly a loss reacts to what each linear gives: the weights that sensitivity-weighted pruning puts on errors.
+
+For a linear with output gradients g [tokens, out_features] the Fisher matrix of its weight is taken for a product of a
+factor for tokens, a factor for outputs and the inputs (after K-FAC, Martens and Grosse, arXiv 1503.05671): what is kept
+is the mean of g^2 of each token and of each output.
+
+Two losses. The model's: its likelihood, labels drawn from its own predictions, so that this is the curvature of its
+divergence from itself. The block's: the squared relative change of its output, by random probes (Hutchinson's
+estimator). Both go through one block at a time and hold the activations of one block only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from compressx.architecture import Architecture
+from compressx.blocks.watch import outputs_watched
+from compressx.errors import UnsupportedModelError
+from compressx.models.access import Access
+from compressx.models.capture import capture_calls, replay, run_around
+from compressx.pruner import Linear, Loss, Sensitivity
+from compressx.ranks import ALONE, Ranks
+
+
+class _Sums:
+    """What is gathered for one linear; behind a router, where tokens have no place in their batch, only outputs.
+
+    The means of tokens outlive every batch. All have their room from the beginning: small tensors that stay, each made
+    among large ones that go, would leave the heap full of holes, gigabytes of them.
+    """
+
+    def __init__(self, linear: Linear, shapes: Sequence[torch.Size]) -> None:
+        device = linear.weight.device
+        self.rows = torch.zeros(linear.out_features, dtype=torch.float64, device=device)  # sum over tokens of g^2
+        self.count = 0
+        room = torch.empty(sum(shape.numel() for shape in shapes), device=device)
+        parts = torch.split(room, [shape.numel() for shape in shapes])
+        self.tokens = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]  # mean over outputs of g^2
+        self.filled = 0
+
+    def add(self, gradient: Tensor) -> None:
+        """Take in the gradient of an output, [batch, tokens, out_features] or [tokens, out_features]."""
+        squares = gradient.float().square()
+        self.rows += squares.reshape(-1, squares.shape[-1]).sum(dim=0, dtype=torch.float64)
+        self.count += squares.shape[:-1].numel()
+        if squares.dim() == 3:
+            torch.mean(squares, dim=-1, out=self.tokens[self.filled])
+            self.filled += 1
+
+
+class Gathering:
+    """Adds up sensitivities batch by batch.
+
+    Args:
+        linears: by name.
+        shapes: [batch, tokens] of each batch that will come.
+    """
+
+    def __init__(self, linears: Mapping[str, Linear], shapes: Sequence[torch.Size]) -> None:
+        self.linears = linears
+        self.sums = {name: _Sums(linear, shapes) for name, linear in linears.items()}
+
+    def backward(self, run: Callable[[Tensor], Tensor], enters: Tensor, gradient: Callable[[Tensor], Tensor]) -> Tensor:
+        """Go through a block forwards and backwards, and take in the gradients of its linears' outputs.
+
+        Args:
+            run: computes what leaves the block from what enters it.
+            enters: [batch, tokens, width].
+            gradient: from what leaves the block to the loss's gradient with respect to that.
+
+        Returns:
+            The gradient with respect to what enters.
+        """
+        x = enters.detach().requires_grad_(True)
+
+        def watch(name: str, output: Tensor) -> None:
+            output.register_hook(self.sums[name].add)  # type: ignore[no-untyped-call]
+
+        with torch.enable_grad(), outputs_watched(self.linears, watch):
+            out = run(x)
+        # Of the input alone: no gradient of a weight is computed.
+        return torch.autograd.grad(out, x, gradient(out.detach()).to(out.dtype))[0]
+
+    def result(self, ranks: Ranks = ALONE) -> dict[str, Sensitivity]:
+        """Return the sensitivities by linear name; rows are means over all processes' tokens, tokens this one's."""
+        found = {}
+        for name, sums in self.sums.items():
+            ranks.add(sums.rows)
+            count = sum(ranks.everyones(sums.count))
+            found[name] = Sensitivity((sums.rows / max(1, count)).float(), tuple(sums.tokens[: sums.filled]))
+        return found
+
+
+def of_block(
+    linears: Mapping[str, Linear], runs: Sequence[Callable[[Tensor], Tensor]], states: Sequence[Tensor],
+    ranks: Ranks = ALONE,
+) -> dict[str, Sensitivity]:  # fmt: skip
+    """Return the sensitivities of a block's own loss, the mean over tokens of ||out~ - out||^2 / ||out||^2.
+
+    Args:
+        linears: of the block, by name.
+        runs: of each calibration batch, from what enters the block to what leaves it.
+        states: what enters it, of each batch [batch, tokens, width].
+        ranks: the processes.
+    """
+    gathering = Gathering(linears, [state.shape[:2] for state in states])
+    generator = torch.Generator().manual_seed(0)
+    for run, state in zip(runs, states, strict=True):
+
+        def probe(out: Tensor) -> Tensor:
+            signs = torch.randint(0, 2, out.shape, generator=generator, dtype=torch.float32).to(out.device) * 2 - 1
+            size = out.float().norm(dim=-1, keepdim=True)
+            return signs / torch.where(size > 0, size, 1.0)
+
+        gathering.backward(run, state, probe)
+    return gathering.result(ranks)
+
+
+def by_loss(
+    of_model: Mapping[str, Sensitivity], reacting: Mapping[str, Linear], runs: Sequence[Callable[[Tensor], Tensor]],
+    states: Sequence[Tensor], ranks: Ranks = ALONE,
+) -> dict[Loss, Mapping[str, Sensitivity]]:  # fmt: skip
+    """Return what `Block.sensitivities` holds: those of the model's loss as given, those of the block's gathered now.
+
+    Args:
+        of_model: what the function of this name returned, or nothing.
+        reacting: the linears of the block whose pruners read the sensitivities of its own loss.
+        runs: as for `of_block`.
+        states: as for `of_block`.
+        ranks: the processes.
+    """
+    return {"model": of_model, "block": of_block(reacting, runs, states, ranks) if reacting else {}}
+
+
+def of_model(
+    access: Access, found: Architecture, names: Collection[str], batches: Sequence[Tensor], ranks: Ranks = ALONE
+) -> dict[str, Sensitivity]:
+    """Return the sensitivities of the model's loss: the summed negative log-likelihood of labels that it drew itself.
+
+    Args:
+        access: the model, its weights still dense.
+        found: its blocks and linears.
+        names: of the linears that are wanted, all inside the blocks.
+        batches: token ids, each [batch, tokens].
+        ranks: the processes.
+
+    Raises:
+        UnsupportedModelError: a model whose weights are not all in memory.
+    """
+    model = access.model
+    if any(p.is_meta for p in model.parameters()):
+        raise UnsupportedModelError(
+            "sensitivities of the model's loss need all its weights in memory, and they are streamed from disk; set "
+            "the pruner's option loss: block, or model.streaming: false"
+        )
+    wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, so that processes agree
+    shapes = [batch.shape for batch in batches]
+    gatherings = {
+        fqn: Gathering({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}, shapes) for fqn in found.blocks
+    }
+    generator = torch.Generator(access.device).manual_seed(0)
+    for batch in batches:
+        ids = batch.to(access.device)
+        (state,), calls = capture_calls(model, found.blocks, [ids])
+        runs = {fqn: partial(replay, module, call=calls[fqn][0]) for fqn, module in found.blocks.items()}
+        entering = [state]
+        with torch.no_grad():
+            for run in runs.values():
+                entering.append(run(entering[-1]))
+        gradient = _of_likelihood(model, found.blocks, ids, entering.pop(), generator)
+        for (fqn, run), x in zip(reversed(runs.items()), reversed(entering), strict=True):
+            gradient = gatherings[fqn].backward(run, x, partial(_given, gradient))
+    return {name: its for gathering in gatherings.values() for name, its in gathering.result(ranks).items()}
+
+
+def _given(gradient: Tensor, _: Tensor) -> Tensor:
+    return gradient
+
+
+def _of_likelihood(
+    model: nn.Module, blocks: Mapping[str, nn.Module], ids: Tensor, state: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Return the gradient of the loss with respect to what leaves the last block [batch, tokens, width]."""
+    gradients = []
+    for window, hidden in zip(
+        torch.split(ids, 1), torch.split(state, 1), strict=True
+    ):  # the logits of one are large enough
+        x = hidden.detach().requires_grad_(True)
+        with torch.enable_grad():
+            logits = run_around(model, blocks, window, x).logits[0].float()
+            labels = torch.multinomial(logits.detach().softmax(dim=-1), 1, generator=generator)[:, 0]
+            loss = functional.cross_entropy(logits, labels, reduction="sum")
+        gradients.append(torch.autograd.grad(loss, x)[0])
+    return torch.cat(gradients)

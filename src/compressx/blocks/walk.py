@@ -1,0 +1,223 @@
+"""The block loop: observe a still unpruned block, prune it, apply, reconstruct it, and compute the next block's input.
+
+Statistics of a block come from one forward of the unpruned block over the outputs of the already pruned ones; where a
+recipe is true-sequential, from one forward for each stage of it. The walk knows no concrete pruner, and it counts what
+it wrote.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressx.architecture import Architecture, survey, text_config
+from compressx.blocks.decide import Built, ByRule, Decision, decide_all, gather, is_apart, write
+from compressx.blocks.sensitivity import by_loss
+from compressx.blocks.stages import stages
+from compressx.errors import UnsupportedModelError
+from compressx.finite import all_finite
+from compressx.masks.maskset import MaskEntry, weight_sha256
+from compressx.models.access import Access
+from compressx.models.capture import capture_calls, replay, run_around
+from compressx.models.hidden import Keep, Streams, in_memory
+from compressx.models.shards import OUTSIDE
+from compressx.planning.plan import Plan
+from compressx.pruner import Block, BlockCall, Sensitivity, sparsity_of
+from compressx.ranks import ALONE, Ranks
+from compressx.report.run import BlockReport, LayerReport
+from compressx.training.reconstruct import Passage, reconstruct
+
+
+@dataclass(frozen=True, eq=False)
+class PrunedBlock:
+    """What the walk did to one block: its report, and by linear name its masks and the matrices to be seen.
+
+    Objects that a pruner gave to several linears are one object here, too. `streams` is what enters the next block, and
+    the walk goes on to change it.
+    """
+
+    report: BlockReport
+    masks: Mapping[str, MaskEntry] = field(default_factory=dict)
+    images: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    streams: Streams = field(default_factory=lambda: Streams(()))
+
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """Where an interrupted run had got to.
+
+    Attributes:
+        fqn: the last block that was pruned.
+        streams: what enters the next one.
+    """
+
+    fqn: str
+    streams: Streams
+
+
+def prune_model(
+    access: Access,
+    plan: Plan,
+    batches: Sequence[Tensor],
+    finished: Finished | None = None,
+    keep: Keep = in_memory,
+    ranks: Ranks = ALONE,
+    sensitivities: Mapping[str, Sensitivity] | None = None,
+) -> Iterator[PrunedBlock]:
+    """Prune a model in place, block by block.
+
+    Args:
+        access: a transformers causal language model in evaluation mode.
+        plan: what to do.
+        batches: calibration token ids, each [batch, tokens]; empty when the plan needs no calibration.
+        finished: where an interrupted run had got to; from the start when absent.
+        keep: where hidden states are kept between blocks.
+        ranks: the processes, each with batches of its own; all end with the same weights.
+        sensitivities: of the dense model's loss on these batches, by linear; of those that pruners read.
+
+    Yields:
+        One value for each block that the plan touches, after it was pruned and while its weights are still there, and
+        at the end one for linears outside the blocks if the plan names any.
+
+    Raises:
+        PluginError: a pruner that returns what it must not; the message names it and the layer.
+        UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
+    """
+    model = access.model
+    found = survey(model)
+    batches = [b.to(access.device) for b in batches] if plan.needs_calibration else []
+    states, calls = capture(access, found, batches, keep)
+    streams = Streams(states, [keep(x.clone()) for x in states] if plan.reconstruct_block else ())
+    order = [*found.blocks, OUTSIDE]
+    start = 0
+    if finished is not None:
+        streams, start = finished.streams, order.index(finished.fqn) + 1
+    pruners = {rule: rule.build() for rule in plan.rules}
+    last = max((i for i, fqn in enumerate(order) if plan.in_block(fqn)), default=-1)
+    for index, fqn in list(enumerate(found.blocks))[start : last + 1]:
+        started = time.perf_counter()
+        with access.materialise(fqn) as module:
+            with torch.no_grad():
+                linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
+                runs = [partial(_replay, access, module, call=c) for c in calls[fqn]]
+                if plan.reconstruct_block:
+                    _advance(streams.dense, runs, fqn)
+                passes = [partial(run, x) for run, x in zip(runs, streams.pruned, strict=True)]
+                reacting = {n: x for n, x in linears.items() if n in plan.sensitive_to("block")}
+                sensitive = by_loss(sensitivities or {}, reacting, runs, streams.pruned, ranks)
+                block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model), sensitive)
+                layers, masks, images = _prune_block(block, plan, pruners, passes, ranks)
+                reconstruction = None
+                if plan.reconstruct_block and layers:
+                    passages = [Passage(*x) for x in zip(streams.pruned, streams.dense, runs, strict=True)]
+                    reconstruction = reconstruct(model, fqn, masks, passages, plan.reconstruct_block, ranks)
+                if index < last:
+                    _advance(streams.pruned, runs, fqn)
+            if layers:
+                report = BlockReport(index, fqn, layers, time.perf_counter() - started, reconstruction)
+                yield PrunedBlock(report, masks, images, streams)
+            del layers, masks, images  # not to be held while the next block needs the room
+    if plan.in_block(OUTSIDE) and start < len(order):
+        with access.materialise(OUTSIDE):
+            yield _prune_outside(model, plan, pruners, found, streams.pruned, batches, ranks)
+
+
+def capture(
+    access: Access, found: Architecture, batches: Sequence[Tensor], keep: Keep = in_memory
+) -> tuple[list[Tensor], dict[str, list[BlockCall]]]:
+    """Return the hidden states that enter the first block and the arguments of every block, as `capture_calls` does."""
+    if not batches:
+        return [], {fqn: [] for fqn in found.blocks}
+    with access.materialise(OUTSIDE):
+        return capture_calls(access.model, found.blocks, batches, keep)
+
+
+def _replay(access: Access, module: nn.Module, state: Tensor, *, call: BlockCall) -> Tensor:
+    return replay(module, state.to(access.device), call)
+
+
+def _advance(states: Sequence[Tensor], runs: Sequence[Callable[[Tensor], Tensor]], fqn: str) -> None:
+    """Replace what enters a block by what leaves it."""
+    for state, run in zip(states, runs, strict=True):
+        state.copy_(finite(run(state), fqn))
+
+
+def _prune_outside(
+    model: Any, plan: Plan, pruners: Built, found: Architecture, states: Sequence[Tensor], batches: Sequence[Tensor],
+    ranks: Ranks,
+) -> PrunedBlock:  # fmt: skip
+    """Prune what lies outside the blocks: run the model around them, the last block giving its recorded output."""
+    started = time.perf_counter()
+    block = Block(len(found.blocks), OUTSIDE, model, found.outside, (), text_config(model))
+    passes = [
+        lambda ids=ids, state=state: run_around(model, found.blocks, ids, state.to(ids.device))
+        for ids, state in zip(batches, states, strict=True)
+    ]
+    with torch.no_grad():
+        layers, masks, images = _prune_block(block, plan, pruners, passes, ranks)
+    return PrunedBlock(BlockReport(block.index, OUTSIDE, layers, time.perf_counter() - started), masks, images)
+
+
+def _prune_block(
+    block: Block, plan: Plan, pruners: Built, passes: Sequence[Callable[[], Any]], ranks: Ranks
+) -> tuple[tuple[LayerReport, ...], dict[str, MaskEntry], dict[str, Mapping[str, Tensor]]]:
+    """Observe and prune one block, as a whole or stage by stage."""
+    by_rule = plan.in_block(block.fqn)
+    layers: dict[str, LayerReport] = {}
+    masks, images = {}, {}
+    # By the identity of what a pruner may share between linears: a copy, and itself, so that no other takes its place.
+    infos: dict[int, tuple[dict[str, float], object]] = {}
+    histories: dict[int, tuple[dict[str, tuple[float, ...]], object]] = {}
+    for name, decision in _decisions(block, plan, by_rule, pruners, passes, ranks):
+        rule, result, seconds = decision.rule, decision.result, decision.seconds
+        linear, pattern = block.linears[name], by_rule[rule][name]
+        masks[name] = MaskEntry(result.keep.cpu(), str(pattern), rule.label, weight_sha256(linear.weight))
+        write(linear, result)
+        shape = (linear.out_features, linear.in_features)
+        info, _ = infos.setdefault(id(result.info), (dict(result.info), result.info))
+        curves = {k: tuple(map(float, v)) for k, v in result.history.items()}
+        history, _ = histories.setdefault(id(result.history), (curves, result.history))
+        layers[name] = LayerReport(
+            name, rule.label, str(pattern), shape, pattern.sparsity, sparsity_of(result.keep), seconds, info, history
+        )
+        images[name] = result.images
+    order = [name for patterns in by_rule.values() for name in patterns]
+    return tuple(layers[n] for n in order), {n: masks[n] for n in order}, {n: images[n] for n in order}
+
+
+def _decisions(
+    block: Block, plan: Plan, by_rule: ByRule, pruners: Built, passes: Sequence[Callable[[], Any]], ranks: Ranks
+) -> Iterator[tuple[str, Decision]]:
+    """Yield what is decided for each linear, to be written before the next is asked for."""
+    parts: list[ByRule] = [by_rule]
+    if plan.true_sequential and passes:
+        linears = {n: block.linears[n] for patterns in by_rule.values() for n in patterns}
+        together = [list(patterns) for rule, patterns in by_rule.items() if not is_apart(rule, patterns)]
+        order = ranks.told(stages(linears, passes[0], together) if ranks.first else [])
+        parts = [
+            {
+                rule: mine
+                for rule, patterns in by_rule.items()
+                if (mine := {n: patterns[n] for n in names if n in patterns})
+            }
+            for names in order
+        ]
+    for part in parts:
+        yield from decide_all(block, part, pruners, gather(block, part, pruners, passes, ranks), ranks)
+
+
+def finite(hidden: Tensor, fqn: str) -> Tensor:
+    """Return a block's output, or refuse it.
+
+    Raises:
+        UnsupportedModelError: an entry that is NaN or infinite.
+    """
+    if not all_finite(hidden):
+        raise UnsupportedModelError(f"{fqn}: its output has NaN or infinite values on the calibration text")
+    return hidden

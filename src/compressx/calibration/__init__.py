@@ -1,0 +1,1 @@
+"""Text for calibration and evaluation."""

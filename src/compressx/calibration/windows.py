@@ -1,0 +1,97 @@
+"""Windows of tokens, drawn for calibration or in order for evaluation.
+
+Documents are joined by blank lines and tokenized once, as GPTQ, SparseGPT and Wanda do for WikiText, so that a window
+may span documents and every window is full.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressx.errors import CalibrationError
+
+
+def token_ids(documents: Iterable[str], tokenizer: Any) -> Tensor:
+    """Join documents by blank lines and tokenize them once, with the tokenizer's own special tokens.
+
+    Returns:
+        int64 [tokens].
+
+    Raises:
+        CalibrationError: when not one token comes out.
+    """
+    # verbose=False: the text is longer than the model on purpose; it is cut into windows afterwards
+    encoded = tokenizer("\n\n".join(documents), verbose=False, return_attention_mask=False)
+    ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
+    if ids.numel() == 0:
+        raise CalibrationError("the text has no tokens: it is empty, or the tokenizer knows none of it")
+    return ids
+
+
+def calibration_windows(
+    ids: Tensor, samples: int, sequence_length: int, seed: int, *, max_positions: int | None = None
+) -> Tensor:
+    """Draw non-overlapping windows without replacement.
+
+    Args:
+        ids: int64 [tokens].
+        samples: how many windows.
+        sequence_length: tokens in a window.
+        seed: of the draw; the same seed gives the same windows in the same order.
+        max_positions: how many positions the model has, if it is known.
+
+    Returns:
+        int64 [samples, sequence_length].
+
+    Raises:
+        CalibrationError: fewer windows than samples, or a window longer than the model.
+    """
+    windows = _windows(ids, samples, sequence_length, max_positions, "calibration")
+    generator = torch.Generator().manual_seed(seed)
+    return windows[torch.randperm(len(windows), generator=generator)[:samples]]
+
+
+def evaluation_windows(
+    ids: Tensor, samples: int | None, sequence_length: int, *, max_positions: int | None = None
+) -> Tensor:
+    """Return the first non-overlapping windows, all when `samples` is None; the tokens after the last are dropped.
+
+    Args:
+        ids: int64 [tokens].
+        samples: how many windows.
+        sequence_length: tokens in a window.
+        max_positions: how many positions the model has, if it is known.
+
+    Returns:
+        int64 [windows, sequence_length].
+
+    Raises:
+        CalibrationError: fewer windows than samples, none at all, or a window longer than the model.
+    """
+    return _windows(ids, samples or 1, sequence_length, max_positions, "evaluation")[:samples]
+
+
+def fingerprint(ids: Tensor) -> str:
+    """Hash token ids and their shape: sha256, hexadecimal, the same on every machine."""
+    digest = hashlib.sha256(str(list(ids.shape)).encode())
+    digest.update(ids.to(device="cpu", dtype=torch.int64).contiguous().numpy().astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _windows(ids: Tensor, needed: int, length: int, max_positions: int | None, purpose: str) -> Tensor:
+    if max_positions is not None and length > max_positions:
+        raise CalibrationError(
+            f"{purpose}: sequence_length {length} is longer than the model's {max_positions} positions; lower it"
+        )
+    count = ids.numel() // length
+    if count < needed:
+        raise CalibrationError(
+            f"{purpose} needs {needed} windows of {length} tokens; the text has {ids.numel()} tokens, which is {count} "
+            "windows; lower samples or sequence_length, or give more text"
+        )
+    return ids[: count * length].view(count, length)

@@ -1,0 +1,1 @@
+"""What a model is worth: token perplexity and lm-evaluation-harness."""

@@ -1,0 +1,179 @@
+"""lm-evaluation-harness on a model in memory: tasks by name, tasks by YAML file, and datasets of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from compressx.cache import cache_folder, cached
+from compressx.calibration.documents import as_dataset
+from compressx.errors import CalibrationError, RecipeError
+from compressx.quiet import quiet_libraries
+from compressx.recipe.schema import LmEval, RollingTask
+
+ROLLING_METRICS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+"""What a `loglikelihood_rolling` task measures: per whitespace-separated word, and per UTF-8 byte."""
+
+_BOOTSTRAP_DRAWS = 1000
+"""For standard errors that have no closed form; known to 2% then. The harness's own 100,000 take minutes."""
+
+
+def check_tasks(settings: LmEval) -> None:
+    """Check that every task exists and no name occurs twice, without loading a model or a dataset.
+
+    The harness takes some 15 s to index its 14,000 files, so its names are cached, once for each version of it.
+
+    Raises:
+        RecipeError: an unknown task, with the nearest names, a file that is no task, or a name that occurs twice.
+    """
+    names = [task.name if isinstance(task, RollingTask) else _checked_name(task) for task in settings.tasks]
+    for name in names:
+        if names.count(name) > 1:
+            raise RecipeError(f"lm_eval.tasks: {name!r} occurs {names.count(name)} times; each task needs its own name")
+        if name == "token_perplexity" or name in ROLLING_METRICS:
+            raise RecipeError(f"lm_eval.tasks: a task cannot be called {name!r}, the name of a figure; choose another")
+
+
+def run_tasks(
+    model: Any, tokenizer: Any, settings: LmEval, rolling: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, float]]:
+    """Run tasks through lm-evaluation-harness, quietly.
+
+    Args:
+        model: a transformers causal language model; it is left in evaluation mode.
+        tokenizer: its tokenizer, which is not changed.
+        settings: the tasks, as `check_tasks` accepts them.
+        rolling: the documents of each `RollingTask`, by its name; each is scored in windows as long as the model.
+
+    Returns:
+        By name of task or group, the metrics and, where there is one, the standard error (`acc_stderr`).
+
+    Raises:
+        CalibrationError: a task's dataset cannot be fetched, or a perplexity is not finite.
+    """
+    with quiet_libraries(), _random_state_kept():
+        from lm_eval.evaluator import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+
+        named = any(isinstance(task, str) and not is_file(task) for task in settings.tasks)
+        index = _task_index() if named else {}
+        specs = [_spec(task, index, rolling) for task in settings.tasks]
+        by_file = all(isinstance(spec, dict) or is_file(spec) for spec in specs)
+        try:
+            # One process for bootstrapping: its pool would fork a process that runs torch's threads.
+            with patch.dict("os.environ", {"DISABLE_MULTIPROC": "1"}):
+                results = simple_evaluate(
+                    # the harness gives a tokenizer without a padding token one of its own
+                    HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=settings.batch_size),
+                    tasks=specs,
+                    limit=settings.limit,
+                    log_samples=False,
+                    bootstrap_iters=_BOOTSTRAP_DRAWS,
+                    task_manager=TaskManager(include_defaults=not by_file),
+                )
+        except OSError as error:
+            raise CalibrationError(f"lm_eval.tasks: the dataset of a task could not be fetched: {error}") from error
+        except OverflowError as error:
+            raise CalibrationError("lm_eval.tasks: a perplexity overflows; the model's weights are broken") from error
+    return {name: _numbers(name, metrics) for name, metrics in results["results"].items()}
+
+
+def _numbers(task: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Keep what was measured: `acc,none` becomes `acc`; a filter other than none stays in the name."""
+    measured = {name.removesuffix(",none"): value for name, value in metrics.items() if "," in name}
+    numbers = {name: float(value) for name, value in measured.items() if not isinstance(value, str)}
+    for name in ROLLING_METRICS:
+        if not math.isfinite(numbers.get(name, 0.0)):
+            raise CalibrationError(f"task {task}: {name} is {numbers[name]}; the model's weights are broken")
+    return numbers
+
+
+def _spec(task: str | RollingTask, index: Mapping[str, str | None], rolling: Mapping[str, Sequence[str]]) -> Any:
+    """Return what the harness loads a task from: its name, the path of its YAML file, or a configuration."""
+    if isinstance(task, str):
+        return task if is_file(task) else index[task] or task
+    dataset = as_dataset(rolling[task.name])
+    return {
+        "task": task.name,
+        "custom_dataset": lambda **_: {"test": dataset},
+        "test_split": "test",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": lambda document: document["text"],  # as text it would be a template
+    }
+
+
+def _checked_name(task: str) -> str:
+    """Return the name under which the harness reports a task."""
+    if is_file(task):
+        return _name_in_file(Path(task).expanduser())
+    if task not in (names := _task_index()):
+        near = difflib.get_close_matches(task, names, n=5, cutoff=0.6)
+        raise RecipeError(
+            f"lm_eval.tasks: no task is called {task!r}; "
+            + (f"the nearest are {', '.join(near)}" if near else "no name is near")
+            + "; `lm-eval ls tasks` lists them all, and a task of your own is given as the path of its .yaml file"
+        )
+    return task
+
+
+def is_file(task: str) -> bool:
+    """Tell whether a task is given as the path of a YAML file rather than by name."""
+    return task.endswith((".yaml", ".yml"))
+
+
+def _name_in_file(path: Path) -> str:
+    """Read the name of a task or group from its YAML file; the file's own where an included file names it."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    if not path.is_file():
+        raise RecipeError(f"lm_eval.tasks: no such file: {path} (looked in {Path.cwd()})")
+    try:
+        node = YAML().compose(path)  # composed, not constructed: `!function` would run code
+        values = {str(key.value): value.value for key, value in node.value}
+    except (YAMLError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as error:
+        raise RecipeError(f"lm_eval.tasks: {path} is not the YAML of a task: {error}") from error
+    if not {"task", "group", "include"} & set(values):
+        raise RecipeError(f"lm_eval.tasks: {path} names no task: expected the key task, group or include")
+    name = values.get("group", values.get("task", path.stem))
+    return name if isinstance(name, str) else path.stem
+
+
+def _task_index() -> dict[str, str | None]:
+    """Return every name that the harness knows: a task with its YAML file, a group or tag with None."""
+    import lm_eval.tasks
+
+    def build() -> dict[str, str | None]:
+        with quiet_libraries():
+            manager = lm_eval.tasks.TaskManager()
+        single = set(manager.all_subtasks)
+        return {n: str(e.yaml_path) if n in single else None for n, e in manager.task_index.items()}
+
+    key = {"lm_eval": metadata.version("lm_eval"), "folder": str(Path(lm_eval.tasks.__file__).parent)}
+    return cached(key, build, cache_folder() / "harness")
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Put every global random state back: the harness seeds them all, and pruning must not depend on that."""
+    import numpy as np
+
+    python, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)

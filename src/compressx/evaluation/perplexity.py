@@ -1,0 +1,202 @@
+"""What pruning cost: token perplexity in fixed windows, and tasks of lm-evaluation-harness.
+
+The two perplexities are different numbers, so each keeps its name: `token_perplexity` is what SparseGPT and Wanda
+publish, `word_perplexity` and `byte_perplexity` are the harness's, per whitespace-separated word and per byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from compressx.architecture import text_config
+from compressx.cache import cache_folder, cached
+from compressx.calibration.documents import documents
+from compressx.calibration.windows import evaluation_windows, fingerprint, token_ids
+from compressx.errors import CalibrationError
+from compressx.evaluation.harness import ROLLING_METRICS, check_tasks, is_file, run_tasks
+from compressx.models.access import Access
+from compressx.recipe.schema import Evaluate, RollingTask
+
+Progress: TypeAlias = Callable[[int, int], None]
+Figures: TypeAlias = dict[str, float | dict[str, float]]
+"""By full name: `token_perplexity`, and for each harness task (or group) its metrics, such as
+`{"arc_easy": {"acc": 0.61, "acc_stderr": 0.01}}`. With exactly one task that has them, also `word_perplexity`,
+`byte_perplexity` and `bits_per_byte` at the top."""
+
+_LOGITS_IN_FLOAT32 = 2**24
+"""How many logits are held in float32 at a time: 64 MiB, a few hundred positions of a large vocabulary."""
+
+_LARGEST_EXPONENT = math.log(sys.float_info.max)
+
+
+def token_perplexity(
+    access: Access, windows: Tensor, *, batch_size: int = 4, progress: Progress | None = None
+) -> float:
+    """Measure exp of the mean negative log-likelihood of a token, as SparseGPT (arXiv 2301.00774) and Wanda report.
+
+    Each window is predicted on its own, from its second token on: T - 1 predictions of T tokens.
+
+    Args:
+        access: a transformers causal language model; its training mode is put back afterwards.
+        windows: int64 [windows, T].
+        batch_size: windows in one forward pass; changes speed and memory, not the result.
+        progress: called with the windows done and all windows.
+
+    Returns:
+        The perplexity. Likelihoods are float32 at least and are added up in float64.
+
+    Raises:
+        CalibrationError: a window whose likelihood is not finite, or so low that exp overflows.
+    """
+    total = 0.0
+    batches = torch.split(windows, batch_size)
+    with torch.no_grad(), _evaluation_mode(access.model):
+        for number, logits in enumerate(access.logits(batches)):  # [B, T, vocabulary]
+            start, batch = number * batch_size, batches[number].to(logits.device)
+            for index, (scores, ids) in enumerate(zip(logits, batch, strict=True), start=start):
+                loss = _negative_log_likelihood(scores[:-1], ids[1:])
+                mean = loss / (len(ids) - 1)
+                if not mean < _LARGEST_EXPONENT:
+                    raise CalibrationError(
+                        f"evaluation window {index} of {len(windows)}: the mean negative log-likelihood is {mean}, so "
+                        f"there is no perplexity; the model's weights are broken, or {logits.dtype} overflows"
+                    )
+                total += loss
+            if progress is not None:
+                progress(min(start + batch_size, len(windows)), len(windows))
+    return math.exp(total / (windows.numel() - len(windows)))
+
+
+def evaluate(access: Access, tokenizer: Any, settings: Evaluate, *, progress: Progress | None = None) -> Figures:
+    """Measure everything that a recipe's `evaluate` section asks for.
+
+    Args:
+        access: a transformers causal language model.
+        tokenizer: its tokenizer; neither is changed.
+        settings: what to measure.
+        progress: called with the windows of token perplexity done and all windows; harness tasks are not counted.
+
+    Returns:
+        The figures by name, see `Figures`.
+
+    Raises:
+        RecipeError: an unknown task.
+        CalibrationError: text that cannot be had or is too short, or a figure that is not finite.
+    """
+    return _measure(access, tokenizer, settings, _read_texts(access.model, tokenizer, settings), progress)
+
+
+def evaluate_cached(
+    access: Access, tokenizer: Any, settings: Evaluate, model_fingerprint: str, *, progress: Progress | None = None
+) -> Figures:
+    """Do as `evaluate`, or return what the same model gave before on the same text with the same libraries.
+
+    Tasks given as a YAML file are always measured, since nobody knows what else such a task reads.
+
+    Args:
+        access: as for `evaluate`.
+        tokenizer: as for `evaluate`.
+        settings: as for `evaluate`.
+        model_fingerprint: stands for the weights, such as `access.weights_fingerprint` returns.
+        progress: as for `evaluate`; not called when the figures were cached.
+    """
+    texts = _read_texts(access.model, tokenizer, settings)
+    if any(isinstance(t, str) and is_file(t) for t in (settings.lm_eval.tasks if settings.lm_eval else ())):
+        return _measure(access, tokenizer, settings, texts, progress)
+    key = {
+        "settings": settings.model_dump(mode="json", by_alias=True),
+        "text": texts.fingerprint(),
+        "model": model_fingerprint,
+        "config": _sha256(access.model.config.to_json_string()),
+        "tokenizer": _sha256(repr((sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map))),
+        "device": access.device.type,
+        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "lm_eval")},
+    }
+    return cached(key, lambda: _measure(access, tokenizer, settings, texts, progress), cache_folder() / "evaluations")
+
+
+@dataclass(frozen=True, eq=False)
+class _Texts:
+    """The text of an evaluation: windows [N, T] for token perplexity, documents by rolling task."""
+
+    windows: Tensor | None
+    rolling: Mapping[str, Sequence[str]]
+
+    def fingerprint(self) -> list[str]:
+        windows = [] if self.windows is None else [fingerprint(self.windows)]
+        return [*windows, *(_sha256(json.dumps([name, *read])) for name, read in self.rolling.items())]
+
+
+def _read_texts(model: Any, tokenizer: Any, settings: Evaluate) -> _Texts:
+    windows = None
+    if (wanted := settings.token_perplexity) is not None:
+        windows = evaluation_windows(
+            token_ids(documents(wanted.dataset, "evaluation"), tokenizer),
+            wanted.samples,
+            wanted.sequence_length,
+            max_positions=getattr(text_config(model), "max_position_embeddings", None),
+        )
+    tasks = settings.lm_eval.tasks if settings.lm_eval is not None else []
+    # the harness counts a word in a document that has none
+    rolling = {
+        t.name: [d for d in documents(t.dataset, "evaluation") if d.strip()]
+        for t in tasks
+        if isinstance(t, RollingTask)
+    }
+    return _Texts(windows, rolling)
+
+
+def _measure(access: Access, tokenizer: Any, settings: Evaluate, texts: _Texts, progress: Progress | None) -> Figures:
+    figures: Figures = {}
+    if settings.lm_eval is not None:
+        check_tasks(settings.lm_eval)  # before any work
+    if settings.token_perplexity is not None and texts.windows is not None:
+        batch_size = settings.token_perplexity.batch_size
+        figures["token_perplexity"] = token_perplexity(access, texts.windows, batch_size=batch_size, progress=progress)
+    if settings.lm_eval is not None:
+        with access.whole() as model, _evaluation_mode(model):
+            tasks = run_tasks(model, tokenizer, settings.lm_eval, texts.rolling)
+        figures |= tasks
+        rolling = [metrics for metrics in tasks.values() if "word_perplexity" in metrics]
+        if len(rolling) == 1:
+            figures |= {name: rolling[0][name] for name in ROLLING_METRICS if name in rolling[0]}
+    return figures
+
+
+def _negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
+    """Sum the negative log-likelihood of targets [n] under logits [n, vocabulary], a few rows in float32 at a time."""
+    rows = max(1, _LOGITS_IN_FLOAT32 // logits.shape[-1])
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+    for start in range(0, len(targets), rows):
+        chunk, expected = logits[start : start + rows].to(dtype), targets[start : start + rows]
+        total += functional.cross_entropy(chunk, expected, reduction="none").sum(dtype=torch.float64)
+    return float(total)
+
+
+@contextlib.contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode, and afterwards every module back into its own."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

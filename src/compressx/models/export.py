@@ -1,0 +1,207 @@
+"""The output folder: built beside its target, renamed when it is whole."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from compressx.errors import ArtifactError
+from compressx.files import BLOCKS, STATE, os_errors_named, sync, sync_tree
+from compressx.masks.maskset import refuse_prepared
+from compressx.quiet import quiet_libraries
+
+try:
+    import fcntl
+except ImportError:  # Windows: leftovers of killed processes stay
+    fcntl = None  # type: ignore[assignment]
+
+
+def check_output(target: Path) -> None:
+    """Refuse a target that a run could not write, or must not replace.
+
+    A missing folder, an empty one and an earlier output (it holds `report.json` and `recipe.yaml`) are fine.
+
+    Raises:
+        ArtifactError: any other folder, a file, the current folder or one above it, a place that cannot be written.
+    """
+    folder = _resolved(target)
+    with os_errors_named("look into", folder):
+        if folder.exists() and not folder.is_dir():
+            raise ArtifactError(f"output {folder} is a file; name a folder")
+        if folder.is_dir() and any(folder.iterdir()) and not _is_output(folder):
+            raise ArtifactError(
+                f"output {folder} exists and is no earlier output of compressx (it holds no report.json and "
+                "recipe.yaml); name a new folder, or empty this one"
+            )
+        if Path.cwd().is_relative_to(folder):
+            raise ArtifactError(f"output {folder} would replace the current folder or one above it; name another")
+        above = next(p for p in folder.parents if p.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise ArtifactError(f"output {folder} cannot be made: {above} is no folder that you may write to")
+
+
+@contextmanager
+def output_folder(target: Path, *, resume: bool = False, restart: bool = False) -> Iterator[Path]:
+    """Yield a folder to fill, which becomes `target` when the block ends without an exception.
+
+    Until then `target` stays as it was, an earlier output included. After an exception, KeyboardInterrupt among them,
+    the new folder is removed unless it holds `state.json`: then a later call can go on with it. What killed processes
+    left beside the target is cleared up first.
+
+    Args:
+        target: to make or replace.
+        resume: go on with the folder that an interrupted run left, if there is one.
+        restart: remove such a folder.
+
+    Raises:
+        ArtifactError: as `check_output`; when there is such a folder and neither is asked for; and when folders cannot
+            be made, renamed or forced onto disk.
+    """
+    check_output(target)
+    folder = _resolved(target)
+    with os_errors_named("make", folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        left = _interrupted(folder)
+        if left and not resume and not restart:
+            raise ArtifactError(
+                f"an earlier run for output {folder} was interrupted, and what it finished is kept in {left[-1]}; "
+                "go on with --resume, or begin anew with --restart"
+            )
+        building = left[-1] if left and resume else _sibling(folder, "partial", secrets.token_hex(4))
+        _clear_leftovers(folder, building)
+        building.mkdir(exist_ok=True)
+    earlier = _sibling(folder, "earlier", building.name.rpartition("-")[2])
+    try:
+        with _locked(building):
+            yield building
+            check_output(folder)  # the run took hours: somebody may have put something there
+            with os_errors_named("write", folder):
+                (building / STATE).unlink(missing_ok=True)
+                shutil.rmtree(building / BLOCKS, ignore_errors=True)
+                sync_tree(building)
+                if folder.exists():
+                    folder.rename(earlier)
+                building.rename(folder)
+                sync(folder.parent)
+    finally:
+        # After success only `earlier` is there to remove; after a failure `building` is, and `earlier` goes back.
+        if not (building / STATE).exists():
+            shutil.rmtree(building, ignore_errors=True)
+        _settle(earlier, folder)
+
+
+def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Save a pruned model as transformers and vLLM load it: dense safetensors with zeros, config, tokenizer.
+
+    Args:
+        model: the transformers model, its masks squashed.
+        tokenizer: its tokenizer, or None.
+        folder: made when missing.
+        tensors: what to save of it, by the names of its state dict; all when absent.
+
+    Raises:
+        ArtifactError: a prepared or quantized model, or files that cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    refuse_prepared(model)
+    if (quantization := getattr(model.config, "quantization_config", None)) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise ArtifactError(
+            f"{type(model).__name__} cannot be saved to {folder}: its config says that it is quantized "
+            f"({getattr(method, 'value', method)}), while its weights are dense; rebuild it from a config without "
+            "quantization_config"
+        )
+    with os_errors_named("write", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with quiet_libraries():
+                model.save_pretrained(folder, state_dict=None if tensors is None else dict(tensors))
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(folder)
+        except (SafetensorError, ValueError) as error:  # a full disk comes as a SafetensorError
+            raise ArtifactError(f"cannot save {type(model).__name__} to {folder}: {error}") from error
+        for weights in folder.glob("*.safetensors"):
+            weights.chmod(folder.stat().st_mode & 0o666)  # safetensors writes 0600, so that no server could read it
+        sync_tree(folder)
+
+
+def _resolved(target: Path) -> Path:
+    """Follow links and `..`, so that a rename replaces the folder itself."""
+    with os_errors_named("resolve", target):
+        return target.expanduser().resolve()
+
+
+def _is_output(folder: Path) -> bool:
+    return (folder / "report.json").is_file() and (folder / "recipe.yaml").is_file()
+
+
+def _sibling(folder: Path, role: Literal["partial", "earlier"], token: str) -> Path:
+    return folder.with_name(f".{folder.name}.{role}-{token}")
+
+
+def _interrupted(folder: Path) -> list[Path]:
+    """Return what dead processes left to go on with, the latest last."""
+    partial = _sibling(folder, "partial", "").name
+    found = [p for p in folder.parent.iterdir() if p.name.startswith(partial) and (p / STATE).exists()]
+    return sorted((p for p in found if _is_abandoned(p)), key=lambda p: (p / STATE).stat().st_mtime)
+
+
+def _clear_leftovers(folder: Path, kept: Path) -> None:
+    """Remove what dead processes were building, and put back what they had moved aside without replacing it."""
+    names = [path.name for path in folder.parent.iterdir()]
+    partial, earlier = (_sibling(folder, role, "").name for role in ("partial", "earlier"))
+    for name in names:
+        if name.startswith(partial) and name != kept.name and _is_abandoned(folder.with_name(name)):
+            shutil.rmtree(folder.with_name(name), ignore_errors=True)
+    for name in names:
+        if name.startswith(earlier):
+            builder = _sibling(folder, "partial", name.removeprefix(earlier))
+            if not builder.exists():
+                _settle(folder.with_name(name), folder)
+
+
+def _settle(earlier: Path, folder: Path) -> None:
+    """Put an earlier output back when nothing has taken its place, else remove it."""
+    if not earlier.exists():
+        return
+    if folder.exists():
+        shutil.rmtree(earlier, ignore_errors=True)
+    else:
+        earlier.rename(folder)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder, which the kernel lets go when the process dies, however it dies."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network drives lock no folders; leftovers stay there
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Say whether no living process holds the folder's lock. A process id would not tell: containers reuse them."""
+    if fcntl is None:
+        return False
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        finally:
+            os.close(descriptor)
+    return False

@@ -1,0 +1,186 @@
+"""A model that stays on disk: its modules are there from the start, its weights a block at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressx.architecture import find_blocks, text_config
+from compressx.errors import ArtifactError
+from compressx.models import shards
+from compressx.models.access import Access, InMemory, block_file
+from compressx.models.capture import capture_calls, replay, run_around
+from compressx.models.export import save_model
+from compressx.models.hidden import InFiles, in_memory
+from compressx.models.loading import Checkpoint, load_empty, load_model, load_offloaded, local_folder
+from compressx.models.shards import OUTSIDE, Shards
+from compressx.recipe.sources import Streaming
+
+_HIDDEN_SHARE = 0.25
+"""Of the free memory: hidden states of an evaluation that would take more are kept in files."""
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedModel:
+    """A model whose weights are loaded when they are asked for, and given up afterwards.
+
+    Attributes:
+        checkpoint: where the model comes from.
+        model: the transformers model in evaluation mode; parameters that are not loaded are on the `meta` device.
+        blocks: its decoder blocks by fully qualified name.
+        source: where the weights of each block, and of what lies outside, are read; `write` changes it.
+        device: where weights go.
+    """
+
+    checkpoint: Checkpoint
+    model: Any
+    blocks: Mapping[str, nn.Module]
+    source: dict[str, Shards]
+    device: torch.device
+
+    @contextmanager
+    def materialise(self, fqn: str) -> Iterator[nn.Module]:
+        """Give a block with its weights for the length of a `with`; `OUTSIDE` is all but the blocks.
+
+        What is changed is lost at the end unless it was written.
+
+        Raises:
+            ArtifactError: weights that cannot be read or are not there.
+        """
+        module = self.model.get_submodule(fqn)
+        shards.load(self.model, self.source[fqn], fqn, self.device)
+        try:
+            if fqn == OUTSIDE:
+                self.model.tie_weights(recompute_mapping=False)
+            if missing := [name for name, tensor in self.tensors(fqn).items() if tensor.is_meta]:
+                raise ArtifactError(f"{self.source[fqn].folder}: the checkpoint lacks {', '.join(missing[:3])}")
+            yield module
+        finally:
+            shards.unload(self.model, self.tensors(fqn))
+            _give_back_freed_memory()
+
+    def tensors(self, fqn: str) -> dict[str, Tensor]:
+        """Return a block's parameters and stored buffers by their names in the model."""
+        return shards.tensors_of(self.model, self.blocks, fqn)
+
+    def logits(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Run the model on all batches, block by block, and yield the logits of each.
+
+        Hidden states of all batches are kept meanwhile: in temporary files where they would take too much memory.
+
+        Raises:
+            ArtifactError: as `materialise`, or no room for the files.
+        """
+        width = text_config(self.model).hidden_size * self.model.dtype.itemsize
+        large = width * sum(batch.numel() for batch in batches) > _HIDDEN_SHARE * _free_memory(self.device)
+        with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
+            keep = InFiles(Path(folder)) if large else in_memory
+            with self.materialise(OUTSIDE):
+                states, calls = capture_calls(self.model, self.blocks, [b.to(self.device) for b in batches], keep)
+            for fqn in self.blocks:
+                with self.materialise(fqn) as module, torch.no_grad():
+                    for state, call in zip(states, calls[fqn], strict=True):
+                        state.copy_(replay(module, state.to(self.device), call))
+            with self.materialise(OUTSIDE):
+                for batch, state in zip(batches, states, strict=True):
+                    ids = batch.to(self.device)
+                    yield run_around(self.model, self.blocks, ids, state.to(self.device)).logits
+
+    @contextmanager
+    def whole(self) -> Iterator[Any]:
+        """Give the model with its blocks offloaded to disk: every call reads all of them."""
+        with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
+            yield load_offloaded(self.checkpoint, self.blocks, self.device, Path(folder))
+
+    def write(self, fqn: str, folder: Path) -> None:
+        """Write a materialised block as a file in the checkpoint's own names; it is read from there from now on.
+
+        Raises:
+            ArtifactError: when it cannot be written; nothing is left of it then.
+        """
+        shards.write(block_file(folder, fqn), shards.checkpoint_tensors(self.model, self.tensors(fqn)))
+        self.read(fqn, folder)
+
+    def read(self, fqn: str, folder: Path) -> None:
+        """Take a block's weights from what `write` wrote from now on.
+
+        Raises:
+            ArtifactError: a file that is missing or damaged.
+        """
+        self.source[fqn] = shards.of_file(block_file(folder, fqn), fqn)
+
+    def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:
+        """Make a checkpoint of the blocks in `written` and of all that is unchanged; one file for each block.
+
+        Args:
+            tokenizer: saved with it.
+            written: where `write` put blocks.
+            folder: to make.
+
+        Raises:
+            ArtifactError: when it cannot be written.
+        """
+        for fqn in self.blocks:
+            if self.source[fqn].folder != written:
+                with self.materialise(fqn):
+                    self.write(fqn, written)
+        with self.materialise(OUTSIDE):
+            save_model(self.model, tokenizer, folder, self.tensors(OUTSIDE))
+        shards.join(folder, [self.source[fqn] for fqn in self.blocks])
+
+
+def open_model(checkpoint: Checkpoint, streaming: Streaming, device: torch.device) -> Access:
+    """Load a model, or leave it on disk if the recipe or its size says so.
+
+    Raises:
+        CompressxError: as `models.load_model` and `open_streamed`.
+    """
+    if streaming is True or (streaming == "auto" and is_larger_than_memory(checkpoint, device)):
+        return open_streamed(checkpoint, device)
+    return InMemory(load_model(checkpoint).to(device))
+
+
+def open_streamed(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> StreamedModel:
+    """Build a model without its weights, and find out where each block's lie.
+
+    Raises:
+        ArtifactError: a checkpoint that is missing or damaged.
+        UnsupportedModelError: a GGUF file, which transformers only converts whole, or no decoder blocks.
+    """
+    folder = local_folder(checkpoint)
+    model = load_empty(checkpoint)
+    blocks = find_blocks(model)
+    found = shards.find_shards(folder, model, blocks)
+    return StreamedModel(checkpoint, model, blocks, dict.fromkeys((OUTSIDE, *blocks), found), torch.device(device))
+
+
+def is_larger_than_memory(checkpoint: Checkpoint, device: torch.device) -> bool:
+    """Say whether a model would take more than half of the memory that is free; a GGUF file never does."""
+    if checkpoint.gguf_file is not None:
+        return False
+    skeleton = load_empty(checkpoint)
+    size = sum(p.numel() * p.element_size() for p in skeleton.parameters())
+    return bool(size > _free_memory(device) / 2)
+
+
+def _give_back_freed_memory() -> None:
+    """Return to the system what glibc keeps of freed memory, which would grow from block to block."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # other C libraries have none
+        trim(0)
+
+
+def _free_memory(device: torch.device) -> int:
+    import psutil
+
+    free: int = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return free

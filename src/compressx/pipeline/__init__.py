@@ -1,0 +1,1 @@
+"""A run, from a recipe to its output folder."""

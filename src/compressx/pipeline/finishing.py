@@ -1,0 +1,153 @@
+"""The stages of a run after its last block is pruned: fine-tuning, evaluation, the saved model, the reports."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from compressx._version import __version__
+from compressx.evaluation.perplexity import evaluate
+from compressx.masks.maskset import MaskSet
+from compressx.models.access import Access
+from compressx.models.loading import Checkpoint
+from compressx.models.streaming import StreamedModel, open_model, open_streamed
+from compressx.pipeline.asked import Asked, Stage
+from compressx.pipeline.clock import peak_memory_bytes
+from compressx.pipeline.journal import FinishedBlock, Journal
+from compressx.pipeline.preparation import at
+from compressx.planning.plan import Plan
+from compressx.recipe.tuning import FinetuneReport
+from compressx.report import figures, markdown
+from compressx.report.run import AllocationReport, RunReport, total_sparsity
+from compressx.training.finetune import finetune
+
+_VERSIONS_OF = ("torch", "transformers", "lm_eval", "datasets", "safetensors")
+
+
+@dataclass(frozen=True, eq=False)
+class Pruned:
+    """A run whose blocks are all pruned.
+
+    Attributes:
+        checkpoint: of the dense model.
+        tokenizer: the model's.
+        access: the model.
+        plan: what was done to it.
+        allocation: how its sparsities were chosen, if they were.
+        blocks: what is known of each block.
+        dense: what was measured of the dense model, by `dense`; empty when the recipe evaluates nothing.
+        training: the windows to fine-tune on [windows, tokens], or None.
+    """
+
+    checkpoint: Checkpoint
+    tokenizer: Any
+    access: Access
+    plan: Plan
+    allocation: AllocationReport | None
+    blocks: Sequence[FinishedBlock]
+    dense: Mapping[str, Mapping[str, Any]]
+    training: Tensor | None
+
+
+def finish(asked: Asked, pruned: Pruned, journal: Journal, folder: Path) -> RunReport:
+    """Fine-tune if the recipe says so, measure, and fill the output folder.
+
+    The pruned model is measured before it is fine-tuned too.
+
+    Raises:
+        CompressxError: anything that the user can mend.
+    """
+    access, masks = pruned.access, folder / "masks.safetensors"
+    with asked.clock.stage("save"):
+        journal.save_masks(masks)
+    evaluation = dict(pruned.dense)
+    tuned = None
+    if pruned.training is not None:
+        evaluation |= _evaluated(asked, access, pruned.tokenizer, "pruned")
+        tuned = _finetuned(asked, pruned, pruned.training, MaskSet.load(masks), journal)
+    asked.tell("save", 0, 1)
+    with asked.clock.stage("save"):
+        drawn = _save(pruned, tuned, journal, folder)
+    if isinstance(access, StreamedModel):
+        access = open_streamed(pruned.checkpoint.at(folder / "model"), access.device)
+    evaluation |= _evaluated(asked, access, pruned.tokenizer, "pruned" if tuned is None else "finetuned")
+    report = _report(asked, pruned, evaluation, tuned, drawn)
+    (folder / "recipe.yaml").write_text(asked.loaded.to_yaml(), encoding="utf-8")
+    (folder / "plan.json").write_text(json.dumps(pruned.plan.to_dict(), indent=1) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(markdown.page(report), encoding="utf-8")
+    (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
+    return report
+
+
+def _finetuned(asked: Asked, pruned: Pruned, windows: Tensor, masks: MaskSet, journal: Journal) -> FinetuneReport:
+    """Train the survivors, going on from what an interrupted run has done of it."""
+    settings = asked.loaded.recipe.finetune
+    assert settings is not None  # noqa: S101 - there are windows for it
+    with asked.clock.stage("finetune"), at(asked.loaded, "finetune"):
+        asked.tell("finetune", 0, settings.steps)
+        dense = open_model(pruned.checkpoint, False, asked.device).model if settings.teacher == "dense" else None
+        return finetune(
+            pruned.access.model, masks, windows, settings, teacher=dense,
+            checkpoint=journal.blocks / "finetune.safetensors",
+            progress=lambda i, n, loss: asked.tell("finetune", i, n, f"loss {loss:.4g}"),
+        )  # fmt: skip
+
+
+def _evaluated(
+    asked: Asked, access: Access, tokenizer: Any, name: Literal["pruned", "finetuned"]
+) -> dict[str, Mapping[str, Any]]:
+    """Measure what the recipe asks for, if anything."""
+    settings = asked.loaded.recipe.evaluate
+    if settings is None:
+        return {}
+    stage: Stage = "evaluate pruned" if name == "pruned" else "evaluate finetuned"
+    with asked.clock.stage("evaluate"):
+        return {name: evaluate(access, tokenizer, settings, progress=lambda i, n: asked.tell(stage, i, n))}
+
+
+def _save(
+    pruned: Pruned, tuned: FinetuneReport | None, journal: Journal, folder: Path
+) -> tuple[Mapping[str, str], ...]:
+    """Write figures and model, and return what says which figures there are."""
+    for name in ("plots", "model"):  # an interrupted run may have begun them
+        shutil.rmtree(folder / name, ignore_errors=True)
+    matrices = [m for block in pruned.blocks for m in block.matrices]
+    losses = () if tuned is None else tuned.losses
+    drawn = figures.draw([block.report for block in pruned.blocks], matrices, folder / "plots", losses)
+    pruned.access.save(pruned.tokenizer, journal.blocks, folder / "model")
+    return drawn
+
+
+def _report(
+    asked: Asked, pruned: Pruned, evaluation: Mapping[str, Any], tuned: FinetuneReport | None,
+    drawn: tuple[Mapping[str, str], ...],
+) -> RunReport:  # fmt: skip
+    layers = tuple(layer for block in pruned.blocks for layer in block.report.layers)
+    return RunReport(
+        compressx=__version__,
+        model=asked.loaded.recipe.model.model_dump(mode="json", exclude_none=True),
+        sparsity=total_sparsity(layers),
+        layers=layers,
+        skipped=tuple({"name": n, "reason": r} for n, r in pruned.plan.skipped.items()),
+        evaluation=evaluation,
+        seconds=asked.clock.seconds(),
+        peak_memory_bytes=peak_memory_bytes(),
+        plugins=tuple(
+            {"name": p.name, "version": p.version, "source": p.source, "module": p.module}
+            for p in asked.plugins.records
+            if p.status == "loaded"
+        ),
+        versions={"python": platform.python_version(), **{n: metadata.version(n) for n in _VERSIONS_OF}},
+        figures=drawn,
+        allocation=pruned.allocation,
+        reconstructions={b.report.fqn: b.report.reconstruction for b in pruned.blocks if b.report.reconstruction},
+        finetune=tuned,
+    )

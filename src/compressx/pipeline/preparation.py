@@ -1,0 +1,123 @@
+"""Everything about a recipe that can be found wrong before weights are loaded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compressx.allocation.units import settled
+from compressx.architecture import text_config
+from compressx.calibration.documents import check_dataset
+from compressx.errors import ArtifactError, CompressxError, RecipeError
+from compressx.evaluation.harness import check_tasks
+from compressx.models.export import check_output
+from compressx.models.loading import Checkpoint, find_checkpoint, load_skeleton
+from compressx.planning.plan import Plan, make_plan
+from compressx.plugins.manager import Plugins
+from compressx.recipe.schema import LoadedRecipe, RollingTask, load_recipe, recipe_from_dict
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a checked recipe comes to: a model that was found, and what happens to each of its linears."""
+
+    checkpoint: Checkpoint
+    plan: Plan
+
+
+def loaded_recipe(recipe: LoadedRecipe | Path | str | Mapping[str, Any], overrides: Sequence[str]) -> LoadedRecipe:
+    """Read and check a recipe that is not read yet.
+
+    Raises:
+        RecipeError: what is wrong with it.
+    """
+    if isinstance(recipe, Path | str):
+        return load_recipe(Path(recipe), overrides)
+    if overrides:
+        raise RecipeError("overrides only go with the path of a recipe")
+    return recipe if isinstance(recipe, LoadedRecipe) else recipe_from_dict(dict(recipe))
+
+
+def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
+    """Find every mistake that can be found before weights are loaded."""
+    recipe = loaded.recipe
+    with at(loaded, "output"):
+        check_output(recipe.output)
+    with at(loaded, "model"):
+        checkpoint = find_checkpoint(recipe.model)
+        skeleton = load_skeleton(checkpoint)
+    output = recipe.output.expanduser().resolve()
+    if (checkpoint_path := Path(checkpoint.location)).exists() and checkpoint_path.resolve().is_relative_to(output):
+        raise ArtifactError(
+            f"{loaded.where('output')}: output {recipe.output} would replace the model that it is made from; "
+            "name another folder"
+        )
+    if recipe.calibration is not None:
+        with at(loaded, "calibration", "dataset"):
+            check_dataset(recipe.calibration.dataset)
+    if recipe.evaluate is not None and recipe.evaluate.token_perplexity is not None:
+        with at(loaded, "evaluate", "token_perplexity", "dataset"):
+            check_dataset(recipe.evaluate.token_perplexity.dataset)
+    planned = make_plan(loaded, plugins, skeleton)
+    with at(loaded, "allocation", "target"):
+        planned = settled(planned)
+    _check_finetune(loaded, skeleton)
+    if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None:
+        for i, task in enumerate(recipe.evaluate.lm_eval.tasks):
+            if isinstance(task, RollingTask):
+                with at(loaded, "evaluate", "lm_eval", "tasks", i, "dataset"):
+                    check_dataset(task.dataset)
+        with at(loaded, "evaluate", "lm_eval", "tasks"):
+            check_tasks(recipe.evaluate.lm_eval)
+    return Prepared(checkpoint, planned)
+
+
+def _check_finetune(loaded: LoadedRecipe, skeleton: Any) -> None:
+    """Refuse fine-tuning without text, with windows longer than the model's positions, or of a model left on disk."""
+    recipe = loaded.recipe
+    settings = recipe.finetune
+    if settings is None:
+        return
+    if recipe.model.streaming is True:
+        refuse_streamed(loaded)
+    if settings.dataset is not None:
+        with at(loaded, "finetune", "dataset"):
+            check_dataset(settings.dataset)
+    elif recipe.calibration is None:
+        raise RecipeError(
+            f"{loaded.where('finetune')}: there is no text to train on: the recipe has no calibration, and finetune "
+            "no dataset; add one of them, such as finetune.dataset: wikitext"
+        )
+    positions = getattr(text_config(skeleton), "max_position_embeddings", None)
+    if settings.dataset is not None and positions is not None and settings.window > positions:
+        raise RecipeError(
+            f"{loaded.where('finetune', 'sequence_length')}: sequence_length {settings.window} is longer than the "
+            f"model's {positions} positions"
+        )
+
+
+def refuse_streamed(loaded: LoadedRecipe) -> None:
+    """Refuse to fine-tune a model whose weights stay on disk.
+
+    Raises:
+        RecipeError: the recipe has a `finetune` section.
+    """
+    if loaded.recipe.finetune is not None:
+        given = loaded.recipe.model.streaming
+        why = "which finds it too large for the free memory" if given == "auto" else "which leaves them on disk"
+        raise RecipeError(
+            f"{loaded.where('finetune')}: fine-tuning needs all weights in memory, and model.streaming is "
+            f"{str(given).lower()} at {loaded.where('model', 'streaming')}, {why}; set it to false, or drop finetune"
+        )
+
+
+@contextlib.contextmanager
+def at(loaded: LoadedRecipe, *location: str | int) -> Iterator[None]:
+    """Put the place in the recipe before an error's message."""
+    try:
+        yield
+    except CompressxError as error:
+        raise type(error)(f"{loaded.where(*location)}: {error}") from error

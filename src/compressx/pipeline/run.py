@@ -1,0 +1,248 @@
+"""The stages of a run, in order: recipe, plan, text, model, evaluation, pruning, fine-tuning, evaluation, output."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compressx._version import __version__
+from compressx.allocation.methods import allocate, report_on
+from compressx.architecture import survey, text_config
+from compressx.blocks.sensitivity import of_model
+from compressx.blocks.walk import Finished, prune_model
+from compressx.calibration.documents import documents
+from compressx.calibration.windows import calibration_windows, token_ids
+from compressx.calibration.windows import fingerprint as fingerprint_of
+from compressx.evaluation.perplexity import evaluate_cached
+from compressx.models.access import Access, Device, device_for, weights_fingerprint
+from compressx.models.export import output_folder
+from compressx.models.hidden import InFiles, Keep, in_memory
+from compressx.models.loading import load_tokenizer
+from compressx.models.streaming import StreamedModel, open_model
+from compressx.pipeline.asked import Asked, Progress
+from compressx.pipeline.finishing import Pruned, finish
+from compressx.pipeline.journal import Allocated, FinishedBlock, Journal
+from compressx.pipeline.preparation import at, loaded_recipe, prepare, refuse_streamed
+from compressx.planning.plan import Plan
+from compressx.plugins.manager import Plugins, load_plugins
+from compressx.pruner import Sensitivity
+from compressx.ranks import Ranks, joined_ranks
+from compressx.recipe.methods import MeasuredAllocation
+from compressx.recipe.schema import Calibration, LoadedRecipe
+from compressx.report import figures
+from compressx.report.run import AllocationReport, RunReport
+from compressx.training.finetune import training_windows
+
+_IDLE = {"checkpoint_every", "dataset", "samples", "sequence_length"}
+"""What `finetune` says that changes nothing, or only its text, whose tokens are compared."""
+
+
+def plan(
+    recipe: LoadedRecipe | Path | str | Mapping[str, Any],
+    *,
+    plugins: Plugins | None = None,
+    overrides: Sequence[str] = (),
+) -> Plan:
+    """Check a recipe and decide what happens to every linear, without loading weights or text.
+
+    Args:
+        recipe: a path, a mapping, or what `load_recipe` returned.
+        plugins: what `load_plugins` returned; discovered anew when absent.
+        overrides: `a.b=VALUE`, as `--set` takes them; only with a path.
+
+    Raises:
+        CompressxError: anything that is wrong with the recipe, the plugins or the model.
+    """
+    return prepare(loaded_recipe(recipe, overrides), plugins or load_plugins()).plan
+
+
+def run(
+    recipe: LoadedRecipe | Path | str | Mapping[str, Any],
+    *,
+    plugins: Plugins | None = None,
+    overrides: Sequence[str] = (),
+    progress: Progress | None = None,
+    device: Device = "auto",
+    resume: bool = False,
+    restart: bool = False,
+) -> RunReport:
+    """Prune a model as a recipe says and write the output folder.
+
+    Args:
+        recipe: a path, a mapping, or what `load_recipe` returned.
+        plugins: what `load_plugins` returned; discovered anew when absent.
+        overrides: `a.b=VALUE`, as `--set` takes them; only with a path.
+        progress: see `asked.Progress`.
+        device: where the model runs; `auto` is CUDA when there is some.
+        resume: go on after the last finished block of an interrupted run of the same recipe, if there was one.
+        restart: begin anew where an interrupted run has left finished blocks.
+
+    Returns:
+        The report that was also written.
+
+    Raises:
+        CompressxError: anything that the user can mend. The output folder is then as it was before; finished blocks are
+            kept beside it for `resume`.
+    """
+    with joined_ranks(where := device_for(device)) as ranks:
+        asked = Asked(
+            loaded=loaded_recipe(recipe, overrides),
+            plugins=plugins or load_plugins(),
+            progress=progress if ranks.first else None,
+            device=where,
+            ranks=ranks,
+        )
+        report = _run(asked, resume=resume, restart=restart)
+        report = ranks.told(report)
+        assert report is not None  # noqa: S101 - the first has one
+        return report
+
+
+def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
+    """Go through the stages; the report is the first process's, which alone writes and evaluates."""
+    loaded, clock, ranks = asked.loaded, asked.clock, asked.ranks
+    settings = loaded.recipe.evaluate
+    with clock.stage("load"):
+        asked.tell("load", 0, 1)
+        prepared = prepare(loaded, asked.plugins)
+        tokenizer = load_tokenizer(prepared.checkpoint)
+    with clock.stage("calibrate"), at(loaded, "calibration"):
+        asked.tell("calibrate", 0, 1)
+        windows = _windows(loaded.recipe.calibration, tokenizer, prepared.plan)
+        batches = _batches(loaded.recipe.calibration, windows, ranks)
+    with clock.stage("calibrate"), at(loaded, "finetune"):
+        training = training_windows(loaded.recipe, tokenizer, windows)
+    with clock.stage("load"), at(loaded, "model"):
+        access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, asked.device)
+    if isinstance(access, StreamedModel):
+        refuse_streamed(loaded)
+    with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
+        fingerprint = ranks.told(_fingerprint(asked, prepared.plan, access, windows, training) if ranks.first else {})
+        journal = Journal(folder, fingerprint, ranks)
+        evaluation: dict[str, Any] = {}
+        if settings is not None and ranks.first:
+            with clock.stage("evaluate"), at(loaded, "evaluate"):
+                evaluation["dense"] = evaluate_cached(
+                    access, tokenizer, settings, fingerprint["model"],
+                    progress=lambda i, n: asked.tell("evaluate dense", i, n),
+                )  # fmt: skip
+        with clock.stage("allocate"), at(loaded, "allocation"):
+            final, allocation = _allocate(asked, access, prepared.plan, batches, journal)
+        with clock.stage("prune"):
+            finished = _prune(asked, access, final, batches, journal)
+        if not ranks.first:
+            return None
+        pruned = Pruned(prepared.checkpoint, tokenizer, access, final, allocation, finished, evaluation, training)
+        report = finish(asked, pruned, journal, folder)
+    asked.plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output)
+    return report
+
+
+@contextlib.contextmanager
+def _folder(output: Path, *, resume: bool, restart: bool, ranks: Ranks) -> Iterator[Path]:
+    """Give the folder that the first process fills."""
+    if not ranks.first:
+        yield ranks.told(Path())
+        return
+    with output_folder(output, resume=resume, restart=restart) as folder:
+        ranks.told(folder)
+        yield folder
+
+
+def _windows(settings: Calibration | None, tokenizer: Any, planned: Plan) -> torch.Tensor | None:
+    """Read the calibration text, if the plan needs any: [windows, tokens]."""
+    if settings is None or not planned.needs_calibration:
+        return None
+    ids = token_ids(documents(settings.dataset, "calibration"), tokenizer)
+    return calibration_windows(ids, settings.samples, settings.sequence_length, settings.seed)
+
+
+def _batches(settings: Calibration | None, windows: torch.Tensor | None, ranks: Ranks) -> Sequence[torch.Tensor]:
+    return () if settings is None or windows is None else torch.split(ranks.share(windows), settings.batch_size)
+
+
+def _fingerprint(
+    asked: Asked, planned: Plan, access: Access, windows: torch.Tensor | None, training: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return what decides the result of a run, by names that a user knows."""
+    used = {spec.name for rule in planned.rules for spec in (rule.pruner, rule.reconstructor) if spec is not None}
+    recipe = asked.loaded.recipe.model_dump(mode="json", exclude_none=True)
+    tuning = asked.loaded.recipe.finetune
+    return {
+        "model": weights_fingerprint(access),
+        "prune": recipe["prune"],
+        "allocation": recipe.get("allocation"),
+        "true_sequential": recipe["true_sequential"],
+        "reconstruct_block": recipe.get("reconstruct_block"),
+        "calibration tokens": None if windows is None else fingerprint_of(windows),
+        "calibration batch_size": None if windows is None else recipe["calibration"]["batch_size"],
+        "finetune": None if tuning is None else tuning.model_dump(mode="json", exclude=_IDLE),
+        "finetune tokens": None if training is None else fingerprint_of(training),
+        "plugins": {p.name: p.version for p in asked.plugins.records if p.status == "loaded" and used & {*p.pruners}},
+        "versions": {"compressx": __version__, **{n: metadata.version(n) for n in ("torch", "transformers", "numpy")}},
+        "device": access.device.type,
+        "processes": asked.ranks.size,
+    }
+
+
+def _allocate(
+    asked: Asked, access: Access, planned: Plan, batches: Sequence[torch.Tensor], journal: Journal
+) -> tuple[Plan, AllocationReport | None]:
+    """Give every linear its sparsity where the recipe leaves that open; the first process measures, on its own text."""
+    if not isinstance(planned.allocation, MeasuredAllocation):
+        settings = asked.loaded.recipe.allocation
+        return planned, None if settings is None else report_on(planned, settings)
+    if journal.allocated is None:
+        allocated = None
+        if asked.ranks.first:
+            final, report = allocate(
+                access, planned, planned.allocation, batches, lambda i, n: asked.tell("allocate", i, n)
+            )
+            allocated = Allocated({x.name: x.pattern for x in final.linears}, report)
+        allocated = asked.ranks.told(allocated)
+        assert allocated is not None  # noqa: S101 - the first has one
+        journal.allocate(allocated)
+    assert journal.allocated is not None  # noqa: S101 - it is now
+    return planned.allocated(journal.allocated.patterns), journal.allocated.report
+
+
+def _keep(asked: Asked, access: Access, batches: Sequence[torch.Tensor], folder: Path) -> Keep:
+    """Keep hidden states in files when they are larger than the recipe's limit."""
+    settings = asked.loaded.recipe.calibration
+    width = text_config(access.model).hidden_size * access.model.dtype.itemsize
+    size = width * sum(batch.numel() for batch in batches)
+    if asked.loaded.recipe.reconstruct_block is not None:
+        size *= 2  # the dense stream beside the pruned one
+    limit = None if settings is None else settings.memory_limit
+    return InFiles(folder / f"hidden-{asked.ranks.rank}") if limit is not None and size > limit else in_memory
+
+
+def _prune(
+    asked: Asked, access: Access, planned: Plan, batches: Sequence[torch.Tensor], journal: Journal
+) -> list[FinishedBlock]:
+    """Prune what an interrupted run has not finished, and record every block."""
+    finished: list[FinishedBlock] = []
+    reached = None
+    keep = _keep(asked, access, batches, journal.blocks)
+    sensitivities: Mapping[str, Sensitivity] = {}
+    total = len({x.block for x in planned.linears})
+    if len(journal.finished) < total and (names := planned.sensitive_to("model")):
+        # While all weights are dense, and those of finished blocks are not read yet.
+        sensitivities = of_model(access, survey(access.model), names, batches, asked.ranks)
+    if journal.finished:
+        finished, streams = journal.restore(access, keep)
+        reached = Finished(journal.finished[-1], streams)
+    asked.tell("prune", len(finished), total)
+    for block in prune_model(access, planned, batches, reached, keep, asked.ranks, sensitivities):
+        finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
+        journal.add(access, finished[-1], block.masks, block.streams)
+        asked.tell("prune", len(finished), total)
+        if asked.ranks.first:
+            asked.plugins.manager.hook.compressx_block_pruned(report=block.report)
+        del block  # its masks are on disk
+    return finished

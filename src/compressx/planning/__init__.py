@@ -1,0 +1,1 @@
+"""A recipe and a model become a plan: each linear, its pruner, its pattern."""

@@ -1,0 +1,125 @@
+"""What each linear has to become, as its rule and the recipe's allocation say, and whether its shape allows that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from compressx.errors import RecipeError, did_you_mean
+from compressx.patterns import NM, Unstructured, nearest
+from compressx.planning.targets import first_matching, match_sparsities
+from compressx.pruner import PrunerSpec
+from compressx.recipe.document import Step
+from compressx.recipe.methods import ExplicitAllocation
+from compressx.recipe.schema import LoadedRecipe
+
+if TYPE_CHECKING:
+    from compressx.planning.plan import PlannedLinear
+
+
+def asked_patterns(
+    loaded: LoadedRecipe, specs: Sequence[PrunerSpec], taken: Mapping[str, int]
+) -> dict[str, Unstructured | NM]:
+    """Return what the recipe wants of each linear; where sparsity is yet to be chosen, what is nearest to the target.
+
+    Args:
+        loaded: the recipe with its places in the file.
+        specs: the selecting pruner of each rule.
+        taken: by linear name, the position of its rule.
+
+    Raises:
+        RecipeError: a group or pattern that the pruner does not support, or explicit sparsities that name no linear,
+            leave one out, or that N:M cannot express.
+    """
+    allocation = loaded.recipe.allocation
+    kinds = [_kind(loaded, index, spec) for index, spec in enumerate(specs)]
+    if allocation is None:
+        return {name: kinds[index] for name, index in taken.items()}
+    if not isinstance(allocation, ExplicitAllocation):
+        return {name: nearest(kinds[index], allocation.target) for name, index in taken.items()}
+    globs = match_sparsities(loaded, allocation.sparsities, list(taken))
+    return {name: _exactly(loaded, kinds[taken[name]], name, glob) for name, glob in globs.items()}
+
+
+def _kind(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructured | NM:
+    """Return a rule's pattern; where it gives no sparsity, with none."""
+    rule = loaded.recipe.prune[index]
+    if rule.pattern is not None:
+        if not spec.nm:
+            raise RecipeError(
+                f"{loaded.where('prune', index, 'pattern')}: {spec.name} does not prune N:M (got {rule.pattern}); "
+                "give sparsity instead"
+            )
+        return rule.pattern
+    group = rule.group or spec.groups[0]
+    if group not in spec.groups:
+        raise RecipeError(
+            f"{loaded.where('prune', index, 'group')}: {spec.name} has no group {group!r}; "
+            f"{did_you_mean(group, spec.groups)}"
+        )
+    return Unstructured(rule.sparsity or 0.0, group)
+
+
+def _exactly(loaded: LoadedRecipe, kind: Unstructured | NM, name: str, glob: str) -> Unstructured | NM:
+    """Return a pattern with the explicit sparsity that a glob gives; zero is dense."""
+    allocation = loaded.recipe.allocation
+    assert isinstance(allocation, ExplicitAllocation)  # noqa: S101 - it is asked for nothing else
+    sparsity = allocation.sparsities[glob]
+    if isinstance(kind, Unstructured):
+        return Unstructured(sparsity, kind.group)
+    zeros = round(sparsity * kind.of)
+    if abs(sparsity - zeros / kind.of) > 1e-6 or zeros == kind.of:
+        below = min(math.floor(sparsity * kind.of), kind.of - 2)
+        raise RecipeError(
+            f"{loaded.where('allocation', 'sparsities', glob)}: sparsity {sparsity:g} is no N:{kind.of}, as {name} "
+            f"is pruned; the nearest are {below / kind.of:g} ({kind.of - below}:{kind.of}) and "
+            f"{(below + 1) / kind.of:g} ({kind.of - below - 1}:{kind.of})"
+        )
+    return NM(kind.of - zeros, kind.of)
+
+
+def check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[PlannedLinear]) -> None:
+    """Refuse a pattern that a linear's shape does not allow.
+
+    Args:
+        loaded: the recipe with its places in the file.
+        linear: to check.
+        linears: all that are planned.
+
+    Raises:
+        RecipeError: input features that M does not divide, different sparsities of linears that compete jointly, or one
+            that rounds to nothing but zeros in what competes: a row, a weight, or a block's joint ones.
+    """
+    pattern, (rows, columns) = linear.pattern, linear.shape
+    if isinstance(pattern, NM):
+        if columns % pattern.of:
+            raise RecipeError(
+                f"{loaded.where('prune', linear.rule.index, 'pattern')}: {linear.name} has {columns} input features, "
+                f"not divisible by {pattern.of} (pattern {pattern})"
+            )
+        return
+    place = loaded.where(*_place_of_sparsity(loaded, linear))
+    competing, what = (columns, "each row") if pattern.group == "row" else (rows * columns, "all")
+    if pattern.group == "joint":
+        joint = [x for x in linears if (x.rule, x.block) == (linear.rule, linear.block)]
+        competing, what = sum(x.weights for x in joint), "what competes with those"
+        if other := next((x for x in joint if x.pattern != pattern), None):
+            raise RecipeError(
+                f"{place}: {linear.name} gets {pattern} and {other.name} {other.pattern}, and what competes jointly "
+                f"has one sparsity; give them the same, or prune[{linear.rule.index}] another group"
+            )
+    if round(pattern.sparsity * competing) == competing:
+        raise RecipeError(
+            f"{place}: sparsity {pattern.sparsity:g} leaves none of the {competing} weights in {what} "
+            f"of {linear.name}; at most {(competing - 1) / competing:.6g} leaves one"
+        )
+
+
+def _place_of_sparsity(loaded: LoadedRecipe, linear: PlannedLinear) -> tuple[Step, ...]:
+    allocation = loaded.recipe.allocation
+    if allocation is None:
+        return ("prune", linear.rule.index, "sparsity")
+    if isinstance(allocation, ExplicitAllocation):
+        return ("allocation", "sparsities", first_matching(allocation.sparsities, linear.name))
+    return ("allocation", "target")

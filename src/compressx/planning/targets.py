@@ -1,0 +1,108 @@
+"""Which rule takes which linear: the first one whose targets match it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from compressx.architecture import Architecture
+from compressx.errors import RecipeError, did_you_mean
+from compressx.recipe.schema import LoadedRecipe
+
+
+def match_targets(loaded: LoadedRecipe, found: Architecture) -> dict[str, int]:
+    """Give each rule the linears that it matches and no earlier rule took.
+
+    Args:
+        loaded: the recipe with its places in the file.
+        found: the model's linears; those outside the blocks are matched only by targets that spell their last part.
+
+    Returns:
+        By linear name, the position of its rule in the recipe's `prune`. Linears that no rule names are absent.
+
+    Raises:
+        RecipeError: a target that matches nothing, or a rule whose linears are all taken, with its place.
+    """
+    taken: dict[str, int] = {}
+    for index, rule in enumerate(loaded.recipe.prune):
+        matched = [n for i, target in enumerate(rule.targets) for n in _matching(loaded, index, i, target, found)]
+        fresh = [n for n in dict.fromkeys(matched) if n not in taken]
+        if not fresh:
+            earlier = taken[matched[0]]
+            raise RecipeError(
+                f"{loaded.where('prune', index)}: prune[{index}] is shadowed: all {len(set(matched))} linears that it "
+                f"matches are already taken, {matched[0]} by prune[{earlier}] at {loaded.where('prune', earlier)}; the "
+                "first matching rule wins, so put the narrower rule first"
+            )
+        taken |= dict.fromkeys(fresh, index)
+    return taken
+
+
+def _matching(loaded: LoadedRecipe, index: int, position: int, target: str, found: Architecture) -> list[str]:
+    """Return the linears that one target of a rule matches, at least one."""
+    names = [n for n in found.linears if fnmatchcase(n, target)]
+    names += [n for n in found.outside if _names_outright(target, n)]
+    if not names:
+        where = loaded.where("prune", index, "targets", position)
+        raise _no_match(where, target, {**found.linears, **found.outside}, found.unprunable)
+    return names
+
+
+def _names_outright(target: str, name: str) -> bool:
+    """Whether `target` matches a name and spells its last part, as a bare `*` does not."""
+    return fnmatchcase(name, target) and target.endswith(name.rsplit(".", 1)[-1])
+
+
+def _no_match(where: str, target: str, linears: Mapping[str, Any], unprunable: Mapping[str, str]) -> RecipeError:
+    for name, reason in unprunable.items():
+        if _names_outright(target, name):
+            return RecipeError(f"{where}: target {target!r} names {name}, which is not prunable: {reason}")
+    return RecipeError(f"{where}: target {target!r} matches no linear; {did_you_mean(target, _kinds(linears))}")
+
+
+def _kinds(names: Iterable[str]) -> set[str]:
+    """Return globs that would match the linears of each kind."""
+    return {f"*.{n.rsplit('.', 1)[-1]}" if "." in n else n for n in names}
+
+
+def match_sparsities(loaded: LoadedRecipe, globs: Iterable[str], planned: Sequence[str]) -> dict[str, str]:
+    """Find the glob of `allocation.sparsities` that takes each planned linear: the first that matches.
+
+    Args:
+        loaded: the recipe with its places in the file.
+        globs: in the recipe's order.
+        planned: names of the linears that rules took.
+
+    Raises:
+        RecipeError: a glob that matches nothing or is shadowed, or a linear that none matches, with its place.
+    """
+    taken: dict[str, str] = {}
+    for glob in globs:
+        where = loaded.where("allocation", "sparsities", glob)
+        matched = [name for name in planned if fnmatchcase(name, glob)]
+        if not matched:
+            raise RecipeError(
+                f"{where}: {glob!r} matches no linear that a rule took; {did_you_mean(glob, _kinds(planned))}"
+            )
+        fresh = [name for name in matched if name not in taken]
+        if not fresh:
+            earlier = taken[matched[0]]
+            raise RecipeError(
+                f"{where}: {glob!r} is shadowed: all {len(matched)} linears that it matches are already taken, "
+                f"{matched[0]} by {earlier!r} at {loaded.where('allocation', 'sparsities', earlier)}; the first that "
+                "matches wins, so put the narrower one first"
+            )
+        taken |= dict.fromkeys(fresh, glob)
+    if missing := [name for name in planned if name not in taken]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise RecipeError(
+            f'{loaded.where("allocation", "sparsities")}: none of them matches {missing[0]}{more}; end with "*" and a '
+            "sparsity for the rest"
+        )
+    return {name: taken[name] for name in planned}
+
+
+def first_matching(globs: Iterable[str], name: str) -> str:
+    """Return the first glob that matches a name; `match_sparsities` sees to it that there is one."""
+    return next(glob for glob in globs if fnmatchcase(name, glob))

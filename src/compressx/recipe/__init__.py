@@ -1,0 +1,1 @@
+"""What a recipe may say, and where in the file it says it."""

@@ -1,0 +1,267 @@
+"""The recipe: its schema, and how it is loaded. Every mistake is reported at once, each with its place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    Tag,
+    model_validator,
+)
+
+from compressx.errors import RecipeError
+from compressx.patterns import NM, Group
+from compressx.recipe.document import Node, Step, from_python
+from compressx.recipe.methods import AllocationField
+from compressx.recipe.sources import DatasetField, ModelField
+from compressx.recipe.tuning import Finetune
+from compressx.recipe.validation import Strict, conflict, validated
+from compressx.recipe.validation import validate_options as validate_options  # noqa: PLC0414 - plan.py takes it from here
+from compressx.recipe.yamlfile import dump_yaml, override, read_yaml
+
+
+def _pruner_from_text(value: object) -> object:
+    return {"pruner": value} if isinstance(value, str) else value
+
+
+def _nm(value: object) -> object:
+    """Read `2:4` or `{keep: 2, of: 4}`."""
+    if isinstance(value, NM):
+        return value
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*", value)):
+        return NM(int(match[1]), int(match[2]))
+    if isinstance(value, dict) and set(value) == {"keep", "of"} and all(type(v) is int for v in value.values()):
+        return NM(value["keep"], value["of"])
+    raise ValueError('an N:M pattern is written "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept')
+
+
+PatternField = Annotated[NM, BeforeValidator(_nm), PlainSerializer(str)]
+ReconstructionField = Annotated["Reconstruction", BeforeValidator(_pruner_from_text)]
+
+
+class Calibration(Strict):
+    """The text whose activations guide pruning."""
+
+    dataset: DatasetField
+    samples: StrictInt = Field(128, ge=1, description="windows drawn")
+    sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
+    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
+    batch_size: StrictInt = Field(4, ge=1, description="windows in one forward pass; changes speed and memory only")
+    memory_limit: ByteSize | None = Field(
+        None,
+        description="size, such as 4GB, above which hidden states are kept in files beside the output; null keeps them "
+        "in memory",
+    )
+
+
+class Reconstruction(Strict):
+    """The pruner that gives the survivors of another's selection new values."""
+
+    pruner: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Rule(Strict):
+    """One pruning rule. The first rule whose targets match a linear takes it."""
+
+    targets: list[str] = Field(min_length=1, description="glob patterns over fully qualified names")
+    pruner: str = Field(description="name of the pruner that selects")
+    sparsity: StrictFloat | None = Field(None, ge=0, lt=1, description="fraction of zeros in [0, 1), e.g. 0.7")
+    group: Group | None = Field(None, description="what competes for the budget; the pruner's own when absent")
+    pattern: PatternField | None = Field(None, description='N:M, such as "2:4"; with allocation N is chosen')
+    reconstruct: ReconstructionField | None = Field(None, description="pruner that gives the survivors new values")
+    options: dict[str, Any] = Field(default_factory=dict, description="the pruner's own options")
+
+    @model_validator(mode="after")
+    def _sparsity_or_pattern(self) -> Rule:
+        if self.sparsity is not None and self.pattern is not None:
+            raise conflict("sparsity and pattern exclude each other; keep one", ["sparsity", "pattern"])
+        if self.pattern is not None and self.group is not None:
+            raise conflict("group only goes with sparsity: N:M weights compete within their M neighbours", ["group"])
+        return self
+
+
+class ReconstructBlock(Strict):
+    """Training of each pruned block's survivors, so that its output is what the dense block's was."""
+
+    passes: StrictInt = Field(4, ge=1, description="times that the calibration text is gone through for each block")
+    learning_rate: StrictFloat = Field(
+        0.015,
+        gt=0,
+        le=1,
+        description="about the largest step of a weight, as a fraction of its tensor's root mean square; it rises, and "
+        "falls as a cosine",
+    )
+    batch_size: StrictInt = Field(4, ge=1, description="windows in a step; calibration.batch_size at least")
+    norms: StrictBool = Field(True, description="whether the gains of the block's norms are trained too")
+    biases: StrictBool = Field(True, description="whether the block's biases are trained too")
+    held_out: StrictFloat = Field(
+        0.0625, gt=0, lt=1, description="fraction of the text that is not trained on and decides which weights are kept"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="of products while training; weights are float32 then. auto is float32 for a float32 model, else "
+        "bfloat16, which is faster on processors and accelerators that have it",
+    )
+    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the order of the text")
+
+
+class TokenPerplexity(Strict):
+    """exp of the mean negative log-likelihood per token over fixed, non-overlapping windows."""
+
+    dataset: DatasetField
+    sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
+    samples: StrictInt | None = Field(None, ge=1, description="the first so many windows; all when absent")
+    batch_size: StrictInt = Field(4, ge=1, description="windows in one forward pass")
+
+
+class RollingTask(Strict):
+    """A dataset as an lm-eval `loglikelihood_rolling` task."""
+
+    name: str = Field(description="what the report calls it")
+    dataset: DatasetField
+
+
+def _kind_of_task(value: object) -> str | None:
+    if isinstance(value, str):
+        return "<name>"
+    return "<dataset>" if isinstance(value, Mapping | RollingTask) else None
+
+
+TaskField = Annotated[
+    Annotated[str, Tag("<name>")] | Annotated[RollingTask, Tag("<dataset>")],
+    Discriminator(
+        _kind_of_task,
+        custom_error_type="task",
+        custom_error_message="the name of an lm-eval task, the path of a task YAML, or {name, dataset}",
+    ),
+]
+
+
+class LmEval(Strict):
+    """Tasks of lm-evaluation-harness: by name, by path of a task YAML, or a dataset of ours."""
+
+    tasks: list[TaskField] = Field(min_length=1)
+    limit: StrictInt | None = Field(None, ge=1, description="documents of each task; all when absent")
+    batch_size: StrictInt = Field(4, ge=1)
+
+
+class Evaluate(Strict):
+    """What is measured on the dense and on the pruned model. Nothing, when the recipe has no such section."""
+
+    token_perplexity: TokenPerplexity | None = None
+    lm_eval: LmEval | None = None
+
+
+class Recipe(Strict):
+    """Everything that one run needs."""
+
+    model: ModelField
+    calibration: Calibration | None = Field(None, description="needed by every pruner but magnitude")
+    prune: list[Rule] = Field(min_length=1)
+    allocation: AllocationField | None = Field(None, description="chooses the rules' sparsities; else each has its own")
+    true_sequential: StrictBool = Field(
+        False,
+        description="whether a linear is observed after those that come before it in its block were pruned, instead of "
+        "in the unpruned block",
+    )
+    reconstruct_block: ReconstructBlock | None = Field(
+        None, description="trains the survivors of each block after it was pruned; not done when absent"
+    )
+    finetune: Finetune | None = Field(None, description="training of what survives, with the masks held")
+    evaluate: Evaluate | None = None
+    output: Path = Field(description="folder to write; must not exist yet, or hold an earlier run's output")
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A valid recipe and the text it came from.
+
+    Attributes:
+        recipe: the recipe, short forms spelt out and defaults filled in.
+        source: what was read, with places.
+    """
+
+    recipe: Recipe
+    source: Node
+
+    def where(self, *loc: Step) -> str:
+        """Return the place of a key or list item, such as `where("prune", 1, "options", "steps")`.
+
+        What the recipe leaves out has the place of what is around it; what `--set` gave has the place `--set a.b=c`.
+        """
+        return self.source.where(*loc)
+
+    def to_yaml(self) -> str:
+        """Write the recipe as resolved; it loads again to an equal one."""
+        return dump_yaml(self.recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Load a recipe from a YAML file.
+
+    Args:
+        path: the file.
+        overrides: `a.b.0.c=VALUE`, VALUE being YAML, applied in turn.
+
+    Raises:
+        RecipeError: everything that is wrong with the file or the overrides, one line each, with its place.
+    """
+    source = read_yaml(path)
+    for assignment in overrides:
+        source = override(source, assignment)
+    return _loaded(source)
+
+
+def recipe_from_dict(recipe: Mapping[str, Any], name: str = "<dict>") -> LoadedRecipe:
+    """Load a recipe that a program made.
+
+    Args:
+        recipe: the recipe as a YAML file would have it.
+        name: what stands for the file in places, as in `<dict>:prune[1].sparsity`.
+
+    Raises:
+        RecipeError: as `load_recipe`.
+    """
+    return _loaded(from_python(recipe, name))
+
+
+def _loaded(source: Node) -> LoadedRecipe:
+    if source.value is None or source.value == {}:
+        needed = ", ".join(name for name, field in Recipe.model_fields.items() if field.is_required())
+        raise RecipeError(f"{source.place}: the recipe is empty; it needs {needed}")
+    loaded = LoadedRecipe(validated(Recipe, source.plain(), source.where), source)
+    if mistakes := list(_budget_mistakes(loaded)):
+        raise RecipeError("\n".join(mistakes))
+    return loaded
+
+
+def _budget_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
+    """Yield a line for each rule without a sparsity of its own that needs one, or with one that it must not have."""
+    allocated = loaded.recipe.allocation is not None
+    for i, rule in enumerate(loaded.recipe.prune):
+        if not allocated and rule.sparsity is None and rule.pattern is None:
+            yield f'{loaded.where("prune", i)}: prune[{i}]: needs sparsity, such as 0.5, or pattern, such as "2:4"'
+        if allocated and rule.sparsity is not None:
+            yield (
+                f"{loaded.where('prune', i, 'sparsity')}: prune[{i}] has sparsity {rule.sparsity}, and allocation at "
+                f"{loaded.where('allocation')} chooses every rule's sparsity; expected one of the two: drop sparsity "
+                "here, or drop allocation"
+            )
+        if allocated and rule.pattern is not None and rule.pattern.of == 1:
+            yield (
+                f"{loaded.where('prune', i, 'pattern')}: prune[{i}] has pattern {rule.pattern}, of which allocation "
+                f'cannot choose N; expected an M of 2 or more, such as "2:4"'
+            )

@@ -1,0 +1,101 @@
+"""What a recipe says of fine-tuning, and what a run tells of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, model_validator
+
+from compressx.errors import did_you_mean
+from compressx.recipe.sources import DatasetField
+from compressx.recipe.validation import Strict, conflict
+
+Teacher = Literal["dense", "none"]
+
+
+def _one_of(literal: object) -> BeforeValidator:
+    """Refuse any other text with the nearest one that is taken."""
+    names = get_args(literal)
+
+    def check(value: object) -> object:
+        if isinstance(value, str) and value not in names:
+            raise ValueError(f"not known; {did_you_mean(value, names)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+class Finetune(Strict):
+    """Training of the pruned model with its masks held. What it needs beside steps has a default."""
+
+    steps: StrictInt = Field(200, ge=1, description="optimizer steps")
+    learning_rate: StrictFloat = Field(
+        1e-4, gt=0, description="the largest, at the end of the warmup; from there a cosine takes it to 0"
+    )
+    teacher: Annotated[Teacher, _one_of(Teacher)] = Field(
+        "dense", description="whose predictions are learnt: the dense model's, or none, then the next token is"
+    )
+    temperature: StrictFloat = Field(1.0, gt=0, description="divides the logits of both models; only with a teacher")
+    norms: StrictBool = Field(False, description="whether the gains of norms are trained too")
+    biases: StrictBool = Field(False, description="whether biases are trained too")
+    dataset: DatasetField | None = Field(None, description="text to train on; the calibration windows when absent")
+    samples: StrictInt | None = Field(None, ge=1, description="windows drawn from `dataset`; 128 when absent")
+    sequence_length: StrictInt | None = Field(
+        None, ge=2, description="tokens in a window of `dataset`; 2048 when absent"
+    )
+    batch_size: StrictInt = Field(4, ge=1, description="windows in a step")
+    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw, the order of the windows and dropout")
+    warmup: StrictFloat = Field(0.1, ge=0, le=1, description="fraction of the steps in which the learning rate rises")
+    gradient_checkpointing: StrictBool = Field(
+        True, description="whether the backward pass computes each block again instead of keeping its activations"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="of products while training; weights are float32 then. auto is float32 for a float32 model, else "
+        "bfloat16",
+    )
+    checkpoint_every: StrictInt = Field(50, ge=1, description="steps after which an interrupted run can go on")
+
+    @property
+    def window(self) -> int:
+        """Tokens in a window of `dataset`."""
+        return self.sequence_length or 2048
+
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> Finetune:
+        stray = [n for n in ("samples", "sequence_length") if getattr(self, n) is not None]
+        if self.dataset is None and stray:
+            raise conflict(f"{' and '.join(stray)} only goes with dataset; calibration has its own", stray)
+        if self.teacher == "none" and self.temperature != 1.0:
+            raise conflict("temperature only goes with teacher: dense", ["temperature"])
+        return self
+
+
+@dataclass(frozen=True)
+class FinetuneReport:
+    """How a pruned model was fine-tuned.
+
+    Attributes:
+        teacher: `dense` or `none`.
+        trained: how many numbers were trained: weights that are kept, and gains and biases if these were too.
+        steps: optimizer steps.
+        windows: how many windows there were to train on, and tokens in each.
+        losses: of every step, on its own batch, before the step: KL divergence from the teacher per token times the
+            square of the temperature, or negative log-likelihood per token.
+    """
+
+    teacher: str
+    trained: int
+    steps: int
+    windows: tuple[int, int]
+    losses: tuple[float, ...]
+
+    def summary(self) -> str:
+        """Return one sentence."""
+        count, tokens = self.windows
+        loss = "next-token loss" if self.teacher == "none" else "divergence from the dense model"
+        return (
+            f"{self.steps} steps on {count} windows of {tokens} tokens, {self.trained / 1e6:.3g} M numbers trained: "
+            f"{loss} {self.losses[0]:.4g} at the first, {self.losses[-1]:.4g} at the last"
+        )

@@ -1,0 +1,205 @@
+"""What pydantic found wrong, in our own words and at the places of the file that was read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from compressx.errors import CompressxError, RecipeError, did_you_mean
+from compressx.recipe.document import Step, path_text, shown
+
+_Model = TypeVar("_Model", bound=BaseModel)
+_Loc = tuple[Step, ...]
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text (numbers, true and null in quotes)",
+    "path_type": "a path",
+    "list_type": "a list, such as [a, b]",
+    "tuple_type": "a list, such as [a, b]",
+    "dict_type": "a mapping of keys to values",
+    "model_type": "a mapping of keys to values",
+    "model_attributes_type": "a mapping of keys to values",
+    "none_required": "null",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "too_short": "at least {min_length} in it",
+    "too_long": "at most {max_length} in it",
+    "literal_error": "{expected}",
+    "string_pattern_mismatch": "text like {pattern}",
+    "byte_size": "a size such as 500MB or 4GiB",
+    "byte_size_unit": "a size such as 500MB or 4GiB",
+}
+_SENTENCES = {"value_error", "assertion_error", "conflict"}
+
+
+class Strict(BaseModel):
+    """A frozen value without unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+def conflict(message: str, keys: Sequence[str]) -> PydanticCustomError:
+    """Make the error of a model validator that finds keys which exclude each other; their places are added to it."""
+    return PydanticCustomError("conflict", "{message}", {"message": message, "keys": list(keys)})
+
+
+def validated(
+    model: type[_Model],
+    data: object,
+    where: Callable[..., str],
+    *,
+    error: type[CompressxError] = RecipeError,
+    noun: str = "key",
+) -> _Model:
+    """Validate plain data and refuse unknown keys, nested ones too, whatever the model's own `extra` says.
+
+    Args:
+        model: the schema.
+        data: dicts, lists and scalars.
+        where: gives the place of a location in `data`, or of the nearest value around it.
+        error: what to raise.
+        noun: what messages call a key.
+
+    Returns:
+        The model's instance.
+
+    Raises:
+        CompressxError: as `error`; one line for each mistake, each beginning with its place.
+    """
+    try:
+        return model.model_validate(data, extra="forbid")
+    except ValidationError as found:
+        lines = dict.fromkeys(_lines(found.errors(include_url=False), model, data, where, noun))
+        raise error("\n".join(lines)) from None
+
+
+def validate_options(model: type[_Model], options: Mapping[str, Any], where: Callable[..., str]) -> _Model:
+    """Validate the options that a recipe gives to a pruner.
+
+    Args:
+        model: the options' schema, a plugin's own.
+        options: as the recipe has them.
+        where: gives the place of a location within the options.
+
+    Returns:
+        The model's instance.
+
+    Raises:
+        RecipeError: unknown options, with the nearest valid one, and values that the model refuses.
+    """
+    return validated(model, dict(options), where, noun="option")
+
+
+def _lines(
+    errors: Sequence[ErrorDetails], model: type[BaseModel], data: object, where: Callable[..., str], noun: str
+) -> Iterator[str]:
+    wanted: dict[_Loc, list[str]] = {}
+    # What is unknown is said before what is missing: a misspelt key is both, and its hint is the better one.
+    for error in sorted(errors, key=lambda e: e["type"] == "missing"):
+        loc = _within(data, error["loc"])
+        if error["type"] == "extra_forbidden":
+            valid = [name for m in _schema_at(model, loc[:-1], data)[0] for name in _fields(m)]
+            hint = did_you_mean(str(loc[-1]), valid) or f"no {noun} is taken there"
+            yield f"{where(*loc)}: unknown {noun} {loc[-1]!r}{_inside(loc[:-1])}; {hint}"
+        elif error["type"] == "missing":
+            name = error["loc"][-1]
+            yield f"{where(*loc)}: missing {noun} {name!r}{_inside(loc)}{_description(model, (*loc, name), data)}"
+        elif error["type"] in _SENTENCES:
+            yield _sentence(error, loc, _at(data, loc), where)
+        else:
+            wanted.setdefault(loc, []).append(_expected(error))
+    for loc, expected in wanted.items():
+        # The members of a union each say what they expected of the same value.
+        value, either = shown(_at(data, loc)), " or ".join(dict.fromkeys(expected))
+        name = path_text(loc) or "the document"
+        yield f"{where(*loc)}: {name} is {value}; expected {either}{_description(model, loc, data)}"
+
+
+def _sentence(error: ErrorDetails, loc: _Loc, value: object, where: Callable[..., str]) -> str:
+    context = error.get("ctx", {})
+    message = str(context.get("error") or context.get("message"))
+    if loc:
+        subject = path_text(loc)
+        message = f"{subject}: {message}" if isinstance(value, Mapping) else f"{subject} is {shown(value)}; {message}"
+    keys = context.get("keys", [])
+    places = ", ".join(f"{key} at {where(*loc, key)}" for key in keys)
+    return f"{where(*loc, *keys[-1:])}: {message}" + (f" ({places})" if len(keys) > 1 else "")
+
+
+def _expected(error: ErrorDetails) -> str:
+    template = _EXPECTED.get(error["type"])
+    if template is None:
+        return error["msg"].removeprefix("Input should be ")
+    bounds = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in error.get("ctx", {}).items()}
+    return template.format(**bounds)
+
+
+def _within(data: object, loc: _Loc) -> _Loc:
+    """Keep the steps that lead through `data`, not those with which pydantic names a union's member."""
+    kept = []
+    for step in loc:
+        if (isinstance(data, Mapping) and step in data) or (
+            isinstance(data, list) and isinstance(step, int) and step < len(data)
+        ):
+            kept.append(step)
+            data = data[step]  # type: ignore[index]
+    return tuple(kept)
+
+
+def _at(data: Any, loc: _Loc) -> Any:
+    for step in loc:
+        data = data[step]
+    return data
+
+
+def _inside(loc: _Loc) -> str:
+    return f" in {path_text(loc)}" if loc else ""
+
+
+def _description(model: type[BaseModel], loc: _Loc, data: object) -> str:
+    field = _schema_at(model, loc, data)[1]
+    return f": {field.description}" if field is not None and field.description else ""
+
+
+def _schema_at(model: type[BaseModel], loc: _Loc, data: Any) -> tuple[list[type[BaseModel]], FieldInfo | None]:
+    """Find the models that `data` may be at a location, and the last field on the way there."""
+    models, field = [model], None
+    for step in loc:
+        found = [f for m in models if (f := _fields(m).get(str(step)))]
+        inside = isinstance(data, list) or (isinstance(data, Mapping) and step in data)
+        data = data[step] if inside else None
+        if found:  # else the step is an index, or a key of a free mapping
+            field = found[0]
+            models = [m for f in found for m in _models_in(f.annotation)]
+        models = [m for m in models if not _is_other(m, data)] or models
+    return models, field
+
+
+def _is_other(model: type[BaseModel], data: object) -> bool:
+    """Whether `data` names another member of a union than `model`, by the key that tells them apart."""
+    tags = {name: get_args(f.annotation) for name, f in _fields(model).items() if get_origin(f.annotation) is Literal}
+    return isinstance(data, Mapping) and any(len(t) == 1 and data.get(name) not in t for name, t in tags.items())
+
+
+def _models_in(annotation: object) -> list[type[BaseModel]]:
+    if get_origin(annotation) is None and inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for part in get_args(annotation) for m in _models_in(part)]
+
+
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}

@@ -1,0 +1,1 @@
+"""What a run tells: its report, figures, and how they are written."""

@@ -1,0 +1,175 @@
+"""The figures of a run: which there are, from what its pruners returned, and their files and captions.
+
+Three kinds: families of figures over the blocks (`error`, `error.wanda`), curves over steps, and matrices. An object
+that a pruner returned for several linears, such as query and key, is one thing and is shown once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from compressx.files import os_errors_named
+from compressx.quiet import quiet_libraries
+from compressx.report import plots
+from compressx.report.plots import Pooled
+from compressx.report.run import BlockReport, LayerReport, in_short, kind_of, shared
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, eq=False)
+class Matrices:
+    """What is kept, until the run ends, of the matrices that a pruner returned for some linears.
+
+    Attributes:
+        linears: names of the linears.
+        images: by name, pooled to kilobytes.
+        difference: of exactly two of one shape, absolute, taken before pooling; else None.
+    """
+
+    linears: tuple[str, ...]
+    images: Mapping[str, Pooled]
+    difference: Pooled | None
+
+
+def matrices(images: Mapping[str, Mapping[str, Tensor]]) -> tuple[Matrices, ...]:
+    """Keep what will be drawn of one block's matrices.
+
+    Args:
+        images: by linear, then by name, [rows, columns] each.
+    """
+    kept = []
+    for linears, named in shared(images.items()):
+        first, *others = named.values()
+        difference = None
+        if len(others) == 1 and others[0].shape == first.shape:
+            difference = plots.pooled((others[0].float() - first.float()).abs())
+        kept.append(Matrices(tuple(linears), {name: plots.pooled(image) for name, image in named.items()}, difference))
+    return tuple(kept)
+
+
+def draw(
+    blocks: Sequence[BlockReport], kept: Sequence[Matrices], folder: Path, losses: Sequence[float] = ()
+) -> tuple[Mapping[str, str], ...]:
+    """Draw every figure that there is something for.
+
+    Args:
+        blocks: every pruned block, in the order of the model.
+        kept: what `matrices` returned for them.
+        folder: where the files go; made when there is a figure, else left alone, and then matplotlib is not imported.
+        losses: of the steps of fine-tuning.
+
+    Returns:
+        For each figure, in the order of the report, its `file` (relative to the folder's parent) and `caption`.
+
+    Raises:
+        ArtifactError: when a file cannot be written.
+    """
+    figures = [
+        *_losses(losses), *_reconstructions(blocks), *_families(blocks), *_histories(blocks), *map(_heat_maps, kept),
+    ]  # fmt: skip
+    written: dict[str, Mapping[str, str]] = {}
+    for figure in figures:
+        with os_errors_named("make", folder):
+            folder.mkdir(exist_ok=True)
+        name = _free_name(figure, written)
+        with quiet_libraries():
+            figure.draw(folder / name)
+        written[name] = {"file": f"{folder.name}/{name}", "caption": figure.caption}
+    return tuple(written.values())
+
+
+@dataclass(frozen=True, eq=False)
+class _Figure:
+    stem: str
+    suffix: str
+    caption: str
+    draw: Callable[[Path], None]
+
+
+def _losses(losses: Sequence[float]) -> Iterator[_Figure]:
+    if losses:
+        drawn = partial(plots.curves, panels={"fine-tuning": {"loss": losses}})
+        yield _Figure("finetune", ".svg", "`loss` over the steps of fine-tuning, each on its own batch.", drawn)
+
+
+def _reconstructions(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
+    """Yield the figure of what training each block's survivors did, if it was asked for."""
+    trained = [(block.index, block.reconstruction) for block in blocks if block.reconstruction is not None]
+    if trained:
+        x = [float(index) for index, _ in trained]
+        lines = {"pruned": (x, [r.before for _, r in trained]), "reconstructed": (x, [r.after for _, r in trained])}
+        caption = "Held-out error of each decoder block's output, pruned and then reconstructed."
+        drawn = partial(plots.error_by_layer, quantity="block output error", panels={"": lines})
+        yield _Figure("blocks_reconstruction", ".svg", caption, drawn)
+
+
+def _families(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
+    """Yield a figure for each family of `info` with several members, a panel for each kind of linear."""
+    members: dict[str, set[str]] = defaultdict(set)
+    families: dict[str, dict[str, dict[str, tuple[list[float], list[float]]]]] = defaultdict(lambda: defaultdict(dict))
+    for block in blocks:
+        for kinds, groups in _by_kind((layer, layer.info) for layer in block.layers).items():
+            for i, (layers, info) in enumerate(groups):
+                for name, value in info.items():
+                    family, _, variant = name.partition(".")
+                    members[family].add(name)
+                    x, y = families[family][kinds].setdefault(variant or layers[0].pruner, ([], []))
+                    x.append(block.index + i / len(groups))  # experts stand side by side within their block
+                    y.append(value)
+    for family, panels in families.items():
+        if len(members[family]) > 1:
+            labels = dict.fromkeys(label for lines in panels.values() for label in lines)
+            caption = f"`{family}` by decoder block: {', '.join(labels)}."
+            drawn = partial(plots.error_by_layer, quantity=family.replace("_", " "), panels=panels)
+            yield _Figure(f"layers_{family}", ".svg", caption, drawn)
+
+
+def _histories(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:
+    """Yield a figure for each kind of linear that has curves, a panel for each object with curves."""
+    figures: dict[str, dict[str, Mapping[str, Sequence[float]]]] = defaultdict(dict)
+    for block in blocks:
+        for kinds, groups in _by_kind((layer, layer.history) for layer in block.layers).items():
+            for layers, history in groups:
+                name = layers[0].name
+                inside = f"{block.fqn}\n{name.removeprefix(f'{block.fqn}.')}" if len(groups) > 1 else block.fqn
+                figures[kinds][inside if block.fqn else name] = history
+    for kinds, panels in figures.items():
+        names = dict.fromkeys(f"`{name}`" for lines in panels.values() for name in lines)
+        caption = f"{', '.join(names)} over the steps of the solver, {kinds} of each decoder block."
+        yield _Figure(f"steps_{kinds}", ".svg", caption, partial(plots.curves, panels=panels))
+
+
+def _heat_maps(kept: Matrices) -> _Figure:
+    """Describe the figure of one object with matrices."""
+    linears = in_short(kept.linears)
+    what = ", ".join(kept.images) + ("" if kept.difference is None else ", and their absolute difference")
+    pooled = " Average-pooled." if any(image.values.shape != image.shape for image in kept.images.values()) else ""
+    drawn = partial(plots.heat_maps, title=linears, images=kept.images, difference=kept.difference)
+    return _Figure(f"matrices_{kept.linears[0]}", ".png", f"`{linears}`: {what}.{pooled}", drawn)
+
+
+def _by_kind(
+    values: Iterable[tuple[LayerReport, Mapping[str, _Value]]],
+) -> dict[str, list[tuple[list[LayerReport], Mapping[str, _Value]]]]:
+    """Group one block's objects by the kinds of linear that share each, such as `q_proj, k_proj`."""
+    groups: dict[str, list[tuple[list[LayerReport], Mapping[str, _Value]]]] = defaultdict(list)
+    for layers, value in shared(values):
+        groups[", ".join(dict.fromkeys(kind_of(layer.name) for layer in layers))].append((layers, value))
+    return groups
+
+
+def _free_name(figure: _Figure, taken: Iterable[str]) -> str:
+    """Name a figure's file with what every file system and link takes."""
+    stem = re.sub(r"[^\w.-]+", "_", figure.stem, flags=re.ASCII)[:100]
+    numbered = (f"{stem}{'' if i == 1 else f'_{i}'}{figure.suffix}" for i in count(1))
+    return next(name for name in numbered if name not in taken)

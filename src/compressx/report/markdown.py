@@ -1,0 +1,93 @@
+"""`report.md`: a run's report as a page for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from compressx.report.run import SUMMARY_COLUMNS, AllocationReport, ReconstructionReport, RunReport
+
+
+def page(report: RunReport) -> str:
+    """Return the content of `report.md`: the summary, then figures, then every layer."""
+    lines = [
+        f"# Pruned {_model_name(report.model)}",
+        "",
+        f"compressx {report.compressx}, sparsity {report.sparsity:.2%}",
+    ]
+    if report.evaluation:
+        lines += ["", *_markdown_table(report.evaluation_columns(), report.evaluation_rows())]
+    lines += ["", "## By module", "", *_markdown_table(SUMMARY_COLUMNS, report.summary_rows())]
+    if report.allocation is not None:
+        lines += ["", "## Allocation", "", *_allocation_lines(report.allocation)]
+    if report.reconstructions:
+        lines += ["", "## Block reconstruction", "", *_reconstruction_lines(report.reconstructions)]
+    if report.finetune is not None:
+        lines += ["", "## Fine-tuning", "", f"{report.finetune.summary()}."]
+    lines += [
+        "",
+        "## Seconds",
+        "",
+        *_markdown_table(["stage", "s"], [[k, f"{v:.1f}"] for k, v in report.seconds.items()]),
+    ]
+    if report.figures:
+        lines += ["", "## Figures"]
+    for figure in report.figures:
+        lines += ["", figure["caption"], "", f"![{figure['caption']}]({figure['file']})"]
+    lines += ["", "## Layers", ""]
+    lines += _markdown_table(
+        ["layer", "pruner", "pattern", "sparsity", "seconds", "figures"],
+        [
+            [x.name, x.pruner, x.pattern, f"{x.sparsity:.4f}", f"{x.seconds:.2f}",
+             ", ".join(f"{k} {v:.4g}" for k, v in x.info.items())]
+            for x in report.layers
+        ],
+    )  # fmt: skip
+    if report.skipped:
+        lines += ["", "## Not pruned", ""]
+        lines += _markdown_table(["weight", "reason"], [[s["name"], s["reason"]] for s in report.skipped])
+    return "\n".join(lines) + "\n"
+
+
+_MEASURES = {
+    "predicted error": "The error is the squared relative change of the block's output when these linears alone are "
+    "pruned, the mean over tokens.",
+    "outliers": "Outliers are the fraction of weights whose size times the norm of their input feature is far above "
+    "the block's mean.",
+}
+
+
+def _allocation_lines(allocation: AllocationReport) -> list[str]:
+    table = [["block", "linears", "pruner", "sparsity", *_MEASURES], *allocation.rows()]
+    shown = [i for i in range(len(table[0])) if i < 4 or any(row[i] for row in table[1:])]
+    header, *rows = ([row[i] for i in shown] for row in table)
+    target = "" if allocation.target is None else f", target {allocation.target:.2%}"
+    told = " ".join(text for name, text in _MEASURES.items() if name in header)
+    return [
+        f"{allocation.method}, by {allocation.unit}, scope {allocation.scope}{target}: {allocation.zeros} zeros of "
+        f"{allocation.weights} weights. {told}".rstrip(),
+        "",
+        *_markdown_table(header, rows),
+    ]
+
+
+def _reconstruction_lines(reconstructions: Mapping[str, ReconstructionReport]) -> list[str]:
+    header = ["block", "before", "after", "best pass", "seconds"]
+    rows = []
+    for fqn, x in reconstructions.items():
+        best = f"{x.history.index(x.after)} of {len(x.history) - 1}"
+        rows.append([fqn, f"{x.before:.4g}", f"{x.after:.4g}", best, f"{x.seconds:.1f}"])
+    return [
+        "Squared relative error of each block's output on calibration text that was held out, before and after its "
+        "survivors were trained: what the pruned blocks give against what the dense ones gave, the mean over tokens.",
+        "",
+        *_markdown_table(header, rows),
+    ]
+
+
+def _model_name(model: Mapping[str, Any]) -> str:
+    return str(model.get("id") or model.get("path") or model.get("file"))
+
+
+def _markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}", *(f"| {' | '.join(r)} |" for r in rows)]

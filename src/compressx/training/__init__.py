@@ -1,0 +1,1 @@
+"""Training what pruning left: one block at a time, or the whole model."""

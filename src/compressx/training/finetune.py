@@ -1,0 +1,237 @@
+"""Sparse fine-tuning: the weights that survived are trained, with the masks held by torch.ao's parametrization.
+
+The forward pass sees masked weights, so no gradient reaches a dropped one, and afterwards it is exactly zero again.
+What a step does depends on the settings and its number alone (which windows it takes, which units dropout drops), so
+that weights, optimizer and losses are all that a checkpoint holds.
+
+A model in 16 bits is trained in float32, its products in bfloat16 unless told otherwise, and rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from compressx.calibration.documents import documents
+from compressx.calibration.windows import calibration_windows, token_ids
+from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
+from compressx.masks.maskset import MaskSet
+from compressx.models.shards import read, write
+from compressx.quiet import quiet_libraries
+from compressx.recipe.schema import Recipe
+from compressx.recipe.tuning import Finetune, FinetuneReport
+from compressx.training.distillation import distillation_loss, next_token_loss
+from compressx.training.trainable import trainable
+
+Progress: TypeAlias = Callable[[int, int, float], None]
+
+_LARGEST_NORM = 1.0
+"""What the norm of a step's gradient is clipped to, as is customary."""
+
+
+def training_windows(recipe: Recipe, tokenizer: Any, calibration: Tensor | None) -> Tensor | None:
+    """Read the text that a recipe fine-tunes on, if it does.
+
+    Args:
+        recipe: one that was planned.
+        tokenizer: the model's.
+        calibration: the calibration windows, if they were read.
+
+    Returns:
+        int64 [windows, tokens], or None.
+
+    Raises:
+        CalibrationError: text that cannot be had or is too short.
+    """
+    settings = recipe.finetune
+    if settings is None:
+        return None
+    if settings.dataset is not None:
+        ids = token_ids(documents(settings.dataset, "calibration"), tokenizer)
+        return calibration_windows(ids, settings.samples or 128, settings.window, settings.seed)
+    if calibration is not None:
+        return calibration
+    text = recipe.calibration
+    assert text is not None  # noqa: S101 - checked while the recipe was planned
+    ids = token_ids(documents(text.dataset, "calibration"), tokenizer)
+    return calibration_windows(ids, text.samples, text.sequence_length, text.seed)
+
+
+def finetune(
+    model: Any, masks: MaskSet, windows: Tensor, settings: Finetune, *, teacher: Any | None = None,
+    checkpoint: Path | None = None, progress: Progress | None = None,
+) -> FinetuneReport:  # fmt: skip
+    """Train what survived pruning, in place; the zeros stay.
+
+    Args:
+        model: a pruned transformers causal language model; it keeps its dtypes and modes.
+        masks: its masks.
+        windows: int64 [windows, tokens].
+        settings: how.
+        teacher: the dense model, with `settings.teacher` dense; it is not changed.
+        checkpoint: a file to go on from if it exists, and to keep while training.
+        progress: called with the steps done, all steps and the last loss.
+
+    Returns:
+        What was done, with the loss of every step.
+
+    Raises:
+        CalibrationError: a loss or gradient that is not finite.
+        ArtifactError: masks of another model, or a checkpoint that cannot be read or written.
+        UnsupportedModelError: a model without gradient checkpointing, when it is asked for.
+    """
+    if (teacher is None) != (settings.teacher == "none"):
+        raise ValueError(f"teacher {settings.teacher!r} with {'no' if teacher is None else 'a'} dense model")
+    narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+    narrow = settings.dtype == "bfloat16" or (settings.dtype == "auto" and narrow)
+    with (
+        trainable(model, model, masks, norms=settings.norms, biases=settings.biases) as parameters,
+        _training_mode(model, settings.gradient_checkpointing),
+    ):
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter in parameters}
+        steps = _Steps(model, teacher, windows, settings, trained, narrow=narrow)
+        losses = steps.go_on(checkpoint, progress)
+        count = _numbers(trained, masks)
+    _check_zeros(model, masks)
+    return FinetuneReport(settings.teacher, count, len(losses), (len(windows), windows.shape[1]), tuple(losses))
+
+
+class _Steps:
+    """The optimizer steps of one fine-tuning, some of which may have been done by an interrupted run."""
+
+    def __init__(
+        self, model: Any, teacher: Any | None, windows: Tensor, settings: Finetune, trained: Mapping[str, nn.Parameter],
+        *, narrow: bool,
+    ) -> None:  # fmt: skip
+        self.model, self.teacher, self.windows, self.settings = model, teacher, windows, settings
+        self.trained, self.narrow = trained, narrow
+        self.device = next(model.parameters()).device
+        rate = settings.learning_rate
+        self.optimizer = torch.optim.AdamW(
+            [{"params": [*trained.values()], "initial_lr": rate}], lr=rate, weight_decay=0.0
+        )
+        self.losses: list[float] = []
+
+    def go_on(self, checkpoint: Path | None, progress: Progress | None) -> list[float]:
+        """Do what is left to do, and return the loss of every step."""
+        from transformers import get_cosine_schedule_with_warmup
+
+        if checkpoint is not None and checkpoint.exists():
+            self._load(checkpoint)
+        settings, total = self.settings, self.settings.steps
+        schedule = get_cosine_schedule_with_warmup(
+            self.optimizer, round(settings.warmup * total), total, last_epoch=len(self.losses) - 1
+        )
+        while (done := len(self.losses)) < total:
+            self.losses.append(self._step(done))
+            schedule.step()
+            if checkpoint is not None and ((done + 1) % settings.checkpoint_every == 0 or done + 1 == total):
+                write(checkpoint, self._state())
+            if progress is not None:
+                progress(done + 1, total, self.losses[-1])
+        return self.losses
+
+    def _step(self, number: int) -> float:
+        batch = _batch(self.windows, number, self.settings).to(self.device)
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed((self.settings.seed + number) % 2**63)  # dropout's
+            loss = self._loss(batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+        norm = float(nn.utils.clip_grad_norm_(self.trained.values(), _LARGEST_NORM))
+        value = float(loss.detach())
+        if not (math.isfinite(value) and math.isfinite(norm)):
+            raise CalibrationError(
+                f"step {number + 1} of {self.settings.steps}: the loss is {value} and the norm of its gradient {norm}; "
+                f"learning_rate {self.settings.learning_rate:g} is too large, or the pruned model's weights are broken"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return value
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        """Return the loss of windows [batch, tokens]."""
+        # Once for each step: autocast keeps narrow copies of parameters for as long as it lasts.
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.narrow):
+            logits = self.model(batch, use_cache=False).logits  # [batch, tokens, vocabulary]
+        if self.teacher is None:
+            return next_token_loss(logits, batch)
+        with torch.no_grad():
+            wanted = self.teacher(batch, use_cache=False).logits
+        return distillation_loss(logits.flatten(0, 1), wanted.flatten(0, 1), self.settings.temperature)
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds: weights and the optimizer's moments, and the losses so far."""
+        state = {"losses": torch.tensor(self.losses, dtype=torch.float64)}
+        for name, parameter in self.trained.items():
+            state[f"value.{name}"] = parameter.detach().contiguous()
+            state |= {f"{kind}.{name}": x.contiguous() for kind, x in self.optimizer.state[parameter].items()}
+        return state
+
+    def _load(self, checkpoint: Path) -> None:
+        state = read(checkpoint)
+        try:
+            self.losses = state.pop("losses").tolist()
+            with torch.no_grad():
+                for name, parameter in self.trained.items():
+                    parameter.copy_(state.pop(f"value.{name}"))
+        except (KeyError, RuntimeError) as error:
+            raise ArtifactError(f"{checkpoint} is damaged ({error!r}); begin anew with --restart") from error
+        for key, value in state.items():
+            kind, _, name = key.partition(".")
+            moment = value if kind == "step" else value.to(self.device)  # AdamW counts steps on the CPU
+            self.optimizer.state[self.trained[name]][kind] = moment
+
+
+def _batch(windows: Tensor, step: int, settings: Finetune) -> Tensor:
+    """Return the windows of a step [batch_size, tokens]: epoch after epoch, each in an order of its own."""
+    places = range(step * settings.batch_size, (step + 1) * settings.batch_size)
+    orders = {
+        epoch: torch.randperm(len(windows), generator=torch.Generator().manual_seed((settings.seed + epoch) % 2**63))
+        for epoch in {place // len(windows) for place in places}
+    }
+    return windows[torch.stack([orders[place // len(windows)][place % len(windows)] for place in places])]
+
+
+@contextmanager
+def _training_mode(model: Any, gradient_checkpointing: bool) -> Iterator[None]:
+    """Put a model in training mode, where alone transformers checkpoints gradients, and back."""
+    training = {module: module.training for module in model.modules()}
+    if gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not support gradient checkpointing; set finetune.gradient_checkpointing: "
+                "false, which takes more memory"
+            )
+        with quiet_libraries():  # newer versions have another name for it, and say so
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    try:
+        yield
+    finally:
+        if gradient_checkpointing:
+            with quiet_libraries():
+                model.gradient_checkpointing_disable()
+        for module, before in training.items():
+            module.training = before
+
+
+def _numbers(trained: Mapping[str, nn.Parameter], masks: MaskSet) -> int:
+    """Count what is trained: of masked parameters the weights that are kept."""
+    dropped = sum(entry.keep.numel() - int(entry.keep.sum()) for entry in masks.values())
+    return sum(parameter.numel() for parameter in trained.values()) - dropped
+
+
+def _check_zeros(model: nn.Module, masks: MaskSet) -> None:
+    """Count the zeros anew: what is fine-tuned has to be exactly as sparse as what was pruned."""
+    for name, deviation in masks.deviations(model).items():
+        if deviation.dropped_not_zero:
+            raise ArtifactError(
+                f"{name}: {deviation.dropped_not_zero} weights that the mask drops are not zero after fine-tuning; "
+                "expected none"
+            )

@@ -1,0 +1,1 @@
+"""The synthetic experiment behind the paper's Figure 2, and its command."""

@@ -1,0 +1,64 @@
+"""OWL against a slow reference, and what its paper promises of the sparsities."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compressx.allocation.owl import outlier_ratio, sparsities
+
+BLOCKS = st.lists(st.tuples(st.floats(0, 1), st.integers(1, 10**9)), min_size=1, max_size=40)
+
+
+@pytest.mark.parametrize("threshold", [1.0, 2.0, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_outlier_ratio_is_that_of_all_scores_of_a_block_together(threshold: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((8, 12), (5, 12), (12, 30))
+    pairs = [
+        (torch.randn(shape, generator=generator).pow(3).to(dtype), torch.rand(shape[1], generator=generator) ** 4)
+        for shape in shapes
+    ]
+    scores = []
+    for weight, norms in pairs:
+        for row in weight.double().numpy():
+            scores += [abs(w) * n for w, n in zip(row, norms.double().numpy(), strict=True)]
+    mean = sum(scores) / len(scores)
+    expected = sum(score > threshold * mean for score in scores) / len(scores)
+    assert 0 < expected < 0.5
+    assert outlier_ratio(pairs, threshold) == pytest.approx(expected, abs=1e-12)
+
+
+def test_scores_that_are_all_alike_have_no_outliers() -> None:
+    assert outlier_ratio([(torch.ones(4, 6), torch.ones(6))], 5.0) == 0.0
+
+
+@given(BLOCKS, st.floats(0.1, 0.9), st.floats(0, 0.1))
+def test_the_mean_over_all_weights_is_the_target_and_no_block_leaves_the_spread(
+    blocks: list[tuple[float, int]], target: float, spread: float
+) -> None:
+    ratios, weights = map(list, zip(*blocks, strict=True))
+    chosen = sparsities(ratios, weights, target, spread)
+    assert np.average(chosen, weights=weights) == pytest.approx(target, abs=1e-9)
+    assert all(target - spread - 1e-9 <= s <= target + spread + 1e-9 for s in chosen)
+
+
+@given(BLOCKS, st.floats(0.1, 0.9))
+def test_more_outliers_mean_less_sparsity(blocks: list[tuple[float, int]], target: float) -> None:
+    ratios, weights = map(list, zip(*blocks, strict=True))
+    by_ratio = sorted(zip(ratios, sparsities(ratios, weights, target, 0.08), strict=True))
+    assert all(a[1] >= b[1] for a, b in pairwise(by_ratio))
+
+
+def test_the_block_farthest_from_the_mean_uses_the_whole_spread() -> None:
+    assert sparsities([0.0, 0.0, 0.0, 0.4], [10] * 4, 0.6, 0.09) == pytest.approx([0.63, 0.63, 0.63, 0.51])
+
+
+def test_blocks_with_equal_ratios_have_the_target() -> None:
+    assert sparsities([0.03, 0.03], [10, 90], 0.7, 0.08) == [0.7, 0.7]
+    assert sparsities([0.03], [10], 0.7, 0.08) == [0.7]

@@ -1,0 +1,211 @@
+"""The mathematics of allocation: exact totals, least cost against brute force, and more zeros never mean fewer."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate, pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compressx.allocation.spread import Curve, cheapest, fitted, in_steps, isotonic, shares
+from compressx.recipe.methods import MAX_SPARSITY
+
+GRID = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+@st.composite
+def convex(draw: st.DrawFn) -> list[tuple[int, float]]:
+    """Draw a convex cost of 0, 1, 2, ... zeros; costs are whole numbers, so that sums of them are exact."""
+    rises = sorted(draw(st.lists(st.integers(0, 20), min_size=1, max_size=5)))
+    return list(enumerate(accumulate(map(float, rises), initial=0.0)))
+
+
+def measured(errors: st.SearchStrategy[float]) -> st.SearchStrategy[Curve]:
+    return st.lists(errors, min_size=len(GRID), max_size=len(GRID)).map(lambda e: Curve(GRID, tuple(e)))
+
+
+def points(curve: Curve, weights: int) -> list[tuple[int, float]]:
+    return curve.points(weights, math.floor(MAX_SPARSITY * weights))
+
+
+CURVES = measured(st.floats(0, 1e6))
+
+
+# --- the cheapest split
+
+
+@given(st.lists(convex(), min_size=1, max_size=4), st.data())
+def test_no_other_split_of_the_zeros_costs_less(curves: list[list[tuple[int, float]]], data: st.DataObject) -> None:
+    zeros = data.draw(st.integers(0, sum(len(c) - 1 for c in curves)))
+    counts = cheapest(curves, zeros)
+    assert sum(counts) == zeros
+    splits = (s for s in product(*(range(len(c)) for c in curves)) if sum(s) == zeros)
+    best = min(sum(c[n][1] for c, n in zip(curves, split, strict=True)) for split in splits)
+    assert sum(c[n][1] for c, n in zip(curves, counts, strict=True)) == best
+
+
+@given(st.lists(st.tuples(CURVES, st.integers(1, 5000)), min_size=1, max_size=5), st.data())
+def test_more_zeros_in_all_never_mean_fewer_anywhere(units: list[tuple[Curve, int]], data: st.DataObject) -> None:
+    costs = [points(curve, weights) for curve, weights in units]
+    room = sum(c[-1][0] for c in costs)
+    few, many = sorted(data.draw(st.tuples(st.integers(0, room), st.integers(0, room))))
+    less, more = cheapest(costs, few), cheapest(costs, many)
+    assert (sum(less), sum(more)) == (few, many)
+    assert all(a <= b for a, b in zip(less, more, strict=True))
+
+
+def test_a_dent_in_a_curve_is_bridged() -> None:
+    """After the first dear zero come nine free ones: the second unit's steady price is the worse bargain."""
+    dented = [(0, 0.0), (1, 5.0), (10, 5.0)]
+    steady = [(n, 1.0 * n) for n in range(11)]
+    assert cheapest([dented, steady], 10) == [10, 0]
+
+
+def test_what_costs_ten_times_as_much_is_pruned_less() -> None:
+    cheap, dear = (points(Curve(GRID, tuple(c * s**4 for s in GRID)), 10_000) for c in (1.0, 10.0))
+    given_cheap, given_dear = cheapest([cheap, dear], 10_000)
+    # Marginal costs c s^3 meet where the sparsities' ratio is the cube root of ten, within one of the curves' pieces.
+    assert given_cheap / given_dear == pytest.approx(10 ** (1 / 3), rel=0.01)
+    assert given_cheap + given_dear == 10_000
+
+
+def test_more_zeros_than_there_is_room_for_fill_every_unit() -> None:
+    assert cheapest([points(Curve(GRID, GRID), 100)], 99) == [95]
+
+
+# --- curves
+
+
+@given(CURVES)
+def test_a_curve_never_falls_and_begins_at_no_error(curve: Curve) -> None:
+    errors = [curve.error(i / 200) for i in range(191)]
+    assert errors[0] == 0.0
+    assert all(b >= a * (1 - 1e-9) for a, b in pairwise(errors))
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=len(GRID), max_size=len(GRID)))
+def test_a_curve_passes_through_errors_that_do_not_fall(errors: list[float]) -> None:
+    curve = Curve(GRID, tuple(sorted(errors)))
+    assert [curve.error(s) for s in GRID] == pytest.approx(curve.errors)
+
+
+@pytest.mark.parametrize("sparsity", [0.05, 0.3, 0.4, 0.75, 0.9, 0.95])
+def test_a_power_of_the_sparsity_is_drawn_through_two_of_its_points(sparsity: float) -> None:
+    assert Curve((0.3, 0.9), (2 * 0.3**3, 2 * 0.9**3)).error(sparsity) == pytest.approx(2 * sparsity**3)
+
+
+@pytest.mark.parametrize("sparsity", [0.25, 0.5, 0.75])
+def test_from_a_single_point_the_error_is_in_proportion(sparsity: float) -> None:
+    """All that a curve of 1:2 can know."""
+    assert Curve((0.5,), (0.2,)).error(sparsity) == pytest.approx(0.4 * sparsity)
+
+
+@pytest.mark.parametrize("of", [2, 4, 8, 16])
+def test_steps_of_a_curve_are_the_sparsities_that_an_n_m_pattern_has(of: int) -> None:
+    counts = [count for count, _ in Curve(GRID, GRID).points(of * 30, (of - 1) * 30, of - 1)]
+    assert counts == [30 * i for i in range(of)]
+
+
+def test_a_curve_has_no_kink_at_a_measured_point() -> None:
+    """A kink would draw every unit to the sparsities that happened to be measured."""
+    curve = Curve(GRID, (1e-4, 1e-3, 4e-3, 1e-2, 5e-2, 0.2))
+    for s in GRID[1:-1]:
+        left, right = curve.error(s) - curve.error(s - 1e-5), curve.error(s + 1e-5) - curve.error(s)
+        assert left == pytest.approx(right, rel=1e-3)
+
+
+def test_errors_that_fall_are_averaged_with_what_they_fall_from() -> None:
+    assert isotonic([1.0, 3.0, 2.0, 4.0]) == [1.0, 2.5, 2.5, 4.0]
+    assert isotonic([3.0, 2.0, 1.0, 9.0]) == [2.0, 2.0, 2.0, 9.0]
+    assert Curve((0.5, 0.7, 0.9), (1.0, 3.0, 2.0)).error(0.7) == pytest.approx(2.5)
+
+
+def test_a_unit_that_does_nothing_is_pruned_first() -> None:
+    useless, useful = (points(Curve(GRID, e), 1000) for e in ((0.0,) * 6, GRID))
+    assert cheapest([useless, useful], 950) == [950, 0]
+
+
+@pytest.mark.parametrize("weights", [1, 3, 64, 4096, 10**8])
+def test_points_are_whole_counts_up_to_the_most_that_is_allowed(weights: int) -> None:
+    counts = [count for count, _ in points(Curve(GRID, GRID), weights)]
+    assert counts == sorted(set(counts))
+    assert (counts[0], counts[-1]) == (0, math.floor(MAX_SPARSITY * weights))
+
+
+@pytest.mark.parametrize(
+    ("sparsities", "errors", "complaint"),
+    [
+        ((), (), "as many"),
+        ((0.5, 0.6), (1.0,), "as many"),
+        ((0.6, 0.5), (1.0, 2.0), "rise"),
+        ((0.0, 0.5), (1.0, 2.0), "rise"),
+        ((0.5, 1.0), (1.0, 2.0), "rise"),
+        ((0.5, 0.6), (1.0, math.nan), "finite"),
+        ((0.5, 0.6), (-1.0, 1.0), "finite"),
+    ],
+)
+def test_what_is_no_curve_is_refused(sparsities: tuple[float, ...], errors: tuple[float, ...], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Curve(sparsities, errors)
+
+
+# --- whole numbers
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=20), st.floats(0, 1))
+def test_shares_sum_to_the_rounded_whole_and_none_is_off_by_more_than_one(parts: list[int], fraction: float) -> None:
+    given_out = shares(parts, fraction)
+    assert sum(given_out) == round(fraction * sum(parts))
+    assert all(abs(g - fraction * p) <= 1 + 1e-6 for g, p in zip(given_out, parts, strict=True))
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 0.8), st.integers(50, 200), st.integers(1, 8)), min_size=1, max_size=12))
+def test_what_rounding_to_steps_leaves_goes_on_to_the_next(parts: list[tuple[float, int, int]]) -> None:
+    weights = [rows * columns for _, columns, rows in parts]
+    steps = [rows for *_, rows in parts]
+    wanted = [int(s * w) for (s, *_), w in zip(parts, weights, strict=True)]
+    most = [math.floor(MAX_SPARSITY * w) for w in weights]
+    counts = in_steps(wanted, most, steps)
+    assert all(count % step == 0 for count, step in zip(counts, steps, strict=True))
+    assert abs(sum(wanted) - sum(counts)) <= min(steps) / 2
+    assert sum(in_steps([*wanted, 500], [*most, 950], [*steps, 1])) == sum(wanted) + 500
+
+
+def test_rounding_up_alternates_with_rounding_down() -> None:
+    """N:M of several layers with one target: neighbouring N, not one for the first layers and another for the last."""
+    assert in_steps([60] * 5, [75] * 5, [25] * 5) == [50, 75, 50, 75, 50]
+
+
+def test_what_has_no_room_for_what_is_left_leaves_it_to_what_had_its_turn() -> None:
+    assert in_steps([50, 8, 95], [75, 20, 100], [25, 4, 100]) == [50, 4, 100]
+
+
+def test_rounding_to_steps_stays_below_the_most_that_is_allowed() -> None:
+    """All of a row of two would be 100%."""
+    assert in_steps([19, 0], [19, 95], [10, 1]) == [10, 9]
+
+
+PARTS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), min_size=1, max_size=12)
+
+
+@given(PARTS, st.integers(0, 10**7))
+def test_fitted_counts_sum_to_the_total_or_to_all_that_there_is_room_for(
+    parts: list[tuple[int, int]], total: int
+) -> None:
+    wanted, most = zip(*parts, strict=True)
+    counts = fitted(wanted, most, total)
+    assert sum(counts) == min(total, sum(most))
+    assert all(0 <= count <= limit for count, limit in zip(counts, most, strict=True))
+
+
+@given(PARTS)
+def test_counts_that_fit_stay_as_they_are(parts: list[tuple[int, int]]) -> None:
+    wanted = [min(part) for part in parts]
+    assert fitted(wanted, [limit for _, limit in parts], sum(wanted)) == wanted
+
+
+def test_what_is_added_or_taken_is_shared_by_room_and_by_size() -> None:
+    assert fitted([50, 50, 95], [100, 100, 95], 215) == [60, 60, 95]
+    assert fitted([60, 20, 20], [100, 100, 100], 50) == [30, 10, 10]

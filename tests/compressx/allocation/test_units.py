@@ -1,0 +1,325 @@
+"""Spreading a total over units: exact counts whatever the groups and patterns, by model and by block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compressx.allocation.spread import Curve, cheapest
+from compressx.allocation.units import Unit, evenly, settled, spread, units_of, zeros_of
+from compressx.errors import RecipeError
+from compressx.patterns import NM, Unstructured, zeros_in
+from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
+from compressx.pruners import magnitude
+from compressx.recipe.methods import MAX_SPARSITY, AttentionAware, ExplicitAllocation, OwlAllocation, UniformAllocation
+from compressx_attnprune import plugin as attnprune
+
+GRID = (0.3, 0.5, 0.7, 0.9)
+(SPEC,) = magnitude.compressx_pruners()
+(WHOLE,) = attnprune.compressx_pruners()
+SHAPES = ((48, 32), (16, 32), (40, 64), (7, 11))
+EVEN = ((48, 32), (16, 32), (40, 64), (24, 96))  # whose input features 4 and 8 divide
+
+Pattern = Unstructured | NM
+
+
+def rule(index: int, spec: Any = SPEC) -> PlannedRule:
+    return PlannedRule(index, spec, spec.options(), None, None)
+
+
+def plan(*kinds: Any, blocks: int = 3, outside: Any = None, shapes: Any = SHAPES, spec: Any = SPEC) -> Plan:
+    """Plan a rule for each group or pattern, with linears of all shapes in each block, and one for a head outside."""
+    rules = tuple(rule(i, spec) for i in range(len(kinds) + bool(outside)))
+
+    def pattern(kind: Any) -> Pattern:
+        return kind if isinstance(kind, NM) else Unstructured(0.5, kind)
+
+    linears = [
+        PlannedLinear(f"b{b}.{r.index}.kind_{'abcd'[i]}", f"b{b}", shape, r, pattern(kind))
+        for b in range(blocks)
+        for r, kind in zip(rules, kinds, strict=False)
+        for i, shape in enumerate(shapes)
+    ]
+    if outside:
+        linears.append(PlannedLinear("head", "", (101, 32), rules[-1], pattern(outside)))
+    return Plan(tuple(linears), {}, rules, needs_calibration=True)
+
+
+def curves_of(units: Any, *scales: float) -> dict[Unit, Curve]:
+    """Curves of rising cost, dearer by the block and by the rule."""
+    scales = scales or (1.0,)
+    inside = [u for u in units if u.block]
+    return {
+        u: Curve(GRID, tuple(scales[u.linears[0].rule.index % len(scales)] * (1 + i) * s**3 for s in GRID))
+        for i, u in enumerate(inside)
+    }
+
+
+def zeros(planned: Plan, patterns: Mapping[str, Pattern], block: str | None = None) -> float:
+    return sum(patterns[x.name].sparsity * x.weights for x in planned.linears if block in (None, x.block))
+
+
+def by_cost(planned: Plan, target: float, scope: Any = "model", kind: Any = "rule", *scales: float) -> Any:
+    units = units_of(planned, kind)
+    curves = curves_of(units, *scales)
+    return spread(units, target, lambda g, z: cheapest([u.points(curves[u]) for u in g], z), scope=scope)
+
+
+def allocated(planned: Plan, target: float, scope: Literal["model", "block"] = "model", kind: Any = "rule") -> Any:
+    return planned, by_cost(planned, target, scope, kind)
+
+
+TARGETS = st.floats(0.01, 0.94)
+KINDS = st.sampled_from(["block", "rule", "linear"])
+
+
+@settings(deadline=None)
+@given(TARGETS, st.sampled_from(["model", "block"]), st.sampled_from(["row", "layer", "joint"]), KINDS)
+def test_the_total_is_exact_when_any_rule_can_take_any_count(target: float, scope: Any, other: Any, kind: Any) -> None:
+    planned, patterns = allocated(plan(other, "layer", outside="row"), target, scope, kind)
+    weights = sum(x.weights for x in planned.linears)
+    assert round(zeros(planned, patterns), 6) == round(target * weights)
+
+
+@settings(deadline=None)
+@given(TARGETS, st.sampled_from(["model", "block"]))
+def test_the_total_is_within_half_a_row_group_when_all_rows_are_filled_evenly(target: float, scope: Any) -> None:
+    planned, patterns = allocated(plan("row", "row", outside="row"), target, scope)
+    weights = sum(x.weights for x in planned.linears)
+    if target < 0.85:  # beyond that, rows of eleven are full before the rest is
+        assert abs(zeros(planned, patterns) - round(target * weights)) <= 101 / 2
+    for linear in planned.linears:
+        in_a_row = patterns[linear.name].sparsity * linear.shape[1]
+        assert in_a_row == pytest.approx(round(in_a_row))
+        assert patterns[linear.name].sparsity <= MAX_SPARSITY
+
+
+@settings(deadline=None)
+@given(TARGETS)
+def test_by_block_each_block_has_the_target_by_itself(target: float) -> None:
+    planned, patterns = allocated(plan("layer", "joint"), target, "block")
+    for block in ("b0", "b1", "b2"):
+        weights = sum(x.weights for x in planned.linears if x.block == block)
+        assert abs(zeros(planned, patterns, block) - target * weights) <= 1
+
+
+def test_by_model_the_dear_blocks_are_pruned_less_and_each_unit_evenly() -> None:
+    planned, patterns = allocated(plan("layer"), 0.5)
+    by_block = [zeros(planned, patterns, f"b{b}") for b in range(3)]
+    assert all(a > b * 1.1 for a, b in pairwise(by_block))
+    first = [x for x in planned.linears if x.block == "b0"]
+    counts = [patterns[x.name].sparsity * x.weights for x in first]
+    shared = sum(counts) / sum(x.weights for x in first)
+    assert all(abs(c - shared * x.weights) <= 1 for c, x in zip(counts, first, strict=True))
+
+
+def test_linears_that_compete_jointly_get_one_pattern() -> None:
+    planned, patterns = allocated(plan("joint", "layer"), 0.37)
+    jointly = {patterns[x.name] for x in planned.linears if x.block == "b1" and x.rule.index == 0}
+    assert len(jointly) == 1
+    assert jointly.pop().group == "joint"
+
+
+def test_what_lies_outside_the_blocks_keeps_the_target() -> None:
+    planned, patterns = allocated(plan("layer", outside="layer"), 0.25)
+    assert patterns["head"] == Unstructured(101 * 32 // 4 / (101 * 32), "layer")
+    assert [u.block for u in units_of(planned, "rule")] == ["b0", "b1", "b2", ""]
+
+
+def test_the_dearer_rule_of_a_block_is_pruned_less() -> None:
+    patterns = by_cost(plan("layer", "layer"), 0.5, "block", "rule", 1.0, 100.0)
+    for b in range(3):
+        assert patterns[f"b{b}.0.kind_a"].sparsity > 0.8
+        assert patterns[f"b{b}.1.kind_a"].sparsity < 0.2
+
+
+# --- what a unit is
+
+
+def test_a_unit_is_a_block_or_what_a_rule_took_in_it_or_its_linears_of_one_kind() -> None:
+    planned = plan("layer", "row", blocks=2, outside="layer")
+    sizes = {kind: [len(u.linears) for u in units_of(planned, kind)] for kind in ("block", "rule", "linear")}  # type: ignore[arg-type]
+    assert sizes == {"block": [8, 8, 1], "rule": [4] * 4 + [1], "linear": [1] * 16 + [1]}
+
+
+def test_the_experts_of_a_mixture_are_of_one_kind() -> None:
+    planned = plan("layer", blocks=1)
+    experts = [replace(x, name=f"b0.experts.down_proj.{i}") for i, x in enumerate(planned.linears)]
+    assert [len(u.linears) for u in units_of(replace(planned, linears=tuple(experts)), "linear")] == [4]
+
+
+def test_numbers_within_a_name_tell_kinds_apart() -> None:
+    planned = plan("layer", blocks=1)
+    named = [replace(x, name=f"b0.fc{i}") for i, x in enumerate(planned.linears)]
+    assert len(units_of(replace(planned, linears=tuple(named)), "linear")) == 4
+
+
+@pytest.mark.parametrize(("kind", "spec"), [("joint", SPEC), ("layer", WHOLE), (NM(2, 4), WHOLE)])
+def test_what_a_rule_does_not_decide_apart_is_one_unit_and_gets_one_pattern(kind: Any, spec: Any) -> None:
+    """Attnprune takes query and key with one pattern, and rounding must not part them."""
+    planned = plan(kind, spec=spec, shapes=EVEN)
+    units = units_of(planned, "linear")
+    assert [len(u.linears) for u in units] == [4] * 3
+    for target in (0.3, 0.41, 0.7123):
+        patterns = spread(units, target, evenly)
+        for unit in units:
+            assert len({patterns[x.name] for x in unit.linears}) == 1
+
+
+@settings(deadline=None)
+@given(TARGETS, st.sampled_from(["layer", "row"]))
+def test_one_pattern_for_several_linears_means_a_whole_number_of_zeros_in_each(target: float, group: Any) -> None:
+    planned = plan(group, spec=WHOLE)
+    patterns = spread(units_of(planned, "rule"), target, evenly)
+    for x in planned.linears:
+        competing = x.shape[1] if group == "row" else x.weights
+        assert patterns[x.name].sparsity * competing == pytest.approx(round(patterns[x.name].sparsity * competing))
+
+
+# --- N:M
+
+
+def of(*sizes: int) -> Any:
+    return st.sampled_from([NM(1, m) for m in sizes])
+
+
+@settings(deadline=None)
+@given(st.floats(0.05, 0.7), of(4, 8), st.sampled_from(["layer", "joint"]), KINDS, st.sampled_from(["model", "block"]))
+def test_what_n_m_cannot_express_is_made_up_for_by_the_others(
+    target: float, pattern: NM, other: Any, kind: Any, scope: Any
+) -> None:
+    planned, patterns = allocated(plan(pattern, other, shapes=EVEN), target, scope, kind)
+    weights = sum(x.weights for x in planned.linears)
+    final = planned.allocated(patterns)
+    assert zeros_of(final.linears) == round(target * weights)
+    for x in final.linears:
+        if x.rule.index == 0:
+            assert isinstance(x.pattern, NM)
+            assert x.pattern.of == pattern.of
+            assert 1 <= x.pattern.keep <= pattern.of
+
+
+@settings(deadline=None)
+@given(st.floats(0.0, 0.74), of(4, 8, 16), KINDS)
+def test_of_n_m_alone_the_total_is_within_half_a_step(target: float, pattern: NM, kind: Any) -> None:
+    planned = plan(pattern, shapes=EVEN)
+    total = round(target * sum(x.weights for x in planned.linears))
+    steps = [x.weights // pattern.of for x in planned.linears]
+    assert abs(zeros(planned, by_cost(planned, target, "model", kind)) - total) <= max(steps) / 2
+    if 0.2 < target < 0.6:  # all have room, so that the finest make up for the others
+        assert abs(zeros(planned, spread(units_of(planned, kind), target, evenly)) - total) <= min(steps) / 2
+
+
+def test_units_of_n_m_have_one_n_but_for_the_one_that_the_total_falls_in() -> None:
+    planned, patterns = allocated(plan(NM(2, 4), shapes=EVEN, blocks=6), 0.55, kind="block")
+    kept = [{patterns[x.name].keep for x in planned.linears if x.block == f"b{b}"} for b in range(6)]  # type: ignore[union-attr]
+    assert sum(len(k) > 1 for k in kept) <= 1
+    assert len(set.union(*kept)) > 1
+    assert all(min(a) <= max(b) for a, b in pairwise(kept)), "the dearer keep more"
+
+
+def test_a_unit_that_is_dear_enough_stays_dense() -> None:
+    patterns = by_cost(plan(NM(2, 4), NM(2, 4), shapes=EVEN), 0.25, "block", "rule", 1.0, 1e6)
+    assert {str(p) for n, p in patterns.items() if ".1." in n} == {"4:4"}
+
+
+def test_a_sparsity_is_measured_at_the_nearest_that_the_patterns_of_a_unit_have() -> None:
+    unit = units_of(plan(NM(2, 4), "layer", shapes=((10, 8),)), "block")[0]
+    reached, patterns = unit.at(0.6)
+    assert [p for names in patterns.values() for p in names.values()] == [NM(2, 4), Unstructured(0.6, "layer")]
+    assert reached == pytest.approx(0.55)
+    (only,) = units_of(plan(NM(2, 4), shapes=((10, 8),), blocks=1), "block")
+    assert [only.at(s)[0] for s in (0.01, 0.3, 0.5, 0.7, 0.9)] == [0.25, 0.25, 0.5, 0.75, 0.75]
+
+
+# --- without measuring
+
+
+def uniform(target: float, *kinds: Any, **settings: Any) -> Plan:
+    planned = replace(plan(*kinds, **settings), allocation=UniformAllocation(method="uniform", target=target))
+    return settled(planned)
+
+
+@settings(deadline=None)
+@given(st.floats(0.01, 0.9), st.sampled_from(["row", "layer", "joint"]))
+def test_uniform_gives_every_linear_the_target_and_the_total_exactly(target: float, group: Any) -> None:
+    final = uniform(target, group, "layer")
+    assert final.allocation is None
+    assert zeros_of(final.linears) == round(target * sum(x.weights for x in final.linears))
+    for x in final.linears:
+        slack = 0.5 / x.shape[1] if group == "row" and x.rule.index == 0 else 0.0
+        assert abs(x.pattern.sparsity - target) <= slack + 40 / x.weights
+
+
+def test_uniform_n_m_is_the_target_where_it_can_be() -> None:
+    assert {str(x.pattern) for x in uniform(0.5, NM(1, 4), shapes=EVEN).linears} == {"2:4"}
+    assert {str(x.pattern) for x in uniform(0.625, NM(1, 8), shapes=EVEN).linears} == {"3:8"}
+
+
+def test_uniform_n_m_mixes_the_two_nearest_within_every_block_where_it_cannot_be() -> None:
+    final = uniform(0.6, NM(1, 4), shapes=EVEN, blocks=8)
+    assert {str(x.pattern) for x in final.linears} == {"2:4", "1:4"}
+    for b in range(8):
+        block = [x for x in final.linears if x.block == f"b{b}"]
+        assert zeros_of(block) / sum(x.weights for x in block) == pytest.approx(0.6, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("target", "kinds", "most"),
+    [(0.8, (NM(2, 4),), "0.75"), (0.76, ("layer", NM(2, 4)), "0.75"), (0.98, ("row",), "0.96875")],
+)
+def test_uniform_refuses_what_a_linear_cannot_have(target: float, kinds: Any, most: str) -> None:
+    """Others would have to make up for it, and nothing were uniform."""
+    name = rf"b0\.{len(kinds) - 1}\.kind_a"
+    complaint = f"target {target} cannot be reached: the patterns of {name} allow at most {most}"
+    with pytest.raises(RecipeError, match=complaint):
+        uniform(target, *kinds, shapes=EVEN)
+
+
+@pytest.mark.parametrize(("target", "fits"), [(0.84, True), (0.86, False)])
+def test_a_target_that_all_patterns_together_cannot_reach_is_refused(target: float, fits: bool) -> None:
+    settings = OwlAllocation(method="owl", target=target)
+    planned = replace(plan(NM(2, 4), "layer", shapes=EVEN), allocation=settings)
+    if fits:
+        assert settled(planned) is planned
+    else:
+        with pytest.raises(RecipeError, match=r"the patterns allow at most 0\.8\d+; N:M .*, and what is measured 5%"):
+            settled(planned)
+
+
+def test_a_block_that_cannot_reach_the_target_by_itself_is_named() -> None:
+    settings = AttentionAware(method="attention-aware", target=0.8, scope="block")
+    planned = plan("layer", shapes=EVEN)
+    mixed = [replace(x, pattern=NM(2, 4)) if x.block == "b1" else x for x in planned.linears]
+    with pytest.raises(RecipeError, match=r"the patterns in b1 allow at most 0\.75"):
+        settled(replace(planned, linears=tuple(mixed), allocation=settings))
+    by_model = settings.model_copy(update={"scope": "model"})
+    assert settled(replace(planned, linears=tuple(mixed), allocation=by_model)).allocation == by_model
+
+
+@pytest.mark.parametrize(("target", "fits"), [(0.5, True), (0.50004, True), (0.5002, False), (None, True)])
+def test_explicit_sparsities_have_to_come_to_their_target(target: float | None, fits: bool) -> None:
+    settings = ExplicitAllocation(method="explicit", sparsities={"*": 0.5}, target=target)
+    planned = replace(plan("layer"), allocation=settings)
+    if fits:
+        assert settled(planned).linears == planned.linears
+        assert settled(planned).allocation is None
+    else:
+        with pytest.raises(
+            RecipeError, match=r"the sparsities come to 50\.00% of the planned weights, and target is 50\.02"
+        ):
+            settled(planned)
+
+
+def test_zeros_are_counted_as_masks_will_have_them() -> None:
+    """A third of a row of 32 is eleven; of what competes jointly only the total is whole."""
+    linears = [replace(x, pattern=Unstructured(1 / 3, x.pattern.group)) for x in plan("row", "joint", blocks=2).linears]  # type: ignore[union-attr]
+    rows = sum(zeros_in(x.pattern, *x.shape) or 0 for x in linears if x.rule.index == 0)
+    joint = round(sum(a * b for a, b in SHAPES) / 3)
+    assert zeros_of(linears) == rows + 2 * joint

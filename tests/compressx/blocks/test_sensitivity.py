@@ -1,0 +1,192 @@
+"""How strongly losses react to what each linear gives, against autograd through everything at once."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from tests.compressx.blocks.test_walk import batches, plan_all
+from tests.compressx.pruners.problems import correlated_inputs, one_linear
+from torch.nn import functional
+
+from compressx import Block, Sensitivity, UnsupportedModelError
+from compressx.architecture import survey
+from compressx.blocks.sensitivity import of_block, of_model
+from compressx.blocks.walk import prune_model
+from compressx.models.access import InMemory
+from compressx.models.capture import capture_calls, replay
+from compressx.patterns import NM, Unstructured
+from compressx.pruners import magnitude, sensitivity
+from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
+
+(SPEC,) = sensitivity.compressx_pruners()
+HALF = Unstructured(0.5, "layer")
+DENSE = [a for a in TINY_CONFIGS if a != "mixtral"]
+
+
+def output_gradients(model, ids, loss):
+    """Return the gradient of a loss with respect to every linear's output, [batch, tokens, out_features]."""
+    linears = survey(model).linears
+    outputs = {}
+    hooks = [
+        x.module.register_forward_hook(lambda m, a, out, n=n: outputs.__setitem__(n, out)) for n, x in linears.items()
+    ]
+    value = loss(model(ids, use_cache=False))
+    for hook in hooks:
+        hook.remove()
+    return dict(zip(outputs, torch.autograd.grad(value, list(outputs.values())), strict=True))
+
+
+@pytest.mark.parametrize("architecture", DENSE)
+def test_the_models_sensitivities_are_mean_squares_of_the_gradients_that_autograd_gives(architecture):
+    model = tiny_model(architecture)
+    found = survey(model)
+    parts = tiny_tokens(sequences=4).split(2)
+    measured = of_model(InMemory(model), found, found.linears, parts)
+    generator = torch.Generator().manual_seed(0)
+    squares = {name: [] for name in found.linears}
+    for ids in parts:
+
+        def likelihood(output):
+            labels = [torch.multinomial(x.float().softmax(-1), 1, generator=generator)[:, 0] for x in output.logits]
+            return functional.cross_entropy(output.logits.flatten(0, 1), torch.cat(labels), reduction="sum")
+
+        for name, gradient in output_gradients(model, ids, likelihood).items():
+            squares[name].append(gradient.double().square())
+    for name, expected in squares.items():
+        rows, tokens = torch.cat(expected).flatten(0, -2).mean(dim=0), [x.mean(dim=-1) for x in expected]
+        torch.testing.assert_close(measured[name].rows.double(), rows, rtol=1e-3, atol=1e-3 * float(rows.max()))
+        flattened = architecture == "opt" and ".fc" in name  # its MLP sees tokens without their batch
+        for mine, its in zip(measured[name].tokens, [] if flattened else tokens, strict=True):
+            torch.testing.assert_close(mine.double(), its, rtol=1e-3, atol=1e-3 * float(its.max()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_only_the_linears_that_are_wanted_are_measured_and_streamed_weights_are_refused():
+    model = tiny_model("llama")
+    name = "model.layers.1.mlp.up_proj"
+    assert set(of_model(InMemory(model), survey(model), [name], batches())) == {name}
+    model.lm_head.to("meta")
+    with pytest.raises(UnsupportedModelError, match=r"streamed from disk; set the pruner's option loss: block"):
+        of_model(InMemory(model), survey(model), [name], batches())
+
+
+def test_a_blocks_sensitivities_are_those_of_its_relative_change_by_the_whole_jacobian():
+    model = tiny_model("llama").double()
+    found = survey(model)
+    ids = tiny_tokens(sequences=1, length=6)
+    (state,), calls = capture_calls(model, found.blocks, [ids])
+    fqn, module = next(iter(found.blocks.items()))
+    linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
+    run = partial(replay, module, call=calls[fqn][0])
+    probes = 1500
+    measured = of_block(linears, [run] * probes, [state] * probes)
+
+    name = f"{fqn}.mlp.up_proj"
+    kept = {}
+    hook = linears[name].module.register_forward_hook(lambda m, a, out: kept.__setitem__("out", out))
+    out = run(state)
+    hook.remove()
+    scaled = out / out.detach().norm(dim=-1, keepdim=True)
+    squares = torch.zeros_like(kept["out"][0])
+    for entry in scaled.flatten():
+        (gradient,) = torch.autograd.grad(entry, kept["out"], retain_graph=True)
+        squares += gradient[0].square()
+    torch.testing.assert_close(measured[name].rows.double(), squares.mean(0), rtol=0.25, atol=0.02 * squares.max())
+    tokens = torch.stack([t.double()[0] for t in measured[name].tokens]).mean(0)
+    torch.testing.assert_close(tokens, squares.mean(1), rtol=0.1, atol=0.01 * squares.mean(1).max())
+
+
+def test_experts_have_row_weights_and_no_token_weights():
+    model = tiny_model("mixtral")
+    found = survey(model)
+    measured = of_model(InMemory(model), found, found.linears, batches())
+    experts = {n: s for n, s in measured.items() if ".experts." in n}
+    assert experts
+    assert all(not s.tokens for s in experts.values())
+    assert sum(bool((s.rows > 0).any()) for s in experts.values()) > len(experts) / 2
+
+
+def block_of_one(rows: int = 12, columns: int = 16, seed: int = 0) -> tuple[Block, torch.Tensor, Sensitivity]:
+    x = correlated_inputs(columns, tokens=64).reshape(4, 16, columns)
+    generator = torch.Generator().manual_seed(seed)
+    its = Sensitivity(
+        torch.rand(rows, generator=generator) ** 4 + 1e-3,
+        tuple(torch.rand(2, 16, generator=generator) ** 4 + 1e-3 for _ in range(2)),
+    )
+    block = one_linear(rows, columns)
+    return Block(0, "block", block.module, block.linears, (), None, {"model": {"fc": its}}), x, its
+
+
+def prune(block: Block, x: torch.Tensor, pattern, **options):
+    pruner = SPEC.build(SPEC.options(**options))
+    statistic = pruner.observe(block, "fc")
+    for part in x.split(2):
+        statistic.update(part)
+    return pruner.prune(block, {"fc": pattern}, {"fc": statistic})["fc"], statistic
+
+
+@pytest.mark.parametrize("rows", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("tokens", [0.0, 0.5, 1.0])
+def test_costs_are_those_of_a_slow_float64_reading(rows, tokens):
+    block, x, its = block_of_one()
+    result, statistic = prune(block, x, HALF, rows=rows, tokens=tokens)
+    a = torch.cat(its.tokens).double().flatten()
+    a = (a / a.mean()) ** tokens
+    flat = x.double().reshape(-1, x.shape[-1])
+    hessian = sum(a[i] * torch.outer(flat[i], flat[i]) for i in range(len(flat)))
+    torch.testing.assert_close(statistic.matrix.double(), hessian, rtol=1e-4, atol=1e-5 * float(hessian.max()))
+    weight = block.linears["fc"].weight.double()
+    cost = weight**2 * hessian.diagonal() * (its.rows.double() ** rows)[:, None]
+    dropped = cost.flatten().argsort()[: cost.numel() // 2]
+    expected = torch.ones(cost.numel(), dtype=torch.bool)
+    expected[dropped] = False
+    assert torch.equal(result.keep.flatten(), expected)
+
+
+def test_the_update_lowers_the_weighted_error_of_the_same_mask():
+    block, x, its = block_of_one()
+    result, statistic = prune(block, x, HALF, tokens=1.0, damping=1e-4)
+    weight = block.linears["fc"].weight
+    for rows in (torch.ones_like(its.rows), its.rows):
+        errors = []
+        for new in (torch.where(result.keep, weight, 0.0), torch.where(result.keep, result.weight, 0.0)):
+            change = new - weight
+            errors.append(float((rows[:, None] * (change @ statistic.matrix) * change).sum()))
+        assert errors[1] < 0.7 * errors[0]
+
+
+def test_a_batch_that_is_not_the_one_the_weights_are_for_is_refused():
+    block, x, _ = block_of_one()
+    statistic = SPEC.build(SPEC.options(tokens=0.5)).observe(block, "fc")
+    with pytest.raises(UnsupportedModelError, match=r"fc: its inputs come as \(4, 16\) tokens .* tokens: 0"):
+        statistic.update(x)
+
+
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+@pytest.mark.parametrize("loss", ["model", "block"])
+@pytest.mark.parametrize("pattern", [HALF, NM(2, 4)], ids=str)
+def test_every_architecture_is_pruned_by_either_loss(architecture, loss, pattern):
+    model = tiny_model(architecture)
+    found = survey(model)
+    plan = plan_all(model, SPEC, pattern)
+    rule = plan.rules[0]
+    object.__setattr__(rule, "options", SPEC.options(loss=loss, tokens=0.5))
+    assert plan.sensitive_to(loss) == set(found.linears)
+    given = of_model(InMemory(model), found, plan.sensitive_to("model"), batches()) if loss == "model" else None
+    pruned = list(prune_model(InMemory(model), plan, batches(), sensitivities=given))
+    assert all(layer.sparsity == 0.5 for block in pruned for layer in block.report.layers)
+
+
+def test_as_a_reconstructor_it_keeps_the_mask_of_the_other():
+    (selects,) = magnitude.compressx_pruners()
+    model, plain = tiny_model("llama"), tiny_model("llama")
+    found = survey(model)
+    plan = plan_all(model, selects, HALF, reconstructor=SPEC)
+    given = of_model(InMemory(model), found, plan.sensitive_to("model"), batches())
+    first = next(iter(prune_model(InMemory(model), plan, batches(), sensitivities=given)))
+    other = next(iter(prune_model(InMemory(plain), plan_all(plain, selects, HALF), batches())))
+    for name, entry in first.masks.items():
+        assert torch.equal(entry.keep, other.masks[name].keep)
+        assert not torch.equal(found.linears[name].weight, survey(plain).linears[name].weight)

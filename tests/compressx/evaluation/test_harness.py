@@ -1,0 +1,211 @@
+"""Tasks of lm-evaluation-harness: their names, their figures, and the silence around them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from compressx.errors import CalibrationError, RecipeError
+from compressx.evaluation.harness import check_tasks, run_tasks
+from compressx.recipe.schema import LmEval
+from compressx.testing import tiny_model
+
+DOCUMENTS = ["A pruned model\nstill talks.", "It loses  little."]
+
+
+def settings(*tasks: Any, **values: Any) -> LmEval:
+    return LmEval.model_validate({"tasks": list(tasks), **values})
+
+
+def rolling(name: str) -> dict[str, Any]:
+    return {"name": name, "dataset": "python-docs"}
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    """One token for each ASCII character, as many as a tiny model knows, and no padding token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {chr(i): i for i in range(3, 128)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token=None, model_max_length=16)  # noqa: S106
+
+
+@pytest.fixture
+def few_tasks(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A harness that knows two tasks and a group, and a cache of its own."""
+    from lm_eval.tasks import TaskManager
+
+    folder = project / "tasks"
+    folder.mkdir()
+    rows = [{"q": "a", "options": ["b", "c"], "gold": i % 2} for i in range(4)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    body = (
+        f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/rows.jsonl}}}}\ntest_split: test\n"
+        'output_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: options\ndoc_to_target: gold\n'
+        "metric_list:\n  - metric: acc\n"
+    )
+    for name in ("letters_easy", "letters_hard"):
+        (folder / f"{name}.yaml").write_text(f"task: {name}\n{body}")
+    (folder / "letters.yaml").write_text(
+        "group: letters\ntask: [letters_easy, letters_hard]\n"
+        "aggregate_metric_list:\n  - {metric: acc, aggregation: mean, weight_by_size: true}\n"
+    )
+    monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", project / "datasets")
+    here = partial(TaskManager, include_path=str(folder))
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: here(include_defaults=False))
+    return folder
+
+
+class TestCheckTasks:
+    def test_names_groups_files_and_datasets_of_ours_pass(self, few_tasks: Path) -> None:
+        check_tasks(settings("letters_easy", "letters", "tasks/letters_hard.yaml", rolling("docs")))
+
+    def test_an_unknown_name_is_answered_with_the_nearest_ones(self, few_tasks: Path) -> None:
+        with pytest.raises(
+            RecipeError, match=r"no task is called 'leters_easy'; the nearest are letters_easy, letters"
+        ):
+            check_tasks(settings("leters_easy"))
+        with pytest.raises(RecipeError, match="no name is near"):
+            check_tasks(settings("qqqqq"))
+
+    def test_the_index_is_built_once(self, few_tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        check_tasks(settings("letters"))
+        monkeypatch.delattr("lm_eval.tasks.TaskManager")
+        check_tasks(settings("letters_easy"))
+
+    def test_files_and_datasets_of_ours_need_no_index(self, few_tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr("lm_eval.tasks.TaskManager")
+        check_tasks(settings("tasks/letters.yaml", rolling("docs")))
+
+    @pytest.mark.parametrize(
+        "tasks",
+        [("letters", "letters"), ("letters", rolling("letters")), ("letters_easy", "tasks/letters_easy.yaml")],
+    )
+    def test_a_name_may_occur_only_once(self, few_tasks: Path, tasks: tuple[Any, ...]) -> None:
+        with pytest.raises(RecipeError, match=r"'letters(_easy)?' occurs 2 times"):
+            check_tasks(settings(*tasks))
+
+    @pytest.mark.parametrize("name", ["token_perplexity", "word_perplexity"])
+    def test_a_task_cannot_take_the_name_of_a_figure(self, name: str) -> None:
+        with pytest.raises(RecipeError, match=f"cannot be called '{name}'"):
+            check_tasks(settings(rolling(name)))
+
+    @pytest.mark.parametrize(
+        ("text", "complaint"),
+        [
+            (None, r"no such file: mine\.yaml \(looked in "),
+            ("a: [", "is not the YAML of a task"),
+            ("- a", "is not the YAML of a task"),
+            ("", "is not the YAML of a task"),
+            ("dataset_path: x", "names no task: expected the key task, group or include"),
+        ],
+    )
+    def test_a_file_that_is_no_task_is_named(self, project: Path, text: str | None, complaint: str) -> None:
+        if text is not None:
+            (project / "mine.yaml").write_text(text)
+        with pytest.raises(RecipeError, match=complaint):
+            check_tasks(settings("mine.yaml"))
+
+    def test_functions_of_a_task_are_not_run(self, project: Path) -> None:
+        (project / "mine.yaml").write_text("task: mine\nprocess_results: !function absent.function\n")
+        check_tasks(settings("mine.yaml"))
+
+    @pytest.mark.slow
+    def test_the_real_harness_knows_wikitext(self, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
+        check_tasks(settings("wikitext", "mmlu", "arc_easy"))
+        with pytest.raises(RecipeError, match="no task is called 'wikitxt'; the nearest are wikitext"):
+            check_tasks(settings("wikitxt"))
+
+
+class TestRunTasks:
+    def test_a_rolling_task_scores_every_token_after_the_beginning_of_sequence(self, tokenizer: Any) -> None:
+        model = tiny_model("llama")
+        measured = run_tasks(model, tokenizer, settings(rolling("docs")), {"docs": DOCUMENTS})["docs"]
+        loss = 0.0
+        for document in DOCUMENTS:
+            ids = torch.tensor([1, *document.encode()])
+            with torch.no_grad():
+                likelihoods = model.double()(ids[None]).logits[0, :-1].log_softmax(-1)
+            loss -= likelihoods.gather(1, ids[1:, None]).sum().item()
+        words, characters = sum(len(d.split()) for d in DOCUMENTS), sum(map(len, DOCUMENTS))
+        assert measured == {
+            "word_perplexity": pytest.approx(math.exp(loss / words), rel=1e-4),
+            "byte_perplexity": pytest.approx(math.exp(loss / characters), rel=1e-4),
+            "bits_per_byte": pytest.approx(loss / characters / math.log(2), rel=1e-4),
+        }
+
+    def test_text_that_looks_like_a_template_is_text(self, tokenizer: Any) -> None:
+        model = tiny_model("llama")
+        plain, template = (
+            run_tasks(model, tokenizer, settings(rolling("t")), {"t": [text]})["t"]["byte_perplexity"]
+            for text in ("x", "{{ 'x' }}")
+        )
+        assert plain != template
+
+    def test_the_limit_takes_the_first_documents(self, tokenizer: Any) -> None:
+        model = tiny_model("llama")
+        limited = run_tasks(model, tokenizer, settings(rolling("t"), limit=1), {"t": DOCUMENTS})
+        assert limited == run_tasks(model, tokenizer, settings(rolling("t")), {"t": DOCUMENTS[:1]})
+
+    def test_the_batch_size_does_not_change_the_result(self, tokenizer: Any) -> None:
+        model = tiny_model("llama")
+        one, four = (
+            run_tasks(model, tokenizer, settings(rolling("t"), batch_size=n), {"t": DOCUMENTS})["t"] for n in (1, 4)
+        )
+        assert one == pytest.approx(four, rel=1e-4)
+
+    def test_a_task_from_a_file_gives_its_metric_and_standard_error(self, few_tasks: Path, tokenizer: Any) -> None:
+        measured = run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml"), {})
+        # The four questions are the same and the right answer alternates: two of four, whatever the model.
+        assert measured == {"letters_easy": {"acc": 0.5, "acc_stderr": pytest.approx(math.sqrt(0.25 / 3))}}
+
+    def test_names_and_groups_are_found_in_the_index(self, few_tasks: Path, tokenizer: Any) -> None:
+        measured = run_tasks(tiny_model("llama"), tokenizer, settings("letters_easy"), {})
+        assert measured["letters_easy"]["acc"] == 0.5
+        measured = run_tasks(tiny_model("llama"), tokenizer, settings("letters"), {})
+        assert {name: metrics["acc"] for name, metrics in measured.items()} == {
+            "letters": 0.5, "letters_easy": 0.5, "letters_hard": 0.5
+        }  # fmt: skip
+
+    def test_a_dataset_that_cannot_be_fetched_is_an_error_of_the_text(self, few_tasks: Path, tokenizer: Any) -> None:
+        (few_tasks / "rows.jsonl").unlink()
+        with pytest.raises(CalibrationError, match="dataset of a task could not be fetched"):
+            run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml"), {})
+
+    @pytest.mark.parametrize("factor", [math.nan, 1e5])
+    def test_a_broken_model_is_named_as_such(self, tokenizer: Any, factor: float) -> None:
+        model = tiny_model("llama")
+        model.lm_head.weight.data.mul_(factor)
+        with pytest.raises(CalibrationError, match="weights are broken"):
+            run_tasks(model, tokenizer, settings(rolling("docs")), {"docs": DOCUMENTS})
+
+    def test_nothing_is_printed_warned_or_logged(self, tokenizer: Any, capfd: pytest.CaptureFixture[str]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run_tasks(tiny_model("llama"), tokenizer, settings(rolling("docs")), {"docs": [DOCUMENTS[0] * 3]})
+        sys.stdout.write("afterwards\n")
+        assert capfd.readouterr() == ("afterwards\n", "")
+
+    def test_random_states_and_the_tokenizer_are_left_as_they_were(self, tokenizer: Any) -> None:
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        run_tasks(tiny_model("llama"), tokenizer, settings(rolling("docs")), {"docs": DOCUMENTS})
+        after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        assert torch.equal(before[0], after[0])
+        assert before[1:] == after[1:]
+        assert tokenizer.pad_token is None

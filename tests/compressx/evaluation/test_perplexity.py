@@ -1,0 +1,275 @@
+"""Token perplexity against a slow reference, and what a whole evaluation returns and caches."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compressx.calibration.documents import documents
+from compressx.calibration.windows import evaluation_windows, token_ids
+from compressx.errors import CalibrationError, RecipeError
+from compressx.evaluation.perplexity import evaluate, evaluate_cached, token_perplexity
+from compressx.models.access import InMemory
+from compressx.recipe.schema import Evaluate
+from compressx.recipe.sources import DatasetSource
+from compressx.testing import tiny_model, tiny_tokens
+
+
+def reference(model: Any, windows: torch.Tensor) -> float:
+    """Compute the perplexity window by window and token by token, in float64."""
+    model = model.double()
+    losses = []
+    for window in windows:
+        with torch.no_grad():
+            likelihoods = model(window[None]).logits[0].log_softmax(-1)
+        losses += [-likelihoods[i, window[i + 1]].item() for i in range(len(window) - 1)]
+    return math.exp(sum(losses) / len(losses))
+
+
+class TestTokenPerplexity:
+    @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "gemma3", "qwen3"])
+    def test_it_is_that_of_a_slow_reference(self, architecture: str) -> None:
+        model, windows = tiny_model(architecture), tiny_tokens(sequences=5, length=24)
+        assert token_perplexity(InMemory(model), windows) == pytest.approx(reference(model, windows), rel=1e-5)
+
+    def test_it_keeps_the_precision_of_a_float64_model(self) -> None:
+        model, windows = tiny_model("llama", dtype=torch.float64), tiny_tokens()
+        assert token_perplexity(InMemory(model), windows) == pytest.approx(reference(model, windows), rel=1e-12)
+
+    def test_a_bfloat16_model_is_measured_in_float32(self) -> None:
+        model, windows = tiny_model("llama", dtype=torch.bfloat16), tiny_tokens(sequences=2)
+        with torch.no_grad():
+            logits = model(windows).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), windows[:, 1:].flatten())
+        assert token_perplexity(InMemory(model), windows) == pytest.approx(loss.exp().item(), rel=1e-5)
+
+    def test_a_model_without_preference_has_the_size_of_its_vocabulary(self) -> None:
+        model = tiny_model("llama")
+        model.lm_head.weight.data.zero_()
+        assert token_perplexity(InMemory(model), tiny_tokens()) == pytest.approx(128)
+
+    @pytest.mark.parametrize("batch_size", [1, 3, 8, 100])
+    def test_the_batch_size_does_not_change_it(self, batch_size: int) -> None:
+        model, windows = tiny_model("llama"), tiny_tokens()
+        assert token_perplexity(InMemory(model), windows, batch_size=batch_size) == pytest.approx(
+            token_perplexity(InMemory(model), windows), rel=1e-6
+        )
+
+    @pytest.mark.parametrize("logits", [1, 128 * 7, 128 * 31])
+    def test_the_number_of_logits_held_in_float32_does_not_change_it(
+        self, logits: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, windows = tiny_model("llama"), tiny_tokens()
+        whole = token_perplexity(InMemory(model), windows)
+        monkeypatch.setattr("compressx.evaluation.perplexity._LOGITS_IN_FLOAT32", logits)
+        assert token_perplexity(InMemory(model), windows) == pytest.approx(whole, rel=1e-6)
+
+    def test_every_module_gets_its_training_mode_back(self) -> None:
+        model = tiny_model("opt")
+        model.config.dropout = 0.5
+        for layer in model.model.decoder.layers:
+            layer.dropout = 0.5
+        expected = token_perplexity(InMemory(model), tiny_tokens())
+        model.train()
+        model.model.decoder.layers[1].eval()
+        before = [m.training for m in model.modules()]
+        assert token_perplexity(InMemory(model), tiny_tokens()) == expected  # no dropout: in evaluation mode meanwhile
+        assert [m.training for m in model.modules()] == before
+
+    def test_the_training_mode_comes_back_after_an_error_too(self) -> None:
+        model = tiny_model("llama").train()
+        with pytest.raises(IndexError):
+            token_perplexity(InMemory(model), torch.full((1, 4), 1000))
+        assert model.training
+
+    def test_progress_counts_windows(self) -> None:
+        told: list[tuple[int, int]] = []
+        token_perplexity(
+            InMemory(tiny_model("llama")), tiny_tokens(sequences=7), batch_size=3, progress=lambda *x: told.append(x)
+        )
+        assert told == [(3, 7), (6, 7), (7, 7)]
+
+    def test_the_first_window_that_is_not_finite_is_named(self) -> None:
+        model, windows = tiny_model("llama"), tiny_tokens(sequences=6).clamp(min=4)
+        windows[4, 3] = 3
+        model.model.embed_tokens.weight.data[3] = float("nan")
+        with pytest.raises(CalibrationError, match="window 4 of 6: the mean negative log-likelihood is nan"):
+            token_perplexity(InMemory(model), windows)
+
+    def test_a_likelihood_too_small_for_exp_is_named(self) -> None:
+        model = tiny_model("llama")
+        model.lm_head.weight.data.mul_(1e5)
+        with pytest.raises(CalibrationError, match="window 0 of 8"):
+            token_perplexity(InMemory(model), tiny_tokens())
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    """One token for each ASCII character, as many as a tiny model knows."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {chr(i): i for i in range(3, 128)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")  # noqa: S106
+
+
+@pytest.fixture
+def text(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A text of 120 characters, one of them blanks only, and a cache of its own."""
+    monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
+    (project / "a.txt").write_text("the quick brown fox jumps over the lazy dog " * 2 + "and runs away at last.")
+    (project / "b.txt").write_text("   \n")
+    return project
+
+
+def settings(**sections: Any) -> Evaluate:
+    return Evaluate.model_validate(sections)
+
+
+TOKENS = {"dataset": {"text": "*.txt"}, "sequence_length": 16}
+DOCS = {"name": "docs", "dataset": {"text": "*.txt"}}
+
+
+class TestEvaluate:
+    def test_nothing_is_measured_when_nothing_is_asked(self, tokenizer: Any) -> None:
+        assert evaluate(InMemory(tiny_model("llama")), tokenizer, settings()) == {}
+
+    def test_token_perplexity_is_taken_over_the_first_windows_of_the_text(self, text: Path, tokenizer: Any) -> None:
+        model = tiny_model("llama")
+        ids = torch.tensor(list((text / "a.txt").read_bytes()))
+        measured = evaluate(InMemory(model), tokenizer, settings(token_perplexity={**TOKENS, "samples": 3}))
+        assert measured == {
+            "token_perplexity": pytest.approx(token_perplexity(InMemory(model), ids[:48].view(3, 16)), rel=1e-6)
+        }
+
+    def test_each_figure_carries_its_name(self, text: Path, tokenizer: Any) -> None:
+        measured = evaluate(
+            InMemory(tiny_model("llama")), tokenizer, settings(token_perplexity=TOKENS, lm_eval={"tasks": [DOCS]})
+        )
+        docs = measured["docs"]
+        assert isinstance(docs, dict)
+        assert measured == {"token_perplexity": measured["token_perplexity"], "docs": docs, **docs}
+        assert set(docs) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
+        assert docs["bits_per_byte"] == pytest.approx(math.log2(docs["byte_perplexity"]))
+
+    def test_documents_of_blanks_count_no_words(self, text: Path, tokenizer: Any) -> None:
+        model = tiny_model("llama")
+        both = evaluate(InMemory(model), tokenizer, settings(lm_eval={"tasks": [DOCS]}))
+        alone = evaluate(
+            InMemory(model), tokenizer, settings(lm_eval={"tasks": [{**DOCS, "dataset": {"text": "a.txt"}}]})
+        )
+        assert both == alone
+
+    def test_of_two_rolling_tasks_neither_is_the_word_perplexity(self, text: Path, tokenizer: Any) -> None:
+        tasks = [DOCS, {**DOCS, "name": "again"}]
+        measured = evaluate(InMemory(tiny_model("llama")), tokenizer, settings(lm_eval={"tasks": tasks}))
+        assert set(measured) == {"docs", "again"}
+        assert measured["docs"] == measured["again"]
+
+    def test_an_unknown_task_stops_everything_before_any_work(self, text: Path, tokenizer: Any) -> None:
+        model = tiny_model("llama")
+        model.register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
+        with pytest.raises(RecipeError, match="no such file"):
+            evaluate(InMemory(model), tokenizer, settings(token_perplexity=TOKENS, lm_eval={"tasks": ["absent.yaml"]}))
+
+    def test_windows_longer_than_the_model_are_refused(self, text: Path, tokenizer: Any) -> None:
+        with pytest.raises(CalibrationError, match="sequence_length 129 is longer than the model's 128 positions"):
+            evaluate(
+                InMemory(tiny_model("llama")), tokenizer, settings(token_perplexity={**TOKENS, "sequence_length": 129})
+            )
+
+    def test_the_training_mode_is_put_back(self, text: Path, tokenizer: Any) -> None:
+        model = tiny_model("llama").train()
+        evaluate(InMemory(model), tokenizer, settings(lm_eval={"tasks": [DOCS]}))
+        assert all(module.training for module in model.modules())
+
+
+class TestEvaluateCached:
+    @pytest.fixture
+    def model(self) -> Any:
+        """A model that counts how often it runs."""
+        model = tiny_model("llama")
+        model.runs = 0
+
+        def count(*_: Any) -> None:
+            model.runs += 1
+
+        model.register_forward_pre_hook(count)
+        return model
+
+    def test_the_same_evaluation_runs_the_model_once(self, text: Path, tokenizer: Any, model: Any) -> None:
+        asked = settings(token_perplexity=TOKENS, lm_eval={"tasks": [DOCS]})
+        first = evaluate_cached(InMemory(model), tokenizer, asked, "dense")
+        runs = model.runs
+        assert runs > 0
+        assert (
+            evaluate_cached(InMemory(model), tokenizer, asked, "dense")
+            == first
+            == evaluate(InMemory(model), tokenizer, asked)
+        )
+        assert model.runs == 2 * runs  # only `evaluate` ran it again
+
+    def test_whatever_decides_the_result_decides_the_key(
+        self, text: Path, tokenizer: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def runs(asked: Evaluate, fingerprint: str = "dense") -> int:
+            before = model.runs
+            evaluate_cached(InMemory(model), tokenizer, asked, fingerprint)
+            return int(model.runs > before)
+
+        asked = settings(token_perplexity=TOKENS)
+        assert (runs(asked), runs(asked)) == (1, 0)
+        assert runs(asked, "other weights")
+        assert runs(settings(token_perplexity={**TOKENS, "sequence_length": 8}))
+        with_tasks = settings(lm_eval={"tasks": [DOCS]})
+        assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
+        (text / "a.txt").write_text((text / "a.txt").read_text().replace("fox", "cat"))
+        assert runs(asked)
+        assert runs(with_tasks)
+        tokenizer.add_special_tokens({"pad_token": "<s>"})
+        assert runs(with_tasks)
+        model.config.rms_norm_eps = 1e-3
+        assert runs(asked)
+        assert not runs(asked)
+        monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 99")
+        assert runs(asked)
+
+    def test_a_damaged_cache_is_measured_anew(self, text: Path, tokenizer: Any, model: Any) -> None:
+        asked = settings(token_perplexity=TOKENS)
+        first = evaluate_cached(InMemory(model), tokenizer, asked, "dense")
+        (path,) = (text / "cache" / "evaluations").iterdir()
+        path.write_text("{")
+        assert evaluate_cached(InMemory(model), tokenizer, asked, "dense") == first
+        assert path.read_text() != "{"
+
+    def test_a_task_from_a_file_is_always_measured(
+        self, text: Path, tokenizer: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", text / "datasets")
+        (text / "mine.yaml").write_text(
+            f"task: mine\ndataset_path: text\ndataset_kwargs: {{data_files: {{test: {text}/a.txt}}}}\n"
+            'test_split: test\noutput_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: text\n'
+        )
+        asked = settings(lm_eval={"tasks": ["mine.yaml"]})
+        first = evaluate_cached(InMemory(model), tokenizer, asked, "dense")
+        runs = model.runs
+        assert evaluate_cached(InMemory(model), tokenizer, asked, "dense") == first
+        assert model.runs == 2 * runs
+
+
+@pytest.mark.slow
+def test_a_real_model_has_the_loss_that_transformers_computes(smollm2: Any) -> None:
+    ids = token_ids(documents(DatasetSource(name="python-docs"), "evaluation"), smollm2.tokenizer)
+    windows = evaluation_windows(ids, 6, 256)
+    with torch.no_grad():
+        losses = [smollm2.model(w[None], labels=w[None]).loss.item() for w in windows]
+    measured = token_perplexity(InMemory(smollm2.model), windows)
+    assert measured == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+    assert 3 < measured < 40

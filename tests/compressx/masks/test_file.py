@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from compressx.errors import ArtifactError
+from compressx.masks.file import MaskEntry, join_masks, read_masks, weight_sha256, write_masks
+
+_SHA = "0123456789abcdef" * 4
+
+
+def _entry(rows: int, columns: int, seed: int = 0, pattern: str = "50% row") -> MaskEntry:
+    generator = torch.Generator().manual_seed(seed)
+    keep = torch.rand(rows, columns, generator=generator) < 0.5
+    return MaskEntry(keep, pattern, "wanda", _SHA)
+
+
+def _same(one: dict[str, MaskEntry], other: dict[str, MaskEntry]) -> bool:
+    return [*one] == [*other] and all(
+        torch.equal(a.keep, b.keep) and (a.pattern, a.pruner, a.sha256) == (b.pattern, b.pruner, b.sha256)
+        for a, b in zip(one.values(), other.values(), strict=True)
+    )
+
+
+@st.composite
+def _entries(draw: st.DrawFn) -> dict[str, MaskEntry]:
+    side = st.integers(1, 17)
+    words = st.text(max_size=12)
+    return {
+        name: MaskEntry(
+            _entry(draw(side), draw(side), draw(st.integers(0, 99))).keep, draw(words), draw(words),
+            draw(st.binary(min_size=32, max_size=32)).hex(),
+        )
+        for name in draw(st.lists(st.text(max_size=12), max_size=4, unique=True))
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("masks")
+
+
+@pytest.fixture(scope="module")
+def written(folder: Path) -> tuple[dict[str, MaskEntry], bytes]:
+    entries = {"model.layers.0.q_proj": _entry(5, 7), "model.layers.0.k_proj": _entry(4, 8, 1, "2:4")}
+    write_masks(folder / "written.safetensors", entries)
+    return entries, (folder / "written.safetensors").read_bytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(entries=_entries())
+def test_masks_of_any_name_and_shape_come_back_as_they_were_and_in_order(
+    entries: dict[str, MaskEntry], folder: Path
+) -> None:
+    path = folder / "round-trip.safetensors"
+    write_masks(path, entries)
+    assert _same(read_masks(path), entries)
+
+
+@settings(max_examples=30, deadline=None)
+@given(entries=_entries(), parts=st.integers(1, 4))
+def test_masks_joined_from_several_files_are_the_bytes_of_one_and_safetensors_reads_them(
+    entries: dict[str, MaskEntry], parts: int, folder: Path
+) -> None:
+    names = list(entries)
+    size = -(-len(names) // parts) or 1
+    for i in range(parts):
+        part = {name: entries[name] for name in names[i * size : (i + 1) * size]}
+        write_masks(folder / f"part{i}.safetensors", part)
+    join_masks(folder / "joined.safetensors", [folder / f"part{i}.safetensors" for i in range(parts)])
+    write_masks(folder / "one.safetensors", entries)
+    assert (folder / "joined.safetensors").read_bytes() == (folder / "one.safetensors").read_bytes()
+    assert set(load_file(folder / "joined.safetensors")) == {f"{name}.mask" for name in names}
+
+
+def test_a_damaged_part_is_named_and_nothing_is_joined(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_masks(tmp_path / f"{name}.safetensors", {name: _entry(3, 5)})
+    whole = (tmp_path / "b.safetensors").read_bytes()
+    (tmp_path / "b.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(ArtifactError, match=r"b\.safetensors is no safetensors file, or not all of one"):
+        join_masks(tmp_path / "joined.safetensors", [tmp_path / "a.safetensors", tmp_path / "b.safetensors"])
+    assert not (tmp_path / "joined.safetensors").exists()
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_a_changed_byte_is_an_error_that_names_the_file_or_changes_nothing(
+    data: st.DataObject, written: tuple[dict[str, MaskEntry], bytes], folder: Path
+) -> None:
+    entries, good = written
+    at = data.draw(st.integers(0, len(good) - 1))
+    bad = bytearray(good)
+    bad[at] ^= data.draw(st.integers(1, 255))
+    path = folder / "changed.safetensors"
+    path.write_bytes(bad)
+    try:
+        assert _same(read_masks(path), entries)
+    except ArtifactError as error:
+        assert str(path) in str(error)  # noqa: PT017 - either outcome is right
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_truncated_lengthened_or_foreign_file_is_an_error_that_names_it(
+    data: st.DataObject, written: tuple[dict[str, MaskEntry], bytes], folder: Path
+) -> None:
+    good = written[1]
+    path = folder / "foreign.safetensors"
+    path.write_bytes(
+        data.draw(
+            st.one_of(
+                st.integers(0, len(good) - 1).map(lambda n: good[:n]),
+                st.binary(min_size=1, max_size=9).map(lambda tail: good + tail),
+                st.binary(max_size=64),
+            )
+        )
+    )
+    with pytest.raises(ArtifactError, match=r"foreign\.safetensors"):
+        read_masks(path)
+
+
+def test_the_least_significant_bit_is_the_first_element_and_the_last_byte_ends_with_zeros(tmp_path: Path) -> None:
+    keep = torch.zeros(2, 5, dtype=torch.bool)
+    keep[0, 0] = keep[0, 3] = keep[1, 4] = True  # elements 0, 3 and 9
+    write_masks(tmp_path / "m.safetensors", {"q": MaskEntry(keep, "x", "y", _SHA)})
+    assert load_file(tmp_path / "m.safetensors")["q.mask"].tolist() == [0b00001001, 0b00000010]
+
+
+def test_equal_masks_give_equal_bytes(written: tuple[dict[str, MaskEntry], bytes], tmp_path: Path) -> None:
+    entries, good = written
+    write_masks(tmp_path / "again.safetensors", entries)
+    assert (tmp_path / "again.safetensors").read_bytes() == good
+
+
+def _header_of(path: Path) -> dict[str, object]:
+    with safe_open(path, framework="pt") as file:
+        header: dict[str, object] = json.loads(file.metadata()["compressx"])
+    return header
+
+
+def _tampered(path: Path, **changes: object) -> Path:
+    """Rewrite a file with header fields changed."""
+    save_file(load_file(path), path, metadata={"compressx": json.dumps({**_header_of(path), **changes})})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, r"version in its metadata is '2'.*another version of compressx"),
+        ({"format": "statistics"}, "format in its metadata is 'statistics'"),
+        ({"masks": {"q": {"shape": [3, 5], "pattern": "2:4", "pruner": "wanda"}}}, "masks.q.sha256"),
+        (
+            {"masks": {"q": {"shape": [3, 6], "pattern": "2:4", "pruner": "wanda", "sha256": _SHA}}},
+            r"stored as U8 \[2\], expected U8 \[3\] for shape \[3, 6\]",
+        ),
+        ({"masks": {"q": {"shape": [-3, -5], "pattern": "2:4", "pruner": "wanda", "sha256": _SHA}}}, "shape"),
+        ({"masks": {"q": {"shape": [10**40, 5], "pattern": "2:4", "pruner": "wanda", "sha256": _SHA}}}, "q"),
+        ({"masks": {"k": {"shape": [3, 5], "pattern": "2:4", "pruner": "wanda", "sha256": _SHA}}}, "k.mask, q.mask"),
+        ({"masks": {"q": {"shape": [3, 5], "pattern": "1:4", "pruner": "wanda", "sha256": _SHA}}}, "digest differs"),
+        ({"extra": 1}, "extra"),
+    ],
+)
+def test_a_header_that_is_wrong_is_an_error_that_says_where(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.safetensors"
+    write_masks(path, {"q": MaskEntry(torch.ones(3, 5, dtype=torch.bool), "2:4", "wanda", _SHA)})
+    with pytest.raises(ArtifactError, match=message) as raised:
+        read_masks(_tampered(path, **changes))
+    assert str(path) in str(raised.value)
+
+
+def test_bits_after_the_last_element_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    write_masks(path, {"q": MaskEntry(torch.zeros(3, 5, dtype=torch.bool), "2:4", "wanda", _SHA)})
+    metadata = {"compressx": json.dumps(_header_of(path))}
+    save_file({"q.mask": torch.tensor([0, 0b10000000], dtype=torch.uint8)}, path, metadata=metadata)
+    with pytest.raises(ArtifactError, match=r"mask of q has bits set after its last element"):
+        read_masks(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float32, torch.float8_e4m3fn])
+def test_a_mask_stored_as_anything_but_uint8_is_an_error(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    write_masks(path, {"q": _entry(2, 8)})
+    metadata = {"compressx": json.dumps(_header_of(path))}
+    save_file({"q.mask": torch.zeros(2).to(dtype)}, path, metadata=metadata)
+    with pytest.raises(ArtifactError, match=r"mask of q is stored as .*, expected U8 \[2\]"):
+        read_masks(path)
+
+
+def test_another_safetensors_file_is_told_from_a_file_of_masks(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ArtifactError, match="no masks file: its metadata has no key 'compressx'"):
+        read_masks(tmp_path / "model.safetensors")
+
+
+def test_a_missing_file_and_a_folder_are_errors_that_name_the_path(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.safetensors", tmp_path):
+        with pytest.raises(ArtifactError, match=str(path)):
+            read_masks(path)
+
+
+def test_a_header_length_beyond_the_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", 2**63) + b"{}")
+    with pytest.raises(ArtifactError, match=r"m\.safetensors"):
+        read_masks(tmp_path / "m.safetensors")
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.safetensors"
+    write_masks(path, {"q": _entry(2, 8)})
+    before = path.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ArtifactError, match=r"m\.safetensors: No space left on device; free some space"):
+        write_masks(path, {"q": _entry(2, 8, seed=1)})
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["m.safetensors"]  # noqa: PTH208 - hidden files included
+
+
+@pytest.mark.parametrize(
+    "keep", [torch.ones(2, 2), torch.ones(4, dtype=torch.bool), torch.ones(0, 3, dtype=torch.bool)]
+)
+def test_a_mask_that_is_no_bool_matrix_is_refused_when_it_is_made(keep: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"a mask is bool \[out_features, in_features\]"):
+        MaskEntry(keep, "2:4", "wanda", _SHA)
+
+
+def test_a_sha256_that_is_none_is_refused_before_the_file_is_touched(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sha256"):
+        write_masks(tmp_path / "m.safetensors", {"q": MaskEntry(torch.ones(2, 2, dtype=torch.bool), "2:4", "w", "-")})
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weights_sha256_is_that_of_its_row_major_bytes(dtype: torch.dtype) -> None:
+    weight = torch.arange(6.0).reshape(2, 3).to(dtype)
+    raw = b"".join(struct.pack("<f", v)[0 if dtype == torch.float32 else 2 :] for v in range(6))
+    assert weight_sha256(weight) == hashlib.sha256(raw).hexdigest()
+    assert weight_sha256(weight.T.contiguous().T) == weight_sha256(weight)

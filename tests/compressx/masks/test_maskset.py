@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from compressx.errors import ArtifactError
+from compressx.masks import maskset as masks
+from compressx.masks.maskset import Deviation, MaskEntry, MaskSet, weight_sha256
+from compressx.masks.maskset import squash as squash_held
+from compressx.patterns import NM, keep_mask
+from compressx.testing import tiny_model, tiny_tokens
+
+ARCHITECTURES = ["llama", "llama-tied", "gpt2", "opt"]
+DTYPES = [torch.float32, torch.bfloat16]
+everywhere = pytest.mark.parametrize(
+    ("architecture", "dtype"), [(a, d) for a in ARCHITECTURES for d in DTYPES], ids=str
+)
+
+
+def out_in(module: nn.Module) -> torch.Tensor:
+    weight = module.get_parameter("weight").detach()
+    return weight.T if isinstance(module, Conv1D) else weight
+
+
+def two_of_four(model: nn.Module) -> MaskSet:
+    """Masks by magnitude for every linear but the head, along in_features."""
+    linears = {n: out_in(m) for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and n != "lm_head"}
+    return MaskSet(
+        {
+            name: MaskEntry(keep_mask(w.abs().float(), NM(2, 4)), "2:4", "magnitude", weight_sha256(w))
+            for name, w in linears.items()
+        }
+    )
+
+
+def random_entry(rows: int, columns: int, seed: int = 0) -> MaskEntry:
+    keep = torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) < 0.5
+    return MaskEntry(keep, "50% layer", "magnitude", "0" * 64)
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def unchanged(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    after = model.state_dict()
+    return after.keys() == before.keys() and all(torch.equal(after[n], before[n]) for n in before)
+
+
+@everywhere
+def test_applied_masks_make_exact_zeros_where_they_drop_and_touch_nothing_else(
+    architecture: str, dtype: torch.dtype
+) -> None:
+    model, dense = tiny_model(architecture, dtype=dtype), tiny_model(architecture, dtype=dtype)
+    found = two_of_four(model)
+    found.apply(model)
+    for name, module in dense.named_modules():
+        if name in found:
+            now = out_in(model.get_submodule(name))
+            assert torch.equal(now, torch.where(found[name].keep, out_in(module), 0.0))
+            assert not torch.signbit(now[~found[name].keep]).any()
+            assert now.dtype == dtype
+    for name, parameter in dense.named_parameters():
+        if name.removesuffix(".weight") not in found:
+            assert torch.equal(model.get_parameter(name), parameter)
+    assert found.sparsity() == 0.5
+    assert found.deviations(model) == {}
+    assert found.verify(model)
+    assert not found.verify(dense)
+
+
+@everywhere
+def test_masks_in_a_file_reapply_to_a_model_built_anew(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    pruned, fresh = tiny_model(architecture, dtype=dtype), tiny_model(architecture, dtype=dtype)
+    found = two_of_four(pruned)
+    found.apply(pruned)
+    found.save(tmp_path / "masks.safetensors")
+    masks.apply(fresh, tmp_path / "masks.safetensors", original=True)
+    assert unchanged(fresh, state_of(pruned))
+    assert torch.equal(fresh(tiny_tokens()).logits, pruned(tiny_tokens()).logits)
+
+
+def test_conv1d_weights_are_masked_along_their_inputs_even_when_square() -> None:
+    model = tiny_model("gpt2")
+    name = "transformer.h.0.attn.c_proj"  # [64, 64] either way, so no shape check could notice
+    found = MaskSet({name: two_of_four(model)[name]})
+    found.apply(model)
+    stored = model.get_submodule(name).weight  # [in_features, out_features]
+    assert ((stored == 0).view(16, 4, 64).sum(dim=1) == 2).all()
+
+
+def test_dropped_weights_that_are_infinite_or_nan_become_zero() -> None:
+    model = tiny_model("llama")
+    found = two_of_four(model)
+    name = next(iter(found))
+    with torch.no_grad():
+        model.get_submodule(name).weight[~found[name].keep] = torch.nan
+    found.apply(model)
+    assert found.verify(model)
+
+
+def test_a_misspelt_name_gives_the_nearest_one_and_nothing_is_changed() -> None:
+    model = tiny_model("llama")
+    before = state_of(model)
+    good = two_of_four(model)
+    bad = MaskSet({**good, "model.layers.0.self_attn.qproj": random_entry(64, 64)})
+    with pytest.raises(ArtifactError, match=r"'model.layers.0.self_attn.qproj'.*did you mean '.*0.self_attn.q_proj'"):
+        bad.apply(model)
+    with pytest.raises(ArtifactError, match="LlamaForCausalLM does not have"):
+        bad.to_torch_ao(model)
+    assert unchanged(model, before)
+
+
+def test_a_mask_of_another_shape_names_the_layer_and_both_shapes_and_nothing_is_changed() -> None:
+    model = tiny_model("gpt2")
+    before = state_of(model)
+    stored_shape = random_entry(64, 192)  # the module's own [in, out], which is not what a mask is
+    bad = MaskSet({**two_of_four(model), "transformer.h.2.attn.c_attn": stored_shape})
+    for use in (bad.apply, bad.to_torch_ao, bad.verify):
+        with pytest.raises(ArtifactError, match=r"h\.2\.attn\.c_attn: the mask is \[64, 192\].*weight \[192, 64\]"):
+            use(model)
+    assert unchanged(model, before)
+
+
+def test_another_models_weights_are_refused_when_the_original_is_asked_for_and_nothing_is_changed() -> None:
+    model = tiny_model("llama")
+    found = two_of_four(model)
+    other = tiny_model("llama")
+    with torch.no_grad():
+        other.get_submodule([*found][-1]).weight[0, 0] += 1
+    before = state_of(other)
+    with pytest.raises(ArtifactError, match=rf"{[*found][-1]}: its weight has sha256 .* the masks were made for one"):
+        found.apply(other, original=True)
+    assert unchanged(other, before)
+    found.apply(other)
+    assert found.verify(other)
+
+
+def test_weights_that_are_not_loaded_are_refused() -> None:
+    found = two_of_four(tiny_model("llama"))
+    with pytest.raises(ArtifactError, match=r"q_proj: its weight is not loaded \(device meta\)"):
+        found.apply(tiny_model("llama").to("meta"))
+
+
+def test_a_prepared_model_is_refused_and_keeps_its_weights() -> None:
+    model = tiny_model("llama")
+    found = two_of_four(model)
+    MaskSet({"lm_head": random_entry(128, 64)}).to_torch_ao(model)
+    before = state_of(model)
+    with pytest.raises(ArtifactError, match=r"cannot be masked while its weights are parametrized \(lm_head\)"):
+        found.apply(model)
+    assert unchanged(model, before)
+
+
+@pytest.mark.parametrize("architecture", ["llama-tied", "gpt2", "opt"])
+def test_a_tied_weight_is_refused_until_all_its_owners_are_named_with_one_mask(architecture: str) -> None:
+    model = tiny_model(architecture)
+    embedding = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())
+    before = state_of(model)
+    one, other = random_entry(128, 64), random_entry(128, 64, seed=1)
+    for bad in ({"lm_head": one}, {embedding: one}, {"lm_head": one, embedding: other}):
+        for use in (MaskSet(bad).apply, MaskSet(bad).to_torch_ao):
+            with pytest.raises(ArtifactError, match=r"weight is tied to that of .*; give both names the same mask"):
+                use(model)
+    assert unchanged(model, before)
+    MaskSet({"lm_head": one, embedding: one}).apply(model)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert torch.equal(model.lm_head.weight == 0, ~one.keep)
+
+
+def test_two_names_of_one_module_are_refused() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, shared)
+    entry = random_entry(4, 4)
+    with pytest.raises(ArtifactError, match="0 and 1 are one and the same module"):
+        MaskSet({"0": entry, "1": entry}).to_torch_ao(model)
+    MaskSet({"1": entry}).apply(model)
+    assert torch.equal(model[0].weight == 0, ~entry.keep)
+
+
+def test_deviations_count_dropped_weights_that_live_and_kept_ones_that_are_zero() -> None:
+    model = tiny_model("llama")
+    found = two_of_four(model)
+    found.apply(model)
+    first, second, *_ = found
+    with torch.no_grad():
+        weight = model.get_submodule(first).weight
+        weight[0, torch.nonzero(~found[first].keep[0])[:3, 0]] = torch.tensor([1.0, -1.0, torch.nan])
+        kept = torch.nonzero(found[second].keep[0])[:2, 0]
+        model.get_submodule(second).weight[0, kept] = torch.tensor([0.0, -0.0])
+    assert found.deviations(model) == {first: Deviation(3, 0), second: Deviation(0, 2)}
+    assert not found.verify(model)
+
+
+def test_kept_weights_that_are_zero_by_nature_are_no_fault() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_submodule("model.layers.0.mlp.up_proj").weight[:2] = 0.0
+    found = two_of_four(model)
+    found.apply(model)
+    assert found.deviations(model) == {"model.layers.0.mlp.up_proj": Deviation(0, 64)}
+    assert found.verify(model)
+
+
+def test_sparsity_is_counted_over_all_weights_not_averaged_over_masks() -> None:
+    full, empty = torch.ones(1, 4, dtype=torch.bool), torch.zeros(3, 4, dtype=torch.bool)
+    found = MaskSet({"a": MaskEntry(full, "x", "y", "0" * 64), "b": MaskEntry(empty, "x", "y", "0" * 64)})
+    assert found.sparsity() == 0.75
+    assert MaskSet({}).sparsity() == 0.0
+
+
+def test_an_empty_set_is_saved_loaded_and_applied_without_effect(tmp_path: Path) -> None:
+    MaskSet({}).save(tmp_path / "masks.safetensors")
+    model = tiny_model("llama")
+    before = state_of(model)
+    loaded = MaskSet.load(tmp_path / "masks.safetensors")
+    loaded.apply(model)
+    assert not loaded
+    assert unchanged(model, before)
+
+
+def test_a_set_is_a_mapping_that_later_changes_to_its_source_do_not_reach_and_that_travels_between_processes() -> None:
+    entries = {"a": random_entry(2, 8)}
+    found = MaskSet(entries)
+    entries.clear()
+    assert [*found] == ["a"]
+    copied = pickle.loads(pickle.dumps(found))  # noqa: S301 - our own bytes
+    assert torch.equal(copied["a"].keep, found["a"].keep)
+    assert torch.equal(copy.deepcopy(found)["a"].keep, found["a"].keep)
+
+
+def test_a_parametrized_model_may_not_be_saved_and_the_error_says_what_to_do() -> None:
+    model = tiny_model("llama")
+    masks.refuse_prepared(model)
+    sparsifier = two_of_four(model).to_torch_ao(model)
+    with pytest.raises(ArtifactError, match=r"cannot be saved .*q_proj and 20 more\).*squash\(sparsifier\) first"):
+        masks.refuse_prepared(model)
+    masks.squash(sparsifier)
+    masks.refuse_prepared(model)
+
+
+def test_torch_ao_and_transformers_are_not_loaded_until_they_are_used() -> None:
+    code = (
+        "import sys, torch\n"
+        "from compressx.masks.maskset import MaskSet, MaskEntry\n"
+        "keep = torch.tensor([[True, False]])\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(2, 1))\n"
+        "found = MaskSet({'0': MaskEntry(keep, 'x', 'y', '0' * 64)})\n"
+        "found.apply(model)\n"
+        "assert found.verify(model)\n"
+        "print([m for m in ('torch.ao.pruning', 'transformers') if m in sys.modules])\n"
+        "found.to_torch_ao(model)\n"
+        "print('torch.ao.pruning' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[:2] == ["[]", "True"], done.stderr
+
+
+def test_a_pruned_model_predicts_otherwise_than_the_dense_one() -> None:
+    model: Any = tiny_model("llama")
+    dense = model(tiny_tokens()).logits
+    two_of_four(model).apply(model)
+    assert (model(tiny_tokens()).logits - dense).abs().max() > 0.01
+
+
+def test_masks_of_fused_experts_are_applied_verified_and_held_like_any_other(tmp_path):
+    model = tiny_model("mixtral")
+    names = [
+        f"model.layers.1.mlp.experts.{p}.{e}" for p, e in (("gate_up_proj", 0), ("gate_up_proj", 2), ("down_proj", 3))
+    ]
+    experts = model.model.layers[1].mlp.experts
+    weights = {n: getattr(experts, n.split(".")[-2])[int(n[-1])] for n in names}
+    generator = torch.Generator().manual_seed(0)
+    keeps = {n: torch.rand(w.shape, generator=generator) > 0.5 for n, w in weights.items()}
+    masks = MaskSet({n: MaskEntry(k, "50% row", "wanda", weight_sha256(weights[n])) for n, k in keeps.items()})
+    masks.save(tmp_path / "masks.safetensors")
+    held = tiny_model("mixtral")
+    sparsifier = MaskSet.load(tmp_path / "masks.safetensors").to_torch_ao(held)
+    masks.apply(model, original=True)
+    assert masks.verify(model)
+    assert not masks.deviations(model)
+    untouched = tiny_model("mixtral").model.layers[1].mlp.experts
+    assert torch.equal(experts.gate_up_proj[1], untouched.gate_up_proj[1])
+    with torch.no_grad():
+        assert torch.equal(held(tiny_tokens()).logits, model(tiny_tokens()).logits)
+    squash_held(sparsifier)
+    assert torch.equal(held.model.layers[1].mlp.experts.gate_up_proj, experts.gate_up_proj)

@@ -1,0 +1,62 @@
+"""The two ways to reach a model's weights give the same."""
+
+from __future__ import annotations
+
+import tempfile
+import types
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from compressx.models.access import InMemory, weights_fingerprint
+from compressx.models.loading import Checkpoint, load_model
+from compressx.models.streaming import open_streamed
+from compressx.testing import tiny_model, tiny_tokens
+
+
+def test_the_fingerprint_changes_with_any_weight_and_with_the_dtype():
+    model = tiny_model("llama")
+    prints = {
+        weights_fingerprint(InMemory(model)),
+        weights_fingerprint(InMemory(tiny_model("llama", dtype=torch.bfloat16))),
+    }
+    assert weights_fingerprint(InMemory(tiny_model("llama"))) in prints
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[5, 7] += 1e-3
+    prints.add(weights_fingerprint(InMemory(model)))
+    assert len(prints) == 3
+
+
+@pytest.mark.parametrize("architecture", ["llama-tied", "gemma3", "mixtral", "gpt2", "opt", "gpt-neox"])
+def test_a_streamed_model_gives_the_fingerprint_and_the_logits_of_the_loaded_one(architecture: str, tmp_path: Path):
+    tiny_model(architecture).save_pretrained(tmp_path)
+    checkpoint = Checkpoint(str(tmp_path))
+    streamed, loaded = open_streamed(checkpoint), InMemory(load_model(checkpoint))
+    assert weights_fingerprint(streamed) == weights_fingerprint(loaded)
+    batches = tiny_tokens(sequences=5).split(2)
+    with torch.no_grad():
+        expected = list(loaded.logits(batches))
+        for got, want in zip(streamed.logits(batches), expected, strict=True):
+            assert torch.equal(got, want)
+        with streamed.whole() as model:
+            assert torch.equal(model(batches[0], use_cache=False).logits, expected[0])
+
+
+def test_hidden_states_of_an_evaluation_that_memory_cannot_hold_lie_in_files_until_it_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    streamed = open_streamed(Checkpoint(str(tmp_path / "model")))
+    batches = tiny_tokens(sequences=5).split(2)
+    expected = list(streamed.logits(batches))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=1000))
+    found = streamed.logits(batches)
+    first = next(found)
+    assert len(list((tmp_path / "scratch").rglob("*.states"))) == 3
+    for got, want in zip([first, *found], expected, strict=True):
+        assert torch.equal(got, want)
+    assert not list((tmp_path / "scratch").iterdir())

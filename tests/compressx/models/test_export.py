@@ -1,0 +1,392 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from compressx.errors import ArtifactError
+from compressx.masks.maskset import MaskEntry, MaskSet, squash
+from compressx.models.export import check_output, output_folder, save_model
+from compressx.patterns import NM, keep_mask
+from compressx.testing import tiny_model, tiny_tokens
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))  # noqa: PTH208 - hidden names included
+
+
+def write_output(folder: Path, content: str) -> None:
+    for name in ("report.json", "recipe.yaml", "masks.safetensors"):
+        (folder / name).write_text(content)
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    write_output(folder, "earlier")
+    return folder
+
+
+def test_the_folder_appears_whole_under_its_name_and_nothing_stays_beside_it(tmp_path: Path) -> None:
+    target = tmp_path / "runs" / "one" / "out"
+    with output_folder(target) as building:
+        assert building.parent == target.parent
+        (building / "model").mkdir()
+        (building / "model" / "config.json").write_text("{}")
+        assert not target.exists()
+    assert (target / "model" / "config.json").read_text() == "{}"
+    assert names_in(target.parent) == ["out"]
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with output_folder(tmp_path / "out") as building:
+        write_output(building, "new")
+    assert (tmp_path / "out" / "report.json").read_text() == "new"
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_an_earlier_output_is_replaced_only_at_the_end_and_wholly(earlier: Path) -> None:
+    (earlier / "old-plot.png").write_text("x")
+    with output_folder(earlier) as building:
+        write_output(building, "new")
+        assert (earlier / "report.json").read_text() == "earlier"
+    assert (earlier / "report.json").read_text() == "new"
+    assert "old-plot.png" not in names_in(earlier)
+    assert names_in(earlier.parent) == ["out"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, OSError, ArtifactError])
+def test_any_exception_removes_what_was_built_and_leaves_the_earlier_output(
+    error: type[BaseException], earlier: Path
+) -> None:
+    with pytest.raises(error), output_folder(earlier) as building:  # noqa: PT012 - the block is the test
+        write_output(building, "new")
+        raise error
+    assert (earlier / "report.json").read_text() == "earlier"
+    assert names_in(earlier.parent) == ["out"]
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")], ids=["ctrl-c", "full"])
+def test_a_failure_between_the_two_renames_puts_the_earlier_output_back(
+    error: BaseException, failing: int, earlier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = Path.rename, []
+
+    def rename(self: Path, target: Path) -> Path:
+        calls.append(target)
+        if len(calls) == failing:
+            raise error
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises((KeyboardInterrupt, ArtifactError)) as raised, output_folder(earlier) as building:
+        write_output(building, "new")
+    if isinstance(error, OSError):
+        assert f"cannot write {earlier}: No space left on device; free some space" in str(raised.value)
+    assert (earlier / "report.json").read_text() == "earlier"
+    assert names_in(earlier.parent) == ["out"]
+
+
+def test_everything_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        assert {p.stat().st_ino for p in (self, *self.rglob("*"))} <= set(synced)
+        return real(self, target)
+
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    monkeypatch.setattr(Path, "rename", rename)
+    with output_folder(tmp_path / "out") as building:
+        (building / "model").mkdir()
+        (building / "model" / "weights").write_text("x")
+    assert synced[-1] == tmp_path.stat().st_ino
+
+
+def test_a_folder_with_other_files_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("years")
+    (tmp_path / "out" / "report.json").write_text("{}")
+    with pytest.raises(ArtifactError, match=r"out exists and is no earlier output of compressx"):
+        check_output(tmp_path / "out")
+    with pytest.raises(ArtifactError, match="out exists"), output_folder(tmp_path / "out"):
+        pytest.fail("the block must not run")
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_a_folder_that_somebody_filled_during_the_run_is_not_replaced(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="no earlier output"), output_folder(tmp_path / "out"):  # noqa: PT012
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "thesis.tex").write_text("years")
+    assert names_in(tmp_path / "out") == ["thesis.tex"]
+
+
+def test_a_file_is_refused_as_output_and_as_what_the_output_lies_in(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError, match="file is a file; name a folder"):
+        check_output(tmp_path / "file")
+    with pytest.raises(ArtifactError, match=r"below cannot be made: .*file is no folder|below: Not a directory"):
+        check_output(tmp_path / "file" / "below")
+
+
+def test_the_current_folder_and_those_above_it_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "work").mkdir()
+    write_output(tmp_path, "mine")
+    monkeypatch.chdir(tmp_path / "work")
+    for target in (Path(), Path("..")):
+        with pytest.raises(ArtifactError, match="current folder or one above it"):
+            check_output(target)
+    check_output(Path("out"))
+
+
+def test_a_place_that_may_not_be_written_is_refused_when_planning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != tmp_path)
+    with pytest.raises(ArtifactError, match=rf"a/out cannot be made: {tmp_path} is no folder that you may write to"):
+        check_output(tmp_path / "a" / "out")
+    assert names_in(tmp_path) == []
+
+
+def test_a_link_to_an_earlier_output_stays_a_link(earlier: Path) -> None:
+    link = earlier.parent / "latest"
+    link.symlink_to(earlier)
+    with output_folder(link) as building:
+        write_output(building, "new")
+    assert link.is_symlink()
+    assert (earlier / "report.json").read_text() == "new"
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from compressx.models.export import output_folder
+real = Path.rename
+def rename(self, target):
+    result = real(self, target)
+    if sys.argv[2] == "between renames":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+Path.rename = rename
+with output_folder(Path(sys.argv[1])) as building:
+    (building / "half").write_text("half")
+    if sys.argv[2] == "while building":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("moment", ["while building", "between renames"])
+def test_what_a_killed_process_left_is_cleared_and_what_it_moved_aside_comes_back(moment: str, earlier: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(earlier), moment], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert any(name.startswith(".out.partial-") for name in names_in(earlier.parent))
+    assert earlier.exists() == (moment == "while building")
+    with pytest.raises(KeyboardInterrupt), output_folder(earlier):  # noqa: PT012 - the block is the test
+        assert (earlier / "report.json").read_text() == "earlier"
+        raise KeyboardInterrupt
+    assert names_in(earlier.parent) == ["out"]
+    assert (earlier / "report.json").read_text() == "earlier"
+
+
+def test_what_a_living_process_builds_is_left_alone(tmp_path: Path) -> None:
+    code = _KILLED.split("with output_folder", maxsplit=1)[0] + (
+        "with output_folder(Path(sys.argv[1])) as building:\n"
+        "    (building / 'report.json').write_text('theirs')\n"
+        "    (building / 'recipe.yaml').write_text('theirs')\n"
+        "    print('building', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "out"), ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"building\n"
+        with output_folder(tmp_path / "out") as building:
+            write_output(building, "ours")
+        assert (tmp_path / "out" / "report.json").read_text() == "ours"
+        other.stdin.close()
+        assert other.wait() == 0
+    assert (tmp_path / "out" / "report.json").read_text() == "theirs"
+    assert names_in(tmp_path) == ["out"]
+
+
+def pruned(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Any, MaskSet]:
+    model = tiny_model(architecture, dtype=dtype)
+    entries = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and name != "lm_head":
+            weight = module.weight.detach().T if isinstance(module, Conv1D) else module.weight.detach()
+            entries[name] = MaskEntry(keep_mask(weight.abs().float(), NM(2, 4)), "2:4", "magnitude", "0" * 64)
+    masks = MaskSet(entries)
+    masks.apply(model)
+    return model, masks
+
+
+_STRANGER = """
+import sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+tokens = torch.load(sys.argv[1])
+for folder in map(Path, sys.argv[2:]):
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    with torch.no_grad():
+        logits = model(tokens).logits
+    torch.save({"logits": logits, "state": model.state_dict(), "class": type(model).__name__}, folder / "loaded.pt")
+assert not any(name.startswith("compressx") for name in sys.modules)
+"""
+KINDS = [(a, d) for a in ("llama", "llama-tied", "gpt2", "opt") for d in (torch.float32, torch.bfloat16)]
+
+
+def load_elsewhere(tokens: torch.Tensor, folders: list[Path], scratch: Path) -> list[dict[str, Any]]:
+    """Load saved models in a process that does not know compressx; give their logits and weights."""
+    torch.save(tokens, scratch / "tokens.pt")
+    command = [sys.executable, "-c", _STRANGER, str(scratch / "tokens.pt"), *map(str, folders)]
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # another number gives sums in another order
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | threads)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / "loaded.pt") for folder in folders]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, torch.dtype], dict[str, Any]]:
+    scratch = tmp_path_factory.mktemp("saved")
+    folders = [scratch / f"{architecture}-{dtype}" for architecture, dtype in KINDS]
+    for kind, folder in zip(KINDS, folders, strict=True):
+        save_model(pruned(*kind)[0], None, folder)
+    return dict(zip(KINDS, load_elsewhere(tiny_tokens(), folders, scratch), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_transformers_alone_loads_what_was_saved_with_the_zeros_of_the_masks(
+    kind: tuple[str, torch.dtype], loaded: dict[tuple[str, torch.dtype], dict[str, Any]]
+) -> None:
+    model, masks = pruned(*kind)
+    assert loaded[kind]["class"] == type(model).__name__
+    again = tiny_model(kind[0], dtype=kind[1], seed=9)
+    again.load_state_dict(loaded[kind]["state"])
+    assert masks.deviations(again) == {}
+    expected = model.state_dict()
+    assert loaded[kind]["state"].keys() == expected.keys()
+    for name, tensor in loaded[kind]["state"].items():
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor, expected[name])
+    with torch.no_grad():
+        logits = model(tiny_tokens()).logits
+    tolerance = 1e-4 if kind[1] == torch.float32 else 0.1  # bfloat16 sums in another order where memory is aligned so
+    torch.testing.assert_close(loaded[kind]["logits"], logits, atol=tolerance, rtol=tolerance)
+
+
+def test_what_is_saved_is_dense_safetensors_that_others_may_read_and_saving_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, _ = pruned("llama-tied")
+    save_model(model, None, tmp_path / "model")
+    assert capfd.readouterr() == ("", "")
+    assert names_in(tmp_path / "model") == ["config.json", "generation_config.json", "model.safetensors"]
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert "lm_head.weight" not in stored  # tied, so stored once
+    assert all(tensor.layout == torch.strided for tensor in stored.values())
+    modes = {p.stat().st_mode for p in (tmp_path / "model").iterdir()}
+    assert len(modes) == 1
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_prepared_model_is_not_saved_until_it_is_squashed(tmp_path: Path) -> None:
+    model, masks = pruned("llama")
+    sparsifier = masks.to_torch_ao(model)
+    with pytest.raises(ArtifactError, match="cannot be saved while its weights are parametrized"):
+        save_model(model, None, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    squash(sparsifier)
+    save_model(model, None, tmp_path / "model")
+    assert masks.verify(type(model).from_pretrained(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_a_model_that_claims_to_be_quantized_is_refused_before_anything_is_written(
+    as_object: bool, tmp_path: Path
+) -> None:
+    from transformers import GgufConfig
+
+    model, _ = pruned("llama")
+    model.config.quantization_config = GgufConfig() if as_object else {"quant_method": "gguf"}
+    with pytest.raises(ArtifactError, match=r"cannot be saved to .*model: its config says .* quantized \(gguf\)"):
+        save_model(model, None, tmp_path / "model")
+    assert names_in(tmp_path) == []
+
+
+class _FullDisk:
+    def save_pretrained(self, folder: Path) -> None:
+        raise OSError(28, "No space left on device", str(folder))
+
+
+def test_a_full_disk_is_an_error_that_names_the_path(tmp_path: Path) -> None:
+    model, _ = pruned("llama")
+    with pytest.raises(ArtifactError, match=rf"cannot write {tmp_path}/model: No space left on device; free some"):
+        save_model(model, _FullDisk(), tmp_path / "model")
+
+
+_LITTLE_ROOM = """
+import resource, sys
+from pathlib import Path
+from compressx.errors import ArtifactError
+from compressx.models.export import output_folder, save_model
+from compressx.testing import tiny_model
+model = tiny_model("llama")
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    with output_folder(Path(sys.argv[1])) as building:
+        save_model(model, None, building / "model")
+except ArtifactError as error:
+    print(error)
+"""
+
+
+def test_weights_for_which_there_is_no_room_are_an_error_that_names_the_path(earlier: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LITTLE_ROOM, str(earlier)], capture_output=True, text=True, check=False
+    )
+    assert re.search(rf"LlamaForCausalLM to {earlier.parent}/\.out\.partial-\w+/model: .*too large", done.stdout), done
+    assert (earlier / "report.json").read_text() == "earlier"
+    assert names_in(earlier.parent) == ["out"]
+
+
+def test_a_file_where_the_model_should_go_is_an_error_and_not_a_silent_return(tmp_path: Path) -> None:
+    model, _ = pruned("llama")
+    (tmp_path / "model").write_text("")
+    with pytest.raises(ArtifactError, match=rf"cannot write {tmp_path}/model: File exists"):
+        save_model(model, None, tmp_path / "model")
+
+
+@pytest.mark.slow
+def test_the_real_model_is_saved_with_its_tokenizer_and_speaks_alike_afterwards(smollm2: Any, tmp_path: Path) -> None:
+    with output_folder(tmp_path / "out") as building:
+        save_model(smollm2.model, smollm2.tokenizer, building / "model")
+    text = "The capital of France is"
+    tokens = smollm2.tokenizer(text, return_tensors="pt").input_ids
+    (loaded,) = load_elsewhere(tokens, [tmp_path / "out" / "model"], tmp_path)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model", local_files_only=True)
+    assert torch.equal(tokenizer(text, return_tensors="pt").input_ids, tokens)
+    with torch.no_grad():
+        expected = smollm2.model(tokens).logits
+    torch.testing.assert_close(loaded["logits"], expected)
+    shutil.rmtree(tmp_path / "out")

@@ -1,0 +1,139 @@
+"""Blocks from disk and back: the weights that transformers itself would load, one block at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from compressx.architecture import find_blocks
+from compressx.errors import ArtifactError, UnsupportedModelError
+from compressx.models.loading import Checkpoint, load_model
+from compressx.models.shards import OUTSIDE, checkpoint_tensors, find_shards
+from compressx.models.streaming import open_streamed
+from compressx.testing import TINY_CONFIGS, tiny_model
+
+
+def saved(folder: Path, architecture: str, dtype: torch.dtype = torch.float32, shard: str = "200KB") -> Path:
+    tiny_model(architecture, dtype=dtype).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+CASES = [(name, torch.bfloat16, "auto") for name in TINY_CONFIGS]
+CASES += [(name, torch.bfloat16, "float32") for name in ("llama", "mixtral", "gpt2")]
+CASES += [(name, torch.float32, kind) for name in ("llama", "mixtral", "gpt2") for kind in ("auto", "float16")]
+
+
+@pytest.mark.parametrize(("architecture", "stored", "wanted"), CASES, ids=str)
+def test_each_block_gets_the_weights_that_transformers_loads(
+    architecture: str, stored: torch.dtype, wanted: str, tmp_path: Path
+):
+    checkpoint = Checkpoint(str(saved(tmp_path, architecture, stored)), dtype=wanted)
+    expected = load_model(checkpoint).state_dict()
+    streamed = open_streamed(checkpoint)
+    seen = set()
+    for fqn in (OUTSIDE, *streamed.blocks):
+        with streamed.materialise(fqn):
+            found = streamed.tensors(fqn)
+            assert all(t.dtype == expected[n].dtype and torch.equal(t, expected[n]) for n, t in found.items())
+            others = [n for n in expected if n not in found]
+            assert all(streamed.model.state_dict()[n].is_meta for n in others)
+        seen |= set(found)
+    assert seen == set(expected)
+    assert all(p.is_meta for p in streamed.model.parameters())
+
+
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+def test_what_a_block_holds_goes_back_to_what_its_checkpoint_held(architecture: str, tmp_path: Path):
+    saved(tmp_path, architecture)
+    stored = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    streamed = open_streamed(Checkpoint(str(tmp_path)))
+    for fqn in streamed.blocks:
+        with streamed.materialise(fqn):
+            written = checkpoint_tensors(streamed.model, streamed.tensors(fqn))
+        assert set(written) == set(streamed.source[fqn].members[fqn])
+        assert all(torch.equal(tensor, stored[name]) for name, tensor in written.items())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt-neox", "gpt2", "opt"])
+def test_what_a_block_computes_is_what_the_loaded_model_computes(architecture: str, tmp_path: Path):
+    """Buffers that no checkpoint holds, such as rotary frequencies, are there too."""
+    checkpoint = Checkpoint(str(saved(tmp_path, architecture)))
+    streamed, loaded = open_streamed(checkpoint), load_model(checkpoint)
+    computed = {n for n, _ in loaded.named_buffers()} - set(loaded.state_dict())
+    for name in computed:
+        assert torch.equal(streamed.model.get_buffer(name), loaded.get_buffer(name))
+
+
+def test_one_file_is_a_checkpoint_too(tmp_path: Path):
+    saved(tmp_path, "llama", shard="5GB")
+    assert [p.name for p in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
+    model = tiny_model("llama")
+    shards = find_shards(tmp_path, model, find_blocks(model))
+    assert {len(shards.members[fqn]) for fqn in find_blocks(model)} == {9}
+    assert shards.members[OUTSIDE] == ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight")
+
+
+def test_a_block_is_given_up_when_what_used_it_fails(tmp_path: Path):
+    streamed = open_streamed(Checkpoint(str(saved(tmp_path, "llama"))))
+    with pytest.raises(ZeroDivisionError), streamed.materialise("model.layers.1"):
+        1 / 0  # noqa: B018
+    assert all(p.is_meta for p in streamed.model.parameters())
+
+
+def test_a_gguf_file_cannot_be_streamed(tmp_path: Path):
+    with pytest.raises(UnsupportedModelError, match=r"cannot be streamed.*only whole"):
+        open_streamed(Checkpoint(str(tmp_path), gguf_file="x.gguf"))
+
+
+# --- damage
+
+
+def test_a_truncated_shard_is_named(tmp_path: Path):
+    saved(tmp_path, "llama")
+    streamed = open_streamed(Checkpoint(str(tmp_path)))
+    file = tmp_path / streamed.source[OUTSIDE].files["model.layers.0.mlp.up_proj.weight"]
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ArtifactError, match=f"{file.name} is no safetensors file, or not all of one"):
+        streamed.materialise("model.layers.0").__enter__()
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"weight_map": 3}'])
+def test_a_damaged_index_is_named(content: str, tmp_path: Path):
+    saved(tmp_path, "llama")
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ArtifactError, match=r"model\.safetensors\.index\.json is damaged"):
+        open_streamed(Checkpoint(str(tmp_path)))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path):
+    saved(tmp_path, "llama")
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ArtifactError, match=f"names {gone.name}, which"):
+        open_streamed(Checkpoint(str(tmp_path)))
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_the_tensors_name(tmp_path: Path):
+    saved(tmp_path, "llama")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"]["model.layers.2.mlp.up_proj.weight"]
+    index.write_text(json.dumps(content))
+    streamed = open_streamed(Checkpoint(str(tmp_path)))
+    with pytest.raises(ArtifactError, match=r"lacks model\.layers\.2\.mlp\.up_proj\.weight"):
+        streamed.materialise("model.layers.2").__enter__()
+    with streamed.materialise("model.layers.1"):
+        pass
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path):
+    saved(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 97}))
+    streamed = open_streamed(Checkpoint(str(tmp_path)))
+    with pytest.raises(ArtifactError, match="do not fit LlamaForCausalLM"):
+        streamed.materialise("model.layers.0").__enter__()

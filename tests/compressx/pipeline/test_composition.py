@@ -1,0 +1,82 @@
+"""Every selector with every reconstructor: the one's mask and the other's weights, nearer to the dense ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.compressx.blocks.test_walk import batches
+
+from compressx.architecture import survey
+from compressx.blocks.sensitivity import of_model
+from compressx.blocks.walk import prune_model
+from compressx.models.access import InMemory
+from compressx.models.capture import capture_calls, replay
+from compressx.patterns import NM, Unstructured
+from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
+from compressx.plugins.manager import load_plugins
+from compressx.testing import tiny_model
+
+SELECTORS = ["magnitude", "wanda", "sparsegpt", "alps", "sensitivity", "attnprune"]
+RECONSTRUCTORS = ["sparsegpt", "alps", "sensitivity", "attnprune"]
+FQN = "model.layers.0"
+
+
+@pytest.fixture(scope="module")
+def pruners():
+    return load_plugins().pruners
+
+
+def pruned(pruners, selector, reconstructor, pattern):
+    """Prune query and key of the first block; returns the masks, the model, and the stream through the dense block."""
+    model = tiny_model("llama")
+    found = survey(model)
+    tokens = batches()
+    states, calls = capture_calls(model, found.blocks, tokens)
+    block = found.blocks[FQN]
+    with torch.no_grad():
+        dense = [replay(block, x, c) for x, c in zip(states, calls[FQN], strict=True)]
+    specs = [pruners[selector], pruners[reconstructor] if reconstructor else None]
+    options = [spec and spec.options() for spec in specs]
+    rule = PlannedRule(0, specs[0], options[0], specs[1], options[1])
+    names = [f"{FQN}.self_attn.{x}_proj" for x in "qk"]
+    linears = tuple(PlannedLinear(n, FQN, tuple(found.linears[n].weight.shape), rule, pattern) for n in names)
+    plan = Plan(linears, {}, (rule,), needs_calibration=True)
+    given = of_model(InMemory(model), found, plan.sensitive_to("model"), tokens) if plan.sensitive_to("model") else None
+    (first,) = prune_model(InMemory(model), plan, tokens, sensitivities=given)
+    return first.masks, model, states, calls, dense
+
+
+def errors(model, states, calls, dense) -> tuple[float, float]:
+    """Return the squared error of what query and key give on the dense block's inputs, and of the block's output."""
+    found, untouched = survey(model), survey(tiny_model("llama")).linears
+    block, names = found.blocks[FQN], [f"{FQN}.self_attn.{x}_proj" for x in "qk"]
+    inputs: list[torch.Tensor] = []
+    hook = found.linears[names[0]].module.register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
+    with torch.no_grad():
+        outputs = [replay(block, x, c) for x, c in zip(states, calls[FQN], strict=True)]
+    hook.remove()
+    changes = [found.linears[n].weight - untouched[n].weight for n in names]
+    linear = sum(float((x @ change.T).square().sum()) for x in inputs for change in changes)
+    return linear, sum(float((o - d).square().sum()) for o, d in zip(outputs, dense, strict=True))
+
+
+@pytest.mark.parametrize("pattern", [Unstructured(0.5, "layer"), Unstructured(0.5, "row"), NM(2, 4)], ids=str)
+@pytest.mark.parametrize("reconstructor", RECONSTRUCTORS)
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_the_mask_is_the_selectors_and_what_the_reconstructor_cares_for_is_nearer(
+    pruners, selector, reconstructor, pattern
+):
+    alone, *_ = pruned(pruners, selector, None, pattern)
+    masks, model, *stream = pruned(pruners, selector, reconstructor, pattern)
+    linears, untouched = survey(model).linears, survey(tiny_model("llama")).linears
+    for name, entry in masks.items():
+        assert torch.equal(entry.keep, alone[name].keep)
+        assert torch.equal(linears[name].weight != 0, entry.keep)
+    linear, output = errors(model, *stream)
+    for name, entry in masks.items():  # the same masks on the dense weights
+        linears[name].weight.copy_(untouched[name].weight * entry.keep)
+    masked_linear, masked_output = errors(model, *stream)
+    if reconstructor == "attnprune":  # holds to the attention, whatever queries and keys are
+        assert output <= masked_output  # equal where nothing was better on the text it holds out
+    else:
+        assert linear < 0.9 * masked_linear

@@ -1,0 +1,248 @@
+"""Whole runs that fine-tune: what is measured, told and written, and how they go on when interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.compressx.saved import save_tiny
+
+from compressx.errors import ArtifactError, CalibrationError, RecipeError
+from compressx.masks.maskset import MaskSet
+from compressx.models import streaming
+from compressx.models.loading import find_checkpoint, load_model
+from compressx.pipeline.run import run
+from compressx.recipe.sources import ModelSource
+
+TUNED = {"steps": 6, "learning_rate": 1e-3, "batch_size": 2, "checkpoint_every": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama")
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
+
+
+def recipe(
+    model: Path, *, pruner: str = "wanda", evaluated: bool = True, output: str = "out", **tuning: Any
+) -> dict[str, Any]:
+    text = {"text": str(model.with_name("text.txt"))}
+    whole: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "calibration": {"dataset": text, "samples": 8, "sequence_length": 32},
+        "prune": [{"targets": ["*"], "pruner": pruner, "sparsity": 0.5}],
+        "finetune": {**TUNED, **tuning},
+        "output": output,
+    }
+    if evaluated:
+        whole["evaluate"] = {"token_perplexity": {"dataset": text, "sequence_length": 32, "samples": 4}}
+    return whole
+
+
+def weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    return dict(load_model(find_checkpoint(ModelSource(path=Path(folder)))).state_dict())
+
+
+# --- what a run does
+
+
+@pytest.mark.parametrize("pruner", ["wanda", "magnitude"])
+def test_survivors_are_trained_and_the_zeros_stay(model: Path, pruner: str) -> None:
+    """Magnitude pruning reads no calibration text, fine-tuning does."""
+    run({**recipe(model, pruner=pruner, evaluated=False, output="pruned"), "finetune": None})
+    report = run(recipe(model, pruner=pruner, evaluated=False))
+    before, after, masks = weights("pruned/model"), weights("out/model"), MaskSet.load("out/masks.safetensors")
+    assert Path("out/masks.safetensors").read_bytes() == Path("pruned/masks.safetensors").read_bytes()
+    for layer in report.layers:
+        weight = after[f"{layer.name}.weight"]
+        assert torch.equal(weight != 0, masks[layer.name].keep)
+        assert layer.sparsity == pytest.approx(float((weight == 0).float().mean()))
+        assert not torch.equal(weight, before[f"{layer.name}.weight"])
+    untouched = set(before) - {f"{name}.weight" for name in masks}
+    assert all(torch.equal(before[name], after[name]) for name in untouched)
+
+
+def test_what_is_measured_before_and_after_stands_side_by_side(model: Path) -> None:
+    alone = run({**recipe(model, output="pruned"), "finetune": None})
+    report = run(recipe(model, teacher="none", steps=60, learning_rate=3e-3))
+    assert set(alone.evaluation) == {"dense", "pruned"}
+    assert set(report.evaluation) == {"dense", "pruned", "finetuned"}
+    assert report.evaluation["pruned"] == alone.evaluation["pruned"]
+    assert report.evaluation["dense"] == alone.evaluation["dense"]
+    pruned, finetuned = (report.evaluation[k]["token_perplexity"] for k in ("pruned", "finetuned"))
+    assert finetuned < 0.9 * pruned
+    assert report.evaluation_columns() == ["", "dense", "pruned", "change", "finetuned", "change"]
+    [row] = report.evaluation_rows()
+    assert (row[0], row[2], row[4]) == ("token_perplexity", f"{pruned:.4g}", f"{finetuned:.4g}")
+    header, _, cells = Path("out/report.md").read_text().splitlines()[4:7]
+    assert header == "|  | dense | pruned | change | finetuned | change |"
+    assert cells == f"| {' | '.join(row)} |"
+
+
+def test_the_saved_model_is_the_one_that_was_measured(model: Path) -> None:
+    report = run(recipe(model))
+    again = run({**recipe(Path("out/model").resolve(), output="again"), "finetune": None,
+                 "calibration": None, "prune": [{"targets": ["*.q_proj"], "pruner": "magnitude", "sparsity": 0.0}],
+                 "evaluate": recipe(model)["evaluate"]})  # fmt: skip
+    assert again.evaluation["dense"] == report.evaluation["finetuned"]
+
+
+def test_reports_hold_the_losses_and_a_figure_shows_them(model: Path) -> None:
+    report = run(recipe(model))
+    read = json.loads(Path("out/report.json").read_text())
+    assert report.finetune is not None
+    assert read["finetune"]["losses"] == list(report.finetune.losses)
+    assert (read["finetune"]["steps"], read["finetune"]["windows"]) == (6, [8, 32])
+    assert read["seconds"]["finetune"] > 0
+    assert report.figures[0]["file"] == "plots/finetune.svg"
+    assert ">fine-tuning<" in Path("out/plots/finetune.svg").read_text()
+    assert f"## Fine-tuning\n\n{report.finetune.summary()}.\n" in Path("out/report.md").read_text()
+
+
+def test_progress_tells_of_every_step_with_its_loss(model: Path) -> None:
+    told: list[tuple[str, int, int, str]] = []
+    report = run(recipe(model), progress=lambda *step: told.append(step))
+    stages = list(dict.fromkeys(stage for stage, *_ in told))
+    assert stages == ["load", "calibrate", "evaluate dense", "prune", "evaluate pruned", "finetune", "save",
+                      "evaluate finetuned"]  # fmt: skip
+    assert report.finetune is not None
+    expected = [(0, 6, ""), *((i + 1, 6, f"loss {x:.4g}") for i, x in enumerate(report.finetune.losses))]
+    assert [tuple(rest) for stage, *rest in told if stage == "finetune"] == expected
+
+
+def test_text_of_its_own_is_trained_on(model: Path) -> None:
+    other = Path("other.txt")
+    other.write_text(" ".join(model.with_name("text.txt").read_text().split()[::-1]))
+    asked = recipe(model, dataset={"text": str(other)}, samples=5, sequence_length=16)
+    report = run(asked)
+    assert report.finetune is not None
+    assert report.finetune.windows == (5, 16)
+    run(recipe(model, output="default"))
+    mine, default = weights("out/model"), weights("default/model")
+    assert any(not torch.equal(mine[n], default[n]) for n in mine)
+
+
+def test_the_same_recipe_twice_gives_the_same_bits(model: Path) -> None:
+    for output in ("a", "b"):
+        run(recipe(model, output=output, evaluated=False))
+    assert Path("a/model/model.safetensors").read_bytes() == Path("b/model/model.safetensors").read_bytes()
+
+
+def test_a_model_that_is_found_too_large_for_memory_is_refused_before_it_is_pruned(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "_free_memory", lambda _device: 1000)
+    told: list[str] = []
+    with pytest.raises(RecipeError, match=r"model\.streaming is auto at .*too large for the free memory; set it to"):
+        run(recipe(model), progress=lambda stage, *_: told.append(stage))
+    assert set(told) == {"load", "calibrate"}
+
+
+def test_a_loss_that_is_not_finite_names_the_recipes_section(model: Path) -> None:
+    Path("r.yaml").write_text(json.dumps(recipe(model, learning_rate=1e30, warmup=0.0)))
+    with pytest.raises(CalibrationError, match=r"^r\.yaml:1:\d+: step \d of 6: the loss is"):
+        run(Path("r.yaml"))
+
+
+# --- going on
+
+
+def artifacts(folder: str) -> dict[str, Any]:
+    """Return every file of an output; of its report all but what is measured by the clock."""
+    found: dict[str, Any] = {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()
+    }
+    report = json.loads(found.pop("report.json"))
+    del found["report.md"], found["recipe.yaml"], report["seconds"], report["peak_memory_bytes"]
+    for layer in report["layers"]:
+        del layer["seconds"]
+    return {**found, "report": report}
+
+
+def leftovers() -> list[Path]:
+    return sorted(Path().glob(".out.partial-*"))
+
+
+def stopped(asked: dict[str, Any], step: int, **options: Any) -> None:
+    def progress(stage: str, done: int, *_: Any) -> None:
+        if stage == "finetune" and done == step:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(asked, progress=progress, **options)
+
+
+@pytest.mark.parametrize("step", [0, 1, 3, 6])
+def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model: Path, step: int) -> None:
+    asked = recipe(model)
+    run({**asked, "output": "whole"})
+    stopped(asked, step)
+    [left] = leftovers()
+    assert (left / "blocks/finetune.safetensors").exists() == (step >= 2)
+    told: list[tuple[str, int]] = []
+    run(asked, resume=True, progress=lambda stage, done, *_: told.append((stage, done)))
+    assert [done for stage, done in told if stage == "prune"] == [3]
+    assert [done for stage, done in told if stage == "finetune"] == [0, *range(step // 2 * 2 + 1, 7)]
+    assert artifacts("out") == artifacts("whole")
+    assert not leftovers()
+
+
+def test_another_fine_tuning_is_not_gone_on_with_and_what_differs_is_named(model: Path) -> None:
+    asked = recipe(model)
+    stopped(asked, 4)
+    with pytest.raises(ArtifactError, match=r"cannot be resumed.*finetune: was"):
+        run(recipe(model, steps=7), resume=True)
+    other = {"text": str(Path("other.txt").resolve())}
+    Path("other.txt").write_text("w1 w2 w3 " * 200)
+    with pytest.raises(ArtifactError, match=r"cannot be resumed.*finetune tokens: was"):
+        run(recipe(model, dataset=other, samples=8, sequence_length=32), resume=True)
+    with pytest.raises(ArtifactError, match=r"cannot be resumed.*finetune: was"):
+        run({**asked, "finetune": None}, resume=True)
+    run(recipe(model, checkpoint_every=3), resume=True)  # how often it is kept decides nothing
+
+
+_PROGRAM = """
+import json, os, signal, sys
+import torch
+from compressx.pipeline.run import run
+
+def kill(stage, done, total, note):
+    if stage == "finetune" and done == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+torch.set_num_threads(1)
+run(json.load(open("asked.json")), progress=kill)
+"""
+
+
+def test_a_killed_run_goes_on_to_the_same_files(model: Path) -> None:
+    asked = recipe(model)
+    run({**asked, "output": "whole"})
+    Path("asked.json").write_text(json.dumps(asked))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    killed = subprocess.run([sys.executable, "-c", _PROGRAM], env=environment, check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert (leftovers()[0] / "blocks/finetune.safetensors").exists()
+    run(asked, resume=True)
+    assert artifacts("out") == artifacts("whole")
+
+
+@pytest.mark.parametrize("cut", [1, 1000])
+def test_a_damaged_checkpoint_is_named_and_not_gone_on_with(model: Path, cut: int) -> None:
+    asked = recipe(model)
+    stopped(asked, 4)
+    file = leftovers()[0] / "blocks/finetune.safetensors"
+    file.write_bytes(file.read_bytes()[:-cut])
+    with pytest.raises(ArtifactError, match=r"finetune\.safetensors"):
+        run(asked, resume=True)

@@ -1,0 +1,275 @@
+"""Runs that are killed, and go on: the files are those of a run that nothing interrupted."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.compressx.saved import save_tiny
+
+from compressx.errors import ArtifactError
+from compressx.pipeline.run import run
+from compressx.plugins.manager import load_plugins
+
+RULES: list[dict[str, Any]] = [
+    {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6},
+    {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.5},
+]
+ALLOCATED = [{k: v for k, v in rule.items() if k != "sparsity"} for rule in RULES]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama")
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path / "cache"))
+
+
+def recipe(model: Path, *, streaming: bool = False, allocated: bool = False, output: str = "out") -> dict[str, Any]:
+    text = {"text": str(model.with_name("text.txt"))}
+    whole: dict[str, Any] = {
+        "model": {"path": str(model), "streaming": streaming},
+        "calibration": {"dataset": text, "samples": 8, "sequence_length": 32},
+        "prune": ALLOCATED if allocated else RULES,
+        "evaluate": {"token_perplexity": {"dataset": text, "sequence_length": 32, "samples": 4}},
+        "output": output,
+    }
+    if allocated:
+        whole["allocation"] = {"method": "attention-aware", "target": 0.5}
+    return whole
+
+
+class Stopping:
+    """A plugin that stops a run after so many blocks."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def compressx_block_pruned(self, report: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+def stopped(asked: dict[str, Any], after: int, **options: Any) -> None:
+    from compressx import hookimpl
+
+    plugins = load_plugins()
+    Stopping.compressx_block_pruned = hookimpl(Stopping.compressx_block_pruned)  # type: ignore[method-assign]
+    plugins.manager.register(Stopping(after), name="stopping")
+    with pytest.raises(KeyboardInterrupt):
+        run(asked, plugins=plugins, **options)
+
+
+def artifacts(folder: str) -> dict[str, bytes]:
+    """Return every file of an output; of its reports all but what is measured by the clock."""
+    found = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
+    report = json.loads(found.pop("report.json"))
+    del found["report.md"]  # the same content for people
+    for name in ("seconds", "peak_memory_bytes"):
+        del report[name]
+    for layer in report["layers"]:
+        del layer["seconds"]
+    for trained in report["reconstructions"].values():
+        del trained["seconds"]
+    found["recipe.yaml"] = found["recipe.yaml"].replace(folder.encode(), b"out")
+    return {**found, "report": json.dumps(report).encode()}
+
+
+def leftovers() -> list[Path]:
+    return sorted(Path().glob(".out.partial-*"))
+
+
+@pytest.mark.parametrize(
+    ("streaming", "allocated", "trained", "after"),
+    [
+        (False, False, False, 1),
+        (False, True, True, 2),
+        (False, False, False, 3),
+        (True, True, False, 1),
+        (True, False, True, 2),
+        (True, False, False, 3),
+    ],
+)
+def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(
+    model: Path, streaming: bool, allocated: bool, trained: bool, after: int
+):
+    asked = recipe(model, streaming=streaming, allocated=allocated)
+    if trained:
+        asked |= {"reconstruct_block": {"passes": 2}, "true_sequential": True}
+    run({**asked, "output": "whole"})
+    stopped(asked, after)
+    (left,) = leftovers()
+    assert json.loads((left / "state.json").read_text())["finished"] == [f"model.layers.{i}" for i in range(after)]
+    assert not Path("out").exists()
+    told: list[tuple[str, int, int]] = []
+    run(asked, resume=True, progress=lambda *x: told.append(x[:3]))
+    assert [done for stage, done, _ in told if stage == "prune"] == list(range(after, 4))
+    assert all(stage != "allocate" for stage, _, _ in told)
+    assert artifacts("out") == artifacts("whole")
+    assert not leftovers()
+
+
+@pytest.mark.parametrize(
+    "allocation",
+    [{"method": "owl", "target": 0.55}, {"method": "uniform", "target": 0.55},
+     {"method": "error", "target": 0.55, "sparsities": [0.3, 0.7]},
+     {"method": "explicit", "sparsities": {"*.layers.1.*": 0.25, "*": 0.5}}],
+    ids=lambda x: x["method"],
+)  # fmt: skip
+def test_what_an_allocation_chose_for_n_m_and_other_patterns_is_kept(model: Path, allocation: dict[str, Any]):
+    patterned = [{"targets": ["*.mlp.*"], "pruner": "wanda", "pattern": "2:4"}, {"targets": ["*"], "pruner": "wanda"}]
+    asked = {**recipe(model), "prune": patterned, "allocation": allocation}
+    run({**asked, "output": "whole"})
+    stopped(asked, 1)
+    told: list[str] = []
+    run(asked, resume=True, progress=lambda stage, *_: told.append(stage))
+    assert "allocate" not in told
+    assert artifacts("out") == artifacts("whole")
+    asked["allocation"] = {"method": "uniform", "target": 0.6}
+    stopped(asked, 1, restart=True)
+    with pytest.raises(ArtifactError, match="what decides the result differs: allocation: was"):
+        run({**asked, "allocation": {"method": "uniform", "target": 0.61}}, resume=True)
+
+
+def test_a_run_can_be_interrupted_again_and_again(model: Path):
+    asked = recipe(model)
+    run({**asked, "output": "whole"})
+    stopped(asked, 1)
+    stopped(asked, 1, resume=True)
+    stopped(asked, 1, resume=True)
+    run(asked, resume=True)
+    assert artifacts("out") == artifacts("whole")
+
+
+def test_with_nothing_to_resume_a_run_begins(model: Path):
+    run(recipe(model), resume=True)
+    assert Path("out/report.json").is_file()
+
+
+def test_finished_blocks_are_not_thrown_away_unasked(model: Path):
+    asked = recipe(model)
+    stopped(asked, 2)
+    with pytest.raises(ArtifactError, match=r"was interrupted.*go on with --resume, or begin anew with --restart"):
+        run(asked)
+    assert len(leftovers()) == 1
+    run(asked, restart=True)
+    assert not leftovers()
+    assert Path("out/report.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"prune": [RULES[0], {**RULES[1], "sparsity": 0.6}]}, "prune: was"),
+        ({"calibration": {"samples": 7}}, "calibration tokens: was"),
+        ({"calibration": {"batch_size": 3}}, "calibration batch_size: was"),
+        ({"model": {"dtype": "bfloat16"}}, "model: was"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else next(iter(x)),
+)
+def test_another_run_is_not_resumed_and_what_differs_is_named(model: Path, changed: dict[str, Any], named: str):
+    asked = recipe(model)
+    stopped(asked, 1)
+    other = {k: {**v, **changed[k]} if k in changed and isinstance(v, dict) else changed.get(k, v)
+             for k, v in asked.items()}  # fmt: skip
+    with pytest.raises(ArtifactError, match=f"cannot be resumed.*{named}"):
+        run(other, resume=True)
+    run({**asked, "evaluate": None}, resume=True)  # what is evaluated decides nothing of the result
+    assert Path("out/report.json").is_file()
+
+
+IN_BLOCKS = ("0.json", "0.safetensors", "0.masks.safetensors")
+DAMAGED = ["state.json", "blocks/states-1.0.safetensors", *(f"blocks/model.layers.{name}" for name in IN_BLOCKS)]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_damaged_record_is_named_and_not_gone_on_with(model: Path, damaged: str):
+    asked = recipe(model)
+    stopped(asked, 1)
+    file = leftovers()[0] / damaged
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ArtifactError, match=file.name.replace(".", r"\.")):
+        run(asked, resume=True)
+
+
+# --- killed
+
+
+def _run(asked: dict[str, Any], resume: bool, limit: int | None) -> None:
+    torch.set_num_threads(1)
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        run(asked, resume=resume)
+    except ArtifactError as error:
+        Path("error.txt").write_text(str(error))
+        os._exit(2)
+    os._exit(0)
+
+
+def start(asked: dict[str, Any], *, resume: bool = False, limit: int | None = None) -> Any:
+    """Start a run in a process of its own, forked from one that has imported what it needs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.compressx.preloaded"])
+    process = context.Process(target=_run, args=(asked, resume, limit))
+    process.start()
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True])
+def test_killed_at_random_moments_a_run_still_ends_with_the_same_files(model: Path, streaming: bool):
+    asked = recipe(model, streaming=streaming)
+    started = time.perf_counter()
+    whole = start({**asked, "output": "whole"})
+    whole.join()
+    assert whole.exitcode == 0
+    length = time.perf_counter() - started
+    choice = random.Random(0)  # noqa: S311 - moments, no secret
+    kills = finished = 0
+    while kills < 10:
+        process = start(asked, resume=True)
+        process.join(choice.uniform(0.2, 1.1) * length)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            kills += 1
+        else:
+            assert process.exitcode == 0
+            assert artifacts("out") == artifacts("whole")
+            finished += 1
+    last = start(asked, resume=True)
+    last.join()
+    assert last.exitcode == 0
+    assert artifacts("out") == artifacts("whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [2_000, 40_000, 60_000, 120_000])
+def test_a_full_disk_is_an_error_with_the_file_and_after_it_a_run_goes_on(model: Path, limit: int):
+    """A limit on the size of files stands in: the larger it is, the later the write that fails."""
+    asked = recipe(model)
+    process = start(asked, limit=limit)
+    process.join()
+    assert process.exitcode == 2
+    message = Path("error.txt").read_text()
+    assert message.startswith("cannot ")
+    assert not Path("out").exists()
+    run({**asked, "output": "whole"})
+    run(asked, resume=True)
+    assert artifacts("out") == artifacts("whole")

@@ -1,0 +1,663 @@
+"""Whole runs in this process, on tiny models that were saved like real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel
+from tests.compressx.saved import save_tiny
+
+import compressx
+from compressx.allocation.spread import Curve
+from compressx.errors import ArtifactError, CalibrationError, RecipeError
+from compressx.masks.maskset import MaskSet
+from compressx.models.access import InMemory
+from compressx.models.loading import find_checkpoint, load_model
+from compressx.pipeline.run import plan, run
+from compressx.plugins.manager import Plugins, load_plugins
+from compressx.recipe.sources import ModelSource
+from compressx.report.run import BlockReport, RunReport
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Give the folder of a saved tiny model by its architecture, made once."""
+    saved: dict[str, Path] = {}
+
+    def get(name: str, dtype: torch.dtype = torch.float32) -> Path:
+        key = f"{name}-{dtype}"
+        if key not in saved:
+            saved[key] = save_tiny(tmp_path_factory.mktemp("saved") / "model", name, dtype)
+        return saved[key]
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
+
+
+@pytest.fixture
+def plugins() -> Plugins:
+    return load_plugins()
+
+
+def recipe(model: Path, *rules: dict[str, Any], evaluated: bool = False, output: str = "out") -> dict[str, Any]:
+    text = {"text": str(model.with_name("text.txt"))}
+    whole: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "calibration": {"dataset": text, "samples": 8, "sequence_length": 32},
+        "prune": list(rules) or [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}],
+        "output": output,
+    }
+    if evaluated:
+        whole["evaluate"] = {"token_perplexity": {"dataset": text, "sequence_length": 32, "samples": 4}}
+    return whole
+
+
+ATTNPRUNE = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6}
+MIXED = (ATTNPRUNE, {"targets": ["*.v_proj"], "pruner": "wanda", "sparsity": 0.5, "reconstruct": "sparsegpt"},
+         {"targets": ["*"], "pruner": "sparsegpt", "pattern": "2:4"})  # fmt: skip
+
+
+def weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    model = load_model(find_checkpoint(ModelSource(path=Path(folder))))
+    return dict(model.state_dict())
+
+
+# --- what a run does
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "opt"])
+def test_attention_and_the_rest_are_pruned_by_their_own_rules(models: Any, plugins: Plugins, architecture: str) -> None:
+    source = models(architecture)
+    report = run(recipe(source, *MIXED), plugins=plugins)
+    dense, pruned, masks = weights(source), weights("out/model"), MaskSet.load("out/masks.safetensors")
+    assert set(masks) == {x.name for x in report.layers}
+    by_pruner: dict[str, list[str]] = {}
+    for layer in report.layers:
+        by_pruner.setdefault(layer.pruner, []).append(layer.name)
+        weight, keep = pruned[f"{layer.name}.weight"], masks[layer.name].keep
+        assert torch.equal(weight != 0, keep), layer.name
+        assert layer.sparsity == pytest.approx(1 - float(keep.float().mean()))
+        assert not torch.equal(weight, dense[f"{layer.name}.weight"] * keep), "the survivors get new values"
+    assert {k: len(v) for k, v in by_pruner.items()} == {
+        "attnprune": 6, "wanda+sparsegpt": 3, "sparsegpt": (3 if architecture == "opt" else 4) * 3
+    }  # fmt: skip
+    for name in by_pruner["sparsegpt"]:
+        assert (masks[name].keep.view(-1, 4).sum(dim=1) == 2).all(), name
+    for name in by_pruner["wanda+sparsegpt"]:
+        assert (masks[name].keep.sum(dim=1) == 32).all(), name  # half of each row of 64
+    pairs = [x for x in report.layers if x.pruner == "attnprune"]
+    joint = sum(x.sparsity * x.shape[0] * x.shape[1] for x in pairs) / sum(x.shape[0] * x.shape[1] for x in pairs)
+    assert joint == pytest.approx(0.6, abs=1e-3)
+    for error in ("output_error.wanda", "output_error.sparsegpt"):
+        assert all(0 < x.info["output_error"] <= x.info[error] for x in pairs)
+    untouched = set(dense) - {f"{name}.weight" for name in masks}
+    assert all(torch.equal(dense[name], pruned[name]) for name in untouched)
+
+
+def test_attention_in_one_fused_weight_is_pruned_beside_the_rest(models: Any, plugins: Plugins) -> None:
+    source = models("gpt2")
+    attention = {"targets": ["*.c_attn"], "pruner": "attnprune", "sparsity": 0.6}
+    report = run(recipe(source, attention, {"targets": ["*"], "pruner": "wanda", "pattern": "2:4"}), plugins=plugins)
+    dense, pruned, masks = weights(source), weights("out/model"), MaskSet.load("out/masks.safetensors")
+    fused = [x for x in report.layers if x.pruner == "attnprune"]
+    assert [x.name for x in fused] == [f"transformer.h.{i}.attn.c_attn" for i in range(3)]
+    for layer in report.layers:
+        weight, keep = pruned[f"{layer.name}.weight"], masks[layer.name].keep
+        assert torch.equal(weight.T != 0, keep), layer.name  # GPT-2 stores [in_features, out_features]
+        assert torch.equal(weight, dense[f"{layer.name}.weight"] * keep.T) == (layer not in fused)
+    for layer in fused:
+        keep = masks[layer.name].keep
+        assert int((~keep).sum()) == round(0.6 * 192 * 64)
+        assert int((~keep[128:]).sum()) == round(0.6 * 64 * 64), "the values take their share"
+        assert 0 < layer.info["output_error"] <= layer.info["output_error.sparsegpt"]
+
+
+def test_the_same_recipe_twice_gives_the_same_bits(models: Any, plugins: Plugins) -> None:
+    source = models("llama")
+    for output in ("a", "b"):
+        run(recipe(source, *MIXED, output=output), plugins=plugins)
+    assert Path("a/masks.safetensors").read_bytes() == Path("b/masks.safetensors").read_bytes()
+    first, second = weights("a/model"), weights("b/model")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_another_seed_calibrates_on_other_windows(models: Any, plugins: Plugins) -> None:
+    source = models("llama")
+    run(recipe(source, output="a"), plugins=plugins)
+    other = recipe(source, output="b")
+    other["calibration"]["seed"] = 1
+    run(other, plugins=plugins)
+    a, b = MaskSet.load("a/masks.safetensors"), MaskSet.load("b/masks.safetensors")
+    assert any(not torch.equal(a[n].keep, b[n].keep) for n in a)
+
+
+def test_a_bfloat16_model_stays_bfloat16(models: Any, plugins: Plugins) -> None:
+    run(recipe(models("llama", torch.bfloat16), *MIXED), plugins=plugins)
+    pruned, masks = weights("out/model"), MaskSet.load("out/masks.safetensors")
+    assert {t.dtype for t in pruned.values()} == {torch.bfloat16}
+    for name, entry in masks.items():
+        assert not pruned[f"{name}.weight"][~entry.keep].any()
+        assert torch.isfinite(pruned[f"{name}.weight"]).all()
+
+
+def test_magnitude_reads_no_text(models: Any, plugins: Plugins) -> None:
+    given = recipe(models("llama"), {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5})
+    Path("empty.txt").touch()  # any pruner that observes would refuse it
+    given["calibration"]["dataset"] = {"text": "empty.txt"}
+    assert run(given, plugins=plugins).sparsity == 0.5
+    del given["calibration"]
+    assert run(given, plugins=plugins).sparsity == 0.5
+
+
+def test_conv1d_weights_are_pruned_along_their_inputs(models: Any, plugins: Plugins) -> None:
+    run(recipe(models("gpt2"), {"targets": ["*"], "pruner": "sparsegpt", "pattern": "2:4"}), plugins=plugins)
+    stored = weights("out/model")["transformer.h.0.mlp.c_fc.weight"]  # [in_features, out_features]
+    assert ((stored.T.reshape(-1, 4) != 0).sum(dim=1) == 2).all()
+
+
+def test_the_head_is_pruned_when_named_and_only_then(models: Any, plugins: Plugins) -> None:
+    source = models("llama")
+    rule = {"pruner": "wanda", "sparsity": 0.5}
+    report = run(recipe(source, {"targets": ["*"], **rule}, output="a"), plugins=plugins)
+    assert "lm_head" in {s["name"] for s in report.skipped}
+    assert torch.equal(weights("a/model")["lm_head.weight"], weights(source)["lm_head.weight"])
+    run(recipe(source, {"targets": ["lm_head"], **rule}, output="b"), plugins=plugins)
+    assert float((weights("b/model")["lm_head.weight"] == 0).float().mean()) == 0.5
+
+
+# --- allocation
+
+
+def allocated(model: Path, target: float = 0.5, **settings: Any) -> dict[str, Any]:
+    attention = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune"}
+    whole = recipe(model, attention, {"targets": ["*"], "pruner": "sparsegpt"})
+    return whole | {"allocation": {"method": "attention-aware", "target": target, **settings}}
+
+
+@pytest.mark.parametrize("scope", ["model", "block"])
+def test_allocation_reaches_its_target_to_the_weight_and_says_how(models: Any, plugins: Plugins, scope: str) -> None:
+    target = 0.537
+    report = run(allocated(models("llama"), target, scope=scope), plugins=plugins)
+    masks = MaskSet.load("out/masks.safetensors")
+    weights = sum(entry.keep.numel() for entry in masks.values())
+    zeros = {name: int((~entry.keep).sum()) for name, entry in masks.items()}
+    assert sum(zeros.values()) == round(target * weights)
+    assert report.allocation is not None
+    assert (report.allocation.zeros, report.allocation.weights) == (round(target * weights), weights)
+    assert [len(u.linears) for u in report.allocation.units] == [2, 5] * 3
+    for unit in report.allocation.units:
+        assert sum(zeros[name] for name in unit.linears) == round(unit.sparsity * unit.weights)
+        assert unit.error is not None
+        assert unit.error == pytest.approx(Curve(unit.sparsities, unit.output_errors).error(unit.sparsity))
+        assert all(a < b for a, b in zip(unit.output_errors, unit.update_errors, strict=True))
+    assert len({round(u.sparsity, 3) for u in report.allocation.units}) == 6, "each unit has its own"
+    for i in range(3):
+        block = [n for n in masks if n.startswith(f"model.layers.{i}.")]
+        reached = sum(zeros[n] for n in block) / sum(masks[n].keep.numel() for n in block)
+        assert (abs(reached - target) < 1e-4) == (scope == "block")
+
+
+def test_the_plan_and_the_report_on_disk_hold_the_allocated_sparsities(models: Any, plugins: Plugins) -> None:
+    report = run(allocated(models("llama"), sparsities=[0.4, 0.8], samples=3), plugins=plugins)
+    planned = json.loads(Path("out/plan.json").read_text())
+    given = {x["name"]: x["sparsity"] for x in planned["linears"]}
+    assert "allocation" not in planned
+    assert given == {x.name: x.target for x in report.layers}
+    unit = json.loads(Path("out/report.json").read_text())["allocation"]["units"][0]
+    assert unit["linears"] == [f"model.layers.0.self_attn.{n}_proj" for n in "qk"]
+    assert given[unit["linears"][0]] == unit["sparsity"]
+    assert unit["sparsities"] == [0.4, 0.8]
+    assert unit["update_errors"][0] < unit["update_errors"][1]
+    text = Path("out/report.md").read_text()
+    assert f"| model.layers.0 | q_proj, k_proj | attnprune | {unit['sparsity']:.2%} | {unit['error']:.3g} |" in text
+    assert "| q_proj | attnprune | allocated joint | 3 |" in text
+
+
+def test_allocation_measures_on_the_dense_model_and_leaves_it_dense(models: Any, plugins: Plugins) -> None:
+    """What is pruned afterwards equals a run whose rules give the allocated sparsities themselves."""
+    source = models("llama")
+    whole = recipe(source, {"targets": ["*"], "pruner": "wanda", "group": "layer"})
+    first = run(whole | {"allocation": {"method": "attention-aware", "target": 0.5}}, plugins=plugins)
+    rules = [{"targets": [x.name], "pruner": "wanda", "group": "layer", "sparsity": x.target} for x in first.layers]
+    again = run(recipe(source, *rules, output="again"), plugins=plugins)
+    assert Path("out/masks.safetensors").read_bytes() == Path("again/masks.safetensors").read_bytes()
+    assert again.allocation is None
+
+
+def test_progress_tells_of_every_block_that_is_measured(models: Any, plugins: Plugins) -> None:
+    told: list[tuple[str, int, int]] = []
+    report = run(allocated(models("llama"), samples=2), plugins=plugins, progress=lambda *step: told.append(step[:3]))
+    stages = list(dict.fromkeys(stage for stage, _, _ in told))
+    assert stages == ["load", "calibrate", "allocate", "prune", "save"]
+    assert [(done, total) for stage, done, total in told if stage == "allocate"] == [(i, 3) for i in range(4)]
+    assert report.seconds["allocate"] > 0
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "uniform": {},
+    "owl": {"outlier_threshold": 2.0, "spread": 0.1, "samples": 4},
+    "error": {"sparsities": [0.3, 0.7], "samples": 4},
+    "error of linears": {"unit": "linear", "sparsities": [0.3, 0.7], "samples": 4},
+    "attention-aware": {"sparsities": [0.3, 0.7], "samples": 4},
+    "explicit": {"sparsities": {"*.layers.0.*": 0.25, "*.layers.1.*": 0.5, "*": 0.75}},
+}
+QUERY_KEY = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune"}
+PRUNERS: dict[str, tuple[dict[str, Any], ...]] = {
+    "magnitude": ({"targets": ["*"], "pruner": "magnitude"},),
+    "wanda by layer": ({"targets": ["*"], "pruner": "wanda", "group": "layer"},),
+    "wanda by row": ({"targets": ["*"], "pruner": "wanda"},),
+    "sparsegpt": ({"targets": ["*"], "pruner": "sparsegpt"},),
+    "wanda+sparsegpt": ({"targets": ["*"], "pruner": "wanda", "group": "layer", "reconstruct": "sparsegpt"},),
+    "attnprune": (QUERY_KEY, {"targets": ["*"], "pruner": "sparsegpt"}),
+    "attnprune by layer": ({**QUERY_KEY, "group": "layer"}, {"targets": ["*"], "pruner": "magnitude"}),
+    "wanda N:M": ({"targets": ["*"], "pruner": "wanda", "pattern": "2:4"},),
+    "sparsegpt N:M": ({"targets": ["*"], "pruner": "sparsegpt", "pattern": "4:8"},),
+    "N:M and not": (
+        {**QUERY_KEY, "pattern": "2:4"},
+        {"targets": ["*.mlp.*"], "pruner": "sparsegpt", "pattern": "4:8"},
+        {"targets": ["*"], "pruner": "magnitude"},
+    ),
+}
+SLACK = {"wanda by row": 16, "wanda N:M": 32 * 64 // 8, "sparsegpt N:M": 32 * 64 // 16}
+"""Zeros by which a total may miss its target: half of the finest step. All else is exact."""
+
+
+def by_method(source: Path, method: str, pruner: str, **settings: Any) -> dict[str, Any]:
+    settings = {"method": method.split(maxsplit=1)[0], **METHODS[method], **settings}
+    if method != "explicit":
+        settings.setdefault("target", 0.5371)
+    return recipe(source, *PRUNERS[pruner]) | {"allocation": settings}
+
+
+@pytest.mark.parametrize("pruner", PRUNERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_reaches_its_total_with_every_pruner(
+    models: Any, plugins: Plugins, method: str, pruner: str
+) -> None:
+    report = run(by_method(models("llama"), method, pruner), plugins=plugins)
+    masks = MaskSet.load("out/masks.safetensors")
+    total = sum(entry.keep.numel() for entry in masks.values())
+    zeros = {name: int((~entry.keep).sum()) for name, entry in masks.items()}
+    expected = 0.5 if method == "explicit" else 0.5371
+    assert abs(sum(zeros.values()) - round(expected * total)) <= SLACK.get(pruner, 0)
+    assert report.allocation is not None
+    assert (report.allocation.method, report.allocation.zeros) == (method.split(maxsplit=1)[0], sum(zeros.values()))
+    for unit in report.allocation.units:
+        assert sum(zeros[name] for name in unit.linears) == round(unit.sparsity * unit.weights)
+    for name, entry in masks.items():
+        if ":" in entry.pattern:
+            keep, of = map(int, entry.pattern.split(":"))
+            assert (entry.keep.view(-1, of).sum(dim=1) == keep).all(), name
+            assert of == (8 if ("mlp" in name and pruner != "wanda N:M") or pruner == "sparsegpt N:M" else 4)
+    assert any(":" in entry.pattern for entry in masks.values()) == ("N:M" in pruner)
+    differing = {round(u.sparsity, 2) for u in report.allocation.units}
+    if method != "uniform":
+        assert len(differing) > 1
+
+
+def test_sparsity_zero_leaves_a_linear_as_it_was(models: Any, plugins: Plugins) -> None:
+    source = models("llama")
+    for pruner in ("sparsegpt", "sparsegpt N:M", "wanda by row", "magnitude"):
+        run(by_method(source, "explicit", pruner, sparsities={"*.up_proj": 0.0, "*": 0.5}), plugins=plugins)
+        dense, pruned = weights(source), weights("out/model")
+        name = "model.layers.1.mlp.up_proj"
+        assert MaskSet.load("out/masks.safetensors")[name].keep.all()
+        assert torch.equal(dense[f"{name}.weight"], pruned[f"{name}.weight"])
+
+
+def test_blocks_with_more_outliers_are_pruned_less_by_owl(models: Any, plugins: Plugins) -> None:
+    report = run(by_method(models("llama"), "owl", "sparsegpt"), plugins=plugins)
+    assert report.allocation is not None
+    units = sorted(report.allocation.units, key=lambda u: u.outliers or 0.0)
+    assert all(a.sparsity > b.sparsity for a, b in itertools.pairwise(units))
+    assert max(abs(u.sparsity - 0.5371) for u in units) == pytest.approx(0.1, abs=1e-4)
+    text = Path("out/report.md").read_text()
+    assert "owl, by block, scope model, target 53.71%: " in text
+    first = report.allocation.units[0]
+    assert f"| sparsegpt | {first.sparsity:.2%} | {first.outliers:.3%} |" in text
+
+
+def test_uniform_without_a_pruner_that_observes_needs_no_calibration(models: Any, plugins: Plugins) -> None:
+    asked = by_method(models("llama"), "uniform", "magnitude")
+    del asked["calibration"]
+    report = run(asked, plugins=plugins)
+    assert report.sparsity == pytest.approx(0.5371, abs=1e-5)
+    assert plan(asked, plugins=plugins).allocation is None
+    assert "| model.layers.0 | q_proj, k_proj," in Path("out/report.md").read_text()
+
+
+def test_uniform_is_what_every_rule_with_that_sparsity_does_where_that_is_exact(models: Any, plugins: Plugins) -> None:
+    source = models("llama")
+    run(by_method(source, "uniform", "wanda by row", target=0.5), plugins=plugins)
+    run(recipe(source, {**PRUNERS["wanda by row"][0], "sparsity": 0.5}, output="again"), plugins=plugins)
+    assert Path("out/masks.safetensors").read_bytes() == Path("again/masks.safetensors").read_bytes()
+
+
+# --- evaluation, progress and hooks
+
+
+def test_the_dense_evaluation_is_cached_and_the_pruned_is_not(
+    models: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compressx.evaluation import perplexity as evaluate
+
+    measured: list[bool] = []
+    real = evaluate.token_perplexity
+
+    def counting(access: InMemory, *rest: Any, **options: Any) -> float:
+        measured.append(bool((access.model.model.layers[0].mlp.up_proj.weight == 0).any()))
+        return real(access, *rest, **options)
+
+    monkeypatch.setattr(evaluate, "token_perplexity", counting)
+    given = recipe(models("llama"), {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.9}, evaluated=True)
+    first, second = run(given, plugins=plugins), run(given, plugins=plugins)
+    assert measured == [False, True, True]
+    assert len(list(Path("cache/evaluations").glob("*.json"))) == 1
+    assert first.evaluation == second.evaluation
+    dense, pruned = (first.evaluation[k]["token_perplexity"] for k in ("dense", "pruned"))
+    assert 1 < dense != pruned > 1
+
+
+def test_progress_tells_every_stage_to_its_end(models: Any, plugins: Plugins) -> None:
+    told: list[tuple[str, int, int]] = []
+    run(recipe(models("llama"), evaluated=True), plugins=plugins, progress=lambda *step: told.append(step[:3]))
+    stages = list(dict.fromkeys(stage for stage, _, _ in told))
+    assert stages == ["load", "calibrate", "evaluate dense", "prune", "save", "evaluate pruned"]
+    assert [(done, total) for stage, done, total in told if stage == "prune"] == [(i, 3) for i in range(4)]
+    assert ("evaluate pruned", 4, 4) in told
+
+
+def test_hooks_hear_of_every_block_and_of_the_end(models: Any, plugins: Plugins) -> None:
+    blocks: list[BlockReport] = []
+    finished: list[tuple[RunReport, Path, bool]] = []
+
+    class Listener:
+        @compressx.hookimpl
+        def compressx_block_pruned(self, report: BlockReport) -> None:
+            blocks.append(report)
+
+        @compressx.hookimpl
+        def compressx_run_finished(self, report: RunReport, output: Path) -> None:
+            finished.append((report, output, (output / "report.json").is_file()))
+
+    plugins.manager.register(Listener())
+    report = run(recipe(models("llama")), plugins=plugins)
+    assert [b.fqn for b in blocks] == [f"model.layers.{i}" for i in range(3)]
+    assert tuple(layer for b in blocks for layer in b.layers) == report.layers
+    assert all(b.seconds > 0 for b in blocks)
+    assert finished == [(report, Path("out"), True)]
+
+
+def test_the_report_says_what_ran_and_where_the_time_went(models: Any, plugins: Plugins) -> None:
+    report = run(recipe(models("llama"), evaluated=True), plugins=plugins)
+    assert report.compressx == compressx.__version__
+    assert {p["name"] for p in report.plugins} >= {"magnitude", "wanda", "sparsegpt", "attnprune"}
+    assert report.versions["torch"] == torch.__version__
+    assert 0 < sum(v for k, v in report.seconds.items() if k != "total") <= report.seconds["total"]
+    assert report.peak_memory_bytes > 2**26
+    read = json.loads(Path("out/report.json").read_text())
+    assert read["sparsity"] == pytest.approx(0.5)
+    assert read["layers"][0]["shape"] == [64, 64]
+
+
+def test_the_written_recipe_and_plan_repeat_the_run(models: Any, plugins: Plugins) -> None:
+    report = run(recipe(models("llama"), *MIXED), plugins=plugins)
+    planned = json.loads(Path("out/plan.json").read_text())
+    assert [x["name"] for x in planned["linears"]] == [x["name"] for x in plan("out/recipe.yaml").to_dict()["linears"]]
+    assert {x["name"] for x in planned["linears"]} == {x.name for x in report.layers}
+    before = Path("out/masks.safetensors").read_bytes()
+    run(Path("out/recipe.yaml"), plugins=plugins, overrides=["output=again"])
+    assert Path("again/masks.safetensors").read_bytes() == before
+
+
+# --- figures
+
+
+class NoOptions(BaseModel):
+    pass
+
+
+class Showing:
+    """Drops the smallest weights, and shows one error, one curve and two matrices for all of its linears in a block."""
+
+    def __init__(self, options: BaseModel) -> None:
+        pass
+
+    def observe(self, block: compressx.Block, name: str) -> None:
+        return None
+
+    def prune(self, block: compressx.Block, patterns: Any, stats: Any) -> Any:
+        error = 0.1 + block.index
+        info, history = {"error": error, "error.other": 2 * error}, {"loss": [error / (i + 1) for i in range(30)]}
+        images = {"dense": torch.eye(300), "pruned": torch.ones(300, 300) / 300}
+        masks = compressx.keep_masks({n: block.linears[n].weight.abs() for n in patterns}, patterns)
+        return {n: compressx.PruneResult(k, info=info, images=images, history=history) for n, k in masks.items()}
+
+
+def test_figures_are_drawn_and_embedded_once_for_query_and_key(models: Any, plugins: Plugins) -> None:
+    spec = compressx.PrunerSpec("showing", "for a test", NoOptions, Showing)
+    with_showing = dataclasses.replace(plugins, pruners={**plugins.pruners, "showing": spec})
+    rule = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "showing", "sparsity": 0.5}
+    report = run(recipe(models("llama"), rule), plugins=with_showing)
+    heat = [f"plots/matrices_model.layers.{i}.self_attn.q_proj.png" for i in range(3)]
+    assert [f["file"] for f in report.figures] == ["plots/layers_error.svg", "plots/steps_q_proj_k_proj.svg", *heat]
+    assert {f"plots/{p.name}" for p in Path("out/plots").iterdir()} == {f["file"] for f in report.figures}
+    markdown = Path("out/report.md").read_text()
+    assert all(f"]({f['file']})" in markdown for f in report.figures)
+    read = json.loads(Path("out/report.json").read_text())
+    assert read["figures"] == [dict(f) for f in report.figures]
+    assert read["layers"][0]["history"]["loss"] == pytest.approx([0.1 / (i + 1) for i in range(30)])
+    assert "images" not in read["layers"][0]
+
+
+def test_a_run_with_nothing_to_show_has_no_plots_and_does_without_matplotlib(
+    models: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it would fail
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    rule = {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.5}  # it gives `damping`: one figure, no family
+    assert run(recipe(models("llama"), rule), plugins=plugins).figures == ()
+    assert not Path("out/plots").exists()
+    assert "Figures" not in Path("out/report.md").read_text()
+
+
+# --- the output folder, and what is refused
+
+
+def test_the_output_of_an_earlier_run_is_replaced(models: Any, plugins: Plugins) -> None:
+    for sparsity in (0.5, 0.25):
+        rule = {"targets": ["*"], "pruner": "magnitude", "sparsity": sparsity}
+        run(recipe(models("llama"), rule), plugins=plugins)
+        assert MaskSet.load("out/masks.safetensors").sparsity() == sparsity
+    assert {p.name for p in Path().iterdir()} == {"out"}
+
+
+def test_a_foreign_folder_is_refused_and_left_as_it_is(models: Any, plugins: Plugins) -> None:
+    Path("out").mkdir()
+    Path("out/thesis.tex").write_text("years of work")
+    with pytest.raises(ArtifactError, match="is no earlier output of compressx"):
+        run(recipe(models("llama")), plugins=plugins)
+    assert [p.name for p in Path("out").iterdir()] == ["thesis.tex"]
+
+
+def broken_plugin(error: BaseException) -> types.ModuleType:
+    module = types.ModuleType("broken")
+
+    @compressx.hookimpl
+    def compressx_block_pruned(report: BlockReport) -> None:
+        if report.index == 1:
+            raise error
+
+    module.compressx_block_pruned = compressx_block_pruned  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), KeyboardInterrupt()])
+def test_a_run_that_fails_half_way_leaves_the_earlier_output_and_keeps_finished_blocks_beside_it(
+    models: Any, plugins: Plugins, error: BaseException
+) -> None:
+    given = recipe(models("llama"), {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5})
+    run(given, plugins=plugins)
+    before = {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()}
+    plugins.manager.register(broken_plugin(error))
+    given["prune"][0]["sparsity"] = 0.25
+    with pytest.raises(type(error)):
+        run(given, plugins=plugins)
+    assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
+    (kept,) = (p for p in Path().iterdir() if p.name != "out")
+    assert json.loads((kept / "state.json").read_text())["finished"] == ["model.layers.0", "model.layers.1"]
+
+
+def test_calibration_text_that_is_too_short_says_how_short(models: Any, plugins: Plugins) -> None:
+    given = recipe(models("llama"))
+    given["calibration"]["samples"] = 1000
+    with pytest.raises(CalibrationError, match=r"needs 1000 windows of 32 tokens; the text has 600 tokens"):
+        run(given, plugins=plugins)
+    assert not Path("out").exists()
+
+
+def test_a_plan_loads_neither_weights_nor_text(models: Any, plugins: Plugins, project: Path) -> None:
+    bare = project / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((models("llama") / "config.json").read_bytes())
+    (bare / "model.safetensors").write_bytes(b"no tensors at all")
+    bare.with_name("text.txt").write_bytes(b"\xff no text")
+    assert len(plan(recipe(bare), plugins=plugins).linears) == 21
+    assert not Path("out").exists()
+
+
+def test_a_recipe_that_a_program_made_takes_no_overrides(models: Any, plugins: Plugins) -> None:
+    with pytest.raises(RecipeError, match="overrides only go with the path of a recipe"):
+        plan(recipe(models("llama")), plugins=plugins, overrides=["output=x"])
+
+
+def test_a_model_that_is_not_there_is_named_with_its_place(project: Path, plugins: Plugins) -> None:
+    with pytest.raises(ArtifactError, match=r"<dict>:model.*does not exist"):
+        plan(recipe(project / "nowhere"), plugins=plugins)
+
+
+def test_an_output_that_would_replace_the_model_it_is_made_from_is_refused(project: Path):
+    model = save_tiny(project / "out" / "model", "llama")
+    for name in ("report.json", "recipe.yaml"):  # as an earlier run would have left it
+        (project / "out" / name).touch()
+    with pytest.raises(ArtifactError, match="would replace the model that it is made from"):
+        run({"model": {"path": str(model)}, "prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}],
+             "output": str(project / "out")})  # fmt: skip
+    assert (model / "model.safetensors").is_file()
+
+
+# --- streaming
+
+
+STREAMED = {
+    "llama": MIXED,
+    "llama-tied": ({"targets": ["*.1.*"], "pruner": "sparsegpt", "sparsity": 0.5},),
+    "gpt2": ({"targets": ["*"], "pruner": "wanda", "pattern": "2:4"},),
+    "mixtral": ({"targets": ["*"], "pruner": "wanda", "sparsity": 0.5},),
+    "gemma3": ({"targets": ["*.up_proj"], "pruner": "magnitude", "sparsity": 0.5},),
+    "qwen3": ({"targets": ["lm_head"], "pruner": "sparsegpt", "sparsity": 0.5},),
+}
+
+
+@pytest.mark.parametrize("architecture", STREAMED)
+def test_a_streamed_model_gives_the_bits_of_one_in_memory(architecture: str, models: Any, plugins: Plugins) -> None:
+    source, rules = models(architecture), STREAMED[architecture]
+    reports = []
+    for streaming in (False, True):
+        asked = recipe(source, *rules, evaluated=True, output=f"out-{streaming}")
+        asked["model"]["streaming"] = streaming
+        reports.append(run(asked, plugins=plugins))
+    assert Path("out-True/masks.safetensors").read_bytes() == Path("out-False/masks.safetensors").read_bytes()
+    streamed, whole = weights("out-True/model"), weights("out-False/model")
+    assert streamed.keys() == whole.keys()
+    assert all(torch.equal(streamed[name], whole[name]) for name in whole)
+    assert reports[0].evaluation == reports[1].evaluation
+    assert sorted(p.name for p in Path("out-True/model").glob("*.safetensors")) == [
+        f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)
+    ]
+    kept = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert all((Path("out-True/model") / name).is_file() for name in kept)
+    assert not Path("out-True/blocks").exists()
+    one, other = (json.loads(Path(f"out-{s}/model/config.json").read_text()) for s in (True, False))
+    assert one == other
+
+
+def test_allocation_streams_too(models: Any, plugins: Plugins) -> None:
+    found = []
+    for streaming in (False, True):
+        asked = recipe(models("llama"), {"targets": ["*"], "pruner": "wanda", "group": "layer"})
+        asked |= {"allocation": {"method": "attention-aware", "target": 0.5}, "output": f"out-{streaming}"}
+        asked["model"]["streaming"] = streaming
+        found.append(run(asked, plugins=plugins).allocation)
+    assert found[0] == found[1]
+    assert Path("out-True/masks.safetensors").read_bytes() == Path("out-False/masks.safetensors").read_bytes()
+
+
+def test_a_model_larger_than_half_the_free_memory_is_streamed_unasked(
+    models: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psutil
+
+    files = {}
+    size = 4 * sum(t.numel() for t in weights(models("llama")).values())
+    for free in (2 * size - 2, 2 * size + 2):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: types.SimpleNamespace(available=free))
+        run(recipe(models("llama"), output=f"out-{free}"), plugins=plugins)
+        files[free] = len(list(Path(f"out-{free}/model").glob("*.safetensors")))
+    assert list(files.values()) == [4, 1]
+
+
+def test_tasks_of_the_harness_run_on_a_streamed_model(models: Any, plugins: Plugins) -> None:
+    evaluations = []
+    for streaming in (False, True):
+        source = models("llama")
+        asked = recipe(source, output=f"out-{streaming}")
+        asked["model"]["streaming"] = streaming
+        task = {"name": "words", "dataset": {"text": str(source.with_name("text.txt"))}}
+        asked["evaluate"] = {"lm_eval": {"tasks": [task]}}
+        evaluations.append(run(asked, plugins=plugins).evaluation)
+    for stage in ("dense", "pruned"):
+        assert evaluations[1][stage]["word_perplexity"] == pytest.approx(evaluations[0][stage]["word_perplexity"])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hidden_states_in_files_give_the_same_bits(models: Any, plugins: Plugins, streaming: bool) -> None:
+    from compressx.models import hidden
+
+    kept: list[int] = []
+    real = hidden.InFiles.__call__
+
+    def counting(self: hidden.InFiles, states: torch.Tensor) -> torch.Tensor:
+        kept.append(states.numel() * states.element_size())
+        return real(self, states)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hidden.InFiles, "__call__", counting)
+        for name, limit in (("above", "65KB"), ("below", "66KB"), ("memory", None)):  # 8 x 32 x 64 floats are 65.5 KB
+            asked = recipe(models("llama"), *MIXED, output=name)
+            asked["model"]["streaming"] = streaming
+            asked["calibration"]["memory_limit"] = limit
+            run(asked, plugins=plugins)
+    assert sum(kept) == 8 * 32 * 64 * 4
+    for name in ("above", "below"):
+        assert Path(name, "masks.safetensors").read_bytes() == Path("memory/masks.safetensors").read_bytes()
+        assert not list(Path(name).rglob("*.states"))
+
+
+def test_a_memory_limit_that_is_no_size_is_refused(models: Any) -> None:
+    asked = recipe(models("llama"))
+    asked["calibration"]["memory_limit"] = "4 parsecs"
+    with pytest.raises(RecipeError, match=r"calibration\.memory_limit is '4 parsecs'; expected a size such as 500MB"):
+        plan(asked)

@@ -1,0 +1,409 @@
+"""The plan: which rule takes which linear, and every mistake that shows before weights are loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compressx.errors import CompressxError, PluginError, RecipeError, UnsupportedModelError
+from compressx.patterns import NM, Unstructured
+from compressx.planning.plan import Plan, make_plan
+from compressx.plugins.manager import Plugins, load_plugins
+from compressx.recipe.schema import load_recipe
+from compressx.testing import tiny_model
+
+CALIBRATION = "calibration: {dataset: {text: calibration.txt}, samples: 4, sequence_length: 32}"
+PER_BLOCK = 7  # linears in a block of the tiny llama
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(project: Path) -> None:
+    """Work in an empty folder, so that no plugins.toml is found."""
+
+
+@pytest.fixture(scope="module")
+def plugins() -> Plugins:
+    return load_plugins()
+
+
+def bloom() -> Any:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    return BloomForCausalLM(BloomConfig(vocab_size=128, hidden_size=64, n_layer=3, n_head=4))
+
+
+@pytest.fixture
+def planned(plugins: Plugins) -> Any:
+    def plan(*rules: str, model: str = "llama", calibration: str = CALIBRATION) -> Plan:
+        lines = ["model: org/model", calibration, "prune:", *(f"  - {{{r}}}" for r in rules), "output: out", ""]
+        Path("r.yaml").write_text("\n".join(lines))
+        with torch.device("meta"):
+            skeleton = bloom() if model == "bloom" else tiny_model(model)
+        return make_plan(load_recipe(Path("r.yaml")), plugins, skeleton)
+
+    return plan
+
+
+@pytest.fixture
+def refusal(planned: Any) -> Any:
+    def plan(kind: type[CompressxError], *rules: str, **where: str) -> str:
+        with pytest.raises(kind) as caught:
+            planned(*rules, **where)
+        return str(caught.value)
+
+    return plan
+
+
+# --- which rule takes what
+
+
+def test_the_first_rule_that_matches_takes_a_linear(planned: Any) -> None:
+    plan = planned(
+        'targets: ["*.layers.1.*"], pruner: magnitude, sparsity: 0.25',
+        'targets: ["*.q_proj", "*.k_proj"], pruner: wanda, sparsity: 0.5',
+        'targets: ["*"], pruner: sparsegpt, pattern: "2:4"',
+    )
+    labels = {x.name: x.rule.label for x in plan.linears}
+    assert labels["model.layers.1.self_attn.q_proj"] == "magnitude"
+    assert labels["model.layers.0.self_attn.q_proj"] == "wanda"
+    assert labels["model.layers.2.mlp.down_proj"] == "sparsegpt"
+    assert list(labels.values()).count("magnitude") == PER_BLOCK
+    assert list(labels.values()).count("wanda") == 4
+    assert list(labels.values()).count("sparsegpt") == 10
+
+
+def test_linears_come_in_the_models_order_with_their_block_and_shape(planned: Any) -> None:
+    plan = planned(
+        'targets: ["*.mlp.*"], pruner: magnitude, sparsity: 0.5', 'targets: ["*"], pruner: magnitude, sparsity: 0.1'
+    )
+    assert [x.block for x in plan.linears] == [f"model.layers.{i}" for i in range(3) for _ in range(PER_BLOCK)]
+    first = plan.linears[0]
+    assert (first.name, first.shape) == ("model.layers.0.self_attn.q_proj", (64, 64))
+    assert plan.linears[1].shape == (32, 64)  # two of four key heads
+    by_rule = plan.in_block("model.layers.2")
+    assert [len(names) for names in by_rule.values()] == [4, 3]
+    assert {n for names in by_rule.values() for n in names} == {x.name for x in plan.linears[2 * PER_BLOCK :]}
+
+
+def test_a_star_leaves_the_head_alone_and_says_so(planned: Any) -> None:
+    plan = planned('targets: ["*"], pruner: magnitude, sparsity: 0.5')
+    assert "lm_head" not in {x.name for x in plan.linears}
+    assert plan.skipped["lm_head"] == "outside the decoder blocks; pruned only when a rule names it"
+    assert plan.skipped["model.embed_tokens"] == "an embedding, not a linear"
+
+
+@pytest.mark.parametrize("target", ["lm_head", "*head", "*lm_head"])
+def test_the_head_is_pruned_when_a_rule_names_it(planned: Any, refusal: Any, target: str) -> None:
+    rule = f'targets: ["{target}"], pruner: magnitude, sparsity: 0.5'
+    if target == "*head":  # half a name is no name
+        assert "matches no linear" in refusal(RecipeError, rule)
+        return
+    plan = planned(rule)
+    assert [(x.name, x.block) for x in plan.linears] == [("lm_head", "")]
+    assert len([r for r in plan.skipped.values() if r == "no rule names it"]) == 3 * PER_BLOCK
+
+
+def test_what_no_rule_names_is_skipped_with_that_reason(planned: Any) -> None:
+    plan = planned('targets: ["*.mlp.*"], pruner: magnitude, sparsity: 0.5')
+    assert plan.skipped["model.layers.0.self_attn.q_proj"] == "no rule names it"
+    assert not {x.name for x in plan.linears} & set(plan.skipped)
+
+
+def test_a_plan_becomes_json(planned: Any) -> None:
+    plan = planned(
+        'targets: ["*.q_proj"], pruner: wanda, sparsity: 0.5, reconstruct: sparsegpt',
+        'targets: ["*.mlp.*"], pruner: magnitude, pattern: "2:4"',
+    )
+    written = json.loads(json.dumps(plan.to_dict()))
+    assert written["linears"][0] == {
+        "name": "model.layers.0.self_attn.q_proj",
+        "shape": [64, 64],
+        "pruner": "wanda+sparsegpt",
+        "pattern": "50% row",
+        "sparsity": 0.5,
+    }
+    assert {x["pattern"] for x in written["linears"][1:4]} == {"2:4"}
+    assert {"name": "lm_head", "reason": plan.skipped["lm_head"]} in written["skipped"]
+
+
+def test_only_shapes_are_read(planned: Any) -> None:
+    """The skeleton of these tests is on the meta device: reading one weight would raise."""
+    plan = planned('targets: ["*"], pruner: sparsegpt, sparsity: 0.5')
+    assert len(plan.linears) == 3 * PER_BLOCK
+
+
+def test_fused_experts_are_planned_one_by_one(planned: Any) -> None:
+    plan = planned('targets: ["*.experts.*"], pruner: wanda, sparsity: 0.5', model="mixtral")
+    assert len(plan.linears) == 3 * 4 * 2
+    assert plan.linears[0].shape == (192, 64)
+
+
+# --- groups and patterns
+
+
+@pytest.mark.parametrize(
+    ("pruner", "group"),
+    [("magnitude", "layer"), ("wanda", "row"), ("sparsegpt", "layer"), ("alps", "layer"), ("attnprune", "joint")],
+)
+def test_the_group_is_the_pruners_own_when_absent(planned: Any, pruner: str, group: str) -> None:
+    plan = planned(f'targets: ["*.q_proj", "*.k_proj"], pruner: {pruner}, sparsity: 0.5')
+    assert {x.pattern for x in plan.linears} == {Unstructured(0.5, group)}  # type: ignore[arg-type]
+
+
+def test_a_group_that_the_pruner_has_is_taken(planned: Any) -> None:
+    plan = planned('targets: ["*"], pruner: wanda, sparsity: 0.5, group: layer')
+    assert {x.pattern for x in plan.linears} == {Unstructured(0.5, "layer")}
+
+
+def test_only_what_measures_needs_calibration(planned: Any, refusal: Any) -> None:
+    rule = 'targets: ["*"], pruner: magnitude'
+    message = refusal(RecipeError, rule, calibration="allocation: {method: owl, target: 0.5}")
+    assert message.startswith("r.yaml:2:1: owl measures outliers on calibration text")
+    for settings in ("method: uniform, target: 0.5", 'method: explicit, sparsities: {"*": 0.5}'):
+        assert not planned(rule, calibration=f"allocation: {{{settings}}}").needs_calibration
+
+
+def test_a_plan_with_allocation_fixes_m_and_leaves_n_open(planned: Any) -> None:
+    rules = ('targets: ["*.mlp.*"], pruner: wanda, pattern: "2:4"', 'targets: ["*"], pruner: wanda, pattern: "4:8"')
+    plan = planned(*rules, calibration=f"{CALIBRATION}\nallocation: {{method: error, target: 0.72}}")
+    assert {plan.shown_pattern(x) for x in plan.linears} == {"allocated N:4", "allocated N:8"}
+    assert {str(x.pattern) for x in plan.linears} == {"1:4", "2:8"}
+
+
+def test_m_has_to_divide_the_input_features_with_allocation_too(refusal: Any) -> None:
+    rule = 'targets: ["*"], pruner: wanda, pattern: "3:7"'
+    complaint = refusal(RecipeError, rule, calibration=f"{CALIBRATION}\n{ALLOCATION}")
+    assert "has 64 input features, not divisible by 7" in complaint
+
+
+def test_a_group_that_the_pruner_lacks_is_refused_with_those_it_has(refusal: Any) -> None:
+    message = refusal(RecipeError, 'targets: ["*"], pruner: sparsegpt, sparsity: 0.5, group: joint')
+    assert message.startswith("r.yaml:4:")
+    assert "sparsegpt has no group 'joint'" in message
+    assert "valid: layer, row" in message
+
+
+def test_an_nm_pattern_that_does_not_divide_the_input_names_linear_and_number(refusal: Any) -> None:
+    message = refusal(RecipeError, 'targets: ["*"], pruner: magnitude, pattern: "3:5"')
+    assert message.startswith("r.yaml:4:")
+    assert "model.layers.0.self_attn.q_proj has 64 input features, not divisible by 5 (pattern 3:5)" in message
+
+
+def test_an_nm_pattern_reaches_the_plan(planned: Any) -> None:
+    plan = planned('targets: ["*"], pruner: magnitude, pattern: "2:4"')
+    assert {x.pattern for x in plan.linears} == {NM(2, 4)}
+
+
+# --- rules that cannot be right
+
+
+def test_a_target_without_a_linear_names_the_nearest(refusal: Any) -> None:
+    message = refusal(
+        RecipeError,
+        'targets: ["*"], pruner: magnitude, sparsity: 0.5',
+        'targets: ["*.o_proj", "*.q_prj"], pruner: wanda, sparsity: 0.5',
+    )
+    assert message.startswith("r.yaml:5:")
+    assert "target '*.q_prj' matches no linear; did you mean '*.q_proj'?" in message
+
+
+def test_a_shadowed_rule_names_both_rules_and_their_lines(refusal: Any) -> None:
+    message = refusal(
+        RecipeError,
+        'targets: ["*"], pruner: magnitude, sparsity: 0.5',
+        'targets: ["*.q_proj"], pruner: wanda, sparsity: 0.5',
+    )
+    assert message.startswith("r.yaml:5:")
+    assert "prune[1] is shadowed: all 3 linears" in message
+    assert "by prune[0] at r.yaml:4:" in message
+    assert "put the narrower rule first" in message
+
+
+def test_naming_a_tied_head_is_refused_with_what_it_is_tied_to(refusal: Any) -> None:
+    message = refusal(RecipeError, 'targets: ["lm_head"], pruner: magnitude, sparsity: 0.5', model="llama-tied")
+    assert message.startswith("r.yaml:4:")
+    assert "lm_head, which is not prunable: its weight is tied to model.embed_tokens.weight" in message
+
+
+def test_naming_an_embedding_is_refused(refusal: Any) -> None:
+    message = refusal(RecipeError, 'targets: ["*embed_tokens"], pruner: magnitude, sparsity: 0.5')
+    assert "model.embed_tokens, which is not prunable: an embedding, not a linear" in message
+
+
+def test_an_unknown_pruner_names_the_nearest(refusal: Any) -> None:
+    message = refusal(PluginError, 'targets: ["*"], pruner: wandas, sparsity: 0.5')
+    assert message.startswith("r.yaml:4:")
+    assert "no pruner 'wandas'; did you mean 'wanda'?" in message
+
+
+def test_an_unknown_option_names_the_nearest(refusal: Any) -> None:
+    message = refusal(RecipeError, 'targets: ["*"], pruner: sparsegpt, sparsity: 0.5, options: {dampening: 0.1}')
+    assert message.startswith("r.yaml:4:")
+    assert "unknown option 'dampening'; did you mean 'damping'?" in message
+
+
+def test_an_option_of_the_reconstructor_is_validated_too(refusal: Any) -> None:
+    rule = 'targets: ["*"], pruner: wanda, sparsity: 0.5, reconstruct: {pruner: sparsegpt, options: {damping: -1}}'
+    message = refusal(RecipeError, rule)
+    assert message.startswith("r.yaml:4:")
+    assert "damping is -1" in message
+
+
+# --- reconstruction and calibration
+
+
+def test_reconstruction_is_built_with_its_own_options(planned: Any) -> None:
+    rule = 'targets: ["*"], pruner: wanda, sparsity: 0.5, reconstruct: {pruner: sparsegpt, options: {damping: 0.2}}'
+    plan = planned(rule)
+    selector, reconstructor = plan.rules[0].build()
+    assert type(selector).__name__ == "Wanda"
+    assert reconstructor is not None
+    assert plan.rules[0].reconstructor_options.damping == 0.2
+
+
+def test_a_pruner_that_only_selects_cannot_reconstruct(refusal: Any) -> None:
+    message = refusal(RecipeError, 'targets: ["*"], pruner: sparsegpt, sparsity: 0.5, reconstruct: wanda')
+    assert message.startswith("r.yaml:4:")
+    assert "wanda only selects; pruners that reconstruct: " in message
+    assert "sparsegpt" in message.rsplit(":", 1)[-1]
+
+
+def test_calibration_is_needed_when_a_pruner_observes(planned: Any, refusal: Any) -> None:
+    message = refusal(RecipeError, 'targets: ["*"], pruner: wanda, sparsity: 0.5', calibration="")
+    assert message.startswith("r.yaml:")
+    assert "the recipe has no calibration, and its pruners need one" in message
+    plan = planned('targets: ["*"], pruner: magnitude, sparsity: 0.5', calibration="")
+    assert not plan.needs_calibration
+    assert planned('targets: ["*"], pruner: wanda, sparsity: 0.5').needs_calibration
+
+
+def test_calibration_is_needed_when_only_the_reconstructor_observes(refusal: Any) -> None:
+    rule = 'targets: ["*"], pruner: magnitude, sparsity: 0.5, reconstruct: sparsegpt'
+    assert "has no calibration" in refusal(RecipeError, rule, calibration="")
+
+
+def test_a_window_longer_than_the_models_positions_is_refused(refusal: Any) -> None:
+    message = refusal(
+        RecipeError,
+        'targets: ["*"], pruner: wanda, sparsity: 0.5',
+        calibration="calibration: {dataset: {text: c.txt}, sequence_length: 129}",
+    )
+    assert message.startswith("r.yaml:2:")
+    assert "sequence_length 129 is longer than the model's 128 positions" in message
+
+
+# --- allocation
+
+ALLOCATION = "allocation: {method: attention-aware, target: 0.5}"
+MIXED = ('targets: ["*.q_proj", "*.k_proj"], pruner: attnprune', 'targets: ["*"], pruner: wanda, group: layer')
+
+
+def test_a_plan_with_allocation_leaves_sparsities_open_and_keeps_groups(planned: Any) -> None:
+    plan = planned(*MIXED, calibration=f"{CALIBRATION}\n{ALLOCATION}")
+    assert plan.allocation is not None
+    assert {plan.shown_pattern(x) for x in plan.linears} == {"allocated joint", "allocated layer"}
+    written = json.loads(json.dumps(plan.to_dict()))
+    assert written["allocation"]["target"] == 0.5
+    assert {x["sparsity"] for x in written["linears"]} == {None}
+
+
+def test_an_allocated_plan_is_final(planned: Any) -> None:
+    plan = planned(*MIXED, calibration=f"{CALIBRATION}\n{ALLOCATION}")
+    patterns = {x.name: Unstructured(i / 100, "layer") for i, x in enumerate(plan.linears)}
+    final = plan.allocated(patterns)
+    assert final.allocation is None
+    assert {x.name: x.pattern for x in final.linears} == patterns
+    written = final.to_dict()["linears"][7]
+    assert (written["pattern"], written["sparsity"]) == ("7% layer", 0.07)
+    assert list(final.in_block("model.layers.1")) == list(plan.rules)
+
+
+def test_allocation_needs_calibration_whatever_the_pruners_need(planned: Any, refusal: Any) -> None:
+    rule = 'targets: ["*"], pruner: magnitude'
+    message = refusal(RecipeError, rule, calibration=ALLOCATION)
+    assert message.startswith("r.yaml:2:1: attention-aware measures errors on calibration text, and the recipe has no")
+    assert "add one, such as calibration: {" in message
+    assert planned(rule, calibration=f"{CALIBRATION}\n{ALLOCATION}").needs_calibration
+
+
+def test_block_reconstruction_needs_calibration_whatever_the_pruners_need(planned: Any, refusal: Any) -> None:
+    rule, trained = 'targets: ["*"], pruner: magnitude, sparsity: 0.5', "reconstruct_block: {passes: 2}"
+    message = refusal(RecipeError, rule, calibration=trained)
+    assert message.startswith("r.yaml:2:1: blocks are trained on calibration text, and the recipe has no calibration")
+    plan = planned(rule, calibration=f"{CALIBRATION}\n{trained}\ntrue_sequential: true")
+    assert plan.needs_calibration
+    assert plan.true_sequential
+    assert plan.reconstruct_block.passes == 2
+
+
+def test_a_training_step_is_a_whole_number_of_calibration_batches(refusal: Any) -> None:
+    trained = "reconstruct_block: {batch_size: 6}"
+    message = refusal(
+        RecipeError, 'targets: ["*"], pruner: wanda, sparsity: 0.5', calibration=f"{CALIBRATION}\n{trained}"
+    )
+    assert "r.yaml:3:21: a step of 6 windows is no whole number of calibration batches" in message
+    assert "expected a multiple of calibration.batch_size (4)" in message
+
+
+def test_a_pruner_that_reads_sensitivities_is_refused_outside_the_blocks(refusal: Any) -> None:
+    message = refusal(UnsupportedModelError, 'targets: ["lm_head"], pruner: sensitivity, sparsity: 0.5')
+    assert "lm_head lies outside the decoder blocks" in message
+    assert message.startswith("r.yaml:")
+
+
+def test_a_group_that_the_pruner_lacks_is_refused_with_allocation_too(refusal: Any) -> None:
+    rule = 'targets: ["*"], pruner: sparsegpt, group: joint'
+    assert "sparsegpt has no group 'joint'" in refusal(RecipeError, rule, calibration=f"{CALIBRATION}\n{ALLOCATION}")
+
+
+# --- what a plugin's own check refuses
+
+
+@pytest.mark.parametrize(
+    ("targets", "complaint"),
+    [
+        ('["*.q_proj"]', "this rule does not take model.layers.0.self_attn.k_proj"),
+        ('["*.self_attn.*"]', "this rule also takes model.layers.0.self_attn.v_proj"),
+        ('["*.mlp.*"]', "this rule also takes model.layers.0.mlp.gate_proj"),
+        ('["lm_head"]', "outside the decoder blocks"),
+    ],
+)
+def test_what_attnprune_refuses_carries_the_rules_line(refusal: Any, targets: str, complaint: str) -> None:
+    message = refusal(RecipeError, f"targets: {targets}, pruner: attnprune, sparsity: 0.5")
+    assert message.startswith("r.yaml:4:")
+    assert complaint in message
+    assert 'targets: ["*.q_proj", "*.k_proj"]' in message
+
+
+@pytest.mark.parametrize(
+    ("model", "fused", "shape"),
+    [("gpt2", "c_attn", (192, 64)), ("gpt-neox", "query_key_value", (192, 64)), ("phi3", "qkv_proj", (128, 64))],
+)
+def test_attnprune_takes_a_weight_that_fuses_query_key_and_value(
+    planned: Any, refusal: Any, model: str, fused: str, shape: tuple[int, int]
+) -> None:
+    plan = planned(f'targets: ["*.{fused}"], pruner: attnprune, sparsity: 0.5', model=model)
+    assert {(x.name.rpartition(".")[2], x.shape) for x in plan.linears} == {(fused, shape)}
+    assert len(plan.linears) == 3
+    message = refusal(RecipeError, 'targets: ["*"], pruner: attnprune, sparsity: 0.5', model=model)
+    assert message.startswith("r.yaml:4:")
+    assert f'write targets: ["*.{fused}"]' in message
+
+
+def test_attnprune_on_positions_in_the_scores_is_refused_with_an_alternative(refusal: Any) -> None:
+    message = refusal(
+        UnsupportedModelError, 'targets: ["*.query_key_value"], pruner: attnprune, sparsity: 0.5', model="bloom"
+    )
+    assert message.startswith("r.yaml:4:")
+    assert "transformer.h.0.self_attention (BloomAttention) adds ALiBi to its scores" in message
+    assert "sparsegpt or wanda" in message
+
+
+def test_attnprune_as_a_reconstructor_of_other_linears_is_refused_in_the_plan(refusal: Any) -> None:
+    message = refusal(RecipeError, 'targets: ["*"], pruner: wanda, reconstruct: attnprune, sparsity: 0.5')
+    assert message.startswith("r.yaml:4:")
+    assert 'write targets: ["*.q_proj", "*.k_proj"]' in message

@@ -1,0 +1,629 @@
+"""The plugin host, on plugins and installed distributions that each test writes itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import compressx.plugins.discovery
+from compressx.errors import PluginError
+from compressx.plugins.file import PluginsFile, read_plugins_file
+from compressx.plugins.manager import PluginRecord, load_plugins
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[3]
+OFFERS = """
+from pydantic import BaseModel
+import compressx
+
+class Options(BaseModel):
+    pass
+
+@compressx.hookimpl
+def compressx_pruners():
+    return [compressx.PrunerSpec(name, "a test", Options, lambda options: None) for name in {names!r}]
+"""
+
+
+class Site:
+    """A folder on sys.path with modules and distributions in it, the only ones whose entry points are seen."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.modules: set[str] = set()
+
+    def module(self, name: str, body: str, folder: str = ".") -> None:
+        path = self.folder / folder / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(body)
+        self.modules.add(name)
+        importlib.invalidate_caches()
+
+    def offers(self, module: str, *pruners: str, folder: str = ".") -> None:
+        self.module(module, OFFERS.format(names=pruners), folder)
+
+    def install(self, distribution: str, **points: str) -> None:
+        info = self.folder / f"{distribution}-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
+        lines = [f"{name.replace('_', '-')} = {value}" for name, value in points.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[compressx]", *lines]))
+
+    def toml(self, text: str) -> None:
+        (self.folder / "plugins.toml").write_text(text)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    site = Site(tmp_path)
+
+    def installed_here(**wanted: str) -> importlib.metadata.EntryPoints:
+        found = importlib.metadata.distributions(path=[str(tmp_path)])
+        points = [point for distribution in found for point in distribution.entry_points]
+        return importlib.metadata.EntryPoints(points).select(**wanted)
+
+    monkeypatch.setattr(compressx.plugins.discovery, "entry_points", installed_here)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield site
+    for name in site.modules:
+        sys.modules.pop(name, None)
+
+
+def refusal(load: Callable[[], object]) -> str:
+    with pytest.raises(PluginError) as caught:
+        load()
+    return str(caught.value)
+
+
+# --- finding and loading
+
+
+def test_an_installed_plugin_is_loaded_with_its_distribution_and_pruners(site: Site) -> None:
+    site.offers("cx_alps", "alps", "alps-fast")
+    site.install("compressx-alps", alps="cx_alps")
+    plugins = load_plugins()
+    assert plugins.records == (
+        PluginRecord("alps", "compressx-alps", "1.2", "entry point", "cx_alps", "loaded", None, ("alps", "alps-fast")),
+    )
+    assert plugins.pruner("alps-fast").name == "alps-fast"
+    assert plugins.manager.get_plugin("alps") is sys.modules["cx_alps"]
+
+
+def test_the_sources_come_in_their_order(site: Site) -> None:
+    for name in ("cx_a", "cx_b", "cx_c", "cx_d"):
+        site.offers(name, name)
+    site.install("dist", b="cx_b", a="cx_a")
+    site.toml('[[plugin]]\nname = "c"\nmodule = "cx_c"\nsummary = "third"\n')
+    records = load_plugins(modules=["cx_d"]).records
+    assert [(r.name, r.source, r.summary) for r in records] == [
+        ("a", "entry point", ""),
+        ("b", "entry point", ""),
+        ("c", "plugins.toml", "third"),
+        ("cx_d", "--plugin", ""),
+    ]
+
+
+def test_records_can_be_written_as_json(site: Site) -> None:
+    site.offers("cx_a", "a")
+    record = json.loads(json.dumps(dataclasses.asdict(load_plugins(modules=["cx_a"]).records[0])))
+    assert (record["name"], record["status"], record["pruners"]) == ("cx_a", "loaded", ["a"])
+
+
+def test_an_object_of_a_module_can_be_a_plugin(site: Site) -> None:
+    body = OFFERS.format(names=("x",)).replace("@compressx", "class Plugin:\n  @staticmethod\n  @compressx")
+    site.module(
+        "cx_object", body.replace("\ndef", "\n  def").replace("\n    return", "\n      return") + "\nplugin = Plugin()"
+    )
+    assert list(load_plugins(modules=["cx_object:plugin"]).pruners) == ["x"]
+
+
+def test_two_loads_share_nothing(site: Site) -> None:
+    site.offers("cx_a", "a")
+    first, second = load_plugins(modules=["cx_a"]), load_plugins()
+    assert first.manager is not second.manager
+    assert (list(first.pruners), list(second.pruners)) == (["a"], [])
+
+
+def test_without_entry_points_only_the_listed_plugins_are_loaded(site: Site) -> None:
+    site.offers("cx_a", "a")
+    site.install("dist", a="cx_a")
+    site.toml("[load]\nentry_points = false\n")
+    assert load_plugins().records == ()
+    assert load_plugins(blocked=["a"]).records == ()  # blocking what is installed is no typo
+
+
+def test_a_plugin_reached_twice_is_one_plugin(site: Site) -> None:
+    site.offers("cx_a", "a")
+    site.install("dist", a="cx_a")
+    site.toml('[[plugin]]\nname = "a"\nmodule = "cx_a"\nsummary = "s"\npruners = ["a"]\n')
+    (record,) = load_plugins(modules=["cx_a"]).records
+    assert (record.name, record.source, record.distribution, record.summary) == ("a", "entry point", "dist", "s")
+
+
+def test_one_name_for_two_modules_is_an_error_that_names_both(site: Site) -> None:
+    site.install("dist", a="cx_a")
+    site.toml('\n[[plugin]]\nname = "a"\nmodule = "cx_b"\n')
+    assert refusal(load_plugins) == (
+        "plugin 'a' (plugins.toml:2) and plugin 'a' (entry point of dist 1.2) share a name, but one is cx_b and the "
+        "other cx_a; rename one"
+    )
+
+
+def test_two_names_for_one_module_are_an_error_that_names_both(site: Site) -> None:
+    site.install("dist", a="cx_a")
+    site.toml('[[plugin]]\nname = "b"\nmodule = "cx_a"\n')
+    assert refusal(load_plugins) == (
+        "plugin 'b' (plugins.toml:1) is the same module as plugin 'a' (entry point of dist 1.2), cx_a; "
+        "give both the same name"
+    )
+
+
+def test_one_object_under_two_paths_is_an_error(site: Site) -> None:
+    site.offers("cx_a", "a")
+    site.module("cx_b", "import cx_a as plugin")
+    assert "already registered" in refusal(lambda: load_plugins(modules=["cx_a", "cx_b:plugin"]))
+
+
+# --- failing and blocking
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("import flash_attn_9", "ModuleNotFoundError: No module named 'flash_attn_9'"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("raise __import__('compressx').PluginError('too old')", "compressx.errors.PluginError: too old"),
+        ("x = 1", "TypeError: it implements no hook; mark its functions with @compressx.hookimpl"),
+    ],
+)
+def test_a_plugin_that_fails_is_recorded_and_the_others_go_on(site: Site, body: str, error: str) -> None:
+    site.module("cx_bad", body)
+    site.offers("cx_good", "good")
+    site.install("dist", bad="cx_bad", good="cx_good")
+    plugins = load_plugins()
+    assert [(r.name, r.status, r.error) for r in plugins.records] == [
+        ("bad", "failed", error),
+        ("good", "loaded", None),
+    ]
+    assert list(plugins.pruners) == ["good"]
+
+
+def test_a_required_plugin_that_fails_is_an_error_with_its_cause(site: Site) -> None:
+    site.module("cx_bad", "1 / 0")
+    site.install("dist", bad="cx_bad")
+    site.toml('[load]\nrequired = ["bad"]\n')
+    with pytest.raises(PluginError) as caught:
+        load_plugins()
+    assert str(caught.value) == (
+        "plugin 'bad' (entry point of dist 1.2) is required and failed to load: ZeroDivisionError: division by zero"
+    )
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_module_that_was_asked_for_and_is_missing_is_told_where_to_list_it(site: Site) -> None:
+    assert refusal(lambda: load_plugins(modules=["cx_absent"])) == (
+        "plugin 'cx_absent' (--plugin cx_absent) is required and failed to load: ModuleNotFoundError: "
+        "No module named 'cx_absent'; install it, or list it in plugins.toml with the path of its folder"
+    )
+
+
+@pytest.mark.parametrize("module", ["", "a b", "1", ":", "a..b", "a:b:c"])
+def test_a_module_that_is_no_module_name_is_an_error(site: Site, module: str) -> None:
+    assert refusal(lambda: load_plugins(modules=[module])).startswith(f"plugin {module!r} (--plugin {module})")
+
+
+def test_a_blocked_plugin_is_never_imported(site: Site) -> None:
+    for name in ("cx_a", "cx_b"):
+        site.module(name, "raise AssertionError('imported')")
+    site.install("dist", a="cx_a", b="cx_b")
+    site.toml('[load]\ndisabled = ["b"]\n')
+    plugins = load_plugins(blocked=["a"])
+    assert [(r.name, r.status, r.error) for r in plugins.records] == [("a", "blocked", None), ("b", "blocked", None)]
+    assert not {"cx_a", "cx_b"} & set(sys.modules)
+    assert plugins.manager.is_blocked("a")
+
+
+def test_who_blocks_a_required_plugin_gets_their_way(site: Site) -> None:
+    site.install("dist", a="cx_a")
+    site.toml('[load]\nrequired = ["a"]\n')
+    assert load_plugins(blocked=["a"]).records[0].status == "blocked"
+
+
+def test_blocking_an_unknown_name_is_an_error_with_the_nearest_one(site: Site) -> None:
+    site.offers("cx_wanda", "wanda")
+    site.install("dist", wanda="cx_wanda")
+    assert refusal(lambda: load_plugins(blocked=["wnada"])) == (
+        "-p no:wnada: no plugin is named 'wnada'; did you mean 'wanda'? valid: wanda"
+    )
+    site.toml('[load]\nentry_points = true\ndisabled = ["wandaa"]\n')
+    assert refusal(load_plugins).startswith("plugins.toml:3: no plugin is named 'wandaa'; did you mean 'wanda'?")
+
+
+def test_requiring_an_unknown_name_is_an_error_with_the_nearest_one(site: Site) -> None:
+    site.install("dist", wanda="cx_wanda")
+    site.toml('[load]\nrequired = ["wandaa"]\n')
+    assert refusal(load_plugins) == (
+        "plugins.toml:2: required plugin 'wandaa' is not there; did you mean 'wanda'? valid: wanda"
+    )
+
+
+def test_asking_for_a_plugin_and_blocking_it_is_an_error(site: Site) -> None:
+    site.install("dist", a="cx_a")
+    assert refusal(lambda: load_plugins(modules=["cx_a"], blocked=["a"])) == (
+        "-p no:a: 'a' is blocked, and --plugin asks for it; leave one of the two out"
+    )
+
+
+# --- hooks
+
+
+def test_a_misspelt_hook_is_refused_with_plugin_function_and_nearest_hook(site: Site) -> None:
+    hooks = "valid: compressx_block_pruned, compressx_pruners, compressx_run_finished"
+    for body in (
+        "def compressx_pruner(): return []",
+        "import compressx\n@compressx.hookimpl\ndef compressx_pruner(): return []",
+        "import compressx\n@compressx.hookimpl(specname='compressx_pruner')\ndef anything(): return []",
+    ):
+        site.module("cx_misspelt", body)
+        sys.modules.pop("cx_misspelt", None)
+        message = refusal(lambda: load_plugins(modules=["cx_misspelt"]))
+        name = "anything" if "specname" in body else "compressx_pruner"
+        assert message == (
+            f"plugin 'cx_misspelt' (--plugin cx_misspelt): function {name!r} is no hook; "
+            f"did you mean 'compressx_pruners'? {hooks}"
+        )
+
+
+def test_a_hook_without_its_marker_is_refused_even_in_a_plugin_that_is_not_required(site: Site) -> None:
+    site.module("cx_unmarked", "def compressx_pruners(): return []")
+    site.install("dist", unmarked="cx_unmarked")
+    assert refusal(load_plugins) == (
+        "plugin 'unmarked' (entry point of dist 1.2): function 'compressx_pruners' lacks @compressx.hookimpl and would "
+        "never be called"
+    )
+
+
+def test_an_argument_that_the_hook_does_not_have_is_refused(site: Site) -> None:
+    site.module("cx_argument", "import compressx\n@compressx.hookimpl\ndef compressx_block_pruned(rapport): ...")
+    message = refusal(lambda: load_plugins(modules=["cx_argument"]))
+    assert message.startswith(
+        "plugin 'cx_argument' (--plugin cx_argument): Plugin 'cx_argument' for hook 'compressx_block"
+    )
+    assert "{'rapport'}" in message
+    assert message.endswith("; expected compressx_block_pruned(report)")
+    assert "\n" not in message
+
+
+def test_a_hook_may_take_fewer_arguments_and_another_name(site: Site) -> None:
+    body = """
+import compressx
+heard = []
+
+@compressx.hookimpl
+def compressx_run_finished(output):
+    heard.append(output)
+
+@compressx.hookimpl(specname="compressx_block_pruned")
+def listen(report):
+    heard.append(report)
+"""
+    site.module("cx_listener", body)
+    plugins = load_plugins(modules=["cx_listener"])
+    plugins.manager.hook.compressx_run_finished(report=None, output="folder")
+    plugins.manager.hook.compressx_block_pruned(report="block 3")
+    assert sys.modules["cx_listener"].heard == ["folder", "block 3"]
+    assert plugins.records[0].pruners == ()
+
+
+@pytest.mark.parametrize(
+    ("returned", "error"),
+    [
+        ("None", "TypeError: compressx_pruners returned None; return a list of PrunerSpec"),
+        ("['wanda']", "TypeError: compressx_pruners returned 'wanda', which is not a PrunerSpec"),
+        ("7", "TypeError: 'int' object is not iterable"),
+        ("(1 / 0 for _ in [1])", "ZeroDivisionError: division by zero"),
+        ("[spec('', Options)]", "TypeError: compressx_pruners returned a PrunerSpec named ''; a name is text"),
+        (
+            "[spec('x', __import__('pydantic').BaseModel)]",
+            "TypeError: pruner 'x' has pydantic's BaseModel itself as options; derive an empty class from it",
+        ),
+        ("[spec('x', dict)]", "TypeError: pruner 'x' has options <class 'dict'>, which is no pydantic model"),
+        ("[spec('x', Options, None)]", "TypeError: pruner 'x' has build None, which is not callable"),
+        ("[spec('x', Options), spec('x', Options)]", "ValueError: compressx_pruners offers a pruner twice: x, x"),
+    ],
+)
+def test_a_plugin_that_offers_nonsense_fails_and_hears_nothing(site: Site, returned: str, error: str) -> None:
+    head = OFFERS.partition("@")[0]
+    body = f"""{head}
+def spec(name, options, build=print):
+    return compressx.PrunerSpec(name, "", options, build)
+
+@compressx.hookimpl
+def compressx_pruners():
+    return {returned}
+
+@compressx.hookimpl
+def compressx_block_pruned(report):
+    raise AssertionError("called")
+"""
+    site.module("cx_nonsense", body)
+    site.install("dist", nonsense="cx_nonsense")
+    plugins = load_plugins()
+    assert [(r.status, r.error) for r in plugins.records] == [("failed", error)]
+    plugins.manager.hook.compressx_block_pruned(report=None)
+    assert plugins.pruners == {}
+
+
+def test_each_pruner_has_one_owner(site: Site) -> None:
+    site.offers("cx_a", "one", "two")
+    site.offers("cx_b", "three", "two")
+    site.install("dist", a="cx_a")
+    assert refusal(lambda: load_plugins(modules=["cx_b"])) == (
+        "pruner 'two' is offered by plugin 'a' (entry point of dist 1.2) and by plugin 'cx_b' (--plugin cx_b); "
+        "block one of them"
+    )
+
+
+# --- asking for a pruner
+
+
+def test_an_unknown_pruner_names_the_nearest_one(site: Site) -> None:
+    site.offers("cx_a", "wanda", "alps")
+    assert refusal(lambda: load_plugins(modules=["cx_a"]).pruner("wnada")) == (
+        "no pruner 'wnada'; did you mean 'wanda'? valid: alps, wanda"
+    )
+    assert refusal(lambda: load_plugins().pruner("wanda")) == "no pruner 'wanda'; none is loaded"
+
+
+def test_a_pruner_whose_plugin_failed_says_why(site: Site) -> None:
+    site.module("cx_alps", "import flash_attn_9")
+    site.install("compressx-alps", fast="cx_alps")
+    plugins = load_plugins()
+    assert refusal(lambda: plugins.pruner("alps")) == (
+        "no pruner 'alps': plugin 'fast' (entry point) failed to load: ModuleNotFoundError: "
+        "No module named 'flash_attn_9'"
+    )
+    assert refusal(lambda: plugins.pruner("owl")) == (
+        "no pruner 'owl'; none is loaded; plugins that failed to load: fast"
+    )
+
+
+def test_a_pruner_whose_plugin_is_blocked_says_so(site: Site) -> None:
+    site.toml('[[plugin]]\nname = "mine"\nmodule = "cx_mine"\npruners = ["owl"]\n')
+    assert refusal(lambda: load_plugins(blocked=["mine"]).pruner("owl")) == (
+        "no pruner 'owl': plugin 'mine' (plugins.toml) is blocked; drop -p no:mine, or its name from [load] disabled"
+    )
+
+
+# --- plugins.toml
+
+
+def test_a_folder_of_the_project_is_on_sys_path_only_during_the_import(site: Site) -> None:
+    site.offers("cx_inside", "inside", folder="lib/deep")
+    site.toml('[[plugin]]\nname = "inside"\nmodule = "cx_inside"\npath = "lib/deep"\n')
+    before = list(sys.path)
+    assert list(load_plugins().pruners) == ["inside"]
+    assert sys.path == before
+
+
+def test_a_module_of_the_same_name_from_elsewhere_is_refused(site: Site) -> None:
+    site.offers("cx_clash", "clash")
+    importlib.import_module("cx_clash")
+    site.offers("cx_clash", "clash", folder="lib")
+    site.toml('[[plugin]]\nname = "clash"\nmodule = "cx_clash"\npath = "lib"\n')
+    assert refusal(load_plugins).endswith(f"not from {site.folder / 'lib'}; another module has its name, so rename it")
+
+
+@pytest.mark.parametrize("path", ["..", "lib/../..", "/", "link"])
+def test_a_folder_outside_the_project_is_refused(site: Site, path: str) -> None:
+    (site.folder / "project").mkdir()
+    (site.folder / "project" / "lib").mkdir()
+    (site.folder / "project" / "link").symlink_to(site.folder)
+    file = site.folder / "project" / "plugins.toml"
+    file.write_text(f'[[plugin]]\nname = "a"\nmodule = "cx_a"\npath = "{path}"\n')
+    message = refusal(lambda: read_plugins_file(file))
+    assert message.startswith(f"{file}:4: path {path!r} leads out of the project {site.folder / 'project'}, to ")
+
+
+def test_a_folder_that_is_missing_or_loops_is_refused(site: Site) -> None:
+    (site.folder / "loop").symlink_to(site.folder / "loop")
+    table = '[[plugin]]\nname = "a"\nmodule = "cx_a"\npath = '
+    site.toml(f'{table}"lib"\n')
+    assert refusal(load_plugins) == f"plugins.toml:4: path 'lib' is no folder; looked in {site.folder}"
+    for path in ("loop", "a\\u0000b", "x" * 5000):
+        site.toml(f'{table}"{path}"\n')
+        assert refusal(load_plugins).startswith("plugins.toml:4: path ")
+
+
+def test_declared_pruners_have_to_be_those_that_are_registered(site: Site) -> None:
+    site.offers("cx_a", "one", "two")
+    site.toml('[[plugin]]\nname = "a"\nmodule = "cx_a"\npruners = ["one"]\n')
+    assert refusal(load_plugins) == (
+        "plugin 'a' (plugins.toml:1) registers the pruners one, two, but plugins.toml says one"
+    )
+    site.toml('[[plugin]]\nname = "a"\nmodule = "cx_a"\npruners = ["two", "one"]\n')
+    assert load_plugins().records[0].pruners == ("one", "two")
+
+
+def test_a_file_given_by_name_has_to_exist_and_the_default_one_need_not(site: Site) -> None:
+    assert load_plugins().records == ()
+    assert refusal(lambda: load_plugins(toml=Path("other.toml"))) == (
+        "other.toml: cannot be read: No such file or directory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[lod]\n", "plugins.toml:1: unknown key 'lod'; did you mean 'load'? valid: load, plugin"),
+        (
+            "# c\n[load]\n\ndisable = []\n",
+            "plugins.toml:4: unknown key 'disable' in load; did you mean 'disabled'? "
+            "valid: disabled, entry_points, required",
+        ),
+        (
+            "[load]\nentry_points = 'yes'\n",
+            "plugins.toml:2: load.entry_points is 'yes'; expected true or false: whether installed plugins are loaded",
+        ),
+        (
+            "[[plugin]]\nname='a'\nmodule='m'\n\n[[plugin]]\nname='b'\nmodul='m'\n",
+            "plugins.toml:7: unknown key 'modul' in plugin[1]; did you mean 'module'? "
+            "valid: module, name, path, pruners, summary\n"
+            "plugins.toml:5: missing key 'module' in plugin[1]: MODULE or MODULE:OBJECT",
+        ),
+        (
+            "[[plugin]]\nname='a'\nmodule='m'\n[[plugin]]\nname='a'\nmodule='n'\n",
+            "plugins.toml:5: plugin 'a' also stands at plugins.toml:2",
+        ),
+        ("[load]\ndisabled=['a']\nrequired=['a']\n", "plugins.toml:3: 'a' is both required and disabled; keep one"),
+        (
+            "load.disabled = 3\n",
+            "plugins.toml:1: load.disabled is 3; expected a list, such as [a, b]: "
+            "names of plugins that are never imported",
+        ),
+        ("[load]\na = \n", "plugins.toml:2:5: not TOML: Invalid value"),
+        ("[load]\n[load]\n", "plugins.toml:2:6: not TOML: Cannot declare ('load',) twice"),
+        (
+            "[[plugin]]\nname='a'\nmodule='m'\npruners = [\n  3,\n]\n",
+            "plugins.toml:4: plugin[0].pruners[0] is 3; expected text (numbers, true and null in quotes): "
+            "names that it has to register, no more and no fewer",
+        ),
+        ("a = 1979-05-27\n", "plugins.toml:1: unknown key 'a'; valid: load, plugin"),
+    ],
+)
+def test_a_wrong_plugins_file_is_told_in_plain_words_with_its_line(site: Site, text: str, message: str) -> None:
+    site.toml(text)
+    assert refusal(load_plugins) == message
+
+
+def test_a_plugins_file_nested_too_deeply_is_refused(site: Site) -> None:
+    site.toml("a = " + "[" * 5000)
+    assert refusal(load_plugins).startswith("plugins.toml: not TOML: ")
+
+
+def test_a_plugins_file_that_is_not_utf_8_names_the_line(site: Site) -> None:
+    (site.folder / "plugins.toml").write_bytes(b"[load]\n# \xff\n")
+    assert refusal(load_plugins) == "plugins.toml:2: byte 0xff is not UTF-8; save the file as UTF-8"
+
+
+def test_the_repositorys_own_file_lists_its_entry_points() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    file = read_plugins_file(ROOT / "plugins.toml")
+    assert {p.name: p.module for p in file.plugins} == project["entry-points"]["compressx"]
+    assert set(file.load.required) == {p.name for p in file.plugins}
+    assert all(p.pruners and p.summary for p in file.plugins)
+
+
+# --- fuzzing
+
+fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_WORDS = [
+    "[load]",
+    "[[plugin]]",
+    "name",
+    "module",
+    "path",
+    "pruners",
+    "disabled",
+    "required",
+    "entry_points",
+    "summary",
+    " = ",
+    "\n",
+    "\n",
+    "'a'",
+    '"b.c"',
+    "['a']",
+    "[]",
+    "true",
+    "3",
+    "{",
+    "}",
+    "[",
+    "]",
+    ".",
+    "'''",
+    "#",
+    "1979-05-27",
+    "\\",
+]
+toml_text = st.lists(st.sampled_from(_WORDS), max_size=30).map("".join)
+
+
+def read(path: Path) -> PluginsFile | str:
+    try:
+        return read_plugins_file(path)
+    except PluginError as error:
+        return str(error)
+
+
+@fuzz
+@given(
+    data=st.binary(max_size=100)
+    | st.text(max_size=100).map(lambda t: t.encode("utf-8", "surrogatepass"))
+    | toml_text.map(str.encode)
+)
+def test_arbitrary_files_raise_nothing_but_plugin_error(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "plugins.toml"
+    path.write_bytes(data)
+    outcome = read(path)
+    assert isinstance(outcome, PluginsFile) or outcome.startswith(str(path))
+
+
+names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=6)
+tables = st.fixed_dictionaries(
+    {"name": names},
+    optional={
+        "module": st.sampled_from(["a", "a.b:c", "1", ""]),
+        "path": st.sampled_from([".", "..", "lib", ""]) | names,
+        "pruners": st.lists(names, max_size=2),
+        "summary": names,
+        "sumary": names,
+    },
+)
+
+
+@fuzz
+@given(
+    load=st.fixed_dictionaries(
+        {},
+        optional={
+            "disabled": st.lists(names, max_size=2),
+            "entry_points": st.booleans(),
+            "required": st.lists(names, max_size=2),
+        },
+    ),
+    plugins=st.lists(tables, max_size=3),
+)
+def test_arbitrary_tables_are_read_as_written_or_refused_with_a_line(
+    tmp_path: Path, load: dict[str, Any], plugins: list[dict[str, Any]]
+) -> None:
+    lines = ["[load]", *(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in load.items())]
+    for plugin in plugins:
+        lines += ["[[plugin]]", *(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in plugin.items())]
+    path = tmp_path / "plugins.toml"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    outcome = read(path)
+    if isinstance(outcome, PluginsFile):
+        assert outcome.load.model_dump(exclude_unset=True) == load
+        assert [p.model_dump(exclude_unset=True) for p in outcome.plugins] == plugins
+    else:
+        places = [line.removeprefix(f"{path}:").split(": ")[0] for line in outcome.split("\n")]
+        assert all(lines[int(place) - 1] for place in places)

@@ -1,0 +1,810 @@
+"""Loading recipes: every mistake is named with its place, and nothing but RecipeError ever comes out."""
+
+from __future__ import annotations
+
+import string
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from compressx.errors import RecipeError
+from compressx.patterns import NM
+from compressx.recipe.document import MAX_DEPTH, from_python
+from compressx.recipe.methods import AttentionAware
+from compressx.recipe.schema import LoadedRecipe, Recipe, Rule, load_recipe, recipe_from_dict, validate_options
+from compressx.recipe.yamlfile import MAX_BYTES, dump_yaml, parse_yaml
+
+GOOD = """\
+model: org/model
+calibration: {dataset: wikitext, samples: 16}
+prune:
+  - targets: ["*.q_proj"]
+    pruner: wanda
+    sparsity: 0.5
+    options: {steps: 3}
+  - {targets: ["*"], pruner: sparsegpt, pattern: 2:4}
+output: runs/x
+"""
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def load(text: str | bytes, *overrides: str) -> LoadedRecipe:
+    path = Path("r.yaml")
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return load_recipe(path, overrides)
+
+
+def refusal(text: str | bytes, *overrides: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load(text, *overrides)
+    return str(caught.value)
+
+
+def swapped(old: str, new: str) -> str:
+    assert old in GOOD
+    return GOOD.replace(old, new)
+
+
+# --- what a good recipe gives
+
+
+def test_a_good_recipe_has_its_short_forms_spelt_out() -> None:
+    recipe = load(GOOD).recipe
+    assert recipe.model.id == "org/model"
+    assert recipe.model.path is None
+    assert recipe.calibration is not None
+    assert (recipe.calibration.dataset.name, recipe.calibration.samples) == ("wikitext", 16)
+    assert recipe.prune[0].options == {"steps": 3}
+    assert recipe.prune[1].pattern == NM(2, 4)
+    assert recipe.output == Path("runs/x")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_recipe_of_the_repository_loads_and_survives_its_own_dump(path: Path) -> None:
+    loaded = load_recipe(path)
+    assert load(loaded.to_yaml()).recipe == loaded.recipe
+
+
+def test_a_resolved_recipe_loads_again_to_an_equal_one() -> None:
+    text = swapped("pattern: 2:4", 'pattern: {keep: 1, of: 4}, reconstruct: alps, options: {a: null, b: ".5e5"}')
+    loaded = load(text + "evaluate: {lm_eval: {tasks: [wikitext, {name: d, dataset: {json: a, field: t}}]}}\n")
+    dumped = loaded.to_yaml()
+    assert "pattern: 1:4" in dumped
+    assert load(dumped).recipe == loaded.recipe
+
+
+def test_a_local_model_is_told_from_one_of_the_hub() -> None:
+    Path("here").mkdir()
+    assert load(swapped("org/model", "here")).recipe.model.path == Path("here")
+    assert load(swapped("org/model", "x.gguf")).recipe.model.path == Path("x.gguf")
+    assert load(swapped("org/model", "a" * 5000)).recipe.model.id == "a" * 5000
+
+
+def test_anchors_aliases_and_merge_keys_work() -> None:
+    text = swapped('["*.q_proj"]', '&t ["*.q_proj"]').replace("{steps: 3}", "&o {steps: 3}")
+    text = text.replace('targets: ["*"], pruner', "targets: *t, options: {<<: *o, more: 1}, pruner")
+    rule = load(text).recipe.prune[1]
+    assert rule.targets == ["*.q_proj"]
+    assert rule.options == {"steps": 3, "more": 1}
+
+
+def test_a_key_outweighs_a_merged_one_and_the_first_merged_mapping_the_second() -> None:
+    text = "a: &a {x: 1, y: 1}\nb: &b {x: 2, y: 2, z: 2}\nc: {<<: [*a, *b], x: 0}\n"
+    assert parse_yaml(text, "f").plain()["c"] == {"x": 0, "y": 1, "z": 2}
+
+
+@pytest.mark.parametrize("pattern", ["2:4", '"2:4"', "{keep: 2, of: 4}", "' 2 : 4 '"])
+def test_a_pattern_is_read_with_and_without_quotes(pattern: str) -> None:
+    assert load(swapped("pattern: 2:4", f"pattern: {pattern}")).recipe.prune[1].pattern == NM(2, 4)
+
+
+def test_a_rule_made_in_python_takes_a_pattern_as_it_is() -> None:
+    assert Rule(targets=["*"], pruner="p", pattern=NM(1, 4)).pattern == NM(1, 4)
+
+
+def test_yaml_1_1_does_not_turn_a_pattern_into_a_base_60_number() -> None:
+    assert load("%YAML 1.1\n---\n" + GOOD).recipe.prune[1].pattern == NM(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("yes", "yes"),
+        ("2024-01-01", "2024-01-01"),
+        ("1_000", "1_000"),
+        ("017", 17),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("1e-3", 1e-3),
+        ("~", None),
+        ("", None),
+        ("TRUE", True),
+        ("'8'", "8"),
+        ("-.5", -0.5),
+        ("1.", 1.0),
+        ("1.2.3", "1.2.3"),
+        ("|\n  7", "7"),
+    ],
+)
+def test_scalars_are_read_by_the_core_schema(text: str, value: object) -> None:
+    read = parse_yaml(f"k: {text}", "f").plain()["k"]
+    assert (read, type(read)) == (value, type(value))
+
+
+# --- places
+
+
+def test_where_gives_the_place_of_every_key_and_item() -> None:
+    loaded = load(GOOD)
+    assert loaded.where() == "r.yaml:1:1"
+    assert loaded.where("calibration", "samples") == "r.yaml:2:34"
+    assert loaded.where("prune", 0) == "r.yaml:4:5"
+    assert loaded.where("prune", 0, "targets", 0) == "r.yaml:4:15"
+    assert loaded.where("prune", 0, "options", "steps") == "r.yaml:7:15"
+    assert loaded.where("prune", 1, "pattern") == "r.yaml:8:41"
+
+
+def test_where_gives_the_place_around_what_the_recipe_leaves_out() -> None:
+    loaded = load(GOOD)
+    assert loaded.where("prune", 1, "options", "steps") == loaded.where("prune", 1) == "r.yaml:8:5"
+    assert loaded.where("evaluate", "lm_eval") == "r.yaml:1:1"
+    assert loaded.where("output", 0) == "r.yaml:9:1"
+    assert loaded.where("prune", 7) == loaded.where("prune")
+
+
+def test_a_dict_has_paths_for_places() -> None:
+    loaded = recipe_from_dict(
+        {"model": "a", "prune": [{"targets": ["*"], "pruner": "p", "sparsity": 0.5}], "output": Path("o")}
+    )
+    assert loaded.recipe.output == Path("o")
+    assert loaded.where("prune", 0, "targets", 0) == "<dict>:prune[0].targets[0]"
+    with pytest.raises(
+        RecipeError, match=r"^api:prune\[0\]\.sparsity: prune\[0\]\.sparsity is 1\.7; expected less than 1"
+    ):
+        recipe_from_dict(
+            {"model": "a", "prune": [{"targets": ["*"], "pruner": "p", "sparsity": 1.7}], "output": "o"}, "api"
+        )
+
+
+# --- keys
+
+
+def test_a_misspelt_key_names_the_nearest_valid_one() -> None:
+    assert refusal(GOOD + "evalute: null\n") == (
+        "r.yaml:10:1: unknown key 'evalute'; did you mean 'evaluate'? "
+        "valid: allocation, calibration, evaluate, finetune, model, output, prune, reconstruct_block, true_sequential"
+    )
+
+
+def test_a_misspelt_nested_key_names_the_nearest_valid_one() -> None:
+    lines = refusal(swapped("sparsity: 0.5", "sparsty: 0.5")).splitlines()
+    assert lines == [
+        "r.yaml:6:5: unknown key 'sparsty' in prune[0]; did you mean 'sparsity'? "
+        "valid: group, options, pattern, pruner, reconstruct, sparsity, targets"
+    ]
+
+
+def test_a_misspelt_key_deep_inside_a_union_has_no_noise_of_pydantic() -> None:
+    text = GOOD + "evaluate:\n  lm_eval:\n    tasks: [wikitext, {name: d, datset: c4}]\n"
+    assert refusal(text).splitlines() == [
+        "r.yaml:12:33: unknown key 'datset' in evaluate.lm_eval.tasks[1]; did you mean 'dataset'? valid: dataset, name",
+        "r.yaml:12:23: missing key 'dataset' in evaluate.lm_eval.tasks[1]",
+    ]
+
+
+def test_a_duplicate_key_names_both_lines() -> None:
+    assert refusal(GOOD + "model: other\n") == (
+        "r.yaml:10:1: duplicate key 'model', first given at r.yaml:1:1; keep one of the two"
+    )
+    assert refusal(swapped("    pruner: wanda\n", "    pruner: wanda\n    pruner: alps\n")).startswith(
+        "r.yaml:6:5: duplicate key 'pruner', first given at r.yaml:5:5"
+    )
+
+
+def test_a_missing_key_is_named_where_it_is_missing() -> None:
+    assert refusal(swapped("    pruner: wanda\n", "")) == (
+        "r.yaml:4:5: missing key 'pruner' in prune[0]: name of the pruner that selects"
+    )
+
+
+def test_every_mistake_is_reported_at_once() -> None:
+    text = swapped("0.5", "1.7").replace("samples", "sampels").replace("output: runs/x\n", "")
+    lines = refusal(text).splitlines()
+    assert len(lines) == 3
+    assert sorted(line.split(": ")[0] for line in lines) == ["r.yaml:1:1", "r.yaml:2:34", "r.yaml:6:5"]
+
+
+@pytest.mark.parametrize("key", ["1", "null", "true", "[a]", "{a: b}"])
+def test_a_key_that_is_not_text_is_refused(key: str) -> None:
+    assert refusal(f"? {key}\n: x\n").startswith("r.yaml:1:3: a key is text; got ")
+
+
+# --- values
+
+
+@pytest.mark.parametrize("value", ["1.7", "1", "70"])
+def test_a_sparsity_beyond_one_is_refused_with_its_range(value: str) -> None:
+    assert refusal(swapped("0.5", value)) == (
+        f"r.yaml:6:5: prune[0].sparsity is {value}; expected less than 1: fraction of zeros in [0, 1), e.g. 0.7"
+    )
+
+
+def test_a_negative_sparsity_is_refused_with_its_range() -> None:
+    assert "prune[0].sparsity is -0.5; expected at least 0: fraction of zeros" in refusal(swapped("0.5", "-0.5"))
+
+
+def test_sparsity_together_with_pattern_names_both_places() -> None:
+    assert refusal(swapped("sparsity: 0.5", "sparsity: 0.5\n    pattern: 2:4")) == (
+        "r.yaml:7:5: prune[0]: sparsity and pattern exclude each other; keep one "
+        "(sparsity at r.yaml:6:5, pattern at r.yaml:7:5)"
+    )
+
+
+def test_a_rule_without_sparsity_and_pattern_is_refused() -> None:
+    assert refusal(swapped("    sparsity: 0.5\n", "")) == (
+        'r.yaml:4:5: prune[0]: needs sparsity, such as 0.5, or pattern, such as "2:4"'
+    )
+
+
+def test_a_group_with_a_pattern_is_refused() -> None:
+    assert refusal(swapped("pattern: 2:4", "pattern: 2:4, group: row")).startswith(
+        "r.yaml:8:55: prune[1]: group only goes with sparsity"
+    )
+
+
+def test_a_pattern_that_keeps_more_than_there_are_is_refused() -> None:
+    assert refusal(swapped("2:4", "5:4")) == (
+        "r.yaml:8:41: prune[1].pattern is '5:4'; N:M keeps N of every M weights with 1 <= N <= M, got 5:4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [("2/4", "'2/4'"), ("124", "124"), ("²:4", "'²:4'"), ("2:4:8", "'2:4:8'"), ("[2, 4]", "a list")],
+)
+def test_a_pattern_in_another_notation_is_refused_with_the_right_one(written: str, shown: str) -> None:
+    assert refusal(swapped("2:4", written)) == (
+        f'r.yaml:8:41: prune[1].pattern is {shown}; an N:M pattern is written "2:4" or {{keep: 2, of: 4}}: '
+        "of every 4 input features 2 are kept"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("samples: 16", "samples: 8.5", "2:34: calibration.samples is 8.5; expected a whole number: windows drawn"),
+        ("samples: 16", 'samples: "8"', "2:34: calibration.samples is '8'; expected a whole number: windows drawn"),
+        ("samples: 16", "samples: true", "2:34: calibration.samples is true; expected a whole number: windows drawn"),
+        ("samples: 16", "samples: 0", "2:34: calibration.samples is 0; expected at least 1: windows drawn"),
+        ("samples: 16", "seed: -1", "2:34: calibration.seed is -1; expected at least 0: seed of the draw"),
+        ("0.5", "70%", "6:5: prune[0].sparsity is '70%'; expected a number: fraction of zeros in [0, 1), e.g. 0.7"),
+        ("0.5", "true", "6:5: prune[0].sparsity is true; expected a number: fraction of zeros in [0, 1), e.g. 0.7"),
+        (
+            '["*.q_proj"]',
+            '"*"',
+            "4:5: prune[0].targets is '*'; expected a list, such as [a, b]: glob patterns over fully qualified names",
+        ),
+        (
+            '["*.q_proj"]',
+            "[]",
+            "4:5: prune[0].targets is an empty list; expected at least 1 in it: "
+            "glob patterns over fully qualified names",
+        ),
+        (
+            '["*.q_proj"]',
+            "[1]",
+            "4:15: prune[0].targets[0] is 1; expected text (numbers, true and null in quotes): "
+            "glob patterns over fully qualified names",
+        ),
+        (
+            "{steps: 3}",
+            "[3]",
+            "7:5: prune[0].options is a list; expected a mapping of keys to values: the pruner's own options",
+        ),
+        (
+            "sparsity: 0.5",
+            "sparsity: 0.5\n    group: rows",
+            "7:5: prune[0].group is 'rows'; expected 'row', 'layer' or "
+            "'joint': what competes for the budget; the pruner's own when absent",
+        ),
+        ("org/model", "", "1:1: model is null; expected a mapping of keys to values"),
+        (
+            "wikitext",
+            "{name: c4, text: a}",
+            "2:35: calibration.dataset: give exactly one of name, text, json; got name and "
+            "text (name at r.yaml:2:25, text at r.yaml:2:35)",
+        ),
+        (
+            "wikitext",
+            "{json: a}",
+            "2:25: calibration.dataset: json also needs field, the name of the text in each line",
+        ),
+        ("wikitext", "{text: a, field: b}", "2:34: calibration.dataset: field only goes with json or name"),
+        ("wikitext", "{text: a, split: b}", "2:34: calibration.dataset: split only goes with name"),
+        ("org/model", "{package: p, file: f}", "1:9: model: a package also needs version, sha256"),
+        (
+            "org/model",
+            "{id: a, sha256: x}",
+            "1:16: model.sha256 is 'x'; expected text like ^[0-9a-f]{64}$: sha256 of the wheel",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_in_plain_words(old: str, new: str, message: str) -> None:
+    assert refusal(swapped(old, new)) == f"r.yaml:{message}"
+
+
+def test_a_task_that_is_neither_name_nor_mapping_is_told_what_it_can_be() -> None:
+    assert refusal(GOOD + "evaluate: {lm_eval: {tasks: [3]}}\n") == (
+        "r.yaml:10:30: evaluate.lm_eval.tasks[0] is 3; expected the name of an lm-eval task, the path of a task YAML, "
+        "or {name, dataset}"
+    )
+
+
+@pytest.mark.parametrize("number", [".nan", ".inf", "-.INF", "1e999", "9" * 310])
+def test_a_number_that_is_not_finite_is_refused(number: str) -> None:
+    assert refusal(swapped("steps: 3", f"steps: {number}")).endswith("is not a finite number")
+
+
+# --- allocation
+
+ALLOCATED = """\
+model: org/model
+calibration: {dataset: wikitext, samples: 16}
+prune:
+  - {targets: ["*.q_proj", "*.k_proj"], pruner: attnprune}
+  - {targets: ["*"], pruner: sparsegpt, group: row}
+allocation: {method: attention-aware, target: 0.5}
+output: runs/x
+"""
+
+
+def test_with_allocation_the_rules_give_no_sparsity() -> None:
+    recipe = load(ALLOCATED).recipe
+    assert recipe.allocation == AttentionAware(method="attention-aware", target=0.5)
+    assert (recipe.allocation.scope, recipe.allocation.samples) == ("model", 24)
+    assert recipe.allocation.sparsities == [0.3, 0.5, 0.7, 0.9]
+    assert {rule.sparsity for rule in recipe.prune} == {None}
+
+
+def test_a_recipe_with_allocation_survives_its_own_dump() -> None:
+    loaded = load(ALLOCATED.replace("target: 0.5", "target: 0.5, scope: block, sparsities: [0.2, 0.4], samples: 3"))
+    assert load(loaded.to_yaml()).recipe == loaded.recipe
+
+
+def test_allocation_is_set_from_the_command_line() -> None:
+    recipe = load(ALLOCATED, "allocation.target=0.6", "allocation.sparsities=[0.4, 0.8]").recipe
+    assert recipe.allocation is not None
+    assert (recipe.allocation.target, recipe.allocation.sparsities) == (0.6, [0.4, 0.8])
+    assert load(ALLOCATED, "allocation=null", "prune.0.sparsity=0.5", "prune.1.sparsity=0.5").recipe.allocation is None
+
+
+def test_every_rule_with_a_budget_of_its_own_is_refused_beside_allocation() -> None:
+    text = ALLOCATED.replace("attnprune}", "attnprune, sparsity: 0.5}").replace("group: row}", "pattern: 1:1}")
+    assert refusal(text).splitlines() == [
+        "r.yaml:4:60: prune[0] has sparsity 0.5, and allocation at r.yaml:6:1 chooses every rule's sparsity; "
+        "expected one of the two: drop sparsity here, or drop allocation",
+        "r.yaml:5:41: prune[1] has pattern 1:1, of which allocation cannot choose N; expected an M of 2 or more, "
+        'such as "2:4"',
+    ]
+
+
+def test_without_allocation_every_rule_needs_a_budget_and_each_that_has_none_is_named() -> None:
+    text = ALLOCATED.replace("allocation: {method: attention-aware, target: 0.5}\n", "")
+    assert [line.partition(": ")[0] for line in refusal(text).splitlines()] == ["r.yaml:4:5", "r.yaml:5:5"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "attention-aware",
+            "atention_aware",
+            "r.yaml:6:14: allocation: no method 'atention_aware'; did you mean 'attention-aware'? "
+            "valid: attention-aware, error, explicit, owl, uniform",
+        ),
+        (
+            "attention-aware",
+            "3",
+            "r.yaml:6:14: allocation: no method 3; valid: attention-aware, error, explicit, owl, uniform",
+        ),
+        (
+            "method: attention-aware, ",
+            "",
+            "r.yaml:6:1: allocation: missing key 'method': how sparsities are chosen; "
+            "valid: attention-aware, error, explicit, owl, uniform",
+        ),
+        (
+            ", target: 0.5",
+            "",
+            "r.yaml:6:1: missing key 'target' in allocation: fraction of zeros over all planned linears",
+        ),
+        (
+            "target: 0.5",
+            "target: 0.95",
+            "r.yaml:6:39: allocation.target is 0.95; expected less than 0.95: "
+            "fraction of zeros over all planned linears",
+        ),
+        (
+            "target: 0.5",
+            "target: 0.5, scope: layer",
+            "r.yaml:6:52: allocation.scope is 'layer'; expected 'model' or 'block': "
+            "what shares the target: all blocks, or each block by itself",
+        ),
+        (
+            "target: 0.5",
+            "target: 0.5, sparsities: [0.5, 0.3]",
+            "r.yaml:6:52: allocation: sparsities rise from each to the next; got [0.5, 0.3]",
+        ),
+        (
+            "target: 0.5",
+            "target: 0.5, sparsities: [0.5, 0.96]",
+            "r.yaml:6:70: allocation.sparsities[1] is 0.96; expected at most 0.95: sparsities to measure, rising",
+        ),
+        (
+            "target: 0.5",
+            "target: 0.5, sample: 4",
+            "r.yaml:6:52: unknown key 'sample' in allocation; did you mean 'samples'? "
+            "valid: method, samples, scope, sparsities, target",
+        ),
+    ],
+)
+def test_a_mistake_in_allocation_is_told_with_its_place(old: str, new: str, message: str) -> None:
+    assert old in ALLOCATED
+    assert refusal(ALLOCATED.replace(old, new)) == message
+
+
+# --- the file
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "{}", "\n\n"])
+def test_an_empty_file_is_told_what_it_needs(text: str) -> None:
+    assert refusal(text).endswith(":1: the recipe is empty; it needs model, prune, output")
+
+
+@pytest.mark.parametrize(("text", "shown"), [("[a]", "a list"), ("hello", "'hello'"), ("7", "7")])
+def test_a_file_that_is_no_mapping_is_refused(text: str, shown: str) -> None:
+    assert refusal(text) == f"r.yaml:1:1: the document is {shown}; expected a mapping of keys to values"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: b: c", "r.yaml:1:5: not YAML: mapping values are not allowed here"),
+        ("a:\n\t- b", "r.yaml:2:1: not YAML: found character '\\t' that cannot start any token; indent with spaces"),
+        ("a: [1", "r.yaml:1:6: not YAML: expected ',' or ']', but got '<stream end>'"),
+        ("a\n---\nb", "r.yaml:2:1: a second document begins; expected one"),
+        ("a: \x01", "r.yaml:1:4: the character '\\x01' is not allowed in YAML"),
+        ('a: "\\UFFFFFFFF"', "r.yaml:1:1: not YAML: an impossible escape or directive (OverflowError)"),
+        ("%YAML 1.3\n--- a", "r.yaml:1:1: not YAML: an impossible escape or directive (AssertionError)"),
+        ('a: "\\uD800"', "r.yaml:1:4: '\\ud800' holds a character that is not allowed in text"),
+        ('a: "\\0"', "r.yaml:1:4: '\\x00' holds a character that is not allowed in text"),
+        ("a: 1\n<<: [1]", "r.yaml:2:1: << takes a mapping or a list of them, got 1"),
+    ],
+)
+def test_what_is_not_yaml_is_told_where(text: str, message: str) -> None:
+    assert refusal(text) == message
+
+
+@pytest.mark.parametrize("targets", ["[*.q_proj]", "[*]", "*.q_proj"])
+def test_an_unquoted_glob_is_told_that_it_needs_quotes(targets: str) -> None:
+    message = refusal(swapped('["*.q_proj"]', targets))
+    assert message.startswith("r.yaml:4:1")
+    assert message.endswith('text that begins with * needs quotes, such as "*.q_proj"')
+
+
+def test_a_missing_file_names_the_nearest_one_beside_it() -> None:
+    Path("recipes").mkdir()
+    Path("recipes/quickstart.yaml").write_text(GOOD)
+    Path("recipes/notes.txt").write_text("")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(Path("recipes/quikstart.yaml"))
+    assert str(caught.value) == (
+        "recipes/quikstart.yaml: there is no such file; did you mean 'quickstart.yaml'? valid: quickstart.yaml"
+    )
+    with pytest.raises(RecipeError, match="there is no such file; the folder nowhere does not exist"):
+        load_recipe(Path("nowhere/a.yaml"))
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"^\.: cannot be read: Is a directory"):
+        load_recipe(Path())
+    with pytest.raises(RecipeError, match=r"^a\\x00b: cannot be read: "):
+        load_recipe(Path("a\0b"))
+    assert refusal(b"#" * (MAX_BYTES + 1)) == "r.yaml: larger than 256 KiB, which no recipe is; is it another file?"
+
+
+def test_a_file_that_is_not_utf_8_names_the_byte_and_its_line() -> None:
+    assert refusal(b"model: a\nprune: \xff\n") == "r.yaml:2:8: byte 0xff is not UTF-8; save the file as UTF-8"
+    assert refusal(GOOD.encode("utf-16")).startswith("r.yaml:1:1: byte 0xff is not UTF-8")
+    assert load(GOOD.encode("utf-8-sig")).recipe == load(GOOD).recipe
+
+
+def test_a_tag_never_makes_an_object() -> None:
+    text = swapped("{steps: 3}", "!!python/object/apply:os.system [touch pwned]") + "evaluate: !mine {}\n"
+    assert refusal(text).splitlines() == [
+        "r.yaml:7:14: tag '!!python/object/apply:os.system' is refused: a recipe holds plain values only",
+        "r.yaml:10:11: tag '!mine' is refused: a recipe holds plain values only",
+    ]
+    assert not Path("pwned").exists()
+
+
+def test_an_alias_bomb_is_refused_before_it_goes_off() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
+    assert refusal("\n".join(lines)).endswith("more than 20000 values (aliases count as what they stand for)")
+
+
+def test_aliases_cannot_nest_beyond_the_bound_or_contain_themselves() -> None:
+    chain = "\n".join(["a0: &a0 [x]", *(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, MAX_DEPTH + 5))])
+    assert refusal(chain).endswith(f"nested more than {MAX_DEPTH} levels deep")
+    assert refusal("a: &a [*a]").startswith("r.yaml:1:8: alias *a has no anchor that ends before it")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("opening", ["[", "{", "- ", "? "])
+def test_deep_nesting_is_refused_at_once(opening: str) -> None:
+    assert refusal(opening * 100_000).endswith(f"nested more than {MAX_DEPTH} levels deep")
+
+
+# --- overrides
+
+
+def test_overrides_are_read_as_yaml_and_applied_in_turn() -> None:
+    overrides = ["calibration.samples=8", "prune.0.sparsity=0.3", "prune.0.sparsity=0.4", "prune.0.options={steps: 5}"]
+    recipe = load(GOOD, *overrides, "prune.1.targets.0='*.v_proj'").recipe
+    assert recipe.calibration is not None
+    assert recipe.calibration.samples == 8
+    assert (recipe.prune[0].sparsity, recipe.prune[0].options) == (0.4, {"steps": 5})
+    assert recipe.prune[1].targets == ["*.v_proj"]
+
+
+def test_an_override_can_add_a_section_remove_one_and_swap_sparsity_for_a_pattern() -> None:
+    with_evaluation = load(GOOD, "evaluate.lm_eval.tasks=[wikitext]")
+    assert with_evaluation.recipe.evaluate is not None
+    assert with_evaluation.where("evaluate", "lm_eval") == "--set evaluate.lm_eval.tasks=[wikitext]"
+    assert load(with_evaluation.to_yaml(), "evaluate=null").recipe.evaluate is None
+    assert load(GOOD, "prune.0.pattern=2:4", "prune.0.sparsity=null").recipe.prune[0].pattern == NM(2, 4)
+
+
+def test_an_override_changes_only_the_alias_it_names() -> None:
+    text = GOOD.replace("{steps: 3}", "&o {steps: 3}").replace("pruner: sparsegpt", "pruner: sparsegpt, options: *o")
+    rules = load(text, "prune.1.options.steps=9").recipe.prune
+    assert (rules[0].options, rules[1].options) == ({"steps": 3}, {"steps": 9})
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        (
+            "calibration.samplse=8",
+            "unknown key 'samplse' in calibration; did you mean 'samples'? "
+            "valid: batch_size, dataset, memory_limit, samples, seed, sequence_length",
+        ),
+        ("prune.0.sparsity=4", "prune[0].sparsity is 4; expected less than 1: fraction of zeros in [0, 1), e.g. 0.7"),
+        ("prune.2.sparsity=0.4", "prune takes an index from 0 to 1; got '2'"),
+        ("prune.-1.sparsity=0.4", "prune takes an index from 0 to 1; got '-1'"),
+        ("prune.first=1", "prune takes an index from 0 to 1; got 'first'"),
+        ("output.x=1", "output is 'runs/x', which has no key 'x'; set output as a whole"),
+        ("evaluate.lm_eval.limit=3", "missing key 'tasks' in evaluate.lm_eval"),
+        ("output=[", "not YAML: expected the node content, but found '<stream end>'"),
+        (
+            "output=!!python/name:os.system x",
+            "tag '!!python/name:os.system' is refused: a recipe holds plain values only",
+        ),
+        (
+            "prune.0.pattern=2:4",
+            "prune[0]: sparsity and pattern exclude each other; keep one (sparsity at r.yaml:6:5, "
+            "pattern at --set prune.0.pattern=2:4)",
+        ),
+        (".".join("a" * 100) + "=1", f"nested more than {MAX_DEPTH} levels deep"),
+    ],
+)
+def test_a_wrong_override_is_named_as_its_own_place(assignment: str, message: str) -> None:
+    place = f"--set {assignment}" if len(assignment) < 120 else f"--set {assignment[:117]}..."
+    assert refusal(GOOD, assignment) == f"{place}: {message}"
+
+
+@pytest.mark.parametrize("assignment", ["", "foo", "=3", "a..b=1", ".a=1", "a.=1"])
+def test_a_malformed_override_is_told_how_to_be_written(assignment: str) -> None:
+    assert refusal(GOOD, assignment) == (
+        f"--set {assignment}: expected KEY.KEY=VALUE, such as calibration.samples=8 or prune.0.sparsity=0.5"
+    )
+
+
+def test_an_override_with_bytes_that_are_no_text_can_still_be_printed() -> None:
+    refusal(GOOD, "output.\udcff\n=1").encode("utf-8")
+
+
+# --- options of pruners
+
+
+class Inner(BaseModel):
+    depth: int = 1
+
+
+class Lenient(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    steps: int = Field(80, ge=1, description="iterations")
+    mode: Literal["joint", "single"] = "joint"
+    size: int | list[int] = 1
+    inner: Inner = Inner()
+
+    @model_validator(mode="after")
+    def _check(self) -> Lenient:
+        if self.mode == "single" and self.steps > 9:
+            raise ValueError("single mode takes at most 9 steps")
+        return self
+
+
+def options(text: str) -> tuple[dict[str, Any], Any]:
+    loaded = load(swapped("{steps: 3}", text))
+    return loaded.recipe.prune[0].options, lambda *loc: loaded.where("prune", 0, "options", *loc)
+
+
+def test_valid_options_become_the_plugins_own_model() -> None:
+    found = validate_options(Lenient, *options("{steps: 5, inner: {depth: 3}}"))
+    assert type(found) is Lenient
+    assert found == Lenient(steps=5, inner=Inner(depth=3))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{stps: 5}", "r.yaml:7:15: unknown option 'stps'; did you mean 'steps'? valid: inner, mode, size, steps"),
+        ("{inner: {dpth: 5}}", "r.yaml:7:23: unknown option 'dpth' in inner; did you mean 'depth'? valid: depth"),
+        ("{steps: 0}", "r.yaml:7:15: steps is 0; expected at least 1: iterations"),
+        ("{mode: jont}", "r.yaml:7:15: mode is 'jont'; expected 'joint' or 'single'"),
+        ("{size: x}", "r.yaml:7:15: size is 'x'; expected a whole number or a list, such as [a, b]"),
+        ("{mode: single, steps: 10}", "r.yaml:7:5: single mode takes at most 9 steps"),
+        ("{inner: 3}", "r.yaml:7:15: inner is 3; expected a mapping of keys to values"),
+    ],
+)
+def test_wrong_options_are_refused_even_by_a_model_that_allows_extra_ones(text: str, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        validate_options(Lenient, *options(text))
+    assert str(caught.value) == message
+
+
+def test_an_option_for_a_pruner_without_any_is_refused() -> None:
+    class Nothing(BaseModel):
+        pass
+
+    with pytest.raises(RecipeError, match=r"^r\.yaml:7:15: unknown option 'steps'; no option is taken there$"):
+        validate_options(Nothing, *options("{steps: 3}"))
+
+
+# --- values that a program gives
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (
+            {"model": {1, 2}},
+            "<dict>:model: a recipe holds text, numbers, true, false, null, lists and mappings; got set",
+        ),
+        ({"prune": [{1: 2}]}, "<dict>:prune[0]: a key is text; got 1"),
+        ({"a": float("nan")}, "<dict>:a: nan is not a finite number"),
+        ({"a": 10**5000}, "<dict>:a: a whole number of 16610 bits is too long"),
+        ({"a": [0] * 30_000}, "<dict>:a: more than 20000 values (aliases count as what they stand for)"),
+        ([1], "<dict>: the document is a list; expected a mapping of keys to values"),
+    ],
+)
+def test_a_dict_that_no_file_could_hold_is_refused(tree: Any, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe_from_dict(tree)
+    assert str(caught.value) == message
+
+
+def test_a_dict_that_contains_itself_is_refused() -> None:
+    tree: dict[str, Any] = {}
+    tree["a"] = tree
+    with pytest.raises(RecipeError, match=r"levels deep$"):
+        recipe_from_dict(tree)
+
+
+# --- fuzzing
+
+fuzz = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+_KEYS = "targets pruner sparsity pattern options name text json dataset samples seed tasks lm_eval keep of id path"
+keys = st.sampled_from([*Recipe.model_fields, *_KEYS.split()]) | st.text(max_size=5)
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["2:4", "a", "0.5"])
+)
+trees = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=5), max_leaves=25
+)
+_TOKENS = ["- ", ": ", "\n  ", "<<", "&a ", "*a", "!!str ", "---", "...", "prune:", "\\u", "%YAML 1.", "\ufeff", "\x85"]
+_MARKS = "[]{}:,-?&*!|>%@`'\"#\n\t \\~<=.0a2é"
+yaml_text = st.lists(st.sampled_from([*_MARKS, *_TOKENS]), max_size=40).map("".join)
+
+
+def message_of(loader: Callable[..., LoadedRecipe], *arguments: Any) -> str | None:
+    """Return what RecipeError said, None when there was none, and let everything else fail the test."""
+    try:
+        loader(*arguments)
+    except RecipeError as error:
+        return str(error)
+    return None
+
+
+@fuzz
+@given(text=st.text(max_size=200) | yaml_text)
+def test_arbitrary_text_raises_nothing_but_recipe_error(text: str) -> None:
+    message = message_of(load, text.encode("utf-8", "surrogatepass"))
+    assert message is None or message.startswith("r.yaml")
+
+
+@fuzz
+@given(data=st.binary(max_size=200))
+def test_arbitrary_bytes_raise_nothing_but_recipe_error(data: bytes) -> None:
+    with pytest.raises(RecipeError, match=r"^r\.yaml"):
+        load(data)
+
+
+@fuzz
+@given(tree=st.dictionaries(keys, trees, max_size=6))
+def test_arbitrary_trees_raise_nothing_but_recipe_error_from_dict_and_from_file(tree: dict[str, Any]) -> None:
+    try:
+        node = from_python(tree, "<dict>")
+    except RecipeError:
+        return
+    from_dict, from_file = message_of(recipe_from_dict, tree), message_of(load, dump_yaml(node.plain()))
+    assert len((from_dict or "").splitlines()) == len((from_file or "").splitlines())
+
+
+@fuzz
+@given(tree=trees)
+def test_a_dumped_tree_is_read_back_equal(tree: Any) -> None:
+    try:
+        plain = from_python(tree, "x").plain()
+    except RecipeError:
+        return
+    assert parse_yaml(dump_yaml(plain), "x").plain() == plain
+
+
+@fuzz
+@given(options=st.dictionaries(st.text(string.printable, max_size=6), trees, max_size=4))
+def test_a_recipe_with_arbitrary_options_survives_its_own_dump(options: dict[str, Any]) -> None:
+    rule = {"targets": ["*"], "pruner": "p", "sparsity": 0.5, "options": options}
+    try:
+        loaded = recipe_from_dict({"model": "a", "prune": [rule], "output": "o"})
+    except RecipeError:
+        return
+    assert load(loaded.to_yaml()).recipe == loaded.recipe
+
+
+@fuzz
+@given(
+    path=st.lists(keys | st.sampled_from(["0", "1", "-1"]), max_size=4).map(".".join),
+    value=st.text(max_size=12) | yaml_text,
+)
+def test_arbitrary_overrides_raise_nothing_but_recipe_error(path: str, value: str) -> None:
+    message = message_of(load, GOOD, f"{path}={value}")
+    assert message is None or "--set " in message
+
+
+def test_loading_a_recipe_does_not_wait_for_transformers_or_datasets() -> None:
+    code = """
+        import sys
+        import compressx.recipe.schema
+        heavy = {"transformers", "datasets", "lm_eval", "matplotlib"} & set(sys.modules)
+        sys.exit(f"imported {heavy}" if heavy else 0)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

@@ -1,0 +1,122 @@
+"""What a recipe may say of fine-tuning, and what is refused before weights are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.compressx.saved import save_tiny
+
+from compressx.errors import CalibrationError, RecipeError
+from compressx.pipeline.run import plan
+from compressx.recipe.schema import load_recipe, recipe_from_dict
+from compressx.recipe.tuning import Finetune, FinetuneReport
+
+RECIPE = """\
+model: {path: model, streaming: STREAMING}
+calibration: {dataset: {text: text.txt}, samples: 4, sequence_length: 32}
+prune:
+  - {targets: ["*"], pruner: magnitude, sparsity: 0.5}
+finetune: FINETUNE
+output: out
+"""
+
+
+def written(finetune: str, *, streaming: str = "auto", calibrated: bool = True) -> Path:
+    path = Path("recipe.yaml")
+    text = RECIPE.replace("FINETUNE", finetune).replace("STREAMING", streaming)
+    lines = [x for x in text.splitlines(keepends=True) if calibrated or not x.startswith("calibration")]
+    path.write_text("".join(lines))
+    return path
+
+
+@pytest.fixture
+def _saved(project: Path) -> None:
+    save_tiny(project / "model", "llama")
+
+
+def test_everything_has_a_default(project: Path) -> None:
+    assert load_recipe(written("{}")).recipe.finetune == Finetune()
+    assert load_recipe(written("null")).recipe.finetune is None
+
+
+def test_numbers_may_be_written_with_an_exponent(project: Path) -> None:
+    given = load_recipe(written("{learning_rate: 1e-4, steps: 7}")).recipe.finetune
+    assert given == Finetune(learning_rate=0.0001, steps=7)
+
+
+def test_a_resolved_recipe_loads_again_to_an_equal_one(project: Path) -> None:
+    loaded = load_recipe(written("{teacher: none, dataset: {text: other.txt}, samples: 3, norms: true}"))
+    Path("resolved.yaml").write_text(loaded.to_yaml())
+    assert load_recipe(Path("resolved.yaml")).recipe == loaded.recipe
+
+
+@pytest.mark.parametrize(
+    ("finetune", "message"),
+    [
+        ("{teacher: dens}", r"recipe\.yaml:5:12: finetune\.teacher is 'dens'; not known; did you mean 'dense'\? valid: "
+                            "dense, none"),
+        ("{teecher: none}", r"recipe\.yaml:5:12: unknown key 'teecher' in finetune; did you mean 'teacher'\?"),
+        ("{teacher: 3}", r"recipe\.yaml:5:12: finetune\.teacher is 3; expected 'dense' or 'none'"),
+        ("{steps: 0}", r"recipe\.yaml:5:12: finetune\.steps is 0; expected at least 1: optimizer steps"),
+        ("{steps: 1.5}", r"recipe\.yaml:5:12: finetune\.steps is 1.5; expected a whole number"),
+        ("{learning_rate: 0}", r"finetune\.learning_rate is 0; expected more than 0"),
+        ("{temperature: 0}", r"finetune\.temperature is 0; expected more than 0"),
+        ("{warmup: 1.1}", r"finetune\.warmup is 1.1; expected at most 1"),
+        ("{samples: 8}", r"recipe\.yaml:5:12: finetune: samples only goes with dataset; calibration has its own"),
+        ("{samples: 8, sequence_length: 4}", "samples and sequence_length only goes? with dataset"),
+        ("{teacher: none, temperature: 2.0}", r"5:27: finetune: temperature only goes with teacher: dense"),
+        ("{dataset: {text: a, name: b}}", "give exactly one of name, text, json"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_an_error_with_its_place(project: Path, finetune: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(written(finetune))
+
+
+@pytest.mark.usefixtures("_saved")
+def test_a_streamed_model_is_refused_while_the_recipe_is_planned() -> None:
+    with pytest.raises(
+        RecipeError,
+        match=r"recipe\.yaml:5:1: fine-tuning needs all weights in memory, and model\.streaming is true at "
+        r"recipe\.yaml:1:22, which leaves them on disk; set it to false, or drop finetune",
+    ):
+        plan(written("{steps: 3}", streaming="true"))
+    plan(written("{steps: 3}", streaming="false"))
+    plan(written("null", streaming="true"))
+
+
+@pytest.mark.usefixtures("_saved")
+def test_no_text_to_train_on_is_an_error_while_the_recipe_is_planned() -> None:
+    with pytest.raises(
+        RecipeError, match=r"recipe\.yaml:4:1: there is no text to train on: the recipe has no calibration, and"
+    ):
+        plan(written("{steps: 3}", calibrated=False))
+    plan(written("{steps: 3, dataset: {text: text.txt}, samples: 2, sequence_length: 16}", calibrated=False))
+
+
+@pytest.mark.usefixtures("_saved")
+def test_text_and_windows_of_its_own_are_checked_while_the_recipe_is_planned() -> None:
+    with pytest.raises(CalibrationError, match=r"recipe\.yaml:5:\d+: .*missing\.txt"):
+        plan(written("{dataset: {text: missing.txt}, sequence_length: 16}"))
+    with pytest.raises(RecipeError, match=r"5:\d+: sequence_length 129 is longer than the model's 128 positions"):
+        plan(written("{dataset: {text: text.txt}, sequence_length: 129}"))
+    with pytest.raises(RecipeError, match=r"5:\d+: sequence_length 2048 is longer than the model's 128 positions"):
+        plan(written("{dataset: {text: text.txt}}"))
+
+
+def test_a_report_says_in_a_sentence_what_was_done() -> None:
+    report = FinetuneReport("dense", 2_500_000, 2, (8, 512), (0.75, 0.5))
+    assert report.summary() == (
+        "2 steps on 8 windows of 512 tokens, 2.5 M numbers trained: divergence from the dense model 0.75 at the first, "
+        "0.5 at the last"
+    )
+    assert "next-token loss 0.75" in FinetuneReport("none", 1, 2, (8, 512), (0.75, 0.5)).summary()
+
+
+def test_a_program_gives_it_as_a_dict() -> None:
+    loaded = recipe_from_dict(
+        {"model": "a/b", "prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}], "output": "out",
+         "finetune": {"steps": 3}}
+    )  # fmt: skip
+    assert loaded.recipe.finetune == Finetune(steps=3)

@@ -1,0 +1,172 @@
+"""Drawings: what stands in the files, and what must not change them."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+
+from compressx.errors import ArtifactError
+from compressx.report import plots
+
+BLOCKS = range(4)
+PANELS = {"q_proj, k_proj": {"attnprune": (BLOCKS, [0.01, 0.02, 0.04, 0.2]), "wanda": (BLOCKS, [0.1, 0.2, 0.4, 0.9])}}
+
+
+def texts(path: Path) -> list[str]:
+    """Return what can be read in an SVG."""
+    tree = ET.fromstring(path.read_text(encoding="utf-8"))  # noqa: S314 - our own file
+    return [element.text for element in tree.iter("{http://www.w3.org/2000/svg}text") if element.text]
+
+
+def curve_heights(path: Path) -> list[list[float]]:
+    """Return the vertical positions of every line of more than two points in an SVG, from the top."""
+    tree = ET.fromstring(path.read_text(encoding="utf-8"))  # noqa: S314 - our own file
+    found = []
+    for element in tree.iter("{http://www.w3.org/2000/svg}path"):
+        words = element.get("d", "").split()
+        if words.count("L") >= 2 and "z" not in words and "C" not in words:
+            found.append([float(words[i + 2]) for i, word in enumerate(words) if word in "ML"])
+    return found
+
+
+def test_lines_over_blocks_have_named_axes_panels_and_lines(tmp_path: Path) -> None:
+    plots.error_by_layer(tmp_path / "a.svg", "attention error", PANELS)
+    assert {"attention error", "decoder block", "q_proj, k_proj", "attnprune", "wanda"} <= set(
+        texts(tmp_path / "a.svg")
+    )
+
+
+def test_positive_values_are_logarithmic_and_others_are_not(tmp_path: Path) -> None:
+    ratios = [1.0, 10.0, 100.0]
+    plots.error_by_layer(tmp_path / "log.svg", "e", {"": {"a": (range(3), ratios)}})
+    plots.error_by_layer(tmp_path / "linear.svg", "e", {"": {"a": (range(3), [-1.0, *ratios[1:]])}})
+    [log], [linear] = curve_heights(tmp_path / "log.svg"), curve_heights(tmp_path / "linear.svg")
+    assert log[0] - log[1] == pytest.approx(log[1] - log[2], rel=1e-3)  # a decade each
+    assert (linear[1] - linear[2]) / (linear[0] - linear[1]) == pytest.approx(90 / 11, rel=1e-3)
+    assert {"1", "10", "100"} <= set(texts(tmp_path / "log.svg"))
+
+
+def test_a_logarithmic_axis_over_a_short_range_still_has_its_numbers(tmp_path: Path) -> None:
+    plots.curves(tmp_path / "a.svg", {"": {"loss": [0.0312, 0.0320, 0.0381]}})
+    assert len([t for t in texts(tmp_path / "a.svg") if t.startswith("0.03")]) >= 2
+
+
+def test_a_value_that_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
+    plots.error_by_layer(tmp_path / "a.svg", "e", {"": {"a": (range(5), [1.0, math.nan, math.inf, 2.0, 4.0])}})
+    assert {"1", "2"} <= set(texts(tmp_path / "a.svg"))
+
+
+def test_curves_of_one_panel_are_drawn_together_over_steps_from_one(tmp_path: Path) -> None:
+    panels = {f"block {i}": {"loss": [3.0, 2.0, 1.0], "penalty": [1.0, 2.0, 3.0]} for i in range(7)}
+    plots.curves(tmp_path / "a.svg", panels)
+    assert {"step", "value", "loss", "penalty", *panels} <= set(texts(tmp_path / "a.svg"))
+    assert len(curve_heights(tmp_path / "a.svg")) == 14 + 2  # the legend's
+
+
+def test_a_single_curve_names_the_axis_and_needs_no_legend(tmp_path: Path) -> None:
+    plots.curves(tmp_path / "a.svg", {"block 0": {"loss": [3.0, 2.0, 1.0]}})
+    found = texts(tmp_path / "a.svg")
+    assert found.count("loss") == 1
+    assert "value" not in found
+
+
+def test_names_are_not_read_as_formulas(tmp_path: Path) -> None:
+    plots.error_by_layer(tmp_path / "a.svg", "$\\frac$", {"$$": {"$a_1$": (BLOCKS, [1] * 4), "b": (BLOCKS, [2] * 4)}})
+    assert {"$\\frac$", "$$", "$a_1$"} <= set(texts(tmp_path / "a.svg"))
+
+
+def draw_all(folder: Path) -> dict[str, bytes]:
+    folder.mkdir()
+    plots.error_by_layer(folder / "a.svg", "e", PANELS)
+    plots.curves(folder / "b.svg", {"block 0": {"loss": [3.0, 2.0, 1.0]}})
+    images = {"dense": plots.pooled(torch.eye(8)), "pruned": plots.pooled(torch.ones(8, 8) / 8)}
+    plots.heat_maps(folder / "c.png", "layer", images, plots.pooled((torch.eye(8) - 1 / 8).abs()))
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_same_values_give_the_same_bytes_whatever_a_user_set_in_matplotlib(tmp_path: Path) -> None:
+    import matplotlib as mpl
+
+    first = draw_all(tmp_path / "first")
+    with mpl.rc_context({"font.size": 30.0, "axes.facecolor": "black", "savefig.transparent": True}):
+        assert draw_all(tmp_path / "second") == first
+        assert mpl.rcParams["font.size"] == 30.0
+
+
+def test_drawing_never_imports_pyplot() -> None:
+    code = (
+        "import sys, pathlib, tempfile, torch; from compressx.report import plots;"
+        "assert 'matplotlib' not in sys.modules;"
+        "folder = pathlib.Path(tempfile.mkdtemp());"
+        "plots.curves(folder / 'a.svg', {'': {'loss': [2.0, 1.0]}});"
+        "plots.heat_maps(folder / 'b.png', '', {'a': plots.pooled(torch.eye(4))}, None);"
+        "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def pixels(path: Path) -> torch.Tensor:
+    """Read a PNG as bytes [rows, columns, 3]."""
+    from matplotlib.image import imread
+
+    return torch.from_numpy(imread(path)[..., :3] * 255).round().to(torch.uint8)
+
+
+def test_heat_maps_share_one_scale_and_the_ground_is_white(tmp_path: Path) -> None:
+    images = {"low": plots.pooled(torch.full((8, 8), 0.25)), "high": plots.pooled(torch.full((8, 8), 1.0))}
+    plots.heat_maps(tmp_path / "a.png", "layer", images, None)
+    drawn = pixels(tmp_path / "a.png")
+    assert drawn[0, 0].tolist() == drawn[-1, -1].tolist() == [255, 255, 255]
+    colours, counts = drawn.flatten(0, 1).unique(dim=0, return_counts=True)
+    large = {tuple(c) for c in colours[counts > 0.08 * counts.sum()].tolist()} - {(255, 255, 255)}
+    from matplotlib import colormaps
+
+    viridis = colormaps["viridis"]
+    assert large == {tuple(int(255 * v) for v in viridis(x)[:3]) for x in (0.5, 1.0)}  # sqrt(0.25) and sqrt(1)
+
+
+def test_negative_entries_are_drawn_around_a_white_zero(tmp_path: Path) -> None:
+    half = torch.cat([torch.zeros(8, 4), torch.full((8, 4), -1.0)], dim=1)
+    plots.heat_maps(tmp_path / "a.png", "layer", {"w": plots.pooled(half)}, None)
+    colours, counts = pixels(tmp_path / "a.png").flatten(0, 1).unique(dim=0, return_counts=True)
+    large = [c for c in colours[counts > 0.08 * counts.sum()].tolist() if c != [255, 255, 255]]
+    assert len(large) == 2
+    assert any(min(c) > 235 for c in large), "zero is almost white"
+    assert any(min(c) < 100 for c in large), "-1 is an end of the scale"
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_a_matrix_of_one_value_is_drawn(tmp_path: Path, value: float) -> None:
+    image = plots.pooled(torch.full((1, 5), value))
+    plots.heat_maps(tmp_path / "a.png", "layer", {"a": image, "b": image}, plots.pooled(torch.zeros(1, 5)))
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_a_small_matrix_is_kept_and_a_large_one_averaged() -> None:
+    small = torch.rand(128, 3, dtype=torch.float64)
+    assert torch.equal(plots.pooled(small).values, small.float())
+    large = torch.rand(256, 384)
+    pooled = plots.pooled(large)
+    assert pooled.shape == (256, 384)
+    torch.testing.assert_close(pooled.values, large.view(128, 2, 128, 3).mean(dim=(1, 3)))
+    mask = plots.pooled(torch.ones(200, 7, dtype=torch.bool))
+    assert (mask.values.shape, mask.values.dtype) == ((128, 7), torch.float32)
+    assert (mask.values == 1).all()
+
+
+def test_the_axes_count_rows_before_pooling(tmp_path: Path) -> None:
+    with patch("matplotlib.axes.Axes.imshow", autospec=True, side_effect=KeyError) as imshow, pytest.raises(KeyError):
+        plots.heat_maps(tmp_path / "a.png", "", {"a": plots.pooled(torch.rand(512, 300))}, None)
+    assert imshow.call_args.kwargs["extent"] == (0, 300, 512, 0)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"cannot write .*missing/a\.svg"):
+        plots.curves(tmp_path / "missing/a.svg", {"": {"loss": [1.0]}})

@@ -1,0 +1,399 @@
+"""Sparse fine-tuning of tiny models: what is trained and what is not, how well, and how it goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compressx.architecture import survey
+from compressx.calibration.documents import documents
+from compressx.calibration.windows import calibration_windows, token_ids
+from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
+from compressx.masks.maskset import MaskEntry, MaskSet, weight_sha256
+from compressx.recipe.sources import DatasetSource
+from compressx.recipe.tuning import Finetune, FinetuneReport
+from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
+from compressx.training import finetune as module
+from compressx.training.distillation import distillation_loss, next_token_loss
+from compressx.training.finetune import finetune
+
+WINDOWS = tiny_tokens(sequences=8, length=16)
+HELD_OUT = tiny_tokens(sequences=8, length=16, seed=1)
+
+
+def pruned(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Any, MaskSet]:
+    """Give a tiny model with the smaller half of every linear's weights dropped, and its masks."""
+    model = tiny_model(architecture, dtype=dtype)
+    masks = masks_of(model)
+    masks.apply(model)
+    return model, masks
+
+
+def masks_of(model: Any) -> MaskSet:
+    return MaskSet(
+        {
+            n: MaskEntry(x.weight.abs() > x.weight.abs().median(), "50% layer", "magnitude", weight_sha256(x.weight))
+            for n, x in survey(model).linears.items()
+        }
+    )
+
+
+def tuned(
+    architecture: str = "llama", *, dtype: torch.dtype = torch.float32, checkpoint: Path | None = None,
+    progress: Callable[[int, int, float], None] | None = None, **given: Any,
+) -> tuple[Any, MaskSet, FinetuneReport]:  # fmt: skip
+    model, masks = pruned(architecture, dtype)
+    settings = Finetune(**{"steps": 6, "learning_rate": 1e-3, "batch_size": 2, **given})
+    teacher = None if settings.teacher == "none" else tiny_model(architecture, dtype=dtype)
+    report = finetune(model, masks, WINDOWS, settings, teacher=teacher, checkpoint=checkpoint, progress=progress)
+    return model, masks, report
+
+
+def parameters(model: Any) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def loss_of(model: Any, teacher: Any | None) -> float:
+    with torch.no_grad():
+        logits = model(HELD_OUT).logits
+        if teacher is None:
+            return float(next_token_loss(logits, HELD_OUT))
+        return float(distillation_loss(logits.flatten(0, 1), teacher(HELD_OUT).logits.flatten(0, 1)))
+
+
+# --- what is trained
+
+
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+def test_survivors_change_and_the_zeros_stay(architecture: str) -> None:
+    before, masks = pruned(architecture)
+    after, _, report = tuned(architecture)
+    old, new = survey(before).linears, survey(after).linears
+    for name, entry in masks.items():
+        weight = new[name].weight
+        assert torch.equal(weight != 0, entry.keep), name
+        assert not torch.signbit(weight[~entry.keep]).any(), "plain zeros, none of them -0.0"
+        assert not torch.equal(weight, old[name].weight), name
+    assert report.trained == sum(int(entry.keep.sum()) for entry in masks.values())
+    others = {n: p for n, p in parameters(after).items() if not any(n.startswith(x.rpartition(".")[0]) for x in masks)}
+    assert all(torch.equal(p, parameters(before)[n]) for n, p in others.items()), "the embedding, norms and the head"
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "cohere", "stablelm"])
+@pytest.mark.parametrize(("norms", "biases"), [(False, False), (True, False), (False, True), (True, True)])
+def test_norms_and_biases_are_trained_when_asked_for(architecture: str, norms: bool, biases: bool) -> None:
+    before, masks = pruned(architecture)
+    after, _, report = tuned(architecture, norms=norms, biases=biases)
+    old, new = parameters(before), parameters(after)
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    weights = {f"{name}.weight" for name in masks}
+    bias = {name for name in old if name.endswith(".bias")}
+    gain = {n for n in old if n.endswith(".weight") and any(x in n for x in ("norm", "ln_"))}
+    assert gain
+    # A key's bias adds the same to all scores of a query without positions, and softmax does not see it.
+    assert weights <= changed <= weights | (bias if biases else set()) | (gain if norms else set())
+    assert (len(changed & bias) > 0) == (biases and len(bias) > 0)
+    assert (changed & gain == gain) if norms else not changed & gain
+    small = sum(old[n].numel() for n in (bias if biases else set()) | (gain if norms else set()))
+    assert report.trained == small + sum(int(entry.keep.sum()) for entry in masks.values())
+
+
+def test_a_tied_embedding_is_untouched_and_stays_tied() -> None:
+    before, _ = pruned("llama-tied")
+    after, _, _ = tuned("llama-tied", norms=True, biases=True)
+    assert torch.equal(after.model.embed_tokens.weight, before.model.embed_tokens.weight)
+    assert after.lm_head.weight is after.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_16_bits_is_trained_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+    narrow, masks = pruned("llama", dtype)
+    wide = copy.deepcopy(narrow).float()
+    settings = Finetune(steps=30, learning_rate=2e-5, batch_size=2, teacher="none", dtype="float32", norms=True)
+    start = parameters(narrow)
+    for model in (narrow, wide):
+        finetune(model, masks, WINDOWS, settings)
+    assert all(torch.equal(p.to(dtype), parameters(narrow)[n]) for n, p in parameters(wide).items())
+    changed = [n for n, p in parameters(narrow).items() if not torch.equal(p, start[n])]
+    assert len(changed) > len(masks) / 2, "steps far below the precision of the dtype add up"
+    assert masks.verify(narrow)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_16_bits_keeps_its_dtype_and_gets_better(dtype: torch.dtype) -> None:
+    before, masks = pruned("llama", dtype)
+    after, _, _ = tuned(dtype=dtype, steps=20)
+    dense = tiny_model("llama", dtype=dtype)
+    assert {p.dtype for p in after.parameters()} == {dtype}
+    assert masks.verify(after)
+    assert torch.equal(parameters(after)["lm_head.weight"], parameters(before)["lm_head.weight"])
+    assert loss_of(after, dense) < loss_of(before, dense)
+
+
+def test_products_are_in_the_dtype_that_is_asked_for() -> None:
+    def first_loss(model_dtype: torch.dtype, products: str) -> float:
+        model, masks = pruned("llama", model_dtype)
+        settings = Finetune(steps=1, teacher="none", dtype=products)  # type: ignore[arg-type]
+        return finetune(model, masks, WINDOWS, settings).losses[0]
+
+    for model_dtype, automatic in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
+        assert first_loss(model_dtype, "float32") != first_loss(model_dtype, "bfloat16")
+        assert first_loss(model_dtype, "auto") == first_loss(model_dtype, automatic)
+
+
+def test_the_next_step_sees_every_parameter_that_a_step_changed_whatever_the_products() -> None:
+    """Within one autocast, narrow copies of biases would be kept from step to step."""
+    model, masks = pruned("qwen2")
+    settings = Finetune(
+        steps=3, learning_rate=1e-2, warmup=0.0, batch_size=8, teacher="none", dtype="bfloat16", biases=True
+    )
+    expected: list[float] = []
+
+    def progress(*_: Any) -> None:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            expected.append(float(next_token_loss(copy.deepcopy(model)(WINDOWS).logits, WINDOWS)))
+
+    report = finetune(model, masks, WINDOWS, settings, progress=progress)
+    assert report.losses[1:] == pytest.approx(expected[:2], rel=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_a_model_comes_back_as_it_was_but_for_its_weights(architecture: str) -> None:
+    """Modes, gradients, what asks for gradients, parametrizations, buffers and the random state."""
+    model, masks = pruned(architecture)
+    model.get_input_embeddings().weight.requires_grad_(False)
+    modes = [m.training for m in model.modules()]
+    asked = {n: p.requires_grad for n, p in model.named_parameters()}
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    flags = [getattr(m, "gradient_checkpointing", None) for m in model.modules()]
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    finetune(model, masks, WINDOWS, Finetune(steps=2, teacher="none"))
+    assert torch.equal(torch.rand(3), expected)
+    assert [m.training for m in model.modules()] == modes
+    assert {n: p.requires_grad for n, p in model.named_parameters()} == asked
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(b, buffers[n]) for n, b in model.named_buffers())
+    assert [getattr(m, "gradient_checkpointing", None) for m in model.modules()] == flags
+    masks.to_torch_ao(model)  # would refuse a prepared one
+
+
+def test_the_teacher_is_not_changed() -> None:
+    model, masks = pruned("llama")
+    teacher = tiny_model("llama")
+    before = parameters(teacher)
+    finetune(model, masks, WINDOWS, Finetune(steps=2, learning_rate=1e-2), teacher=teacher)
+    assert all(torch.equal(p, before[n]) for n, p in parameters(teacher).items())
+    assert all(p.grad is None for p in teacher.parameters())
+    assert not teacher.training
+
+
+# --- how well
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_distillation_brings_the_pruned_model_nearer_to_the_dense_one(temperature: float) -> None:
+    model, masks = pruned("llama")
+    dense = tiny_model("llama")
+    before = loss_of(model, dense)
+    windows = tiny_tokens(sequences=256, length=16, seed=2)
+    settings = Finetune(steps=60, learning_rate=2e-3, batch_size=8, temperature=temperature)
+    losses = finetune(model, masks, windows, settings, teacher=dense).losses
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    assert loss_of(model, dense) < 0.75 * before, "on windows that it was not trained on"
+
+
+def test_without_a_teacher_the_next_token_is_learnt() -> None:
+    before, _ = pruned("llama")
+    after, _, report = tuned(steps=40, teacher="none")
+    assert sum(report.losses[-5:]) < 0.9 * sum(report.losses[:5])
+    assert loss_of(after, None) < loss_of(before, None)
+
+
+def test_the_first_loss_is_the_pruned_models_on_the_first_batch() -> None:
+    model, _ = pruned("llama")
+    _, _, report = tuned(steps=1, batch_size=8)  # one epoch, so that the order does not matter
+    dense = tiny_model("llama")
+    with torch.no_grad():
+        expected = distillation_loss(model(WINDOWS).logits.flatten(0, 1), dense(WINDOWS).logits.flatten(0, 1))
+    assert report.losses[0] == pytest.approx(float(expected), rel=1e-5)
+    assert (report.steps, report.windows, report.teacher) == (1, (8, 16), "dense")
+
+
+@pytest.mark.slow
+def test_a_few_steps_bring_a_pruned_smollm2_nearer_to_the_dense_one(smollm2: Any) -> None:
+    """On other text than the one trained on."""
+    model = copy.deepcopy(smollm2.model)
+    masks = masks_of(model)
+    masks.apply(model)
+    text = documents(DatasetSource(name="python-docs"), "calibration")
+    windows = calibration_windows(token_ids(text[:40], smollm2.tokenizer), 17, 64, seed=0)
+
+    def divergence() -> float:
+        with torch.no_grad():
+            student, teacher = (m(windows[16:]).logits.flatten(0, 1) for m in (model, smollm2.model))
+            return float(distillation_loss(student, teacher))
+
+    before = divergence()
+    settings = Finetune(steps=5, learning_rate=2e-4, batch_size=2, warmup=0.0)
+    report = finetune(model, masks, windows[:16], settings, teacher=smollm2.model)
+    assert masks.verify(model)
+    assert report.losses[-1] < report.losses[0]
+    assert divergence() < 0.8 * before
+
+
+# --- steps
+
+
+def test_every_epoch_takes_every_window_once_in_an_order_of_its_own() -> None:
+    numbered = torch.arange(6)[:, None].repeat(1, 3)
+    settings = Finetune(batch_size=4, seed=5)
+    taken = torch.cat([module._batch(numbered, step, settings)[:, 0] for step in range(6)])  # 24 = 4 epochs
+    epochs = taken.view(4, 6)
+    assert all(sorted(epoch.tolist()) == list(range(6)) for epoch in epochs)
+    assert len({tuple(epoch.tolist()) for epoch in epochs}) > 1
+    other = module._batch(numbered, 0, Finetune(batch_size=4, seed=6))[:, 0]
+    assert other.tolist() != taken[:4].tolist()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_gradient_checkpointing_changes_nothing_but_memory(architecture: str) -> None:
+    """GPT-2 drops units, so that its recomputed blocks have to drop the same ones."""
+    with_it, _, first = tuned(architecture, gradient_checkpointing=True)
+    without, _, second = tuned(architecture, gradient_checkpointing=False)
+    assert first.losses == second.losses
+    assert all(torch.equal(p, parameters(without)[n]) for n, p in parameters(with_it).items())
+
+
+def test_blocks_are_computed_again_with_gradient_checkpointing_and_not_without() -> None:
+    def calls(checkpointing: bool) -> int:
+        model, masks = pruned("llama")
+        count = 0
+
+        def counted(*_: Any) -> None:
+            nonlocal count
+            count += 1
+
+        model.model.layers[1].mlp.register_forward_pre_hook(counted)
+        settings = Finetune(steps=2, teacher="none", gradient_checkpointing=checkpointing)
+        finetune(model, masks, WINDOWS, settings)
+        return count
+
+    assert (calls(checkpointing=True), calls(checkpointing=False)) == (4, 2)
+
+
+def test_a_model_without_gradient_checkpointing_is_refused_and_trained_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, masks = pruned("llama")
+    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*finetune.gradient_checkpointing: false"):
+        finetune(model, masks, WINDOWS, Finetune(steps=1, teacher="none"))
+    finetune(model, masks, WINDOWS, Finetune(steps=1, teacher="none", gradient_checkpointing=False))
+
+
+def test_the_learning_rate_rises_and_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+    step = torch.optim.AdamW.step
+
+    def watched(optimizer: Any, *arguments: Any) -> Any:
+        rates.append(optimizer.param_groups[0]["lr"])
+        return step(optimizer, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    tuned(steps=10, warmup=0.3, learning_rate=1e-3)
+    assert rates[0] == 0.0
+    assert rates[:4] == sorted(rates[:4])
+    assert rates[3] == pytest.approx(1e-3)
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert 0 < rates[-1] < 1e-4
+
+
+def test_progress_is_told_after_every_step_with_the_loss() -> None:
+    told: list[tuple[int, int, float]] = []
+    _, _, report = tuned(steps=3, progress=lambda *x: told.append(x))
+    assert told == [(i + 1, 3, loss) for i, loss in enumerate(report.losses)]
+
+
+def test_a_learning_rate_that_is_too_large_is_an_error_that_says_so() -> None:
+    with pytest.raises(CalibrationError, match=r"step \d of 30: the loss is .*learning_rate 1e\+30 is too large"):
+        tuned(steps=30, learning_rate=1e30, warmup=0.0)
+
+
+def test_zeros_that_are_lost_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.utils import parametrize
+
+    def forget(sparsifier: Any) -> None:
+        for group in sparsifier.groups:
+            module = group["module"]
+            parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+            with torch.no_grad():
+                module.weight[0] += 1.0
+
+    monkeypatch.setattr("compressx.training.trainable.squash", forget)
+    with pytest.raises(ArtifactError, match=r"q_proj: \d+ weights that the mask drops are not zero after fine-tuning"):
+        tuned()
+
+
+# --- going on
+
+
+class Stop(Exception):  # noqa: N818 - a test's own
+    pass
+
+
+def stop_after(step: int) -> Callable[[int, int, float], None]:
+    def progress(done: int, _total: int, _loss: float) -> None:
+        if done == step:
+            raise Stop
+
+    return progress
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(("every", "stopped_at"), [(2, 3), (2, 4), (3, 5), (5, 7)])
+def test_an_interrupted_one_goes_on_to_the_same_bits(
+    architecture: str, every: int, stopped_at: int, tmp_path: Path
+) -> None:
+    """GPT-2 drops units, so the random state has to be that of the step too."""
+    given = {"steps": 8, "checkpoint_every": every, "norms": True}
+    whole, _, expected = tuned(architecture, **given)
+    checkpoint = tmp_path / "finetune.safetensors"
+    with pytest.raises(Stop):
+        tuned(architecture, checkpoint=checkpoint, progress=stop_after(stopped_at), **given)
+    assert checkpoint.is_file()
+    torch.manual_seed(stopped_at)  # whatever state another process is in
+    told: list[int] = []
+    resumed, _, report = tuned(
+        architecture, checkpoint=checkpoint, progress=lambda done, *_: told.append(done), **given
+    )
+    assert told == list(range(stopped_at // every * every + 1, 9))
+    assert report == expected
+    assert all(torch.equal(p, parameters(resumed)[n]) for n, p in parameters(whole).items())
+
+
+def test_a_finished_one_is_not_trained_again(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "finetune.safetensors"
+    whole, _, expected = tuned(checkpoint=checkpoint)
+    told: list[int] = []
+    again, _, report = tuned(checkpoint=checkpoint, progress=lambda done, *_: told.append(done))
+    assert not told
+    assert report == expected
+    assert all(torch.equal(p, parameters(again)[n]) for n, p in parameters(whole).items())
+
+
+def test_a_damaged_checkpoint_is_an_error_that_names_it(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "finetune.safetensors"
+    tuned(checkpoint=checkpoint)
+    whole = checkpoint.read_bytes()
+    checkpoint.write_bytes(whole[:-100])
+    with pytest.raises(ArtifactError, match=r"finetune\.safetensors"):
+        tuned(checkpoint=checkpoint)
+    checkpoint.write_bytes(whole)
+    with pytest.raises(ArtifactError, match=r"finetune\.safetensors is damaged.*--restart"):
+        tuned("qwen3", norms=True, checkpoint=checkpoint)

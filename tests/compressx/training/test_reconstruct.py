@@ -1,0 +1,207 @@
+"""Training a pruned block's survivors towards the dense block's output."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from tests.compressx.blocks.test_walk import SPECS, batches, plan_all
+
+from compressx.architecture import survey
+from compressx.blocks.walk import prune_model
+from compressx.calibration.documents import documents
+from compressx.calibration.windows import calibration_windows, evaluation_windows, token_ids
+from compressx.evaluation.perplexity import token_perplexity
+from compressx.models.access import InMemory
+from compressx.models.capture import capture_calls, replay
+from compressx.patterns import NM, Unstructured
+from compressx.recipe.schema import ReconstructBlock
+from compressx.recipe.sources import DatasetSource
+from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
+from compressx.training.reconstruct import Passage, reconstruct, relative_error
+
+HALF = Unstructured(0.5)
+SETTINGS = ReconstructBlock(passes=3, learning_rate=0.03, held_out=0.25)
+
+
+def planned(model, pattern=HALF, pruner="wanda", settings=SETTINGS, **fields):
+    plan = plan_all(model, SPECS[pruner], pattern, only=fields.pop("only", ""))
+    return type(plan)(**{**vars(plan), "reconstruct_block": settings, **fields})
+
+
+def outputs(model, tokens):
+    """Return what leaves the last block [sequences, tokens, width], in float32."""
+    seen = []
+    block = list(survey(model).blocks.values())[-1]
+    handle = block.register_forward_hook(lambda m, a, out: seen.append(out[0] if isinstance(out, tuple) else out))
+    with torch.no_grad():
+        model(tokens, use_cache=False)
+    handle.remove()
+    return seen[0].float()
+
+
+def test_the_error_is_the_mean_over_tokens_of_squared_relative_errors_whatever_the_token_sizes():
+    output, target = torch.randn(2, 5, 8, dtype=torch.float64), torch.randn(2, 5, 8, dtype=torch.float64)
+    target[0, 0] *= 1000
+    expected = sum(
+        float((output[b, t] - target[b, t]).norm() ** 2 / target[b, t].norm() ** 2) for b in range(2) for t in range(5)
+    )
+    assert float(relative_error(output, target)) == pytest.approx(expected / 10, rel=1e-5)
+    assert relative_error(torch.ones(1, 1, 4), torch.zeros(1, 1, 4)).isfinite()
+
+
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+@pytest.mark.parametrize("pattern", [HALF, NM(2, 4)], ids=str)
+def test_every_architecture_comes_nearer_to_its_dense_output_and_keeps_its_zeros(architecture, pattern):
+    tokens = tiny_tokens()
+    dense = outputs(tiny_model(architecture), tokens)
+    errors = {}
+    for settings in (None, SETTINGS):
+        model = tiny_model(architecture)
+        flags = {n: p.requires_grad for n, p in model.named_parameters()}
+        pruned = list(prune_model(InMemory(model), planned(model, pattern, settings=settings), batches(2)))
+        errors[settings] = float(relative_error(outputs(model, tokens), dense))
+        linears = survey(model).linears
+        for block in pruned:
+            for name, entry in block.masks.items():
+                weight = linears[name].weight
+                assert torch.equal(weight != 0, entry.keep)
+                assert not torch.signbit(weight[weight == 0]).any()
+        assert {n: p.requires_grad for n, p in model.named_parameters()} == flags
+        assert all(p.grad is None for p in model.parameters())
+        if settings:
+            for block in pruned:
+                told = block.report.reconstruction
+                assert told.after <= told.before
+                assert told.history[0] == told.before
+                assert len(told.history) == 4
+    assert errors[SETTINGS] < 0.9 * errors[None]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "mixtral"])
+def test_a_bfloat16_model_is_trained_in_float32_and_its_error_is_that_of_the_rounded_weights(architecture):
+    model = tiny_model(architecture, dtype=torch.bfloat16)
+    first, *_ = pruned = list(prune_model(InMemory(model), planned(model), batches(2)))
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert all(b.report.reconstruction.after < b.report.reconstruction.before for b in pruned)
+    dense, exact = tiny_model(architecture, dtype=torch.bfloat16), model.float()
+    held_out = batches(2)[-1:]
+    (state,), calls = capture_calls(dense, survey(dense).blocks, held_out)
+    fqn = first.report.fqn
+    with torch.no_grad():
+        target = replay(survey(dense).blocks[fqn], state, calls[fqn][0])
+        (call,) = capture_calls(exact, survey(exact).blocks, held_out)[1][fqn]
+        out = replay(survey(exact).blocks[fqn], state.float(), call)
+    assert first.report.reconstruction.after == pytest.approx(float(relative_error(out, target)), rel=0.02)
+
+
+def test_steps_far_below_the_resolution_of_bfloat16_add_up():
+    settings = ReconstructBlock(passes=40, learning_rate=0.001, held_out=0.25)
+    model = tiny_model("llama", dtype=torch.bfloat16)  # whose weights are about 0.1, 0.0005 apart
+    for block in prune_model(InMemory(model), planned(model, settings=settings), batches(2)):
+        history = block.report.reconstruction.history
+        assert block.report.reconstruction.after < 0.998 * history[0]
+
+
+def test_only_the_survivors_norms_and_biases_that_were_asked_for_change():
+    for norms, biases in [(False, False), (True, False), (False, True)]:
+        model, untouched = tiny_model("qwen2"), tiny_model("qwen2")
+        settings = ReconstructBlock(passes=1, learning_rate=0.03, norms=norms, biases=biases)
+        list(prune_model(InMemory(model), planned(model, settings=settings, only=".1.self_attn.q_proj"), batches(2)))
+        before = dict(untouched.named_parameters())
+        changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+        expected = {"model.layers.1.self_attn.q_proj.weight"}
+        expected |= {f"model.layers.1.{n}_layernorm.weight" for n in ("input", "post_attention")} if norms else set()
+        expected |= {f"model.layers.1.self_attn.{n}_proj.bias" for n in "qkv"} if biases else set()
+        # A key's bias adds the same to all scores of a query, so the softmax does not see it... but for rotation.
+        assert changed == expected
+
+
+def test_weights_are_those_from_before_when_training_makes_the_held_out_error_worse():
+    model, plain = tiny_model("llama"), tiny_model("llama")
+    list(prune_model(InMemory(plain), planned(plain, settings=None), batches(2)))
+    reckless = ReconstructBlock(passes=2, learning_rate=1.0, held_out=0.25)
+    pruned = list(prune_model(InMemory(model), planned(model, settings=reckless), batches(2)))
+    for block in pruned:
+        assert block.report.reconstruction.after == block.report.reconstruction.before
+        assert min(block.report.reconstruction.history[1:]) > block.report.reconstruction.before
+    before = dict(plain.named_parameters())
+    for name, now in model.named_parameters():
+        assert torch.equal(now, before[name]), name
+
+
+def test_the_gradient_is_that_of_the_error_with_respect_to_the_survivors():
+    model = tiny_model("llama").double()
+    fqn, block = next(iter(survey(model).blocks.items()))
+    name = f"{fqn}.mlp.down_proj"
+    linear = survey(model).linears[name]
+    tokens = tiny_tokens(sequences=2)
+    (state,), calls = capture_calls(model, survey(model).blocks, [tokens])
+    run = partial(replay, block, call=calls[fqn][0])
+    with torch.no_grad():
+        target = run(state)
+        linear.weight.mul_(torch.rand(linear.weight.shape) > 0.5)
+    passage = Passage(state, target, lambda x: run(x.double()))
+    weight = linear.module.weight.requires_grad_(True)
+    passage.error().backward()
+    row, column = 3, 7
+    step = 1e-4
+    errors = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight[row, column] += sign * step
+            out = run(state)
+            size = target.square().sum(-1)
+            errors.append(((out - target).square().sum(-1) / size).mean())
+            weight[row, column] -= sign * step
+    assert float(weight.grad[row, column]) == pytest.approx(float(errors[0] - errors[1]) / (2 * step), rel=1e-3)
+
+
+def test_an_error_while_training_leaves_an_ordinary_model_behind():
+    model = tiny_model("llama")
+    plan = planned(model)
+    list(prune_model(InMemory(model), planned(model, settings=None), batches(2)))
+    (fqn, _), *_ = survey(model).blocks.items()
+    masks = next(iter(prune_model(InMemory(tiny_model("llama")), planned(model, settings=None), batches(2)))).masks
+
+    def run(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    passage = Passage(torch.zeros(1, 2, 64), torch.zeros(1, 2, 64), run)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        reconstruct(model, fqn, masks, [passage], plan.reconstruct_block)
+    assert set(model.state_dict()) == set(tiny_model("llama").state_dict())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_order_others():
+    weights = []
+    for seed in (0, 0, 1):
+        model = tiny_model("llama")
+        settings = SETTINGS.model_copy(update={"seed": seed})
+        list(prune_model(InMemory(model), planned(model, settings=settings), batches(2)))
+        weights.append(model.model.layers[0].mlp.up_proj.weight.clone())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.slow
+def test_blocks_of_smollm2_cost_less_perplexity_when_they_are_reconstructed(smollm2):
+    source = DatasetSource(name="python-docs")
+    text = calibration_windows(token_ids(documents(source, "calibration"), smollm2.tokenizer), 24, 256, seed=0)
+    other = evaluation_windows(token_ids(documents(source, "evaluation"), smollm2.tokenizer), 16, 256)
+    first = tuple(f"model.layers.{i}." for i in range(3))
+    perplexities = {}
+    for passes in (0, 3):
+        model = copy.deepcopy(smollm2.model)
+        plan = plan_all(model, SPECS["sparsegpt"], NM(2, 4))
+        linears = tuple(x for x in plan.linears if x.name.startswith(first))
+        settings = ReconstructBlock(passes=passes, dtype="bfloat16") if passes else None
+        plan = type(plan)(**{**vars(plan), "linears": linears, "reconstruct_block": settings})
+        pruned = list(prune_model(InMemory(model), plan, text.split(4)))
+        assert all(layer.sparsity == 0.5 for block in pruned for layer in block.report.layers)
+        perplexities[passes] = token_perplexity(InMemory(model), other)
+    dense = token_perplexity(InMemory(smollm2.model), other)
+    assert dense < perplexities[3] < dense + 0.8 * (perplexities[0] - dense)
