@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from compressx.patterns import NM, FixedMask, Pattern, Unstructured, drop_lowest, keep_mask, keep_masks
     from compressx.pipeline.run import plan, run
+    from compressx.plugins.manager import Plugins, load_plugins
     from compressx.pruner import Block, BlockCall, Linear, Pruner, PruneResult, PrunerSpec, Sensitivity, Statistic
     from compressx.report.run import BlockReport, LayerReport, RunReport
     from compressx.statistics import FeatureNorms, Hessian, SequenceSample
@@ -31,6 +32,7 @@ _HOME = {
     "errors": ["ArtifactError", "CalibrationError", "CompressxError", "PluginError", "RecipeError",
                "UnsupportedModelError"],
     "patterns": ["NM", "FixedMask", "Pattern", "Unstructured", "drop_lowest", "keep_mask", "keep_masks"],
+    "plugins.manager": ["Plugins", "load_plugins"],
     "pruner": ["Block", "BlockCall", "Linear", "PruneResult", "Pruner", "PrunerSpec", "Sensitivity",
                "Statistic"],
     "report.run": ["BlockReport", "LayerReport", "RunReport"],
@@ -54,6 +56,7 @@ __all__ = [
     "Linear",
     "Pattern",
     "PluginError",
+    "Plugins",
     "PruneResult",
     "Pruner",
     "PrunerSpec",
@@ -69,6 +72,7 @@ __all__ = [
     "hookimpl",
     "keep_mask",
     "keep_masks",
+    "load_plugins",
     "plan",
     "run",
 ]

@@ -1,7 +1,7 @@
 """The command line: `compressx run | plan | plugins`.
 
-Exit status: 0 done, 2 an error that the user can mend (one message, no traceback), 1 a defect (with its traceback),
-130 interrupted. Output is plain when standard output is not a terminal.
+Exit status: 0 done, 2 an error that the user can mend (one message, no traceback), 1 a defect (with its traceback) or a
+check that failed, 130 interrupted. Output is plain when standard output is not a terminal.
 """
 
 from __future__ import annotations
@@ -133,21 +133,67 @@ def plan(host: _Host, recipe: Path, overrides: tuple[str, ...], as_json: bool) -
         terminal.print_plan(planned)
 
 
-@cli.command()
+@cli.group(invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the records as JSON.")
-@click.pass_obj
+@click.pass_context
 @_errors_for_users
-def plugins(host: _Host, as_json: bool) -> None:
+def plugins(context: click.Context, as_json: bool) -> None:
     """Show every plugin: where it came from, whether it loaded, and its pruners."""
+    if context.invoked_subcommand is not None:
+        return
     from compressx import terminal
 
-    records = host.plugins().records
+    records = context.obj.plugins().records
     if as_json:
         import dataclasses
 
         click.echo(json.dumps([dataclasses.asdict(r) for r in records], indent=1))
     else:
         terminal.print_plugins(records)
+
+
+@plugins.command("new")
+@click.argument("name")
+@click.option("--folder", type=click.Path(path_type=Path), default=Path(), help="Where it goes; here by default.")
+@click.pass_obj
+@_errors_for_users
+def plugins_new(host: _Host, name: str, folder: Path) -> None:
+    """Write a plugin package compressx-NAME with a working pruner called NAME, and its tests."""
+    from compressx.errors import PluginError
+    from compressx.plugins.scaffold import check_name, new_plugin
+
+    check_name(name)
+    loaded = host.plugins()
+    if name in loaded.pruners or any(name == r.name for r in loaded.records):
+        raise PluginError(f"there is a plugin or pruner {name!r} already, and no two may share a name; choose another")
+    written = new_plugin(name, folder)
+    where = written if written.is_absolute() else f"./{written.as_posix()}"  # to pip a bare name is one of PyPI's
+    click.echo(f"wrote {written}; next:\n  pip install {where}\n  compressx plugins check {name}")
+
+
+@plugins.command("check")
+@click.argument("name")
+@click.option(
+    "--set", "options", multiple=True, metavar="OPTION=VALUE", help="An option of the pruner; may be repeated."
+)
+@click.option("--architecture", "architectures", multiple=True, help="Check on this one; may be repeated.")
+@click.pass_obj
+@_errors_for_users
+def plugins_check(host: _Host, name: str, options: tuple[str, ...], architectures: tuple[str, ...]) -> None:
+    """Put the pruner NAME, or every pruner of the plugin NAME, through what a pruner promises; 1 when a check fails."""
+    from compressx import terminal
+    from compressx.recipe.yamlfile import assignments
+    from compressx.testing.conformance import conformance, known_architectures
+
+    loaded = host.plugins()
+    offered = next((r.pruners for r in loaded.records if r.name == name and r.status == "loaded"), ())
+    chosen = known_architectures(architectures)
+    given = assignments(options)
+    failed = False
+    for spec in [loaded.pruner(pruner) for pruner in offered or (name,)]:
+        failed |= terminal.print_conformance(spec.name, conformance(spec, options=given, architectures=chosen))
+    if failed:
+        sys.exit(1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -18,6 +19,9 @@ from compressx.planning.plan import Plan
 from compressx.plugins.manager import PluginRecord
 from compressx.recipe.methods import MeasuredAllocation
 from compressx.report.run import SUMMARY_COLUMNS, BlockReport, RunReport, in_short, shared
+
+if TYPE_CHECKING:
+    from compressx.testing.conformance import Outcome
 
 
 def _console() -> Console:
@@ -124,6 +128,43 @@ def print_plugins(records: Sequence[PluginRecord]) -> None:
     for record in records:
         if record.error:
             console.print(f"{record.name}: {record.error}", markup=False)
+
+
+def print_conformance(pruner: str, outcomes: Iterable[Outcome]) -> bool:
+    """Print what each check of a pruner found on each architecture, and why those that failed did.
+
+    Returns:
+        Whether one failed.
+    """
+    console = _console()
+    found: list[Outcome] = []
+    with Console(stderr=True).status(f"checking {pruner}") as status:
+        for outcome in outcomes:
+            found.append(outcome)
+            status.update(f"checking {pruner} on {outcome.architecture}: {outcome.check}")
+    architectures = list(dict.fromkeys(o.architecture for o in found if o.architecture))
+    by_place = {(o.check, o.architecture): o for o in found}
+    refused = {o.architecture for o in found if o.status == "refused"}
+    words = {"passed": "ok", "failed": "FAILED", "refused": "refused"}
+    rows = []
+    for check in dict.fromkeys(o.check for o in found):
+        if (check, "") in by_place:
+            cells = [words[by_place[check, ""].status]] * max(1, len(architectures))
+        else:
+            cells = [
+                words[by_place[check, a].status] if (check, a) in by_place else "refused" if a in refused else ""
+                for a in architectures
+            ]
+        rows.append([check, *cells])
+    console.print(_table([pruner, *(architectures or [""])], rows, left=1 + len(architectures)))
+    for outcome in found:
+        if outcome.status != "passed":
+            where = f" ({outcome.architecture})" if outcome.architecture else ""
+            console.print(f"{words[outcome.status]}: {outcome.check}{where}: {outcome.detail}", markup=False)
+    failed = sum(o.status == "failed" for o in found)
+    console.print(f"{pruner}: {len(found) - failed - len(refused)} checks passed, {failed} failed"
+                  + (f", {len(refused)} architectures refused" if refused else ""), markup=False)  # fmt: skip
+    return failed > 0
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> Table:

@@ -25,7 +25,7 @@ from compressx.pipeline.journal import FinishedBlock, Journal
 from compressx.pipeline.preparation import at
 from compressx.planning.plan import Plan
 from compressx.recipe.tuning import FinetuneReport
-from compressx.report import figures, markdown
+from compressx.report import figures, html, markdown
 from compressx.report.run import AllocationReport, RunReport, total_sparsity
 from compressx.training.finetune import finetune
 
@@ -83,6 +83,7 @@ def finish(asked: Asked, pruned: Pruned, journal: Journal, folder: Path) -> RunR
     (folder / "recipe.yaml").write_text(asked.loaded.to_yaml(), encoding="utf-8")
     (folder / "plan.json").write_text(json.dumps(pruned.plan.to_dict(), indent=1) + "\n", encoding="utf-8")
     (folder / "report.md").write_text(markdown.page(report), encoding="utf-8")
+    (folder / "report.html").write_text(html.page(report, asked.loaded.to_yaml(), folder), encoding="utf-8")
     (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
     return report
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from compressx.errors import RecipeError, did_you_mean
-from compressx.recipe.document import Node, Scalar, check_bounds, checked, one_line, put, shown
+from compressx.recipe.document import Node, Scalar, check_bounds, checked, from_python, one_line, put, shown
 
 MAX_BYTES = 256 * 1024
 
@@ -224,6 +224,19 @@ def override(root: Node, assignment: str) -> Node:
         raise RecipeError(f"{place}: expected KEY.KEY=VALUE, such as calibration.samples=8 or prune.0.sparsity=0.5")
     check_bounds(1, len(steps), place)
     return put(root, steps, parse_yaml(text, "", place=place))
+
+
+def assignments(given: Sequence[str]) -> dict[str, Any]:
+    """Return what `KEY=VALUE` assignments, VALUE being YAML, make of nothing.
+
+    Raises:
+        RecipeError: as `override`.
+    """
+    root = from_python({}, "--set")
+    for assignment in given:
+        root = override(root, assignment)
+    made: dict[str, Any] = root.plain()
+    return made
 
 
 def dump_yaml(tree: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from compressx.report.run import SUMMARY_COLUMNS, AllocationReport, ReconstructionReport, RunReport
 
@@ -11,7 +11,7 @@ from compressx.report.run import SUMMARY_COLUMNS, AllocationReport, Reconstructi
 def page(report: RunReport) -> str:
     """Return the content of `report.md`: the summary, then figures, then every layer."""
     lines = [
-        f"# Pruned {_model_name(report.model)}",
+        f"# Pruned {model_name(report.model)}",
         "",
         f"compressx {report.compressx}, sparsity {report.sparsity:.2%}",
     ]
@@ -19,9 +19,9 @@ def page(report: RunReport) -> str:
         lines += ["", *_markdown_table(report.evaluation_columns(), report.evaluation_rows())]
     lines += ["", "## By module", "", *_markdown_table(SUMMARY_COLUMNS, report.summary_rows())]
     if report.allocation is not None:
-        lines += ["", "## Allocation", "", *_allocation_lines(report.allocation)]
+        lines += ["", "## Allocation", "", *allocation_table(report.allocation).lines()]
     if report.reconstructions:
-        lines += ["", "## Block reconstruction", "", *_reconstruction_lines(report.reconstructions)]
+        lines += ["", "## Block reconstruction", "", *reconstruction_table(report.reconstructions).lines()]
     if report.finetune is not None:
         lines += ["", "## Fine-tuning", "", f"{report.finetune.summary()}."]
     lines += [
@@ -35,14 +35,7 @@ def page(report: RunReport) -> str:
     for figure in report.figures:
         lines += ["", figure["caption"], "", f"![{figure['caption']}]({figure['file']})"]
     lines += ["", "## Layers", ""]
-    lines += _markdown_table(
-        ["layer", "pruner", "pattern", "sparsity", "seconds", "figures"],
-        [
-            [x.name, x.pruner, x.pattern, f"{x.sparsity:.4f}", f"{x.seconds:.2f}",
-             ", ".join(f"{k} {v:.4g}" for k, v in x.info.items())]
-            for x in report.layers
-        ],
-    )  # fmt: skip
+    lines += _markdown_table(["layer", "pruner", "pattern", "sparsity", "seconds", "figures"], layer_rows(report))
     if report.skipped:
         lines += ["", "## Not pruned", ""]
         lines += _markdown_table(["weight", "reason"], [[s["name"], s["reason"]] for s in report.skipped])
@@ -57,35 +50,58 @@ _MEASURES = {
 }
 
 
-def _allocation_lines(allocation: AllocationReport) -> list[str]:
+class Told(NamedTuple):
+    """A sentence and a table."""
+
+    told: str
+    columns: list[str]
+    rows: list[list[str]]
+
+    def lines(self) -> list[str]:
+        """Return both in Markdown."""
+        return [self.told, "", *_markdown_table(self.columns, self.rows)]
+
+
+def allocation_table(allocation: AllocationReport) -> Told:
+    """Say how sparsities were chosen, and list every unit; columns that hold nothing are left out."""
     table = [["block", "linears", "pruner", "sparsity", *_MEASURES], *allocation.rows()]
     shown = [i for i in range(len(table[0])) if i < 4 or any(row[i] for row in table[1:])]
     header, *rows = ([row[i] for i in shown] for row in table)
     target = "" if allocation.target is None else f", target {allocation.target:.2%}"
     told = " ".join(text for name, text in _MEASURES.items() if name in header)
-    return [
+    return Told(
         f"{allocation.method}, by {allocation.unit}, scope {allocation.scope}{target}: {allocation.zeros} zeros of "
         f"{allocation.weights} weights. {told}".rstrip(),
-        "",
-        *_markdown_table(header, rows),
-    ]
+        header,
+        rows,
+    )
 
 
-def _reconstruction_lines(reconstructions: Mapping[str, ReconstructionReport]) -> list[str]:
-    header = ["block", "before", "after", "best pass", "seconds"]
+def reconstruction_table(reconstructions: Mapping[str, ReconstructionReport]) -> Told:
+    """Say what training did to the error of each block's output, and list every block."""
     rows = []
     for fqn, x in reconstructions.items():
         best = f"{x.history.index(x.after)} of {len(x.history) - 1}"
         rows.append([fqn, f"{x.before:.4g}", f"{x.after:.4g}", best, f"{x.seconds:.1f}"])
-    return [
+    return Told(
         "Squared relative error of each block's output on calibration text that was held out, before and after its "
         "survivors were trained: what the pruned blocks give against what the dense ones gave, the mean over tokens.",
-        "",
-        *_markdown_table(header, rows),
-    ]
+        ["block", "before", "after", "best pass", "seconds"],
+        rows,
+    )
 
 
-def _model_name(model: Mapping[str, Any]) -> str:
+def layer_rows(report: RunReport) -> list[list[str]]:
+    """Return `[layer, pruner, pattern, sparsity, seconds, figures]` of every pruned linear."""
+    return [
+        [x.name, x.pruner, x.pattern, f"{x.sparsity:.4f}", f"{x.seconds:.2f}",
+         ", ".join(f"{k} {v:.4g}" for k, v in x.info.items())]
+        for x in report.layers
+    ]  # fmt: skip
+
+
+def model_name(model: Mapping[str, Any]) -> str:
+    """Return what a model source is called."""
     return str(model.get("id") or model.get("path") or model.get("file"))
 
 

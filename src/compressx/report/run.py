@@ -241,6 +241,12 @@ def kind_of(name: str) -> str:
     return re.sub(r"(\.\d+)+$", "", name).rsplit(".", 1)[-1]
 
 
+def place_of(name: str) -> str:
+    """Return the number of the decoder block that a linear is in, or `outside`."""
+    number = re.search(r"\.(\d+)\.", name)
+    return number[1] if number else "outside"
+
+
 def in_short(names: Sequence[str]) -> str:
     """Name several linears of one block by the first one's full name and the others' kinds."""
     first, *others = names

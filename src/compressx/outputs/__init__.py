@@ -1,0 +1,1 @@
+"""What is done with a pruned model and its files afterwards: inspected, measured, masked again, compared."""

@@ -1,0 +1,152 @@
+"""What sparsity a saved model has: counted in its weights, whoever wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compressx.architecture import survey
+from compressx.errors import ArtifactError
+from compressx.masks.file import MaskEntry, read_masks
+from compressx.models.loading import find_checkpoint
+from compressx.models.shards import OUTSIDE
+from compressx.models.streaming import open_model
+from compressx.recipe.sources import ModelSource
+from compressx.report.run import kind_of
+
+_GROUPS = (4, 8, 16, 32)
+"""The M of N:M that are looked for; 4 is what hardware knows."""
+
+_FULL = 0.98
+"""Fraction of a pattern's groups that hold exactly N weights, for the pattern to be what was meant."""
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """The zeros of one linear.
+
+    Attributes:
+        name: fully qualified name.
+        shape: [out_features, in_features].
+        zeros: how many weights are zero.
+        pattern: what `pattern_of` finds.
+        two_four: whether no four consecutive input features keep more than two, as sparse tensor cores need it.
+        mask: what the file of masks says of it; None where it does not name it.
+        off_mask: weights that the mask drops and that are not zero; None likewise.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    zeros: int
+    pattern: str
+    two_four: bool
+    mask: str | None = None
+    off_mask: int | None = None
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of zeros."""
+        return self.zeros / (self.shape[0] * self.shape[1])
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The zeros of a model.
+
+    Attributes:
+        folder: that was looked into.
+        linears: in the model's order.
+        masks: the file that they were compared with, or None.
+    """
+
+    folder: str
+    linears: tuple[Inspected, ...]
+    masks: str | None
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of zeros over all linears."""
+        return sum(x.zeros for x in self.linears) / sum(x.shape[0] * x.shape[1] for x in self.linears)
+
+    def by_kind(self) -> dict[str, list[Inspected]]:
+        """Group the linears by kind, such as `q_proj`."""
+        kinds: dict[str, list[Inspected]] = {}
+        for linear in self.linears:
+            kinds.setdefault(kind_of(linear.name), []).append(linear)
+        return kinds
+
+
+def pattern_of(zero: Tensor) -> str:
+    """Say which pattern zeros follow.
+
+    Args:
+        zero: bool [out_features, in_features], True = zero.
+
+    Returns:
+        `dense`, `2:4` (or another N:M), `50% row` when every row has equally many zeros, else `50%`.
+    """
+    rows, columns = zero.shape
+    zeros = int(zero.sum())
+    if zeros == 0:
+        return "dense"
+    for of in _GROUPS:
+        if columns % of == 0:
+            kept = (~zero).view(rows, columns // of, of).sum(dim=2)
+            most = int(kept.max())
+            if 0 < most < of and float((kept == most).float().mean()) >= _FULL:
+                return f"{most}:{of}"
+    each = zero.sum(dim=1)
+    share = f"{100 * zeros / zero.numel():.4g}%"
+    return f"{share} row" if rows > 1 and bool((each == each[0]).all()) else share
+
+
+def fits_two_four(zero: Tensor) -> bool:
+    """Say whether of every four consecutive input features of zero [out_features, in_features] two at most are kept."""
+    if zero.shape[1] % 4:
+        return False
+    return bool(((~zero).view(len(zero), -1, 4).sum(dim=2) <= 2).all())
+
+
+def inspect(source: ModelSource, masks: Path | None = None) -> Inspection:
+    """Count the zeros of every linear in a model's blocks, a block in memory at a time where it is large.
+
+    Args:
+        source: the model.
+        masks: a file of masks to compare with; when absent, the one beside the model, if there is one.
+
+    Raises:
+        CompressxError: a model or file that cannot be read, or masks of another model.
+    """
+    if masks is None and source.path is not None:
+        beside = [p / "masks.safetensors" for p in (source.path, source.path.parent)]
+        masks = next((p for p in beside if p.is_file()), None)
+    entries = {} if masks is None else read_masks(masks)
+    found = tuple(_inspected(source, entries))
+    if unknown := [name for name in entries if name not in {x.name for x in found}]:
+        raise ArtifactError(f"{masks}: it names {unknown[0]}, which {source.path or source.id} does not have")
+    return Inspection(str(source.path or source.id or source.package), found, None if masks is None else str(masks))
+
+
+@torch.no_grad()
+def _inspected(source: ModelSource, entries: Mapping[str, MaskEntry]) -> Iterator[Inspected]:
+    access = open_model(find_checkpoint(source), source.streaming, torch.device("cpu"))
+    surveyed = survey(access.model)
+    for fqn in (*surveyed.blocks, OUTSIDE):
+        linears = {n: x for n, x in surveyed.linears.items() if fqn != OUTSIDE and n.startswith(f"{fqn}.")}
+        if fqn == OUTSIDE:
+            linears = {n: x for n, x in surveyed.outside.items() if n in entries}
+        with access.materialise(fqn):
+            for name, linear in linears.items():
+                zero = linear.weight == 0
+                shape = (linear.out_features, linear.in_features)
+                entry, off = entries.get(name), None
+                if entry is not None:
+                    if entry.keep.shape != zero.shape:
+                        raise ArtifactError(f"{name}: its mask is {[*entry.keep.shape]}, the weight {list(shape)}")
+                    off = int((~entry.keep & ~zero).sum())
+                meant = None if entry is None else f"{entry.pruner} {entry.pattern}"
+                yield Inspected(name, shape, int(zero.sum()), pattern_of(zero), fits_two_four(zero), meant, off)

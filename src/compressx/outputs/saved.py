@@ -1,0 +1,125 @@
+"""Models and masks that were written: measured again, and masks put on another checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from compressx.calibration.documents import check_dataset
+from compressx.errors import ArtifactError, RecipeError
+from compressx.evaluation.perplexity import Figures, Progress, evaluate
+from compressx.masks.maskset import Deviation, MaskSet
+from compressx.models.access import Access, Device, device_for
+from compressx.models.export import output_folder, save_model
+from compressx.models.loading import find_checkpoint, load_model, load_tokenizer
+from compressx.models.streaming import open_model
+from compressx.recipe.document import Node, from_python
+from compressx.recipe.schema import Evaluate, load_recipe
+from compressx.recipe.sources import ModelField, ModelSource
+from compressx.recipe.validation import Strict, validated
+from compressx.recipe.yamlfile import override
+
+_SOURCE: TypeAdapter[ModelSource] = TypeAdapter(ModelField)
+_USUAL: Mapping[str, Any] = {"token_perplexity": {"dataset": "wikitext", "sequence_length": 2048}}
+
+
+class _Asked(Strict):
+    evaluate: Evaluate
+
+
+def source_of(model: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> ModelSource:
+    """Read what a command line calls a model: an output folder, a model's folder, a .gguf file or a hub id."""
+    inner = Path(model).expanduser() / "model"
+    name = str(inner) if (inner / "config.json").is_file() else model
+    source = _SOURCE.validate_python(name)
+    return source.model_copy(update={"dtype": dtype, "trust_remote_code": trust_remote_code})
+
+
+def measures(recipe: Path | None, overrides: Sequence[str]) -> Evaluate:
+    """Return what is to be measured: a recipe's `evaluate` section, or token perplexity on WikiText-2.
+
+    Args:
+        recipe: a recipe with that section.
+        overrides: `evaluate.KEY=VALUE`, as `--set` takes them.
+
+    Raises:
+        RecipeError: what is wrong with them, or a recipe without that section.
+        CalibrationError: local text that is not there.
+    """
+    if recipe is not None:
+        settings = load_recipe(recipe, overrides).recipe.evaluate
+        if settings is None:
+            raise RecipeError(f"{recipe}: it has no evaluate section; add one, or leave --recipe out")
+    else:
+        root: Node = from_python({"evaluate": dict(_USUAL)}, "--set")
+        for assignment in overrides:
+            root = override(root, assignment)
+        settings = validated(_Asked, root.plain(), root.where).evaluate
+    if settings.token_perplexity is not None:
+        check_dataset(settings.token_perplexity.dataset)
+    return settings
+
+
+def evaluate_saved(
+    source: ModelSource,
+    settings: Evaluate,
+    *,
+    masks: Path | None = None,
+    device: Device = "auto",
+    progress: Progress | None = None,
+) -> Figures:
+    """Measure a model, with masks put on it first if there are some.
+
+    Args:
+        source: the model.
+        settings: what to measure.
+        masks: a file of masks to apply.
+        device: where the model runs.
+        progress: as for `evaluate`.
+
+    Returns:
+        The figures by name.
+
+    Raises:
+        CompressxError: anything that the user can mend.
+    """
+    checkpoint = find_checkpoint(source)
+    tokenizer = load_tokenizer(checkpoint)
+    loaded = None if masks is None else MaskSet.load(masks)
+    access: Access = open_model(checkpoint, False if loaded is not None else source.streaming, device_for(device))
+    if loaded is not None:
+        loaded.apply(access.model)
+    return evaluate(access, tokenizer, settings, progress=progress)
+
+
+def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: bool = False) -> dict[str, Deviation]:
+    """Put saved masks on a model of the same shapes, such as a fine-tuned one, and save it in a folder of its own.
+
+    Args:
+        masks: the file of masks.
+        source: the model.
+        output: the folder to make: `save_pretrained`'s files, the tokenizer and the masks.
+        original: also require that the weights are those that were pruned, byte for byte.
+
+    Returns:
+        By name, how many weights the masks dropped that were not zero before, and how many were zero that they keep.
+
+    Raises:
+        ArtifactError: masks that do not fit the model, an output that is there already, files that cannot be written.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ArtifactError(f"output {output} exists; name a new folder")
+    loaded = MaskSet.load(masks)
+    checkpoint = find_checkpoint(source)
+    tokenizer = load_tokenizer(checkpoint)
+    model = load_model(checkpoint)
+    before = loaded.deviations(model)
+    loaded.apply(model, original=original)
+    with output_folder(output) as folder:
+        save_model(model, tokenizer, folder)
+        shutil.copyfile(masks, folder / "masks.safetensors")
+    return before

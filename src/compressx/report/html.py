@@ -1,0 +1,133 @@
+"""`report.html`: a run's report as one page that needs no network, for narrow and wide screens, light and dark."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from compressx.files import os_errors_named
+from compressx.report.markdown import allocation_table, layer_rows, model_name, reconstruction_table
+from compressx.report.run import SUMMARY_COLUMNS, LayerReport, RunReport, kind_of, place_of
+
+_COLOURS = {"#ffffff": "none", "#000000": "currentColor", "#dddddd": "var(--line)"}
+"""What a drawing's ground, lines and grid become, so that they follow the page."""
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A figure within the page: an SVG as markup, or a PNG as a data URI."""
+
+    caption: str
+    svg: Any = None
+    data: str = ""
+
+
+def page(report: RunReport, recipe: str, folder: Path) -> str:
+    """Return the content of `report.html`.
+
+    Args:
+        report: what the run did.
+        recipe: the recipe as resolved, YAML.
+        folder: the output folder, which holds the files that `report.figures` names.
+
+    Raises:
+        ArtifactError: a figure's file that cannot be read.
+    """
+    figures = [_figure(number, f, folder) for number, f in enumerate(report.figures)]
+    return str(
+        _template().render(
+            report=report,
+            model=model_name(report.model),
+            cards=_cards(report),
+            summary_columns=SUMMARY_COLUMNS,
+            heat=_heat(report.layers),
+            time=_time(report.layers),
+            stages=[[name, f"{value:.1f}"] for name, value in report.seconds.items()],
+            curves=[f for f in figures if f.svg is not None],
+            maps=[f for f in figures if f.svg is None],
+            allocation=allocation_table(report.allocation) if report.allocation else None,
+            reconstruction=reconstruction_table(report.reconstructions) if report.reconstructions else None,
+            layers=layer_rows(report),
+            skipped=[[s["name"], s["reason"]] for s in report.skipped],
+            plugins=[[p[k] or "" for k in ("name", "version", "source", "module")] for p in report.plugins],
+            recipe=recipe,
+        )
+    )
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup, escape
+
+    environment = Environment(
+        loader=PackageLoader("compressx.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters["plain"] = lambda text: text.replace("`", "")
+    environment.filters["coded"] = lambda text: Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704 - escaped
+    return environment.get_template("report.html.jinja")
+
+
+def _cards(report: RunReport) -> list[tuple[str, str, str]]:
+    """Say what matters most: name, value, note."""
+    cards = [("sparsity", f"{report.sparsity:.2%}", f"of {len(report.layers)} linears")]
+    for name, dense, *others in report.evaluation_rows()[:2]:
+        changed = others[-2:]
+        cards.append((name.replace("_", " "), changed[0], f"dense {dense}, {changed[1]}"))
+    total = report.seconds.get("total", sum(report.seconds.values()))
+    minutes = f"{total / 60:.1f} min" if total >= 120 else f"{total:.0f} s"
+    cards.append(("time", minutes, ", ".join(dict.fromkeys(layer.pruner for layer in report.layers))))
+    cards.append(("peak memory", f"{report.peak_memory_bytes / 2**30:.1f} GiB", ""))
+    return cards
+
+
+def _heat(layers: tuple[LayerReport, ...]) -> Mapping[str, Any]:
+    """Lay out sparsities in percent: a row for each block, a column for each kind of linear; experts are averaged."""
+    kinds = list(dict.fromkeys(kind_of(layer.name) for layer in layers))
+    zeros: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
+    for layer in layers:
+        cell = zeros[place_of(layer.name)][kind_of(layer.name)]
+        weights = layer.shape[0] * layer.shape[1]
+        cell[0] += layer.sparsity * weights
+        cell[1] += weights
+    rows = []
+    for block, cells in zeros.items():
+        rows.append((block, [100 * cells[k][0] / cells[k][1] if k in cells else None for k in kinds]))
+    return {"kinds": kinds, "rows": rows}
+
+
+def _time(layers: tuple[LayerReport, ...]) -> list[tuple[str, float, float]]:
+    """Return each block, its pruners' seconds, and their share of the slowest block's in percent."""
+    seconds: dict[str, float] = defaultdict(float)
+    for layer in layers:
+        seconds[place_of(layer.name)] += layer.seconds
+    most = max(seconds.values(), default=0.0) or 1.0
+    return [(block, value, 100 * value / most) for block, value in seconds.items()]
+
+
+def _figure(number: int, figure: Mapping[str, str], folder: Path) -> _Shown:
+    path = folder / figure["file"]
+    with os_errors_named("read", path):
+        content = path.read_bytes()
+    if path.suffix == ".svg":
+        return _Shown(figure["caption"], svg=_inline(content.decode(), f"f{number}-"))
+    return _Shown(figure["caption"], data="data:image/png;base64," + base64.b64encode(content).decode())
+
+
+def _inline(svg: str, prefix: str) -> Any:
+    """Make a drawing part of the page: its colours follow the page's, and its ids differ from other drawings'."""
+    from markupsafe import Markup
+
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
+    svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{prefix}", svg)
+    for drawn, followed in _COLOURS.items():
+        svg = svg.replace(drawn, followed)
+    return Markup(svg)  # noqa: S704 - drawn by matplotlib, which escapes its texts
