@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,10 @@ from compressx.recipe.methods import MeasuredAllocation
 from compressx.report.run import SUMMARY_COLUMNS, BlockReport, RunReport, in_short, shared
 
 if TYPE_CHECKING:
+    from compressx.evaluation.perplexity import Figures
+    from compressx.masks.maskset import Deviation
+    from compressx.outputs.compare import Comparison
+    from compressx.outputs.inspect import Inspection
     from compressx.testing.conformance import Outcome
 
 
@@ -128,6 +132,60 @@ def print_plugins(records: Sequence[PluginRecord]) -> None:
     for record in records:
         if record.error:
             console.print(f"{record.name}: {record.error}", markup=False)
+
+
+def print_figures(figures: Figures) -> None:
+    """Print what was measured, each number under its full name."""
+    rows = [
+        [f"{name} {metric}".rstrip(), f"{value:.6g}"]
+        for name, values in figures.items()
+        for metric, value in (values.items() if isinstance(values, dict) else [("", values)])
+    ]
+    _console().print(_table(["measure", "value"], rows, left=1))
+
+
+def print_applied(before: Mapping[str, Deviation], output: Path) -> None:
+    """Print what putting masks on a model changed."""
+    dropped = sum(x.dropped_not_zero for x in before.values())
+    zero = sum(x.kept_zero for x in before.values())
+    also = f"; {zero} weights that the masks keep were zero" if zero else ""
+    _console().print(f"{dropped} weights became zero{also}; written to {output}", markup=False)
+
+
+def print_inspection(found: Inspection) -> None:
+    """Print one row for each linear, then the sum by kind."""
+    console = _console()
+    compared = [*(["mask"] if found.masks else []), *(["off mask"] if found.masks else [])]
+    rows = []
+    for x in found.linears:
+        told = [x.mask or "none", "" if x.off_mask is None else str(x.off_mask)] if found.masks else []
+        rows.append([x.name, x.pattern, "yes" if x.two_four else "no", *told, f"{x.sparsity:.2%}"])
+    # what is counted stands right, what is named left
+    console.print(_table(["linear", "pattern", "2:4", *compared, "sparsity"], rows, left=3 + bool(found.masks)))
+    kinds = []
+    for kind, members in found.by_kind().items():
+        weights = sum(x.shape[0] * x.shape[1] for x in members)
+        zeros = sum(x.zeros for x in members)
+        kinds.append([kind, ", ".join(dict.fromkeys(x.pattern for x in members)), str(len(members)),
+                      f"{zeros / weights:.2%}"])  # fmt: skip
+    console.print(_table(["module", "patterns", "linears", "sparsity"], kinds, left=2))
+    fits = sum(x.two_four for x in found.linears)
+    off = sum(x.off_mask or 0 for x in found.linears)
+    console.print(
+        f"{found.folder}: sparsity {found.sparsity:.2%} of {len(found.linears)} linears; 2:4 holds for {fits}"
+        + (f"; compared with {found.masks}, {off} weights are not zero that it drops" if found.masks else ""),
+        markup=False,
+    )
+
+
+def print_comparison(found: Comparison, written: Sequence[Path]) -> None:
+    """Print several runs side by side, and where the table and the plot went."""
+    console = _console()
+    console.print(_table(found.columns(), found.rows(), left=2))
+    for warning in found.warnings:
+        console.print(f"warning: {warning}", markup=False)
+    if written:
+        console.print(f"written to {', '.join(map(str, written))}", markup=False)
 
 
 def print_conformance(pruner: str, outcomes: Iterable[Outcome]) -> bool:

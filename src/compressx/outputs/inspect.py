@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +80,11 @@ class Inspection:
         for linear in self.linears:
             kinds.setdefault(kind_of(linear.name), []).append(linear)
         return kinds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
+        linears = [{**dataclasses.asdict(x), "sparsity": x.sparsity} for x in self.linears]
+        return {"folder": self.folder, "masks": self.masks, "sparsity": self.sparsity, "linears": linears}
 
 
 def pattern_of(zero: Tensor) -> str:

@@ -14,7 +14,7 @@ from compressx.ranks import Ranks
 from compressx.recipe.schema import LoadedRecipe
 
 Stage: TypeAlias = Literal[
-    "load", "calibrate", "evaluate dense", "allocate", "prune", "evaluate pruned", "finetune", "save",
+    "load", "calibrate", "evaluate", "evaluate dense", "allocate", "prune", "evaluate pruned", "finetune", "save",
     "evaluate finetuned",
 ]  # fmt: skip
 Progress: TypeAlias = Callable[[Stage, int, int, str], None]

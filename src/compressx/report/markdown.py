@@ -16,8 +16,8 @@ def page(report: RunReport) -> str:
         f"compressx {report.compressx}, sparsity {report.sparsity:.2%}",
     ]
     if report.evaluation:
-        lines += ["", *_markdown_table(report.evaluation_columns(), report.evaluation_rows())]
-    lines += ["", "## By module", "", *_markdown_table(SUMMARY_COLUMNS, report.summary_rows())]
+        lines += ["", *markdown_table(report.evaluation_columns(), report.evaluation_rows())]
+    lines += ["", "## By module", "", *markdown_table(SUMMARY_COLUMNS, report.summary_rows())]
     if report.allocation is not None:
         lines += ["", "## Allocation", "", *allocation_table(report.allocation).lines()]
     if report.reconstructions:
@@ -28,17 +28,17 @@ def page(report: RunReport) -> str:
         "",
         "## Seconds",
         "",
-        *_markdown_table(["stage", "s"], [[k, f"{v:.1f}"] for k, v in report.seconds.items()]),
+        *markdown_table(["stage", "s"], [[k, f"{v:.1f}"] for k, v in report.seconds.items()]),
     ]
     if report.figures:
         lines += ["", "## Figures"]
     for figure in report.figures:
         lines += ["", figure["caption"], "", f"![{figure['caption']}]({figure['file']})"]
     lines += ["", "## Layers", ""]
-    lines += _markdown_table(["layer", "pruner", "pattern", "sparsity", "seconds", "figures"], layer_rows(report))
+    lines += markdown_table(["layer", "pruner", "pattern", "sparsity", "seconds", "figures"], layer_rows(report))
     if report.skipped:
         lines += ["", "## Not pruned", ""]
-        lines += _markdown_table(["weight", "reason"], [[s["name"], s["reason"]] for s in report.skipped])
+        lines += markdown_table(["weight", "reason"], [[s["name"], s["reason"]] for s in report.skipped])
     return "\n".join(lines) + "\n"
 
 
@@ -59,7 +59,7 @@ class Told(NamedTuple):
 
     def lines(self) -> list[str]:
         """Return both in Markdown."""
-        return [self.told, "", *_markdown_table(self.columns, self.rows)]
+        return [self.told, "", *markdown_table(self.columns, self.rows)]
 
 
 def allocation_table(allocation: AllocationReport) -> Told:
@@ -105,5 +105,6 @@ def model_name(model: Mapping[str, Any]) -> str:
     return str(model.get("id") or model.get("path") or model.get("file"))
 
 
-def _markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
+def markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
     return [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}", *(f"| {' | '.join(r)} |" for r in rows)]

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -95,6 +95,25 @@ def curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> N
     _draw_lines(path, stepped, across="step", up=up, columns=5, size=(2.6, 2.0), marked=False)
 
 
+def measures_by_sparsity(path: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> None:
+    """Draw what was measured over sparsity, a panel for each measure with a vertical axis of its own.
+
+    Args:
+        path: an `.svg` to write.
+        panels: by the measure, then by the line's label: points of sparsity in percent and value, in any order.
+
+    Raises:
+        ArtifactError: when the file cannot be written.
+    """
+    lines: dict[str, dict[str, Line]] = {}
+    for title, named in panels.items():
+        ordered = {label: sorted(points) for label, points in named.items()}
+        lines[title] = {label: ([x for x, _ in points], [y for _, y in points]) for label, points in ordered.items()}
+    _draw_lines(
+        path, lines, across="sparsity, %", up="", columns=2, size=(5.0, 3.6), marked=True, one_scale=False,
+    )  # fmt: skip
+
+
 def heat_maps(path: Path, title: str, images: Mapping[str, Pooled], difference: Pooled | None) -> None:
     """Draw matrices side by side with one colour scale, and their absolute difference with one of its own.
 
@@ -153,7 +172,7 @@ def _drawing(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
 
 def _draw_lines(
     path: Path, panels: Mapping[str, Mapping[str, Line]], *, across: str, up: str, columns: int,
-    size: tuple[float, float], marked: bool,
+    size: tuple[float, float], marked: bool, one_scale: bool = True,
 ) -> None:  # fmt: skip
     """Draw panels of lines in rows of `columns`, each `size` inches, with one legend above."""
     columns = min(columns, len(panels))
@@ -162,7 +181,7 @@ def _draw_lines(
     looks = dict(zip(labels, cycle(zip(_COLOURS, _MARKERS, strict=True)), strict=False))
     shown: dict[str, Any] = {}
     with _drawing(path, (max(size[0] * columns, 5.0), size[1] * rows + 0.5)) as figure:
-        axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        axes = figure.subplots(rows, columns, sharex=True, sharey=one_scale, squeeze=False)
         for ax, (title, lines) in zip(axes.flat, panels.items(), strict=False):
             ax.set_title(title)
             for label, (x, y) in lines.items():
@@ -172,7 +191,9 @@ def _draw_lines(
             ax.set_visible(False)
         for ax in axes.flat[max(0, len(panels) - columns) : len(panels)]:
             ax.tick_params(labelbottom=True)  # the lowest panel of its column need not be in the last row
-        _set_scales(axes[0, 0], [v for lines in panels.values() for _, y in lines.values() for v in y])
+        each = [[v for _, y in lines.values() for v in y] for lines in panels.values()]
+        for ax, values in zip(axes.flat, [list(chain(*each))] if one_scale else each, strict=False):
+            _set_scales(ax, values)
         figure.supxlabel(across)
         figure.supylabel(up)
         if len(labels) > 1:

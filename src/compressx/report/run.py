@@ -188,6 +188,10 @@ class RunReport:
         """Return the content of `report.json`."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
+    def measures(self) -> dict[tuple[str, str], float]:
+        """Return every number that was measured, by its name and by the model: `dense`, `pruned` or `finetuned`."""
+        return {(name, of): value for of, values in self.evaluation.items() for name, value in _flat(values).items()}
+
     def evaluation_rows(self) -> list[list[str]]:
         """Return the cells under `evaluation_columns` for every number measured on all; changes are from dense."""
         dense = _flat(self.evaluation.get("dense", {}))

@@ -1,0 +1,45 @@
+"""The command line: `compressx run | plan | sweep | compare | eval | apply | inspect | plugins`.
+
+Exit status: 0 done, 2 an error that the user can mend (one message, no traceback), 1 a defect (with its traceback) or a
+check that failed, 130 interrupted. Output is plain when standard output is not a terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from compressx._version import __version__
+from compressx.cli.common import Host
+from compressx.cli.models import apply, evaluate, inspect
+from compressx.cli.plugins import plugins
+from compressx.cli.runs import compare, plan, run, sweep
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="compressx")
+@click.option(
+    "--plugin",
+    "modules",
+    multiple=True,
+    metavar="MODULE",
+    help="Load a plugin module, from the working folder too; may be repeated.",
+)
+@click.option("-p", "blocked", multiple=True, metavar="no:NAME", help="Block a plugin before it is imported.")
+@click.pass_context
+def cli(context: click.Context, modules: tuple[str, ...], blocked: tuple[str, ...]) -> None:
+    """Prune Hugging Face transformer language models by recipe."""
+    for value in blocked:
+        if not value.startswith("no:") or value == "no:":
+            raise click.BadParameter(f"expected no:NAME, got {value!r}", param_hint="-p")
+    context.obj = Host(modules, tuple(b.removeprefix("no:") for b in blocked))
+
+
+for _command in (run, plan, sweep, compare, evaluate, apply, inspect, plugins):
+    cli.add_command(_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    cli.main(args=None if arguments is None else list(arguments), prog_name="compressx")

@@ -1,0 +1,62 @@
+"""What the commands share: the options before them, how errors are shown, and options of several."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from compressx.plugins.manager import Plugins
+
+_Command = TypeVar("_Command", bound=Callable[..., None])
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the options before the command say."""
+
+    modules: tuple[str, ...]
+    blocked: tuple[str, ...]
+
+    def plugins(self) -> Plugins:
+        """Load the plugins that these options leave."""
+        from compressx.plugins.manager import load_plugins
+
+        if self.modules:  # a console script does not look for modules in the working folder, `python -m` does
+            sys.path.insert(0, str(Path.cwd()))
+        return load_plugins(modules=self.modules, blocked=self.blocked)
+
+
+def errors_for_users(command: _Command) -> _Command:
+    """Print a `CompressxError` as one message and exit with 2; let everything else show its traceback."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        from compressx.errors import CompressxError
+
+        try:
+            command(*args, **kwargs)
+        except CompressxError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            click.echo("interrupted; finished blocks are kept, and --resume goes on after them", err=True)
+            sys.exit(130)
+
+    return wrapped  # type: ignore[return-value]
+
+
+set_option = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
+                    help="Override a recipe value, such as calibration.samples=8; may be repeated.")  # fmt: skip
+
+
+device_option = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+dtype_option = click.option(
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
+)

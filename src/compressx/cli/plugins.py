@@ -1,0 +1,74 @@
+"""`compressx plugins`, and `new` and `check` below it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from compressx.cli.common import Host, errors_for_users
+
+
+@click.group(invoke_without_command=True)
+@click.option("--json", "as_json", is_flag=True, help="Print the records as JSON.")
+@click.pass_context
+@errors_for_users
+def plugins(context: click.Context, as_json: bool) -> None:
+    """Show every plugin: where it came from, whether it loaded, and its pruners."""
+    if context.invoked_subcommand is not None:
+        return
+    from compressx import terminal
+
+    records = context.obj.plugins().records
+    if as_json:
+        import dataclasses
+
+        click.echo(json.dumps([dataclasses.asdict(r) for r in records], indent=1))
+    else:
+        terminal.print_plugins(records)
+
+
+@plugins.command("new")
+@click.argument("name")
+@click.option("--folder", type=click.Path(path_type=Path), default=Path(), help="Where it goes; here by default.")
+@click.pass_obj
+@errors_for_users
+def plugins_new(host: Host, name: str, folder: Path) -> None:
+    """Write a plugin package compressx-NAME with a working pruner called NAME, and its tests."""
+    from compressx.errors import PluginError
+    from compressx.plugins.scaffold import check_name, new_plugin
+
+    check_name(name)
+    loaded = host.plugins()
+    if name in loaded.pruners or any(name == r.name for r in loaded.records):
+        raise PluginError(f"there is a plugin or pruner {name!r} already, and no two may share a name; choose another")
+    written = new_plugin(name, folder)
+    where = written if written.is_absolute() else f"./{written.as_posix()}"  # to pip a bare name is one of PyPI's
+    click.echo(f"wrote {written}; next:\n  pip install {where}\n  compressx plugins check {name}")
+
+
+@plugins.command("check")
+@click.argument("name")
+@click.option(
+    "--set", "options", multiple=True, metavar="OPTION=VALUE", help="An option of the pruner; may be repeated."
+)
+@click.option("--architecture", "architectures", multiple=True, help="Check on this one; may be repeated.")
+@click.pass_obj
+@errors_for_users
+def plugins_check(host: Host, name: str, options: tuple[str, ...], architectures: tuple[str, ...]) -> None:
+    """Put the pruner NAME, or every pruner of the plugin NAME, through what a pruner promises; 1 when a check fails."""
+    from compressx import terminal
+    from compressx.recipe.yamlfile import assignments
+    from compressx.testing.conformance import conformance, known_architectures
+
+    loaded = host.plugins()
+    offered = next((r.pruners for r in loaded.records if r.name == name and r.status == "loaded"), ())
+    chosen = known_architectures(architectures)
+    given = assignments(options)
+    failed = False
+    for spec in [loaded.pruner(pruner) for pruner in offered or (name,)]:
+        failed |= terminal.print_conformance(spec.name, conformance(spec, options=given, architectures=chosen))
+    if failed:
+        sys.exit(1)

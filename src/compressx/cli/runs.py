@@ -1,0 +1,113 @@
+"""`compressx run | plan | sweep | compare`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+
+from compressx.cli.common import Host, device_option, errors_for_users, set_option
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@set_option
+@device_option
+@click.option("--resume", is_flag=True, help="Go on with an interrupted run, after its last block or checkpoint.")
+@click.option("--restart", is_flag=True, help="Begin anew where an interrupted run has left finished blocks.")
+@click.option("-v", "--verbose", is_flag=True, help="A line for every pruned layer, with its figures and curves.")
+@click.option("-q", "--quiet", is_flag=True, help="Nothing but errors.")
+@click.pass_obj
+@errors_for_users
+def run(
+    host: Host, recipe: Path, overrides: tuple[str, ...], device: str, resume: bool, restart: bool, verbose: bool,
+    quiet: bool,
+) -> None:  # fmt: skip
+    """Prune the model of RECIPE and write its output folder."""
+    from compressx import terminal
+    from compressx.pipeline.run import run as run_recipe
+    from compressx.recipe.schema import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    plugins = host.plugins()
+    quiet = quiet or os.environ.get("RANK", "0") != "0"  # of several processes the first speaks
+    if verbose and not quiet:
+        plugins.manager.register(terminal.LayerLines(), name="terminal")
+    with terminal.progress(quiet=quiet) as tell:
+        report = run_recipe(
+            loaded, plugins=plugins, progress=tell, device=device,  # type: ignore[arg-type]
+            resume=resume, restart=restart,
+        )  # fmt: skip
+    if not quiet:
+        terminal.print_summary(report, loaded.recipe.output)
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@set_option
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.pass_obj
+@errors_for_users
+def plan(host: Host, recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Check RECIPE and show what would happen to every linear, without loading weights."""
+    from compressx import terminal
+    from compressx.pipeline.run import plan as plan_recipe
+
+    planned = plan_recipe(recipe, plugins=host.plugins(), overrides=overrides)
+    if as_json:
+        click.echo(json.dumps(planned.to_dict(), indent=1))
+    else:
+        terminal.print_plan(planned)
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for compare.md, compare.csv and compare.svg.")
+@errors_for_users
+def compare(runs: tuple[Path, ...], output: Path | None) -> None:
+    """Show the output folders RUNS side by side, and write table and plot where --output says."""
+    from compressx import terminal
+    from compressx.outputs.compare import compare as side_by_side
+
+    found = side_by_side(runs)
+    terminal.print_comparison(found, found.write(output) if output is not None else [])
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option(
+    "--grid",
+    "axes",
+    multiple=True,
+    required=True,
+    metavar="KEY=VALUE,VALUE...",
+    help="Values of a recipe key, such as prune.1.sparsity=0.4,0.5; repeated, every combination is run.",
+)
+@set_option
+@click.option("--output", type=click.Path(path_type=Path), help="Folder of all runs; the recipe's output by default.")
+@device_option
+@click.option("-q", "--quiet", is_flag=True, help="Nothing but the comparison and errors.")
+@click.pass_obj
+@errors_for_users
+def sweep(
+    host: Host, recipe: Path, axes: tuple[str, ...], overrides: tuple[str, ...], output: Path | None, device: str,
+    quiet: bool,
+) -> None:  # fmt: skip
+    """Run RECIPE for every combination of values, then compare; a second call goes on where the first one stopped."""
+    from compressx import terminal
+    from compressx.outputs.compare import compare as side_by_side
+    from compressx.pipeline.sweep import grid
+
+    cells = grid(recipe, axes, overrides, output)
+    plugins = host.plugins()
+    for cell in cells:
+        cell.check(plugins)  # every one, before the first is run
+    for number, cell in enumerate(cells, start=1):
+        with terminal.progress(quiet=quiet) as tell:
+            ran = cell.run(plugins, tell, device)  # type: ignore[arg-type]
+        if not quiet:
+            click.echo(f"[{number}/{len(cells)}] {cell.output}" + ("" if ran else ": finished before"))
+    found = side_by_side([cell.output for cell in cells])
+    terminal.print_comparison(found, found.write(cells[0].output.parent))
