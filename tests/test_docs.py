@@ -28,12 +28,13 @@ from compressx.report.run import AllocationReport, LayerReport, ReconstructionRe
 _ROOT = Path(__file__).parents[1]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")
 _RECIPE_MD = (_ROOT / "docs/recipe.md").read_text(encoding="utf-8")
+_COMMANDS_MD = (_ROOT / "docs/command-line.md").read_text(encoding="utf-8")
 _WRITE_MD = (_ROOT / "docs/write-a-pruner.md").read_text(encoding="utf-8")
 _PAGES = [
     _ROOT / "README.md",
     _ROOT / "CONTRIBUTING.md",
     _ROOT / "CHANGELOG.md",
-    *sorted((_ROOT / "docs").glob("*.md")),
+    *sorted((_ROOT / "docs").rglob("*.md")),
 ]
 _TEXT = "The key of a query is the query of a key; a block prunes the weights that its neighbours can do without.\n"
 
@@ -62,7 +63,8 @@ def _keys(model: type[BaseModel]) -> Iterator[str]:
 
 def _commands(group: click.Group) -> Iterator[click.Command]:
     yield group
-    yield from group.commands.values()
+    for command in group.commands.values():
+        yield from _commands(command) if isinstance(command, click.Group) else (command,)
 
 
 # ------------------------------------------------------------------------------------------------ names
@@ -94,14 +96,14 @@ def test_every_key_of_a_recipe_is_named_in_the_recipe_page() -> None:
     assert keys - _code_spans(_RECIPE_MD) == set()
 
 
-def test_every_command_and_option_is_named_in_the_recipe_page() -> None:
+def test_every_command_and_option_is_named_in_the_page_of_the_command_line() -> None:
     options = {name for c in _commands(cli.cli) for p in c.params if isinstance(p, click.Option) for name in p.opts}
-    spans = " ".join(_code_spans(_RECIPE_MD)).split()
+    spans = " ".join(_code_spans(_COMMANDS_MD)).split()
 
-    assert {"--set", "-p", "--json"} <= options
+    assert {"--set", "-p", "--json", "--grid"} <= options
     assert options - set(spans) == set()
     for command in cli.cli.commands:
-        assert any(span.startswith(f"compressx {command}") for span in _code_spans(_RECIPE_MD)), command
+        assert any(span.startswith(f"compressx {command}") for span in _code_spans(_COMMANDS_MD)), command
 
 
 def test_every_pruner_has_its_default_group_and_its_options_in_the_recipe_page() -> None:
@@ -308,3 +310,18 @@ def test_the_errors_that_the_recipe_page_shows_are_what_is_printed(
 
     assert ended.value.code == 2
     assert f"\n{capsys.readouterr().err}" in _RECIPE_MD
+
+
+# ------------------------------------------------------------------------------------------------ the site
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_has_every_page_in_its_navigation(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert 'not included in the "nav"' not in done.stderr
+    schema = (tmp_path / "site/reference/schema/index.html").read_text(encoding="utf-8")
+    for key in ("reconstruct_block", "memory_limit", "attnprune", "held_out"):
+        assert key in schema
+    assert "Prune a model as a recipe says" in (tmp_path / "site/reference/api/index.html").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The command line: `compressx run | plan | sweep | compare | eval | apply | inspect | plugins`.
+"""The command line: `compressx run | plan | schema | sweep | compare | eval | apply | inspect | plugins`.
 
 Exit status: 0 done, 2 an error that the user can mend (one message, no traceback), 1 a defect (with its traceback) or a
 check that failed, 130 interrupted. Output is plain when standard output is not a terminal.
@@ -14,7 +14,7 @@ from compressx._version import __version__
 from compressx.cli.common import Host
 from compressx.cli.models import apply, evaluate, inspect
 from compressx.cli.plugins import plugins
-from compressx.cli.runs import compare, plan, run, sweep
+from compressx.cli.runs import compare, plan, run, schema, sweep
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -36,7 +36,7 @@ def cli(context: click.Context, modules: tuple[str, ...], blocked: tuple[str, ..
     context.obj = Host(modules, tuple(b.removeprefix("no:") for b in blocked))
 
 
-for _command in (run, plan, sweep, compare, evaluate, apply, inspect, plugins):
+for _command in (run, plan, schema, sweep, compare, evaluate, apply, inspect, plugins):
     cli.add_command(_command)
 
 

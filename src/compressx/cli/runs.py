@@ -1,4 +1,4 @@
-"""`compressx run | plan | sweep | compare`."""
+"""`compressx run | plan | schema | sweep | compare`."""
 
 from __future__ import annotations
 
@@ -60,6 +60,17 @@ def plan(host: Host, recipe: Path, overrides: tuple[str, ...], as_json: bool) ->
         click.echo(json.dumps(planned.to_dict(), indent=1))
     else:
         terminal.print_plan(planned)
+
+
+@click.command()
+@click.pass_obj
+@errors_for_users
+def schema(host: Host) -> None:
+    """Print the JSON schema of recipes, with the options of every pruner that is loaded, for editors."""
+    from compressx.recipe.jsonschema import json_schema, text_of
+
+    options = {name: spec.options for name, spec in host.plugins().pruners.items()}
+    click.echo(text_of(json_schema(options)), nl=False)
 
 
 @click.command()

@@ -18,8 +18,10 @@ from pydantic import (
     StrictFloat,
     StrictInt,
     Tag,
+    WithJsonSchema,
     model_validator,
 )
+from typing_extensions import TypedDict  # pydantic asks for it before Python 3.12
 
 from compressx.errors import RecipeError
 from compressx.patterns import NM, Group
@@ -47,8 +49,17 @@ def _nm(value: object) -> object:
     raise ValueError('an N:M pattern is written "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept')
 
 
-PatternField = Annotated[NM, BeforeValidator(_nm), PlainSerializer(str)]
-ReconstructionField = Annotated["Reconstruction", BeforeValidator(_pruner_from_text)]
+class _Spelt(TypedDict):
+    keep: int
+    of: int
+
+
+_NMText = Annotated[str, Field(pattern=r"^\s*[0-9]{1,9}\s*:\s*[0-9]{1,9}\s*$")]
+PatternField = Annotated[NM, BeforeValidator(_nm, json_schema_input_type=_NMText | _Spelt), PlainSerializer(str)]
+ReconstructionField = Annotated[
+    "Reconstruction", BeforeValidator(_pruner_from_text, json_schema_input_type="str | Reconstruction")
+]
+SizeField = Annotated[ByteSize, WithJsonSchema({"type": ["string", "integer"]})]
 
 
 class Calibration(Strict):
@@ -59,7 +70,7 @@ class Calibration(Strict):
     sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
     batch_size: StrictInt = Field(4, ge=1, description="windows in one forward pass; changes speed and memory only")
-    memory_limit: ByteSize | None = Field(
+    memory_limit: SizeField | None = Field(
         None,
         description="size, such as 4GB, above which hidden states are kept in files beside the output; null keeps them "
         "in memory",

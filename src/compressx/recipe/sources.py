@@ -96,5 +96,5 @@ def _dataset_from_text(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
 
-ModelField = Annotated[ModelSource, BeforeValidator(_model_from_text)]
-DatasetField = Annotated[DatasetSource, BeforeValidator(_dataset_from_text)]
+ModelField = Annotated[ModelSource, BeforeValidator(_model_from_text, json_schema_input_type=str | ModelSource)]
+DatasetField = Annotated[DatasetSource, BeforeValidator(_dataset_from_text, json_schema_input_type=str | DatasetSource)]

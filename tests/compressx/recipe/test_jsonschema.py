@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+from pydantic import BaseModel, Field
+
+from compressx import load_plugins
+from compressx.recipe.jsonschema import json_schema, text_of
+from compressx.recipe.schema import recipe_from_dict
+from compressx.recipe.yamlfile import read_yaml
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+COMMITTED = RECIPES / "recipe.schema.json"
+BASE = {"model": "a/b", "prune": [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}], "output": "out"}
+
+
+@pytest.fixture(scope="module")
+def committed() -> Draft202012Validator:
+    schema = json.loads(COMMITTED.read_text())
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+def test_the_committed_schema_is_that_of_the_code():
+    options = {name: spec.options for name, spec in load_plugins().pruners.items()}
+    assert COMMITTED.read_text() == text_of(json_schema(options)), (
+        "the recipe has changed; write its schema anew: compressx schema > recipes/recipe.schema.json"
+    )
+
+
+def test_the_command_prints_it():
+    done = subprocess.run([sys.executable, "-m", "compressx", "schema"], capture_output=True, text=True, check=True)
+    assert done.stdout == COMMITTED.read_text()
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
+def test_a_shipped_recipe_names_the_schema_and_obeys_it(path, committed):
+    assert path.read_text().startswith("# yaml-language-server: $schema=recipe.schema.json\n")
+    committed.validate(read_yaml(path).plain())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"path": "folder", "dtype": "bfloat16"}},
+        {"calibration": {"dataset": {"text": "a.txt"}, "samples": 4, "memory_limit": "4GB"}},
+        {"prune": [{"targets": ["*"], "pruner": "wanda", "pattern": "2:4"}]},
+        {"prune": [{"targets": ["*"], "pruner": "wanda", "pattern": {"keep": 2, "of": 4}}]},
+        {"prune": [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5, "reconstruct": "sparsegpt"}]},
+        {"prune": [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5, "reconstruct": {"pruner": "alps"}}]},
+        {"prune": [{"targets": ["*"], "pruner": "somebodys", "sparsity": 0.5, "options": {"any": 1}}]},
+        {"allocation": {"method": "owl", "target": 0.6}, "prune": [{"targets": ["*"], "pruner": "wanda"}]},
+        {"evaluate": {"lm_eval": {"tasks": ["wikitext", {"name": "mine", "dataset": "c4"}], "limit": 3}}},
+    ],
+    ids=str,
+)
+def test_what_a_recipe_may_say_the_schema_allows(change, committed):
+    recipe_from_dict({**BASE, **change})
+    committed.validate({**BASE, **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prnue": []},
+        {"calibration": {"dataset": "wikitext", "sampels": 4}},
+        {"prune": [{"targets": ["*"], "pruner": "wanda", "sparsity": 1.5}]},
+        {"prune": [{"targets": ["*"], "pruner": "wanda", "pattern": "two of four"}]},
+        {"prune": [{"targets": "*", "pruner": "wanda", "sparsity": 0.5}]},
+        {"prune": [{"targets": ["*"], "pruner": "attnprune", "sparsity": 0.5, "options": {"modus": "joint"}}]},
+        {"prune": [{"targets": ["*"], "pruner": "attnprune", "sparsity": 0.5, "options": {"mode": "slow"}}]},
+        {"prune": [{"targets": ["*"], "pruner": "wanda", "reconstruct": {"pruner": "alps", "options": {"x": 1}}}]},
+        {"allocation": {"method": "owl", "target": 0.6, "sread": 0.1}},
+    ],
+    ids=str,
+)
+def test_what_a_recipe_may_not_say_the_schema_refuses(change, committed):
+    assert not committed.is_valid({**BASE, **change})
+
+
+class Inner(BaseModel):
+    depth: int = Field(1, ge=1)
+
+
+class Outer(BaseModel):
+    inner: Inner = Inner()
+
+
+def test_nested_options_of_different_pruners_do_not_mix():
+    schema = Draft202012Validator(json_schema({"mine": Outer, "other": Inner}))
+    rule = {"targets": ["*"], "pruner": "mine", "sparsity": 0.5}
+    assert schema.is_valid({**BASE, "prune": [{**rule, "options": {"inner": {"depth": 2}}}]})
+    assert not schema.is_valid({**BASE, "prune": [{**rule, "options": {"inner": {"depth": 0}}}]})
+    assert not schema.is_valid({**BASE, "prune": [{**rule, "options": {"depth": 2}}]})
+    assert schema.is_valid({**BASE, "prune": [{**rule, "pruner": "other", "options": {"depth": 2}}]})
