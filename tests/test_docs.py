@@ -85,7 +85,8 @@ def test_every_hook_and_its_arguments_are_named_in_the_plugin_guide() -> None:
 def test_every_key_of_plugins_toml_is_shown_in_the_plugin_guide() -> None:
     shown = "\n".join(_blocks(_WRITE_MD, "toml"))
 
-    for key in [*LoadTable.model_fields, *PluginTable.model_fields]:
+    fields = {**LoadTable.model_fields, **PluginTable.model_fields}
+    for key in (field.alias or name for name, field in fields.items()):
         assert re.search(rf"^{key} = ", shown, flags=re.MULTILINE), key
 
 

@@ -31,6 +31,7 @@ class Candidate:
         folder: where its module has to come from, or None for anywhere.
         declared: the pruners that it has to register, or None for any.
         summary: from `plugins.toml`.
+        requires_host: versions of compressx that it works with, as pip writes them, or None for any.
         required: whether it is an error when it cannot be loaded.
         asked: whether `--plugin` named it.
     """
@@ -44,6 +45,7 @@ class Candidate:
     folder: Path | None = None
     declared: tuple[str, ...] | None = None
     summary: str = ""
+    requires_host: str | None = None
     required: bool = False
     asked: bool = False
 
@@ -111,6 +113,7 @@ def _listed(file: PluginsFile) -> Iterator[Candidate]:
             folder=folder,
             declared=None if plugin.pruners is None else tuple(plugin.pruners),
             summary=plugin.summary,
+            requires_host=plugin.requires_host,
         )
 
 
@@ -138,6 +141,7 @@ def _add(found: dict[str, Candidate], new: Candidate) -> None:
             folder=old.folder or new.folder,
             declared=new.declared if old.declared is None else old.declared,
             summary=old.summary or new.summary,
+            requires_host=old.requires_host or new.requires_host,
             required=old.required or new.required,
             asked=old.asked or new.asked,
         )

@@ -9,6 +9,7 @@ required = ["wanda"]           # an error when it cannot be loaded
 name = "mine"
 module = "mine.plugin"
 path = "src"                   # put first on sys.path while the module is imported
+requires-host = ">=0.1,<0.3"   # versions of compressx that it works with
 pruners = ["mine"]             # what it has to register
 """
 
@@ -19,9 +20,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool
 
 from compressx.errors import PluginError
 from compressx.recipe.document import Step, one_line
@@ -48,11 +49,24 @@ class LoadTable(_Strict):
     required: list[str] = Field(default_factory=list, description="names of plugins without which nothing runs")
 
 
+def _specifier(text: str) -> str:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    try:
+        SpecifierSet(text)
+    except InvalidSpecifier:
+        raise ValueError('versions are written as pip does, such as ">=0.1,<0.3"') from None
+    return text
+
+
 class PluginTable(_Strict):
     """One `[[plugin]]`."""
 
     name: str = Field(min_length=1, description="what `-p no:NAME` and messages call it")
     module: str = Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_][\w.]*)?$", description="MODULE or MODULE:OBJECT")
+    requires_host: Annotated[str, AfterValidator(_specifier)] | None = Field(
+        None, alias="requires-host", description="versions of compressx that it works with, such as >=0.1,<0.3"
+    )
     path: str | None = Field(None, description="folder inside the project, on sys.path during the import")
     pruners: list[str] | None = Field(None, description="names that it has to register, no more and no fewer")
     summary: str = Field("", description="one line for people")

@@ -20,6 +20,7 @@ import pluggy
 from pydantic import BaseModel
 
 from compressx import hookspecs
+from compressx._version import __version__
 from compressx.errors import PluginError, did_you_mean
 from compressx.plugins.discovery import Candidate, Source, blocked_names, discover
 from compressx.plugins.file import PluginsFile, read_plugins_file
@@ -158,6 +159,8 @@ def _record(
 
 def _load(manager: pluggy.PluginManager, candidate: Candidate) -> tuple[PluginRecord, Sequence[PrunerSpec]]:
     """Import and register one plugin and ask it for its pruners."""
+    if mismatch := _other_host(candidate):
+        return _failed(candidate, mismatch), ()
     try:
         with _on_sys_path(candidate.folder):
             plugin = candidate.point().load()
@@ -179,9 +182,23 @@ def _load(manager: pluggy.PluginManager, candidate: Candidate) -> tuple[PluginRe
     return _record(candidate, "loaded", pruners=names), specs
 
 
+class _OtherHostError(Exception):
+    """The plugin is for other versions of compressx."""
+
+
+def _other_host(candidate: Candidate) -> _OtherHostError | None:
+    """Say that a plugin is for other versions of compressx, if it is."""
+    from packaging.specifiers import SpecifierSet
+
+    wanted = candidate.requires_host
+    if wanted is None or SpecifierSet(wanted).contains(__version__, prereleases=True):
+        return None
+    return _OtherHostError(f"it needs compressx {wanted}, and this is {__version__}; update one of the two")
+
+
 def _failed(candidate: Candidate, error: BaseException) -> PluginRecord:
     """Record a failure, unless the user relies on the plugin."""
-    reason = traceback.format_exception_only(error)[-1].strip()
+    reason = str(error) if isinstance(error, _OtherHostError) else traceback.format_exception_only(error)[-1].strip()
     if candidate.required:
         raise PluginError(f"{candidate} is required and failed to load: {reason}{_advice(candidate, error)}") from error
     return _record(candidate, "failed", reason)

@@ -462,6 +462,34 @@ def test_declared_pruners_have_to_be_those_that_are_registered(site: Site) -> No
     assert load_plugins().records[0].pruners == ("one", "two")
 
 
+@pytest.mark.parametrize("versions", [">=0.0.1", "<1000", "!=0.0.0,>=0"])
+def test_a_plugin_for_this_version_is_loaded(site: Site, versions: str) -> None:
+    site.offers("cx_mine", "mine")
+    site.toml(f'[[plugin]]\nname = "mine"\nmodule = "cx_mine"\nrequires-host = "{versions}"\n')
+    assert [r.status for r in load_plugins().records] == ["loaded"]
+
+
+def test_a_plugin_for_other_versions_is_never_imported_and_says_which_it_needs(site: Site) -> None:
+    site.module("cx_mine", "raise SystemExit('imported')")
+    listed = '[[plugin]]\nname = "mine"\nmodule = "cx_mine"\nrequires-host = ">=99"\npruners = ["mine"]\n'
+    site.toml(listed)
+    (record,) = load_plugins().records
+    assert record.status == "failed"
+    assert record.error == f"it needs compressx >=99, and this is {compressx.__version__}; update one of the two"
+    assert "it needs compressx >=99" in refusal(lambda: load_plugins().pruner("mine"))
+    site.toml('[load]\nrequired = ["mine"]\n' + listed)
+    assert "'mine' (plugins.toml:3) is required and failed to load: it needs compressx >=99" in refusal(load_plugins)
+
+
+def test_versions_that_are_none_are_refused_with_their_line(site: Site) -> None:
+    site.module("cx_mine", "")
+    site.toml('[[plugin]]\nname = "mine"\nmodule = "cx_mine"\nrequires-host = "later"\n')
+    said = refusal(load_plugins)
+    assert said.startswith("plugins.toml:4: ")
+    assert "requires-host" in said
+    assert "versions are written as pip does" in said
+
+
 def test_a_file_given_by_name_has_to_exist_and_the_default_one_need_not(site: Site) -> None:
     assert load_plugins().records == ()
     assert refusal(lambda: load_plugins(toml=Path("other.toml"))) == (
@@ -485,7 +513,7 @@ def test_a_file_given_by_name_has_to_exist_and_the_default_one_need_not(site: Si
         (
             "[[plugin]]\nname='a'\nmodule='m'\n\n[[plugin]]\nname='b'\nmodul='m'\n",
             "plugins.toml:7: unknown key 'modul' in plugin[1]; did you mean 'module'? "
-            "valid: module, name, path, pruners, summary\n"
+            "valid: module, name, path, pruners, requires-host, summary\n"
             "plugins.toml:5: missing key 'module' in plugin[1]: MODULE or MODULE:OBJECT",
         ),
         (
