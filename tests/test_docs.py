@@ -249,13 +249,14 @@ def test_a_plugin_that_a_page_shows_prunes_a_model(page: str, source: str, model
     assert module[1] in [plugin["module"] for plugin in report["plugins"]]
 
 
-def test_the_plugin_guide_shows_a_test_that_passes(project: Path) -> None:
+def test_the_plugin_guide_shows_tests_that_pass(project: Path) -> None:
     [plugin] = _blocks(_WRITE_MD, "python")
-    [test] = [block for block in _blocks(_WRITE_MD, "py") if "def test_" in block]
+    tests = [block for block in _blocks(_WRITE_MD, "py") if "def test_" in block]
     (project / "my_pruner.py").write_text(plugin, encoding="utf-8")
-    (project / "test_my_pruner.py").write_text(test, encoding="utf-8")
+    for number, test in enumerate(tests):
+        (project / f"test_my_pruner_{number}.py").write_text(test, encoding="utf-8")
 
-    assert "1 passed" in _run(project, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ".")
+    assert f"{len(tests)} passed" in _run(project, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ".")
 
 
 def test_the_plugin_guide_shows_a_statistic_that_the_host_shares() -> None:

@@ -203,7 +203,7 @@ def print_conformance(pruner: str, outcomes: Iterable[Outcome]) -> bool:
     architectures = list(dict.fromkeys(o.architecture for o in found if o.architecture))
     by_place = {(o.check, o.architecture): o for o in found}
     refused = {o.architecture for o in found if o.status == "refused"}
-    words = {"passed": "ok", "failed": "FAILED", "refused": "refused"}
+    words = {"passed": "ok", "failed": "FAILED", "refused": "refused", "skipped": "-"}
     rows = []
     for check in dict.fromkeys(o.check for o in found):
         if (check, "") in by_place:
@@ -216,11 +216,12 @@ def print_conformance(pruner: str, outcomes: Iterable[Outcome]) -> bool:
         rows.append([check, *cells])
     console.print(_table([pruner, *(architectures or [""])], rows, left=1 + len(architectures)))
     for outcome in found:
-        if outcome.status != "passed":
+        if outcome.status in ("failed", "refused"):
             where = f" ({outcome.architecture})" if outcome.architecture else ""
             console.print(f"{words[outcome.status]}: {outcome.check}{where}: {outcome.detail}", markup=False)
     failed = sum(o.status == "failed" for o in found)
-    console.print(f"{pruner}: {len(found) - failed - len(refused)} checks passed, {failed} failed"
+    passed = sum(o.status == "passed" for o in found)
+    console.print(f"{pruner}: {passed} checks passed, {failed} failed"
                   + (f", {len(refused)} architectures refused" if refused else ""), markup=False)  # fmt: skip
     return failed > 0
 

@@ -60,6 +60,7 @@ def plugins_new(host: Host, name: str, folder: Path) -> None:
 def plugins_check(host: Host, name: str, options: tuple[str, ...], architectures: tuple[str, ...]) -> None:
     """Put the pruner NAME, or every pruner of the plugin NAME, through what a pruner promises; 1 when a check fails."""
     from compressx import terminal
+    from compressx.recipe.validation import validate_options
     from compressx.recipe.yamlfile import assignments
     from compressx.testing.conformance import conformance, known_architectures
 
@@ -68,7 +69,10 @@ def plugins_check(host: Host, name: str, options: tuple[str, ...], architectures
     chosen = known_architectures(architectures)
     given = assignments(options)
     failed = False
-    for spec in [loaded.pruner(pruner) for pruner in offered or (name,)]:
+    specs = [loaded.pruner(pruner) for pruner in offered or (name,)]
+    for spec in specs:
+        validate_options(spec.options, given, lambda *loc: f"--set {'.'.join(map(str, loc))}")
+    for spec in specs:
         failed |= terminal.print_conformance(spec.name, conformance(spec, options=given, architectures=chosen))
     if failed:
         sys.exit(1)

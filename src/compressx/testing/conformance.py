@@ -30,7 +30,7 @@ from compressx.pruner import Block, PruneResult, PrunerSpec, Sensitivity, Statis
 from compressx.recipe.validation import validate_options
 from compressx.testing.models import TINY_CONFIGS, tiny_model, tiny_tokens
 
-Status: TypeAlias = Literal["passed", "failed", "refused"]
+Status: TypeAlias = Literal["passed", "failed", "refused", "skipped"]
 
 ARCHITECTURES = ("llama", "gpt2", "gemma3", "llama-tied", "mixtral")
 """What pruners are checked on when nothing else is said."""
@@ -46,8 +46,9 @@ class Outcome:
     Attributes:
         check: its name, in words.
         architecture: a key of `TINY_CONFIGS`; empty for checks that need no model.
-        status: `refused` when the pruner said, while planning, that it does not do this model.
-        detail: what was expected and found, or why the model was refused.
+        status: `refused` when the pruner said, while planning, that it does not do this model; `skipped` when it
+            promises nothing of the kind.
+        detail: what was expected and found, or why not.
     """
 
     check: str
@@ -128,6 +129,8 @@ def _outcome(name: str, architecture: str, check: Callable[[], None]) -> Outcome
         check()
     except _RefusedError as refusal:
         return Outcome(name, architecture, "refused", str(refusal))
+    except _NoSuchPromiseError as reason:
+        return Outcome(name, architecture, "skipped", str(reason))
     except (AssertionError, CompressxError) as error:
         return Outcome(name, architecture, "failed", str(error))
     except Exception as error:  # noqa: BLE001 - a pruner may raise anything, and that is what is looked for
@@ -137,6 +140,10 @@ def _outcome(name: str, architecture: str, check: Callable[[], None]) -> Outcome
 
 class _RefusedError(Exception):
     """The pruner refuses the architecture, as it may."""
+
+
+class _NoSuchPromiseError(Exception):
+    """There is nothing to check."""
 
 
 class _NoOptions(BaseModel):
@@ -374,12 +381,12 @@ def _add(mine: Statistic, other: Statistic) -> None:
 
 def _separable(subject: _Subject) -> None:
     if not subject.spec.separable:
-        return
+        raise _NoSuchPromiseError("it does not say separable")
     scene = subject.scene()
     stats = subject.gathered(scene)
-    for pattern in subject.patterns:
-        if isinstance(pattern, Unstructured) and pattern.group == "joint":
-            continue
+    joint = {p for p in subject.patterns if isinstance(p, Unstructured) and p.group == "joint"}
+    apart = [p for p in subject.patterns if p not in joint]
+    for pattern in {apart[0], apart[-1]} if apart else ():
         together = subject.decided(scene, pattern, stats)
         for name in subject.names:
             alone = subject.decided(scene, pattern, stats, names=[name])
@@ -388,7 +395,7 @@ def _separable(subject: _Subject) -> None:
 
 def _reconstructs(subject: _Subject) -> None:
     if not subject.spec.reconstructs:
-        return
+        raise _NoSuchPromiseError("it does not say reconstructs")
     rule = PlannedRule(0, _SELECTOR, _NoOptions(), subject.spec, subject.rule.options)
     scene = subject.scene()
     for pattern in (Unstructured(0.5, "row"), Unstructured(0.5, "layer")):
@@ -436,8 +443,8 @@ def _few_tokens(subject: _Subject) -> None:
 
 
 def _dead_inputs(subject: _Subject) -> None:
-    if subject.architecture != "llama":  # others scale their norms in other ways
-        return
+    if subject.architecture != "llama":
+        raise _NoSuchPromiseError("only Llama's norms are silenced")
 
     def kill(model: Any) -> None:
         model.model.layers[0].input_layernorm.weight[:7] = 0.0
@@ -454,8 +461,8 @@ CHECKS: Mapping[str, Callable[[_Subject], None]] = {
     "leaves statistics as they are": _repeatable,
     "the same for every batch size": _batches,
     "the same for several processes": _processes,
-    "separable, if it says so": _separable,
-    "reconstructs, if it says so": _reconstructs,
+    "separable": _separable,
+    "reconstructs": _reconstructs,
     "leaves the model as it is": _untouched,
     "few tokens": _few_tokens,
     "inputs that are always zero": _dead_inputs,
