@@ -112,7 +112,8 @@ class Sensitivity:
     Attributes:
         rows: of each output, the mean over tokens, float32 [out_features].
         tokens: of each token, the mean over outputs: float32 [batch, tokens] for each calibration batch, in the order
-            in which a statistic is updated. Empty behind a router, whose tokens have no place in their batch.
+            in which a statistic is updated. Empty behind a router, whose tokens have no place in their batch, and of
+            the model's loss where no pruner of the recipe reads them.
     """
 
     rows: Tensor
@@ -203,6 +204,8 @@ class PrunerSpec:
         separable: whether each linear is decided from its own weight and statistics, so that a block's linears can be
             decided one at a time, or by several processes. Others may be pruned already then.
         sensitivity: from options to the loss whose sensitivities the pruner reads in `Block.sensitivities`, or None.
+        reads_tokens: from options to whether `Sensitivity.tokens` are read; always when None. Without readers, the rows
+            of the model's loss are measured on a part of the text.
         check: raises `UnsupportedModelError` when a block (without weights) cannot be pruned this way; called while
             the recipe is planned, with the patterns of the linears that the rule took in that block.
     """
@@ -216,6 +219,7 @@ class PrunerSpec:
     reconstructs: bool = False
     separable: bool = False
     sensitivity: Callable[[Any], Loss | None] | None = None
+    reads_tokens: Callable[[Any], bool] | None = None
     check: Callable[[Block, Mapping[str, Pattern]], None] | None = None
 
 

@@ -12,6 +12,7 @@ estimator). Both go through one block at a time and hold the activations of one 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,6 +26,9 @@ from compressx.models.access import Access
 from compressx.models.capture import capture_calls, replay, run_around
 from compressx.pruner import Linear, Loss, Sensitivity
 from compressx.ranks import ALONE, Ranks
+
+ROW_WINDOWS = 32
+"""Windows that rows of the model's loss are measured on where nobody reads tokens."""
 
 
 class _Sums:
@@ -138,8 +142,9 @@ def by_loss(
 
 
 def of_model(
-    access: Access, found: Architecture, names: Collection[str], batches: Sequence[Tensor], ranks: Ranks = ALONE
-) -> dict[str, Sensitivity]:
+    access: Access, found: Architecture, names: Collection[str], batches: Sequence[Tensor], ranks: Ranks = ALONE,
+    *, tokens: bool = True,
+) -> dict[str, Sensitivity]:  # fmt: skip
     """Return the sensitivities of the model's loss: the summed negative log-likelihood of labels that it drew itself.
 
     Args:
@@ -148,6 +153,8 @@ def of_model(
         names: of the linears that are wanted, all inside the blocks.
         batches: token ids, each [batch, tokens].
         ranks: the processes.
+        tokens: whether those of tokens are wanted. Without them the first `ROW_WINDOWS` windows do: a row's value is a
+            mean over tokens, of which these hold thousands.
 
     Raises:
         UnsupportedModelError: a model whose weights are not all in memory.
@@ -159,6 +166,8 @@ def of_model(
             "the pruner's option loss: block, or model.streaming: false"
         )
     wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, so that processes agree
+    if not tokens and batches:
+        batches = batches[: max(1, -(-ROW_WINDOWS // (len(batches[0]) * ranks.size)))]
     shapes = [batch.shape for batch in batches]
     gatherings = {
         fqn: Gathering({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}, shapes) for fqn in found.blocks
@@ -175,7 +184,8 @@ def of_model(
         gradient = _of_likelihood(model, found.blocks, ids, entering.pop(), generator)
         for (fqn, run), x in zip(reversed(runs.items()), reversed(entering), strict=True):
             gradient = gatherings[fqn].backward(run, x, partial(_given, gradient))
-    return {name: its for gathering in gatherings.values() for name, its in gathering.result(ranks).items()}
+    measured = {name: its for gathering in gatherings.values() for name, its in gathering.result(ranks).items()}
+    return measured if tokens else {name: replace(its, tokens=()) for name, its in measured.items()}
 
 
 def _given(gradient: Tensor, _: Tensor) -> Tensor:

@@ -233,7 +233,8 @@ def _prune(
     total = len({x.block for x in planned.linears})
     if len(journal.finished) < total and (names := planned.sensitive_to("model")):
         # While all weights are dense, and those of finished blocks are not read yet.
-        sensitivities = of_model(access, survey(access.model), names, batches, asked.ranks)
+        tokens = any(rule.reads_tokens for rule in planned.rules)
+        sensitivities = of_model(access, survey(access.model), names, batches, asked.ranks, tokens=tokens)
     if journal.finished:
         finished, streams = journal.restore(access, keep)
         reached = Finished(journal.finished[-1], streams)

@@ -58,6 +58,16 @@ class PlannedRule:
         asked = {spec.sensitivity(options) for spec, options in pairs if spec is not None and spec.sensitivity}
         return {loss for loss in asked if loss is not None}
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether its pruners read the sensitivities of single tokens."""
+        pairs = ((self.pruner, self.options), (self.reconstructor, self.reconstructor_options))
+        return any(
+            spec.reads_tokens is None or spec.reads_tokens(options)
+            for spec, options in pairs
+            if spec is not None and spec.sensitivity is not None
+        )
+
     def build(self) -> tuple[Pruner, Pruner | None]:
         """Make the selecting pruner and the reconstructing one."""
         selector = self.pruner.build(self.options)

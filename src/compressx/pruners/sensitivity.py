@@ -152,6 +152,7 @@ def compressx_pruners() -> list[PrunerSpec]:
             groups=("layer", "row", "joint"),
             reconstructs=True,
             sensitivity=lambda options: options.loss,
+            reads_tokens=lambda options: options.tokens > 0,
             check=_check,
         )
     ]

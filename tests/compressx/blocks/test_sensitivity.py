@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,7 +18,8 @@ from compressx.blocks.walk import prune_model
 from compressx.models.access import InMemory
 from compressx.models.capture import capture_calls, replay
 from compressx.patterns import NM, Unstructured
-from compressx.pruners import magnitude, sensitivity
+from compressx.planning.plan import PlannedRule
+from compressx.pruners import magnitude, sensitivity, sparsegpt
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 (SPEC,) = sensitivity.compressx_pruners()
@@ -61,6 +63,27 @@ def test_the_models_sensitivities_are_mean_squares_of_the_gradients_that_autogra
         for mine, its in zip(measured[name].tokens, [] if flattened else tokens, strict=True):
             torch.testing.assert_close(mine.double(), its, rtol=1e-3, atol=1e-3 * float(its.max()))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_without_tokens_the_rows_come_from_the_first_windows(monkeypatch):
+    monkeypatch.setattr("compressx.blocks.sensitivity.ROW_WINDOWS", 4)
+    model = tiny_model("llama")
+    found, parts = survey(model), tiny_tokens(sequences=8).split(2)
+    few = of_model(InMemory(model), found, found.linears, parts, tokens=False)
+    first = of_model(InMemory(model), found, found.linears, parts[:2])
+    for name, its in few.items():
+        assert torch.equal(its.rows, first[name].rows)
+        assert its.tokens == ()
+
+
+@pytest.mark.parametrize(("power", "read"), [(0.0, False), (0.5, True)])
+def test_the_plan_knows_whether_tokens_are_read(power, read):
+    spec = SPEC
+    rule = PlannedRule(0, spec, spec.options(tokens=power), None, None)
+    assert rule.reads_tokens is read
+    (without,) = sparsegpt.compressx_pruners()
+    assert not PlannedRule(0, without, without.options(), None, None).reads_tokens
+    assert PlannedRule(0, replace(spec, reads_tokens=None), spec.options(), None, None).reads_tokens
 
 
 def test_only_the_linears_that_are_wanted_are_measured_and_streamed_weights_are_refused():
