@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 RECIPE ?= recipes/quickstart.yaml
 
-.PHONY: quickstart test check format clean
+.PHONY: quickstart test check format docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/compressx run $(RECIPE)
@@ -31,6 +31,10 @@ lint: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site of the documentation, in build/site; `mkdocs serve` shows it while you write.
+docs: $(VENV)/.installed-dev
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .import_linter_cache
