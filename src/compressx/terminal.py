@@ -155,20 +155,9 @@ def print_applied(before: Mapping[str, Deviation], output: Path) -> None:
 def print_inspection(found: Inspection) -> None:
     """Print one row for each linear, then the sum by kind."""
     console = _console()
-    compared = [*(["mask"] if found.masks else []), *(["off mask"] if found.masks else [])]
-    rows = []
-    for x in found.linears:
-        told = [x.mask or "none", "" if x.off_mask is None else str(x.off_mask)] if found.masks else []
-        rows.append([x.name, x.pattern, "yes" if x.two_four else "no", *told, f"{x.sparsity:.2%}"])
-    # what is counted stands right, what is named left
-    console.print(_table(["linear", "pattern", "2:4", *compared, "sparsity"], rows, left=3 + bool(found.masks)))
-    kinds = []
-    for kind, members in found.by_kind().items():
-        weights = sum(x.shape[0] * x.shape[1] for x in members)
-        zeros = sum(x.zeros for x in members)
-        kinds.append([kind, ", ".join(dict.fromkeys(x.pattern for x in members)), str(len(members)),
-                      f"{zeros / weights:.2%}"])  # fmt: skip
-    console.print(_table(["module", "patterns", "linears", "sparsity"], kinds, left=2))
+    columns = found.columns()
+    console.print(_table(columns, found.rows(), left=len(columns) - 1 - bool(found.masks)))
+    console.print(_table(["module", "patterns", "linears", "sparsity"], found.kind_rows(), left=2))
     fits = sum(x.two_four for x in found.linears)
     off = sum(x.off_mask or 0 for x in found.linears)
     console.print(

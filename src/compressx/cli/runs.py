@@ -97,7 +97,9 @@ def compare(runs: tuple[Path, ...], output: Path | None) -> None:
     help="Values of a recipe key, such as prune.1.sparsity=0.4,0.5; repeated, every combination is run.",
 )
 @set_option
-@click.option("--output", type=click.Path(path_type=Path), help="Folder of all runs; the recipe's output by default.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Of all runs; by default the recipe's output with -sweep."
+)
 @device_option
 @click.option("-q", "--quiet", is_flag=True, help="Nothing but the comparison and errors.")
 @click.pass_obj

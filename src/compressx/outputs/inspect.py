@@ -26,6 +26,9 @@ _GROUPS = (4, 8, 16, 32)
 _FULL = 0.98
 """Fraction of a pattern's groups that hold exactly N weights, for the pattern to be what was meant."""
 
+_SHOWN = 3
+"""Patterns of one kind of linear that are listed."""
+
 
 @dataclass(frozen=True)
 class Inspected:
@@ -74,12 +77,32 @@ class Inspection:
         """Fraction of zeros over all linears."""
         return sum(x.zeros for x in self.linears) / sum(x.shape[0] * x.shape[1] for x in self.linears)
 
-    def by_kind(self) -> dict[str, list[Inspected]]:
-        """Group the linears by kind, such as `q_proj`."""
+    def columns(self) -> list[str]:
+        """Name the columns of `rows`."""
+        return ["linear", "pattern", "2:4", *(["mask", "off mask"] if self.masks else []), "sparsity"]
+
+    def rows(self) -> list[list[str]]:
+        """Return one row for each linear."""
+        rows = []
+        for x in self.linears:
+            told = [x.mask or "none", "" if x.off_mask is None else str(x.off_mask)] if self.masks else []
+            rows.append([x.name, x.pattern, "yes" if x.two_four else "no", *told, f"{x.sparsity:.2%}"])
+        return rows
+
+    def kind_rows(self) -> list[list[str]]:
+        """Return `[kind, patterns, linears, sparsity]` for each kind of linear, such as `q_proj`."""
         kinds: dict[str, list[Inspected]] = {}
         for linear in self.linears:
             kinds.setdefault(kind_of(linear.name), []).append(linear)
-        return kinds
+        rows = []
+        for kind, members in kinds.items():
+            weights = sum(x.shape[0] * x.shape[1] for x in members)
+            zeros = sum(x.zeros for x in members)
+            patterns = list(dict.fromkeys(x.pattern for x in members))
+            if len(patterns) > _SHOWN:  # an allocation gives each its own
+                patterns = [*patterns[:2], f"{len(patterns) - 2} others"]
+            rows.append([kind, ", ".join(patterns), str(len(members)), f"{zeros / weights:.2%}"])
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""

@@ -78,7 +78,7 @@ def grid(recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Pa
         recipe: the file.
         axes: `KEY=VALUE,VALUE...`, values in YAML, for each key.
         overrides: `KEY=VALUE` for all of them.
-        output: the folder of all outputs; the recipe's own output when absent.
+        output: the folder of all outputs; when absent, the recipe's own with `-sweep` after its name.
 
     Raises:
         RecipeError: an axis without values, a key given twice, and everything that is wrong with one of the recipes.
@@ -87,11 +87,13 @@ def grid(recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Pa
     keys = [key for key, _ in named]
     if repeated := next((key for key in keys if keys.count(key) > 1), None):
         raise RecipeError(f"--grid {repeated}: given twice; list all its values once")
-    above = output if output is not None else load_recipe(recipe, overrides).recipe.output
+    if output is None:  # beside the recipe's own output, which a run of it would replace with all that is inside
+        own = load_recipe(recipe, overrides).recipe.output
+        output = own.with_name(f"{own.name}-sweep")
     cells = []
     for values in product(*(values for _, values in named)):
         given = tuple(f"{key}={value}" for key, value in zip(keys, values, strict=True))
-        place = above / _folder_name(given, keys)
+        place = output / _folder_name(given, keys)
         cells.append(Cell(given, load_recipe(recipe, [*overrides, *given, f"output={dump_yaml(str(place)).strip()}"])))
     outputs = [cell.output for cell in cells]
     if len(set(outputs)) < len(outputs):

@@ -119,7 +119,11 @@ class ReconstructBlock(Strict):
     norms: StrictBool = Field(True, description="whether the gains of the block's norms are trained too")
     biases: StrictBool = Field(True, description="whether the block's biases are trained too")
     held_out: StrictFloat = Field(
-        0.0625, gt=0, lt=1, description="fraction of the text that is not trained on and decides which weights are kept"
+        0.0625,
+        gt=0,
+        lt=1,
+        description="fraction of the calibration batches, rounded up, that are not trained on "
+        "and decide which weights are kept",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
