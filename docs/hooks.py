@@ -63,7 +63,7 @@ def _table(model: type[BaseModel]) -> str:
     schema = model.model_json_schema(by_alias=True)
     lines = ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
     for name, described in schema["properties"].items():
-        default = "required" if name in schema.get("required", []) else f"`{described.get('default')}`"
+        default = "required" if name in schema.get("required", []) else f"`{described.get('default', {})}`"
         meaning = described.get("description", "").replace("|", "\\|")
         lines.append(f"| `{name}` | {_type(described)} | {default} | {meaning} |")
     return "\n".join(lines)

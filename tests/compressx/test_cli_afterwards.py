@@ -101,7 +101,7 @@ def test_apply_puts_masks_on_another_checkpoint_of_the_same_shapes(work):
     done = invoke("apply", "out/masks.safetensors", "tuned", "--output", "masked")
     assert done.exit_code == 0, done.output
     masks = MaskSet.load("out/masks.safetensors")
-    masked = AutoModelForCausalLM.from_pretrained("masked")
+    masked = AutoModelForCausalLM.from_pretrained("masked/model")
     dropped = 0
     for name, entry in masks.items():
         weight = masked.get_submodule(name).weight
@@ -109,7 +109,7 @@ def test_apply_puts_masks_on_another_checkpoint_of_the_same_shapes(work):
         assert torch.equal(weight, torch.where(entry.keep, tuned.get_submodule(name).weight, 0.0))
         dropped += int((~entry.keep).sum())
     assert f"{dropped} weights became zero" in done.stdout
-    assert AutoTokenizer.from_pretrained("masked")("w1 w2")["input_ids"]
+    assert AutoTokenizer.from_pretrained("masked/model")("w1 w2")["input_ids"]
     assert MaskSet.load("masked/masks.safetensors").keys() == masks.keys()
 
 
@@ -163,7 +163,6 @@ def test_sweep_runs_every_combination_compares_them_and_goes_on_where_it_stopped
     names = [f"sparsity={s}_pattern={p}" for s in ("0.25", "0.5") for p in ("2-4", "1-4")]
     assert sorted(p.name for p in Path("grid").iterdir() if p.is_dir()) == sorted(names)
     sparsities = {n: json.loads((Path("grid") / n / "report.json").read_text())["layers"] for n in names}
-    assert {n: (x[2]["sparsity"], x[-1]["sparsity"]) for n, x in sparsities.items()}
     for name in names:
         kinds = {x["pruner"]: x["sparsity"] for x in sparsities[name]}
         assert kinds == {"wanda": float(name[9:].split("_")[0]), "magnitude": 0.5 if name.endswith("2-4") else 0.75}

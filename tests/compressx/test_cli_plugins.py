@@ -97,4 +97,4 @@ def test_new_writes_a_package_once():
     assert not any("@" in p.read_text().replace("@hookimpl", "") for p in Path("below").rglob("*.py"))
     again = invoke("plugins", "new", "my-own", "--folder", "below")
     assert again.exit_code == 2
-    assert "File exists" in again.stderr
+    assert "is there already; choose another name or --folder" in again.stderr

@@ -69,6 +69,11 @@ class Gathering:
         self.linears = linears
         self.sums = {name: _Sums(linear, shapes) for name, linear in linears.items()}
 
+    @property
+    def reached(self) -> bool:
+        """Whether a token has come through every linear; experts may wait for theirs."""
+        return all(sums.count for sums in self.sums.values())
+
     def backward(self, run: Callable[[Tensor], Tensor], enters: Tensor, gradient: Callable[[Tensor], Tensor]) -> Tensor:
         """Go through a block forwards and backwards, and take in the gradients of its linears' outputs.
 
@@ -153,8 +158,8 @@ def of_model(
         names: of the linears that are wanted, all inside the blocks.
         batches: token ids, each [batch, tokens].
         ranks: the processes.
-        tokens: whether those of tokens are wanted. Without them the first `ROW_WINDOWS` windows do: a row's value is a
-            mean over tokens, of which these hold thousands.
+        tokens: whether those of tokens are wanted. Without them the first `ROW_WINDOWS` windows do, or as many more as
+            it takes to reach every linear: a row's value is a mean over tokens, of which these hold thousands.
 
     Raises:
         UnsupportedModelError: a model whose weights are not all in memory.
@@ -166,14 +171,19 @@ def of_model(
             "the pruner's option loss: block, or model.streaming: false"
         )
     wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, so that processes agree
-    if not tokens and batches:
-        batches = batches[: max(1, -(-ROW_WINDOWS // (len(batches[0]) * ranks.size)))]
+    enough = sum(map(len, batches)) if tokens else max(1, ROW_WINDOWS // ranks.size)
+    if not tokens:  # the same windows for every batch size
+        batches = [part for batch in _parted(batches, enough) for part in torch.split(batch, len(batches[0]))]
     shapes = [batch.shape for batch in batches]
     gatherings = {
         fqn: Gathering({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}, shapes) for fqn in found.blocks
     }
     generator = torch.Generator(access.device).manual_seed(0)
+    seen = 0
     for batch in batches:
+        if seen >= enough and all(gathering.reached for gathering in gatherings.values()):
+            break
+        seen += len(batch)
         ids = batch.to(access.device)
         (state,), calls = capture_calls(model, found.blocks, [ids])
         runs = {fqn: partial(replay, module, call=calls[fqn][0]) for fqn, module in found.blocks.items()}
@@ -186,6 +196,12 @@ def of_model(
             gradient = gatherings[fqn].backward(run, x, partial(_given, gradient))
     measured = {name: its for gathering in gatherings.values() for name, its in gathering.result(ranks).items()}
     return measured if tokens else {name: replace(its, tokens=()) for name, its in measured.items()}
+
+
+def _parted(batches: Sequence[Tensor], first: int) -> list[Tensor]:
+    """Return the first windows, and then each of the others by itself."""
+    windows = torch.cat(list(batches)) if batches else torch.empty(0)
+    return [windows[:first], *torch.split(windows[first:], 1)] if len(windows) > first else list(batches)
 
 
 def _given(gradient: Tensor, _: Tensor) -> Tensor:

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
+class _Expanded(click.Path):
+    """A path in which `~` is the home folder also where a shell leaves it alone, as after `--output=`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return Path(str(super().convert(value, param, ctx))).expanduser()
+
+
+PATH = _Expanded(path_type=Path)
+
+
 @dataclass(frozen=True)
 class Host:
     """What the options before the command say."""
@@ -46,7 +56,11 @@ def errors_for_users(command: _Command) -> _Command:
             click.echo(f"error: {error}", err=True)
             sys.exit(2)
         except KeyboardInterrupt:
-            click.echo("interrupted; finished blocks are kept, and --resume goes on after them", err=True)
+            told = {
+                "run": "; finished blocks are kept, and --resume goes on after them",
+                "sweep": "; finished runs and blocks are kept, and the same command goes on after them",
+            }
+            click.echo(f"interrupted{told.get(command.__name__, '')}", err=True)
             sys.exit(130)
 
     return wrapped  # type: ignore[return-value]
@@ -57,6 +71,10 @@ set_option = click.option("--set", "overrides", multiple=True, metavar="KEY=VALU
 
 
 device_option = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+trust_option = click.option(
+    "--trust-remote-code", is_flag=True, help="Run Python code that comes with the model; only if you trust it."
+)
+revision_option = click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 dtype_option = click.option(
     "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
 )

@@ -7,23 +7,31 @@ from pathlib import Path
 
 import click
 
-from compressx.cli.common import device_option, errors_for_users, set_option
+from compressx.cli.common import (
+    PATH,
+    device_option,
+    dtype_option,
+    errors_for_users,
+    revision_option,
+    set_option,
+    trust_option,
+)
 
 
 @click.command("eval")
 @click.argument("model")
-@click.option("--masks", type=click.Path(path_type=Path), help="Masks to put on the model first.")
-@click.option("--recipe", type=click.Path(path_type=Path), help="Measure what this recipe's evaluate section says.")
+@click.option("--masks", type=PATH, help="Masks to put on the model first.")
+@click.option("--recipe", type=PATH, help="Measure what this recipe's evaluate section says.")
 @set_option
-@click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
-)
+@dtype_option
+@revision_option
+@trust_option
 @device_option
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @errors_for_users
 def evaluate(
-    model: str, masks: Path | None, recipe: Path | None, overrides: tuple[str, ...], dtype: str, device: str,
-    as_json: bool,
+    model: str, masks: Path | None, recipe: Path | None, overrides: tuple[str, ...], dtype: str, revision: str | None,
+    trust_remote_code: bool, device: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure MODEL: an output folder, a model's folder, a .gguf file or a hub id.
 
@@ -33,9 +41,10 @@ def evaluate(
     from compressx.outputs.saved import evaluate_saved, measures, source_of
 
     settings = measures(recipe, overrides)
+    source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
     with terminal.progress(quiet=as_json) as tell:
         figures = evaluate_saved(
-            source_of(model, dtype=dtype), settings, masks=masks, device=device,  # type: ignore[arg-type]
+            source, settings, masks=masks, device=device,  # type: ignore[arg-type]
             progress=lambda done, total: tell("evaluate", done, total, ""),
         )  # fmt: skip
     if as_json:
@@ -45,34 +54,39 @@ def evaluate(
 
 
 @click.command()
-@click.argument("masks", type=click.Path(path_type=Path))
+@click.argument("masks", type=PATH)
 @click.argument("model")
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder to make for the masked model.")
+@click.option("--output", type=PATH, required=True, help="Folder to make for the masked model.")
 @click.option("--original", is_flag=True, help="Require that the weights are those that were pruned, byte for byte.")
-@click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
-)
+@dtype_option
+@revision_option
+@trust_option
 @errors_for_users
-def apply(masks: Path, model: str, output: Path, original: bool, dtype: str) -> None:
+def apply(
+    masks: Path, model: str, output: Path, original: bool, dtype: str, revision: str | None, trust_remote_code: bool
+) -> None:
     """Put saved MASKS on MODEL, any checkpoint of the same shapes, and save it."""
     from compressx import terminal
     from compressx.outputs.saved import apply_masks, source_of
 
-    terminal.print_applied(apply_masks(masks, source_of(model, dtype=dtype), output, original=original), output)
+    source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    terminal.print_applied(apply_masks(masks, source, output, original=original), output)
 
 
 @click.command()
-@click.argument("folder")
-@click.option("--masks", type=click.Path(path_type=Path), help="Masks to compare with; by default those beside it.")
+@click.argument("model")
+@click.option("--masks", type=PATH, help="Masks to compare with; by default those beside it.")
+@revision_option
+@trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
 @errors_for_users
-def inspect(folder: str, masks: Path | None, as_json: bool) -> None:
-    """Count the zeros of the model in FOLDER, layer by layer: sparsity, pattern, whether 2:4 holds."""
+def inspect(model: str, masks: Path | None, revision: str | None, trust_remote_code: bool, as_json: bool) -> None:
+    """Count the zeros of MODEL, layer by layer: sparsity, pattern, whether 2:4 holds."""
     from compressx import terminal
     from compressx.outputs.inspect import inspect as look
     from compressx.outputs.saved import source_of
 
-    found = look(source_of(folder), masks)
+    found = look(source_of(model, revision=revision, trust_remote_code=trust_remote_code), masks)
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=1))
     else:

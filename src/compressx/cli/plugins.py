@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
 import click
 
-from compressx.cli.common import Host, errors_for_users
+from compressx.cli.common import PATH, Host, errors_for_users
 
 
 @click.group(invoke_without_command=True)
@@ -32,7 +33,7 @@ def plugins(context: click.Context, as_json: bool) -> None:
 
 @plugins.command("new")
 @click.argument("name")
-@click.option("--folder", type=click.Path(path_type=Path), default=Path(), help="Where it goes; here by default.")
+@click.option("--folder", type=PATH, default=Path(), help="Where it goes; here by default.")
 @click.pass_obj
 @errors_for_users
 def plugins_new(host: Host, name: str, folder: Path) -> None:
@@ -46,7 +47,7 @@ def plugins_new(host: Host, name: str, folder: Path) -> None:
         raise PluginError(f"there is a plugin or pruner {name!r} already, and no two may share a name; choose another")
     written = new_plugin(name, folder)
     where = written if written.is_absolute() else f"./{written.as_posix()}"  # to pip a bare name is one of PyPI's
-    click.echo(f"wrote {written}; next:\n  pip install {where}\n  compressx plugins check {name}")
+    click.echo(f"wrote {written}; next:\n  pip install {shlex.quote(str(where))}\n  compressx plugins check {name}")
 
 
 @plugins.command("check")

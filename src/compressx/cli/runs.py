@@ -8,11 +8,11 @@ from pathlib import Path
 
 import click
 
-from compressx.cli.common import Host, device_option, errors_for_users, set_option
+from compressx.cli.common import PATH, Host, device_option, errors_for_users, set_option
 
 
 @click.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("recipe", type=PATH)
 @set_option
 @device_option
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run, after its last block or checkpoint.")
@@ -45,7 +45,7 @@ def run(
 
 
 @click.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("recipe", type=PATH)
 @set_option
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.pass_obj
@@ -74,8 +74,8 @@ def schema(host: Host) -> None:
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--output", type=click.Path(path_type=Path), help="Folder for compare.md, compare.csv and compare.svg.")
+@click.argument("runs", nargs=-1, required=True, type=PATH)
+@click.option("--output", type=PATH, help="Folder for compare.md, compare.csv and compare.svg.")
 @errors_for_users
 def compare(runs: tuple[Path, ...], output: Path | None) -> None:
     """Show the output folders RUNS side by side, and write table and plot where --output says."""
@@ -87,7 +87,7 @@ def compare(runs: tuple[Path, ...], output: Path | None) -> None:
 
 
 @click.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("recipe", type=PATH)
 @click.option(
     "--grid",
     "axes",
@@ -97,16 +97,15 @@ def compare(runs: tuple[Path, ...], output: Path | None) -> None:
     help="Values of a recipe key, such as prune.1.sparsity=0.4,0.5; repeated, every combination is run.",
 )
 @set_option
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="Of all runs; by default the recipe's output with -sweep."
-)
+@click.option("--output", type=PATH, help="Of all runs; by default the recipe's output with -sweep.")
 @device_option
+@click.option("--restart", is_flag=True, help="Begin interrupted runs anew instead of going on with them.")
 @click.option("-q", "--quiet", is_flag=True, help="Nothing but the comparison and errors.")
 @click.pass_obj
 @errors_for_users
 def sweep(
     host: Host, recipe: Path, axes: tuple[str, ...], overrides: tuple[str, ...], output: Path | None, device: str,
-    quiet: bool,
+    restart: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Run RECIPE for every combination of values, then compare; a second call goes on where the first one stopped."""
     from compressx import terminal
@@ -119,7 +118,7 @@ def sweep(
         cell.check(plugins)  # every one, before the first is run
     for number, cell in enumerate(cells, start=1):
         with terminal.progress(quiet=quiet) as tell:
-            ran = cell.run(plugins, tell, device)  # type: ignore[arg-type]
+            ran = cell.run(plugins, tell, device, restart=restart)  # type: ignore[arg-type]
         if not quiet:
             click.echo(f"[{number}/{len(cells)}] {cell.output}" + ("" if ran else ": finished before"))
     found = side_by_side([cell.output for cell in cells])

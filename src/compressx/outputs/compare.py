@@ -105,18 +105,31 @@ class Comparison:
         return written
 
     def _panels(self) -> dict[str, dict[str, list[tuple[float, float]]]]:
-        """Give each measure a panel, and in it each combination of pruners a line of (sparsity in percent, value)."""
+        """Give each measure a panel, and in it each combination of pruners a line of (sparsity in percent, value).
+
+        Runs of one combination that share a sparsity differ in something else, and no line joins them.
+        """
         panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-        for run in self.runs:
-            for (name, of), value in run.measures.items():
-                lines = panels.setdefault(name.replace("_", " "), {})
+        for name, of in self.measures:
+            if name.endswith("stderr"):
+                continue
+            lines = panels.setdefault(name.replace("_", " "), {})
+            for run in self.runs:
+                if (name, of) not in run.measures:
+                    continue
+                value, share = run.measures[name, of], 100 * run.report.sparsity
                 if of == "dense":
-                    if (0.0, value) not in lines.setdefault("dense", []):
-                        lines["dense"].append((0.0, value))
-                else:
-                    label = run.pruners + (", fine-tuned" if of == "finetuned" else "")
-                    lines.setdefault(label, []).append((100 * run.report.sparsity, value))
-        return panels
+                    lines.setdefault("dense", []).append((0.0, value))
+                    continue
+                label = run.pruners + (", fine-tuned" if of == "finetuned" else "")
+                alike = [x for x in self.runs if x.pruners == run.pruners and (name, of) in x.measures]
+                if len({x.report.sparsity for x in alike}) < len(alike):
+                    label = f"{run.name}: {label}"
+                lines.setdefault(label, []).append((share, value))
+        return {
+            title: {label: list(dict.fromkeys(points)) for label, points in lines.items()}
+            for title, lines in panels.items()
+        }
 
 
 def compare(folders: Sequence[Path]) -> Comparison:
@@ -173,7 +186,7 @@ def _warnings(runs: Sequence[Compared]) -> list[str]:
         values = {f"{run.measures[name, of]:.6g}" for run in runs if (name, of) in run.measures}
         if of == "dense" and len(values) > 1 and len(models) == 1:
             said.append(
-                f"The dense model's {name.replace('_', ' ')} differs ({', '.join(sorted(values))}): it was not "
-                "measured on the same text, so the others are not comparable either."
+                f"The dense model's {name.replace('_', ' ')} differs ({', '.join(sorted(values))}): it was measured in "
+                "different ways, such as on another text, so the others are not comparable either."
             )
     return said

@@ -146,25 +146,35 @@ def inspect(source: ModelSource, masks: Path | None = None) -> Inspection:
 
     Args:
         source: the model.
-        masks: a file of masks to compare with; when absent, the one beside the model, if there is one.
+        masks: a file of masks to compare with, all of them in memory at a byte a weight; when absent, the one beside
+            the model, or beside the `model` folder of a run.
 
     Raises:
         CompressxError: a model or file that cannot be read, or masks of another model.
     """
     if masks is None and source.path is not None:
-        beside = [p / "masks.safetensors" for p in (source.path, source.path.parent)]
-        masks = next((p for p in beside if p.is_file()), None)
+        above = source.path.parent
+        beside = [source.path, *([above] if source.path.name == "model" else [])]
+        masks = next((p / "masks.safetensors" for p in beside if (p / "masks.safetensors").is_file()), None)
     entries = {} if masks is None else read_masks(masks)
-    found = tuple(_inspected(source, entries))
-    if unknown := [name for name in entries if name not in {x.name for x in found}]:
-        raise ArtifactError(f"{masks}: it names {unknown[0]}, which {source.path or source.id} does not have")
+    try:
+        found = tuple(_inspected(source, entries))
+    except _OtherModelError as error:
+        raise ArtifactError(f"{masks}: {error}; give this model's masks with --masks") from None
     return Inspection(str(source.path or source.id or source.package), found, None if masks is None else str(masks))
+
+
+class _OtherModelError(Exception):
+    """The masks are of another model."""
 
 
 @torch.no_grad()
 def _inspected(source: ModelSource, entries: Mapping[str, MaskEntry]) -> Iterator[Inspected]:
+    """Look at every linear in the blocks, and at those outside that masks name."""
     access = open_model(find_checkpoint(source), source.streaming, torch.device("cpu"))
     surveyed = survey(access.model)
+    if unknown := entries.keys() - surveyed.linears.keys() - surveyed.outside.keys():
+        raise _OtherModelError(f"it names {min(unknown)}, which {source.path or source.id} does not have")
     for fqn in (*surveyed.blocks, OUTSIDE):
         linears = {n: x for n, x in surveyed.linears.items() if fqn != OUTSIDE and n.startswith(f"{fqn}.")}
         if fqn == OUTSIDE:
@@ -176,7 +186,7 @@ def _inspected(source: ModelSource, entries: Mapping[str, MaskEntry]) -> Iterato
                 entry, off = entries.get(name), None
                 if entry is not None:
                     if entry.keep.shape != zero.shape:
-                        raise ArtifactError(f"{name}: its mask is {[*entry.keep.shape]}, the weight {list(shape)}")
+                        raise _OtherModelError(f"{name}: its mask is {[*entry.keep.shape]}, the weight {list(shape)}")
                     off = int((~entry.keep & ~zero).sum())
                 meant = None if entry is None else f"{entry.pruner} {entry.pattern}"
                 yield Inspected(name, shape, int(zero.sum()), pattern_of(zero), fits_two_four(zero), meant, off)

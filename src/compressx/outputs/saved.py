@@ -11,14 +11,16 @@ from pydantic import TypeAdapter
 
 from compressx.calibration.documents import check_dataset
 from compressx.errors import ArtifactError, RecipeError
+from compressx.evaluation.harness import check_tasks
 from compressx.evaluation.perplexity import Figures, Progress, evaluate
+from compressx.files import os_errors_named
 from compressx.masks.maskset import Deviation, MaskSet
 from compressx.models.access import Access, Device, device_for
 from compressx.models.export import output_folder, save_model
 from compressx.models.loading import find_checkpoint, load_model, load_tokenizer
 from compressx.models.streaming import open_model
 from compressx.recipe.document import Node, from_python
-from compressx.recipe.schema import Evaluate, load_recipe
+from compressx.recipe.schema import Evaluate, RollingTask, load_recipe
 from compressx.recipe.sources import ModelField, ModelSource
 from compressx.recipe.validation import Strict, validated
 from compressx.recipe.yamlfile import override
@@ -31,12 +33,21 @@ class _Asked(Strict):
     evaluate: Evaluate
 
 
-def source_of(model: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> ModelSource:
-    """Read what a command line calls a model: an output folder, a model's folder, a .gguf file or a hub id."""
+def source_of(
+    model: str, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False
+) -> ModelSource:
+    """Read what a command line calls a model: an output folder, a model's folder, a .gguf file or a hub id.
+
+    Raises:
+        RecipeError: a revision of what is no model on the hub.
+    """
     inner = Path(model).expanduser() / "model"
     name = str(inner) if (inner / "config.json").is_file() else model
     source = _SOURCE.validate_python(name)
-    return source.model_copy(update={"dtype": dtype, "trust_remote_code": trust_remote_code})
+    if revision is not None and source.id is None:
+        raise RecipeError(f"--revision {revision}: only a model on the hub has revisions, and {model} is a path")
+    told = {"dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
+    return source.model_copy(update=told)
 
 
 def measures(recipe: Path | None, overrides: Sequence[str]) -> Evaluate:
@@ -59,8 +70,15 @@ def measures(recipe: Path | None, overrides: Sequence[str]) -> Evaluate:
         for assignment in overrides:
             root = override(root, assignment)
         settings = validated(_Asked, root.plain(), root.where).evaluate
+    if settings.token_perplexity is None and settings.lm_eval is None:
+        raise RecipeError(f"{recipe or '--set'}: evaluate asks for nothing; give it token_perplexity, lm_eval, or both")
     if settings.token_perplexity is not None:
         check_dataset(settings.token_perplexity.dataset)
+    if settings.lm_eval is not None:
+        check_tasks(settings.lm_eval)
+        for task in settings.lm_eval.tasks:
+            if isinstance(task, RollingTask):
+                check_dataset(task.dataset)
     return settings
 
 
@@ -72,7 +90,7 @@ def evaluate_saved(
     device: Device = "auto",
     progress: Progress | None = None,
 ) -> Figures:
-    """Measure a model, with masks put on it first if there are some.
+    """Measure a model, with masks put on it first if there are some; the model is then loaded whole.
 
     Args:
         source: the model.
@@ -102,7 +120,7 @@ def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: boo
     Args:
         masks: the file of masks.
         source: the model.
-        output: the folder to make: `save_pretrained`'s files, the tokenizer and the masks.
+        output: the folder to make: `model/` with its tokenizer, and `masks.safetensors`, as a run leaves them.
         original: also require that the weights are those that were pruned, byte for byte.
 
     Returns:
@@ -111,6 +129,7 @@ def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: boo
     Raises:
         ArtifactError: masks that do not fit the model, an output that is there already, files that cannot be written.
     """
+    output = output.expanduser()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ArtifactError(f"output {output} exists; name a new folder")
     loaded = MaskSet.load(masks)
@@ -120,6 +139,7 @@ def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: boo
     before = loaded.deviations(model)
     loaded.apply(model, original=original)
     with output_folder(output) as folder:
-        save_model(model, tokenizer, folder)
-        shutil.copyfile(masks, folder / "masks.safetensors")
+        save_model(model, tokenizer, folder / "model")
+        with os_errors_named("copy", masks):
+            shutil.copyfile(masks, folder / "masks.safetensors")
     return before

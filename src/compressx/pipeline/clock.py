@@ -37,14 +37,22 @@ class Clock:
         return stages | {"total": time.perf_counter() - self.started}
 
 
+def forget_peaks() -> None:
+    """Begin to measure the highest memory anew, where the system can: a process may run several recipes."""
+    with contextlib.suppress(OSError):  # Linux alone, and not in every container
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
 def peak_memory_bytes() -> int:
-    """Return the process's highest resident memory so far, plus that of the accelerator."""
+    """Return the process's highest resident memory since `forget_peaks`, plus that of the accelerator."""
     accelerator = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return peak_resident_bytes() + accelerator
 
 
 def peak_resident_bytes() -> int:
-    """Return the process's highest resident memory so far."""
+    """Return the process's highest resident memory since `forget_peaks`."""
     import resource
 
     if sys.platform == "linux":  # getrusage would begin with what the parent process had

@@ -25,6 +25,7 @@ from compressx.models.hidden import InFiles, Keep, in_memory
 from compressx.models.loading import load_tokenizer
 from compressx.models.streaming import StreamedModel, open_model
 from compressx.pipeline.asked import Asked, Progress
+from compressx.pipeline.clock import forget_peaks
 from compressx.pipeline.finishing import Pruned, finish
 from compressx.pipeline.journal import Allocated, FinishedBlock, Journal
 from compressx.pipeline.preparation import at, loaded_recipe, prepare, refuse_streamed
@@ -106,6 +107,7 @@ def run(
 def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
     """Go through the stages; the report is the first process's, which alone writes and evaluates."""
     loaded, clock, ranks = asked.loaded, asked.clock, asked.ranks
+    forget_peaks()
     settings = loaded.recipe.evaluate
     with clock.stage("load"):
         asked.tell("load", 0, 1)

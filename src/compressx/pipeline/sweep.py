@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from compressx.pipeline.asked import Progress
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe, load_recipe
-from compressx.recipe.yamlfile import dump_yaml, parse_yaml
+from compressx.recipe.yamlfile import parse_yaml
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,22 +53,25 @@ class Cell:
         told = self.output / "recipe.yaml"
         if not told.is_file():
             return False
-        if load_recipe(told).recipe == self.loaded.recipe:
+        # the folder is this one, whichever way the recipe there names it
+        if load_recipe(told).recipe.model_copy(update={"output": self.output}) == self.loaded.recipe:
             return True
         raise ArtifactError(
             f"{self.output} was made by another recipe than {' '.join(self.values)} of this one; name another "
             "--output, or remove it"
         )
 
-    def run(self, plugins: Plugins, progress: Progress | None = None, device: Device = "auto") -> bool:
-        """Run the recipe, going on with an interrupted run; False when it was finished before.
+    def run(
+        self, plugins: Plugins, progress: Progress | None = None, device: Device = "auto", *, restart: bool = False
+    ) -> bool:
+        """Run the recipe, going on with an interrupted run or beginning anew; False when it was finished before.
 
         Raises:
             CompressxError: as `run`.
         """
         if self.is_finished():
             return False
-        run(self.loaded, plugins=plugins, progress=progress, device=device, resume=True)
+        run(self.loaded, plugins=plugins, progress=progress, device=device, resume=not restart, restart=restart)
         return True
 
 
@@ -87,32 +91,38 @@ def grid(recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Pa
     keys = [key for key, _ in named]
     if repeated := next((key for key in keys if keys.count(key) > 1), None):
         raise RecipeError(f"--grid {repeated}: given twice; list all its values once")
-    if output is None:  # beside the recipe's own output, which a run of it would replace with all that is inside
-        own = load_recipe(recipe, overrides).recipe.output
-        output = own.with_name(f"{own.name}-sweep")
-    cells = []
-    for values in product(*(values for _, values in named)):
-        given = tuple(f"{key}={value}" for key, value in zip(keys, values, strict=True))
-        place = output / _folder_name(given, keys)
-        cells.append(Cell(given, load_recipe(recipe, [*overrides, *given, f"output={dump_yaml(str(place)).strip()}"])))
-    outputs = [cell.output for cell in cells]
-    if len(set(outputs)) < len(outputs):
+    combinations = list(product(*(values for _, values in named)))
+    if len(set(combinations)) < len(combinations):
         raise RecipeError(f"--grid {' '.join(axes)}: a value is given twice")
-    return cells
+    given = [tuple(f"{key}={value}" for key, value in zip(keys, values, strict=True)) for values in combinations]
+    if output is None:  # beside the recipe's own output, which a run of it would replace with all that is inside
+        own = load_recipe(recipe, [*overrides, *given[0]]).recipe.output
+        output = own.with_name(f"{own.name}-sweep")
+    names = _folder_names(keys, combinations)
+    return [
+        Cell(one, load_recipe(recipe, [*overrides, *one, f"output={json.dumps(str(output.expanduser() / name))}"]))
+        for one, name in zip(given, names, strict=True)
+    ]
 
 
 def _axis(axis: str) -> tuple[str, list[str]]:
+    """Part `KEY=VALUE,VALUE...` into the key and its values, each as JSON, which is YAML on one line."""
     key, equals, text = axis.partition("=")
     key, place = key.strip(), f"--grid {axis}"
     if not equals or not key or not text.strip():
         raise RecipeError(f"{place}: expected KEY=VALUE,VALUE..., such as prune.1.sparsity=0.4,0.5,0.6")
     values = parse_yaml(f"[{text}]", "", place=place).plain()
-    return key, [dump_yaml([value]).strip().removeprefix("- ") for value in values]
+    return key, [json.dumps(value, ensure_ascii=False) for value in values]
 
 
-def _folder_name(given: Sequence[str], keys: Sequence[str]) -> str:
-    """Name a folder by its values; keys are as short as they can be and differ."""
+def _folder_names(keys: Sequence[str], combinations: Sequence[Sequence[str]]) -> list[str]:
+    """Name folders by their values; keys are as short as they can be and differ, and so are names."""
     short = [key.rsplit(".", 1)[-1] for key in keys]
     shown = short if len(set(short)) == len(short) else keys
-    parts = [f"{name}={value.partition('=')[2]}" for name, value in zip(shown, given, strict=True)]
-    return re.sub(r"[^\w.=+-]+", "-", "_".join(parts)).strip("-")[:120]
+    names = []
+    for values in combinations:
+        parts = [f"{name}={value.strip(chr(34))}" for name, value in zip(shown, values, strict=True)]
+        names.append(re.sub(r"[^\w.=+-]+", "-", "_".join(parts)).strip("-")[:120])
+    if len(set(names)) < len(names):  # by signs that no folder's name has, or beyond its length
+        names = [f"{name[:110]}-{number}" for number, name in enumerate(names, start=1)]
+    return names

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
-from compressx.errors import PluginError
-from compressx.files import atomic_write, os_errors_named
+from compressx.errors import ArtifactError, PluginError
+from compressx.files import atomic_write
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
@@ -145,9 +146,9 @@ def new_plugin(name: str, parent: Path) -> Path:
         ArtifactError: the folder is there already, or cannot be written.
     """
     check_name(name)
-    folder = parent / f"compressx-{name}"
-    with os_errors_named("make", folder):
-        folder.mkdir(parents=True)
+    folder = parent.expanduser() / f"compressx-{name}"
+    if folder.exists():
+        raise ArtifactError(f"{folder} is there already; choose another name or --folder, or remove it")
     module = name.replace("-", "_")
     files = {
         "pyproject.toml": _PYPROJECT,
@@ -155,6 +156,10 @@ def new_plugin(name: str, parent: Path) -> Path:
         f"src/compressx_{module}/__init__.py": _MODULE,
         f"tests/test_{module}.py": _TEST,
     }
-    for place, text in files.items():
-        atomic_write(folder / place, text.replace("@name@", name).replace("@module@", module).encode())
+    try:
+        for place, text in files.items():
+            atomic_write(folder / place, text.replace("@name@", name).replace("@module@", module).encode())
+    except ArtifactError:
+        shutil.rmtree(folder, ignore_errors=True)  # half a package would be in the way of the next try
+        raise
     return folder

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.errors import PydanticInvalidForJsonSchema
 
 from compressx.recipe.schema import Recipe
 
@@ -23,9 +24,9 @@ def json_schema(options: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
     schema = Recipe.model_json_schema(by_alias=True)
     definitions = schema["$defs"]
     for name, model in options.items():
-        described = model.model_json_schema(by_alias=True)
+        described = _closed(_described(model))
         definitions |= {f"{name}.{inner}": d for inner, d in described.pop("$defs", {}).items()}
-        text = json.dumps({**described, "additionalProperties": False})
+        text = json.dumps(described)
         definitions[f"options of {name}"] = json.loads(text.replace('"#/$defs/', f'"#/$defs/{name}.'))
     for kind in ("Rule", "Reconstruction"):
         definitions[kind]["properties"]["pruner"]["examples"] = list(options)
@@ -37,6 +38,26 @@ def json_schema(options: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
             for name in options
         ]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "compressx recipe"}
+
+
+def _described(model: type[BaseModel]) -> dict[str, Any]:
+    """Return a model's schema; of one that has a field which JSON cannot say, one that allows anything."""
+    try:
+        return model.model_json_schema(by_alias=True)
+    except PydanticInvalidForJsonSchema:
+        return {"type": "object", "additionalProperties": True}
+
+
+def _closed(schema: Any) -> Any:
+    """Forbid unknown keys wherever keys are known, as the host does whatever a model's own config says."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        closed["additionalProperties"] = False
+    return closed
 
 
 def text_of(schema: Mapping[str, Any]) -> str:

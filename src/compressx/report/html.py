@@ -77,7 +77,8 @@ def _template() -> Any:
 def _cards(report: RunReport) -> list[tuple[str, str, str]]:
     """Say what matters most: name, value, note."""
     cards = [("sparsity", f"{report.sparsity:.2%}", f"of {len(report.layers)} linears")]
-    for name, dense, *others in report.evaluation_rows()[:2]:
+    measured = [row for row in report.evaluation_rows() if not row[0].endswith("stderr")]
+    for name, dense, *others in measured[:2]:
         changed = others[-2:]
         cards.append((name.replace("_", " "), changed[0], f"dense {dense}, {changed[1]}"))
     total = report.seconds.get("total", sum(report.seconds.values()))

@@ -8,7 +8,8 @@ planned; a model that it accepted there and fails on later is a failure here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import combinations
 from typing import Any, Literal, TypeAlias
@@ -19,14 +20,14 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from compressx.architecture import survey, text_config
-from compressx.blocks.decide import decide, gather
+from compressx.blocks.decide import decide, gather, write
 from compressx.blocks.sensitivity import by_loss, of_model
 from compressx.errors import CompressxError, UnsupportedModelError, did_you_mean
 from compressx.models.access import InMemory
 from compressx.models.capture import capture_calls, replay
 from compressx.patterns import NM, Unstructured, keep_masks, zeros_in
 from compressx.planning.plan import PlannedRule
-from compressx.pruner import Block, PruneResult, PrunerSpec, Sensitivity, Statistic
+from compressx.pruner import Block, Pruner, PruneResult, PrunerSpec, Sensitivity, Statistic
 from compressx.recipe.validation import validate_options
 from compressx.testing.models import TINY_CONFIGS, tiny_model, tiny_tokens
 
@@ -105,22 +106,23 @@ def conformance(
     Yields:
         What each check found. Where the pruner refuses an architecture, one outcome says so for all.
     """
+    known_architectures(architectures)
     first = _outcome("options round-trip", "", partial(_options_round_trip, spec, options or {}))
     yield first
     if first.status == "failed":
         return
     validated = _validated(spec, options or {})
-    accepted = 0
+    refused = 0
     for architecture in architectures:
         subject = _Subject(spec, validated, architecture)
         plans = _outcome("plans without weights", architecture, lambda s=subject: _plans(s))  # type: ignore[misc]
         yield plans
+        refused += plans.status == "refused"
         if plans.status != "passed":
             continue
-        accepted += 1
         for name, check in CHECKS.items():
             yield _outcome(name, architecture, partial(check, subject))
-    if not accepted:
+    if refused == len(architectures):
         yield Outcome("accepts a model", "", "failed", f"every one of {', '.join(architectures)} was refused")
 
 
@@ -166,11 +168,18 @@ _SELECTOR = PrunerSpec("by size", "the largest weights", _NoOptions, lambda _: _
 
 @dataclass(frozen=True, eq=False)
 class _Scene:
-    """A block of a model with what a run would know of it."""
+    """A block of a model with what a run would know of it, and the pruners that a run would build once."""
 
     model: Any
     block: Block
     passes: Sequence[Callable[[], Any]]
+    built: dict[PlannedRule, tuple[Pruner, Pruner | None]] = field(default_factory=dict)
+
+    def pruners(self, rule: PlannedRule) -> tuple[Pruner, Pruner | None]:
+        """Return a rule's pruners, the same ones each time."""
+        if rule not in self.built:
+            self.built[rule] = rule.build()
+        return self.built[rule]
 
 
 class _Subject:
@@ -180,10 +189,23 @@ class _Subject:
         self.spec = spec
         self.architecture = architecture
         self.rule = PlannedRule(0, spec, options, None, None)
-        self.patterns: list[Unstructured | NM] = [
-            *(Unstructured(sparsity, group) for group in spec.groups for sparsity in (0.5, 0.3)),
-            *([NM(2, 4), NM(4, 8), NM(1, 4)] if spec.nm else []),
+
+    @cached_property
+    def patterns(self) -> list[Unstructured | NM]:
+        """What the pruner claims to support, but for patterns that its `check` refuses on this architecture."""
+        claimed: list[Unstructured | NM] = [
+            *(Unstructured(sparsity, group) for group in self.spec.groups for sparsity in (0.5, 0.3)),
+            *([NM(2, 4), NM(4, 8), NM(1, 4)] if self.spec.nm else []),
         ]
+        check = self.spec.check
+        if check is None:
+            return claimed
+        block, taken = self.scene(weights=False).block, []
+        for pattern in claimed:
+            with suppress(UnsupportedModelError):
+                check(block, dict.fromkeys(self.names, pattern))
+                taken.append(pattern)
+        return taken
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -195,11 +217,11 @@ class _Subject:
         if self.spec.check is None:
             return tuple(block.linears)
         why = ""
-        for size in (len(kinds), 2, 1):
+        for size in range(len(kinds), 0, -1):
             for some in combinations(kinds, size):
                 names = [name for kind in some for name in kinds[kind]]
                 try:
-                    self.spec.check(block, dict.fromkeys(names, self.patterns[0]))
+                    self.spec.check(block, dict.fromkeys(names, Unstructured(0.5, self.spec.groups[0])))
                 except CompressxError as error:
                     why = why or str(error)
                 else:
@@ -227,7 +249,8 @@ class _Subject:
         runs = [partial(lambda x, call: replay(module, x, call), call=call) for call in calls[fqn]]
         losses = self.rule.losses
         reacting = {n: linears[n] for n in self.names} if losses else {}
-        whole = of_model(InMemory(model), found, set(reacting), parts) if "model" in losses else {}
+        tokens_read = self.rule.reads_tokens
+        whole = of_model(InMemory(model), found, set(reacting), parts, tokens=tokens_read) if "model" in losses else {}
         sensitivities = by_loss(whole, reacting if "block" in losses else {}, runs, states)
         block = Block(0, fqn, module, linears, tuple(calls[fqn]), text_config(model), sensitivities)
         return _Scene(model, block, [partial(run, x) for run, x in zip(runs, states, strict=True)])
@@ -236,7 +259,7 @@ class _Subject:
     def gathered(self, scene: _Scene, rule: PlannedRule | None = None) -> dict[str, dict[str, Statistic]]:
         """Return the statistics that the pruner asks for."""
         rule = rule or self.rule
-        return gather(scene.block, {rule: self.names}, {rule: rule.build()}, scene.passes)
+        return gather(scene.block, {rule: self.names}, {rule: scene.pruners(rule)}, scene.passes)
 
     @torch.no_grad()
     def decided(
@@ -247,7 +270,9 @@ class _Subject:
         rule = rule or self.rule
         stats = self.gathered(scene, rule) if stats is None else stats
         patterns = dict.fromkeys(names or self.names, pattern)
-        return decide(rule, rule.build(), scene.block, patterns, {n: stats[n] for n in patterns})
+        results = decide(rule, scene.pruners(rule), scene.block, patterns, {n: stats[n] for n in patterns})
+        _expect(not torch.is_grad_enabled(), "it leaves gradients switched on")
+        return results
 
 
 def _validated(spec: PrunerSpec, given: Mapping[str, Any]) -> BaseModel:
@@ -256,7 +281,7 @@ def _validated(spec: PrunerSpec, given: Mapping[str, Any]) -> BaseModel:
 
 def _options_round_trip(spec: PrunerSpec, given: Mapping[str, Any]) -> None:
     options = _validated(spec, given)
-    again = _validated(spec, options.model_dump(mode="json"))
+    again = _validated(spec, options.model_dump(mode="json", by_alias=True))
     _expect(again == options, f"options read back from JSON differ: {again!r}, expected {options!r}")
 
 
@@ -264,13 +289,14 @@ def _plans(subject: _Subject) -> None:
     scene = subject.scene(weights=False)
     pruner = subject.spec.build(subject.rule.options)
     for name in subject.names:
-        statistic = pruner.observe(scene.block, name)
+        with torch.device("meta"):  # as the planner calls it
+            statistic, again = pruner.observe(scene.block, name), pruner.observe(scene.block, name)
         _expect(
             statistic is None or isinstance(statistic, Statistic),
             f"observe({name!r}) must return a Statistic or None, got {type(statistic).__name__}",
         )
         _expect(
-            statistic is None or statistic is not pruner.observe(scene.block, name),
+            statistic is None or statistic is not again,
             f"observe({name!r}) must return a fresh statistic each time",
         )
 
@@ -348,7 +374,7 @@ def _processes(subject: _Subject) -> None:
     """Gather two halves apart and add them up, as two processes do."""
     scene = subject.scene(batches=(4, 4))
     whole = subject.gathered(scene)
-    halves = []
+    halves: list[dict[str, dict[str, Statistic]]] = []
     for half in (0, 1):
         reacting = {
             loss: {n: Sensitivity(s.rows, s.tokens[half : half + 1]) for n, s in by_name.items()}
@@ -356,27 +382,38 @@ def _processes(subject: _Subject) -> None:
         }
         block = replace(scene.block, calls=scene.block.calls[half : half + 1], sensitivities=reacting)
         halves.append(subject.gathered(_Scene(scene.model, block, scene.passes[half : half + 1])))
-    done: set[int] = set()
+    merged: dict[int, Statistic] = {}
+    selector, _ = scene.pruners(subject.rule)
     for name, stats in halves[0].items():
-        for role, statistic in stats.items():
-            if id(statistic) not in done:
-                done.add(id(statistic))
-                _add(statistic, halves[1][name][role])
+        for role, mine in stats.items():
+            if id(mine) not in merged:
+                merged[id(mine)] = _added(mine, halves[1][name][role], partial(selector.observe, scene.block, name))
     pattern = subject.patterns[0]
-    added = subject.decided(scene, pattern, halves[0])
+    both = {name: {role: merged[id(mine)] for role, mine in stats.items()} for name, stats in halves[0].items()}
+    added = subject.decided(scene, pattern, both)
     _expect_alike(subject.decided(scene, pattern, whole), added, "statistics of two processes, added up,")
 
 
-def _add(mine: Statistic, other: Statistic) -> None:
-    others = other.tensors()
-    for key, (tensor, how) in mine.tensors().items():
+def _added(mine: Statistic, other: Statistic, fresh: Callable[[], Statistic | None]) -> Statistic:
+    """Combine what two processes gathered, as `Ranks.combine` does."""
+    tensors, others = mine.tensors(), other.tensors()
+    joined = []
+    for key, (tensor, how) in tensors.items():
         theirs = others[key][0]
         if how == "sum":
             tensor.add_(theirs)
         elif how == "max":
             torch.maximum(tensor, theirs, out=tensor)
         else:
-            mine.update(theirs)
+            joined += [tensor, theirs]
+    if not joined:
+        return mine
+    merged = fresh()
+    _expect(merged is not None, "observe returned a statistic once, and then None")
+    assert merged is not None  # noqa: S101 - for the type checker
+    for part in joined:
+        merged.update(part)
+    return merged
 
 
 def _separable(subject: _Subject) -> None:
@@ -386,11 +423,18 @@ def _separable(subject: _Subject) -> None:
     stats = subject.gathered(scene)
     joint = {p for p in subject.patterns if isinstance(p, Unstructured) and p.group == "joint"}
     apart = [p for p in subject.patterns if p not in joint]
-    for pattern in {apart[0], apart[-1]} if apart else ():
+    if not apart:
+        raise _NoSuchPromiseError("it says separable, and every group of its own is joint")
+    for pattern in {apart[0], apart[-1]}:
         together = subject.decided(scene, pattern, stats)
         for name in subject.names:
+            dense = {n: scene.block.linears[n].weight.clone() for n in subject.names if n != name}
+            for other in dense:  # in a run these may be pruned already
+                write(scene.block.linears[other], together[other])
             alone = subject.decided(scene, pattern, stats, names=[name])
-            _expect_equal({name: together[name]}, alone, f"{pattern}: it says separable, and decided alone")
+            _expect_equal({name: together[name]}, alone, f"{pattern}: decided after the others it")
+            for other, weight in dense.items():
+                scene.block.linears[other].weight.copy_(weight)
 
 
 def _reconstructs(subject: _Subject) -> None:
@@ -399,26 +443,29 @@ def _reconstructs(subject: _Subject) -> None:
     rule = PlannedRule(0, _SELECTOR, _NoOptions(), subject.spec, subject.rule.options)
     scene = subject.scene()
     for pattern in (Unstructured(0.5, "row"), Unstructured(0.5, "layer")):
-        subject.decided(scene, pattern, rule=rule)  # the host refuses another mask than the one that was given
+        results = subject.decided(scene, pattern, rule=rule)  # the host refuses another mask than it gave
+        _expect(any(r.weight is not None for r in results.values()), "it says reconstructs, and returns no new weights")
 
 
 def _untouched(subject: _Subject) -> None:
     scene = subject.scene()
     before = _state(scene.model)
-    threads, default, grad = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
-    weights = {n: t.clone() for n, t in scene.model.state_dict().items()}
+    before_all = (torch.get_num_threads(), torch.get_default_dtype())
+    weights = {n: t.clone() for n, t in _tensors(scene.model)}
     subject.decided(scene, subject.patterns[0])
-    for name, tensor in scene.model.state_dict().items():
+    for name, tensor in _tensors(scene.model):
         _expect(
             torch.equal(tensor, weights[name]), f"{name} was changed; a pruner returns values, the host writes them"
         )
     for name, now in _state(scene.model).items():
         _expect(now == before[name], f"{name or 'the model'}: {now}, expected {before[name]} as before")
-    after = (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled())
-    _expect(
-        after == (threads, default, grad),
-        f"threads, default dtype and grad mode are {after}, expected {(threads, default, grad)}",
-    )
+    after = (torch.get_num_threads(), torch.get_default_dtype())
+    _expect(after == before_all, f"threads and default dtype are {after}, expected {before_all} as before")
+
+
+def _tensors(model: Any) -> list[tuple[str, Tensor]]:
+    """Return every parameter and buffer, those that no checkpoint holds too."""
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _state(model: Any) -> dict[str, str]:

@@ -72,6 +72,22 @@ def test_dense_figures_that_differ_are_said_to_make_the_others_incomparable(tmp_
     assert other.warnings == ("Different models: a/b, c/d.",)
 
 
+def test_runs_that_differ_in_something_else_than_sparsity_are_not_joined_by_a_line(tmp_path):
+    found = compare(
+        [saved(tmp_path / "a", 0.5, 30.0), saved(tmp_path / "b", 0.5, 31.0), saved(tmp_path / "c", 0.6, 35.0)]
+    )
+    panels = found._panels()["token perplexity"]
+    assert panels == {"dense": [(0.0, 20.0)], "a: wanda": [(50.0, 30.0)], "b: wanda": [(50.0, 31.0)],
+                      "c: wanda": [(60.0, 35.0)]}  # fmt: skip
+
+
+def test_standard_errors_are_in_the_table_and_not_in_the_plot(tmp_path):
+    task = {"arc": {"acc": 0.5, "acc_stderr": 0.1}}
+    found = compare([saved(tmp_path / "a", 0.5, 30.0, evaluation={"dense": task, "pruned": task})])
+    assert "arc acc stderr, pruned" in found.columns()
+    assert list(found._panels()) == ["arc acc"]
+
+
 def test_a_folder_without_a_report_and_a_report_of_another_version_are_refused(tmp_path):
     with pytest.raises(ArtifactError, match=r"holds no report.json; expected the output folder of a finished run"):
         compare([tmp_path])

@@ -96,7 +96,10 @@ def test_weights_that_grew_back_are_counted(folder):
 def test_masks_of_another_model_are_refused(folder):
     entry = MaskEntry(torch.ones(2, 2, dtype=torch.bool), "2:4", "magnitude", "0" * 64)
     MaskSet({"model.layers.0.self_attn.q_proj": entry}).save(folder / "other.safetensors")
-    with pytest.raises(ArtifactError, match=r"q_proj: its mask is \[2, 2\], the weight \[64, 64\]"):
+    with pytest.raises(
+        ArtifactError,
+        match=r"other.safetensors: .*q_proj: its mask is \[2, 2\], the weight \[64, 64\]; give this model's masks",
+    ):
         inspect(source_of(str(folder)), folder / "other.safetensors")
     MaskSet({"model.layers.9.q_proj": entry}).save(folder / "other.safetensors")
     with pytest.raises(ArtifactError, match=r"it names model.layers.9.q_proj, which .* does not have"):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from compressx import FeatureNorms, Hessian, PruneResult, PrunerSpec, UnsupportedModelError, keep_mask, keep_masks
 from compressx.plugins import load_plugins
@@ -151,6 +151,36 @@ class Together(Base):
         return {n: s.roll(len(patterns), dims=1) for n, s in super().scores(block, patterns, stats).items()}
 
 
+class SeesOthers(Base):
+    """Says that it decides each linear alone, and looks at the weights of all."""
+
+    def scores(self, block, patterns, stats):
+        whole = sum(float(x.weight.abs().sum()) for x in block.linears.values())
+        scores = super().scores(block, patterns, stats)
+        return {n: s + torch.arange(s.shape[1]) * (whole % 7) for n, s in scores.items()}
+
+
+class Remembers(Base):
+    """Draws from a generator of its own, which goes on from call to call."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def scores(self, block, patterns, stats):
+        return {n: torch.rand(block.linears[n].weight.shape, generator=self.generator) for n in patterns}
+
+
+class KeepsWeights(Base):
+    """Says that it reconstructs, and leaves the survivors as they are."""
+
+
+class GradientsOn(Base):
+    def prune(self, block, patterns, stats):
+        torch.set_grad_enabled(True)
+        return super().prune(block, patterns, stats)
+
+
 class OtherMask(Base):
     def prune(self, block, patterns, stats):
         return {n: PruneResult(r.keep.roll(1, dims=1)) for n, r in super().prune(block, patterns, stats).items()}
@@ -210,7 +240,11 @@ SHARED = FeatureNorms(64)
         (spec(UsesUp), "leaves statistics as they are", "asked again with the same statistics"),
         (spec(observing(MeanOfBatches)), "the same for every batch size", "not an average of batches"),
         (spec(observing(Copied)), "the same for several processes", "two processes"),
-        (spec(Together, separable=True), "separable", "decided alone gave another mask"),
+        (spec(Together, separable=True), "separable", "decided after the others it gave another mask"),
+        (spec(SeesOthers, separable=True), "separable", "decided after the others it gave another mask"),
+        (spec(Remembers), "leaves statistics as they are", "asked again with the same statistics"),
+        (spec(KeepsWeights, reconstructs=True), "reconstructs", "returns no new weights"),
+        (spec(GradientsOn), "exact sparsity for every pattern", "leaves gradients switched on"),
         (spec(OtherMask, reconstructs=True), "reconstructs", "must return the mask that it was given"),
         (spec(Hooks), "leaves the model as it is", "1 hooks"),
         (spec(Trains), "leaves the model as it is", "training True"),
@@ -239,8 +273,13 @@ class Strict(BaseModel):
     steps: int = Field(gt=0)
 
 
-class Hidden(BaseModel):
-    steps: int = Field(3, exclude=True)
+class Doubled(BaseModel):
+    steps: int = 3
+
+    @field_validator("steps")
+    @classmethod
+    def _twice(cls, value: int) -> int:
+        return 2 * value
 
 
 def test_options_without_a_default_have_to_be_given():
@@ -248,8 +287,8 @@ def test_options_without_a_default_have_to_be_given():
     assert not failures(spec(lambda _: Base(Options()), options=Strict), options={"steps": 3})
 
 
-def test_options_that_json_does_not_keep_are_found():
-    found = failures(spec(lambda _: Base(Options()), options=Hidden), options={"steps": 4})
+def test_options_that_are_read_back_as_others_are_found():
+    found = failures(spec(lambda _: Base(Options()), options=Doubled), options={"steps": 4})
     assert "read back from JSON differ" in found["options round-trip"]
 
 
@@ -284,3 +323,33 @@ def test_a_misspelt_option_is_refused_as_in_a_recipe():
     said = failures(spec(), options={"powr": 2.0})["options round-trip"]
     assert "powr" in said
     assert "did you mean 'power'?" in said
+
+
+def refuse_nm(block, patterns):
+    if any(hasattr(p, "of") for p in patterns.values()):
+        raise UnsupportedModelError("no N:M here")
+
+
+def test_patterns_that_check_refuses_are_not_asked_for():
+    assert not failures(spec(check=refuse_nm))
+
+
+def refuse_pairs(block, patterns):
+    if {n.rsplit(".", 1)[-1] for n in patterns} != {"q_proj", "k_proj", "v_proj"}:
+        raise UnsupportedModelError("query, key and value together, and nothing else")
+
+
+def test_kinds_that_only_go_together_are_found():
+    assert not failures(spec(check=refuse_pairs))
+
+
+def test_an_architecture_that_is_none_is_the_callers_mistake():
+    with pytest.raises(UnsupportedModelError, match="no tiny model 'lama'; did you mean 'llama'"):
+        check_pruner(spec(), architectures=["lama"])
+
+
+def test_options_with_another_name_in_recipes_are_read_back_by_it():
+    class Named(BaseModel):
+        steps: int = Field(3, alias="max-steps")
+
+    assert not failures(spec(lambda _: Base(Options()), options=Named), options={"max-steps": 4})
