@@ -249,7 +249,8 @@ def finished(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 def test_a_run_leaves_all_of_its_files_and_nothing_else(finished: Any) -> None:
     folder, _ = finished
     left = {p.name for p in (folder / "out").iterdir()}
-    assert left == {"model", "masks.safetensors", "recipe.yaml", "plan.json", "report.json", "report.md", "plots"}
+    assert left == {"model", "masks.safetensors", "recipe.yaml", "plan.json", "report.json", "report.md", "report.html",
+                    "plots"}  # fmt: skip
     assert {p.name for p in (folder / "out/model").iterdir()} >= {"model.safetensors", "config.json", "tokenizer.json"}
     assert {p.name for p in folder.iterdir()} == {"r.yaml", "model", "tied", "text.txt", "cache", "out"}
 

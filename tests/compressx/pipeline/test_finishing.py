@@ -164,7 +164,7 @@ def artifacts(folder: str) -> dict[str, Any]:
         str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()
     }
     report = json.loads(found.pop("report.json"))
-    del found["report.md"], found["recipe.yaml"], report["seconds"], report["peak_memory_bytes"]
+    del found["report.md"], found["report.html"], found["recipe.yaml"], report["seconds"], report["peak_memory_bytes"]
     for layer in report["layers"]:
         del layer["seconds"]
     return {**found, "report": report}
