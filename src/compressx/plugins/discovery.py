@@ -8,6 +8,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from packaging.specifiers import SpecifierSet
+
+from compressx._version import __version__
 from compressx.errors import PluginError, did_you_mean
 from compressx.plugins.file import PluginsFile
 
@@ -55,6 +58,12 @@ class Candidate:
     def point(self) -> EntryPoint:
         """Return the entry point that imports it."""
         return EntryPoint(self.name, self.module, GROUP)
+
+    def why_not_this_host(self) -> str | None:
+        """Say that it works with other versions of compressx, if it does."""
+        if self.requires_host is None or SpecifierSet(self.requires_host).contains(__version__, prereleases=True):
+            return None
+        return f"it needs compressx {self.requires_host}, and this is {__version__}; update one of the two"
 
 
 def discover(modules: Sequence[str], file: PluginsFile) -> Mapping[str, Candidate]:

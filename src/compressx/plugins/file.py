@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool
 
 from compressx.errors import PluginError
@@ -50,8 +51,6 @@ class LoadTable(_Strict):
 
 
 def _specifier(text: str) -> str:
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
     try:
         SpecifierSet(text)
     except InvalidSpecifier:

@@ -20,7 +20,6 @@ import pluggy
 from pydantic import BaseModel
 
 from compressx import hookspecs
-from compressx._version import __version__
 from compressx.errors import PluginError, did_you_mean
 from compressx.plugins.discovery import Candidate, Source, blocked_names, discover
 from compressx.plugins.file import PluginsFile, read_plugins_file
@@ -159,20 +158,20 @@ def _record(
 
 def _load(manager: pluggy.PluginManager, candidate: Candidate) -> tuple[PluginRecord, Sequence[PrunerSpec]]:
     """Import and register one plugin and ask it for its pruners."""
-    if mismatch := _other_host(candidate):
+    if mismatch := candidate.why_not_this_host():
         return _failed(candidate, mismatch), ()
     try:
         with _on_sys_path(candidate.folder):
             plugin = candidate.point().load()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a stranger's module does, the others go on
-        return _failed(candidate, error), ()
+        return _failed(candidate, _told(error), error), ()
     _check_origin(candidate)
     _register(manager, candidate, plugin)
     try:
         specs = _offered_by(manager, plugin)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - likewise
         manager.unregister(plugin)
-        return _failed(candidate, error), ()
+        return _failed(candidate, _told(error), error), ()
     names = [spec.name for spec in specs]
     if candidate.declared is not None and sorted(candidate.declared) != sorted(names):
         raise PluginError(
@@ -182,29 +181,19 @@ def _load(manager: pluggy.PluginManager, candidate: Candidate) -> tuple[PluginRe
     return _record(candidate, "loaded", pruners=names), specs
 
 
-class _OtherHostError(Exception):
-    """The plugin is for other versions of compressx."""
-
-
-def _other_host(candidate: Candidate) -> _OtherHostError | None:
-    """Say that a plugin is for other versions of compressx, if it is."""
-    from packaging.specifiers import SpecifierSet
-
-    wanted = candidate.requires_host
-    if wanted is None or SpecifierSet(wanted).contains(__version__, prereleases=True):
-        return None
-    return _OtherHostError(f"it needs compressx {wanted}, and this is {__version__}; update one of the two")
-
-
-def _failed(candidate: Candidate, error: BaseException) -> PluginRecord:
+def _failed(candidate: Candidate, reason: str, error: BaseException | None = None) -> PluginRecord:
     """Record a failure, unless the user relies on the plugin."""
-    reason = str(error) if isinstance(error, _OtherHostError) else traceback.format_exception_only(error)[-1].strip()
     if candidate.required:
         raise PluginError(f"{candidate} is required and failed to load: {reason}{_advice(candidate, error)}") from error
     return _record(candidate, "failed", reason)
 
 
-def _advice(candidate: Candidate, error: BaseException) -> str:
+def _told(error: BaseException) -> str:
+    """Return the last line of a traceback."""
+    return traceback.format_exception_only(error)[-1].strip()
+
+
+def _advice(candidate: Candidate, error: BaseException | None) -> str:
     missing = isinstance(error, ModuleNotFoundError) and candidate.module.startswith(error.name or " ")
     return "; install it, or list it in plugins.toml with the path of its folder" if missing else ""
 

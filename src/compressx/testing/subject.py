@@ -1,0 +1,148 @@
+"""What a pruner is checked on: the first block of a tiny model, and what a run would know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import combinations
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from compressx.architecture import survey, text_config
+from compressx.blocks.decide import decide, gather
+from compressx.blocks.sensitivity import by_loss, of_model
+from compressx.errors import CompressxError, UnsupportedModelError
+from compressx.models.access import InMemory
+from compressx.models.capture import capture_calls, replay
+from compressx.patterns import NM, Unstructured
+from compressx.planning.plan import PlannedRule
+from compressx.pruner import Block, Pruner, PruneResult, PrunerSpec, Statistic
+from compressx.testing.models import tiny_model, tiny_tokens
+
+
+class RefusedError(Exception):
+    """The pruner refuses the architecture, as it may."""
+
+
+class NoSuchPromiseError(Exception):
+    """There is nothing to check."""
+
+
+def expect(kept: bool, broken: str) -> None:
+    """Raise when a promise is not kept; an assert would be silent under `python -O`."""
+    if not kept:
+        raise AssertionError(broken)
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """A block of a model with what a run would know of it, and the pruners that a run would build once."""
+
+    model: Any
+    block: Block
+    passes: Sequence[Callable[[], Any]]
+    built: dict[PlannedRule, tuple[Pruner, Pruner | None]] = field(default_factory=dict)
+
+    def pruners(self, rule: PlannedRule) -> tuple[Pruner, Pruner | None]:
+        """Return a rule's pruners, the same ones each time."""
+        if rule not in self.built:
+            self.built[rule] = rule.build()
+        return self.built[rule]
+
+
+class Subject:
+    """A pruner on one architecture."""
+
+    def __init__(self, spec: PrunerSpec, options: BaseModel, architecture: str) -> None:
+        self.spec = spec
+        self.architecture = architecture
+        self.rule = PlannedRule(0, spec, options, None, None)
+
+    @cached_property
+    def patterns(self) -> list[Unstructured | NM]:
+        """What the pruner claims to support, but for patterns that its `check` refuses on this architecture."""
+        claimed: list[Unstructured | NM] = [
+            *(Unstructured(sparsity, group) for group in self.spec.groups for sparsity in (0.5, 0.3)),
+            *([NM(2, 4), NM(4, 8), NM(1, 4)] if self.spec.nm else []),
+        ]
+        check = self.spec.check
+        if check is None:
+            return claimed
+        block, taken = self.scene(weights=False).block, []
+        for pattern in claimed:
+            with suppress(UnsupportedModelError):
+                check(block, dict.fromkeys(self.names, pattern))
+                taken.append(pattern)
+        return taken
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The linears of the first block that the pruner takes: all, or the largest kinds that it accepts together."""
+        block = self.scene(weights=False).block
+        kinds: dict[str, list[str]] = {}
+        for name in block.linears:
+            kinds.setdefault(name.removeprefix(f"{block.fqn}.").rstrip("0123456789"), []).append(name)
+        if self.spec.check is None:
+            return tuple(block.linears)
+        why = ""
+        for size in range(len(kinds), 0, -1):
+            for some in combinations(kinds, size):
+                names = [name for kind in some for name in kinds[kind]]
+                try:
+                    self.spec.check(block, dict.fromkeys(names, Unstructured(0.5, self.spec.groups[0])))
+                except CompressxError as error:
+                    why = why or str(error)
+                else:
+                    return tuple(names)
+        raise RefusedError(why)
+
+    def scene(
+        self, *, weights: bool = True, dtype: torch.dtype = torch.float32, batches: Sequence[int] = (4, 4),
+        tokens: Tensor | None = None, change: Callable[[Any], None] | None = None,
+    ) -> Scene:  # fmt: skip
+        """Make a fresh model and run it up to its first block, on batches of so many sequences."""
+        model = tiny_model(self.architecture, dtype=dtype)
+        if change is not None:
+            with torch.no_grad():
+                change(model)
+        found = survey(model)
+        fqn, module = next(iter(found.blocks.items()))
+        linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
+        if not weights:
+            model.to("meta")
+            return Scene(model, Block(0, fqn, module, linears, (), text_config(model)), ())
+        parts = torch.split(tiny_tokens() if tokens is None else tokens, list(batches))
+        with torch.no_grad():
+            states, calls = capture_calls(model, found.blocks, parts)
+        runs = [partial(lambda x, call: replay(module, x, call), call=call) for call in calls[fqn]]
+        losses = self.rule.losses
+        reacting = {n: linears[n] for n in self.names} if losses else {}
+        tokens_read = self.rule.reads_tokens
+        whole = of_model(InMemory(model), found, set(reacting), parts, tokens=tokens_read) if "model" in losses else {}
+        sensitivities = by_loss(whole, reacting if "block" in losses else {}, runs, states)
+        block = Block(0, fqn, module, linears, tuple(calls[fqn]), text_config(model), sensitivities)
+        return Scene(model, block, [partial(run, x) for run, x in zip(runs, states, strict=True)])
+
+    @torch.no_grad()
+    def gathered(self, scene: Scene, rule: PlannedRule | None = None) -> dict[str, dict[str, Statistic]]:
+        """Return the statistics that the pruner asks for."""
+        rule = rule or self.rule
+        return gather(scene.block, {rule: self.names}, {rule: scene.pruners(rule)}, scene.passes)
+
+    @torch.no_grad()
+    def decided(
+        self, scene: Scene, pattern: Unstructured | NM, stats: Mapping[str, Mapping[str, Statistic]] | None = None,
+        *, names: Collection[str] | None = None, rule: PlannedRule | None = None,
+    ) -> Mapping[str, PruneResult]:  # fmt: skip
+        """Ask the pruner, as the host does."""
+        rule = rule or self.rule
+        stats = self.gathered(scene, rule) if stats is None else stats
+        patterns = dict.fromkeys(names or self.names, pattern)
+        results = decide(rule, scene.pruners(rule), scene.block, patterns, {n: stats[n] for n in patterns})
+        expect(not torch.is_grad_enabled(), "it leaves gradients switched on")
+        return results
