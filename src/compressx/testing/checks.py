@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel
-from torch import Tensor
-from torch.nn.utils import parametrize
 
 from compressx.blocks.decide import write
 from compressx.patterns import NM, Unstructured, keep_masks, zeros_in
@@ -69,6 +67,17 @@ def plans(subject: Subject) -> None:
             statistic is None or statistic is not again,
             f"observe({name!r}) must return a fresh statistic each time",
         )
+
+
+def _refusals(subject: Subject) -> None:
+    if subject.spec.check is None:
+        raise NoSuchPromiseError("it refuses nothing")
+    block = subject.scene(weights=False).block
+    for name in block.linears:
+        for pattern in subject.claimed:
+            said = subject.refusal(block, {name: pattern})
+            named = said is None or any(known in said for known in (block.fqn, *block.linears))
+            expect(named, f"refusing {name}, {pattern}, it names no layer: {said}")
 
 
 def _exact(subject: Subject) -> None:
@@ -219,37 +228,16 @@ def _reconstructs(subject: Subject) -> None:
 
 def _untouched(subject: Subject) -> None:
     scene = subject.scene()
-    before = _state(scene.model)
+    before = scene.state()
     before_all = (torch.get_num_threads(), torch.get_default_dtype())
-    weights = {n: t.clone() for n, t in _tensors(scene.model)}
+    weights = {n: t.clone() for n, t in scene.tensors()}
     subject.decided(scene, subject.patterns[0])
-    for name, tensor in _tensors(scene.model):
+    for name, tensor in scene.tensors():
         expect(torch.equal(tensor, weights[name]), f"{name} was changed; a pruner returns values, the host writes them")
-    for name, now in _state(scene.model).items():
+    for name, now in scene.state().items():
         expect(now == before[name], f"{name or 'the model'}: {now}, expected {before[name]} as before")
     after = (torch.get_num_threads(), torch.get_default_dtype())
     expect(after == before_all, f"threads and default dtype are {after}, expected {before_all} as before")
-
-
-def _tensors(model: Any) -> list[tuple[str, Tensor]]:
-    """Return every parameter and buffer, those that no checkpoint holds too."""
-    return [*model.named_parameters(), *model.named_buffers()]
-
-
-def _state(model: Any) -> dict[str, str]:
-    """Describe what a pruner could leave behind in each module."""
-    told = {}
-    for name, module in model.named_modules():
-        hooks = sum(
-            len(getattr(module, kind))
-            for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        )
-        mine = list(module.parameters(recurse=False))
-        told[name] = (
-            f"{hooks} hooks, training {module.training}, parametrized {parametrize.is_parametrized(module)}, "
-            f"requires_grad {[p.requires_grad for p in mine]}, gradients {[p.grad is not None for p in mine]}"
-        )
-    return told
 
 
 def _few_tokens(subject: Subject) -> None:
@@ -269,6 +257,7 @@ def _dead_inputs(subject: Subject) -> None:
 
 
 CHECKS: Mapping[str, Callable[[Subject], None]] = {
+    "refusals name the layer": _refusals,
     "exact sparsity for every pattern": _exact,
     "sparsity zero changes nothing": _dense,
     "bfloat16 and float16": _dtypes,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import combinations
@@ -12,11 +11,12 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from compressx.architecture import survey, text_config
 from compressx.blocks.decide import decide, gather
 from compressx.blocks.sensitivity import by_loss, of_model
-from compressx.errors import CompressxError, UnsupportedModelError
+from compressx.errors import CompressxError
 from compressx.models.access import InMemory
 from compressx.models.capture import capture_calls, replay
 from compressx.patterns import NM, Unstructured
@@ -54,6 +54,25 @@ class Scene:
             self.built[rule] = rule.build()
         return self.built[rule]
 
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return every parameter and buffer, those that no checkpoint holds too."""
+        return [*self.model.named_parameters(), *self.model.named_buffers()]
+
+    def state(self) -> dict[str, str]:
+        """Describe what a pruner could leave behind in each module."""
+        told = {}
+        for name, module in self.model.named_modules():
+            hooks = sum(
+                len(getattr(module, kind))
+                for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+            )
+            mine = list(module.parameters(recurse=False))
+            told[name] = (
+                f"{hooks} hooks, training {module.training}, parametrized {parametrize.is_parametrized(module)}, "
+                f"requires_grad {[p.requires_grad for p in mine]}, gradients {[p.grad is not None for p in mine]}"
+            )
+        return told
+
 
 class Subject:
     """A pruner on one architecture."""
@@ -63,22 +82,19 @@ class Subject:
         self.architecture = architecture
         self.rule = PlannedRule(0, spec, options, None, None)
 
-    @cached_property
-    def patterns(self) -> list[Unstructured | NM]:
-        """What the pruner claims to support, but for patterns that its `check` refuses on this architecture."""
-        claimed: list[Unstructured | NM] = [
+    @property
+    def claimed(self) -> list[Unstructured | NM]:
+        """What the pruner claims to support."""
+        return [
             *(Unstructured(sparsity, group) for group in self.spec.groups for sparsity in (0.5, 0.3)),
             *([NM(2, 4), NM(4, 8), NM(1, 4)] if self.spec.nm else []),
         ]
-        check = self.spec.check
-        if check is None:
-            return claimed
-        block, taken = self.scene(weights=False).block, []
-        for pattern in claimed:
-            with suppress(UnsupportedModelError):
-                check(block, dict.fromkeys(self.names, pattern))
-                taken.append(pattern)
-        return taken
+
+    @cached_property
+    def patterns(self) -> list[Unstructured | NM]:
+        """What is claimed, but for patterns that the pruner's `check` refuses on this architecture."""
+        block = self.scene(weights=False).block
+        return [p for p in self.claimed if self.refusal(block, dict.fromkeys(self.names, p)) is None]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -87,19 +103,24 @@ class Subject:
         kinds: dict[str, list[str]] = {}
         for name in block.linears:
             kinds.setdefault(name.removeprefix(f"{block.fqn}.").rstrip("0123456789"), []).append(name)
-        if self.spec.check is None:
-            return tuple(block.linears)
         why = ""
         for size in range(len(kinds), 0, -1):
             for some in combinations(kinds, size):
-                names = [name for kind in some for name in kinds[kind]]
-                try:
-                    self.spec.check(block, dict.fromkeys(names, Unstructured(0.5, self.spec.groups[0])))
-                except CompressxError as error:
-                    why = why or str(error)
-                else:
-                    return tuple(names)
+                names = tuple(name for kind in some for name in kinds[kind])
+                said = self.refusal(block, dict.fromkeys(names, Unstructured(0.5, self.spec.groups[0])))
+                if said is None:
+                    return names
+                why = why or said
         raise RefusedError(why)
+
+    def refusal(self, block: Block, patterns: Mapping[str, Unstructured | NM]) -> str | None:
+        """Return why the pruner's `check` refuses to prune these linears so, or None."""
+        try:
+            if self.spec.check is not None:
+                self.spec.check(block, patterns)
+        except CompressxError as refusal:
+            return str(refusal)
+        return None
 
     def scene(
         self, *, weights: bool = True, dtype: torch.dtype = torch.float32, batches: Sequence[int] = (4, 4),

@@ -55,7 +55,7 @@ def failures(of: PrunerSpec, **given) -> dict[str, str]:
 
 def test_a_pruner_that_keeps_every_promise_passes_every_check():
     outcomes = list(conformance(spec(separable=True), architectures=["llama"]))
-    assert {o.check for o in outcomes if o.status == "skipped"} == {"reconstructs"}
+    assert {o.check for o in outcomes if o.status == "skipped"} == {"reconstructs", "refusals name the layer"}
     assert {o.status for o in outcomes} == {"passed", "skipped"}
     assert len({o.check for o in outcomes}) >= 13
 
@@ -298,7 +298,7 @@ def refuse(block, patterns):
 
 def refuse_all_but_down(block, patterns):
     if any("down_proj" not in n for n in patterns):
-        raise UnsupportedModelError("only down_proj")
+        raise UnsupportedModelError(f"{block.fqn}: only down_proj")
 
 
 def test_a_refused_architecture_is_reported_once_and_a_pruner_that_refuses_all_fails():
@@ -319,6 +319,16 @@ def test_a_check_that_raises_anything_else_than_a_refusal_fails():
     assert "KeyError: 'rope_theta'" in failures(spec(check=check))["plans without weights"]
 
 
+def test_a_refusal_that_does_not_say_which_layer_is_found():
+    def check(block, patterns):
+        if any("up_proj" in n for n in patterns):
+            raise UnsupportedModelError("no gates, please")
+
+    found = failures(spec(check=check))["refusals name the layer"]
+    assert "up_proj, 50%" in found
+    assert "names no layer: no gates, please" in found
+
+
 def test_a_misspelt_option_is_refused_as_in_a_recipe():
     said = failures(spec(), options={"powr": 2.0})["options round-trip"]
     assert "powr" in said
@@ -327,7 +337,7 @@ def test_a_misspelt_option_is_refused_as_in_a_recipe():
 
 def refuse_nm(block, patterns):
     if any(hasattr(p, "of") for p in patterns.values()):
-        raise UnsupportedModelError("no N:M here")
+        raise UnsupportedModelError(f"{block.fqn}: no N:M here")
 
 
 def test_patterns_that_check_refuses_are_not_asked_for():
@@ -336,7 +346,7 @@ def test_patterns_that_check_refuses_are_not_asked_for():
 
 def refuse_pairs(block, patterns):
     if {n.rsplit(".", 1)[-1] for n in patterns} != {"q_proj", "k_proj", "v_proj"}:
-        raise UnsupportedModelError("query, key and value together, and nothing else")
+        raise UnsupportedModelError(f"{block.fqn}: query, key and value together, and nothing else")
 
 
 def test_kinds_that_only_go_together_are_found():
