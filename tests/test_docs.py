@@ -205,8 +205,9 @@ def test_the_readme_has_one_recipe_and_it_runs(model: Path) -> None:
     _compressx(model.parent, "run", str(path), *[a for o in overrides for a in ("--set", o)])
 
     report = json.loads((model.parent / "out/report.json").read_text(encoding="utf-8"))
-    assert len(report["layers"]) == 21
-    assert {layer["pruner"] for layer in report["layers"]} == {
+    layers = [layer for block in report["blocks"] for layer in block["layers"]]
+    assert len(layers) == 21
+    assert {layer["pruner"] for layer in layers} == {
         rule.pruner + (f"+{rule.reconstruct.pruner}" if rule.reconstruct else "") for rule in recipe.prune
     }
     assert set(report["evaluation"]) == {"dense", "pruned"}
@@ -243,9 +244,10 @@ def test_a_plugin_that_a_page_shows_prunes_a_model(page: str, source: str, model
     _compressx(folder, "--plugin", module[1], "run", "recipe.yaml")
 
     report = json.loads((folder / "out/report.json").read_text(encoding="utf-8"))
-    assert len(report["layers"]) == 21
-    assert {layer["pruner"] for layer in report["layers"]} == {name[1], f"{name[1]}+sparsegpt"}
-    assert {layer["pattern"] for layer in report["layers"]} == {"2:4", "25% joint", "50% row"}
+    layers = [layer for block in report["blocks"] for layer in block["layers"]]
+    assert len(layers) == 21
+    assert {layer["pruner"] for layer in layers} == {name[1], f"{name[1]}+sparsegpt"}
+    assert {layer["pattern"] for layer in layers} == {"2:4", "25% joint", "50% row"}
     assert module[1] in [plugin["module"] for plugin in report["plugins"]]
 
 

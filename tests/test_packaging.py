@@ -108,7 +108,7 @@ output: out
     done = compressx(programs, tmp_path, "run", "r.yaml")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    by_pruner = {layer["pruner"]: layer["sparsity"] for layer in report["layers"]}
+    by_pruner = {layer["pruner"]: layer["sparsity"] for block in report["blocks"] for layer in block["layers"]}
     assert by_pruner == {"random": 0.25, "wanda": 0.5}
     assert {"name": "random", "version": "0.1.0", "source": "entry point"}.items() <= next(
         p for p in report["plugins"] if p["name"] == "random"

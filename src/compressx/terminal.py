@@ -72,6 +72,8 @@ class LayerLines:
         for names, history in shared((layer.name, layer.history) for layer in report.layers):
             curves = "; ".join(f"{name} {_curve(values)}" for name, values in history.items())
             console.print(f"{in_short(names)}  {curves}", markup=False)
+        if (error := report.output_error) is not None:
+            console.print(f"{report.fqn}  output error {error:.4g}  {report.seconds:.1f} s", markup=False)
         if (trained := report.reconstruction) is not None:
             console.print(
                 f"{report.fqn}  reconstructed in {trained.seconds:.1f} s  held-out error {_curve(trained.history)}",

@@ -305,8 +305,9 @@ def test_a_run_writes_the_report_of_the_schema(finished: Any) -> None:
     assert report["compressx"] == __version__
     assert report["model"]["path"] == "model"
     assert report["sparsity"] == pytest.approx(0.5, abs=1e-3)
-    assert len(report["layers"]) == 21
-    for layer in report["layers"]:
+    layers = [layer for block in report["blocks"] for layer in block["layers"]]
+    assert len(layers) == 21
+    for layer in layers:
         assert {"name", "pruner", "pattern", "target", "sparsity", "seconds", "info"} <= set(layer)
         assert layer["target"] == 0.5
     assert {s["name"] for s in report["skipped"]} == {"lm_head", "model.embed_tokens"}

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from compressx.cli import cli
 from compressx.masks import MaskSet
+from compressx.outputs.compare import read_report
 
 RECIPE = """\
 model: {path: model, dtype: float32}
@@ -132,11 +133,11 @@ def test_inspect_counts_what_the_run_says_it_pruned(work):
     done = invoke("inspect", "out", "--json")
     assert done.exit_code == 0, done.output
     found = {x["name"]: x for x in json.loads(done.stdout)["linears"]}
-    for layer in json.loads(Path("out/report.json").read_text())["layers"]:
-        mine = found[layer["name"]]
-        assert mine["sparsity"] == layer["sparsity"]
-        assert mine["pattern"] == layer["pattern"]
-        assert mine["two_four"] is (layer["pattern"] == "2:4")
+    for layer in read_report(Path("out")).layers:
+        mine = found[layer.name]
+        assert mine["sparsity"] == layer.sparsity
+        assert mine["pattern"] == layer.pattern
+        assert mine["two_four"] is (layer.pattern == "2:4")
         assert mine["off_mask"] == 0
     table = invoke("inspect", "out").stdout
     assert "compared with" in table
@@ -162,9 +163,8 @@ def test_sweep_runs_every_combination_compares_them_and_goes_on_where_it_stopped
     assert done.exit_code == 0, done.output
     names = [f"sparsity={s}_pattern={p}" for s in ("0.25", "0.5") for p in ("2-4", "1-4")]
     assert sorted(p.name for p in Path("grid").iterdir() if p.is_dir()) == sorted(names)
-    sparsities = {n: json.loads((Path("grid") / n / "report.json").read_text())["layers"] for n in names}
     for name in names:
-        kinds = {x["pruner"]: x["sparsity"] for x in sparsities[name]}
+        kinds = {x.pruner: x.sparsity for x in read_report(Path("grid") / name).layers}
         assert kinds == {"wanda": float(name[9:].split("_")[0]), "magnitude": 0.5 if name.endswith("2-4") else 0.75}
         assert name in done.stdout
     table = Path("grid/compare.md").read_text()

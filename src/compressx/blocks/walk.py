@@ -7,10 +7,12 @@ it wrote.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,7 +33,10 @@ from compressx.planning.plan import Plan
 from compressx.pruner import Block, BlockCall, Sensitivity, sparsity_of
 from compressx.ranks import ALONE, Ranks
 from compressx.report.run import BlockReport, LayerReport
-from compressx.training.reconstruct import Passage, reconstruct
+from compressx.training.reconstruct import Passage, reconstruct, relative_error
+
+_MEASURED_TOKENS = 2048
+"""Calibration tokens, at least, on which a block's error is measured: a few, since each is two more passes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,15 +117,17 @@ def prune_model(
                 reacting = {n: x for n, x in linears.items() if n in plan.sensitive_to("block")}
                 sensitive = by_loss(sensitivities or {}, reacting, runs, streams.pruned, ranks)
                 block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model), sensitive)
+                seen = passes[: _first(streams.pruned)] if plan.in_block(fqn) else []
+                dense = [run() for run in seen]
                 layers, masks, images = _prune_block(block, plan, pruners, passes, ranks)
-                reconstruction = None
+                error, reconstruction = _output_error(seen, dense), None
                 if plan.reconstruct_block and layers:
                     passages = [Passage(*x) for x in zip(streams.pruned, streams.dense, runs, strict=True)]
                     reconstruction = reconstruct(model, fqn, masks, passages, plan.reconstruct_block, ranks)
                 if index < last:
                     _advance(streams.pruned, runs, fqn)
             if layers:
-                report = BlockReport(index, fqn, layers, time.perf_counter() - started, reconstruction)
+                report = BlockReport(index, fqn, layers, time.perf_counter() - started, error, reconstruction)
                 yield PrunedBlock(report, masks, images, streams)
             del layers, masks, images  # not to be held while the next block needs the room
     if plan.in_block(OUTSIDE) and start < len(order):
@@ -140,6 +147,18 @@ def capture(
 
 def _replay(access: Access, module: nn.Module, state: Tensor, *, call: BlockCall) -> Tensor:
     return replay(module, state.to(access.device), call)
+
+
+def _first(states: Sequence[Tensor]) -> int:
+    """Return how many batches, from the first, hold the tokens that a block's error is measured on."""
+    tokens = accumulate(math.prod(state.shape[:-1]) for state in states)
+    return next((i for i, seen in enumerate(tokens, start=1) if seen >= _MEASURED_TOKENS), len(states))
+
+
+def _output_error(passes: Sequence[Callable[[], Tensor]], dense: Sequence[Tensor]) -> float | None:
+    """Return how far the pruned block's output is from the dense block's, as `BlockReport` has it."""
+    errors = [float(relative_error(run(), wanted)) for run, wanted in zip(passes, dense, strict=True)]
+    return sum(errors) / len(errors) if errors else None
 
 
 def _advance(states: Sequence[Tensor], runs: Sequence[Callable[[Tensor], Tensor]], fqn: str) -> None:

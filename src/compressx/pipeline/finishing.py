@@ -131,12 +131,12 @@ def _report(
     asked: Asked, pruned: Pruned, evaluation: Mapping[str, Any], tuned: FinetuneReport | None,
     drawn: tuple[Mapping[str, str], ...],
 ) -> RunReport:  # fmt: skip
-    layers = tuple(layer for block in pruned.blocks for layer in block.report.layers)
+    blocks = tuple(block.report for block in pruned.blocks)
     return RunReport(
         compressx=__version__,
         model=asked.loaded.recipe.model.model_dump(mode="json", exclude_none=True),
-        sparsity=total_sparsity(layers),
-        layers=layers,
+        sparsity=total_sparsity(layer for block in blocks for layer in block.layers),
+        blocks=blocks,
         skipped=tuple({"name": n, "reason": r} for n, r in pruned.plan.skipped.items()),
         evaluation=evaluation,
         seconds=asked.clock.seconds(),
@@ -149,6 +149,5 @@ def _report(
         versions={"python": platform.python_version(), **{n: metadata.version(n) for n in _VERSIONS_OF}},
         figures=drawn,
         allocation=pruned.allocation,
-        reconstructions={b.report.fqn: b.report.reconstruction for b in pruned.blocks if b.report.reconstruction},
         finetune=tuned,
     )

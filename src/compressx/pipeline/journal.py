@@ -219,5 +219,5 @@ def _block_from_dict(told: dict[str, Any], tensors: Mapping[str, Tensor]) -> Fin
     reconstruction = (
         None if trained is None else ReconstructionReport(**{**trained, "history": tuple(trained["history"])})
     )
-    report = BlockReport(told["index"], told["fqn"], layers, told["seconds"], reconstruction)
+    report = BlockReport(told["index"], told["fqn"], layers, told["seconds"], told["output_error"], reconstruction)
     return FinishedBlock(report, tuple(matrices))

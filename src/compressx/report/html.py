@@ -5,15 +5,15 @@ from __future__ import annotations
 import base64
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from compressx.files import os_errors_named
-from compressx.report.markdown import allocation_table, layer_rows, model_name, reconstruction_table
-from compressx.report.run import SUMMARY_COLUMNS, LayerReport, RunReport, kind_of, place_of
+from compressx.report.markdown import allocation_table, block_table, layer_rows, model_name, reconstruction_table
+from compressx.report.run import SUMMARY_COLUMNS, BlockReport, LayerReport, RunReport, kind_of, total_sparsity
 
 _COLOURS = {"#ffffff": "none", "#000000": "currentColor", "#dddddd": "var(--line)"}
 """What a drawing's ground, lines and grid become, so that they follow the page."""
@@ -46,13 +46,14 @@ def page(report: RunReport, recipe: str, folder: Path) -> str:
             model=model_name(report.model),
             cards=_cards(report),
             summary_columns=SUMMARY_COLUMNS,
-            heat=_heat(report.layers),
-            time=_time(report.layers),
+            heat=_heat(report.blocks),
+            bars=_bars(report.blocks),
+            by_block=block_table(report.blocks).told,
             stages=[[name, f"{value:.1f}"] for name, value in report.seconds.items()],
             curves=[f for f in figures if f.svg is not None],
             maps=[f for f in figures if f.svg is None],
             allocation=allocation_table(report.allocation) if report.allocation else None,
-            reconstruction=reconstruction_table(report.reconstructions) if report.reconstructions else None,
+            reconstruction=reconstruction_table(report.blocks),
             layers=layer_rows(report),
             skipped=[[s["name"], s["reason"]] for s in report.skipped],
             plugins=[[p[k] or "" for k in ("name", "version", "source", "module")] for p in report.plugins],
@@ -88,28 +89,35 @@ def _cards(report: RunReport) -> list[tuple[str, str, str]]:
     return cards
 
 
-def _heat(layers: tuple[LayerReport, ...]) -> Mapping[str, Any]:
+def _heat(blocks: Sequence[BlockReport]) -> Mapping[str, Any]:
     """Lay out sparsities in percent: a row for each block, a column for each kind of linear; experts are averaged."""
-    kinds = list(dict.fromkeys(kind_of(layer.name) for layer in layers))
-    zeros: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
-    for layer in layers:
-        cell = zeros[place_of(layer.name)][kind_of(layer.name)]
-        weights = layer.shape[0] * layer.shape[1]
-        cell[0] += layer.sparsity * weights
-        cell[1] += weights
+    kinds = list(dict.fromkeys(kind_of(layer.name) for block in blocks for layer in block.layers))
     rows = []
-    for block, cells in zeros.items():
-        rows.append((block, [100 * cells[k][0] / cells[k][1] if k in cells else None for k in kinds]))
+    for block in blocks:
+        alike: dict[str, list[LayerReport]] = defaultdict(list)
+        for layer in block.layers:
+            alike[kind_of(layer.name)].append(layer)
+        rows.append((_number(block), [100 * total_sparsity(alike[k]) if k in alike else None for k in kinds]))
     return {"kinds": kinds, "rows": rows}
 
 
-def _time(layers: tuple[LayerReport, ...]) -> list[tuple[str, float, float]]:
-    """Return each block, its pruners' seconds, and their share of the slowest block's in percent."""
-    seconds: dict[str, float] = defaultdict(float)
-    for layer in layers:
-        seconds[place_of(layer.name)] += layer.seconds
-    most = max(seconds.values(), default=0.0) or 1.0
-    return [(block, value, 100 * value / most) for block, value in seconds.items()]
+def _bars(blocks: Sequence[BlockReport]) -> Mapping[str, Any]:
+    """Lay out each block's error, where any has one, and its seconds: as text, and in percent of the largest."""
+    measured: dict[str, tuple[list[float | None], str]] = {
+        "output error": ([block.output_error for block in blocks], ".2g"),
+        "seconds": ([block.seconds for block in blocks], ".1f"),
+    }
+    columns = {}
+    for name, (values, form) in measured.items():
+        most = max((x for x in values if x is not None), default=0.0) or 1.0
+        if any(x is not None for x in values):
+            columns[name] = [("", 0.0) if x is None else (format(x, form), 100 * x / most) for x in values]
+    rows = zip(map(_number, blocks), *columns.values(), strict=True)
+    return {"columns": list(columns), "rows": [(number, cells) for number, *cells in rows]}
+
+
+def _number(block: BlockReport) -> str:
+    return str(block.index) if block.fqn else block.name
 
 
 def _figure(number: int, figure: Mapping[str, str], folder: Path) -> _Shown:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from compressx.report.run import SUMMARY_COLUMNS, AllocationReport, ReconstructionReport, RunReport
+from compressx.report.run import SUMMARY_COLUMNS, AllocationReport, BlockReport, RunReport, total_sparsity
 
 
 def page(report: RunReport) -> str:
@@ -20,8 +20,9 @@ def page(report: RunReport) -> str:
     lines += ["", "## By module", "", *markdown_table(SUMMARY_COLUMNS, report.summary_rows())]
     if report.allocation is not None:
         lines += ["", "## Allocation", "", *allocation_table(report.allocation).lines()]
-    if report.reconstructions:
-        lines += ["", "## Block reconstruction", "", *reconstruction_table(report.reconstructions).lines()]
+    lines += ["", "## By block", "", *block_table(report.blocks).lines()]
+    if (trained := reconstruction_table(report.blocks)).rows:
+        lines += ["", "## Block reconstruction", "", *trained.lines()]
     if report.finetune is not None:
         lines += ["", "## Fine-tuning", "", f"{report.finetune.summary()}."]
     lines += [
@@ -77,12 +78,27 @@ def allocation_table(allocation: AllocationReport) -> Told:
     )
 
 
-def reconstruction_table(reconstructions: Mapping[str, ReconstructionReport]) -> Told:
+def block_table(blocks: Sequence[BlockReport]) -> Told:
+    """Say what pruning did to each block's output, and how long it took."""
+    return Told(
+        "Output error: what a block's pruning alone changes in its output, squared and relative, the mean over the "
+        "first tokens of the calibration text, before any reconstruction. Seconds: observing, pruning, reconstructing.",
+        ["block", "linears", "sparsity", "output error", "seconds"],
+        [
+            [x.name, str(len(x.layers)), f"{total_sparsity(x.layers):.2%}",
+             "" if x.output_error is None else f"{x.output_error:.4g}", f"{x.seconds:.1f}"]
+            for x in blocks
+        ],
+    )  # fmt: skip
+
+
+def reconstruction_table(blocks: Sequence[BlockReport]) -> Told:
     """Say what training did to the error of each block's output, and list every block."""
     rows = []
-    for fqn, x in reconstructions.items():
-        best = f"{x.history.index(x.after)} of {len(x.history) - 1}"
-        rows.append([fqn, f"{x.before:.4g}", f"{x.after:.4g}", best, f"{x.seconds:.1f}"])
+    for block in blocks:
+        if (x := block.reconstruction) is not None:
+            best = f"{x.history.index(x.after)} of {len(x.history) - 1}"
+            rows.append([block.name, f"{x.before:.4g}", f"{x.after:.4g}", best, f"{x.seconds:.1f}"])
     return Told(
         "Squared relative error of each block's output on calibration text that was held out, before and after its "
         "survivors were trained: what the pruned blocks give against what the dense ones gave, the mean over tokens.",

@@ -71,6 +71,9 @@ class BlockReport:
         fqn: fully qualified name; empty for linears outside the blocks.
         layers: its pruned linears.
         seconds: for observing, pruning, training and computing the next block's input.
+        output_error: what its pruning alone did to its output on the pruned stream, before any reconstruction: the
+            mean over tokens of ||out~ - out||^2 / ||out||^2, on the first windows of the calibration text, which the
+            pruner saw too; None where there is no such text, and outside the blocks.
         reconstruction: what training its survivors did; None when the recipe does not ask for it.
     """
 
@@ -78,7 +81,13 @@ class BlockReport:
     fqn: str
     layers: tuple[LayerReport, ...]
     seconds: float
+    output_error: float | None = None
     reconstruction: ReconstructionReport | None = None
+
+    @property
+    def name(self) -> str:
+        """Its fully qualified name, or `outside` where that is empty."""
+        return self.fqn or "outside"
 
 
 @dataclass(frozen=True)
@@ -155,7 +164,7 @@ class RunReport:
         compressx: version of compressx.
         model: the model source as the recipe gives it.
         sparsity: fraction of zeros over all planned linears, counted.
-        layers: every pruned linear.
+        blocks: every pruned block with its linears, in the model's order.
         skipped: every linear or matrix that was not pruned, with the reason.
         evaluation: `dense`, `pruned` and, after fine-tuning, `finetuned`, each a mapping from the number's full name
             to its value; empty when the recipe evaluates nothing.
@@ -165,14 +174,13 @@ class RunReport:
         versions: of the libraries that decide the result.
         figures: `file`, inside the output folder, and `caption` of each figure that was drawn.
         allocation: how sparsities were chosen; None when the recipe's rules gave their own.
-        reconstructions: by block, what training its survivors did; empty when the recipe does not ask for it.
         finetune: how the survivors were trained; None when they were not.
     """
 
     compressx: str
     model: Mapping[str, Any]
     sparsity: float
-    layers: tuple[LayerReport, ...]
+    blocks: tuple[BlockReport, ...]
     skipped: tuple[Mapping[str, str], ...]
     evaluation: Mapping[str, Mapping[str, Any]]
     seconds: Mapping[str, float]
@@ -181,8 +189,12 @@ class RunReport:
     versions: Mapping[str, str] = field(default_factory=dict)
     figures: tuple[Mapping[str, str], ...] = ()
     allocation: AllocationReport | None = None
-    reconstructions: Mapping[str, ReconstructionReport] = field(default_factory=dict)
     finetune: FinetuneReport | None = None
+
+    @property
+    def layers(self) -> tuple[LayerReport, ...]:
+        """Every pruned linear."""
+        return tuple(layer for block in self.blocks for layer in block.layers)
 
     def to_json(self) -> str:
         """Return the content of `report.json`."""
@@ -234,21 +246,16 @@ class RunReport:
 SUMMARY_COLUMNS = ["module", "pruner", "pattern", "layers", "sparsity", "seconds"]
 
 
-def total_sparsity(layers: tuple[LayerReport, ...]) -> float:
+def total_sparsity(layers: Iterable[LayerReport]) -> float:
     """Return the fraction of zeros over all weights of `layers`; 0 when there are none."""
-    weights = sum(x.shape[0] * x.shape[1] for x in layers)
-    return sum(x.sparsity * x.shape[0] * x.shape[1] for x in layers) / weights if weights else 0.0
+    counts = [(x.shape[0] * x.shape[1], x.sparsity) for x in layers]
+    weights = sum(n for n, _ in counts)
+    return sum(n * sparsity for n, sparsity in counts) / weights if weights else 0.0
 
 
 def kind_of(name: str) -> str:
     """Return the last part of a linear's name; a fused expert's ends in its number, which is no kind."""
     return re.sub(r"(\.\d+)+$", "", name).rsplit(".", 1)[-1]
-
-
-def place_of(name: str) -> str:
-    """Return the number of the decoder block that a linear is in, or `outside`."""
-    number = re.search(r"\.(\d+)\.", name)
-    return number[1] if number else "outside"
 
 
 def in_short(names: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from compressx import Linear, PluginError, PruneResult, PrunerSpec, UnsupportedModelError
 from compressx.architecture import survey
+from compressx.blocks import walk
 from compressx.blocks.walk import prune_model
 from compressx.errors import CalibrationError
 from compressx.models.access import InMemory
@@ -40,6 +41,11 @@ def plan_all(model, spec, pattern, *, only="", reconstructor=None, outside=False
         if only in n
     )
     return Plan(linears, {}, (rule,), needs_calibration=True)
+
+
+def first(output):
+    """Return a block's hidden states: some blocks return them alone, others in a tuple."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 def batches(size: int = 4) -> tuple[torch.Tensor, ...]:
@@ -161,6 +167,40 @@ def test_batches_of_any_size_give_the_same_masks(size):
     assert differing < 2e-3
 
 
+@pytest.mark.parametrize("tokens", [10**6, 100], ids=["all", "first-batch"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "mixtral"])
+def test_a_blocks_error_is_that_of_its_output_on_the_pruned_stream(architecture, tokens, monkeypatch):
+    monkeypatch.setattr(walk, "_MEASURED_TOKENS", tokens)
+    dense, model = tiny_model(architecture), tiny_model(architecture)
+    plan = plan_all(model, wanda.compressx_pruners()[0], Unstructured(0.5, "row"))
+    reports = [block.report for block in prune_model(InMemory(model), plan, batches())]
+    seen: dict[str, list[tuple]] = {}
+
+    def record(fqn):
+        return lambda _module, args, kwargs, output: seen.setdefault(fqn, []).append((args, kwargs, output))
+
+    for fqn in survey(model).blocks:
+        model.get_submodule(fqn).register_forward_hook(record(fqn), with_kwargs=True)
+    given = batches() if tokens > 1000 else batches()[:1]
+    with torch.no_grad():
+        for ids in given:
+            model(ids, use_cache=False)
+        for report in reports:
+            errors = []
+            for args, kwargs, output in seen[report.fqn]:
+                before = dense.get_submodule(report.fqn)(*args, **kwargs)
+                after, before = (first(x).double() for x in (output, before))
+                errors.append(((after - before).square().sum(-1) / before.square().sum(-1)).mean())
+            assert report.output_error == pytest.approx(float(torch.stack(errors).mean()), rel=1e-3)
+    assert all(report.output_error > 0 for report in reports)
+
+
+def test_without_calibration_a_block_has_no_error():
+    model = tiny_model("llama")
+    plan = plan_all(model, magnitude.compressx_pruners()[0], Unstructured(0.5, "row"))
+    assert {block.report.output_error for block in prune_model(InMemory(model), plan, [])} == {None}
+
+
 def test_linears_with_the_same_input_share_one_statistic_and_others_do_not():
     model = tiny_model("llama")
     given: dict[str, object] = {}
@@ -192,7 +232,8 @@ def test_a_block_is_observed_only_as_far_as_the_last_linear_that_is_asked_about(
         module.register_forward_pre_hook(lambda _module, _args, name=name: ran.append(name))
     plan = plan_all(model, SPECS["wanda"], Unstructured(0.5), only="0.self_attn.q_proj")
     list(prune_model(InMemory(model), plan, batches(2)))
-    assert ran == ["self_attn.o_proj", "mlp.down_proj"]  # by the first batch, which tells in what order they are called
+    # The first batch tells in what order they are called; the block's error is measured before and after on all four.
+    assert ran == ["self_attn.o_proj", "mlp.down_proj"] * (1 + 2 * 4)
 
 
 def test_separable_linears_are_written_one_by_one_and_only_after_what_has_to_see_the_block_whole():
@@ -428,18 +469,16 @@ def test_an_expert_that_no_token_reaches_is_an_error_that_names_it():
 
 def test_a_linear_that_shares_its_input_on_some_batches_only_is_refused_instead_of_summed_with_another():
     model = tiny_model("llama")
-    calls = []
 
     def copy_later(module, args):
-        calls.append(module)
-        return args if len(calls) == 1 else (args[0].clone(),)
+        return args if len(args[0]) == 5 else (args[0].clone(),)
 
     # Runs before the walk's own hook, so that hook sees the copy.
     model.model.layers[0].self_attn.k_proj.register_forward_pre_hook(copy_later)
     with pytest.raises(
         UnsupportedModelError, match=r"self_attn\.k_proj shared its input with another linear on the first"
     ):
-        list(prune_model(InMemory(model), plan_all(model, SPECS["wanda"], HALF), batches()))
+        list(prune_model(InMemory(model), plan_all(model, SPECS["wanda"], HALF), batches(5)))
 
 
 def showing(**shown: object) -> PrunerSpec:

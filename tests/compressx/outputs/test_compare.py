@@ -8,13 +8,14 @@ import pytest
 
 from compressx import ArtifactError
 from compressx.outputs.compare import compare
-from compressx.report.run import LayerReport, RunReport
+from compressx.report.run import BlockReport, LayerReport, RunReport
 
 
 def saved(folder: Path, sparsity: float, pruned: float, dense: float = 20.0, pruner: str = "wanda", **fields) -> Path:
     layer = LayerReport("model.layers.0.q", pruner, "50% row", (4, 4), sparsity, sparsity, 1.0, {"error": 0.1})
     report = RunReport(
-        compressx="0.1.0", model={"id": "a/b"}, sparsity=sparsity, layers=(layer,), skipped=(),
+        compressx="0.1.0", model={"id": "a/b"}, sparsity=sparsity, skipped=(),
+        blocks=(BlockReport(0, "", (layer,), 1.0),),
         evaluation={"dense": {"token_perplexity": dense}, "pruned": {"token_perplexity": pruned}},
         seconds={"total": 12.3}, peak_memory_bytes=2**30,
     )  # fmt: skip

@@ -165,8 +165,9 @@ def artifacts(folder: str) -> dict[str, Any]:
     }
     report = json.loads(found.pop("report.json"))
     del found["report.md"], found["report.html"], found["recipe.yaml"], report["seconds"], report["peak_memory_bytes"]
-    for layer in report["layers"]:
-        del layer["seconds"]
+    for block in report["blocks"]:
+        for timed in (block, *block["layers"]):
+            del timed["seconds"]
     return {**found, "report": report}
 
 

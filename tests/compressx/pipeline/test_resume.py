@@ -81,10 +81,11 @@ def artifacts(folder: str) -> dict[str, bytes]:
     del found["report.md"], found["report.html"]  # the same content for people
     for name in ("seconds", "peak_memory_bytes"):
         del report[name]
-    for layer in report["layers"]:
-        del layer["seconds"]
-    for trained in report["reconstructions"].values():
-        del trained["seconds"]
+    for block in report["blocks"]:
+        for timed in (block, *block["layers"]):
+            del timed["seconds"]
+        if block["reconstruction"] is not None:
+            del block["reconstruction"]["seconds"]
     found["recipe.yaml"] = found["recipe.yaml"].replace(folder.encode(), b"out")
     return {**found, "report": json.dumps(report).encode()}
 

@@ -409,7 +409,7 @@ def test_the_report_says_what_ran_and_where_the_time_went(models: Any, plugins: 
     assert report.peak_memory_bytes > 2**26
     read = json.loads(Path("out/report.json").read_text())
     assert read["sparsity"] == pytest.approx(0.5)
-    assert read["layers"][0]["shape"] == [64, 64]
+    assert read["blocks"][0]["layers"][0]["shape"] == [64, 64]
 
 
 def test_the_written_recipe_and_plan_repeat_the_run(models: Any, plugins: Plugins) -> None:
@@ -458,8 +458,8 @@ def test_figures_are_drawn_and_embedded_once_for_query_and_key(models: Any, plug
     assert all(f"]({f['file']})" in markdown for f in report.figures)
     read = json.loads(Path("out/report.json").read_text())
     assert read["figures"] == [dict(f) for f in report.figures]
-    assert read["layers"][0]["history"]["loss"] == pytest.approx([0.1 / (i + 1) for i in range(30)])
-    assert "images" not in read["layers"][0]
+    assert read["blocks"][0]["layers"][0]["history"]["loss"] == pytest.approx([0.1 / (i + 1) for i in range(30)])
+    assert "images" not in read["blocks"][0]["layers"][0]
 
 
 def test_a_run_with_nothing_to_show_has_no_plots_and_does_without_matplotlib(

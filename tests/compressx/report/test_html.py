@@ -44,11 +44,12 @@ def run_in(folder: Path, blocks: int = 12) -> RunReport:
                 )
             )  # fmt: skip
         trained = ReconstructionReport(0.2 + index / 50, 0.1, (0.2 + index / 50, 0.1), 3.0)
-        reports.append(BlockReport(index, f"model.layers.{index}", tuple(layers), 9.0, trained))
+        reports.append(
+            BlockReport(index, f"model.layers.{index}", tuple(layers), 9.0 + index, 0.01 * (1 + index), trained)
+        )
         image = torch.rand(64, 64, generator=torch.Generator().manual_seed(index))
         images = {"dense": image, "pruned": image.sqrt()}
         kept += figures.matrices({layers[0].name: images, layers[1].name: images})
-    layers = tuple(layer for report in reports for layer in report.layers)
     units = tuple(
         UnitReport(r.fqn, "sparsegpt", tuple(x.name for x in r.layers), 1000, 0.5, 0.01, (0.3, 0.5), (0.1, 0.2))
         for r in reports
@@ -56,8 +57,8 @@ def run_in(folder: Path, blocks: int = 12) -> RunReport:
     return RunReport(
         compressx="0.1.0",
         model={"path": "/somewhere/a-folder-with-a-name-that-is-long-enough-to-need-more-than-one-line-on-a-phone"},
-        sparsity=total_sparsity(layers),
-        layers=layers,
+        sparsity=total_sparsity(layer for report in reports for layer in report.layers),
+        blocks=tuple(reports),
         skipped=({"name": "lm_head", "reason": "not named <by> a rule"},),
         evaluation={"dense": {"token_perplexity": 29.16}, "pruned": {"token_perplexity": 36.63}},
         seconds={"load": 1.0, "prune": 120.0, "total": 240.0},
@@ -66,7 +67,6 @@ def run_in(folder: Path, blocks: int = 12) -> RunReport:
         versions={"torch": "2.13.0"},
         figures=figures.draw(reports, kept, folder / "plots"),
         allocation=AllocationReport("error", 0.5, "block", "model", 1000, 500, units),
-        reconstructions={r.fqn: r.reconstruction for r in reports if r.reconstruction},
         finetune=FinetuneReport("dense", 1000, 2, (16, 64), (2.0, 1.0)),
     )
 
@@ -141,13 +141,15 @@ def test_experts_are_averaged_by_their_weights_and_what_lies_outside_has_a_row_o
         return LayerReport(name, "wanda", "50% row", (rows, 10), 0.5, sparsity, 1.0)
 
     head = LayerReport("lm_head", "wanda", "50% row", (10, 10), 0.5, 0.5, 3.0)
-    layers = (expert(0, 10, 0.2), expert(1, 30, 0.6), head)
+    blocks = (
+        BlockReport(0, "model.layers.0", (expert(0, 10, 0.2), expert(1, 30, 0.6)), 2.0),
+        BlockReport(1, "", (head,), 4.0),
+    )
     report = dataclasses.replace(
         run_in(tmp_path, 1),
-        layers=layers,
+        blocks=blocks,
         figures=(),
         allocation=None,
-        reconstructions={},
         finetune=None,
         evaluation={},
     )

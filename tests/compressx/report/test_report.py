@@ -13,6 +13,7 @@ from compressx.report.markdown import page
 from compressx.report.run import (
     SUMMARY_COLUMNS,
     AllocationReport,
+    BlockReport,
     LayerReport,
     RunReport,
     UnitReport,
@@ -35,12 +36,17 @@ LAYERS = (
 )  # fmt: skip
 
 
+def in_blocks(layers: tuple[LayerReport, ...]) -> tuple[BlockReport, ...]:
+    """Return one block for all of them."""
+    return (BlockReport(0, "model.layers.0", layers, 3.0, 0.0123),)
+
+
 def report(layers: tuple[LayerReport, ...] = LAYERS, **values: Any) -> RunReport:
     given: dict[str, Any] = {
         "compressx": "1.2",
         "model": {"id": "org/model"},
         "sparsity": total_sparsity(layers),
-        "layers": layers,
+        "blocks": in_blocks(layers),
         "skipped": ({"name": "lm_head", "reason": "outside the decoder blocks"},),
         "evaluation": {
             "dense": {"token_perplexity": 10.0, "arc": {"acc": 0.5, "acc_stderr": 0.01}},
@@ -92,7 +98,7 @@ def test_a_change_from_zero_is_left_blank_and_an_unmatched_number_out() -> None:
 
 def test_json_holds_every_field_of_the_schema() -> None:
     read = json.loads(report(versions={"torch": "2"}).to_json())
-    assert read["layers"][0] == {
+    assert read["blocks"][0]["layers"][0] == {
         "name": "model.layers.0.self_attn.q_proj",
         "pruner": "attnprune",
         "pattern": "70% joint",
@@ -103,9 +109,18 @@ def test_json_holds_every_field_of_the_schema() -> None:
         "info": {"attention_error": 0.0123},
         "history": {},
     }
-    assert set(read) == {"compressx", "model", "sparsity", "layers", "skipped", "evaluation", "seconds",
+    assert set(read) == {"compressx", "model", "sparsity", "blocks", "skipped", "evaluation", "seconds",
                          "peak_memory_bytes", "plugins", "versions", "figures", "allocation",
-                         "reconstructions", "finetune"}  # fmt: skip
+                         "finetune"}  # fmt: skip
+    (block,) = read["blocks"]
+    del block["layers"]
+    assert block == {
+        "index": 0,
+        "fqn": "model.layers.0",
+        "seconds": 3.0,
+        "output_error": 0.0123,
+        "reconstruction": None,
+    }
     assert read["evaluation"]["pruned"]["token_perplexity"] == 12.5
 
 
@@ -116,6 +131,7 @@ def test_markdown_shows_evaluation_modules_layers_and_what_was_not_pruned() -> N
     assert "| token_perplexity | 10 | 12.5 | +25.0% |" in lines
     assert "| up_proj | wanda | 50% row | 2 | 31.25% | 0.8 |" in lines
     assert "| total | 6.0 |" in lines
+    assert "| model.layers.0 | 3 | 40.00% | 0.0123 | 3.0 |" in lines
     wanted = "| model.layers.0.self_attn.q_proj | attnprune | 70% joint | 0.7500 | 1.00 | attention_error 0.0123 |"
     assert wanted in lines
     assert "| lm_head | outside the decoder blocks |" in lines
@@ -147,7 +163,7 @@ def test_json_has_the_curves_and_names_the_figures() -> None:
     learnt = dataclasses.replace(LAYERS[0], history={"loss": (2.0, 0.5)})
     figure = {"file": "plots/a.svg", "caption": "An error."}
     read = json.loads(report((learnt,), figures=(figure,)).to_json())
-    assert read["layers"][0]["history"] == {"loss": [2.0, 0.5]}
+    assert read["blocks"][0]["layers"][0]["history"] == {"loss": [2.0, 0.5]}
     assert read["figures"] == [figure]
 
 
