@@ -97,7 +97,8 @@ class Plugins:
             raise PluginError(f"no pruner {name!r}: {reasons}")
         failed = [r.name for r in absent if r.status == "failed"]
         also = f"; plugins that failed to load: {', '.join(failed)}" if failed else ""
-        raise PluginError(f"no pruner {name!r}; {did_you_mean(name, self.pruners) or 'none is loaded'}{also}")
+        known = did_you_mean(name, self.pruners) or "none is loaded"
+        raise PluginError(f"no pruner {name!r}; {known}{also}; compressx plugins lists what is installed")
 
 
 def load_plugins(*, modules: Sequence[str] = (), blocked: Collection[str] = (), toml: Path | None = None) -> Plugins:

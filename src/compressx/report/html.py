@@ -104,7 +104,7 @@ def _heat(blocks: Sequence[BlockReport]) -> Mapping[str, Any]:
 def _bars(blocks: Sequence[BlockReport]) -> Mapping[str, Any]:
     """Lay out each block's error, where any has one, and its seconds: as text, and in percent of the largest."""
     measured: dict[str, tuple[list[float | None], str]] = {
-        "output error": ([block.output_error for block in blocks], ".2g"),
+        "output error": ([block.output_error for block in blocks], "#.2g"),
         "seconds": ([block.seconds for block in blocks], ".1f"),
     }
     columns = {}

@@ -387,9 +387,12 @@ def test_each_pruner_has_one_owner(site: Site) -> None:
 def test_an_unknown_pruner_names_the_nearest_one(site: Site) -> None:
     site.offers("cx_a", "wanda", "alps")
     assert refusal(lambda: load_plugins(modules=["cx_a"]).pruner("wnada")) == (
-        "no pruner 'wnada'; did you mean 'wanda'? valid: alps, wanda"
+        "no pruner 'wnada'; did you mean 'wanda'? valid: alps, wanda; compressx plugins lists what is installed"
     )
-    assert refusal(lambda: load_plugins().pruner("wanda")) == "no pruner 'wanda'; none is loaded"
+    assert (
+        refusal(lambda: load_plugins().pruner("wanda"))
+        == "no pruner 'wanda'; none is loaded; compressx plugins lists what is installed"
+    )
 
 
 def test_a_pruner_whose_plugin_failed_says_why(site: Site) -> None:
@@ -401,7 +404,7 @@ def test_a_pruner_whose_plugin_failed_says_why(site: Site) -> None:
         "No module named 'flash_attn_9'"
     )
     assert refusal(lambda: plugins.pruner("owl")) == (
-        "no pruner 'owl'; none is loaded; plugins that failed to load: fast"
+        "no pruner 'owl'; none is loaded; plugins that failed to load: fast; compressx plugins lists what is installed"
     )
 
 
