@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -120,17 +120,33 @@ def _write(
                 file.write(bits[name].numpy().data)
 
 
-def read_masks(path: Path) -> dict[str, MaskEntry]:
+class PackedMasks(Mapping[str, MaskEntry]):
+    """Masks in the bits of their file, an eighth of what they take unpacked; each is unpacked when it is asked for."""
+
+    def __init__(self, stored: Mapping[str, _StoredMask], packed: Mapping[str, Tensor]) -> None:
+        self._stored, self._packed = stored, packed
+
+    def __getitem__(self, name: str) -> MaskEntry:
+        mask = self._stored[name]
+        return MaskEntry(_unpack(self._packed[name], mask.shape), mask.pattern, mask.pruner, mask.sha256)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored  # without unpacking it
+
+
+def read_masks(path: Path) -> PackedMasks:
     """Read what `write_masks` wrote.
 
     Raises:
         ArtifactError: a file that cannot be read, or is anything but a whole and unchanged file of masks.
     """
-    stored, packed = _read(path)
-    return {
-        name: MaskEntry(_unpack(packed[name], mask.shape), mask.pattern, mask.pruner, mask.sha256)
-        for name, mask in stored.items()
-    }
+    return PackedMasks(*_read(path))
 
 
 def _read(path: Path) -> tuple[dict[str, _StoredMask], dict[str, Tensor]]:

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 
 from compressx.architecture import linears_of
 from compressx.errors import ArtifactError, did_you_mean
-from compressx.masks.file import MaskEntry, read_masks, weight_sha256, write_masks
+from compressx.masks.file import MaskEntry, PackedMasks, read_masks, weight_sha256, write_masks
 from compressx.pruner import Linear
 
 if TYPE_CHECKING:
@@ -51,13 +51,14 @@ class MaskSet(Mapping[str, MaskEntry]):
     """The masks of a model by the fully qualified names of its linears.
 
     Attributes:
-        entries: copied when the set is made.
+        entries: copied when the set is made; those of a file stay packed, and each is unpacked when it is asked for.
     """
 
     entries: Mapping[str, MaskEntry]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "entries", dict(self.entries))
+        if not isinstance(self.entries, PackedMasks):
+            object.__setattr__(self, "entries", dict(self.entries))
 
     def __getitem__(self, name: str) -> MaskEntry:
         return self.entries[name]
@@ -67,6 +68,9 @@ class MaskSet(Mapping[str, MaskEntry]):
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
 
     def sparsity(self) -> float:
         """Count the fraction of zeros over all masks; 0 when there is none."""

@@ -146,8 +146,8 @@ def inspect(source: ModelSource, masks: Path | None = None) -> Inspection:
 
     Args:
         source: the model.
-        masks: a file of masks to compare with, all of them in memory at a byte a weight; when absent, the one beside
-            the model, or beside the `model` folder of a run.
+        masks: a file of masks to compare with, in memory at a bit a weight; when absent, the one beside the model, or
+            beside the `model` folder of a run.
 
     Raises:
         CompressxError: a model or file that cannot be read, or masks of another model.

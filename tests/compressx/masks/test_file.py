@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import struct
+import tracemalloc
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ def _entry(rows: int, columns: int, seed: int = 0, pattern: str = "50% row") -> 
     return MaskEntry(keep, pattern, "wanda", _SHA)
 
 
-def _same(one: dict[str, MaskEntry], other: dict[str, MaskEntry]) -> bool:
+def _same(one: Mapping[str, MaskEntry], other: Mapping[str, MaskEntry]) -> bool:
     return [*one] == [*other] and all(
         torch.equal(a.keep, b.keep) and (a.pattern, a.pruner, a.sha256) == (b.pattern, b.pruner, b.sha256)
         for a, b in zip(one.values(), other.values(), strict=True)
@@ -65,6 +67,19 @@ def test_masks_of_any_name_and_shape_come_back_as_they_were_and_in_order(
     path = folder / "round-trip.safetensors"
     write_masks(path, entries)
     assert _same(read_masks(path), entries)
+
+
+def test_masks_stay_packed_until_they_are_asked_for_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    write_masks(path, {f"model.layers.{i}.q_proj": _entry(1024, 1024, i) for i in range(8)})
+    tracemalloc.start()
+    read = read_masks(path)
+    assert "model.layers.7.q_proj" in read
+    assert tracemalloc.get_traced_memory()[1] < 2**20  # unpacked they are 8 MiB
+    kept = sum(int(entry.keep.sum()) for entry in read.values())
+    assert tracemalloc.get_traced_memory()[1] < 4 * 2**20
+    tracemalloc.stop()
+    assert 0 < kept < 8 * 2**20
 
 
 @settings(max_examples=30, deadline=None)
