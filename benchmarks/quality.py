@@ -75,12 +75,15 @@ def rules(*pruners: tuple[list[str], str], **options: Any) -> Callable[[str], di
 
 
 def best(budget: str) -> dict[str, Any]:
-    """Return the sections of the shipped recipe for a budget."""
+    """Return the sections of the shipped recipe for a budget; 4:8 is that for 2:4 with another pattern."""
     from compressx.recipe.schema import load_recipe
 
-    path = ROOT / "recipes" / f"best-{budget.rstrip('%').replace(':', 'of')}.yaml"
+    path = ROOT / "recipes" / ("best-2of4.yaml" if ":" in budget else f"best-{budget.rstrip('%')}.yaml")
     told = load_recipe(path).recipe.model_dump(mode="json", exclude_none=True)
-    return {k: told[k] for k in ("prune", "allocation", "true_sequential", "reconstruct_block") if k in told}
+    sections = {k: told[k] for k in ("prune", "allocation", "true_sequential", "reconstruct_block") if k in told}
+    if ":" in budget:
+        sections["prune"] = [{**rule, "pattern": budget} for rule in sections["prune"]]
+    return sections
 
 
 def best_tuned(budget: str) -> dict[str, Any]:

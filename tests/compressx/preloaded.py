@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-import transformers.models.llama.modeling_llama  # noqa: F401 - to have it
+import matplotlib.backends.backend_agg
+import matplotlib.backends.backend_svg  # noqa: F401
+import transformers.models.llama.modeling_llama  # noqa: F401

@@ -1,0 +1,72 @@
+"""What the benchmarks would do in their hours is found out in seconds: every row of quality.py plans, and is kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tests.compressx.saved import save_tiny
+
+from compressx.patterns import NM
+from compressx.pipeline.run import plan
+from compressx.plugins.manager import load_plugins
+
+_FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def quality() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("quality", _FOLDER / "quality.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["quality"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def settings(quality: ModuleType, tmp_path_factory: pytest.TempPathFactory):
+    model = save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama")
+    text = str(model.with_name("text.txt"))
+    return quality.Settings(str(model), text, text, 4, 32, 2, "float32")
+
+
+@pytest.mark.parametrize("budget", ["50%", "60%", "70%", "2:4", "4:8"])
+def test_every_method_plans_every_linear_at_every_budget(quality, settings, budget, tmp_path):
+    plugins = load_plugins()
+    for name, sections in {**quality.METHODS, **quality.INGREDIENTS}.items():
+        planned = plan(settings.recipe(tmp_path / "out", **sections(budget)), plugins=plugins)
+        assert len(planned.linears) == 3 * 7, name
+        patterns = {str(x.pattern).split()[0] for x in planned.linears if x.pattern is not None}
+        if ":" in budget:
+            assert patterns == {str(NM(*map(int, budget.split(":"))))}, name
+        elif planned.allocation is None:
+            assert patterns == {budget}, name
+        else:
+            assert planned.allocation.target == int(budget.rstrip("%")) / 100, name
+
+
+def test_each_ingredient_adds_to_the_ones_before_it(quality):
+    ladder = [make("50%") for make in quality.INGREDIENTS.values()]
+    assert all(one != other for one, other in itertools.pairwise(ladder))
+    assert [sorted(sections) for sections in ladder] == [
+        ["prune"], ["prune"], ["allocation", "prune"], ["allocation", "prune"],
+        ["allocation", "prune", "reconstruct_block"], ["allocation", "prune", "reconstruct_block", "true_sequential"],
+    ]  # fmt: skip
+
+
+def test_rows_are_kept_and_gone_on_with_and_other_settings_are_refused(quality, settings, tmp_path):
+    figures = {"sparsity": 0.5, "seconds": 1.0, "gigabytes": 2.0}
+    table = quality.Table(tmp_path, settings)
+    for method, budget, perplexity in (("dense", "", 20.0), ("SparseGPT", "50%", 40.0), ("best", "50%", 25.0)):
+        table.add(method, budget, {**figures, "perplexity": perplexity})
+    again = quality.Table(tmp_path, settings)
+    assert again.rows == table.rows
+    assert "| best | 25.00 (+75%) |" in (tmp_path / "quality.md").read_text()
+    assert (tmp_path / "quality.svg").is_file()
+    with pytest.raises(SystemExit, match="measured otherwise"):
+        quality.Table(tmp_path, quality.Settings(**{**vars(settings), "samples": 5}))
