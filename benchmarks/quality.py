@@ -9,7 +9,8 @@ do, and `best, fine-tuned` the same with `finetune` after it; `+ solver` to `+ t
 one thing added at a time, and measured when they are named. llm-compressor is installed into `OUTPUT/llm-compressor`
 when its rows are asked for, unless `--peer` names a Python that has it.
 
-OUTPUT gets `quality.csv`, `quality.md` and `quality.svg`.
+OUTPUT gets `quality.csv`, `quality.md` and `quality.svg`, and every row's report in a folder of `reports/`, as `compressx
+compare` takes them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -138,12 +141,15 @@ INGREDIENTS = ingredients()
 PEERS = {f"{PEER} Wanda": "wanda", f"{PEER} SparseGPT": "sparsegpt"}
 
 
-def by_compressx(settings: Settings, sections: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Run a recipe in a process of its own; returns what its report says."""
+def by_compressx(settings: Settings, sections: dict[str, Any], folder: Path, kept: Path) -> dict[str, float]:
+    """Run a recipe in a process of its own and keep its reports in `kept`; returns what they say."""
     recipe, output = folder / "recipe.yaml", folder / "out"
     recipe.write_text(json.dumps(settings.recipe(output, **sections)), encoding="utf-8")
     _run([sys.executable, "-m", "compressx", "run", str(recipe)])
     report = json.loads((output / "report.json").read_text(encoding="utf-8"))
+    kept.mkdir(parents=True, exist_ok=True)
+    for name in ("report.json", "report.html"):
+        shutil.copy(output / name, kept)
     last = "finetuned" if "finetune" in sections else "pruned"
     return {
         "perplexity": report["evaluation"][last]["token_perplexity"],
@@ -340,7 +346,9 @@ def main() -> None:
                 python = given.peer or peer_python(given.output / PEER)
                 figures = by_peer(settings, PEERS[method], budget, python, folder)
             else:
-                figures = by_compressx(settings, {**METHODS, **INGREDIENTS}[method](budget), folder)
+                name = re.sub(r"[^\w]+", "-", f"{method} {budget}").strip("-")
+                sections = {**METHODS, **INGREDIENTS}[method](budget)
+                figures = by_compressx(settings, sections, folder, given.output / "reports" / name)
         table.add(method, budget, figures)
         print(
             f"[{number}/{len(wanted)}] {method}, {budget}: perplexity {figures['perplexity']:.2f} at "

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 from tests.compressx.saved import save_tiny
 
+from compressx.outputs.compare import read_report
 from compressx.patterns import NM
 from compressx.pipeline.run import plan
 from compressx.plugins.manager import load_plugins
@@ -70,3 +71,20 @@ def test_rows_are_kept_and_gone_on_with_and_other_settings_are_refused(quality, 
     assert (tmp_path / "quality.svg").is_file()
     with pytest.raises(SystemExit, match="measured otherwise"):
         quality.Table(tmp_path, quality.Settings(**{**vars(settings), "samples": 5}))
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_a_row_and_keeps_its_report(quality, settings, tmp_path, monkeypatch, capsys):
+    told = {"model": settings.model, "calibration": settings.calibration, "evaluation": settings.evaluation,
+            "samples": "4", "sequence-length": "32", "windows": "2"}  # fmt: skip
+    arguments = [part for name, value in told.items() for part in (f"--{name}", value)]
+    arguments += ["--output", str(tmp_path / "q"), "--methods", "Wanda", "--budgets", "50%", "2:4"]
+    monkeypatch.setattr(sys, "argv", ["quality.py", *arguments])
+    quality.main()
+    assert "[2/2] Wanda, 2:4: perplexity" in capsys.readouterr().out
+    report = read_report(tmp_path / "q/reports/Wanda-2-4")
+    assert report.sparsity == 0.5
+    assert {layer.pattern for layer in report.layers} == {"2:4"}
+    assert report.blocks[0].output_error is not None
+    quality.main()
+    assert "Wanda, 2:4: perplexity" not in capsys.readouterr().out  # both rows are there
