@@ -9,8 +9,8 @@ do, and `best, fine-tuned` the same with `finetune` after it; `+ solver` to `+ t
 one thing added at a time, and measured when they are named. llm-compressor is installed into `OUTPUT/llm-compressor`
 when its rows are asked for, unless `--peer` names a Python that has it.
 
-OUTPUT gets `quality.csv`, `quality.md` and `quality.svg`, and every row's report in a folder of `reports/`, as `compressx
-compare` takes them.
+OUTPUT gets `quality.csv`, `quality.md` and `quality.svg`, and in `reports/` a folder with the report of every row, as
+`compressx compare` takes them.
 """
 
 from __future__ import annotations
