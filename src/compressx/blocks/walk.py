@@ -114,7 +114,8 @@ def prune_model(
                 if plan.reconstruct_block:
                     _advance(streams.dense, runs, fqn)
                 passes = [partial(run, x) for run, x in zip(runs, streams.pruned, strict=True)]
-                reacting = {n: x for n, x in linears.items() if n in plan.sensitive_to("block")}
+                read = plan.sensitive_to("block")
+                reacting = {n: x for n, x in linears.items() if n in read}
                 sensitive = by_loss(sensitivities or {}, reacting, runs, streams.pruned, ranks)
                 block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model), sensitive)
                 seen = passes[: _first(streams.pruned)] if plan.in_block(fqn) else []

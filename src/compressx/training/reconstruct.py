@@ -59,7 +59,7 @@ def relative_error(output: Tensor, target: Tensor) -> Tensor:
         output: [batch, tokens, width].
         target: [batch, tokens, width].
     """
-    wanted = target.float()
+    wanted = target.to(output.device, torch.float32)  # what is kept in files is on the CPU
     size = wanted.square().sum(dim=-1)
     return ((output.float() - wanted).square().sum(dim=-1) / torch.where(size > 0, size, 1.0)).mean()
 
