@@ -5,8 +5,9 @@
 Calibration and evaluation are a dataset's short name or a text file; the model a hub id, a folder or a `.gguf` file.
 Rows are measured one at a time, each in a process of its own, and written at once: a second run with the same settings
 goes on where the first one stopped, and `--methods` and `--budgets` choose rows. `best` is what `recipes/best-*.yaml`
-do, and `best, fine-tuned` the same with `finetune` after it; `+ solver` to `+ true-sequential` are what it is made of,
-one thing added at a time, and measured when they are named. llm-compressor is installed into `OUTPUT/llm-compressor`
+do, and `best, fine-tuned` the same with `finetune` after it. What `best` is made of, one thing added at a time:
+SparseGPT, ALPS, `attnprune + ALPS`, `+ allocation`, `+ sensitivity weights`, `best`, which adds block reconstruction, and
+`+ true-sequential`, which recipes leave out; those with a plus are measured when they are named. llm-compressor is installed into `OUTPUT/llm-compressor`
 when its rows are asked for, unless `--peer` names a Python that has it.
 
 OUTPUT gets `quality.csv`, `quality.md` and `quality.svg`, and in `reports/` a folder with the report of every row, as
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -107,37 +108,22 @@ METHODS: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
-def ingredients() -> dict[str, Callable[[str], dict[str, Any]]]:
-    """Return what makes up `best`, one thing added at a time."""
-    weighted = {"targets": ALL, "pruner": "sensitivity", "reconstruct": "alps"}
-    added: dict[str, dict[str, Any]] = {
-        "allocation": {"allocation": "attention-aware"},
-        "sensitivity weights": {"weighted": True},
-        "block reconstruction": {"reconstruct_block": {"passes": 4, "dtype": "bfloat16"}},
-        "true-sequential": {"true_sequential": True},
-    }
-
-    def make(options: dict[str, Any], budget: str) -> dict[str, Any]:
-        sections = {**rules((QK, "attnprune"), (ALL, "alps"))(budget), **options}
-        if sections.pop("weighted", False):
-            group = {} if ":" in budget else {"group": "joint"}
-            sections["prune"][1] = {**sections["prune"][1], **weighted, **group}
-        method = sections.pop("allocation", None)
-        if method and ":" not in budget:  # an N:M that differed by layer would be none that hardware knows
-            sections["allocation"] = {"method": method, "target": sections["prune"][0]["sparsity"]}
-            for rule in sections["prune"]:
-                del rule["sparsity"]
-        return sections
-
-    methods = {"+ solver": METHODS["ALPS"], "+ attention-aware": METHODS["attnprune + ALPS"]}
-    so_far: dict[str, Any] = {}
-    for name, option in added.items():
-        so_far = {**so_far, **option}
-        methods[f"+ {name}"] = partial(make, so_far)
-    return methods
+def best_but(budget: str, *, without: Sequence[str] = (), **sections: Any) -> dict[str, Any]:
+    """Return `best` without some of its sections and with others; `sensitivity` is the pruner, whose place ALPS takes."""
+    changed = {key: value for key, value in best(budget).items() if key not in without} | sections
+    if "sensitivity" in without:
+        query_and_key, rest = changed["prune"]
+        kept = {key: value for key, value in rest.items() if key in ("targets", "sparsity", "pattern")}
+        changed["prune"] = [query_and_key, {**kept, "pruner": "alps"}]
+    return changed
 
 
-INGREDIENTS = ingredients()
+# What `best` is made of, one thing added at a time; ALPS, "attnprune + ALPS" and `best` itself are its other steps.
+INGREDIENTS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "+ allocation": partial(best_but, without=("sensitivity", "reconstruct_block")),
+    "+ sensitivity weights": partial(best_but, without=("reconstruct_block",)),
+    "+ true-sequential": partial(best_but, true_sequential=True),
+}
 PEERS = {f"{PEER} Wanda": "wanda", f"{PEER} SparseGPT": "sparsegpt"}
 
 

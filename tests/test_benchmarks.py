@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -51,13 +50,22 @@ def test_every_method_plans_every_linear_at_every_budget(quality, settings, budg
             assert planned.allocation.target == int(budget.rstrip("%")) / 100, name
 
 
-def test_each_ingredient_adds_to_the_ones_before_it(quality):
-    ladder = [make("50%") for make in quality.INGREDIENTS.values()]
-    assert all(one != other for one, other in itertools.pairwise(ladder))
-    assert [sorted(sections) for sections in ladder] == [
-        ["prune"], ["prune"], ["allocation", "prune"], ["allocation", "prune"],
-        ["allocation", "prune", "reconstruct_block"], ["allocation", "prune", "reconstruct_block", "true_sequential"],
-    ]  # fmt: skip
+def test_each_ingredient_adds_one_thing_to_those_before_it(quality):
+    methods = {**quality.METHODS, **quality.INGREDIENTS}
+    steps = ["ALPS", "attnprune + ALPS", "+ allocation", "+ sensitivity weights", "best", "+ true-sequential"]
+    told = []
+    for step in steps:
+        sections = methods[step]("50%")
+        rules = sections.pop("prune")
+        told.append(([rule["pruner"] for rule in rules], sorted(sections)))
+    assert told == [
+        (["alps"], []),
+        (["attnprune", "alps"], []),
+        (["attnprune", "alps"], ["allocation"]),
+        (["attnprune", "sensitivity"], ["allocation"]),
+        (["attnprune", "sensitivity"], ["allocation", "reconstruct_block"]),
+        (["attnprune", "sensitivity"], ["allocation", "reconstruct_block", "true_sequential"]),
+    ]
 
 
 def test_rows_are_kept_and_gone_on_with_and_other_settings_are_refused(quality, settings, tmp_path):

@@ -102,7 +102,7 @@ class BlockCall:
 
 
 Loss: TypeAlias = Literal["model", "block"]
-"""The model's likelihood on the calibration text, or the squared relative change of the block's output."""
+"""The model's likelihood on the calibration text, or the error of the block's output, squared and relative to it."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from compressx import Block, FixedMask, Pattern, UnsupportedModelError
 from compressx.errors import RecipeError
 from compressx_attnprune.geometry import Attention, Projection, quarter_turn, queries_and_keys, values
 from compressx_attnprune.norms import KEY_NORMS, QUERY_NORMS, read_norm, unknown_norm
-from compressx_attnprune.objective import attention_matrices
+from compressx_attnprune.objective import mixed
 from compressx_attnprune.projections import (
     INSTEAD,
     Projections,
@@ -122,9 +122,9 @@ def verify(block: Block, attention: Attention, x: Tensor) -> None:
     x = x[:1].float()
     q, k = queries_and_keys(attention, x, projections.query.weight, projections.key.weight)
     v = values(attention, x, projections.value.weight, projections.value.bias)  # [1, h_kv, tokens, value_dim]
-    mixed = attention_matrices(attention, q, k) @ v.repeat_interleave(attention.groups, dim=1)
+    attended = mixed(attention, q, k, v)
     output = Rows(projections.output)
-    ours = nn.functional.linear(mixed.transpose(1, 2).flatten(2), output.weight, output.bias)
+    ours = nn.functional.linear(attended.transpose(1, 2).flatten(2), output.weight, output.bias)
     theirs = _attend(block, projections, _arguments(block), x)
     # Inputs that are all zero may give outputs that are.
     difference = float((ours - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny))

@@ -22,7 +22,7 @@ from compressx_attnprune.losses import Loss, Pair, relative_errors
 from compressx_attnprune.options import AttnPruneOptions
 from compressx_attnprune.training import Text, Trained
 
-_MOST_DAMPING = 0.1
+_MOST_DAMPING = 0.3
 
 MASK_LEARNING_RATE, JOINT_LEARNING_RATE = 0.05, 0.03
 
@@ -140,7 +140,7 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
     damping = layer.damping
     while ours.error > best_start.error and in_closed_form and damping < _MOST_DAMPING:
         # Little text makes a poor curvature, which is then trusted too much.
-        damping *= 10.0
+        damping = min(10.0 * damping, _MOST_DAMPING)
         again = judge(layer, [gauss_newton(layer, budget, layer.problem.damped(damping))])
         ours = min(ours, *again, key=lambda t: t.error)
     best = ours if ours.error <= best_start.error else best_start  # an error that is no number never wins

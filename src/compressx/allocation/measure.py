@@ -3,9 +3,8 @@
 The machinery is the walk's: observe the block, let the unit's own pruners decide, write, run the block. Then weights
 are put back, so that the next block's input is the dense block's output and every unit is measured alone.
 
-Every token counts against its own size, as it does for the norm that the next block begins with. Else the few tokens
-whose activations are thousands of times larger (Sun et al., "Massive Activations in Large Language Models", arXiv
-2402.17762) would be all that is measured, and the blocks that make them would look as if they could do without weights.
+Tokens and channels count as `compressx.relative` says. Else a few, thousands of times larger than the others, would be
+all that is measured, and the blocks that make them would look as if they could do without weights.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from compressx.allocation.units import Unit
 from compressx.architecture import survey, text_config
 from compressx.blocks.decide import Decision, decide_all, gather, write
 from compressx.blocks.observe import observe
-from compressx.blocks.sensitivity import by_loss, of_model
+from compressx.blocks.sensitivity import by_loss
 from compressx.blocks.walk import capture, finite
 from compressx.errors import ArtifactError, CalibrationError
 from compressx.finite import all_finite
@@ -33,8 +32,9 @@ from compressx.models.access import Access
 from compressx.models.capture import replay
 from compressx.patterns import NM, Unstructured
 from compressx.planning.plan import PlannedRule
-from compressx.pruner import Block, Linear, Statistic
+from compressx.pruner import Block, Linear, Sensitivity, Statistic
 from compressx.ranks import ALONE
+from compressx.relative import channel_weights, relative_errors
 from compressx.statistics import FeatureNorms
 
 Patterns: TypeAlias = Mapping[PlannedRule, Mapping[str, Unstructured | NM]]
@@ -50,9 +50,8 @@ class Measured:
     Attributes:
         unit: the unit.
         sparsities: that it was pruned to.
-        update_errors: ||out~ - out||^2 / ||out - in||^2 of the block: against what it adds to the residual stream. Both
-            are sums over tokens, each token's vectors divided by its ||out||.
-        output_errors: ||out~ - out||^2 / ||out||^2 of a token, the mean over tokens.
+        update_errors: `output_errors`, divided by what they would be if the block added nothing to the residual stream.
+        output_errors: ||out~ - out||^2 / ||out||^2 of a token, the mean over tokens; norms as in `compressx.relative`.
     """
 
     unit: Unit
@@ -63,7 +62,7 @@ class Measured:
 
 def measure(
     access: Access, units: Sequence[Unit], seen: Sequence[Tensor], held_out: Sequence[Tensor],
-    sparsities: Sequence[float],
+    sparsities: Sequence[float], sensitivities: Mapping[str, Sensitivity] | None = None,
 ) -> Iterator[tuple[Measured, ...]]:  # fmt: skip
     """Measure every unit in the decoder blocks; afterwards, and whatever happens, all weights are as they were.
 
@@ -73,6 +72,7 @@ def measure(
         seen: token ids that the pruners learn from, each [batch, tokens].
         held_out: those that errors are measured on; on its own text a pruner that overfits looks too good.
         sparsities: to measure; of N:M the nearest that can be had.
+        sensitivities: of the dense model's loss on text that begins with `seen`, by linear; of those that pruners read.
 
     Yields:
         For each block with units, one value for each of them.
@@ -85,8 +85,7 @@ def measure(
     """
     inside = [x for u in units if u.block for x in u.linears]
     pruners = {rule: rule.build() for rule in dict.fromkeys(x.rule for x in inside)}
-    model_sensitive = {x.name for x in inside if "model" in x.rule.losses}
-    of_model_loss = of_model(access, survey(access.model), model_sensitive, seen) if model_sensitive else {}
+    of_linears = {name: _of_first(its, [len(ids) for ids in seen]) for name, its in (sensitivities or {}).items()}
 
     def visit(dense: _Dense) -> tuple[Measured, ...]:
         mine = [u for u in units if u.block == dense.block.fqn]
@@ -95,7 +94,7 @@ def measure(
             by_rule.setdefault(linear.rule, []).append(linear.name)
         learnt = len(seen)
         reacting = {n: dense.block.linears[n] for rule, ns in by_rule.items() if "block" in rule.losses for n in ns}
-        sensitive = by_loss(of_model_loss, reacting, dense.runs[:learnt], dense.states[:learnt])
+        sensitive = by_loss(of_linears, reacting, dense.runs[:learnt], dense.states[:learnt])
         block = replace(dense.block, sensitivities=sensitive)
         stats = gather(block, by_rule, pruners, dense.passes[:learnt])
         stream = _Stream(dense.passes[learnt:], dense.states[learnt:], dense.outputs[learnt:])
@@ -187,13 +186,22 @@ class _Stream:
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
 
+    @cached_property
+    def channels(self) -> Tensor:
+        """What an error in each channel counts, [width]."""
+        return channel_weights(self.outputs)
+
     def changed(self) -> float:
-        """Return the mean over tokens of ||out~ - out||^2 / ||out||^2, of the block as it now is."""
-        return _mean(_relative(run(), out) for run, out in zip(self.passes, self.outputs, strict=True))
+        """Return the mean over tokens of the error of what leaves the block as it now is."""
+        return self._mean(run() for run in self.passes)
 
     def added(self) -> float:
-        """Return the mean over tokens of ||out - in||^2 / ||out||^2, of the dense block."""
-        return _mean(_relative(x, out) for x, out in zip(self.inputs, self.outputs, strict=True))
+        """Return the mean over tokens of what the error would be if the block added nothing to what enters."""
+        return self._mean(self.inputs)
+
+    def _mean(self, others: Iterable[Tensor]) -> float:
+        errors = [relative_errors(x, out, self.channels) for x, out in zip(others, self.outputs, strict=True)]
+        return float(torch.cat([x.flatten() for x in errors]).double().mean())
 
 
 def _measure(
@@ -222,6 +230,13 @@ def _measure(
     return Measured(unit, tuple(changes), tuple(c / added if c else 0.0 for c in errors), errors)
 
 
+def _of_first(its: Sensitivity, sizes: Sequence[int]) -> Sensitivity:
+    """Return it with the tokens of the first windows only, in batches of these sizes."""
+    if not its.tokens:
+        return its
+    return replace(its, tokens=torch.split(torch.cat([*its.tokens])[: sum(sizes)], [*sizes]))
+
+
 @contextmanager
 def _restored(linears: Sequence[Linear]) -> Iterator[None]:
     """Put weights back to the bit at the end, whatever happens."""
@@ -231,14 +246,3 @@ def _restored(linears: Sequence[Linear]) -> Iterator[None]:
     finally:
         for linear, weight in zip(linears, kept, strict=True):
             linear.weight.copy_(weight)
-
-
-def _relative(other: Tensor, out: Tensor) -> Tensor:
-    """Return ||other - out||^2 / ||out||^2 of each token, float64 [batch, tokens]."""
-    change = (other.float() - out.float()).square().sum(dim=-1, dtype=torch.float64)
-    size = out.float().square().sum(dim=-1, dtype=torch.float64)
-    return change / size.clamp_min(torch.finfo(torch.float32).tiny)
-
-
-def _mean(batches: Iterable[Tensor]) -> float:
-    return float(torch.cat([x.flatten() for x in batches]).mean())

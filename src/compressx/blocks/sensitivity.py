@@ -5,14 +5,13 @@ factor for tokens, a factor for outputs and the inputs (after K-FAC, Martens and
 is the mean of g^2 of each token and of each output.
 
 Two losses. The model's: its likelihood, labels drawn from its own predictions, so that this is the curvature of its
-divergence from itself. The block's: the squared relative change of its output, by random probes (Hutchinson's
+divergence from itself. The block's: the error of its output (`compressx.relative`), by random probes (Hutchinson's
 estimator). Both go through one block at a time and hold the activations of one block only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,11 +20,12 @@ from torch.nn import functional
 
 from compressx.architecture import Architecture
 from compressx.blocks.watch import outputs_watched
-from compressx.errors import UnsupportedModelError
 from compressx.models.access import Access
 from compressx.models.capture import capture_calls, replay, run_around
+from compressx.models.shards import OUTSIDE
 from compressx.pruner import Linear, Loss, Sensitivity
 from compressx.ranks import ALONE, Ranks
+from compressx.relative import channel_weights
 
 ROW_WINDOWS = 32
 """Windows that rows of the model's loss are measured on where nobody reads tokens."""
@@ -38,8 +38,7 @@ class _Sums:
     among large ones that go, would leave the heap full of holes, gigabytes of them.
     """
 
-    def __init__(self, linear: Linear, shapes: Sequence[torch.Size]) -> None:
-        device = linear.weight.device
+    def __init__(self, linear: Linear, shapes: Sequence[torch.Size], device: torch.device) -> None:
         self.rows = torch.zeros(linear.out_features, dtype=torch.float64, device=device)  # sum over tokens of g^2
         self.count = 0
         room = torch.empty(sum(shape.numel() for shape in shapes), device=device)
@@ -52,7 +51,7 @@ class _Sums:
         squares = gradient.float().square()
         self.rows += squares.reshape(-1, squares.shape[-1]).sum(dim=0, dtype=torch.float64)
         self.count += squares.shape[:-1].numel()
-        if squares.dim() == 3:
+        if squares.dim() == 3 and self.tokens:
             torch.mean(squares, dim=-1, out=self.tokens[self.filled])
             self.filled += 1
 
@@ -62,12 +61,13 @@ class Gathering:
 
     Args:
         linears: by name.
-        shapes: [batch, tokens] of each batch that will come.
+        shapes: [batch, tokens] of each batch that will come; none where tokens are not wanted.
+        device: where to add up.
     """
 
-    def __init__(self, linears: Mapping[str, Linear], shapes: Sequence[torch.Size]) -> None:
+    def __init__(self, linears: Mapping[str, Linear], shapes: Sequence[torch.Size], device: torch.device) -> None:
         self.linears = linears
-        self.sums = {name: _Sums(linear, shapes) for name, linear in linears.items()}
+        self.sums = {name: _Sums(linear, shapes, device) for name, linear in linears.items()}
 
     @property
     def reached(self) -> bool:
@@ -109,7 +109,7 @@ def of_block(
     linears: Mapping[str, Linear], runs: Sequence[Callable[[Tensor], Tensor]], states: Sequence[Tensor],
     ranks: Ranks = ALONE,
 ) -> dict[str, Sensitivity]:  # fmt: skip
-    """Return the sensitivities of a block's own loss, the mean over tokens of ||out~ - out||^2 / ||out||^2.
+    """Return the sensitivities of a block's own loss, the mean over tokens of the `relative_errors` of its output.
 
     Args:
         linears: of the block, by name.
@@ -117,14 +117,17 @@ def of_block(
         states: what enters it, of each batch [batch, tokens, width].
         ranks: the processes.
     """
-    gathering = Gathering(linears, [state.shape[:2] for state in states])
+    device = next(iter(linears.values())).weight.device
+    gathering = Gathering(linears, [state.shape[:2] for state in states], device)
+    with torch.no_grad():
+        roots = channel_weights((run(x) for run, x in zip(runs, states, strict=True)), ranks).to(device).sqrt()
     generator = torch.Generator().manual_seed(0)
     for run, state in zip(runs, states, strict=True):
 
         def probe(out: Tensor) -> Tensor:
             signs = torch.randint(0, 2, out.shape, generator=generator, dtype=torch.float32).to(out.device) * 2 - 1
-            size = out.float().norm(dim=-1, keepdim=True)
-            return signs / torch.where(size > 0, size, 1.0)
+            size = (roots * out.float()).norm(dim=-1, keepdim=True)
+            return roots * signs / torch.where(size > 0, size, 1.0)
 
         gathering.backward(run, state, probe)
     return gathering.result(ranks)
@@ -137,7 +140,7 @@ def by_loss(
     """Return what `Block.sensitivities` holds: those of the model's loss as given, those of the block's gathered now.
 
     Args:
-        of_model: what the function of this name returned, or nothing.
+        of_model: of the linears, what the function of this name returned, or nothing.
         reacting: the linears of the block whose pruners read the sensitivities of its own loss.
         runs: as for `of_block`.
         states: as for `of_block`.
@@ -148,7 +151,7 @@ def by_loss(
 
 def of_model(
     access: Access, found: Architecture, names: Collection[str], batches: Sequence[Tensor], ranks: Ranks = ALONE,
-    *, tokens: bool = True,
+    *, tokens: bool = True, progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> dict[str, Sensitivity]:  # fmt: skip
     """Return the sensitivities of the model's loss: the summed negative log-likelihood of labels that it drew itself.
 
@@ -160,42 +163,41 @@ def of_model(
         ranks: the processes.
         tokens: whether those of tokens are wanted. Without them the first `ROW_WINDOWS` windows do, or as many more as
             it takes to reach every linear: a row's value is a mean over tokens, of which these hold thousands.
+        progress: called with how many windows are done, and how many there are at least.
 
     Raises:
-        UnsupportedModelError: a model whose weights are not all in memory.
+        UnsupportedModelError: a model whose blocks cannot be run one at a time.
     """
-    model = access.model
-    if any(p.is_meta for p in model.parameters()):
-        raise UnsupportedModelError(
-            "sensitivities of the model's loss need all its weights in memory, and they are streamed from disk; set "
-            "the pruner's option loss: block, or model.streaming: false"
-        )
     wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, so that processes agree
     enough = sum(map(len, batches)) if tokens else max(1, ROW_WINDOWS // ranks.size)
     if not tokens:  # the same windows for every batch size
         batches = [part for batch in _parted(batches, enough) for part in torch.split(batch, len(batches[0]))]
-    shapes = [batch.shape for batch in batches]
+    shapes = [batch.shape for batch in batches] if tokens else []
     gatherings = {
-        fqn: Gathering({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}, shapes) for fqn in found.blocks
+        fqn: Gathering({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}, shapes, access.device)
+        for fqn in found.blocks
     }
     generator = torch.Generator(access.device).manual_seed(0)
     seen = 0
     for batch in batches:
         if seen >= enough and all(gathering.reached for gathering in gatherings.values()):
             break
+        progress(min(seen, enough), enough)
         seen += len(batch)
         ids = batch.to(access.device)
-        (state,), calls = capture_calls(model, found.blocks, [ids])
+        with access.materialise(OUTSIDE):
+            (state,), calls = capture_calls(access.model, found.blocks, [ids])
         runs = {fqn: partial(replay, module, call=calls[fqn][0]) for fqn, module in found.blocks.items()}
-        entering = [state]
-        with torch.no_grad():
-            for run in runs.values():
-                entering.append(run(entering[-1]))
-        gradient = _of_likelihood(model, found.blocks, ids, entering.pop(), generator)
-        for (fqn, run), x in zip(reversed(runs.items()), reversed(entering), strict=True):
-            gradient = gatherings[fqn].backward(run, x, partial(_given, gradient))
-    measured = {name: its for gathering in gatherings.values() for name, its in gathering.result(ranks).items()}
-    return measured if tokens else {name: replace(its, tokens=()) for name, its in measured.items()}
+        states = [state]
+        for fqn, run in runs.items():
+            with torch.no_grad(), access.materialise(fqn):
+                states.append(run(states[-1]))
+        with access.materialise(OUTSIDE):
+            gradient = _of_likelihood(access.model, found.blocks, ids, states.pop(), generator)
+        for fqn, run in reversed(runs.items()):
+            with access.materialise(fqn):
+                gradient = gatherings[fqn].backward(run, states.pop(), partial(_given, gradient))
+    return {name: its for gathering in gatherings.values() for name, its in gathering.result(ranks).items()}
 
 
 def _parted(batches: Sequence[Tensor], first: int) -> list[Tensor]:

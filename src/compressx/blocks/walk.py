@@ -32,8 +32,9 @@ from compressx.models.shards import OUTSIDE
 from compressx.planning.plan import Plan
 from compressx.pruner import Block, BlockCall, Sensitivity, sparsity_of
 from compressx.ranks import ALONE, Ranks
+from compressx.relative import channel_weights, relative_errors
 from compressx.report.run import BlockReport, LayerReport
-from compressx.training.reconstruct import Passage, reconstruct, relative_error
+from compressx.training.reconstruct import Passage, reconstruct
 
 _MEASURED_TOKENS = 2048
 """Calibration tokens, at least, on which a block's error is measured: a few, since each is two more passes."""
@@ -158,8 +159,11 @@ def _first(states: Sequence[Tensor]) -> int:
 
 def _output_error(passes: Sequence[Callable[[], Tensor]], dense: Sequence[Tensor]) -> float | None:
     """Return how far the pruned block's output is from the dense block's, as `BlockReport` has it."""
-    errors = [float(relative_error(run(), wanted)) for run, wanted in zip(passes, dense, strict=True)]
-    return sum(errors) / len(errors) if errors else None
+    if not dense:
+        return None
+    channels = channel_weights(dense)
+    errors = [relative_errors(run(), wanted, channels).flatten() for run, wanted in zip(passes, dense, strict=True)]
+    return float(torch.cat(errors).mean())
 
 
 def _advance(states: Sequence[Tensor], runs: Sequence[Callable[[Tensor], Tensor]], fqn: str) -> None:

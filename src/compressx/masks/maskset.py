@@ -166,8 +166,10 @@ class MaskSet(Mapping[str, MaskEntry]):
                     memory_format=torch.contiguous_format
                 )
             else:
-                whole = torch.ones(stored.shape, dtype=torch.bool, device=stored.device)
-                masks.setdefault(name.rpartition(".")[0], whole)[linear.expert] = keep
+                fused = name.rpartition(".")[0]
+                if fused not in masks:
+                    masks[fused] = torch.ones(stored.shape, dtype=torch.bool, device=stored.device)
+                masks[fused][linear.expert] = keep
         sparsifier = HeldMasks()
         sparsifier.prepare(
             model, [{"tensor_fqn": fqn, "mask": mask, "parametrization": MaskedWeight} for fqn, mask in masks.items()]

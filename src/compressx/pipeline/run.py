@@ -133,10 +133,12 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
                     access, tokenizer, settings, fingerprint["model"],
                     progress=lambda i, n: asked.tell("evaluate dense", i, n),
                 )  # fmt: skip
+        with clock.stage("calibrate"):
+            sensitivities = _sensitivities(asked, access, prepared.plan, batches, journal)
         with clock.stage("allocate"), at(loaded, "allocation"):
-            final, allocation = _allocate(asked, access, prepared.plan, batches, journal)
+            final, allocation = _allocate(asked, access, prepared.plan, batches, sensitivities, journal)
         with clock.stage("prune"):
-            finished = _prune(asked, access, final, batches, journal)
+            finished = _prune(asked, access, final, batches, sensitivities, journal)
         if not ranks.first:
             return None
         pruned = Pruned(prepared.checkpoint, tokenizer, access, final, allocation, finished, evaluation, training)
@@ -192,8 +194,31 @@ def _fingerprint(
     }
 
 
-def _allocate(
+def _sensitivities(
     asked: Asked, access: Access, planned: Plan, batches: Sequence[torch.Tensor], journal: Journal
+) -> dict[str, Sensitivity]:
+    """Measure how the dense model's loss reacts to the linears whose pruners read that, and are not all pruned yet."""
+    names = planned.sensitive_to("model")
+    if not names or len(journal.finished) == len({x.block for x in planned.linears}):
+        return {}
+    return of_model(
+        access,
+        survey(access.model),
+        names,
+        batches,
+        asked.ranks,
+        tokens=any(rule.reads_tokens for rule in planned.rules),
+        progress=lambda i, n: asked.tell("calibrate", i, n),
+    )
+
+
+def _allocate(
+    asked: Asked,
+    access: Access,
+    planned: Plan,
+    batches: Sequence[torch.Tensor],
+    sensitivities: Mapping[str, Sensitivity],
+    journal: Journal,
 ) -> tuple[Plan, AllocationReport | None]:
     """Give every linear its sparsity where the recipe leaves that open; the first process measures, on its own text."""
     if not isinstance(planned.allocation, MeasuredAllocation):
@@ -203,7 +228,7 @@ def _allocate(
         allocated = None
         if asked.ranks.first:
             final, report = allocate(
-                access, planned, planned.allocation, batches, lambda i, n: asked.tell("allocate", i, n)
+                access, planned, planned.allocation, batches, sensitivities, lambda i, n: asked.tell("allocate", i, n)
             )
             allocated = Allocated({x.name: x.pattern for x in final.linears}, report)
         allocated = asked.ranks.told(allocated)
@@ -225,18 +250,18 @@ def _keep(asked: Asked, access: Access, batches: Sequence[torch.Tensor], folder:
 
 
 def _prune(
-    asked: Asked, access: Access, planned: Plan, batches: Sequence[torch.Tensor], journal: Journal
+    asked: Asked,
+    access: Access,
+    planned: Plan,
+    batches: Sequence[torch.Tensor],
+    sensitivities: Mapping[str, Sensitivity],
+    journal: Journal,
 ) -> list[FinishedBlock]:
     """Prune what an interrupted run has not finished, and record every block."""
     finished: list[FinishedBlock] = []
     reached = None
     keep = _keep(asked, access, batches, journal.blocks)
-    sensitivities: Mapping[str, Sensitivity] = {}
     total = len({x.block for x in planned.linears})
-    if len(journal.finished) < total and (names := planned.sensitive_to("model")):
-        # While all weights are dense, and those of finished blocks are not read yet.
-        tokens = any(rule.reads_tokens for rule in planned.rules)
-        sensitivities = of_model(access, survey(access.model), names, batches, asked.ranks, tokens=tokens)
     if journal.finished:
         finished, streams = journal.restore(access, keep)
         reached = Finished(journal.finished[-1], streams)

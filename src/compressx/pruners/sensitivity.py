@@ -80,7 +80,7 @@ class WeightedHessian(Hessian):
                 f"{self.owner}: its inputs come as {tuple(x.shape[:-1])} tokens where the sensitivities have {given}; "
                 "set the pruner's option tokens: 0"
             )
-        super().update(x * weights.to(x.device).sqrt()[..., None].to(x.dtype))
+        super().update(x.float() * weights.to(x.device).sqrt()[..., None])  # which float16 may not hold
 
 
 class SensitivityPruner:
@@ -95,7 +95,7 @@ class SensitivityPruner:
         its = block.sensitivities.get(self.options.loss, {}).get(name)
         if its is None or not its.tokens or self.options.tokens == 0:
             return Hessian(in_features)
-        mean = torch.cat([t.flatten() for t in its.tokens]).mean()
+        mean = its.rows.mean()  # that of all processes' tokens, where `tokens` are this one's
         weights = tuple((t / mean).pow(self.options.tokens) if mean > 0 else torch.ones_like(t) for t in its.tokens)
         return WeightedHessian(in_features, weights=weights, owner=name)
 

@@ -115,7 +115,7 @@ class ReconstructBlock(Strict):
         description="about the largest step of a weight, as a fraction of its tensor's root mean square; it rises, and "
         "falls as a cosine",
     )
-    batch_size: StrictInt = Field(4, ge=1, description="windows in a step; calibration.batch_size at least")
+    batch_size: StrictInt = Field(4, ge=1, description="windows in a step; a multiple of calibration.batch_size")
     norms: StrictBool = Field(True, description="whether the gains of the block's norms are trained too")
     biases: StrictBool = Field(True, description="whether the block's biases are trained too")
     held_out: StrictFloat = Field(

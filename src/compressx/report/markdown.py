@@ -44,8 +44,8 @@ def page(report: RunReport) -> str:
 
 
 _MEASURES = {
-    "predicted error": "The error is the squared relative change of the block's output when these linears alone are "
-    "pruned, the mean over tokens.",
+    "predicted error": "The error is that of the block's output when these linears alone are pruned, squared and "
+    "relative to it, the mean over tokens.",
     "outliers": "Outliers are the fraction of weights whose size times the norm of their input feature is far above "
     "the block's mean.",
 }

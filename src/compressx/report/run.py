@@ -72,8 +72,8 @@ class BlockReport:
         layers: its pruned linears.
         seconds: for observing, pruning, training and computing the next block's input.
         output_error: what its pruning alone did to its output on the pruned stream, before any reconstruction: the
-            mean over tokens of ||out~ - out||^2 / ||out||^2, on the first windows of the calibration text, which the
-            pruner saw too; None where there is no such text, and outside the blocks.
+            mean over tokens of its error (`compressx.relative`), on the first windows of the calibration text, which
+            the pruner saw too; None where there is no such text, and outside the blocks.
         reconstruction: what training its survivors did; None when the recipe does not ask for it.
     """
 
@@ -102,8 +102,8 @@ class UnitReport:
         sparsity: fraction of zeros that they were given.
         error: predicted for it from `output_errors`; None outside the blocks, and where no errors were measured.
         sparsities: that were measured.
-        output_errors: measured change of the block's output, squared and relative to it, the mean over tokens.
-        update_errors: the same change against what the block adds to its input.
+        output_errors: measured error of the block's output, squared and relative to it, the mean over tokens.
+        update_errors: the same error against what the block adds to its input.
         outliers: fraction of their scores that are outliers; None where those were not measured.
     """
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from compressx.masks.maskset import MaskEntry, MaskSet
 from compressx.ranks import ALONE, Ranks
 from compressx.recipe.schema import ReconstructBlock
+from compressx.relative import channel_weights, relative_errors
 from compressx.report.run import ReconstructionReport
 from compressx.training.trainable import trainable
 
@@ -43,25 +44,9 @@ class Passage:
     target: Tensor
     run: Callable[[Tensor], Tensor]
 
-    def error(self) -> Tensor:
-        """Return `relative_error` of the block as it now is."""
-        return relative_error(self.run(self.enters.float()), self.target)
-
-
-def relative_error(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean over tokens of ||output - target||^2 / ||target||^2, a float32 scalar.
-
-    Each token counts against its own size, as it does for the norm that reads it next: a few tokens are thousands of
-    times larger than the others (Sun et al., arXiv 2402.17762) and would be all that a plain sum of squares saw. One
-    that has no size counts as it is.
-
-    Args:
-        output: [batch, tokens, width].
-        target: [batch, tokens, width].
-    """
-    wanted = target.to(output.device, torch.float32)  # what is kept in files is on the CPU
-    size = wanted.square().sum(dim=-1)
-    return ((output.float() - wanted).square().sum(dim=-1) / torch.where(size > 0, size, 1.0)).mean()
+    def errors(self, channels: Tensor) -> Tensor:
+        """Return `relative_errors` of the block as it now is, [batch, tokens]."""
+        return relative_errors(self.run(self.enters.float()), self.target, channels)
 
 
 def reconstruct(
@@ -93,7 +78,7 @@ def reconstruct(
         # Autocast would keep narrow copies of what is trained, as it was at the first step.
         torch.autocast(device.type, torch.bfloat16, enabled=narrow, cache_enabled=False),
     ):
-        trained = _Trained(parameters, settings)
+        trained = _Trained(parameters, settings, channel_weights((p.target for p in passages), ranks))
         best, errors = [p.detach().clone() for p in trained.parameters], [trained.error(unseen, ranks)]
         for _ in trained.passes(seen, ranks):
             errors.append(trained.error(unseen, ranks))
@@ -111,11 +96,12 @@ class _Trained:
 
     parameters: Mapping[nn.Parameter, torch.dtype]
     settings: ReconstructBlock
+    channels: Tensor
 
     def passes(self, passages: Sequence[Passage], ranks: Ranks) -> Iterator[int]:
         """Train; yields after each pass over the text."""
         settings = self.settings
-        per_step = max(1, settings.batch_size // len(passages[0].enters))
+        per_step = max(1, settings.batch_size // (len(passages[0].enters) * ranks.size))
         per_pass = max(ranks.everyones(math.ceil(len(passages) / per_step)))  # all take as many steps
         steps = per_pass * settings.passes
         groups = [
@@ -131,7 +117,7 @@ class _Trained:
                 mine = [passages[j] for j in drawn[i * per_step : (i + 1) * per_step]]
                 with torch.enable_grad():
                     for passage in mine:
-                        (passage.error() / len(mine)).backward()
+                        (passage.errors(self.channels).mean() / len(mine)).backward()
                 self._share_gradients(ranks)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -151,7 +137,9 @@ class _Trained:
         exact = [p.clone() for p in self.parameters]
         for parameter, dtype in self.parameters.items():
             parameter.copy_(parameter.to(dtype))
-        errors = [e for each in ranks.everyones([float(p.error()) for p in passages]) for e in each]
+        errors = [
+            e for each in ranks.everyones([float(p.errors(self.channels).mean()) for p in passages]) for e in each
+        ]
         for parameter, value in zip(self.parameters, exact, strict=True):
             parameter.copy_(value)
         return math.fsum(errors) / len(errors)

@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 from pydantic import BaseModel
+from tests.compressx.references import mean_error
 
 from compressx import Block, Pattern, PluginError, PruneResult, PrunerSpec, Statistic
 from compressx.allocation import methods as allocators
 from compressx.allocation.measure import Measured, measure, measure_outliers
 from compressx.allocation.units import units_of
 from compressx.architecture import survey
+from compressx.blocks.sensitivity import of_model
 from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
 from compressx.models.access import InMemory
 from compressx.patterns import NM, Unstructured, keep_mask
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.pruners import magnitude, sparsegpt, wanda
+from compressx.pruners import magnitude, sensitivity, sparsegpt, wanda
 from compressx.statistics import FeatureNorms
 from compressx.testing import tiny_model, tiny_tokens
 from compressx_attnprune import plugin as attnprune
@@ -97,11 +99,10 @@ def test_the_error_of_one_unit_is_that_of_a_whole_model_with_that_unit_alone_pru
                 weight = linear.weight.data
                 smallest = weight.abs().flatten().argsort()[: round(sparsity * weight.numel())]
                 weight.view(-1)[smallest] = 0.0
-            size = left.norm(dim=-1, keepdim=True)  # [6, 32, 1]: every token counts against its own size
-            change = ((block_outputs(model)[index][1] - left) / size).square().sum()
-            expected = float(change / ((left - entered) / size).square().sum())
+            change = mean_error(block_outputs(model)[index][1], left)
+            expected = change / mean_error(entered, left)
             assert unit.update_errors[i] == pytest.approx(expected, rel=1e-4), (index, sparsity)
-            assert unit.output_errors[i] == pytest.approx(float(change / (6 * 32)), rel=1e-4)
+            assert unit.output_errors[i] == pytest.approx(change, rel=1e-4)
 
 
 def test_pruners_learn_from_one_text_and_are_measured_on_another() -> None:
@@ -155,8 +156,7 @@ def test_a_block_is_one_unit_whose_rules_prune_it_together_by_their_own_pruners(
         for _ in prune_model(InMemory(model), replace(planned, linears=tuple(alone)), BATCHES):
             pass
         out, left = block_outputs(model)[index][1], dense[index][1]
-        change = ((out - left).square().sum(-1) / left.square().sum(-1)).mean()
-        assert unit.output_errors[0] == pytest.approx(float(change), rel=1e-4)
+        assert unit.output_errors[0] == pytest.approx(mean_error(out, left), rel=1e-4)
 
 
 def test_every_linear_that_is_decided_apart_has_its_own_curve() -> None:
@@ -362,3 +362,22 @@ def test_a_pruner_that_breaks_its_contract_is_named() -> None:
     spec = PrunerSpec("silent", "for a test", NoOptions, lambda _: Silent())
     with pytest.raises(PluginError, match=r"'silent' on model\.layers\.0: expected results"):
         measured(model, plan(model, (rule(0, spec), "layer", ("q_proj",))), 0.5)
+
+
+def test_sensitivities_of_tokens_are_those_of_the_windows_that_pruners_learn_from() -> None:
+    """They were gathered on more windows, in other batches than those that a unit is measured on."""
+    (spec,) = sensitivity.compressx_pruners()
+    model = tiny_model("llama")
+    found = survey(model)
+    by_tokens = PlannedRule(0, spec, spec.options(tokens=0.5), None, None)
+    planned = plan(model, (by_tokens, "layer", REST))
+    its = of_model(InMemory(model), found, planned.sensitive_to("model"), BATCHES)
+    windows = torch.cat(BATCHES)
+
+    def errors(*seen: torch.Tensor) -> list[float]:
+        units = units_of(planned, "rule")
+        measured = measure(InMemory(model), units, list(seen), [windows[4:]], (0.5,), its)
+        return [unit.output_errors[0] for (unit,) in measured]
+
+    assert errors(windows[:3], windows[3:4]) == pytest.approx(errors(windows[:1], windows[1:4]), rel=1e-4)
+    assert errors(windows[:3], windows[3:4]) != pytest.approx(errors(windows[1:4], windows[:1]), rel=1e-4)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.compressx.blocks.test_walk import batches, plan_all
 from tests.compressx.pruners.problems import correlated_inputs, one_linear
+from tests.compressx.references import channel_weights_reference
 from torch.nn import functional
 
 from compressx import Block, Sensitivity, UnsupportedModelError
@@ -17,6 +18,8 @@ from compressx.blocks.sensitivity import of_block, of_model
 from compressx.blocks.walk import prune_model
 from compressx.models.access import InMemory
 from compressx.models.capture import capture_calls, replay
+from compressx.models.loading import Checkpoint
+from compressx.models.streaming import open_streamed
 from compressx.patterns import NM, Unstructured
 from compressx.planning.plan import PlannedRule
 from compressx.pruners import magnitude, sensitivity, sparsegpt
@@ -86,13 +89,32 @@ def test_the_plan_knows_whether_tokens_are_read(power, read):
     assert PlannedRule(0, replace(spec, reads_tokens=None), spec.options(), None, None).reads_tokens
 
 
-def test_only_the_linears_that_are_wanted_are_measured_and_streamed_weights_are_refused():
+def test_only_the_linears_that_are_wanted_are_measured():
     model = tiny_model("llama")
     name = "model.layers.1.mlp.up_proj"
     assert set(of_model(InMemory(model), survey(model), [name], batches())) == {name}
-    model.lm_head.to("meta")
-    with pytest.raises(UnsupportedModelError, match=r"streamed from disk; set the pruner's option loss: block"):
-        of_model(InMemory(model), survey(model), [name], batches())
+
+
+def test_progress_is_told_in_windows():
+    model = tiny_model("llama")
+    told = []
+    linears = survey(model).linears
+    parts = tiny_tokens(sequences=4).split(2)
+    of_model(InMemory(model), survey(model), linears, parts, progress=lambda *counts: told.append(counts))
+    assert told == [(0, 4), (2, 4)]
+
+
+def test_a_streamed_models_sensitivities_are_those_of_the_loaded_one(tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    streamed = open_streamed(Checkpoint(str(tmp_path)))
+    assert all(p.is_meta for p in streamed.model.parameters())
+    loaded = of_model(InMemory(model), survey(model), survey(model).linears, batches())
+    got = of_model(streamed, survey(streamed.model), survey(streamed.model).linears, batches())
+    for name, its in loaded.items():
+        assert torch.equal(got[name].rows, its.rows)
+        assert all(torch.equal(a, b) for a, b in zip(got[name].tokens, its.tokens, strict=True))
+    assert all(p.is_meta for p in streamed.model.parameters())
 
 
 def test_a_blocks_sensitivities_are_those_of_its_relative_change_by_the_whole_jacobian():
@@ -111,7 +133,8 @@ def test_a_blocks_sensitivities_are_those_of_its_relative_change_by_the_whole_ja
     hook = linears[name].module.register_forward_hook(lambda m, a, out: kept.__setitem__("out", out))
     out = run(state)
     hook.remove()
-    scaled = out / out.detach().norm(dim=-1, keepdim=True)
+    roots = channel_weights_reference(out).sqrt()
+    scaled = roots * out / (roots * out.detach()).norm(dim=-1, keepdim=True)
     squares = torch.zeros_like(kept["out"][0])
     for entry in scaled.flatten():
         (gradient,) = torch.autograd.grad(entry, kept["out"], retain_graph=True)
@@ -134,10 +157,9 @@ def test_experts_have_row_weights_and_no_token_weights():
 def block_of_one(rows: int = 12, columns: int = 16, seed: int = 0) -> tuple[Block, torch.Tensor, Sensitivity]:
     x = correlated_inputs(columns, tokens=64).reshape(4, 16, columns)
     generator = torch.Generator().manual_seed(seed)
-    its = Sensitivity(
-        torch.rand(rows, generator=generator) ** 4 + 1e-3,
-        tuple(torch.rand(2, 16, generator=generator) ** 4 + 1e-3 for _ in range(2)),
-    )
+    of_rows = torch.rand(rows, generator=generator) ** 4 + 1e-3
+    of_tokens = tuple(torch.rand(2, 16, generator=generator) ** 4 + 1e-3 for _ in range(2))
+    its = Sensitivity(of_rows * torch.cat(of_tokens).mean() / of_rows.mean(), of_tokens)  # means of the same squares
     block = one_linear(rows, columns)
     return Block(0, "block", block.module, block.linears, (), None, {"model": {"fc": its}}), x, its
 
@@ -213,3 +235,24 @@ def test_as_a_reconstructor_it_keeps_the_mask_of_the_other():
     for name, entry in first.masks.items():
         assert torch.equal(entry.keep, other.masks[name].keep)
         assert not torch.equal(found.linears[name].weight, survey(plain).linears[name].weight)
+
+
+def test_token_weights_are_relative_to_the_mean_of_all_processes():
+    """`rows` is the mean of all processes' tokens, `tokens` are those of one of them."""
+    block, x, its = block_of_one()
+    whole = prune(block, x, HALF, tokens=0.5)[1]
+    parts = []
+    for tokens, inputs in zip(its.tokens, x.split(2), strict=True):
+        sensitivities = {"model": {"fc": Sensitivity(its.rows, (tokens,))}}
+        statistic = SPEC.build(SPEC.options(tokens=0.5)).observe(replace(block, sensitivities=sensitivities), "fc")
+        statistic.update(inputs)
+        parts.append(statistic.matrix)
+    torch.testing.assert_close(sum(parts), whole.matrix)
+
+
+def test_float16_inputs_are_weighted_in_float32():
+    block, x, _ = block_of_one()
+    statistic = SPEC.build(SPEC.options(tokens=1.0)).observe(block, "fc")
+    for part in (x * 6e4 / x.abs().max()).half().split(2):
+        statistic.update(part)
+    assert statistic.matrix.isfinite().all()

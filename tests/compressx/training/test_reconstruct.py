@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from tests.compressx.blocks.test_walk import SPECS, batches, plan_all
+from tests.compressx.references import mean_error
 
 from compressx.architecture import survey
 from compressx.blocks.walk import prune_model
@@ -19,8 +20,9 @@ from compressx.models.capture import capture_calls, replay
 from compressx.patterns import NM, Unstructured
 from compressx.recipe.schema import ReconstructBlock
 from compressx.recipe.sources import DatasetSource
+from compressx.relative import channel_weights
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
-from compressx.training.reconstruct import Passage, reconstruct, relative_error
+from compressx.training.reconstruct import Passage, reconstruct
 
 HALF = Unstructured(0.5)
 SETTINGS = ReconstructBlock(passes=3, learning_rate=0.03, held_out=0.25)
@@ -42,16 +44,6 @@ def outputs(model, tokens):
     return seen[0].float()
 
 
-def test_the_error_is_the_mean_over_tokens_of_squared_relative_errors_whatever_the_token_sizes():
-    output, target = torch.randn(2, 5, 8, dtype=torch.float64), torch.randn(2, 5, 8, dtype=torch.float64)
-    target[0, 0] *= 1000
-    expected = sum(
-        float((output[b, t] - target[b, t]).norm() ** 2 / target[b, t].norm() ** 2) for b in range(2) for t in range(5)
-    )
-    assert float(relative_error(output, target)) == pytest.approx(expected / 10, rel=1e-5)
-    assert relative_error(torch.ones(1, 1, 4), torch.zeros(1, 1, 4)).isfinite()
-
-
 @pytest.mark.parametrize("architecture", TINY_CONFIGS)
 @pytest.mark.parametrize("pattern", [HALF, NM(2, 4)], ids=str)
 def test_every_architecture_comes_nearer_to_its_dense_output_and_keeps_its_zeros(architecture, pattern):
@@ -62,7 +54,7 @@ def test_every_architecture_comes_nearer_to_its_dense_output_and_keeps_its_zeros
         model = tiny_model(architecture)
         flags = {n: p.requires_grad for n, p in model.named_parameters()}
         pruned = list(prune_model(InMemory(model), planned(model, pattern, settings=settings), batches(2)))
-        errors[settings] = float(relative_error(outputs(model, tokens), dense))
+        errors[settings] = mean_error(outputs(model, tokens), dense)
         linears = survey(model).linears
         for block in pruned:
             for name, entry in block.masks.items():
@@ -87,14 +79,14 @@ def test_a_bfloat16_model_is_trained_in_float32_and_its_error_is_that_of_the_rou
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     assert all(b.report.reconstruction.after < b.report.reconstruction.before for b in pruned)
     dense, exact = tiny_model(architecture, dtype=torch.bfloat16), model.float()
-    held_out = batches(2)[-1:]
-    (state,), calls = capture_calls(dense, survey(dense).blocks, held_out)
+    states, calls = capture_calls(dense, survey(dense).blocks, batches(2))
     fqn = first.report.fqn
     with torch.no_grad():
-        target = replay(survey(dense).blocks[fqn], state, calls[fqn][0])
-        (call,) = capture_calls(exact, survey(exact).blocks, held_out)[1][fqn]
-        out = replay(survey(exact).blocks[fqn], state.float(), call)
-    assert first.report.reconstruction.after == pytest.approx(float(relative_error(out, target)), rel=0.02)
+        targets = [replay(survey(dense).blocks[fqn], x, c) for x, c in zip(states, calls[fqn], strict=True)]
+        *_, call = capture_calls(exact, survey(exact).blocks, batches(2))[1][fqn]
+        out = replay(survey(exact).blocks[fqn], states[-1].float(), call)
+    expected = mean_error(out, targets[-1], of=torch.cat(targets))  # the last batch is the held-out one
+    assert first.report.reconstruction.after == pytest.approx(expected, rel=0.02)
 
 
 def test_steps_far_below_the_resolution_of_bfloat16_add_up():
@@ -144,19 +136,18 @@ def test_the_gradient_is_that_of_the_error_with_respect_to_the_survivors():
         target = run(state)
         linear.weight.mul_(torch.rand(linear.weight.shape) > 0.5)
     passage = Passage(state, target, lambda x: run(x.double()))
+    channels = channel_weights([target])
     weight = linear.module.weight.requires_grad_(True)
-    passage.error().backward()
+    passage.errors(channels).mean().backward()
     row, column = 3, 7
     step = 1e-4
     errors = []
     for sign in (1, -1):
         with torch.no_grad():
             weight[row, column] += sign * step
-            out = run(state)
-            size = target.square().sum(-1)
-            errors.append(((out - target).square().sum(-1) / size).mean())
+            errors.append(mean_error(run(state), target))
             weight[row, column] -= sign * step
-    assert float(weight.grad[row, column]) == pytest.approx(float(errors[0] - errors[1]) / (2 * step), rel=1e-3)
+    assert float(weight.grad[row, column]) == pytest.approx((errors[0] - errors[1]) / (2 * step), rel=1e-3)
 
 
 def test_an_error_while_training_leaves_an_ordinary_model_behind():
