@@ -6,9 +6,9 @@ Calibration and evaluation are a dataset's short name or a text file; the model 
 Rows are measured one at a time, each in a process of its own, and written at once: a second run with the same settings
 goes on where the first one stopped, and `--methods` and `--budgets` choose rows. `best` is what `recipes/best-*.yaml`
 do, and `best, fine-tuned` the same with `finetune` after it. What `best` is made of, one thing added at a time:
-SparseGPT, ALPS, `attnprune + ALPS`, `+ allocation`, `+ sensitivity weights`, `best`, which adds block reconstruction, and
-`+ true-sequential`, which recipes leave out; those with a plus are measured when they are named. llm-compressor is installed into `OUTPUT/llm-compressor`
-when its rows are asked for, unless `--peer` names a Python that has it.
+SparseGPT, ALPS, `attnprune + ALPS`, `+ allocation`, `+ sensitivity weights`, `best`, which adds block reconstruction,
+and `+ true-sequential`, which recipes leave out; those with a plus are measured when they are named. llm-compressor is
+installed into `OUTPUT/llm-compressor` when its rows are asked for, unless `--peer` names a Python that has it.
 
 OUTPUT gets `quality.csv`, `quality.md` and `quality.svg`, and in `reports/` a folder with the report of every row, as
 `compressx compare` takes them.
@@ -109,7 +109,7 @@ METHODS: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 def best_but(budget: str, *, without: Sequence[str] = (), **sections: Any) -> dict[str, Any]:
-    """Return `best` without some of its sections and with others; `sensitivity` is the pruner, whose place ALPS takes."""
+    """Return `best` without some of its sections and with others; without `sensitivity` ALPS prunes in its place."""
     changed = {key: value for key, value in best(budget).items() if key not in without} | sections
     if "sensitivity" in without:
         query_and_key, rest = changed["prune"]

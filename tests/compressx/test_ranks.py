@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,15 @@ from hypothesis import strategies as st
 from tests.compressx.saved import save_tiny
 
 from compressx import PruneResult
+from compressx.architecture import survey
 from compressx.errors import CalibrationError
-from compressx.masks.maskset import MaskSet
+from compressx.masks.maskset import MaskEntry, MaskSet
+from compressx.models.capture import capture_calls, replay
 from compressx.ranks import Ranks, assign, joined_ranks
+from compressx.recipe.schema import ReconstructBlock
 from compressx.statistics import FeatureNorms, Hessian, SequenceSample
+from compressx.testing import tiny_model, tiny_tokens
+from compressx.training.reconstruct import Passage, reconstruct
 
 
 @given(weights=st.lists(st.integers(1, 1000), max_size=30), size=st.integers(1, 8))
@@ -144,6 +150,37 @@ def test_every_process_gets_every_result_and_what_linears_share(tmp_path: Path):
             assert mine[5] == theirs[5] == [1.0, 0.5]
 
 
+_SEEN, _HELD_OUT = [[0, 1, 2], [3, 4, 5]], [[6], [7]]  # of each process
+
+
+def _reconstructed(ranks: Ranks) -> dict[str, Any]:
+    model = tiny_model("llama")
+    mine = [0, 1] if ranks.size == 1 else [ranks.rank]
+    order = [window for parts in (_SEEN, _HELD_OUT) for rank in mine for window in parts[rank]]
+    states, calls = capture_calls(model, survey(model).blocks, tiny_tokens(sequences=8).split(1))
+    fqn, block = next(iter(survey(model).blocks.items()))
+    with torch.no_grad():
+        targets = [replay(block, x, call) for x, call in zip(states, calls[fqn], strict=True)]
+    masks = {}
+    for name, module in block.named_modules(prefix=fqn):
+        if isinstance(module, torch.nn.Linear):
+            keep = module.weight.abs() > module.weight.abs().median()
+            module.weight.data.mul_(keep)
+            masks[name] = MaskEntry(keep, "50%", "magnitude", "")
+    passages = [Passage(states[i], targets[i], partial(replay, block, call=calls[fqn][i])) for i in order]
+    settings = ReconstructBlock(passes=3, learning_rate=0.03, held_out=0.25, batch_size=6)
+    report = reconstruct(model, fqn, masks, passages, settings, ranks)
+    return {"history": list(report.history), **{n: p.detach() for n, p in block.named_parameters()}}
+
+
+def test_two_processes_train_a_block_as_one_does_on_both_their_texts(tmp_path: Path):
+    alone = _reconstructed(Ranks())
+    assert alone["history"][-1] < 0.9 * alone["history"][0]
+    for found in in_two(_reconstructed, tmp_path):
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
 # --- whole runs
 
 
@@ -233,15 +270,13 @@ def test_two_processes_train_blocks_on_both_their_texts_and_end_with_one_model(m
         folder = tmp_path / str(processes)
         folder.mkdir()
         trained = {"reconstruct_block": {"passes": 3, "learning_rate": 0.03, "held_out": 0.25, "batch_size": 2}}
-        done = torchrun(write_recipe(model, rules, folder, **trained), processes=processes)
+        done = torchrun(write_recipe(model, rules, folder, evaluate=None, **trained), processes=processes)
         assert done.returncode == 0, done.stderr
         reports.append(json.loads((folder / "out/report.json").read_text()))
     alone, together = ([x["reconstruction"] for x in r["blocks"]] for r in reports)
     for one, two in zip(alone, together, strict=True):
         assert two["after"] < two["before"]
         assert two["before"] == pytest.approx(one["before"], rel=0.2)  # other windows are held out
-    figures = [r["evaluation"]["pruned"]["token_perplexity"] for r in reports]
-    assert figures[1] == pytest.approx(figures[0], rel=0.05)
 
 
 @pytest.mark.slow

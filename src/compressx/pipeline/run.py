@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -133,12 +134,13 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
                     access, tokenizer, settings, fingerprint["model"],
                     progress=lambda i, n: asked.tell("evaluate dense", i, n),
                 )  # fmt: skip
+        pruning = _Pruning(asked, access, batches, journal)
         with clock.stage("calibrate"):
-            sensitivities = _sensitivities(asked, access, prepared.plan, batches, journal)
+            sensitivities = pruning.sensitivities(prepared.plan)
         with clock.stage("allocate"), at(loaded, "allocation"):
-            final, allocation = _allocate(asked, access, prepared.plan, batches, sensitivities, journal)
+            final, allocation = pruning.allocate(prepared.plan, sensitivities)
         with clock.stage("prune"):
-            finished = _prune(asked, access, final, batches, sensitivities, journal)
+            finished = pruning.prune(final, sensitivities)
         if not ranks.first:
             return None
         pruned = Pruned(prepared.checkpoint, tokenizer, access, final, allocation, finished, evaluation, training)
@@ -194,83 +196,87 @@ def _fingerprint(
     }
 
 
-def _sensitivities(
-    asked: Asked, access: Access, planned: Plan, batches: Sequence[torch.Tensor], journal: Journal
-) -> dict[str, Sensitivity]:
-    """Measure how the dense model's loss reacts to the linears whose pruners read that, and are not all pruned yet."""
-    names = planned.sensitive_to("model")
-    if not names or len(journal.finished) == len({x.block for x in planned.linears}):
-        return {}
-    return of_model(
-        access,
-        survey(access.model),
-        names,
-        batches,
-        asked.ranks,
-        tokens=any(rule.reads_tokens for rule in planned.rules),
-        progress=lambda i, n: asked.tell("calibrate", i, n),
-    )
+@dataclass(frozen=True, eq=False)
+class _Pruning:
+    """The stages that look at the weights, and what all of them work on.
 
+    Attributes:
+        asked: what the user asked for.
+        access: the model.
+        batches: this process's calibration token ids, each [batch, tokens].
+        journal: what an interrupted run has left, and what this one leaves.
+    """
 
-def _allocate(
-    asked: Asked,
-    access: Access,
-    planned: Plan,
-    batches: Sequence[torch.Tensor],
-    sensitivities: Mapping[str, Sensitivity],
-    journal: Journal,
-) -> tuple[Plan, AllocationReport | None]:
-    """Give every linear its sparsity where the recipe leaves that open; the first process measures, on its own text."""
-    if not isinstance(planned.allocation, MeasuredAllocation):
-        settings = asked.loaded.recipe.allocation
-        return planned, None if settings is None else report_on(planned, settings)
-    if journal.allocated is None:
-        allocated = None
-        if asked.ranks.first:
-            final, report = allocate(
-                access, planned, planned.allocation, batches, sensitivities, lambda i, n: asked.tell("allocate", i, n)
-            )
-            allocated = Allocated({x.name: x.pattern for x in final.linears}, report)
-        allocated = asked.ranks.told(allocated)
-        assert allocated is not None  # noqa: S101 - the first has one
-        journal.allocate(allocated)
-    assert journal.allocated is not None  # noqa: S101 - it is now
-    return planned.allocated(journal.allocated.patterns), journal.allocated.report
+    asked: Asked
+    access: Access
+    batches: Sequence[torch.Tensor]
+    journal: Journal
 
+    def sensitivities(self, planned: Plan) -> dict[str, Sensitivity]:
+        """Measure how the dense model's loss reacts to the linears whose pruners read that, unless all are pruned."""
+        names = planned.sensitive_to("model")
+        if not names or len(self.journal.finished) == _blocks(planned):
+            return {}
+        return of_model(
+            self.access,
+            survey(self.access.model),
+            names,
+            self.batches,
+            self.asked.ranks,
+            tokens=any(rule.reads_tokens for rule in planned.rules),
+            progress=lambda i, n: self.asked.tell("calibrate", i, n),
+        )
 
-def _keep(asked: Asked, access: Access, batches: Sequence[torch.Tensor], folder: Path) -> Keep:
-    """Keep hidden states in files when they are larger than the recipe's limit."""
-    settings = asked.loaded.recipe.calibration
-    width = text_config(access.model).hidden_size * access.model.dtype.itemsize
-    size = width * sum(batch.numel() for batch in batches)
-    if asked.loaded.recipe.reconstruct_block is not None:
-        size *= 2  # the dense stream beside the pruned one
-    limit = None if settings is None else settings.memory_limit
-    return InFiles(folder / f"hidden-{asked.ranks.rank}") if limit is not None and size > limit else in_memory
+    def allocate(self, planned: Plan, sensitivities: Mapping[str, Sensitivity]) -> tuple[Plan, AllocationReport | None]:
+        """Give every linear its sparsity where the recipe leaves that open; the first process measures, on its text."""
+        asked, journal = self.asked, self.journal
+        if not isinstance(planned.allocation, MeasuredAllocation):
+            settings = asked.loaded.recipe.allocation
+            return planned, None if settings is None else report_on(planned, settings)
+        if journal.allocated is None:
+            allocated = None
+            if asked.ranks.first:
+                final, report = allocate(
+                    self.access, planned, planned.allocation, self.batches, sensitivities,
+                    progress=lambda i, n: asked.tell("allocate", i, n),
+                )  # fmt: skip
+                allocated = Allocated({x.name: x.pattern for x in final.linears}, report)
+            allocated = asked.ranks.told(allocated)
+            assert allocated is not None  # noqa: S101 - the first has one
+            journal.allocate(allocated)
+        assert journal.allocated is not None  # noqa: S101 - it is now
+        return planned.allocated(journal.allocated.patterns), journal.allocated.report
 
-
-def _prune(
-    asked: Asked,
-    access: Access,
-    planned: Plan,
-    batches: Sequence[torch.Tensor],
-    sensitivities: Mapping[str, Sensitivity],
-    journal: Journal,
-) -> list[FinishedBlock]:
-    """Prune what an interrupted run has not finished, and record every block."""
-    finished: list[FinishedBlock] = []
-    reached = None
-    keep = _keep(asked, access, batches, journal.blocks)
-    total = len({x.block for x in planned.linears})
-    if journal.finished:
-        finished, streams = journal.restore(access, keep)
-        reached = Finished(journal.finished[-1], streams)
-    asked.tell("prune", len(finished), total)
-    for block in prune_model(access, planned, batches, reached, keep, asked.ranks, sensitivities):
-        finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
-        journal.add(access, finished[-1], block.masks, block.streams)
+    def prune(self, planned: Plan, sensitivities: Mapping[str, Sensitivity]) -> list[FinishedBlock]:
+        """Prune what an interrupted run has not finished, and record every block."""
+        asked, journal, keep = self.asked, self.journal, self._keep()
+        finished: list[FinishedBlock] = []
+        reached = None
+        total = _blocks(planned)
+        if journal.finished:
+            finished, streams = journal.restore(self.access, keep)
+            reached = Finished(journal.finished[-1], streams)
         asked.tell("prune", len(finished), total)
-        if asked.ranks.first:
-            asked.plugins.manager.hook.compressx_block_pruned(report=block.report)
-        del block  # its masks are on disk
-    return finished
+        for block in prune_model(self.access, planned, self.batches, reached, keep, asked.ranks, sensitivities):
+            finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
+            journal.add(self.access, finished[-1], block.masks, block.streams)
+            asked.tell("prune", len(finished), total)
+            if asked.ranks.first:
+                asked.plugins.manager.hook.compressx_block_pruned(report=block.report)
+            del block  # its masks are on disk
+        return finished
+
+    def _keep(self) -> Keep:
+        """Keep hidden states in files when they are larger than the recipe's limit."""
+        recipe, model = self.asked.loaded.recipe, self.access.model
+        size = sum(batch.numel() for batch in self.batches) * text_config(model).hidden_size * model.dtype.itemsize
+        if recipe.reconstruct_block is not None:
+            size *= 2  # the dense stream beside the pruned one
+        limit = None if recipe.calibration is None else recipe.calibration.memory_limit
+        folder = self.journal.blocks / f"hidden-{self.asked.ranks.rank}"
+        return InFiles(folder) if limit is not None and size > limit else in_memory
+
+
+def _blocks(planned: Plan) -> int:
+    """Return how many blocks are pruned; the linears outside of blocks count as one."""
+    return len({x.block for x in planned.linears})
