@@ -15,6 +15,27 @@ from torch.ao.pruning.sparsifier.utils import FakeSparsity
 
 from compressx.errors import ArtifactError
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers of as many bytes."""
+
+
+class _Selected(torch.autograd.Function):
+    """What `torch.where(mask, x, 0.0)` is, to the bit, by integers: x's bits times one or zero.
+
+    On a CPU `where` branches at every entry, which a mask without order mispredicts at every other one: it took 40% of
+    the time of training a block.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return (x.view(_BITS[x.element_size()]) * mask).view(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return _Selected.apply(gradients[0], mask), None  # type: ignore[no-untyped-call]
+
 
 @final
 class MaskedWeight(FakeSparsity):
@@ -32,7 +53,8 @@ class MaskedWeight(FakeSparsity):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` [any shape, that of the mask] with zeros where the mask is False; no gradient reaches those."""
-        return torch.where(self.mask, x, 0.0)
+        selected: Tensor = _Selected.apply(x, self.mask)  # type: ignore[no-untyped-call]
+        return selected
 
 
 @final

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from compressx.errors import ArtifactError
 from compressx.masks.maskset import MaskEntry, MaskSet, squash
+from compressx.masks.sparsifier import MaskedWeight
 from compressx.patterns import NM, keep_mask
 from compressx.testing import tiny_model, tiny_tokens
 
@@ -314,3 +315,33 @@ def test_squashing_a_sparsifier_of_torch_aos_own_leaves_no_negative_zeros() -> N
     assert zeros.sum() == 128
     assert not torch.signbit(model[0].weight[zeros]).any()
     assert not prepared_names(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["rows", "transposed", "strided"])
+def test_a_masked_weight_is_selected_to_the_bit_whatever_was_dropped(dtype, layout):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 10, generator=generator, dtype=torch.float64).to(dtype)
+    weight[:, ::3] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 0.0, 1.0], dtype=dtype)[:, None]
+    weight = {"rows": weight, "transposed": weight.T, "strided": weight[:, ::2]}[layout]
+    mask = torch.rand(weight.shape, generator=generator) > 0.5
+    assert not torch.isfinite(weight[~mask]).all()
+    held = MaskedWeight(mask)
+    assert_same_bits(held(weight), torch.where(mask, weight, 0.0))
+    leaf = weight.clone().requires_grad_()
+    gradient = torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(dtype)
+    held(leaf).backward(gradient)
+    assert_same_bits(leaf.grad, torch.where(mask, gradient, 0.0))
+
+
+def test_a_masked_weight_has_derivatives_of_every_order():
+    mask = torch.tensor([[True, False, True], [False, True, True]])
+    weight = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(MaskedWeight(mask), weight)
+    assert torch.autograd.gradgradcheck(lambda w: MaskedWeight(mask)(w).pow(3), weight)
+
+
+def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[expected.element_size()]
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.view(bits), expected.view(bits))
