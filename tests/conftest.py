@@ -31,13 +31,22 @@ class Loaded:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Loaded:
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """The real SmolLM2-135M-Instruct in float32. Tests that change it work on a deepcopy."""
+    from filelock import FileLock
+
     from compressx.models.loading import find_checkpoint, load_model, load_tokenizer
     from compressx.recipe.sources import ModelSource
 
-    checkpoint = find_checkpoint(ModelSource(**SMOLLM2))
-    return Loaded(load_model(checkpoint), load_tokenizer(checkpoint))
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "smollm2"
+    with FileLock(f"{folder}.lock"):  # conversion takes far longer than loading what was converted
+        if not folder.exists():
+            packaged = find_checkpoint(ModelSource(**SMOLLM2))
+            load_tokenizer(packaged).save_pretrained(folder)
+            load_model(packaged).save_pretrained(folder)
+    converted = find_checkpoint(ModelSource(path=folder))
+    return Loaded(load_model(converted), load_tokenizer(converted))
 
 
 @pytest.fixture
