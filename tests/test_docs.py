@@ -29,6 +29,7 @@ _ROOT = Path(__file__).parents[1]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")
 _RECIPE_MD = (_ROOT / "docs/recipe.md").read_text(encoding="utf-8")
 _COMMANDS_MD = (_ROOT / "docs/command-line.md").read_text(encoding="utf-8")
+_DESIGN_MD = (_ROOT / "docs/design.md").read_text(encoding="utf-8")
 _WRITE_MD = (_ROOT / "docs/write-a-pruner.md").read_text(encoding="utf-8")
 _PAGES = [
     _ROOT / "README.md",
@@ -127,6 +128,27 @@ def test_every_key_of_the_report_is_named_in_the_recipe_page() -> None:
     keys = {name for report in reports for name in report.__dataclass_fields__}
 
     assert keys - _code_spans(_RECIPE_MD) == set()
+
+
+def _rooms(section: str) -> Iterator[str]:
+    """Yield the files of `src` that the tables of a section name."""
+    package, folder = "", ""
+    for line in section.splitlines():
+        if said := re.match(r"`src/(\w+)`", line):
+            package = said[1]
+        if line.startswith("|"):
+            *others, place = line.strip("|").split("|")
+            folder = "".join(re.findall("`(.+)`", others[0])) or folder if len(others) == 2 else ""
+            yield from (f"{package}/{folder}{name}" for name in re.findall(r"`([\w./]+\.(?:py|jinja))`", place))
+
+
+def test_every_module_is_found_in_the_rooms_of_the_design_page() -> None:
+    section = _DESIGN_MD.partition("\n## Rooms\n")[2].partition("\n## ")[0]
+    named, source = set(_rooms(section)), _ROOT / "src"
+    modules = {str(path.relative_to(source)) for path in source.rglob("*.py") if path.name != "__init__.py"}
+
+    assert modules - named == set()
+    assert [name for name in named if not (source / name).is_file()] == []
 
 
 # ------------------------------------------------------------------------------------------------ links

@@ -98,7 +98,7 @@ def output_folder(target: Path, *, resume: bool = False, restart: bool = False) 
 
 
 def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Save a pruned model as transformers and vLLM load it: dense safetensors with zeros, config, tokenizer.
+    """Save a pruned model as transformers loads it: dense safetensors with zeros, config, tokenizer.
 
     Args:
         model: the transformers model, its masks squashed.

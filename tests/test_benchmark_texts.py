@@ -1,0 +1,85 @@
+"""The texts behind the results: what `benchmarks/texts.py` makes of a data set's rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from compressx.calibration.documents import documents
+from compressx.recipe.sources import DatasetSource
+
+_PROGRAM = Path(__file__).parents[1] / "benchmarks/texts.py"
+_ROWS = ["", " = Otter = \n", "", " It swims . It eats fish . \n", " It has <unk> . \n", "", "", " = <unk> = \n", ""]
+_KNOWN = "\n = Otter = \n\n It swims . It eats fish . \n\n"
+_CONFIGS = {"wikitext-2-v1": "validation", "wikitext-2-raw-v1": "test"}
+
+
+@pytest.fixture(scope="module")
+def texts() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("texts", _PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["texts"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """The rows as a data set of the same configurations and splits, in a folder."""
+    folder = tmp_path / "wikitext"
+    folder.mkdir()
+    configs = ""
+    for config, split in _CONFIGS.items():
+        (folder / f"{config}.jsonl").write_text("".join(json.dumps({"text": r}) + "\n" for r in _ROWS))
+        configs += f"- config_name: {config}\n  data_files: [{{split: {split}, path: {config}.jsonl}}]\n"
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    return folder
+
+
+def test_sentences_with_an_unknown_word_are_left_out_and_blank_lines_are_one(texts):
+    assert texts.without_unknown_words(_ROWS) == _KNOWN
+
+
+@pytest.mark.parametrize(
+    ("row", "kept"),
+    [
+        (" A <unk> b . C d . \n", " C d . \n"),
+        (" A ? <unk> ! B \n", " A ? B \n"),
+        (" H. gammarus and No. 2 of <unk> . \n", ""),  # abbreviations end no sentence
+        (" A [ ... ] <unk> ; b . \n", ""),
+        (' A . " <unk> . " \n', ' A . " \n'),  # a closing quotation mark counts with what follows
+    ],
+)
+def test_a_sentence_ends_with_a_mark_that_stands_alone(texts, row, kept):
+    assert texts.without_unknown_words([row]) == kept
+
+
+def test_both_texts_are_written_and_others_than_the_measured_ones_are_told(
+    texts, dataset, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["texts.py", "--output", str(tmp_path / "out"), "--dataset", str(dataset)])
+    with pytest.raises(SystemExit, match=r"valid\.txt and test\.txt: not the text"):
+        texts.main()
+    assert (tmp_path / "out/valid.txt").read_bytes() == _KNOWN.encode()
+    assert (tmp_path / "out/test.txt").read_bytes() == "\n\n".join(_ROWS).encode()
+    told = capsys.readouterr().out
+    assert f"sha256   {sha256(_KNOWN.encode()).hexdigest()}\n  expected {texts.TEXTS[0].sha256}" in told
+
+    found = [sha256((tmp_path / "out" / text.name).read_bytes()).hexdigest() for text in texts.TEXTS]
+    expected = tuple(replace(text, sha256=digest) for text, digest in zip(texts.TEXTS, found, strict=True))
+    monkeypatch.setattr(texts, "TEXTS", expected)
+    texts.main()  # ends without complaint
+
+
+def test_what_is_evaluated_on_is_one_string_whether_a_file_or_the_data_set_is_named(texts, dataset, tmp_path):
+    rows = documents(DatasetSource(name=str(dataset), config="wikitext-2-raw-v1"), "evaluation")
+    (tmp_path / "test.txt").write_bytes(texts.joined(rows).encode())
+    assert documents(DatasetSource(text=str(tmp_path / "test.txt")), "evaluation") == ["\n\n".join(rows)]
