@@ -1,4 +1,4 @@
-"""Fixtures of all tests: the real SmolLM2, and a cache folder that outlives a test run but never a user's own."""
+"""What all tests share: the real SmolLM2, an empty working folder, and which tests are slow by what they run on."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Loaded:
 
 
 @pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """The real SmolLM2-135M-Instruct in float32. Tests that change it work on a deepcopy."""
+def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real SmolLM2-135M-Instruct as safetensors: converted once, since that takes far longer than loading it."""
     from filelock import FileLock
 
     from compressx.models.loading import find_checkpoint, load_model, load_tokenizer
@@ -40,13 +40,36 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "smollm2"
-    with FileLock(f"{folder}.lock"):  # conversion takes far longer than loading what was converted
+    with FileLock(f"{folder}.lock"):
         if not folder.exists():
             packaged = find_checkpoint(ModelSource(**SMOLLM2))
             load_tokenizer(packaged).save_pretrained(folder)
             load_model(packaged).save_pretrained(folder)
-    converted = find_checkpoint(ModelSource(path=folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_folder: Path) -> Loaded:
+    """The same, loaded in float32. Tests that change it work on a deepcopy."""
+    from compressx.models.loading import find_checkpoint, load_model, load_tokenizer
+    from compressx.recipe.sources import ModelSource
+
+    converted = find_checkpoint(ModelSource(path=smollm2_folder))
     return Loaded(load_model(converted), load_tokenizer(converted))
+
+
+QUICK = {"llama", "gpt2", "gemma3", "mixtral", "phi3"}
+"""The architectures that `make check` tries, one of each kind of weight and attention; CI tries all."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests on the other architectures as slow."""
+    for item in items:
+        matrix = getattr(item, "callspec", None)
+        asked = matrix.params.get("architecture") if matrix else None
+        if isinstance(asked, str) and asked not in QUICK:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -212,6 +212,7 @@ _SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_the_readme_has_one_recipe_and_it_runs(model: Path) -> None:
     [block] = _blocks(_README, "yaml")
     assert block.startswith("model:")
@@ -248,6 +249,7 @@ def test_both_pages_show_a_plugin() -> None:
     assert {page for page, _ in _shown_plugins()} == {"README.md", "write-a-pruner.md"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "source"), _shown_plugins(), ids=[page for page, _ in _shown_plugins()])
 def test_a_plugin_that_a_page_shows_prunes_a_model(page: str, source: str, model: Path) -> None:
     module = re.match(r"# (\w+)\.py\n", source)
@@ -273,6 +275,7 @@ def test_a_plugin_that_a_page_shows_prunes_a_model(page: str, source: str, model
     assert module[1] in [plugin["module"] for plugin in report["plugins"]]
 
 
+@pytest.mark.slow
 def test_the_plugin_guide_shows_tests_that_pass(project: Path) -> None:
     [plugin] = _blocks(_WRITE_MD, "python")
     tests = [block for block in _blocks(_WRITE_MD, "py") if "def test_" in block]

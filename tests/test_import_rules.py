@@ -41,6 +41,7 @@ def test_nothing_is_unpickled(path):
     assert "torch.load" not in path.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
@@ -65,6 +66,7 @@ def test_every_public_name_resolves_and_an_unknown_one_is_an_attribute_error():
         _ = compressx.nothing
 
 
+@pytest.mark.slow
 def test_no_module_hides_a_public_function_of_its_name():
     modules = "compressx, compressx.pipeline.run, compressx.planning.plan"
     code = f"import {modules}; print(callable(compressx.run), callable(compressx.plan))"

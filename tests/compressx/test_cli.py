@@ -500,6 +500,7 @@ def test_a_mistake_in_an_allocation_has_its_place(
     assert all(words in line for words in told), line
 
 
+@pytest.mark.slow
 def test_a_run_with_allocation_prints_one_row_for_each_kind_of_module(work: Path) -> None:
     allocate()
     done = invoke("run", "r.yaml", "--set", "allocation.target=0.6")

@@ -157,6 +157,7 @@ def test_a_pruned_folder_answers_a_prompt_through_transformers_pipeline(work):
     assert len(told[0]["generated_token_ids"]) == 3 + 4
 
 
+@pytest.mark.slow
 def test_sweep_runs_every_combination_compares_them_and_goes_on_where_it_stopped(work):
     arguments = ["sweep", "r.yaml", "--grid", "prune.0.sparsity=0.25,0.5", "--grid", "prune.1.pattern=2:4,1:4"]
     done = invoke(*arguments, "--output", "grid")

@@ -19,6 +19,7 @@ def _here(project: Path) -> None:
     """Work in an empty folder."""
 
 
+@pytest.mark.slow
 def test_check_prints_a_row_for_each_check_and_a_column_for_each_architecture():
     done = invoke("plugins", "check", "wanda", "--architecture", "llama", "--architecture", "gpt2")
     assert done.exit_code == 0, done.output
@@ -30,6 +31,7 @@ def test_check_prints_a_row_for_each_check_and_a_column_for_each_architecture():
     assert "0 failed" in done.stdout
 
 
+@pytest.mark.slow
 def test_check_of_a_plugin_checks_all_of_its_pruners_with_the_options_given():
     Path("mine.py").write_text(
         """

@@ -100,6 +100,7 @@ def test_over_all_signs_the_factors_are_mean_and_trace_weighted_sum_of_the_gauss
         torch.testing.assert_close(side.inputs, h, rtol=1e-3, atol=1e-4 * float(h.max()))
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_tokens_has_the_sum_over_all_as_its_expectation(x: Tensor, weights: Pair):
     recording = Recording(make("matrix"))
     samples = 400

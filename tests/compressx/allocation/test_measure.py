@@ -140,6 +140,7 @@ def test_units_are_the_linears_of_one_rule_in_one_block() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_block_is_one_unit_whose_rules_prune_it_together_by_their_own_pruners() -> None:
     """The walk, asked to prune one block alone to the same sparsity, leaves the same output."""
     from compressx.blocks.walk import prune_model
@@ -214,6 +215,7 @@ def test_outliers_of_a_weight_that_is_not_finite_name_it() -> None:
         list(measure_outliers(InMemory(model), units_of(planned, "block"), BATCHES, 2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
 def test_errors_grow_with_sparsity(architecture: str) -> None:
     for m in measured(tiny_model(architecture), mixed(tiny_model(architecture)), 0.2, 0.4, 0.6, 0.8, 0.95):

@@ -79,6 +79,7 @@ TARGETS = st.floats(0.01, 0.94)
 KINDS = st.sampled_from(["block", "rule", "linear"])
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(TARGETS, st.sampled_from(["model", "block"]), st.sampled_from(["row", "layer", "joint"]), KINDS)
 def test_the_total_is_exact_when_any_rule_can_take_any_count(target: float, scope: Any, other: Any, kind: Any) -> None:

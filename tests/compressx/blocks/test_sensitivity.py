@@ -117,6 +117,7 @@ def test_a_streamed_models_sensitivities_are_those_of_the_loaded_one(tmp_path):
     assert all(p.is_meta for p in streamed.model.parameters())
 
 
+@pytest.mark.slow
 def test_a_blocks_sensitivities_are_those_of_its_relative_change_by_the_whole_jacobian():
     model = tiny_model("llama").double()
     found = survey(model)

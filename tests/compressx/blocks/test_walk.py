@@ -101,6 +101,7 @@ def test_sparsity_zero_changes_no_bit(pruner, dtype):
         assert torch.equal(now, before), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])
 def test_wandas_masks_equal_those_of_a_slow_float64_reading_of_the_paper(architecture):
     model, dense = tiny_model(architecture), tiny_model(architecture).double()

@@ -94,6 +94,7 @@ class TestJsonLines:
             documents(source(json="a.jsonl", field="contents"), "calibration")
         assert complaint in str(caught.value)
 
+    @pytest.mark.slow
     @given(st.lists(st.text(), min_size=1).filter(lambda texts: any(t.strip() for t in texts)))
     def test_any_text_comes_back_as_it_was(self, tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
         path = tmp_path_factory.mktemp("json") / "a.jsonl"

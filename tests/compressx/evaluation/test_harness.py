@@ -134,6 +134,7 @@ class TestCheckTasks:
 
 
 class TestRunTasks:
+    @pytest.mark.slow
     def test_a_rolling_task_scores_every_token_after_the_beginning_of_sequence(self, tokenizer: Any) -> None:
         model = tiny_model("llama")
         measured = run_tasks(model, tokenizer, settings(rolling("docs")), {"docs": DOCUMENTS})["docs"]
@@ -150,6 +151,7 @@ class TestRunTasks:
             "bits_per_byte": pytest.approx(loss / characters / math.log(2), rel=1e-4),
         }
 
+    @pytest.mark.slow
     def test_text_that_looks_like_a_template_is_text(self, tokenizer: Any) -> None:
         model = tiny_model("llama")
         plain, template = (
@@ -158,11 +160,13 @@ class TestRunTasks:
         )
         assert plain != template
 
+    @pytest.mark.slow
     def test_the_limit_takes_the_first_documents(self, tokenizer: Any) -> None:
         model = tiny_model("llama")
         limited = run_tasks(model, tokenizer, settings(rolling("t"), limit=1), {"t": DOCUMENTS})
         assert limited == run_tasks(model, tokenizer, settings(rolling("t")), {"t": DOCUMENTS[:1]})
 
+    @pytest.mark.slow
     def test_the_batch_size_does_not_change_the_result(self, tokenizer: Any) -> None:
         model = tiny_model("llama")
         one, four = (
@@ -170,11 +174,13 @@ class TestRunTasks:
         )
         assert one == pytest.approx(four, rel=1e-4)
 
+    @pytest.mark.slow
     def test_a_task_from_a_file_gives_its_metric_and_standard_error(self, few_tasks: Path, tokenizer: Any) -> None:
         measured = run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml"), {})
         # The four questions are the same and the right answer alternates: two of four, whatever the model.
         assert measured == {"letters_easy": {"acc": 0.5, "acc_stderr": pytest.approx(math.sqrt(0.25 / 3))}}
 
+    @pytest.mark.slow
     def test_names_and_groups_are_found_in_the_index(self, few_tasks: Path, tokenizer: Any) -> None:
         measured = run_tasks(tiny_model("llama"), tokenizer, settings("letters_easy"), {})
         assert measured["letters_easy"]["acc"] == 0.5
@@ -195,6 +201,7 @@ class TestRunTasks:
         with pytest.raises(CalibrationError, match="weights are broken"):
             run_tasks(model, tokenizer, settings(rolling("docs")), {"docs": DOCUMENTS})
 
+    @pytest.mark.slow
     def test_nothing_is_printed_warned_or_logged(self, tokenizer: Any, capfd: pytest.CaptureFixture[str]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -202,6 +209,7 @@ class TestRunTasks:
         sys.stdout.write("afterwards\n")
         assert capfd.readouterr() == ("afterwards\n", "")
 
+    @pytest.mark.slow
     def test_random_states_and_the_tokenizer_are_left_as_they_were(self, tokenizer: Any) -> None:
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
         run_tasks(tiny_model("llama"), tokenizer, settings(rolling("docs")), {"docs": DOCUMENTS})

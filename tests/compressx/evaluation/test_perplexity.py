@@ -149,6 +149,7 @@ class TestEvaluate:
             "token_perplexity": pytest.approx(token_perplexity(InMemory(model), ids[:48].view(3, 16)), rel=1e-6)
         }
 
+    @pytest.mark.slow
     def test_each_figure_carries_its_name(self, text: Path, tokenizer: Any) -> None:
         measured = evaluate(
             InMemory(tiny_model("llama")), tokenizer, settings(token_perplexity=TOKENS, lm_eval={"tasks": [DOCS]})
@@ -159,6 +160,7 @@ class TestEvaluate:
         assert set(docs) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
         assert docs["bits_per_byte"] == pytest.approx(math.log2(docs["byte_perplexity"]))
 
+    @pytest.mark.slow
     def test_documents_of_blanks_count_no_words(self, text: Path, tokenizer: Any) -> None:
         model = tiny_model("llama")
         both = evaluate(InMemory(model), tokenizer, settings(lm_eval={"tasks": [DOCS]}))
@@ -167,6 +169,7 @@ class TestEvaluate:
         )
         assert both == alone
 
+    @pytest.mark.slow
     def test_of_two_rolling_tasks_neither_is_the_word_perplexity(self, text: Path, tokenizer: Any) -> None:
         tasks = [DOCS, {**DOCS, "name": "again"}]
         measured = evaluate(InMemory(tiny_model("llama")), tokenizer, settings(lm_eval={"tasks": tasks}))
@@ -185,6 +188,7 @@ class TestEvaluate:
                 InMemory(tiny_model("llama")), tokenizer, settings(token_perplexity={**TOKENS, "sequence_length": 129})
             )
 
+    @pytest.mark.slow
     def test_the_training_mode_is_put_back(self, text: Path, tokenizer: Any) -> None:
         model = tiny_model("llama").train()
         evaluate(InMemory(model), tokenizer, settings(lm_eval={"tasks": [DOCS]}))
@@ -204,6 +208,7 @@ class TestEvaluateCached:
         model.register_forward_pre_hook(count)
         return model
 
+    @pytest.mark.slow
     def test_the_same_evaluation_runs_the_model_once(self, text: Path, tokenizer: Any, model: Any) -> None:
         asked = settings(token_perplexity=TOKENS, lm_eval={"tasks": [DOCS]})
         first = evaluate_cached(InMemory(model), tokenizer, asked, "dense")
@@ -216,6 +221,7 @@ class TestEvaluateCached:
         )
         assert model.runs == 2 * runs  # only `evaluate` ran it again
 
+    @pytest.mark.slow
     def test_whatever_decides_the_result_decides_the_key(
         self, text: Path, tokenizer: Any, model: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -249,6 +255,7 @@ class TestEvaluateCached:
         assert evaluate_cached(InMemory(model), tokenizer, asked, "dense") == first
         assert path.read_text() != "{"
 
+    @pytest.mark.slow
     def test_a_task_from_a_file_is_always_measured(
         self, text: Path, tokenizer: Any, model: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:

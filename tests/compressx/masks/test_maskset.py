@@ -248,6 +248,7 @@ def test_a_parametrized_model_may_not_be_saved_and_the_error_says_what_to_do() -
     masks.refuse_prepared(model)
 
 
+@pytest.mark.slow
 def test_torch_ao_and_transformers_are_not_loaded_until_they_are_used() -> None:
     code = (
         "import sys, torch\n"

@@ -190,6 +190,7 @@ with output_folder(Path(sys.argv[1])) as building:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["while building", "between renames"])
 def test_what_a_killed_process_left_is_cleared_and_what_it_moved_aside_comes_back(moment: str, earlier: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _KILLED, str(earlier), moment], check=False)
@@ -203,6 +204,7 @@ def test_what_a_killed_process_left_is_cleared_and_what_it_moved_aside_comes_bac
     assert (earlier / "report.json").read_text() == "earlier"
 
 
+@pytest.mark.slow
 def test_what_a_living_process_builds_is_left_alone(tmp_path: Path) -> None:
     code = _KILLED.split("with output_folder", maxsplit=1)[0] + (
         "with output_folder(Path(sys.argv[1])) as building:\n"
@@ -273,6 +275,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, torch.dt
     return dict(zip(KINDS, load_elsewhere(tiny_tokens(), folders, scratch), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_transformers_alone_loads_what_was_saved_with_the_zeros_of_the_masks(
     kind: tuple[str, torch.dtype], loaded: dict[tuple[str, torch.dtype], dict[str, Any]]
@@ -359,6 +362,7 @@ except ArtifactError as error:
 """
 
 
+@pytest.mark.slow
 def test_weights_for_which_there_is_no_room_are_an_error_that_names_the_path(earlier: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _LITTLE_ROOM, str(earlier)], capture_output=True, text=True, check=False

@@ -96,6 +96,7 @@ def test_a_config_of_no_known_architecture_is_explained(saved):
         models.load_skeleton(models.find_checkpoint(source(path=saved)))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path):
     from transformers import ViTConfig
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import SMOLLM2
 
 from compressx import load_plugins, run
 from compressx.outputs.inspect import inspect
@@ -16,10 +15,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pruned(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "out"
     recipe = {
-        "model": {**SMOLLM2, "dtype": "bfloat16"},
+        "model": {"path": str(smollm2_folder), "dtype": "bfloat16"},
         "calibration": {"dataset": "python-docs", "samples": 4, "sequence_length": 128},
         "prune": [{"targets": ["*"], "pruner": "wanda", "pattern": "2:4"}],
         "output": str(folder),

@@ -57,6 +57,7 @@ def weights(folder: str | Path) -> dict[str, torch.Tensor]:
 # --- what a run does
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pruner", ["wanda", "magnitude"])
 def test_survivors_are_trained_and_the_zeros_stay(model: Path, pruner: str) -> None:
     """Magnitude pruning reads no calibration text, fine-tuning does."""
@@ -73,6 +74,7 @@ def test_survivors_are_trained_and_the_zeros_stay(model: Path, pruner: str) -> N
     assert all(torch.equal(before[name], after[name]) for name in untouched)
 
 
+@pytest.mark.slow
 def test_what_is_measured_before_and_after_stands_side_by_side(model: Path) -> None:
     alone = run({**recipe(model, output="pruned"), "finetune": None})
     report = run(recipe(model, teacher="none", steps=60, learning_rate=3e-3))
@@ -90,6 +92,7 @@ def test_what_is_measured_before_and_after_stands_side_by_side(model: Path) -> N
     assert cells == f"| {' | '.join(row)} |"
 
 
+@pytest.mark.slow
 def test_the_saved_model_is_the_one_that_was_measured(model: Path) -> None:
     report = run(recipe(model))
     again = run({**recipe(Path("out/model").resolve(), output="again"), "finetune": None,
@@ -121,6 +124,7 @@ def test_progress_tells_of_every_step_with_its_loss(model: Path) -> None:
     assert [tuple(rest) for stage, *rest in told if stage == "finetune"] == expected
 
 
+@pytest.mark.slow
 def test_text_of_its_own_is_trained_on(model: Path) -> None:
     other = Path("other.txt")
     other.write_text(" ".join(model.with_name("text.txt").read_text().split()[::-1]))
@@ -133,6 +137,7 @@ def test_text_of_its_own_is_trained_on(model: Path) -> None:
     assert any(not torch.equal(mine[n], default[n]) for n in mine)
 
 
+@pytest.mark.slow
 def test_the_same_recipe_twice_gives_the_same_bits(model: Path) -> None:
     for output in ("a", "b"):
         run(recipe(model, output=output, evaluated=False))
@@ -184,6 +189,7 @@ def stopped(asked: dict[str, Any], step: int, **options: Any) -> None:
         run(asked, progress=progress, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 1, 3, 6])
 def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model: Path, step: int) -> None:
     asked = recipe(model)
@@ -199,6 +205,7 @@ def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model
     assert not leftovers()
 
 
+@pytest.mark.slow
 def test_another_fine_tuning_is_not_gone_on_with_and_what_differs_is_named(model: Path) -> None:
     asked = recipe(model)
     stopped(asked, 4)
@@ -227,6 +234,7 @@ run(json.load(open("asked.json")), progress=kill)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_files(model: Path) -> None:
     asked = recipe(model)
     run({**asked, "output": "whole"})

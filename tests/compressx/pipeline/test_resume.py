@@ -94,6 +94,7 @@ def leftovers() -> list[Path]:
     return sorted(Path().glob(".out.partial-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("streaming", "allocated", "trained", "after"),
     [
@@ -243,7 +244,7 @@ def test_killed_at_random_moments_a_run_still_ends_with_the_same_files(model: Pa
     length = time.perf_counter() - started
     choice = random.Random(0)  # noqa: S311 - moments, no secret
     kills = finished = 0
-    while kills < 10:
+    while kills < 5:
         process = start(asked, resume=True)
         process.join(choice.uniform(0.2, 1.1) * length)
         if process.exitcode is None:

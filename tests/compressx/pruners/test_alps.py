@@ -96,6 +96,7 @@ def plugins():
     return load_plugins(toml=ROOT / "plugins.toml")
 
 
+@pytest.mark.slow
 def test_a_recipe_prunes_every_linear_of_a_model_to_the_planned_sparsity(recipe, plugins):
     asked = recipe(pruner="alps", sparsity=0.6, options={"penalty": 0.05, "steps": 60})
     planned = compressx.plan(asked, plugins=plugins)

@@ -33,6 +33,7 @@ def test_the_committed_schema_is_that_of_the_code():
     )
 
 
+@pytest.mark.slow
 def test_the_command_prints_it():
     done = subprocess.run([sys.executable, "-m", "compressx", "schema"], capture_output=True, text=True, check=True)
     assert done.stdout == COMMITTED.read_text()

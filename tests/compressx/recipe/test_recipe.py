@@ -758,6 +758,7 @@ def test_arbitrary_bytes_raise_nothing_but_recipe_error(data: bytes) -> None:
         load(data)
 
 
+@pytest.mark.slow
 @fuzz
 @given(tree=st.dictionaries(keys, trees, max_size=6))
 def test_arbitrary_trees_raise_nothing_but_recipe_error_from_dict_and_from_file(tree: dict[str, Any]) -> None:
@@ -769,6 +770,7 @@ def test_arbitrary_trees_raise_nothing_but_recipe_error_from_dict_and_from_file(
     assert len((from_dict or "").splitlines()) == len((from_file or "").splitlines())
 
 
+@pytest.mark.slow
 @fuzz
 @given(tree=trees)
 def test_a_dumped_tree_is_read_back_equal(tree: Any) -> None:
@@ -779,6 +781,7 @@ def test_a_dumped_tree_is_read_back_equal(tree: Any) -> None:
     assert parse_yaml(dump_yaml(plain), "x").plain() == plain
 
 
+@pytest.mark.slow
 @fuzz
 @given(options=st.dictionaries(st.text(string.printable, max_size=6), trees, max_size=4))
 def test_a_recipe_with_arbitrary_options_survives_its_own_dump(options: dict[str, Any]) -> None:
@@ -790,6 +793,7 @@ def test_a_recipe_with_arbitrary_options_survives_its_own_dump(options: dict[str
     assert load(loaded.to_yaml()).recipe == loaded.recipe
 
 
+@pytest.mark.slow
 @fuzz
 @given(
     path=st.lists(keys | st.sampled_from(["0", "1", "-1"]), max_size=4).map(".".join),
@@ -800,6 +804,7 @@ def test_arbitrary_overrides_raise_nothing_but_recipe_error(path: str, value: st
     assert message is None or "--set " in message
 
 
+@pytest.mark.slow
 def test_loading_a_recipe_does_not_wait_for_transformers_or_datasets() -> None:
     code = """
         import sys

@@ -145,6 +145,7 @@ def test_file_names_take_what_plugins_call_things_and_never_clash(tmp_path: Path
     assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == sorted(names)
 
 
+@pytest.mark.slow
 def test_every_kind_of_figure_is_really_drawn(tmp_path: Path) -> None:
     blocks = [pair(i, {"error": 0.1 + i, "error.wanda": 0.2 + i}, {"loss": (2.0, 1.0)}) for i in range(2)]
     both = {"dense": torch.eye(4), "pruned": torch.ones(4, 4)}

@@ -106,6 +106,7 @@ class Page(HTMLParser):
         self.text += data
 
 
+@pytest.mark.slow
 def test_the_page_is_one_file_that_fetches_nothing(shown):
     page = Page(shown[1])
     assert page.links
@@ -135,6 +136,7 @@ def test_everything_a_run_tells_is_on_the_page(shown):
     assert f"{len(report.layers)} pruned linears" in text
 
 
+@pytest.mark.slow
 def test_experts_are_averaged_by_their_weights_and_what_lies_outside_has_a_row_of_its_own(tmp_path):
     def expert(number: int, rows: int, sparsity: float) -> LayerReport:
         name = f"model.layers.0.mlp.experts.down_proj.{number}"

@@ -91,6 +91,7 @@ def draw_all(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_the_same_values_give_the_same_bytes_whatever_a_user_set_in_matplotlib(tmp_path: Path) -> None:
     import matplotlib as mpl
 
@@ -100,6 +101,7 @@ def test_the_same_values_give_the_same_bytes_whatever_a_user_set_in_matplotlib(t
         assert mpl.rcParams["font.size"] == 30.0
 
 
+@pytest.mark.slow
 def test_drawing_never_imports_pyplot() -> None:
     code = (
         "import sys, pathlib, tempfile, torch; from compressx.report import plots;"
@@ -119,6 +121,7 @@ def pixels(path: Path) -> torch.Tensor:
     return torch.from_numpy(imread(path)[..., :3] * 255).round().to(torch.uint8)
 
 
+@pytest.mark.slow
 def test_heat_maps_share_one_scale_and_the_ground_is_white(tmp_path: Path) -> None:
     images = {"low": plots.pooled(torch.full((8, 8), 0.25)), "high": plots.pooled(torch.full((8, 8), 1.0))}
     plots.heat_maps(tmp_path / "a.png", "layer", images, None)

@@ -13,6 +13,7 @@ from compressx.testing import ConformanceError, check_pruner, conformance
 BUILT_IN = ["magnitude", "wanda", "sparsegpt", "alps", "sensitivity", "attnprune"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "llama-tied", "mixtral"])
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_pruner_that_is_shipped_keeps_its_promises(name, architecture):

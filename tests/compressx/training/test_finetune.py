@@ -111,6 +111,7 @@ def test_a_tied_embedding_is_untouched_and_stays_tied() -> None:
     assert after.lm_head.weight is after.model.embed_tokens.weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_in_16_bits_is_trained_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
     narrow, masks = pruned("llama", dtype)
@@ -125,6 +126,7 @@ def test_a_model_in_16_bits_is_trained_in_float32_and_rounded_once(dtype: torch.
     assert masks.verify(narrow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_in_16_bits_keeps_its_dtype_and_gets_better(dtype: torch.dtype) -> None:
     before, masks = pruned("llama", dtype)
@@ -198,6 +200,7 @@ def test_the_teacher_is_not_changed() -> None:
 # --- how well
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_distillation_brings_the_pruned_model_nearer_to_the_dense_one(temperature: float) -> None:
     model, masks = pruned("llama")
@@ -210,6 +213,7 @@ def test_distillation_brings_the_pruned_model_nearer_to_the_dense_one(temperatur
     assert loss_of(model, dense) < 0.75 * before, "on windows that it was not trained on"
 
 
+@pytest.mark.slow
 def test_without_a_teacher_the_next_token_is_learnt() -> None:
     before, _ = pruned("llama")
     after, _, report = tuned(steps=40, teacher="none")
@@ -355,6 +359,7 @@ def stop_after(step: int) -> Callable[[int, int, float], None]:
     return progress
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize(("every", "stopped_at"), [(2, 3), (2, 4), (3, 5), (5, 7)])
 def test_an_interrupted_one_goes_on_to_the_same_bits(

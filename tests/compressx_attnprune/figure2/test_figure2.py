@@ -130,6 +130,7 @@ def test_settings_that_contradict_each_other_are_refused():
         replace(TINY, seeds=1)
 
 
+@pytest.mark.slow
 def test_the_same_figure_gives_the_same_files_and_intervals_that_hold_the_mean(tiny: Figure, tmp_path: Path):
     for name in ("a", "b"):
         with figure2_output.output_folder(tmp_path / name) as folder:
@@ -176,6 +177,7 @@ def test_something_put_into_the_output_during_the_run_is_not_replaced(tmp_path: 
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
+@pytest.mark.slow
 def test_the_command_writes_table_data_and_plots(tmp_path: Path, tiny: Figure):
     from matplotlib import image
 
@@ -246,6 +248,7 @@ def test_without_an_output_folder_the_command_says_so():
     assert "Missing option '--output'" in result.stderr
 
 
+@pytest.mark.slow
 def test_an_output_that_is_not_empty_is_refused_before_anything_runs(tmp_path: Path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/notes.txt").write_text("mine")

@@ -120,6 +120,7 @@ def test_the_dense_start_has_residual_one_and_too_few_steps_are_reported_as_unco
     assert not learned.converged.any()
 
 
+@pytest.mark.slow
 def test_each_seed_of_a_batch_descends_as_it_would_alone():
     attention = problem(seeds=4)
     together = synthetic.learn_mask(attention, 1e-3, tolerance=1e-6)
