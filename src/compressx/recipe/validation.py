@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -64,6 +65,7 @@ def validated(
     *,
     error: type[CompressxError] = RecipeError,
     noun: str = "key",
+    strict: bool = False,
 ) -> _Model:
     """Validate plain data and refuse unknown keys, nested ones too, whatever the model's own `extra` says.
 
@@ -73,6 +75,7 @@ def validated(
         where: gives the place of a location in `data`, or of the nearest value around it.
         error: what to raise.
         noun: what messages call a key.
+        strict: whether types are strict though the schema's own may not be: no `"8"` or `true` for a number.
 
     Returns:
         The model's instance.
@@ -81,6 +84,8 @@ def validated(
         CompressxError: as `error`; one line for each mistake, each beginning with its place.
     """
     try:
+        if strict:  # as JSON, in which a list may still become a tuple and text a path or a member of an enum
+            return model.model_validate_json(json.dumps(data), strict=True, extra="forbid")
         return model.model_validate(data, extra="forbid")
     except ValidationError as found:
         lines = dict.fromkeys(_lines(found.errors(include_url=False), model, data, where, noun))
@@ -88,11 +93,11 @@ def validated(
 
 
 def validate_options(model: type[_Model], options: Mapping[str, Any], where: Callable[..., str]) -> _Model:
-    """Validate the options that a recipe gives to a pruner.
+    """Validate the options that a recipe gives to a pruner, as strictly as a recipe's own keys.
 
     Args:
-        model: the options' schema, a plugin's own.
-        options: as the recipe has them.
+        model: the options' schema, a plugin's own; a field with `strict=False` takes what pydantic converts.
+        options: as the recipe has them: dicts, lists and scalars.
         where: gives the place of a location within the options.
 
     Returns:
@@ -101,7 +106,7 @@ def validate_options(model: type[_Model], options: Mapping[str, Any], where: Cal
     Raises:
         RecipeError: unknown options, with the nearest valid one, and values that the model refuses.
     """
-    return validated(model, dict(options), where, noun="option")
+    return validated(model, dict(options), where, noun="option", strict=True)
 
 
 def _lines(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import string
 import subprocess
 import sys
@@ -635,6 +636,11 @@ class Inner(BaseModel):
     depth: int = 1
 
 
+class Kind(enum.Enum):
+    A = "a"
+    B = "b"
+
+
 class Lenient(BaseModel):
     model_config = ConfigDict(extra="allow")
 
@@ -642,6 +648,11 @@ class Lenient(BaseModel):
     mode: Literal["joint", "single"] = "joint"
     size: int | list[int] = 1
     inner: Inner = Inner()
+    damping: float = 0.1
+    loud: bool = False
+    kind: Kind = Kind.A
+    heads: tuple[int, ...] = ()
+    folder: Path | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Lenient:
@@ -661,16 +672,42 @@ def test_valid_options_become_the_plugins_own_model() -> None:
     assert found == Lenient(steps=5, inner=Inner(depth=3))
 
 
+def test_options_take_what_json_would_say_the_same_with() -> None:
+    found = validate_options(Lenient, *options("{damping: 1, kind: b, heads: [1, 2], folder: here, loud: true}"))
+    assert found == Lenient(damping=1.0, kind=Kind.B, heads=(1, 2), folder=Path("here"), loud=True)
+
+
+def test_a_plugin_may_ask_for_conversion() -> None:
+    class Converting(BaseModel):
+        steps: int = Field(1, strict=False)
+
+    assert validate_options(Converting, *options('{steps: "3"}')).steps == 3
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{stps: 5}", "r.yaml:7:15: unknown option 'stps'; did you mean 'steps'? valid: inner, mode, size, steps"),
+        (
+            "{stps: 5}",
+            "r.yaml:7:15: unknown option 'stps'; did you mean 'steps'? "
+            "valid: damping, folder, heads, inner, kind, loud, mode, size, steps",
+        ),
         ("{inner: {dpth: 5}}", "r.yaml:7:23: unknown option 'dpth' in inner; did you mean 'depth'? valid: depth"),
         ("{steps: 0}", "r.yaml:7:15: steps is 0; expected at least 1: iterations"),
         ("{mode: jont}", "r.yaml:7:15: mode is 'jont'; expected 'joint' or 'single'"),
         ("{size: x}", "r.yaml:7:15: size is 'x'; expected a whole number or a list, such as [a, b]"),
         ("{mode: single, steps: 10}", "r.yaml:7:5: single mode takes at most 9 steps"),
         ("{inner: 3}", "r.yaml:7:15: inner is 3; expected a mapping of keys to values"),
+        ('{steps: "5"}', "r.yaml:7:15: steps is '5'; expected a whole number: iterations"),
+        ("{steps: true}", "r.yaml:7:15: steps is true; expected a whole number: iterations"),
+        ("{steps: 5.0}", "r.yaml:7:15: steps is 5.0; expected a whole number: iterations"),
+        ('{damping: "0.5"}', "r.yaml:7:15: damping is '0.5'; expected a number"),
+        ("{damping: true}", "r.yaml:7:15: damping is true; expected a number"),
+        ("{loud: 1}", "r.yaml:7:15: loud is 1; expected true or false"),
+        ("{loud: yes}", "r.yaml:7:15: loud is 'yes'; expected true or false"),
+        ("{heads: [1, true]}", "r.yaml:7:26: heads[1] is true; expected a whole number"),
+        ("{kind: c}", "r.yaml:7:15: kind is 'c'; expected 'a' or 'b'"),
+        ('{inner: {depth: "3"}}', "r.yaml:7:23: inner.depth is '3'; expected a whole number"),
     ],
 )
 def test_wrong_options_are_refused_even_by_a_model_that_allows_extra_ones(text: str, message: str) -> None:
