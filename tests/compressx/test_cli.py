@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from compressx import __version__
@@ -29,6 +30,7 @@ evaluate:
   token_perplexity: {dataset: {text: text.txt}, sequence_length: 32, samples: 4}
 output: out
 """
+WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
 PER_BLOCK = 7  # linears in a block of the tiny llama
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
@@ -199,6 +201,8 @@ def test_a_recipe_that_is_not_there_is_named(work: Path, command: str) -> None:
         (["-p", "no:wandas", "plugins"], "did you mean 'wanda'?"),
         (["--plugin", "no_such_module", "plugins"], "no_such_module"),
         (["run", "r.yaml", "--device", "tpu"], "tpu"),
+        pytest.param(["run", "r.yaml", "--device", "cuda"], "finds no CUDA GPU here", marks=WITHOUT_CUDA),
+        pytest.param(["eval", "model", "--device", "cuda"], "finds no CUDA GPU here", marks=WITHOUT_CUDA),
         (["run", "r.yaml", "--set", "prune.1.sparsity=1.7"], "--set prune.1.sparsity=1.7: prune[1].sparsity is 1.7"),
         (["run", "r.yaml", "--set", "calibration.sample=8"], "did you mean 'samples'?"),
     ],

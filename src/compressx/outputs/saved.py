@@ -105,10 +105,11 @@ def evaluate_saved(
     Raises:
         CompressxError: anything that the user can mend.
     """
+    where = device_for(device)
     checkpoint = find_checkpoint(source)
     tokenizer = load_tokenizer(checkpoint)
     loaded = None if masks is None else MaskSet.load(masks)
-    access: Access = open_model(checkpoint, False if loaded is not None else source.streaming, device_for(device))
+    access: Access = open_model(checkpoint, False if loaded is not None else source.streaming, where)
     if loaded is not None:
         loaded.apply(access.model)
     return evaluate(access, tokenizer, settings, progress=progress)
