@@ -188,6 +188,8 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
         (["prune.0.sparsity"], "expected KEY=VALUE,VALUE..."),
         (["prune.0.sparsity=0.5,0.5"], "a value is given twice"),
         (["prune.0.sparsity=0.5", "prune.0.sparsity=0.6"], "list all its values once"),
+        (["prune.0.sparsity=0.5", "prune[0].sparsity=0.6"], "list all its values once"),
+        (["output=a,b"], "--grid output=a,b: every run of a sweep has a folder of its own"),
         (["prune.0.sparsty=0.5"], "did you mean 'sparsity'?"),
         (['prune.0.targets=["*.nothing"]'], "matches no linear"),
     ):

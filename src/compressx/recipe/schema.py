@@ -41,12 +41,19 @@ def _pruner_from_text(value: object) -> object:
 def _nm(value: object) -> object:
     """Read `2:4` or `{keep: 2, of: 4}`."""
     if isinstance(value, NM):
-        return value
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*", value)):
-        return NM(int(match[1]), int(match[2]))
-    if isinstance(value, dict) and set(value) == {"keep", "of"} and all(type(v) is int for v in value.values()):
-        return NM(value["keep"], value["of"])
-    raise ValueError('an N:M pattern is written "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept')
+        keep, of = value.keep, value.of
+    elif isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*", value)):
+        keep, of = int(match[1]), int(match[2])
+    elif isinstance(value, dict) and set(value) == {"keep", "of"} and all(type(v) is int for v in value.values()):
+        keep, of = value["keep"], value["of"]
+    else:
+        raise ValueError('an N:M pattern is written "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept')
+    if not 1 <= keep < of:
+        idle = "; what is not to be pruned is left out of targets" if keep == of else ""
+        raise ValueError(
+            f'N:M keeps N of every M weights, with 1 <= N < M, such as "2:4"; {keep}:{of} keeps {keep} of {of}{idle}'
+        )
+    return NM(keep, of)
 
 
 class _Spelt(TypedDict):
@@ -87,9 +94,11 @@ class Reconstruction(Strict):
 class Rule(Strict):
     """One pruning rule. The first rule whose targets match a linear takes it."""
 
-    targets: list[str] = Field(min_length=1, description="glob patterns over fully qualified names")
+    targets: list[str] = Field(
+        min_length=1, description="glob patterns over fully qualified names", examples=[["*.q_proj", "*.k_proj"]]
+    )
     pruner: str = Field(description="name of the pruner that selects")
-    sparsity: StrictFloat | None = Field(None, ge=0, lt=1, description="fraction of zeros in [0, 1), e.g. 0.7")
+    sparsity: StrictFloat | None = Field(None, ge=0, lt=1, description="fraction of zeros in [0, 1); 0.5 is 50%")
     group: Group | None = Field(None, description="what competes for the budget; the pruner's own when absent")
     pattern: PatternField | None = Field(None, description='N:M, such as "2:4"; with allocation N is chosen')
     reconstruct: ReconstructionField | None = Field(None, description="pruner that gives the survivors new values")
@@ -168,7 +177,7 @@ TaskField = Annotated[
 class LmEval(Strict):
     """Tasks of lm-evaluation-harness: by name, by path of a task YAML, or a dataset of ours."""
 
-    tasks: list[TaskField] = Field(min_length=1)
+    tasks: list[TaskField] = Field(min_length=1, examples=[["wikitext"]])
     limit: StrictInt | None = Field(None, ge=1, description="documents of each task; all when absent")
     batch_size: StrictInt = Field(4, ge=1)
 
@@ -176,27 +185,37 @@ class LmEval(Strict):
 class Evaluate(Strict):
     """What is measured on the dense and on the pruned model. Nothing, when the recipe has no such section."""
 
-    token_perplexity: TokenPerplexity | None = None
-    lm_eval: LmEval | None = None
+    token_perplexity: TokenPerplexity | None = Field(None, examples=[{"dataset": "wikitext"}])
+    lm_eval: LmEval | None = Field(None, examples=[{"tasks": ["wikitext"]}])
 
 
 class Recipe(Strict):
     """Everything that one run needs."""
 
     model: ModelField
-    calibration: Calibration | None = Field(None, description="needed by every pruner but magnitude")
-    prune: list[Rule] = Field(min_length=1)
-    allocation: AllocationField | None = Field(None, description="chooses the rules' sparsities; else each has its own")
+    calibration: Calibration | None = Field(
+        None, description="needed by every pruner but magnitude", examples=[{"dataset": "wikitext", "samples": 128}]
+    )
+    prune: list[Rule] = Field(min_length=1, examples=[[{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}]])
+    allocation: AllocationField | None = Field(
+        None,
+        description="chooses the rules' sparsities; else each has its own",
+        examples=[{"method": "attention-aware", "target": 0.5}],
+    )
     true_sequential: StrictBool = Field(
         False,
         description="whether a linear is observed after those that come before it in its block were pruned, instead of "
         "in the unpruned block",
     )
     reconstruct_block: ReconstructBlock | None = Field(
-        None, description="trains the survivors of each block after it was pruned; not done when absent"
+        None,
+        description="trains the survivors of each block after it was pruned; not done when absent",
+        examples=[{"passes": 4}],
     )
-    finetune: Finetune | None = Field(None, description="training of what survives, with the masks held")
-    evaluate: Evaluate | None = None
+    finetune: Finetune | None = Field(
+        None, description="training of what survives, with the masks held", examples=[{"steps": 200}]
+    )
+    evaluate: Evaluate | None = Field(None, examples=[{"token_perplexity": {"dataset": "wikitext"}}])
     output: Path = Field(description="folder to write; must not exist yet, or hold an earlier run's output")
 
 
@@ -274,9 +293,4 @@ def _budget_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
                 f"{loaded.where('prune', i, 'sparsity')}: prune[{i}] has sparsity {rule.sparsity}, and allocation at "
                 f"{loaded.where('allocation')} chooses every rule's sparsity; expected one of the two: drop sparsity "
                 "here, or drop allocation"
-            )
-        if allocated and rule.pattern is not None and rule.pattern.of == 1:
-            yield (
-                f"{loaded.where('prune', i, 'pattern')}: prune[{i}] has pattern {rule.pattern}, of which allocation "
-                f'cannot choose N; expected an M of 2 or more, such as "2:4"'
             )

@@ -43,6 +43,43 @@ _CORE_SCHEMA: tuple[tuple[re.Pattern[str], Callable[[str], Scalar]], ...] = (
     (re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), lambda text: float(text.replace(".", ""))),
 )
 
+_WORDS = (  # what ruamel.yaml says, and what we do
+    (r"found character '\\t'", "{here}: not YAML: a tab, where only spaces may stand; replace it with spaces"),
+    (r"found character '(.)'", "{here}: not YAML: text cannot begin with {0}; put it in quotes"),
+    (
+        "mapping values are not allowed",
+        '{here}: not YAML: a key cannot stand here; each key has a line of its own with ": " behind it and the '
+        'indentation of those beside it, and text that holds ": " has quotes',
+    ),
+    (
+        "sequence entries are not allowed",
+        "{here}: not YAML: a list item cannot stand here; write it on a line of its own, below its key",
+    ),
+    (r"expected ',' or '(.)', but got '<stream end>'", "{start}: not YAML: what is opened here is not closed; add {0}"),
+    (
+        r"expected ',' or '(.)', but got",
+        "{here}: not YAML: expected a comma, or the {0} that closes what is opened at {start}",
+    ),
+    (
+        "expected the node content, but found '<stream end>'",
+        "{here}: not YAML: it ends where a value is expected; close what is opened with [ or {{",
+    ),
+    ("expected the node content, but found '(.+)'", "{here}: not YAML: expected a value, got {0}"),
+    (r"expected <block end>, but found '([\]}])'", "{here}: not YAML: {0} closes nothing; remove it"),
+    (
+        r"expected <block end>, but found '(?:<block|-|\?)",
+        "{here}: not YAML: this line fits nothing above it; keys of one mapping, and items of one list, have the same "
+        "indentation",
+    ),
+    ("expected <block end>", "{here}: not YAML: more text after a value that is complete; put all of it in quotes"),
+    ("found unexpected end of stream", "{start}: not YAML: the quote that is opened here is not closed"),
+    ("could not find expected ':'", '{start}: not YAML: expected "key: value"; no ": " follows the key'),
+    (
+        "found unknown escape character '(.)'",
+        "{here}: not YAML: \\{0} means nothing within double quotes; use single quotes, or two backslashes for one",
+    ),
+)
+
 
 def read_yaml(path: Path) -> Node:
     """Read a YAML file.
@@ -105,14 +142,22 @@ def _events(text: str, at: Callable[[int, int], str]) -> Iterator[Any]:
         here = at(before.count("\n"), len(before) - before.rfind("\n") - 1)
         raise RecipeError(f"{here}: the character {text[error.position]!r} is not allowed in YAML") from None
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        here = at(mark.line, mark.column) if mark else at(0, 0)
-        hint = f"; {_QUOTES}" if error.context == "while scanning an alias" else ""
-        hint = hint or ("; indent with spaces" if "'\\t'" in str(error.problem) else "")
-        raise RecipeError(f"{here}: not YAML: {error.problem}{hint}") from None
+        raise RecipeError(_in_plain_words(error, at)) from None
     except (YAMLError, ArithmeticError, AssertionError, ValueError) as error:
         # Directives of other versions and escapes beyond Unicode leave ruamel.yaml as these, without a mark.
         raise RecipeError(f"{at(0, 0)}: not YAML: an impossible escape or directive ({type(error).__name__})") from None
+
+
+def _in_plain_words(error: MarkedYAMLError, at: Callable[[int, int], str]) -> str:
+    """Say what the parser found wrong without the words of its grammar: at its place, or where what is open begins."""
+    mark, begun = error.problem_mark or error.context_mark, error.context_mark or error.problem_mark
+    here, start = (at(m.line, m.column) if m else at(0, 0) for m in (mark, begun))
+    if error.context == "while scanning an alias":
+        return f"{here}: not YAML: a * that begins no alias; {_QUOTES}"
+    for pattern, words in _WORDS:
+        if match := re.match(pattern, str(error.problem)):
+            return words.format(*match.groups(), here=here, start=start)
+    return f"{here}: not YAML: {error.problem}"
 
 
 class _Composer:
@@ -212,18 +257,24 @@ def override(root: Node, assignment: str) -> Node:
 
     Args:
         root: the document.
-        assignment: `a.b.0.c=VALUE`, VALUE being YAML; what it sets has the place `--set a.b.0.c=VALUE`.
+        assignment: `a.b[0].c=VALUE` or `a.b.0.c=VALUE`, VALUE being YAML; what it sets has the place
+            `--set a.b[0].c=VALUE`.
 
     Raises:
         RecipeError: an assignment that cannot be read, or a path that leads through a scalar or outside a list.
     """
     place = "--set " + one_line(assignment if len(assignment) <= 120 else f"{assignment[:117]}...")
     path, equals, text = assignment.partition("=")
-    steps = path.strip().split(".")
+    steps = steps_of(path)
     if not equals or not all(steps):
         raise RecipeError(f"{place}: expected KEY.KEY=VALUE, such as calibration.samples=8 or prune.0.sparsity=0.5")
     check_bounds(1, len(steps), place)
     return put(root, steps, parse_yaml(text, "", place=place))
+
+
+def steps_of(path: str) -> list[str]:
+    """Part `prune[0].sparsity`, as messages write it, or `prune.0.sparsity` into its steps."""
+    return re.sub(r"(?<=[^.])\[(-?\d+)\](?=[.\[]|$)", r".\1", path.strip()).split(".")
 
 
 def assignments(given: Sequence[str]) -> dict[str, Any]:
