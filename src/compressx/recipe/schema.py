@@ -27,7 +27,7 @@ from compressx.errors import RecipeError
 from compressx.patterns import NM, Group
 from compressx.recipe.document import Node, Step, from_python
 from compressx.recipe.methods import AllocationField
-from compressx.recipe.sources import DatasetField, ModelField
+from compressx.recipe.sources import DatasetField, DatasetSource, ModelField
 from compressx.recipe.tuning import Finetune
 from compressx.recipe.validation import Strict, conflict, validated
 from compressx.recipe.validation import validate_options as validate_options  # noqa: PLC0414 - plan.py takes it from here
@@ -188,6 +188,16 @@ class Evaluate(Strict):
     token_perplexity: TokenPerplexity | None = Field(None, examples=[{"dataset": "wikitext"}])
     lm_eval: LmEval | None = Field(None, examples=[{"tasks": ["wikitext"]}])
 
+    def datasets(self) -> dict[tuple[Step, ...], DatasetSource]:
+        """Return the datasets that it reads, by where it names them."""
+        found: dict[tuple[Step, ...], DatasetSource] = {}
+        if self.token_perplexity is not None:
+            found["token_perplexity", "dataset"] = self.token_perplexity.dataset
+        for i, task in enumerate(self.lm_eval.tasks if self.lm_eval is not None else ()):
+            if isinstance(task, RollingTask):
+                found["lm_eval", "tasks", i, "dataset"] = task.dataset
+        return found
+
 
 class Recipe(Strict):
     """Everything that one run needs."""
@@ -217,6 +227,17 @@ class Recipe(Strict):
     )
     evaluate: Evaluate | None = Field(None, examples=[{"token_perplexity": {"dataset": "wikitext"}}])
     output: Path = Field(description="folder to write; must not exist yet, or hold an earlier run's output")
+
+    def datasets(self) -> dict[tuple[Step, ...], DatasetSource]:
+        """Return the datasets that it reads, by where it names them."""
+        found: dict[tuple[Step, ...], DatasetSource] = {}
+        if self.calibration is not None:
+            found["calibration", "dataset"] = self.calibration.dataset
+        if self.finetune is not None and self.finetune.dataset is not None:
+            found["finetune", "dataset"] = self.finetune.dataset
+        if self.evaluate is not None:
+            found |= {("evaluate", *place): dataset for place, dataset in self.evaluate.datasets().items()}
+        return found
 
 
 @dataclass(frozen=True)
