@@ -566,6 +566,7 @@ def test_a_recipe_that_a_program_made_takes_no_overrides(models: Any, plugins: P
 
 
 def test_a_model_that_is_not_there_is_named_with_its_place(project: Path, plugins: Plugins) -> None:
+    (project / "text.txt").write_text("text")
     with pytest.raises(ArtifactError, match=r"<dict>:model.*does not exist"):
         plan(recipe(project / "nowhere"), plugins=plugins)
 
