@@ -134,7 +134,8 @@ def _matching(pattern: str, key: str) -> list[Path]:
         inside = str(Path(pattern) / ("**/*.txt" if key == "text" else "**/*.jsonl"))
         raise CalibrationError(f"{key}: {pattern!r} is a folder; name the files in it, such as {inside!r}")
     if not paths:
-        raise CalibrationError(f"{key}: no file matches {pattern!r} (looked in {Path.cwd()})")
+        beside = nearest(expanded.name, [p.name for p in expanded.parent.glob("*")])
+        raise CalibrationError(f"{key}: no file matches {pattern!r}; {beside}looked in {Path.cwd()}")
     return paths
 
 

@@ -26,7 +26,7 @@ from compressx.calibration.windows import evaluation_windows, fingerprint, token
 from compressx.errors import CalibrationError
 from compressx.evaluation.harness import ROLLING_METRICS, check_tasks, is_file, run_tasks
 from compressx.models.access import Access
-from compressx.recipe.schema import Evaluate, RollingTask
+from compressx.recipe.measuring import Evaluate, RollingTask
 
 Progress: TypeAlias = Callable[[int, int], None]
 Figures: TypeAlias = dict[str, float | dict[str, float]]

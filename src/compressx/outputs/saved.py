@@ -21,7 +21,8 @@ from compressx.models.export import output_folder, save_model
 from compressx.models.loading import find_checkpoint, load_model, load_skeleton, load_tokenizer
 from compressx.models.streaming import open_model
 from compressx.recipe.document import Node, from_python
-from compressx.recipe.schema import Evaluate, load_recipe
+from compressx.recipe.measuring import Evaluate
+from compressx.recipe.schema import load_recipe
 from compressx.recipe.sources import ModelField, ModelSource
 from compressx.recipe.validation import Strict, validated
 from compressx.recipe.yamlfile import override

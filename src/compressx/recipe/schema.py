@@ -11,13 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BeforeValidator,
     ByteSize,
-    Discriminator,
     Field,
     PlainSerializer,
     StrictBool,
     StrictFloat,
     StrictInt,
-    Tag,
     WithJsonSchema,
     model_validator,
 )
@@ -26,6 +24,7 @@ from typing_extensions import TypedDict  # pydantic asks for it before Python 3.
 from compressx.errors import RecipeError
 from compressx.patterns import NM, Group
 from compressx.recipe.document import Node, Step, from_python
+from compressx.recipe.measuring import Evaluate
 from compressx.recipe.methods import AllocationField
 from compressx.recipe.sources import DatasetField, DatasetSource, ModelField
 from compressx.recipe.tuning import Finetune
@@ -140,63 +139,6 @@ class ReconstructBlock(Strict):
         "bfloat16, which is faster on processors and accelerators that have it",
     )
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the order of the text")
-
-
-class TokenPerplexity(Strict):
-    """exp of the mean negative log-likelihood per token over fixed, non-overlapping windows."""
-
-    dataset: DatasetField
-    sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
-    samples: StrictInt | None = Field(None, ge=1, description="the first so many windows; all when absent")
-    batch_size: StrictInt = Field(4, ge=1, description="windows in one forward pass")
-
-
-class RollingTask(Strict):
-    """A dataset as an lm-eval `loglikelihood_rolling` task."""
-
-    name: str = Field(description="what the report calls it")
-    dataset: DatasetField
-
-
-def _kind_of_task(value: object) -> str | None:
-    if isinstance(value, str):
-        return "<name>"
-    return "<dataset>" if isinstance(value, Mapping | RollingTask) else None
-
-
-TaskField = Annotated[
-    Annotated[str, Tag("<name>")] | Annotated[RollingTask, Tag("<dataset>")],
-    Discriminator(
-        _kind_of_task,
-        custom_error_type="task",
-        custom_error_message="the name of an lm-eval task, the path of a task YAML, or {name, dataset}",
-    ),
-]
-
-
-class LmEval(Strict):
-    """Tasks of lm-evaluation-harness: by name, by path of a task YAML, or a dataset of ours."""
-
-    tasks: list[TaskField] = Field(min_length=1, examples=[["wikitext"]])
-    limit: StrictInt | None = Field(None, ge=1, description="documents of each task; all when absent")
-    batch_size: StrictInt = Field(4, ge=1)
-
-
-class Evaluate(Strict):
-    """What is measured on the dense and on the pruned model. Nothing, when the recipe has no such section."""
-
-    token_perplexity: TokenPerplexity | None = Field(None, examples=[{"dataset": "wikitext"}])
-    lm_eval: LmEval | None = Field(None, examples=[{"tasks": ["wikitext"]}])
-
-    def datasets(self) -> dict[tuple[Step, ...], DatasetSource]:
-        """Return the datasets that it reads, by where it names them."""
-        found: dict[tuple[Step, ...], DatasetSource] = {}
-        if self.token_perplexity is not None:
-            found["token_perplexity", "dataset"] = self.token_perplexity.dataset
-        for i, task in enumerate(self.lm_eval.tasks if self.lm_eval is not None else ()):
-            if isinstance(task, RollingTask):
-                found["lm_eval", "tasks", i, "dataset"] = task.dataset
-        return found
 
 
 class Recipe(Strict):

@@ -29,10 +29,10 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from compressx.errors import RecipeError, did_you_mean
 from compressx.recipe.document import Node, Scalar, check_bounds, checked, from_python, one_line, put, shown
+from compressx.recipe.grammar import QUOTES, in_plain_words
 
 MAX_BYTES = 256 * 1024
 
-_QUOTES = 'text that begins with * needs quotes, such as "*.q_proj"'
 _CORE_SCHEMA: tuple[tuple[re.Pattern[str], Callable[[str], Scalar]], ...] = (
     (re.compile(r"null|Null|NULL|~|"), lambda _: None),
     (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
@@ -41,43 +41,6 @@ _CORE_SCHEMA: tuple[tuple[re.Pattern[str], Callable[[str], Scalar]], ...] = (
     (re.compile(r"0x[0-9a-fA-F]{1,300}"), lambda text: int(text, 0)),
     (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
     (re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), lambda text: float(text.replace(".", ""))),
-)
-
-_WORDS = (  # what ruamel.yaml says, and what we do
-    (r"found character '\\t'", "{here}: not YAML: a tab, where only spaces may stand; replace it with spaces"),
-    (r"found character '(.)'", "{here}: not YAML: text cannot begin with {0}; put it in quotes"),
-    (
-        "mapping values are not allowed",
-        '{here}: not YAML: a key cannot stand here; each key has a line of its own with ": " behind it and the '
-        'indentation of those beside it, and text that holds ": " has quotes',
-    ),
-    (
-        "sequence entries are not allowed",
-        "{here}: not YAML: a list item cannot stand here; write it on a line of its own, below its key",
-    ),
-    (r"expected ',' or '(.)', but got '<stream end>'", "{start}: not YAML: what is opened here is not closed; add {0}"),
-    (
-        r"expected ',' or '(.)', but got",
-        "{here}: not YAML: expected a comma, or the {0} that closes what is opened at {start}",
-    ),
-    (
-        "expected the node content, but found '<stream end>'",
-        "{here}: not YAML: it ends where a value is expected; close what is opened with [ or {{",
-    ),
-    ("expected the node content, but found '(.+)'", "{here}: not YAML: expected a value, got {0}"),
-    (r"expected <block end>, but found '([\]}])'", "{here}: not YAML: {0} closes nothing; remove it"),
-    (
-        r"expected <block end>, but found '(?:<block|-|\?)",
-        "{here}: not YAML: this line fits nothing above it; keys of one mapping, and items of one list, have the same "
-        "indentation",
-    ),
-    ("expected <block end>", "{here}: not YAML: more text after a value that is complete; put all of it in quotes"),
-    ("found unexpected end of stream", "{start}: not YAML: the quote that is opened here is not closed"),
-    ("could not find expected ':'", '{start}: not YAML: expected "key: value"; no ": " follows the key'),
-    (
-        "found unknown escape character '(.)'",
-        "{here}: not YAML: \\{0} means nothing within double quotes; use single quotes, or two backslashes for one",
-    ),
 )
 
 
@@ -142,22 +105,10 @@ def _events(text: str, at: Callable[[int, int], str]) -> Iterator[Any]:
         here = at(before.count("\n"), len(before) - before.rfind("\n") - 1)
         raise RecipeError(f"{here}: the character {text[error.position]!r} is not allowed in YAML") from None
     except MarkedYAMLError as error:
-        raise RecipeError(_in_plain_words(error, at)) from None
+        raise RecipeError(in_plain_words(error, at)) from None
     except (YAMLError, ArithmeticError, AssertionError, ValueError) as error:
         # Directives of other versions and escapes beyond Unicode leave ruamel.yaml as these, without a mark.
         raise RecipeError(f"{at(0, 0)}: not YAML: an impossible escape or directive ({type(error).__name__})") from None
-
-
-def _in_plain_words(error: MarkedYAMLError, at: Callable[[int, int], str]) -> str:
-    """Say what the parser found wrong without the words of its grammar: at its place, or where what is open begins."""
-    mark, begun = error.problem_mark or error.context_mark, error.context_mark or error.problem_mark
-    here, start = (at(m.line, m.column) if m else at(0, 0) for m in (mark, begun))
-    if error.context == "while scanning an alias":
-        return f"{here}: not YAML: a * that begins no alias; {_QUOTES}"
-    for pattern, words in _WORDS:
-        if match := re.match(pattern, str(error.problem)):
-            return words.format(*match.groups(), here=here, start=start)
-    return f"{here}: not YAML: {error.problem}"
 
 
 class _Composer:
@@ -187,7 +138,7 @@ class _Composer:
         place = self._place(event)
         if isinstance(event, AliasEvent):
             if event.anchor not in self.anchors:
-                raise RecipeError(f"{place}: alias *{event.anchor} has no anchor that ends before it; {_QUOTES}")
+                raise RecipeError(f"{place}: alias *{event.anchor} has no anchor that ends before it; {QUOTES}")
             node = self.anchors[event.anchor]
             check_bounds(node.size, level + node.depth - 1, place)
             return node

@@ -14,7 +14,7 @@ from compressx.calibration.windows import evaluation_windows, token_ids
 from compressx.errors import CalibrationError, RecipeError
 from compressx.evaluation.perplexity import evaluate, evaluate_cached, read_texts, token_perplexity
 from compressx.models.access import InMemory
-from compressx.recipe.schema import Evaluate
+from compressx.recipe.measuring import Evaluate
 from compressx.recipe.sources import DatasetSource
 from compressx.testing import tiny_model, tiny_tokens
 
