@@ -48,7 +48,15 @@ def did_you_mean(value: str, valid: Iterable[str]) -> str:
         A clause such as `did you mean 'wanda'? valid: alps, magnitude, wanda`, or the empty string.
     """
     names = sorted(set(valid))
-    close = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
     shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
-    return f"{hint}valid: {shown}" if names else hint.strip()
+    return f"{nearest(value, names)}valid: {shown}" if names else ""
+
+
+def nearest(value: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str:
+    """Ask whether the nearest valid name is meant, as in `did you mean 'wanda'? `; the empty string when none is near.
+
+    Upper and lower case are alike; `cutoff` is how alike the two have to be, from 0 to 1.
+    """
+    names = {name.casefold(): name for name in valid}
+    close = difflib.get_close_matches(value.casefold(), names, n=1, cutoff=cutoff)
+    return f"did you mean {names[close[0]]!r}? " if close else ""

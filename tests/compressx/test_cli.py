@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from compressx import __version__
@@ -29,6 +30,7 @@ evaluate:
   token_perplexity: {dataset: {text: text.txt}, sequence_length: 32, samples: 4}
 output: out
 """
+WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
 PER_BLOCK = 7  # linears in a block of the tiny llama
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
@@ -102,7 +104,8 @@ MISTAKES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "sparsity above one": (WANDA, WANDA.replace("0.5", "1.7"), "r.yaml:5",
                            ("prune[1].sparsity is 1.7", "less than 1", "fraction of zeros in [0, 1)")),
     "negative sparsity": (WANDA, WANDA.replace("0.5", "-0.5"), "r.yaml:5", ("prune[1].sparsity is -0.5", "at least 0")),
-    "sparsity in percent": (WANDA, WANDA.replace("0.5", "50%"), "r.yaml:5", ("prune[1].sparsity is '50%'", "a number")),
+    "sparsity in percent": (WANDA, WANDA.replace("0.5", "50%"), "r.yaml:5",
+                            ("prune[1].sparsity is '50%'", "a number", "0.5 is 50%")),
     "sparsity and pattern": (WANDA, WANDA.replace("0.5", '0.9, pattern: "2:4"'), "r.yaml:5",
                              ("sparsity and pattern exclude each other; keep one",)),
     "a key given twice": ("output: out", "output: out\noutput: other", "r.yaml:9", ("output",)),
@@ -112,12 +115,21 @@ MISTAKES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "an unknown option": ("attnprune, sparsity: 0.5", "attnprune, sparsity: 0.5, options: {step: 3}", "r.yaml:4",
                           ("unknown option 'step'", "did you mean 'steps'?")),
     "a shadowed rule": (WANDA, WANDA + '\n  - {targets: ["*.o_proj"], pruner: magnitude, sparsity: 0.5}', "r.yaml:6",
-                        ("prune[2] is shadowed", "by prune[1] at r.yaml:5", "put the narrower rule first")),
-    "a model that is not there": ("path: model", "path: modle", "r.yaml:1", ("model path modle does not exist",)),
+                        ("of prune[2] is shadowed", "by prune[1] at r.yaml:5", "put the narrower rule first")),
+    "a model that is not there": ("path: model", "path: modle", "r.yaml:1",
+                                  ("model path modle does not exist; did you mean 'model'? looked in ",)),
     "a pattern that keeps more than all": (WANDA, WANDA.replace("sparsity: 0.5", 'pattern: "5:4"'), "r.yaml:5",
-                                           ("got 5:4", "1 <= N <= M")),
+                                           ("5:4 keeps 5 of 4", "1 <= N < M")),
+    "a pattern that keeps all": (WANDA, WANDA.replace("sparsity: 0.5", "pattern: 4:4"), "r.yaml:5",
+                                 ("4:4 keeps 4 of 4", "1 <= N < M", "left out of targets")),
+    "a section that is a word": ("output: out", "output: out\nallocation: owl", "r.yaml:9",
+                                 ("such as {method: attention-aware, target: 0.5}",)),
     "a pattern that is none": (WANDA, WANDA.replace("sparsity: 0.5", "pattern: half"), "r.yaml:5", ("'half'", '"2:4"')),
-    "text that is not there": ("text: text.txt", "text: txet.txt", "r.yaml:2", ("no file matches 'txet.txt'",)),
+    "text that is not there": ("text: text.txt", "text: txet.txt", "r.yaml:2",
+                               ("no file matches 'txet.txt'; did you mean 'text.txt'? looked in ",)),
+    "text that is a folder": ("text: text.txt", "text: model", "r.yaml:2", ("'model' is a folder", "'model/**/*.txt'")),
+    "a misspelt dataset": ("{text: text.txt}", "wikitxt", "r.yaml:2",
+                           ("no dataset 'wikitxt'", "did you mean 'wikitext'?")),
     "an input not divisible": (WANDA, WANDA.replace("sparsity: 0.5", 'pattern: "3:7"'), "r.yaml:5",
                                ("has 64 input features, not divisible by 7",)),
     "an ignored head": (WANDA, WANDA.replace("sparsity", "ignore: [lm_head], sparsity"), "r.yaml:5",
@@ -199,7 +211,10 @@ def test_a_recipe_that_is_not_there_is_named(work: Path, command: str) -> None:
         (["-p", "no:wandas", "plugins"], "did you mean 'wanda'?"),
         (["--plugin", "no_such_module", "plugins"], "no_such_module"),
         (["run", "r.yaml", "--device", "tpu"], "tpu"),
+        pytest.param(["run", "r.yaml", "--device", "cuda"], "finds no CUDA GPU here", marks=WITHOUT_CUDA),
+        pytest.param(["eval", "model", "--device", "cuda"], "finds no CUDA GPU here", marks=WITHOUT_CUDA),
         (["run", "r.yaml", "--set", "prune.1.sparsity=1.7"], "--set prune.1.sparsity=1.7: prune[1].sparsity is 1.7"),
+        (["run", "r.yaml", "--set", "prune[1].sparsity=50"], "--set prune[1].sparsity=50: prune[1].sparsity is 50"),
         (["run", "r.yaml", "--set", "calibration.sample=8"], "did you mean 'samples'?"),
     ],
 )

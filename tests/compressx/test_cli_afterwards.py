@@ -86,6 +86,11 @@ def test_eval_says_what_is_wrong(work):
         (["eval", "out", "--set", "evaluate.token_perplexty.samples=4"], "did you mean 'token_perplexity'?"),
         (["eval", "out", "--set", "evaluate.token_perplexity.dataset={text: no.txt}"], "no file matches 'no.txt'"),
         (["eval", "model", "--masks", "r.yaml", "--set", TEXT], "r.yaml"),
+        (
+            ["eval", "model", "--set", TEXT.replace("samples: 4", "samples: 99")],
+            "evaluation needs 99 windows of 32 tok",
+        ),
+        (["eval", "model", "--set", TEXT.replace("h: 32", "h: 129")], "longer than the model's 128 positions"),
     ):
         done = invoke(*arguments)
         assert done.exit_code == 2
@@ -189,6 +194,8 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
         (["prune.0.sparsity"], "expected KEY=VALUE,VALUE..."),
         (["prune.0.sparsity=0.5,0.5"], "a value is given twice"),
         (["prune.0.sparsity=0.5", "prune.0.sparsity=0.6"], "list all its values once"),
+        (["prune.0.sparsity=0.5", "prune[0].sparsity=0.6"], "list all its values once"),
+        (["output=a,b"], "--grid output=a,b: every run of a sweep has a folder of its own"),
         (["prune.0.sparsty=0.5"], "did you mean 'sparsity'?"),
         (['prune.0.targets=["*.nothing"]'], "matches no linear"),
     ):

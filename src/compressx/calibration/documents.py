@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from compressx.errors import CalibrationError, did_you_mean
+from compressx.errors import CalibrationError, did_you_mean, nearest
 from compressx.quiet import quiet_libraries
 from compressx.recipe.sources import DatasetSource
 
@@ -86,15 +86,35 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[str]:
 
 
 def check_dataset(source: DatasetSource) -> None:
-    """Refuse a dataset whose local files do not exist; nothing is read and no hub is asked.
+    """Refuse a dataset that can be seen to be none; nothing is read and no hub is asked.
 
     Raises:
-        CalibrationError: a path or glob that matches no file.
+        CalibrationError: a path or glob that matches no file, files that are all empty, or a name that is a file's, or
+            nearly that of a dataset with a short name.
     """
-    if source.text is not None:
-        _matching(source.text, "text")
-    elif source.json_path is not None:
-        _matching(source.json_path, "json")
+    for key, pattern in (("text", source.text), ("json", source.json_path)):
+        if pattern is not None:
+            paths = _matching(pattern, key)
+            if not any(path.stat().st_size for path in paths):
+                empty = "the file is empty" if len(paths) == 1 else f"all its {len(paths)} files are empty"
+                raise CalibrationError(f"{key}: {pattern!r} holds no text: {empty}")
+    if source.name is not None:
+        _check_name(source.name)
+
+
+def _check_name(name: str) -> None:
+    short = [*_SHORT_NAMES, "python-docs"]
+    path = Path(name).expanduser()
+    if path.is_file():
+        way = f"{{json: {name}, field: NAME}}" if path.suffix in {".json", ".jsonl"} else f"{{text: {name}}}"
+        raise CalibrationError(f"dataset {name!r} is a file, not a dataset's name; write {way}")
+    # What is on the hub has an owner, but for a few old names; what is far from ours may be one of these.
+    meant = name not in short and "/" not in name and not path.is_dir() and nearest(name, short, cutoff=0.8)
+    if meant:
+        raise CalibrationError(
+            f"no dataset {name!r}; {did_you_mean(name, short)}, OWNER/NAME on the hub, {{text: PATH}} or {{json: PATH, "
+            "field: NAME}"
+        )
 
 
 def as_dataset(documents: Sequence[str]) -> Any:
@@ -110,8 +130,12 @@ def _matching(pattern: str, key: str) -> list[Path]:
     if expanded.is_file():  # before globbing: a real name may hold brackets
         return [expanded]
     paths = sorted(Path(p) for p in glob.glob(str(expanded), recursive=True) if Path(p).is_file())  # noqa: PTH207 - ** and absolute patterns
+    if not paths and expanded.is_dir():
+        inside = str(Path(pattern) / ("**/*.txt" if key == "text" else "**/*.jsonl"))
+        raise CalibrationError(f"{key}: {pattern!r} is a folder; name the files in it, such as {inside!r}")
     if not paths:
-        raise CalibrationError(f"{key}: no file matches {pattern!r} (looked in {Path.cwd()})")
+        beside = nearest(expanded.name, [p.name for p in expanded.parent.glob("*")])
+        raise CalibrationError(f"{key}: no file matches {pattern!r}; {beside}looked in {Path.cwd()}")
     return paths
 
 

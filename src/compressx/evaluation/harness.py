@@ -19,7 +19,7 @@ from compressx.cache import cache_folder, cached
 from compressx.calibration.documents import as_dataset
 from compressx.errors import CalibrationError, RecipeError
 from compressx.quiet import quiet_libraries
-from compressx.recipe.schema import LmEval, RollingTask
+from compressx.recipe.measuring import LmEval, RollingTask
 
 ROLLING_METRICS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 """What a `loglikelihood_rolling` task measures: per whitespace-separated word, and per UTF-8 byte."""

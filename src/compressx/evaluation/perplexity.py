@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compressx.architecture import text_config
 from compressx.cache import cache_folder, cached
 from compressx.calibration.documents import documents
 from compressx.calibration.windows import evaluation_windows, fingerprint, token_ids
 from compressx.errors import CalibrationError
 from compressx.evaluation.harness import ROLLING_METRICS, check_tasks, is_file, run_tasks
 from compressx.models.access import Access
-from compressx.recipe.schema import Evaluate, RollingTask
+from compressx.recipe.measuring import Evaluate, RollingTask
 
 Progress: TypeAlias = Callable[[int, int], None]
 Figures: TypeAlias = dict[str, float | dict[str, float]]
@@ -79,74 +78,42 @@ def token_perplexity(
     return math.exp(total / (windows.numel() - len(windows)))
 
 
-def evaluate(access: Access, tokenizer: Any, settings: Evaluate, *, progress: Progress | None = None) -> Figures:
-    """Measure everything that a recipe's `evaluate` section asks for.
-
-    Args:
-        access: a transformers causal language model.
-        tokenizer: its tokenizer; neither is changed.
-        settings: what to measure.
-        progress: called with the windows of token perplexity done and all windows; harness tasks are not counted.
-
-    Returns:
-        The figures by name, see `Figures`.
-
-    Raises:
-        RecipeError: an unknown task.
-        CalibrationError: text that cannot be had or is too short, or a figure that is not finite.
-    """
-    return _measure(access, tokenizer, settings, _read_texts(access.model, tokenizer, settings), progress)
-
-
-def evaluate_cached(
-    access: Access, tokenizer: Any, settings: Evaluate, model_fingerprint: str, *, progress: Progress | None = None
-) -> Figures:
-    """Do as `evaluate`, or return what the same model gave before on the same text with the same libraries.
-
-    Tasks given as a YAML file are always measured, since nobody knows what else such a task reads.
-
-    Args:
-        access: as for `evaluate`.
-        tokenizer: as for `evaluate`.
-        settings: as for `evaluate`.
-        model_fingerprint: stands for the weights, such as `access.weights_fingerprint` returns.
-        progress: as for `evaluate`; not called when the figures were cached.
-    """
-    texts = _read_texts(access.model, tokenizer, settings)
-    if any(isinstance(t, str) and is_file(t) for t in (settings.lm_eval.tasks if settings.lm_eval else ())):
-        return _measure(access, tokenizer, settings, texts, progress)
-    key = {
-        "settings": settings.model_dump(mode="json", by_alias=True),
-        "text": texts.fingerprint(),
-        "model": model_fingerprint,
-        "config": _sha256(access.model.config.to_json_string()),
-        "tokenizer": _sha256(repr((sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map))),
-        "device": access.device.type,
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "lm_eval")},
-    }
-    return cached(key, lambda: _measure(access, tokenizer, settings, texts, progress), cache_folder() / "evaluations")
-
-
 @dataclass(frozen=True, eq=False)
-class _Texts:
-    """The text of an evaluation: windows [N, T] for token perplexity, documents by rolling task."""
+class Texts:
+    """The text of an evaluation.
+
+    Attributes:
+        windows: for token perplexity, int64 [windows, T]; None when it is not asked for.
+        rolling: documents by rolling task.
+    """
 
     windows: Tensor | None
     rolling: Mapping[str, Sequence[str]]
 
     def fingerprint(self) -> list[str]:
+        """Hash each of them."""
         windows = [] if self.windows is None else [fingerprint(self.windows)]
         return [*windows, *(_sha256(json.dumps([name, *read])) for name, read in self.rolling.items())]
 
 
-def _read_texts(model: Any, tokenizer: Any, settings: Evaluate) -> _Texts:
+def read_texts(settings: Evaluate, tokenizer: Any, *, max_positions: int | None = None) -> Texts:
+    """Read what an evaluation needs, for which no weights have to be there.
+
+    Args:
+        settings: what will be measured.
+        tokenizer: the model's.
+        max_positions: how many positions the model has; None when that is checked already.
+
+    Raises:
+        CalibrationError: text that cannot be had, or is too short for the windows asked for.
+    """
     windows = None
     if (wanted := settings.token_perplexity) is not None:
         windows = evaluation_windows(
             token_ids(documents(wanted.dataset, "evaluation"), tokenizer),
             wanted.samples,
             wanted.sequence_length,
-            max_positions=getattr(text_config(model), "max_position_embeddings", None),
+            max_positions=max_positions,
         )
     tasks = settings.lm_eval.tasks if settings.lm_eval is not None else []
     # the harness counts a word in a document that has none
@@ -155,10 +122,28 @@ def _read_texts(model: Any, tokenizer: Any, settings: Evaluate) -> _Texts:
         for t in tasks
         if isinstance(t, RollingTask)
     }
-    return _Texts(windows, rolling)
+    return Texts(windows, rolling)
 
 
-def _measure(access: Access, tokenizer: Any, settings: Evaluate, texts: _Texts, progress: Progress | None) -> Figures:
+def evaluate(
+    access: Access, tokenizer: Any, settings: Evaluate, texts: Texts, *, progress: Progress | None = None
+) -> Figures:
+    """Measure everything that a recipe's `evaluate` section asks for.
+
+    Args:
+        access: a transformers causal language model.
+        tokenizer: its tokenizer; neither is changed.
+        settings: what to measure.
+        texts: what `read_texts` read for that.
+        progress: called with the windows of token perplexity done and all windows; harness tasks are not counted.
+
+    Returns:
+        The figures by name, see `Figures`.
+
+    Raises:
+        RecipeError: an unknown task.
+        CalibrationError: a figure that is not finite, or a harness task's text that cannot be had.
+    """
     figures: Figures = {}
     if settings.lm_eval is not None:
         check_tasks(settings.lm_eval)  # before any work
@@ -173,6 +158,37 @@ def _measure(access: Access, tokenizer: Any, settings: Evaluate, texts: _Texts, 
         if len(rolling) == 1:
             figures |= {name: rolling[0][name] for name in ROLLING_METRICS if name in rolling[0]}
     return figures
+
+
+def evaluate_cached(
+    access: Access, tokenizer: Any, settings: Evaluate, texts: Texts, model_fingerprint: str, *,
+    progress: Progress | None = None,
+) -> Figures:  # fmt: skip
+    """Do as `evaluate`, or return what the same model gave before on the same text with the same libraries.
+
+    Tasks given as a YAML file are always measured, since nobody knows what else such a task reads.
+
+    Args:
+        access: as for `evaluate`.
+        tokenizer: as for `evaluate`.
+        settings: as for `evaluate`.
+        texts: as for `evaluate`.
+        model_fingerprint: stands for the weights, such as `access.weights_fingerprint` returns.
+        progress: as for `evaluate`; not called when the figures were cached.
+    """
+    if any(isinstance(t, str) and is_file(t) for t in (settings.lm_eval.tasks if settings.lm_eval else ())):
+        return evaluate(access, tokenizer, settings, texts, progress=progress)
+    key = {
+        "settings": settings.model_dump(mode="json", by_alias=True),
+        "text": texts.fingerprint(),
+        "model": model_fingerprint,
+        "config": _sha256(access.model.config.to_json_string()),
+        "tokenizer": _sha256(repr((sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map))),
+        "device": access.device.type,
+        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "lm_eval")},
+    }
+    folder = cache_folder() / "evaluations"
+    return cached(key, lambda: evaluate(access, tokenizer, settings, texts, progress=progress), folder)
 
 
 def _negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:

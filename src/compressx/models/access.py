@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compressx.architecture import find_blocks
+from compressx.errors import CompressxError
 from compressx.models import shards
 from compressx.models.export import save_model
 from compressx.models.shards import OUTSIDE
@@ -128,11 +129,24 @@ def weights_fingerprint(access: Access) -> str:
 
 
 def device_for(wanted: Device) -> torch.device:
-    """Return where the model runs: `auto` is CUDA when there is some; of several processes each has its own GPU."""
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cpu":
+    """Return where the model runs: `auto` is CUDA when there is some; of several processes each has its own GPU.
+
+    Raises:
+        CompressxError: CUDA is asked for and there is none, or fewer GPUs than processes.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and not gpus):
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if not gpus:
+        raise CompressxError(
+            f"device cuda: torch {torch.__version__} finds no CUDA GPU here; give --device cpu, or leave it out, which "
+            "takes a GPU where there is one"
+        )
+    if index >= gpus:
+        raise CompressxError(
+            f"device cuda: process {index} of this machine needs a GPU of its own, and torch finds {gpus}; start at "
+            f"most {gpus} processes (torchrun --nproc-per-node {gpus}), or give --device cpu"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

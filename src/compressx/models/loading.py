@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compressx.errors import ArtifactError, CompressxError, UnsupportedModelError
+from compressx.errors import ArtifactError, CompressxError, UnsupportedModelError, nearest
 from compressx.models.packages import file_of_package
 from compressx.quiet import quiet_libraries
 from compressx.recipe.sources import ModelSource
@@ -200,7 +200,8 @@ def _local_path(source: ModelSource) -> Path:
     assert source.path is not None  # noqa: S101 - the schema gives exactly one source
     path = source.path.expanduser()
     if not path.exists():
-        raise ArtifactError(f"model path {source.path} does not exist (looked in {Path.cwd()})")
+        beside = nearest(path.name, [p.name for p in path.parent.glob("*")])
+        raise ArtifactError(f"model path {source.path} does not exist; {beside}looked in {Path.cwd()}")
     if path.is_file():
         if path.suffix != ".gguf":
             raise UnsupportedModelError(f"{path}: expected a folder with safetensors or a .gguf file")

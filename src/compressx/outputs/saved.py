@@ -9,18 +9,20 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from compressx.architecture import text_config
 from compressx.calibration.documents import check_dataset
 from compressx.errors import ArtifactError, RecipeError
 from compressx.evaluation.harness import check_tasks
-from compressx.evaluation.perplexity import Figures, Progress, evaluate
+from compressx.evaluation.perplexity import Figures, Progress, evaluate, read_texts
 from compressx.files import os_errors_named
 from compressx.masks.maskset import Deviation, MaskSet
 from compressx.models.access import Access, Device, device_for
 from compressx.models.export import output_folder, save_model
-from compressx.models.loading import find_checkpoint, load_model, load_tokenizer
+from compressx.models.loading import find_checkpoint, load_model, load_skeleton, load_tokenizer
 from compressx.models.streaming import open_model
 from compressx.recipe.document import Node, from_python
-from compressx.recipe.schema import Evaluate, RollingTask, load_recipe
+from compressx.recipe.measuring import Evaluate
+from compressx.recipe.schema import load_recipe
 from compressx.recipe.sources import ModelField, ModelSource
 from compressx.recipe.validation import Strict, validated
 from compressx.recipe.yamlfile import override
@@ -72,13 +74,10 @@ def measures(recipe: Path | None, overrides: Sequence[str]) -> Evaluate:
         settings = validated(_Asked, root.plain(), root.where).evaluate
     if settings.token_perplexity is None and settings.lm_eval is None:
         raise RecipeError(f"{recipe or '--set'}: evaluate asks for nothing; give it token_perplexity, lm_eval, or both")
-    if settings.token_perplexity is not None:
-        check_dataset(settings.token_perplexity.dataset)
+    for dataset in settings.datasets().values():
+        check_dataset(dataset)
     if settings.lm_eval is not None:
         check_tasks(settings.lm_eval)
-        for task in settings.lm_eval.tasks:
-            if isinstance(task, RollingTask):
-                check_dataset(task.dataset)
     return settings
 
 
@@ -105,13 +104,16 @@ def evaluate_saved(
     Raises:
         CompressxError: anything that the user can mend.
     """
+    where = device_for(device)
     checkpoint = find_checkpoint(source)
     tokenizer = load_tokenizer(checkpoint)
+    positions = getattr(text_config(load_skeleton(checkpoint)), "max_position_embeddings", None)
+    texts = read_texts(settings, tokenizer, max_positions=positions)
     loaded = None if masks is None else MaskSet.load(masks)
-    access: Access = open_model(checkpoint, False if loaded is not None else source.streaming, device_for(device))
+    access: Access = open_model(checkpoint, False if loaded is not None else source.streaming, where)
     if loaded is not None:
         loaded.apply(access.model)
-    return evaluate(access, tokenizer, settings, progress=progress)
+    return evaluate(access, tokenizer, settings, texts, progress=progress)
 
 
 def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: bool = False) -> dict[str, Deviation]:

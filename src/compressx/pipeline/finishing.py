@@ -7,6 +7,7 @@ import platform
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from compressx._version import __version__
-from compressx.evaluation.perplexity import evaluate
+from compressx.evaluation.perplexity import Texts, evaluate
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access
 from compressx.models.loading import Checkpoint
@@ -44,6 +45,7 @@ class Pruned:
         allocation: how its sparsities were chosen, if they were.
         blocks: what is known of each block.
         dense: what was measured of the dense model, by `dense`; empty when the recipe evaluates nothing.
+        texts: what is measured on, or None.
         training: the windows to fine-tune on [windows, tokens], or None.
     """
 
@@ -54,6 +56,7 @@ class Pruned:
     allocation: AllocationReport | None
     blocks: Sequence[FinishedBlock]
     dense: Mapping[str, Mapping[str, Any]]
+    texts: Texts | None
     training: Tensor | None
 
 
@@ -71,14 +74,14 @@ def finish(asked: Asked, pruned: Pruned, journal: Journal, folder: Path) -> RunR
     evaluation = dict(pruned.dense)
     tuned = None
     if pruned.training is not None:
-        evaluation |= _evaluated(asked, access, pruned.tokenizer, "pruned")
+        evaluation |= _evaluated(asked, pruned, access, "pruned")
         tuned = _finetuned(asked, pruned, pruned.training, MaskSet.load(masks), journal)
     asked.tell("save", 0, 1)
     with asked.clock.stage("save"):
         drawn = _save(pruned, tuned, journal, folder)
     if isinstance(access, StreamedModel):
         access = open_streamed(pruned.checkpoint.at(folder / "model"), access.device)
-    evaluation |= _evaluated(asked, access, pruned.tokenizer, "pruned" if tuned is None else "finetuned")
+    evaluation |= _evaluated(asked, pruned, access, "pruned" if tuned is None else "finetuned")
     report = _report(asked, pruned, evaluation, tuned, drawn)
     (folder / "recipe.yaml").write_text(asked.loaded.to_yaml(), encoding="utf-8")
     (folder / "plan.json").write_text(json.dumps(pruned.plan.to_dict(), indent=1) + "\n", encoding="utf-8")
@@ -103,15 +106,16 @@ def _finetuned(asked: Asked, pruned: Pruned, windows: Tensor, masks: MaskSet, jo
 
 
 def _evaluated(
-    asked: Asked, access: Access, tokenizer: Any, name: Literal["pruned", "finetuned"]
+    asked: Asked, pruned: Pruned, access: Access, name: Literal["pruned", "finetuned"]
 ) -> dict[str, Mapping[str, Any]]:
     """Measure what the recipe asks for, if anything."""
-    settings = asked.loaded.recipe.evaluate
-    if settings is None:
+    settings, texts = asked.loaded.recipe.evaluate, pruned.texts
+    if settings is None or texts is None:
         return {}
     stage: Stage = "evaluate pruned" if name == "pruned" else "evaluate finetuned"
     with asked.clock.stage("evaluate"):
-        return {name: evaluate(access, tokenizer, settings, progress=lambda i, n: asked.tell(stage, i, n))}
+        told = partial(asked.tell, stage)
+        return {name: evaluate(access, pruned.tokenizer, settings, texts, progress=told)}
 
 
 def _save(

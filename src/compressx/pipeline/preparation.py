@@ -17,7 +17,7 @@ from compressx.models.export import check_output
 from compressx.models.loading import Checkpoint, find_checkpoint, load_skeleton
 from compressx.planning.plan import Plan, make_plan
 from compressx.plugins.manager import Plugins
-from compressx.recipe.schema import LoadedRecipe, RollingTask, load_recipe, recipe_from_dict
+from compressx.recipe.schema import LoadedRecipe, load_recipe, recipe_from_dict
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
     recipe = loaded.recipe
     with at(loaded, "output"):
         check_output(recipe.output)
+    for place, dataset in recipe.datasets().items():
+        with at(loaded, *place):
+            check_dataset(dataset)
     with at(loaded, "model"):
         checkpoint = find_checkpoint(recipe.model)
         skeleton = load_skeleton(checkpoint)
@@ -55,21 +58,11 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
             f"{loaded.where('output')}: output {recipe.output} would replace the model that it is made from; "
             "name another folder"
         )
-    if recipe.calibration is not None:
-        with at(loaded, "calibration", "dataset"):
-            check_dataset(recipe.calibration.dataset)
-    if recipe.evaluate is not None and recipe.evaluate.token_perplexity is not None:
-        with at(loaded, "evaluate", "token_perplexity", "dataset"):
-            check_dataset(recipe.evaluate.token_perplexity.dataset)
     planned = make_plan(loaded, plugins, skeleton)
     with at(loaded, "allocation", "target"):
         planned = settled(planned)
     _check_finetune(loaded, skeleton)
     if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None:
-        for i, task in enumerate(recipe.evaluate.lm_eval.tasks):
-            if isinstance(task, RollingTask):
-                with at(loaded, "evaluate", "lm_eval", "tasks", i, "dataset"):
-                    check_dataset(task.dataset)
         with at(loaded, "evaluate", "lm_eval", "tasks"):
             check_tasks(recipe.evaluate.lm_eval)
     return Prepared(checkpoint, planned)
@@ -83,10 +76,7 @@ def _check_finetune(loaded: LoadedRecipe, skeleton: Any) -> None:
         return
     if recipe.model.streaming is True:
         refuse_streamed(loaded)
-    if settings.dataset is not None:
-        with at(loaded, "finetune", "dataset"):
-            check_dataset(settings.dataset)
-    elif recipe.calibration is None:
+    if settings.dataset is None and recipe.calibration is None:
         raise RecipeError(
             f"{loaded.where('finetune')}: there is no text to train on: the recipe has no calibration, and finetune "
             "no dataset; add one of them, such as finetune.dataset: wikitext"

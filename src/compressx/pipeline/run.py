@@ -19,7 +19,7 @@ from compressx.blocks.walk import Finished, prune_model
 from compressx.calibration.documents import documents
 from compressx.calibration.windows import calibration_windows, token_ids
 from compressx.calibration.windows import fingerprint as fingerprint_of
-from compressx.evaluation.perplexity import evaluate_cached
+from compressx.evaluation.perplexity import evaluate_cached, read_texts
 from compressx.models.access import Access, Device, device_for, weights_fingerprint
 from compressx.models.export import output_folder
 from compressx.models.hidden import InFiles, Keep, in_memory
@@ -120,6 +120,8 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
         batches = _batches(loaded.recipe.calibration, windows, ranks)
     with clock.stage("calibrate"), at(loaded, "finetune"):
         training = training_windows(loaded.recipe, tokenizer, windows)
+    with clock.stage("evaluate"), at(loaded, "evaluate"):
+        texts = read_texts(settings, tokenizer) if settings is not None and ranks.first else None
     with clock.stage("load"), at(loaded, "model"):
         access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, asked.device)
     if isinstance(access, StreamedModel):
@@ -128,10 +130,10 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
         fingerprint = ranks.told(_fingerprint(asked, prepared.plan, access, windows, training) if ranks.first else {})
         journal = Journal(folder, fingerprint, ranks)
         evaluation: dict[str, Any] = {}
-        if settings is not None and ranks.first:
+        if settings is not None and texts is not None:
             with clock.stage("evaluate"), at(loaded, "evaluate"):
                 evaluation["dense"] = evaluate_cached(
-                    access, tokenizer, settings, fingerprint["model"],
+                    access, tokenizer, settings, texts, fingerprint["model"],
                     progress=lambda i, n: asked.tell("evaluate dense", i, n),
                 )  # fmt: skip
         pruning = _Pruning(asked, access, batches, journal)
@@ -143,7 +145,9 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
             finished = pruning.prune(final, sensitivities)
         if not ranks.first:
             return None
-        pruned = Pruned(prepared.checkpoint, tokenizer, access, final, allocation, finished, evaluation, training)
+        pruned = Pruned(
+            prepared.checkpoint, tokenizer, access, final, allocation, finished, evaluation, texts, training
+        )  # fmt: skip
         report = finish(asked, pruned, journal, folder)
     asked.plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output)
     return report

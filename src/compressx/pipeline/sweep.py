@@ -15,7 +15,7 @@ from compressx.pipeline.asked import Progress
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe, load_recipe
-from compressx.recipe.yamlfile import parse_yaml
+from compressx.recipe.yamlfile import parse_yaml, steps_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,10 +107,15 @@ def grid(recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Pa
 
 def _axis(axis: str) -> tuple[str, list[str]]:
     """Part `KEY=VALUE,VALUE...` into the key and its values, each as JSON, which is YAML on one line."""
-    key, equals, text = axis.partition("=")
-    key, place = key.strip(), f"--grid {axis}"
+    path, equals, text = axis.partition("=")
+    key, place = ".".join(steps_of(path)), f"--grid {axis}"
     if not equals or not key or not text.strip():
         raise RecipeError(f"{place}: expected KEY=VALUE,VALUE..., such as prune.1.sparsity=0.4,0.5,0.6")
+    if key == "output":
+        raise RecipeError(
+            f"{place}: every run of a sweep has a folder of its own, named after its values; expected another key, and "
+            "the folder of all of them as --output FOLDER"
+        )
     values = parse_yaml(f"[{text}]", "", place=place).plain()
     return key, [json.dumps(value, ensure_ascii=False) for value in values]
 

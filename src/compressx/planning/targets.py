@@ -22,21 +22,28 @@ def match_targets(loaded: LoadedRecipe, found: Architecture) -> dict[str, int]:
         By linear name, the position of its rule in the recipe's `prune`. Linears that no rule names are absent.
 
     Raises:
-        RecipeError: a target that matches nothing, or a rule whose linears are all taken, with its place.
+        RecipeError: a target that matches nothing, or only what earlier rules took, with its place.
     """
     taken: dict[str, int] = {}
     for index, rule in enumerate(loaded.recipe.prune):
-        matched = [n for i, target in enumerate(rule.targets) for n in _matching(loaded, index, i, target, found)]
-        fresh = [n for n in dict.fromkeys(matched) if n not in taken]
-        if not fresh:
-            earlier = taken[matched[0]]
-            raise RecipeError(
-                f"{loaded.where('prune', index)}: prune[{index}] is shadowed: all {len(set(matched))} linears that it "
-                f"matches are already taken, {matched[0]} by prune[{earlier}] at {loaded.where('prune', earlier)}; the "
-                "first matching rule wins, so put the narrower rule first"
-            )
-        taken |= dict.fromkeys(fresh, index)
+        matched = [_matching(loaded, index, i, target, found) for i, target in enumerate(rule.targets)]
+        for position, names in enumerate(matched):
+            if all(name in taken for name in names):
+                raise _shadowed(loaded, index, position, names, taken)
+        taken |= {name: index for names in matched for name in names if name not in taken}
     return taken
+
+
+def _shadowed(
+    loaded: LoadedRecipe, index: int, position: int, names: Sequence[str], taken: Mapping[str, int]
+) -> RecipeError:
+    owners = {taken[name]: name for name in reversed(names)}
+    by = ", ".join(f"{n} by prune[{owner}] at {loaded.where('prune', owner)}" for owner, n in sorted(owners.items()))
+    return RecipeError(
+        f"{loaded.where('prune', index, 'targets', position)}: target {loaded.recipe.prune[index].targets[position]!r} "
+        f"of prune[{index}] is shadowed: all {len(names)} linears that it matches are already taken, {by}; the first "
+        "matching rule wins, so put the narrower rule first, or drop the target"
+    )
 
 
 def _matching(loaded: LoadedRecipe, index: int, position: int, target: str, found: Architecture) -> list[str]:

@@ -177,6 +177,17 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def flow(value: object) -> str:
+    """Write plain data on one line, as a recipe may have it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    if isinstance(value, str):
+        return value if re.fullmatch(r"[A-Za-z][\w/-]*", value) else f'"{value}"'
+    return shown(value)
+
+
 def one_line(text: str) -> str:
     """Make text that came from outside fit for one line of a message, whatever its characters."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -19,7 +19,7 @@ Scope: TypeAlias = Literal["model", "block"]
 MAX_SPARSITY = 0.95
 """The most that a unit gets, whatever the others cost."""
 
-_TARGET = "fraction of zeros over all planned linears"
+_TARGET = "fraction of zeros over all planned linears; 0.5 is 50%"
 _METHOD = "how sparsities are chosen"
 _WINDOWS = "calibration windows to measure with, the first so many"
 
@@ -40,10 +40,14 @@ class ExplicitAllocation(Strict):
 
     method: Literal["explicit"] = Field(description=_METHOD)
     sparsities: dict[str, Annotated[StrictFloat, Field(ge=0, lt=1)]] = Field(
-        min_length=1, description="sparsity by glob over fully qualified names; the first that matches takes a linear"
+        min_length=1,
+        description="sparsity (0.5 is 50%) by glob over fully qualified names; the first that matches takes a linear",
     )
     target: StrictFloat | None = Field(
-        None, gt=0, lt=1, description="fraction of zeros that they have to come to; not checked when absent"
+        None,
+        gt=0,
+        lt=1,
+        description="fraction of zeros that they have to come to, 0.5 being 50%; not checked when absent",
     )
 
     measures: ClassVar[str] = ""
@@ -85,7 +89,7 @@ class _Measuring(Strict):
     target: StrictFloat = Field(gt=0, lt=MAX_SPARSITY, description=_TARGET)
     scope: Scope = Field("model", description="what shares the target: all blocks, or each block by itself")
     sparsities: list[Annotated[StrictFloat, Field(gt=0, le=MAX_SPARSITY)]] = Field(
-        default=[0.3, 0.5, 0.7, 0.9], min_length=2, description="sparsities to measure, rising"
+        default=[0.3, 0.5, 0.7, 0.9], min_length=2, description="sparsities to measure, rising; 0.5 is 50%"
     )
     samples: StrictInt = Field(
         24,

@@ -11,13 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BeforeValidator,
     ByteSize,
-    Discriminator,
     Field,
     PlainSerializer,
     StrictBool,
     StrictFloat,
     StrictInt,
-    Tag,
     WithJsonSchema,
     model_validator,
 )
@@ -26,8 +24,9 @@ from typing_extensions import TypedDict  # pydantic asks for it before Python 3.
 from compressx.errors import RecipeError
 from compressx.patterns import NM, Group
 from compressx.recipe.document import Node, Step, from_python
+from compressx.recipe.measuring import Evaluate
 from compressx.recipe.methods import AllocationField
-from compressx.recipe.sources import DatasetField, ModelField
+from compressx.recipe.sources import DatasetField, DatasetSource, ModelField
 from compressx.recipe.tuning import Finetune
 from compressx.recipe.validation import Strict, conflict, validated
 from compressx.recipe.validation import validate_options as validate_options  # noqa: PLC0414 - plan.py takes it from here
@@ -41,12 +40,19 @@ def _pruner_from_text(value: object) -> object:
 def _nm(value: object) -> object:
     """Read `2:4` or `{keep: 2, of: 4}`."""
     if isinstance(value, NM):
-        return value
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*", value)):
-        return NM(int(match[1]), int(match[2]))
-    if isinstance(value, dict) and set(value) == {"keep", "of"} and all(type(v) is int for v in value.values()):
-        return NM(value["keep"], value["of"])
-    raise ValueError('an N:M pattern is written "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept')
+        keep, of = value.keep, value.of
+    elif isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*", value)):
+        keep, of = int(match[1]), int(match[2])
+    elif isinstance(value, dict) and set(value) == {"keep", "of"} and all(type(v) is int for v in value.values()):
+        keep, of = value["keep"], value["of"]
+    else:
+        raise ValueError('an N:M pattern is written "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept')
+    if not 1 <= keep < of:
+        idle = "; what is not to be pruned is left out of targets" if keep == of else ""
+        raise ValueError(
+            f'N:M keeps N of every M weights, with 1 <= N < M, such as "2:4"; {keep}:{of} keeps {keep} of {of}{idle}'
+        )
+    return NM(keep, of)
 
 
 class _Spelt(TypedDict):
@@ -87,9 +93,11 @@ class Reconstruction(Strict):
 class Rule(Strict):
     """One pruning rule. The first rule whose targets match a linear takes it."""
 
-    targets: list[str] = Field(min_length=1, description="glob patterns over fully qualified names")
+    targets: list[str] = Field(
+        min_length=1, description="glob patterns over fully qualified names", examples=[["*.q_proj", "*.k_proj"]]
+    )
     pruner: str = Field(description="name of the pruner that selects")
-    sparsity: StrictFloat | None = Field(None, ge=0, lt=1, description="fraction of zeros in [0, 1), e.g. 0.7")
+    sparsity: StrictFloat | None = Field(None, ge=0, lt=1, description="fraction of zeros in [0, 1); 0.5 is 50%")
     group: Group | None = Field(None, description="what competes for the budget; the pruner's own when absent")
     pattern: PatternField | None = Field(None, description='N:M, such as "2:4"; with allocation N is chosen')
     reconstruct: ReconstructionField | None = Field(None, description="pruner that gives the survivors new values")
@@ -133,71 +141,45 @@ class ReconstructBlock(Strict):
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the order of the text")
 
 
-class TokenPerplexity(Strict):
-    """exp of the mean negative log-likelihood per token over fixed, non-overlapping windows."""
-
-    dataset: DatasetField
-    sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
-    samples: StrictInt | None = Field(None, ge=1, description="the first so many windows; all when absent")
-    batch_size: StrictInt = Field(4, ge=1, description="windows in one forward pass")
-
-
-class RollingTask(Strict):
-    """A dataset as an lm-eval `loglikelihood_rolling` task."""
-
-    name: str = Field(description="what the report calls it")
-    dataset: DatasetField
-
-
-def _kind_of_task(value: object) -> str | None:
-    if isinstance(value, str):
-        return "<name>"
-    return "<dataset>" if isinstance(value, Mapping | RollingTask) else None
-
-
-TaskField = Annotated[
-    Annotated[str, Tag("<name>")] | Annotated[RollingTask, Tag("<dataset>")],
-    Discriminator(
-        _kind_of_task,
-        custom_error_type="task",
-        custom_error_message="the name of an lm-eval task, the path of a task YAML, or {name, dataset}",
-    ),
-]
-
-
-class LmEval(Strict):
-    """Tasks of lm-evaluation-harness: by name, by path of a task YAML, or a dataset of ours."""
-
-    tasks: list[TaskField] = Field(min_length=1)
-    limit: StrictInt | None = Field(None, ge=1, description="documents of each task; all when absent")
-    batch_size: StrictInt = Field(4, ge=1)
-
-
-class Evaluate(Strict):
-    """What is measured on the dense and on the pruned model. Nothing, when the recipe has no such section."""
-
-    token_perplexity: TokenPerplexity | None = None
-    lm_eval: LmEval | None = None
-
-
 class Recipe(Strict):
     """Everything that one run needs."""
 
     model: ModelField
-    calibration: Calibration | None = Field(None, description="needed by every pruner but magnitude")
-    prune: list[Rule] = Field(min_length=1)
-    allocation: AllocationField | None = Field(None, description="chooses the rules' sparsities; else each has its own")
+    calibration: Calibration | None = Field(
+        None, description="needed by every pruner but magnitude", examples=[{"dataset": "wikitext", "samples": 128}]
+    )
+    prune: list[Rule] = Field(min_length=1, examples=[[{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}]])
+    allocation: AllocationField | None = Field(
+        None,
+        description="chooses the rules' sparsities; else each has its own",
+        examples=[{"method": "attention-aware", "target": 0.5}],
+    )
     true_sequential: StrictBool = Field(
         False,
         description="whether a linear is observed after those that come before it in its block were pruned, instead of "
         "in the unpruned block",
     )
     reconstruct_block: ReconstructBlock | None = Field(
-        None, description="trains the survivors of each block after it was pruned; not done when absent"
+        None,
+        description="trains the survivors of each block after it was pruned; not done when absent",
+        examples=[{"passes": 4}],
     )
-    finetune: Finetune | None = Field(None, description="training of what survives, with the masks held")
-    evaluate: Evaluate | None = None
+    finetune: Finetune | None = Field(
+        None, description="training of what survives, with the masks held", examples=[{"steps": 200}]
+    )
+    evaluate: Evaluate | None = Field(None, examples=[{"token_perplexity": {"dataset": "wikitext"}}])
     output: Path = Field(description="folder to write; must not exist yet, or hold an earlier run's output")
+
+    def datasets(self) -> dict[tuple[Step, ...], DatasetSource]:
+        """Return the datasets that it reads, by where it names them."""
+        found: dict[tuple[Step, ...], DatasetSource] = {}
+        if self.calibration is not None:
+            found["calibration", "dataset"] = self.calibration.dataset
+        if self.finetune is not None and self.finetune.dataset is not None:
+            found["finetune", "dataset"] = self.finetune.dataset
+        if self.evaluate is not None:
+            found |= {("evaluate", *place): dataset for place, dataset in self.evaluate.datasets().items()}
+        return found
 
 
 @dataclass(frozen=True)
@@ -274,9 +256,4 @@ def _budget_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
                 f"{loaded.where('prune', i, 'sparsity')}: prune[{i}] has sparsity {rule.sparsity}, and allocation at "
                 f"{loaded.where('allocation')} chooses every rule's sparsity; expected one of the two: drop sparsity "
                 "here, or drop allocation"
-            )
-        if allocated and rule.pattern is not None and rule.pattern.of == 1:
-            yield (
-                f"{loaded.where('prune', i, 'pattern')}: prune[{i}] has pattern {rule.pattern}, of which allocation "
-                f'cannot choose N; expected an M of 2 or more, such as "2:4"'
             )

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, model_validator
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, model_validator
 
-from compressx.errors import did_you_mean
 from compressx.recipe.sources import DatasetField
 from compressx.recipe.validation import Strict, conflict
 
 Teacher = Literal["dense", "none"]
-
-
-def _one_of(literal: object) -> BeforeValidator:
-    """Refuse any other text with the nearest one that is taken."""
-    names = get_args(literal)
-
-    def check(value: object) -> object:
-        if isinstance(value, str) and value not in names:
-            raise ValueError(f"not known; {did_you_mean(value, names)}")
-        return value
-
-    return BeforeValidator(check)
 
 
 class Finetune(Strict):
@@ -33,7 +20,7 @@ class Finetune(Strict):
     learning_rate: StrictFloat = Field(
         1e-4, gt=0, description="the largest, at the end of the warmup; from there a cosine takes it to 0"
     )
-    teacher: Annotated[Teacher, _one_of(Teacher)] = Field(
+    teacher: Teacher = Field(
         "dense", description="whose predictions are learnt: the dense model's, or none, then the next token is"
     )
     temperature: StrictFloat = Field(1.0, gt=0, description="divides the logits of both models; only with a teacher")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -10,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from compressx.errors import CompressxError, RecipeError, did_you_mean
-from compressx.recipe.document import Step, path_text, shown
+from compressx.errors import CompressxError, RecipeError, did_you_mean, nearest
+from compressx.recipe.document import Step, flow, path_text, shown
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Loc = tuple[Step, ...]
@@ -26,11 +28,11 @@ _EXPECTED = {
     "bool_parsing": "true or false",
     "string_type": "text (numbers, true and null in quotes)",
     "path_type": "a path",
-    "list_type": "a list, such as [a, b]",
-    "tuple_type": "a list, such as [a, b]",
-    "dict_type": "a mapping of keys to values",
-    "model_type": "a mapping of keys to values",
-    "model_attributes_type": "a mapping of keys to values",
+    "list_type": "a list, such as {example}",
+    "tuple_type": "a list, such as {example}",
+    "dict_type": "a mapping of keys to values, such as {example}",
+    "model_type": "a mapping of keys to values, such as {example}",
+    "model_attributes_type": "a mapping of keys to values, such as {example}",
     "none_required": "null",
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
@@ -64,6 +66,7 @@ def validated(
     *,
     error: type[CompressxError] = RecipeError,
     noun: str = "key",
+    strict: bool = False,
 ) -> _Model:
     """Validate plain data and refuse unknown keys, nested ones too, whatever the model's own `extra` says.
 
@@ -73,6 +76,7 @@ def validated(
         where: gives the place of a location in `data`, or of the nearest value around it.
         error: what to raise.
         noun: what messages call a key.
+        strict: whether types are strict though the schema's own may not be: no `"8"` or `true` for a number.
 
     Returns:
         The model's instance.
@@ -81,6 +85,8 @@ def validated(
         CompressxError: as `error`; one line for each mistake, each beginning with its place.
     """
     try:
+        if strict:  # as JSON, in which a list may still become a tuple and text a path or a member of an enum
+            return model.model_validate_json(json.dumps(data), strict=True, extra="forbid")
         return model.model_validate(data, extra="forbid")
     except ValidationError as found:
         lines = dict.fromkeys(_lines(found.errors(include_url=False), model, data, where, noun))
@@ -88,11 +94,11 @@ def validated(
 
 
 def validate_options(model: type[_Model], options: Mapping[str, Any], where: Callable[..., str]) -> _Model:
-    """Validate the options that a recipe gives to a pruner.
+    """Validate the options that a recipe gives to a pruner, as strictly as a recipe's own keys.
 
     Args:
         model: the options' schema, a plugin's own.
-        options: as the recipe has them.
+        options: as the recipe has them: dicts, lists and scalars.
         where: gives the place of a location within the options.
 
     Returns:
@@ -101,13 +107,13 @@ def validate_options(model: type[_Model], options: Mapping[str, Any], where: Cal
     Raises:
         RecipeError: unknown options, with the nearest valid one, and values that the model refuses.
     """
-    return validated(model, dict(options), where, noun="option")
+    return validated(model, dict(options), where, noun="option", strict=True)
 
 
 def _lines(
     errors: Sequence[ErrorDetails], model: type[BaseModel], data: object, where: Callable[..., str], noun: str
 ) -> Iterator[str]:
-    wanted: dict[_Loc, list[str]] = {}
+    wanted: dict[_Loc, list[ErrorDetails]] = {}
     # What is unknown is said before what is missing: a misspelt key is both, and its hint is the better one.
     for error in sorted(errors, key=lambda e: e["type"] == "missing"):
         loc = _within(data, error["loc"])
@@ -121,12 +127,13 @@ def _lines(
         elif error["type"] in _SENTENCES:
             yield _sentence(error, loc, _at(data, loc), where)
         else:
-            wanted.setdefault(loc, []).append(_expected(error))
-    for loc, expected in wanted.items():
+            wanted.setdefault(loc, []).append(error)
+    for loc, found in wanted.items():
+        value, name = _at(data, loc), path_text(loc) or "the document"
         # The members of a union each say what they expected of the same value.
-        value, either = shown(_at(data, loc)), " or ".join(dict.fromkeys(expected))
-        name = path_text(loc) or "the document"
-        yield f"{where(*loc)}: {name} is {value}; expected {either}{_description(model, loc, data)}"
+        either = " or ".join(dict.fromkeys(_expected(error, _example(model, loc, data)) for error in found))
+        hint = nearest(value, [n for error in found for n in _names(error)]) if isinstance(value, str) else ""
+        yield f"{where(*loc)}: {name} is {shown(value)}; {hint}expected {either}{_description(model, loc, data)}"
 
 
 def _sentence(error: ErrorDetails, loc: _Loc, value: object, where: Callable[..., str]) -> str:
@@ -140,12 +147,28 @@ def _sentence(error: ErrorDetails, loc: _Loc, value: object, where: Callable[...
     return f"{where(*loc, *keys[-1:])}: {message}" + (f" ({places})" if len(keys) > 1 else "")
 
 
-def _expected(error: ErrorDetails) -> str:
+def _expected(error: ErrorDetails, example: str) -> str:
     template = _EXPECTED.get(error["type"])
     if template is None:
         return error["msg"].removeprefix("Input should be ")
     bounds = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in error.get("ctx", {}).items()}
-    return template.format(**bounds)
+    said = template if example else template.removesuffix(", such as {example}")
+    return said.format(**bounds, example=example)
+
+
+def _names(error: ErrorDetails) -> list[str]:
+    """Return the texts that would have been taken, where these are few and fixed."""
+    fixed = error["type"] in {"literal_error", "enum"}
+    return re.findall("'([^']*)'", error["ctx"]["expected"]) if fixed else []
+
+
+def _example(model: type[BaseModel], loc: _Loc, data: object) -> str:
+    """Write the example that the schema has of what stands at a location, or of the list that it is an item of."""
+    field = _schema_at(model, loc, data)[1]
+    example: Any = field.examples[0] if field is not None and field.examples else None
+    if example is not None and isinstance(loc[-1], int):
+        example = example[0] if isinstance(example, list) else None
+    return "" if example is None else flow(example)
 
 
 def _within(data: object, loc: _Loc) -> _Loc:

@@ -29,10 +29,10 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from compressx.errors import RecipeError, did_you_mean
 from compressx.recipe.document import Node, Scalar, check_bounds, checked, from_python, one_line, put, shown
+from compressx.recipe.grammar import QUOTES, in_plain_words
 
 MAX_BYTES = 256 * 1024
 
-_QUOTES = 'text that begins with * needs quotes, such as "*.q_proj"'
 _CORE_SCHEMA: tuple[tuple[re.Pattern[str], Callable[[str], Scalar]], ...] = (
     (re.compile(r"null|Null|NULL|~|"), lambda _: None),
     (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
@@ -105,11 +105,7 @@ def _events(text: str, at: Callable[[int, int], str]) -> Iterator[Any]:
         here = at(before.count("\n"), len(before) - before.rfind("\n") - 1)
         raise RecipeError(f"{here}: the character {text[error.position]!r} is not allowed in YAML") from None
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        here = at(mark.line, mark.column) if mark else at(0, 0)
-        hint = f"; {_QUOTES}" if error.context == "while scanning an alias" else ""
-        hint = hint or ("; indent with spaces" if "'\\t'" in str(error.problem) else "")
-        raise RecipeError(f"{here}: not YAML: {error.problem}{hint}") from None
+        raise RecipeError(in_plain_words(error, at)) from None
     except (YAMLError, ArithmeticError, AssertionError, ValueError) as error:
         # Directives of other versions and escapes beyond Unicode leave ruamel.yaml as these, without a mark.
         raise RecipeError(f"{at(0, 0)}: not YAML: an impossible escape or directive ({type(error).__name__})") from None
@@ -142,7 +138,7 @@ class _Composer:
         place = self._place(event)
         if isinstance(event, AliasEvent):
             if event.anchor not in self.anchors:
-                raise RecipeError(f"{place}: alias *{event.anchor} has no anchor that ends before it; {_QUOTES}")
+                raise RecipeError(f"{place}: alias *{event.anchor} has no anchor that ends before it; {QUOTES}")
             node = self.anchors[event.anchor]
             check_bounds(node.size, level + node.depth - 1, place)
             return node
@@ -212,18 +208,24 @@ def override(root: Node, assignment: str) -> Node:
 
     Args:
         root: the document.
-        assignment: `a.b.0.c=VALUE`, VALUE being YAML; what it sets has the place `--set a.b.0.c=VALUE`.
+        assignment: `a.b[0].c=VALUE` or `a.b.0.c=VALUE`, VALUE being YAML; what it sets has the place
+            `--set a.b[0].c=VALUE`.
 
     Raises:
         RecipeError: an assignment that cannot be read, or a path that leads through a scalar or outside a list.
     """
     place = "--set " + one_line(assignment if len(assignment) <= 120 else f"{assignment[:117]}...")
     path, equals, text = assignment.partition("=")
-    steps = path.strip().split(".")
+    steps = steps_of(path)
     if not equals or not all(steps):
         raise RecipeError(f"{place}: expected KEY.KEY=VALUE, such as calibration.samples=8 or prune.0.sparsity=0.5")
     check_bounds(1, len(steps), place)
     return put(root, steps, parse_yaml(text, "", place=place))
+
+
+def steps_of(path: str) -> list[str]:
+    """Part `prune[0].sparsity`, as messages write it, or `prune.0.sparsity` into its steps."""
+    return re.sub(r"(?<=[^.])\[(-?\d+)\](?=[.\[]|$)", r".\1", path.strip()).split(".")
 
 
 def assignments(given: Sequence[str]) -> dict[str, Any]:

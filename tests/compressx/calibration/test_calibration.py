@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressx.calibration.documents import documents
+from compressx.calibration.documents import check_dataset, documents
 from compressx.calibration.windows import calibration_windows, evaluation_windows, fingerprint, token_ids
 from compressx.errors import CalibrationError
 from compressx.recipe.sources import DatasetSource
@@ -70,6 +70,51 @@ class TestTextFiles:
         (project / "blank.txt").write_text(" \n\n")
         with pytest.raises(CalibrationError, match=r"text 'blank\.txt' holds no text for calibration"):
             documents(source(text="blank.txt"), "calibration")
+
+
+class TestWhatIsSeenWithoutReading:
+    def test_files_that_are_all_empty_are_refused(self, project: Path) -> None:
+        for name in ("a.txt", "b.txt"):
+            (project / name).touch()
+        with pytest.raises(CalibrationError, match=r"^text: 'a\.txt' holds no text: the file is empty$"):
+            check_dataset(source(text="a.txt"))
+        with pytest.raises(CalibrationError, match=r"^json: '\*\.txt' holds no text: all its 2 files are empty$"):
+            check_dataset(source(json="*.txt", field="text"))
+        (project / "b.txt").write_text("text")
+        check_dataset(source(text="*.txt"))
+
+    def test_a_folder_is_refused_with_how_to_name_its_files(self, project: Path) -> None:
+        (project / "corpus").mkdir()
+        (project / "corpus" / "a.txt").write_text("text")
+        with pytest.raises(
+            CalibrationError, match=r"^text: 'corpus' is a folder; name the files in it, such as "
+        ) as error:
+            check_dataset(source(text="corpus"))
+        check_dataset(source(text=str(error.value).split("'")[3]))
+        with pytest.raises(CalibrationError, match=r"such as 'corpus/\*\*/\*\.jsonl'$"):
+            check_dataset(source(json="corpus", field="text"))
+
+    def test_a_file_that_is_given_as_a_name_is_refused_with_how_to_write_it(self, project: Path) -> None:
+        for name, way in (("a.txt", r"\{text: a\.txt\}"), ("a.jsonl", r"\{json: a\.jsonl, field: NAME\}")):
+            (project / name).write_text("text")
+            with pytest.raises(
+                CalibrationError, match=rf"^dataset '{name}' is a file, not a dataset's name; write {way}$"
+            ):
+                check_dataset(source(name=name))
+
+    @pytest.mark.parametrize(
+        ("name", "meant"),
+        [("wikitxt", "wikitext"), ("WikiText2", "wikitext"), ("C4", "c4"), ("python_docs", "python-docs")],
+    )
+    def test_a_misspelt_short_name_is_refused_with_the_nearest(self, project: Path, name: str, meant: str) -> None:
+        with pytest.raises(
+            CalibrationError, match=rf"^no dataset '{name}'; did you mean '{meant}'\? valid: c4, python-d"
+        ):
+            check_dataset(source(name=name))
+
+    @pytest.mark.parametrize("name", ["wikitext", "c4", "python-docs", "imdb", "org/wikitxt", "wikitext_tl39"])
+    def test_what_may_be_on_the_hub_is_left_to_it(self, project: Path, name: str) -> None:
+        check_dataset(source(name=name))
 
 
 class TestJsonLines:

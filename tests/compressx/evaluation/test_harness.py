@@ -17,7 +17,7 @@ import torch
 
 from compressx.errors import CalibrationError, RecipeError
 from compressx.evaluation.harness import check_tasks, run_tasks
-from compressx.recipe.schema import LmEval
+from compressx.recipe.measuring import LmEval
 from compressx.testing import tiny_model
 
 DOCUMENTS = ["A pruned model\nstill talks.", "It loses  little."]

@@ -12,9 +12,9 @@ import torch
 from compressx.calibration.documents import documents
 from compressx.calibration.windows import evaluation_windows, token_ids
 from compressx.errors import CalibrationError, RecipeError
-from compressx.evaluation.perplexity import evaluate, evaluate_cached, token_perplexity
+from compressx.evaluation.perplexity import evaluate, evaluate_cached, read_texts, token_perplexity
 from compressx.models.access import InMemory
-from compressx.recipe.schema import Evaluate
+from compressx.recipe.measuring import Evaluate
 from compressx.recipe.sources import DatasetSource
 from compressx.testing import tiny_model, tiny_tokens
 
@@ -133,25 +133,33 @@ def settings(**sections: Any) -> Evaluate:
     return Evaluate.model_validate(sections)
 
 
+def measure(access: Any, tokenizer: Any, asked: Evaluate) -> Any:
+    return evaluate(access, tokenizer, asked, read_texts(asked, tokenizer))
+
+
+def measure_cached(access: Any, tokenizer: Any, asked: Evaluate, fingerprint: str) -> Any:
+    return evaluate_cached(access, tokenizer, asked, read_texts(asked, tokenizer), fingerprint)
+
+
 TOKENS = {"dataset": {"text": "*.txt"}, "sequence_length": 16}
 DOCS = {"name": "docs", "dataset": {"text": "*.txt"}}
 
 
 class TestEvaluate:
     def test_nothing_is_measured_when_nothing_is_asked(self, tokenizer: Any) -> None:
-        assert evaluate(InMemory(tiny_model("llama")), tokenizer, settings()) == {}
+        assert measure(InMemory(tiny_model("llama")), tokenizer, settings()) == {}
 
     def test_token_perplexity_is_taken_over_the_first_windows_of_the_text(self, text: Path, tokenizer: Any) -> None:
         model = tiny_model("llama")
         ids = torch.tensor(list((text / "a.txt").read_bytes()))
-        measured = evaluate(InMemory(model), tokenizer, settings(token_perplexity={**TOKENS, "samples": 3}))
+        measured = measure(InMemory(model), tokenizer, settings(token_perplexity={**TOKENS, "samples": 3}))
         assert measured == {
             "token_perplexity": pytest.approx(token_perplexity(InMemory(model), ids[:48].view(3, 16)), rel=1e-6)
         }
 
     @pytest.mark.slow
     def test_each_figure_carries_its_name(self, text: Path, tokenizer: Any) -> None:
-        measured = evaluate(
+        measured = measure(
             InMemory(tiny_model("llama")), tokenizer, settings(token_perplexity=TOKENS, lm_eval={"tasks": [DOCS]})
         )
         docs = measured["docs"]
@@ -163,8 +171,8 @@ class TestEvaluate:
     @pytest.mark.slow
     def test_documents_of_blanks_count_no_words(self, text: Path, tokenizer: Any) -> None:
         model = tiny_model("llama")
-        both = evaluate(InMemory(model), tokenizer, settings(lm_eval={"tasks": [DOCS]}))
-        alone = evaluate(
+        both = measure(InMemory(model), tokenizer, settings(lm_eval={"tasks": [DOCS]}))
+        alone = measure(
             InMemory(model), tokenizer, settings(lm_eval={"tasks": [{**DOCS, "dataset": {"text": "a.txt"}}]})
         )
         assert both == alone
@@ -172,7 +180,7 @@ class TestEvaluate:
     @pytest.mark.slow
     def test_of_two_rolling_tasks_neither_is_the_word_perplexity(self, text: Path, tokenizer: Any) -> None:
         tasks = [DOCS, {**DOCS, "name": "again"}]
-        measured = evaluate(InMemory(tiny_model("llama")), tokenizer, settings(lm_eval={"tasks": tasks}))
+        measured = measure(InMemory(tiny_model("llama")), tokenizer, settings(lm_eval={"tasks": tasks}))
         assert set(measured) == {"docs", "again"}
         assert measured["docs"] == measured["again"]
 
@@ -180,18 +188,22 @@ class TestEvaluate:
         model = tiny_model("llama")
         model.register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
         with pytest.raises(RecipeError, match="no such file"):
-            evaluate(InMemory(model), tokenizer, settings(token_perplexity=TOKENS, lm_eval={"tasks": ["absent.yaml"]}))
+            measure(InMemory(model), tokenizer, settings(token_perplexity=TOKENS, lm_eval={"tasks": ["absent.yaml"]}))
 
     def test_windows_longer_than_the_model_are_refused(self, text: Path, tokenizer: Any) -> None:
+        asked = settings(token_perplexity={**TOKENS, "sequence_length": 129})
         with pytest.raises(CalibrationError, match="sequence_length 129 is longer than the model's 128 positions"):
-            evaluate(
-                InMemory(tiny_model("llama")), tokenizer, settings(token_perplexity={**TOKENS, "sequence_length": 129})
-            )
+            read_texts(asked, tokenizer, max_positions=128)
+
+    def test_text_that_is_too_short_is_refused_without_a_model(self, text: Path, tokenizer: Any) -> None:
+        asked = settings(token_perplexity={**TOKENS, "samples": 30})
+        with pytest.raises(CalibrationError, match="evaluation needs 30 windows of 16 tokens; the text has 116 tokens"):
+            read_texts(asked, tokenizer)
 
     @pytest.mark.slow
     def test_the_training_mode_is_put_back(self, text: Path, tokenizer: Any) -> None:
         model = tiny_model("llama").train()
-        evaluate(InMemory(model), tokenizer, settings(lm_eval={"tasks": [DOCS]}))
+        measure(InMemory(model), tokenizer, settings(lm_eval={"tasks": [DOCS]}))
         assert all(module.training for module in model.modules())
 
 
@@ -211,13 +223,13 @@ class TestEvaluateCached:
     @pytest.mark.slow
     def test_the_same_evaluation_runs_the_model_once(self, text: Path, tokenizer: Any, model: Any) -> None:
         asked = settings(token_perplexity=TOKENS, lm_eval={"tasks": [DOCS]})
-        first = evaluate_cached(InMemory(model), tokenizer, asked, "dense")
+        first = measure_cached(InMemory(model), tokenizer, asked, "dense")
         runs = model.runs
         assert runs > 0
         assert (
-            evaluate_cached(InMemory(model), tokenizer, asked, "dense")
+            measure_cached(InMemory(model), tokenizer, asked, "dense")
             == first
-            == evaluate(InMemory(model), tokenizer, asked)
+            == measure(InMemory(model), tokenizer, asked)
         )
         assert model.runs == 2 * runs  # only `evaluate` ran it again
 
@@ -227,7 +239,7 @@ class TestEvaluateCached:
     ) -> None:
         def runs(asked: Evaluate, fingerprint: str = "dense") -> int:
             before = model.runs
-            evaluate_cached(InMemory(model), tokenizer, asked, fingerprint)
+            measure_cached(InMemory(model), tokenizer, asked, fingerprint)
             return int(model.runs > before)
 
         asked = settings(token_perplexity=TOKENS)
@@ -249,10 +261,10 @@ class TestEvaluateCached:
 
     def test_a_damaged_cache_is_measured_anew(self, text: Path, tokenizer: Any, model: Any) -> None:
         asked = settings(token_perplexity=TOKENS)
-        first = evaluate_cached(InMemory(model), tokenizer, asked, "dense")
+        first = measure_cached(InMemory(model), tokenizer, asked, "dense")
         (path,) = (text / "cache" / "evaluations").iterdir()
         path.write_text("{")
-        assert evaluate_cached(InMemory(model), tokenizer, asked, "dense") == first
+        assert measure_cached(InMemory(model), tokenizer, asked, "dense") == first
         assert path.read_text() != "{"
 
     @pytest.mark.slow
@@ -265,9 +277,9 @@ class TestEvaluateCached:
             'test_split: test\noutput_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: text\n'
         )
         asked = settings(lm_eval={"tasks": ["mine.yaml"]})
-        first = evaluate_cached(InMemory(model), tokenizer, asked, "dense")
+        first = measure_cached(InMemory(model), tokenizer, asked, "dense")
         runs = model.runs
-        assert evaluate_cached(InMemory(model), tokenizer, asked, "dense") == first
+        assert measure_cached(InMemory(model), tokenizer, asked, "dense") == first
         assert model.runs == 2 * runs
 
 

@@ -10,7 +10,8 @@ import psutil
 import pytest
 import torch
 
-from compressx.models.access import InMemory, weights_fingerprint
+from compressx.errors import CompressxError
+from compressx.models.access import InMemory, device_for, weights_fingerprint
 from compressx.models.loading import Checkpoint, load_model
 from compressx.models.streaming import open_streamed
 from compressx.testing import tiny_model, tiny_tokens
@@ -60,3 +61,26 @@ def test_hidden_states_of_an_evaluation_that_memory_cannot_hold_lie_in_files_unt
     for got, want in zip([first, *found], expected, strict=True):
         assert torch.equal(got, want)
     assert not list((tmp_path / "scratch").iterdir())
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+
+
+def test_cuda_where_there_is_none_is_refused_and_auto_takes_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    gpus(monkeypatch, 0)
+    assert device_for("auto") == torch.device("cpu")
+    with pytest.raises(CompressxError, match=r"^device cuda: torch \S+ finds no CUDA GPU here; give --device cpu"):
+        device_for("cuda")
+
+
+def test_every_process_has_a_gpu_of_its_own_or_is_refused(monkeypatch: pytest.MonkeyPatch):
+    gpus(monkeypatch, 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert device_for("auto") == device_for("cuda") == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(CompressxError, match="process 2 of this machine needs a GPU of its own, and torch finds 2; "):
+        device_for("auto")
+    assert device_for("cpu") == torch.device("cpu")

@@ -154,8 +154,8 @@ def test_a_bfloat16_model_stays_bfloat16(models: Any, plugins: Plugins) -> None:
 
 def test_magnitude_reads_no_text(models: Any, plugins: Plugins) -> None:
     given = recipe(models("llama"), {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5})
-    Path("empty.txt").touch()  # any pruner that observes would refuse it
-    given["calibration"]["dataset"] = {"text": "empty.txt"}
+    Path("short.txt").write_text("w1")  # any pruner that observes would refuse it
+    given["calibration"]["dataset"] = {"text": "short.txt"}
     assert run(given, plugins=plugins).sparsity == 0.5
     del given["calibration"]
     assert run(given, plugins=plugins).sparsity == 0.5
@@ -528,6 +528,28 @@ def test_calibration_text_that_is_too_short_says_how_short(models: Any, plugins:
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize("section", ["calibration", "evaluation"])
+def test_text_that_is_too_short_is_refused_before_weights_are_loaded(
+    models: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    given = recipe(models("llama"), evaluated=True)
+    settings = given["calibration"] if section == "calibration" else given["evaluate"]["token_perplexity"]
+    settings["samples"] = 1000
+    monkeypatch.setattr("compressx.pipeline.run.open_model", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(
+        CalibrationError, match=f"^<dict>:.*{section} needs 1000 windows of 32 tokens; the text has 600"
+    ):
+        run(given, plugins=plugins)
+    assert not Path("out").exists()
+
+
+def test_text_is_looked_for_before_the_model_is(models: Any, plugins: Plugins, project: Path) -> None:
+    given = recipe(project / "nowhere", evaluated=True)
+    given["calibration"]["dataset"] = given["evaluate"]["token_perplexity"]["dataset"] = {"text": "none.txt"}
+    with pytest.raises(CalibrationError, match=r"^<dict>:calibration\.dataset: text: no file matches 'none\.txt'"):
+        plan(given, plugins=plugins)
+
+
 def test_a_plan_loads_neither_weights_nor_text(models: Any, plugins: Plugins, project: Path) -> None:
     bare = project / "bare"
     bare.mkdir()
@@ -544,6 +566,7 @@ def test_a_recipe_that_a_program_made_takes_no_overrides(models: Any, plugins: P
 
 
 def test_a_model_that_is_not_there_is_named_with_its_place(project: Path, plugins: Plugins) -> None:
+    (project / "text.txt").write_text("text")
     with pytest.raises(ArtifactError, match=r"<dict>:model.*does not exist"):
         plan(recipe(project / "nowhere"), plugins=plugins)
 

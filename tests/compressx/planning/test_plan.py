@@ -217,10 +217,33 @@ def test_a_shadowed_rule_names_both_rules_and_their_lines(refusal: Any) -> None:
         'targets: ["*"], pruner: magnitude, sparsity: 0.5',
         'targets: ["*.q_proj"], pruner: wanda, sparsity: 0.5',
     )
-    assert message.startswith("r.yaml:5:")
-    assert "prune[1] is shadowed: all 3 linears" in message
-    assert "by prune[0] at r.yaml:4:" in message
-    assert "put the narrower rule first" in message
+    assert message == (
+        "r.yaml:5:16: target '*.q_proj' of prune[1] is shadowed: all 3 linears that it matches are already taken, "
+        "model.layers.0.self_attn.q_proj by prune[0] at r.yaml:4:5; the first matching rule wins, so put the narrower "
+        "rule first, or drop the target"
+    )
+
+
+def test_a_shadowed_target_is_refused_beside_one_that_takes_something(planned: Any, refusal: Any) -> None:
+    message = refusal(
+        RecipeError,
+        'targets: ["*.self_attn.*"], pruner: magnitude, sparsity: 0.5',
+        'targets: ["*.layers.0.*.up_proj"], pruner: magnitude, sparsity: 0.4',
+        'targets: ["*.mlp.*", "*.q_proj"], pruner: wanda, sparsity: 0.5',
+    )
+    assert message.startswith("r.yaml:6:27: target '*.q_proj' of prune[2] is shadowed: all 3 linears")
+    message = refusal(
+        RecipeError,
+        'targets: ["*.self_attn.*"], pruner: magnitude, sparsity: 0.5',
+        'targets: ["*.layers.0.*.up_proj"], pruner: magnitude, sparsity: 0.4',
+        'targets: ["*.mlp.*", "*.layers.0.*.[qu]*_proj"], pruner: wanda, sparsity: 0.5',
+    )
+    assert "q_proj by prune[0] at r.yaml:4:5, model.layers.0.mlp.up_proj by prune[1] at r.yaml:5:5; the" in message
+
+
+def test_targets_of_one_rule_may_overlap(planned: Any) -> None:
+    plan = planned('targets: ["*", "*.q_proj"], pruner: magnitude, sparsity: 0.5')
+    assert len(plan.linears) == 3 * PER_BLOCK
 
 
 def test_naming_a_tied_head_is_refused_with_what_it_is_tied_to(refusal: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import string
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from compressx.errors import RecipeError
 from compressx.patterns import NM
-from compressx.recipe.document import MAX_DEPTH, from_python
+from compressx.recipe.document import MAX_DEPTH, flow, from_python
 from compressx.recipe.methods import AttentionAware
 from compressx.recipe.schema import LoadedRecipe, Recipe, Rule, load_recipe, recipe_from_dict, validate_options
 from compressx.recipe.yamlfile import MAX_BYTES, dump_yaml, parse_yaml
@@ -238,7 +239,7 @@ def test_a_key_that_is_not_text_is_refused(key: str) -> None:
 @pytest.mark.parametrize("value", ["1.7", "1", "70"])
 def test_a_sparsity_beyond_one_is_refused_with_its_range(value: str) -> None:
     assert refusal(swapped("0.5", value)) == (
-        f"r.yaml:6:5: prune[0].sparsity is {value}; expected less than 1: fraction of zeros in [0, 1), e.g. 0.7"
+        f"r.yaml:6:5: prune[0].sparsity is {value}; expected less than 1: fraction of zeros in [0, 1); 0.5 is 50%"
     )
 
 
@@ -265,9 +266,19 @@ def test_a_group_with_a_pattern_is_refused() -> None:
     )
 
 
-def test_a_pattern_that_keeps_more_than_there_are_is_refused() -> None:
-    assert refusal(swapped("2:4", "5:4")) == (
-        "r.yaml:8:41: prune[1].pattern is '5:4'; N:M keeps N of every M weights with 1 <= N <= M, got 5:4"
+@pytest.mark.parametrize(
+    ("written", "shown", "complaint"),
+    [
+        ("5:4", "'5:4'", "5:4 keeps 5 of 4"),
+        ("0:4", "'0:4'", "0:4 keeps 0 of 4"),
+        ("4:4", "'4:4'", "4:4 keeps 4 of 4; what is not to be pruned is left out of targets"),
+        ("1:1", "'1:1'", "1:1 keeps 1 of 1; what is not to be pruned is left out of targets"),
+    ],
+)
+def test_a_pattern_that_keeps_none_or_all_is_refused(written: str, shown: str, complaint: str) -> None:
+    assert refusal(swapped("2:4", written)) == (
+        f"r.yaml:8:41: prune[1].pattern is {shown}; N:M keeps N of every M weights, with 1 <= N < M, "
+        f'such as "2:4"; {complaint}'
     )
 
 
@@ -290,12 +301,13 @@ def test_a_pattern_in_another_notation_is_refused_with_the_right_one(written: st
         ("samples: 16", "samples: true", "2:34: calibration.samples is true; expected a whole number: windows drawn"),
         ("samples: 16", "samples: 0", "2:34: calibration.samples is 0; expected at least 1: windows drawn"),
         ("samples: 16", "seed: -1", "2:34: calibration.seed is -1; expected at least 0: seed of the draw"),
-        ("0.5", "70%", "6:5: prune[0].sparsity is '70%'; expected a number: fraction of zeros in [0, 1), e.g. 0.7"),
-        ("0.5", "true", "6:5: prune[0].sparsity is true; expected a number: fraction of zeros in [0, 1), e.g. 0.7"),
+        ("0.5", "70%", "6:5: prune[0].sparsity is '70%'; expected a number: fraction of zeros in [0, 1); 0.5 is 50%"),
+        ("0.5", "true", "6:5: prune[0].sparsity is true; expected a number: fraction of zeros in [0, 1); 0.5 is 50%"),
         (
             '["*.q_proj"]',
             '"*"',
-            "4:5: prune[0].targets is '*'; expected a list, such as [a, b]: glob patterns over fully qualified names",
+            "4:5: prune[0].targets is '*'; expected a list, such as "
+            '["*.q_proj", "*.k_proj"]: glob patterns over fully qualified names',
         ),
         (
             '["*.q_proj"]',
@@ -317,7 +329,7 @@ def test_a_pattern_in_another_notation_is_refused_with_the_right_one(written: st
         (
             "sparsity: 0.5",
             "sparsity: 0.5\n    group: rows",
-            "7:5: prune[0].group is 'rows'; expected 'row', 'layer' or "
+            "7:5: prune[0].group is 'rows'; did you mean 'row'? expected 'row', 'layer' or "
             "'joint': what competes for the budget; the pruner's own when absent",
         ),
         ("org/model", "", "1:1: model is null; expected a mapping of keys to values"),
@@ -392,12 +404,11 @@ def test_allocation_is_set_from_the_command_line() -> None:
 
 
 def test_every_rule_with_a_budget_of_its_own_is_refused_beside_allocation() -> None:
-    text = ALLOCATED.replace("attnprune}", "attnprune, sparsity: 0.5}").replace("group: row}", "pattern: 1:1}")
+    text = ALLOCATED.replace("attnprune}", "attnprune, sparsity: 0.5}").replace("group: row}", "sparsity: 0.4}")
     assert refusal(text).splitlines() == [
-        "r.yaml:4:60: prune[0] has sparsity 0.5, and allocation at r.yaml:6:1 chooses every rule's sparsity; "
-        "expected one of the two: drop sparsity here, or drop allocation",
-        "r.yaml:5:41: prune[1] has pattern 1:1, of which allocation cannot choose N; expected an M of 2 or more, "
-        'such as "2:4"',
+        f"r.yaml:{place} has sparsity {sparsity}, and allocation at r.yaml:6:1 chooses every rule's sparsity; "
+        "expected one of the two: drop sparsity here, or drop allocation"
+        for place, sparsity in (("4:60: prune[0]", 0.5), ("5:41: prune[1]", 0.4))
     ]
 
 
@@ -429,13 +440,13 @@ def test_without_allocation_every_rule_needs_a_budget_and_each_that_has_none_is_
         (
             ", target: 0.5",
             "",
-            "r.yaml:6:1: missing key 'target' in allocation: fraction of zeros over all planned linears",
+            "r.yaml:6:1: missing key 'target' in allocation: fraction of zeros over all planned linears; 0.5 is 50%",
         ),
         (
             "target: 0.5",
             "target: 0.95",
             "r.yaml:6:39: allocation.target is 0.95; expected less than 0.95: "
-            "fraction of zeros over all planned linears",
+            "fraction of zeros over all planned linears; 0.5 is 50%",
         ),
         (
             "target: 0.5",
@@ -451,7 +462,8 @@ def test_without_allocation_every_rule_needs_a_budget_and_each_that_has_none_is_
         (
             "target: 0.5",
             "target: 0.5, sparsities: [0.5, 0.96]",
-            "r.yaml:6:70: allocation.sparsities[1] is 0.96; expected at most 0.95: sparsities to measure, rising",
+            "r.yaml:6:70: allocation.sparsities[1] is 0.96; expected at most 0.95: sparsities to measure, "
+            "rising; 0.5 is 50%",
         ),
         (
             "target: 0.5",
@@ -464,6 +476,46 @@ def test_without_allocation_every_rule_needs_a_budget_and_each_that_has_none_is_
 def test_a_mistake_in_allocation_is_told_with_its_place(old: str, new: str, message: str) -> None:
     assert old in ALLOCATED
     assert refusal(ALLOCATED.replace(old, new)) == message
+
+
+@pytest.mark.parametrize(
+    ("section", "wrong", "example"),
+    [
+        ("allocation: owl", "allocation is 'owl'", "{method: attention-aware, target: 0.5}"),
+        ("evaluate: wikitext", "evaluate is 'wikitext'", "{token_perplexity: {dataset: wikitext}}"),
+        ("evaluate: {lm_eval: [wikitext]}", "evaluate.lm_eval is a list", "{tasks: [wikitext]}"),
+        ("evaluate: {token_perplexity: true}", "evaluate.token_perplexity is true", "{dataset: wikitext}"),
+        ("finetune: true", "finetune is true", "{steps: 200}"),
+        ("reconstruct_block: 4", "reconstruct_block is 4", "{passes: 4}"),
+    ],
+)
+def test_a_section_that_is_none_is_told_by_an_example(section: str, wrong: str, example: str) -> None:
+    message = refusal(f"{GOOD}{section}\n")
+    assert message.startswith(f"r.yaml:10:1: {wrong}" if ": {" not in section else "r.yaml:10:12: ")
+    assert f"{wrong}; expected a mapping of keys to values, such as {example}" in message
+    load(f"{GOOD}{section.partition(':')[0]}: null\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("wanda", "prune is 'wanda'; expected a list, such as [{}]"),
+        ("[wanda]", "prune[0] is 'wanda'; expected a mapping of keys to values, such as {}"),
+    ],
+)
+def test_a_rule_that_is_none_is_told_by_an_example(given: str, expected: str) -> None:
+    example = '{targets: ["*"], pruner: wanda, sparsity: 0.5}'
+    assert expected.replace("{}", example) in refusal(f"model: a\nprune: {given}\noutput: o\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "example"), [(n, f.examples[0]) for n, f in Recipe.model_fields.items() if f.examples]
+)
+def test_the_examples_of_messages_are_recipes(name: str, example: Any) -> None:
+    rules = [{"targets": ["*"], "pruner": "wanda", **({} if name == "allocation" else {"sparsity": 0.5})}]
+    read = parse_yaml(flow(example), "f").plain()
+    assert read == example
+    recipe_from_dict({"model": "a", "prune": rules, "output": "o", name: read})
 
 
 # --- the file
@@ -482,9 +534,27 @@ def test_a_file_that_is_no_mapping_is_refused(text: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: b: c", "r.yaml:1:5: not YAML: mapping values are not allowed here"),
-        ("a:\n\t- b", "r.yaml:2:1: not YAML: found character '\\t' that cannot start any token; indent with spaces"),
-        ("a: [1", "r.yaml:1:6: not YAML: expected ',' or ']', but got '<stream end>'"),
+        ("a:\n\t- b", "r.yaml:2:1: not YAML: a tab, where only spaces may stand; replace it with spaces"),
+        ("a: [1", "r.yaml:1:4: not YAML: what is opened here is not closed; add ]"),
+        ("a: {b: 1", "r.yaml:1:4: not YAML: what is opened here is not closed; add }"),
+        ("a: [", "r.yaml:1:5: not YAML: it ends where a value is expected; close what is opened with [ or {"),
+        (
+            "a:\n  - {b: 1\nc: 2",
+            "r.yaml:3:2: not YAML: expected a comma, or the } that closes what is opened at r.yaml:2:5",
+        ),
+        ("a: [1}", "r.yaml:1:6: not YAML: expected a comma, or the ] that closes what is opened at r.yaml:1:4"),
+        ("a: [1]]", "r.yaml:1:7: not YAML: ] closes nothing; remove it"),
+        ("a: [1,,2]", "r.yaml:1:7: not YAML: expected a value, got ,"),
+        ("a: - b", "r.yaml:1:4: not YAML: a list item cannot stand here; write it on a line of its own, below its key"),
+        ("a: @b", "r.yaml:1:4: not YAML: text cannot begin with @; put it in quotes"),
+        ("a: 'b'c", "r.yaml:1:7: not YAML: more text after a value that is complete; put all of it in quotes"),
+        ("a: 'b\nc: 1", "r.yaml:1:4: not YAML: the quote that is opened here is not closed"),
+        (
+            'a: "\\q"',
+            "r.yaml:1:6: not YAML: \\q means nothing within double quotes; use single quotes, or two backslashes for "
+            "one",
+        ),
+        ("a: |b", "r.yaml:1:5: not YAML: expected chomping or indentation indicators, but found 'b'"),
         ("a\n---\nb", "r.yaml:2:1: a second document begins; expected one"),
         ("a: \x01", "r.yaml:1:4: the character '\\x01' is not allowed in YAML"),
         ('a: "\\UFFFFFFFF"', "r.yaml:1:1: not YAML: an impossible escape or directive (OverflowError)"),
@@ -496,6 +566,24 @@ def test_a_file_that_is_no_mapping_is_refused(text: str, shown: str) -> None:
 )
 def test_what_is_not_yaml_is_told_where(text: str, message: str) -> None:
     assert refusal(text) == message
+
+
+@pytest.mark.parametrize("text", ["a: b: c", "a: 1\n  b: 2", "a\nb: 1", "a:1\nb: 2"])
+def test_a_key_out_of_place_is_told_what_a_key_needs(text: str) -> None:
+    assert refusal(text).partition(": ")[2] == (
+        'not YAML: a key cannot stand here; each key has a line of its own with ": " behind it and the indentation of '
+        'those beside it, and text that holds ": " has quotes'
+    )
+
+
+@pytest.mark.parametrize("text", ["a:\n    b: 1\n  c: 2", "a:\n  - x\n - y", "a: 1\n- b", "- a\nb: 1"])
+def test_a_line_that_is_indented_like_none_above_is_named(text: str) -> None:
+    last = len(text.splitlines())
+    assert refusal(text).startswith(f"r.yaml:{last}:")
+    assert refusal(text).endswith(
+        "not YAML: this line fits nothing above it; keys of one mapping, and items of one list, have the same "
+        "indentation"
+    )
 
 
 @pytest.mark.parametrize("targets", ["[*.q_proj]", "[*]", "*.q_proj"])
@@ -571,6 +659,11 @@ def test_overrides_are_read_as_yaml_and_applied_in_turn() -> None:
     assert recipe.prune[1].targets == ["*.v_proj"]
 
 
+def test_an_override_may_write_a_place_as_messages_do() -> None:
+    rules = load(GOOD, "prune[0].sparsity=0.3", "prune[1].targets[0]='*.v_proj'").recipe.prune
+    assert (rules[0].sparsity, rules[1].targets) == (0.3, ["*.v_proj"])
+
+
 def test_an_override_can_add_a_section_remove_one_and_swap_sparsity_for_a_pattern() -> None:
     with_evaluation = load(GOOD, "evaluate.lm_eval.tasks=[wikitext]")
     assert with_evaluation.recipe.evaluate is not None
@@ -593,13 +686,18 @@ def test_an_override_changes_only_the_alias_it_names() -> None:
             "unknown key 'samplse' in calibration; did you mean 'samples'? "
             "valid: batch_size, dataset, memory_limit, samples, seed, sequence_length",
         ),
-        ("prune.0.sparsity=4", "prune[0].sparsity is 4; expected less than 1: fraction of zeros in [0, 1), e.g. 0.7"),
+        ("prune.0.sparsity=4", "prune[0].sparsity is 4; expected less than 1: fraction of zeros in [0, 1); 0.5 is 50%"),
+        (
+            "prune[0].sparsity=4",
+            "prune[0].sparsity is 4; expected less than 1: fraction of zeros in [0, 1); 0.5 is 50%",
+        ),
+        ("prune[-1].sparsity=0.4", "prune takes an index from 0 to 1; got '-1'"),
         ("prune.2.sparsity=0.4", "prune takes an index from 0 to 1; got '2'"),
         ("prune.-1.sparsity=0.4", "prune takes an index from 0 to 1; got '-1'"),
         ("prune.first=1", "prune takes an index from 0 to 1; got 'first'"),
         ("output.x=1", "output is 'runs/x', which has no key 'x'; set output as a whole"),
         ("evaluate.lm_eval.limit=3", "missing key 'tasks' in evaluate.lm_eval"),
-        ("output=[", "not YAML: expected the node content, but found '<stream end>'"),
+        ("output=[", "not YAML: it ends where a value is expected; close what is opened with [ or {"),
         (
             "output=!!python/name:os.system x",
             "tag '!!python/name:os.system' is refused: a recipe holds plain values only",
@@ -635,6 +733,11 @@ class Inner(BaseModel):
     depth: int = 1
 
 
+class Kind(enum.Enum):
+    A = "a"
+    B = "b"
+
+
 class Lenient(BaseModel):
     model_config = ConfigDict(extra="allow")
 
@@ -642,6 +745,11 @@ class Lenient(BaseModel):
     mode: Literal["joint", "single"] = "joint"
     size: int | list[int] = 1
     inner: Inner = Inner()
+    damping: float = 0.1
+    loud: bool = False
+    kind: Kind = Kind.A
+    heads: tuple[int, ...] = ()
+    folder: Path | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Lenient:
@@ -661,16 +769,35 @@ def test_valid_options_become_the_plugins_own_model() -> None:
     assert found == Lenient(steps=5, inner=Inner(depth=3))
 
 
+def test_options_take_what_json_would_say_the_same_with() -> None:
+    found = validate_options(Lenient, *options("{damping: 1, kind: b, heads: [1, 2], folder: here, loud: true}"))
+    assert found == Lenient(damping=1.0, kind=Kind.B, heads=(1, 2), folder=Path("here"), loud=True)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{stps: 5}", "r.yaml:7:15: unknown option 'stps'; did you mean 'steps'? valid: inner, mode, size, steps"),
+        (
+            "{stps: 5}",
+            "r.yaml:7:15: unknown option 'stps'; did you mean 'steps'? "
+            "valid: damping, folder, heads, inner, kind, loud, mode, size, steps",
+        ),
         ("{inner: {dpth: 5}}", "r.yaml:7:23: unknown option 'dpth' in inner; did you mean 'depth'? valid: depth"),
         ("{steps: 0}", "r.yaml:7:15: steps is 0; expected at least 1: iterations"),
-        ("{mode: jont}", "r.yaml:7:15: mode is 'jont'; expected 'joint' or 'single'"),
-        ("{size: x}", "r.yaml:7:15: size is 'x'; expected a whole number or a list, such as [a, b]"),
+        ("{mode: jont}", "r.yaml:7:15: mode is 'jont'; did you mean 'joint'? expected 'joint' or 'single'"),
+        ("{size: x}", "r.yaml:7:15: size is 'x'; expected a whole number or a list"),
         ("{mode: single, steps: 10}", "r.yaml:7:5: single mode takes at most 9 steps"),
         ("{inner: 3}", "r.yaml:7:15: inner is 3; expected a mapping of keys to values"),
+        ('{steps: "5"}', "r.yaml:7:15: steps is '5'; expected a whole number: iterations"),
+        ("{steps: true}", "r.yaml:7:15: steps is true; expected a whole number: iterations"),
+        ("{steps: 5.0}", "r.yaml:7:15: steps is 5.0; expected a whole number: iterations"),
+        ('{damping: "0.5"}', "r.yaml:7:15: damping is '0.5'; expected a number"),
+        ("{damping: true}", "r.yaml:7:15: damping is true; expected a number"),
+        ("{loud: 1}", "r.yaml:7:15: loud is 1; expected true or false"),
+        ("{loud: yes}", "r.yaml:7:15: loud is 'yes'; expected true or false"),
+        ("{heads: [1, true]}", "r.yaml:7:26: heads[1] is true; expected a whole number"),
+        ("{kind: c}", "r.yaml:7:15: kind is 'c'; expected 'a' or 'b'"),
+        ('{inner: {depth: "3"}}', "r.yaml:7:23: inner.depth is '3'; expected a whole number"),
     ],
 )
 def test_wrong_options_are_refused_even_by_a_model_that_allows_extra_ones(text: str, message: str) -> None:

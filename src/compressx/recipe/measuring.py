@@ -1,0 +1,69 @@
+"""What a recipe says of measuring the model: its `evaluate` section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Discriminator, Field, StrictInt, Tag
+
+from compressx.recipe.document import Step
+from compressx.recipe.sources import DatasetField, DatasetSource
+from compressx.recipe.validation import Strict
+
+
+class TokenPerplexity(Strict):
+    """exp of the mean negative log-likelihood per token over fixed, non-overlapping windows."""
+
+    dataset: DatasetField
+    sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
+    samples: StrictInt | None = Field(None, ge=1, description="the first so many windows; all when absent")
+    batch_size: StrictInt = Field(4, ge=1, description="windows in one forward pass")
+
+
+class RollingTask(Strict):
+    """A dataset as an lm-eval `loglikelihood_rolling` task."""
+
+    name: str = Field(description="what the report calls it")
+    dataset: DatasetField
+
+
+def _kind_of_task(value: object) -> str | None:
+    if isinstance(value, str):
+        return "<name>"
+    return "<dataset>" if isinstance(value, Mapping | RollingTask) else None
+
+
+TaskField = Annotated[
+    Annotated[str, Tag("<name>")] | Annotated[RollingTask, Tag("<dataset>")],
+    Discriminator(
+        _kind_of_task,
+        custom_error_type="task",
+        custom_error_message="the name of an lm-eval task, the path of a task YAML, or {name, dataset}",
+    ),
+]
+
+
+class LmEval(Strict):
+    """Tasks of lm-evaluation-harness: by name, by path of a task YAML, or a dataset of ours."""
+
+    tasks: list[TaskField] = Field(min_length=1, examples=[["wikitext"]])
+    limit: StrictInt | None = Field(None, ge=1, description="documents of each task; all when absent")
+    batch_size: StrictInt = Field(4, ge=1)
+
+
+class Evaluate(Strict):
+    """What is measured on the dense and on the pruned model. Nothing, when the recipe has no such section."""
+
+    token_perplexity: TokenPerplexity | None = Field(None, examples=[{"dataset": "wikitext"}])
+    lm_eval: LmEval | None = Field(None, examples=[{"tasks": ["wikitext"]}])
+
+    def datasets(self) -> dict[tuple[Step, ...], DatasetSource]:
+        """Return the datasets that it reads, by where it names them."""
+        found: dict[tuple[Step, ...], DatasetSource] = {}
+        if self.token_perplexity is not None:
+            found["token_perplexity", "dataset"] = self.token_perplexity.dataset
+        for i, task in enumerate(self.lm_eval.tasks if self.lm_eval is not None else ()):
+            if isinstance(task, RollingTask):
+                found["lm_eval", "tasks", i, "dataset"] = task.dataset
+        return found
