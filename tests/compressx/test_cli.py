@@ -172,6 +172,7 @@ def assert_refused(status: int, out: str, err: str, mistake: str) -> None:
     assert not [p.name for p in Path().iterdir() if p.name in ("out", "other", "cache") or p.name.startswith(".")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", SILENT_ELSEWHERE)
 def test_a_mistake_ends_a_run_with_one_message_and_status_2(work: Path, mistake: str) -> None:
     make(mistake)
@@ -261,6 +262,7 @@ def finished(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return folder, done
 
 
+@pytest.mark.slow
 def test_a_run_leaves_all_of_its_files_and_nothing_else(finished: Any) -> None:
     folder, _ = finished
     left = {p.name for p in (folder / "out").iterdir()}
@@ -301,6 +303,7 @@ def compressx_pruners():
 """
 
 
+@pytest.mark.slow
 def test_verbose_prints_the_curves_of_query_and_key_as_one_line(work: Path) -> None:
     Path("learner.py").write_text(CURVES)
     edit("attnprune", "learn")
@@ -339,6 +342,7 @@ def test_what_set_gave_is_in_the_written_recipe(finished: Any) -> None:
     assert "samples: 6" in (folder / "out/recipe.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_the_model_loads_without_compressx_and_its_zeros_are_the_masks(finished: Any) -> None:
     from compressx.masks.maskset import MaskSet
 
@@ -360,6 +364,7 @@ def test_the_model_loads_without_compressx_and_its_zeros_are_the_masks(finished:
     assert loaded["ids"] == [3, 10, 11]
 
 
+@pytest.mark.slow
 def test_quiet_prints_nothing(work: Path) -> None:
     done = compressx("run", "r.yaml", "-q")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -372,6 +377,7 @@ def test_quiet_still_prints_errors(work: Path) -> None:
     assert_refused(done.exit_code, done.stdout, done.stderr, "an unknown pruner")
 
 
+@pytest.mark.slow
 def test_a_defect_shows_its_traceback_and_ends_with_status_1(work: Path) -> None:
     write_plugin("broken", "compressx_block_pruned(report):\n    raise ZeroDivisionError('in a hook')")
     done = compressx("--plugin", "broken", "run", "r.yaml")

@@ -32,6 +32,7 @@ from compressx.testing import tiny_model, tiny_tokens
 from compressx.training.reconstruct import Passage, reconstruct
 
 
+@pytest.mark.slow
 @given(weights=st.lists(st.integers(1, 1000), max_size=30), size=st.integers(1, 8))
 def test_tasks_are_spread_so_that_no_process_has_much_more_than_its_share(weights: list[int], size: int):
     owners = assign(weights, size)

@@ -88,6 +88,7 @@ def test_the_total_is_exact_when_any_rule_can_take_any_count(target: float, scop
     assert round(zeros(planned, patterns), 6) == round(target * weights)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(TARGETS, st.sampled_from(["model", "block"]))
 def test_the_total_is_within_half_a_row_group_when_all_rows_are_filled_evenly(target: float, scope: Any) -> None:
@@ -101,6 +102,7 @@ def test_the_total_is_within_half_a_row_group_when_all_rows_are_filled_evenly(ta
         assert patterns[linear.name].sparsity <= MAX_SPARSITY
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(TARGETS)
 def test_by_block_each_block_has_the_target_by_itself(target: float) -> None:

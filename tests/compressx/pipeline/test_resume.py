@@ -125,6 +125,7 @@ def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(
     assert not leftovers()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "allocation",
     [{"method": "owl", "target": 0.55}, {"method": "uniform", "target": 0.55},
@@ -147,6 +148,7 @@ def test_what_an_allocation_chose_for_n_m_and_other_patterns_is_kept(model: Path
         run({**asked, "allocation": {"method": "uniform", "target": 0.61}}, resume=True)
 
 
+@pytest.mark.slow
 def test_a_run_can_be_interrupted_again_and_again(model: Path):
     asked = recipe(model)
     run({**asked, "output": "whole"})
@@ -157,11 +159,13 @@ def test_a_run_can_be_interrupted_again_and_again(model: Path):
     assert artifacts("out") == artifacts("whole")
 
 
+@pytest.mark.slow
 def test_with_nothing_to_resume_a_run_begins(model: Path):
     run(recipe(model), resume=True)
     assert Path("out/report.json").is_file()
 
 
+@pytest.mark.slow
 def test_finished_blocks_are_not_thrown_away_unasked(model: Path):
     asked = recipe(model)
     stopped(asked, 2)
@@ -173,6 +177,7 @@ def test_finished_blocks_are_not_thrown_away_unasked(model: Path):
     assert Path("out/report.json").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "named"),
     [

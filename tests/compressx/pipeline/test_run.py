@@ -77,6 +77,7 @@ def weights(folder: str | Path) -> dict[str, torch.Tensor]:
 # --- what a run does
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "opt"])
 def test_attention_and_the_rest_are_pruned_by_their_own_rules(models: Any, plugins: Plugins, architecture: str) -> None:
     source = models(architecture)
@@ -106,6 +107,7 @@ def test_attention_and_the_rest_are_pruned_by_their_own_rules(models: Any, plugi
     assert all(torch.equal(dense[name], pruned[name]) for name in untouched)
 
 
+@pytest.mark.slow
 def test_attention_in_one_fused_weight_is_pruned_beside_the_rest(models: Any, plugins: Plugins) -> None:
     source = models("gpt2")
     attention = {"targets": ["*.c_attn"], "pruner": "attnprune", "sparsity": 0.6}
@@ -124,6 +126,7 @@ def test_attention_in_one_fused_weight_is_pruned_beside_the_rest(models: Any, pl
         assert 0 < layer.info["output_error"] <= layer.info["output_error.sparsegpt"]
 
 
+@pytest.mark.slow
 def test_the_same_recipe_twice_gives_the_same_bits(models: Any, plugins: Plugins) -> None:
     source = models("llama")
     for output in ("a", "b"):
@@ -143,6 +146,7 @@ def test_another_seed_calibrates_on_other_windows(models: Any, plugins: Plugins)
     assert any(not torch.equal(a[n].keep, b[n].keep) for n in a)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_model_stays_bfloat16(models: Any, plugins: Plugins) -> None:
     run(recipe(models("llama", torch.bfloat16), *MIXED), plugins=plugins)
     pruned, masks = weights("out/model"), MaskSet.load("out/masks.safetensors")
@@ -186,6 +190,7 @@ def allocated(model: Path, target: float = 0.5, **settings: Any) -> dict[str, An
     return whole | {"allocation": {"method": "attention-aware", "target": target, **settings}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["model", "block"])
 def test_allocation_reaches_its_target_to_the_weight_and_says_how(models: Any, plugins: Plugins, scope: str) -> None:
     target = 0.537
@@ -209,6 +214,7 @@ def test_allocation_reaches_its_target_to_the_weight_and_says_how(models: Any, p
         assert (abs(reached - target) < 1e-4) == (scope == "block")
 
 
+@pytest.mark.slow
 def test_the_plan_and_the_report_on_disk_hold_the_allocated_sparsities(models: Any, plugins: Plugins) -> None:
     report = run(allocated(models("llama"), sparsities=[0.4, 0.8], samples=3), plugins=plugins)
     planned = json.loads(Path("out/plan.json").read_text())
@@ -236,6 +242,7 @@ def test_allocation_measures_on_the_dense_model_and_leaves_it_dense(models: Any,
     assert again.allocation is None
 
 
+@pytest.mark.slow
 def test_progress_tells_of_every_block_that_is_measured(models: Any, plugins: Plugins) -> None:
     told: list[tuple[str, int, int]] = []
     report = run(allocated(models("llama"), samples=2), plugins=plugins, progress=lambda *step: told.append(step[:3]))
@@ -281,6 +288,7 @@ def by_method(source: Path, method: str, pruner: str, **settings: Any) -> dict[s
     return recipe(source, *PRUNERS[pruner]) | {"allocation": settings}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pruner", PRUNERS)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_reaches_its_total_with_every_pruner(
@@ -307,6 +315,7 @@ def test_every_method_reaches_its_total_with_every_pruner(
         assert len(differing) > 1
 
 
+@pytest.mark.slow
 def test_sparsity_zero_leaves_a_linear_as_it_was(models: Any, plugins: Plugins) -> None:
     source = models("llama")
     for pruner in ("sparsegpt", "sparsegpt N:M", "wanda by row", "magnitude"):
@@ -412,6 +421,7 @@ def test_the_report_says_what_ran_and_where_the_time_went(models: Any, plugins: 
     assert read["blocks"][0]["layers"][0]["shape"] == [64, 64]
 
 
+@pytest.mark.slow
 def test_the_written_recipe_and_plan_repeat_the_run(models: Any, plugins: Plugins) -> None:
     report = run(recipe(models("llama"), *MIXED), plugins=plugins)
     planned = json.loads(Path("out/plan.json").read_text())
@@ -446,6 +456,7 @@ class Showing:
         return {n: compressx.PruneResult(k, info=info, images=images, history=history) for n, k in masks.items()}
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_and_embedded_once_for_query_and_key(models: Any, plugins: Plugins) -> None:
     spec = compressx.PrunerSpec("showing", "for a test", NoOptions, Showing)
     with_showing = dataclasses.replace(plugins, pruners={**plugins.pruners, "showing": spec})
@@ -594,6 +605,7 @@ STREAMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", STREAMED)
 def test_a_streamed_model_gives_the_bits_of_one_in_memory(architecture: str, models: Any, plugins: Plugins) -> None:
     source, rules = models(architecture), STREAMED[architecture]
@@ -642,6 +654,7 @@ def test_a_model_larger_than_half_the_free_memory_is_streamed_unasked(
     assert list(files.values()) == [4, 1]
 
 
+@pytest.mark.slow
 def test_tasks_of_the_harness_run_on_a_streamed_model(models: Any, plugins: Plugins) -> None:
     evaluations = []
     for streaming in (False, True):
@@ -655,6 +668,7 @@ def test_tasks_of_the_harness_run_on_a_streamed_model(models: Any, plugins: Plug
         assert evaluations[1][stage]["word_perplexity"] == pytest.approx(evaluations[0][stage]["word_perplexity"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 def test_hidden_states_in_files_give_the_same_bits(models: Any, plugins: Plugins, streaming: bool) -> None:
     from compressx.models import hidden

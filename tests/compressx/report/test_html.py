@@ -117,6 +117,7 @@ def test_the_page_is_one_file_that_fetches_nothing(shown):
     assert not re.search(r"@import|url\((?!#)", text)
 
 
+@pytest.mark.slow
 def test_every_element_is_closed_and_no_two_share_an_id(shown):
     page = Page(shown[1])
     assert page.open == []

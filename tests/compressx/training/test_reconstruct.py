@@ -89,6 +89,7 @@ def test_a_bfloat16_model_is_trained_in_float32_and_its_error_is_that_of_the_rou
     assert first.report.reconstruction.after == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.slow
 def test_steps_far_below_the_resolution_of_bfloat16_add_up():
     settings = ReconstructBlock(passes=40, learning_rate=0.001, held_out=0.25)
     model = tiny_model("llama", dtype=torch.bfloat16)  # whose weights are about 0.1, 0.0005 apart
