@@ -6,7 +6,7 @@ Calibration and evaluation are a dataset's short name or a text file; the model 
 Rows are measured one at a time, each in a process of its own, and written at once: a second run with the same settings
 goes on where the first one stopped, and `--methods` and `--budgets` choose rows. `best` is what `recipes/best-*.yaml`
 do, and `best, fine-tuned` the same with `finetune` after it. What `best` is made of, one thing added at a time:
-SparseGPT, ALPS, `attnprune + ALPS`, `+ allocation`, `+ sensitivity weights`, `best`, which adds block reconstruction,
+SparseGPT, ALPS, `attnprune + ALPS`, `+ sensitivity weights`, `+ allocation`, `best`, which adds block reconstruction,
 and `+ true-sequential`, which recipes leave out; those with a plus are measured when they are named. llm-compressor is
 installed into `OUTPUT/llm-compressor` when its rows are asked for, unless `--peer` names a Python that has it.
 
@@ -109,19 +109,17 @@ METHODS: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 def best_but(budget: str, *, without: Sequence[str] = (), **sections: Any) -> dict[str, Any]:
-    """Return `best` without some of its sections and with others; without `sensitivity` ALPS prunes in its place."""
+    """Return `best` without some of its sections and with others; without an allocation every linear has the budget."""
     changed = {key: value for key, value in best(budget).items() if key not in without} | sections
-    if "sensitivity" in without:
-        query_and_key, rest = changed["prune"]
-        kept = {key: value for key, value in rest.items() if key in ("targets", "sparsity", "pattern")}
-        changed["prune"] = [query_and_key, {**kept, "pruner": "alps"}]
+    if "allocation" in without and ":" not in budget:
+        changed["prune"] = [{**rule, "sparsity": int(budget.rstrip("%")) / 100} for rule in changed["prune"]]
     return changed
 
 
 # What `best` is made of, one thing added at a time; ALPS, "attnprune + ALPS" and `best` itself are its other steps.
 INGREDIENTS: dict[str, Callable[[str], dict[str, Any]]] = {
-    "+ allocation": partial(best_but, without=("sensitivity", "reconstruct_block")),
-    "+ sensitivity weights": partial(best_but, without=("reconstruct_block",)),
+    "+ sensitivity weights": partial(best_but, without=("allocation", "reconstruct_block")),
+    "+ allocation": partial(best_but, without=("reconstruct_block",)),
     "+ true-sequential": partial(best_but, true_sequential=True),
 }
 PEERS = {f"{PEER} Wanda": "wanda", f"{PEER} SparseGPT": "sparsegpt"}
