@@ -147,7 +147,7 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
             return None
         pruned = Pruned(
             prepared.checkpoint, tokenizer, access, final, allocation, finished, evaluation, texts, training
-        )  # fmt: skip
+        )
         report = finish(asked, pruned, journal, folder)
     asked.plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output)
     return report
