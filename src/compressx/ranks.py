@@ -93,11 +93,13 @@ class Ranks:
             return statistic
         for tensor, reduction in tensors.values():
             if reduction == "sum":
-                total = tensor.double()
+                total = _exchangeable(tensor.double())
                 distributed.all_reduce(total)
                 tensor.copy_(total)
             elif reduction == "max":
-                distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
+                highest = _exchangeable(tensor)
+                distributed.all_reduce(highest, distributed.ReduceOp.MAX)
+                tensor.copy_(highest)
         joined = [tensor for tensor, reduction in tensors.values() if reduction == "cat"]
         if not joined:
             return statistic
@@ -127,20 +129,22 @@ class Ranks:
             results = {}
             for name, (shape, dtype, rest) in told[0].items():
                 mine = decided[task][name] if owner == self.rank else None
-                keep = torch.empty(shape, dtype=torch.uint8, device=device) if mine is None else mine.keep.byte()
+                keep = torch.empty(shape, dtype=torch.uint8, device=device)
+                if mine is not None:
+                    keep.copy_(mine.keep)
                 distributed.broadcast(keep, src=owner)
                 weight = None
                 if dtype is not None:
                     weight = torch.empty(shape, dtype=dtype, device=device)
                     if mine is not None and mine.weight is not None:
-                        weight = mine.weight.contiguous()
+                        weight.copy_(mine.weight)
                     distributed.broadcast(weight, src=owner)
                 results[name] = PruneResult(keep.bool(), weight, *rest)
             yield results
 
     def _all(self, tensor: Tensor) -> list[Tensor]:
         """Return every process's tensor, which may differ in their first dimension."""
-        parts = []
+        tensor, parts = _exchangeable(tensor), []
         for rank, shape in enumerate(self.everyones(tuple(tensor.shape))):
             part = tensor.contiguous() if rank == self.rank else tensor.new_empty(shape)
             distributed.broadcast(part, src=rank)
@@ -180,6 +184,11 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
         yield Ranks(distributed.get_rank(), distributed.get_world_size())
     finally:
         distributed.destroy_process_group()
+
+
+def _exchangeable(tensor: Tensor) -> Tensor:
+    """Put a tensor where processes can exchange it: NCCL knows GPUs only, and what saw no input is on the CPU still."""
+    return tensor.cuda() if distributed.get_backend() == "nccl" else tensor
 
 
 def _described(results: Mapping[str, PruneResult]) -> dict[str, tuple[Any, ...]]:

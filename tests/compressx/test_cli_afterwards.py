@@ -190,13 +190,13 @@ def test_sweep_runs_every_combination_compares_them_and_goes_on_where_it_stopped
 
 def test_sweep_finds_every_mistake_before_it_runs_anything(work):
     for axes, complaint in (
-        (["prune.0.sparsity=0.5,1.5"], "prune[0].sparsity is 1.5"),
+        (["prune.0.sparsity=0.5,1.5"], "--grid prune.0.sparsity=1.5: prune[0].sparsity is 1.5"),
         (["prune.0.sparsity"], "expected KEY=VALUE,VALUE..."),
         (["prune.0.sparsity=0.5,0.5"], "a value is given twice"),
         (["prune.0.sparsity=0.5", "prune.0.sparsity=0.6"], "list all its values once"),
         (["prune.0.sparsity=0.5", "prune[0].sparsity=0.6"], "list all its values once"),
         (["output=a,b"], "--grid output=a,b: every run of a sweep has a folder of its own"),
-        (["prune.0.sparsty=0.5"], "did you mean 'sparsity'?"),
+        (["prune.0.sparsty=0.5"], "--grid prune.0.sparsty=0.5: unknown key 'sparsty'"),
         (['prune.0.targets=["*.nothing"]'], "matches no linear"),
     ):
         done = invoke("sweep", "r.yaml", *[x for axis in axes for x in ("--grid", axis)], "--output", "never")

@@ -96,11 +96,11 @@ def grid(recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Pa
         raise RecipeError(f"--grid {' '.join(axes)}: a value is given twice")
     given = [tuple(f"{key}={value}" for key, value in zip(keys, values, strict=True)) for values in combinations]
     if output is None:  # beside the recipe's own output, which a run of it would replace with all that is inside
-        own = load_recipe(recipe, [*overrides, *given[0]]).recipe.output
+        own = load_recipe(recipe, overrides, given[0]).recipe.output
         output = own.with_name(f"{own.name}-sweep")
     names = _folder_names(keys, combinations)
     return [
-        Cell(one, load_recipe(recipe, [*overrides, *one, f"output={json.dumps(str(output.expanduser() / name))}"]))
+        Cell(one, load_recipe(recipe, [*overrides, f"output={json.dumps(str(output.expanduser() / name))}"], one))
         for one, name in zip(given, names, strict=True)
     ]
 

@@ -206,19 +206,21 @@ class LoadedRecipe:
         return dump_yaml(self.recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_recipe(path: Path, overrides: Sequence[str] = (), grid: Sequence[str] = ()) -> LoadedRecipe:
     """Load a recipe from a YAML file.
 
     Args:
         path: the file.
         overrides: `a.b.0.c=VALUE`, VALUE being YAML, applied in turn.
+        grid: the same, after them, chosen from the values of `--grid`.
 
     Raises:
         RecipeError: everything that is wrong with the file or the overrides, one line each, with its place.
     """
     source = read_yaml(path)
-    for assignment in overrides:
-        source = override(source, assignment)
+    for option, given in (("--set", overrides), ("--grid", grid)):
+        for assignment in given:
+            source = override(source, assignment, option)
     return _loaded(source)
 
 

@@ -203,18 +203,19 @@ def read_plain(text: str) -> Scalar:
     return text
 
 
-def override(root: Node, assignment: str) -> Node:
+def override(root: Node, assignment: str, option: str = "--set") -> Node:
     """Return the document with one value set.
 
     Args:
         root: the document.
-        assignment: `a.b[0].c=VALUE` or `a.b.0.c=VALUE`, VALUE being YAML; what it sets has the place
-            `--set a.b[0].c=VALUE`.
+        assignment: `a.b[0].c=VALUE` or `a.b.0.c=VALUE`, VALUE being YAML.
+        option: by which it was given; what it sets has the place `--set a.b[0].c=VALUE`.
 
     Raises:
         RecipeError: an assignment that cannot be read, or a path that leads through a scalar or outside a list.
     """
-    place = "--set " + one_line(assignment if len(assignment) <= 120 else f"{assignment[:117]}...")
+    short = assignment if len(assignment) <= 120 else f"{assignment[:117]}..."
+    place = f"{option} {one_line(short)}"
     path, equals, text = assignment.partition("=")
     steps = steps_of(path)
     if not equals or not all(steps):
