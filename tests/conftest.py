@@ -62,13 +62,17 @@ QUICK = {"llama", "gpt2", "gemma3", "mixtral", "phi3"}
 """The architectures that `make check` tries, one of each kind of weight and attention; CI tries all."""
 
 
+LONG = {"finished", "shown"}
+"""Fixtures that do a whole run, and do it again in every worker that has a test of theirs; left to CI, too."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests on the other architectures as slow."""
+    """Mark tests on the other architectures, and those of a whole run, as slow."""
     for item in items:
         matrix = getattr(item, "callspec", None)
         asked = matrix.params.get("architecture") if matrix else None
-        if isinstance(asked, str) and asked not in QUICK:
+        if (isinstance(asked, str) and asked not in QUICK) or LONG & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
 
 

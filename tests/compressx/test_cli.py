@@ -388,6 +388,7 @@ def test_a_defect_shows_its_traceback_and_ends_with_status_1(work: Path) -> None
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_with_status_130_and_the_run_goes_on_with_resume(work: Path) -> None:
     body = "import pathlib, time; pathlib.Path('reached').touch(); time.sleep(60)"
     write_plugin("slow", f"compressx_block_pruned(report):\n    {body}")

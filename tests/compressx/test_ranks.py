@@ -119,6 +119,7 @@ def _combined(ranks: Ranks) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_statistics_of_two_processes_are_those_of_one(tmp_path: Path):
     alone = _combined(Ranks())
     for found in in_two(partial(joined, _combined), tmp_path):
@@ -146,6 +147,7 @@ def _exchanged(ranks: Ranks) -> list[Any]:
     return told
 
 
+@pytest.mark.slow
 def test_every_process_gets_every_result_and_what_linears_share(tmp_path: Path):
     first, second = in_two(partial(joined, _exchanged), tmp_path)
     assert len(first) == 3
@@ -182,6 +184,7 @@ def _reconstructed(ranks: Ranks) -> dict[str, Any]:
     return {"history": list(report.history), **{n: p.detach() for n, p in block.named_parameters()}}
 
 
+@pytest.mark.slow
 def test_two_processes_train_a_block_as_one_does_on_both_their_texts(tmp_path: Path):
     alone = _reconstructed(Ranks())
     assert alone["history"][-1] < 0.9 * alone["history"][0]
