@@ -197,6 +197,7 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
         (["prune.0.sparsity=0.5", "prune[0].sparsity=0.6"], "list all its values once"),
         (["output=a,b"], "--grid output=a,b: every run of a sweep has a folder of its own"),
         (["prune.0.sparsty=0.5"], "--grid prune.0.sparsty=0.5: unknown key 'sparsty'"),
+        (["prune.0.sparsty=0.5"], "did you mean 'sparsity'?"),
         (['prune.0.targets=["*.nothing"]'], "matches no linear"),
     ):
         done = invoke("sweep", "r.yaml", *[x for axis in axes for x in ("--grid", axis)], "--output", "never")
