@@ -81,18 +81,45 @@ def test_rows_are_kept_and_gone_on_with_and_other_settings_are_refused(quality, 
         quality.Table(tmp_path, quality.Settings(**{**vars(settings), "samples": 5}))
 
 
-@pytest.mark.slow
-def test_the_benchmark_measures_a_row_and_keeps_its_report(quality, settings, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def measure(quality, settings, tmp_path, monkeypatch):
     told = {"model": settings.model, "calibration": settings.calibration, "evaluation": settings.evaluation,
-            "samples": "4", "sequence-length": "32", "windows": "2"}  # fmt: skip
-    arguments = [part for name, value in told.items() for part in (f"--{name}", value)]
-    arguments += ["--output", str(tmp_path / "q"), "--methods", "Wanda", "--budgets", "50%", "2:4"]
-    monkeypatch.setattr(sys, "argv", ["quality.py", *arguments])
-    quality.main()
+            "samples": "4", "sequence-length": "32", "windows": "2", "output": str(tmp_path / "q")}  # fmt: skip
+    common = [part for name, value in told.items() for part in (f"--{name}", value)]
+
+    def run(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["quality.py", *common, *arguments])
+        quality.main()
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_a_row_and_keeps_its_report(measure, tmp_path, capsys):
+    rows = ("--methods", "Wanda", "--budgets", "50%", "2:4")
+    measure(*rows)
     assert "[2/2] Wanda, 2:4: perplexity" in capsys.readouterr().out
     report = read_report(tmp_path / "q/reports/Wanda-2-4")
     assert report.sparsity == 0.5
     assert {layer.pattern for layer in report.layers} == {"2:4"}
     assert report.blocks[0].output_error is not None
-    quality.main()
+    measure(*rows)
     assert "Wanda, 2:4: perplexity" not in capsys.readouterr().out  # both rows are there
+
+
+@pytest.mark.slow
+def test_one_run_measures_a_model_before_and_after_fine_tuning(
+    quality, settings, measure, tmp_path, monkeypatch, capsys
+):
+    pruned = quality.METHODS["magnitude"]
+    monkeypatch.setitem(quality.METHODS, "best", pruned)
+    monkeypatch.setitem(
+        quality.METHODS, "best, fine-tuned", lambda budget: {**pruned(budget), "finetune": {"steps": 3}}
+    )
+    measure("--methods", "best", "best, fine-tuned", "--budgets", "50%")
+    assert "[1/1] best, fine-tuned, 50%" in capsys.readouterr().out
+    rows = quality.Table(tmp_path / "q", settings).rows
+    measured = read_report(tmp_path / "q/reports/best-fine-tuned-50").evaluation
+    for name, stage in (("best", "pruned"), ("best, fine-tuned", "finetuned")):
+        assert rows[name, "50%"]["perplexity"] == measured[stage]["token_perplexity"]
+    assert rows["best", "50%"]["seconds"] < rows["best, fine-tuned", "50%"]["seconds"]
