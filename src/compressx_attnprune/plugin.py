@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -35,10 +36,9 @@ HEAT_MAP_TOKENS = 64
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """What pruning a block needs and no budget changes, kept for when the block is asked for again at another one."""
+    """What pruning a block needs and no budget changes."""
 
     block: Block
-    sample: Statistic
     projections: Projections
     layer: Layer
     losses: Mapping[str, Loss]
@@ -49,7 +49,8 @@ class AttnPrune:
 
     def __init__(self, options: AttnPruneOptions) -> None:
         self.options = options
-        self._prepared: _Prepared | None = None
+        # For when a block is asked for again at another budget: as long as the host holds its statistics, no longer.
+        self._prepared: tuple[weakref.ref[SequenceSample], _Prepared] | None = None
 
     def observe(self, block: Block, name: str) -> SequenceSample:
         """Ask for whole input sequences; query and key have the same input, so the host keeps one sample."""
@@ -85,10 +86,11 @@ class AttnPrune:
     def _prepare(self, block: Block, stats: Mapping[str, Statistic]) -> _Prepared:
         projections = layer.find_projections(block)
         sample, x = _shared_input(projections, stats)
-        last = self._prepared
-        if last is not None and last.block is block and last.sample is sample:
-            return last
-        self._prepared = None  # before the next one is measured: two would need twice the memory
+        if self._prepared is not None:
+            of_sample, last = self._prepared
+            if last.block is block and of_sample() is sample:
+                return last
+        self._forget()  # before the next one is measured: two would need twice the memory
         attention = layer.describe(block)
         layer.verify(block, attention, x)
         losses: dict[str, Loss] = {
@@ -104,8 +106,12 @@ class AttnPrune:
         text = Text(x[:-held_out], x[-held_out:]) if len(x) > held_out else Text(x, x)
         dense = (projections.query.weight.clone(), projections.key.weight.clone())
         of = Layer(losses[self.options.objective], text, dense, self.options.damping)
-        self._prepared = _Prepared(block, sample, projections, of, losses)
-        return self._prepared
+        prepared = _Prepared(block, projections, of, losses)
+        self._prepared = (weakref.ref(sample, self._forget), prepared)
+        return prepared
+
+    def _forget(self, _gone: object = None) -> None:
+        self._prepared = None
 
 
 def _shared_input(projections: Projections, stats: Mapping[str, Statistic]) -> tuple[SequenceSample, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -219,6 +220,25 @@ def test_another_block_or_other_text_is_measured_anew(llama: blocks.Recorded, mo
         fresh = prune(recorded, HALF)
         assert all(torch.equal(results[n].weight, fresh[n].weight) for n in stats)
     assert calls.count("measure") == calls.count("verify") == 6
+
+
+def test_what_a_block_needed_goes_with_its_statistics(llama: blocks.Recorded, monkeypatch: pytest.MonkeyPatch):
+    """Its sequences and curvature are copies, and would lie in memory beside the rest of the block and of the run."""
+    needed: list[weakref.ref[Any]] = []
+    solve = solver.solve
+
+    def spy(of: Any, *rest: Any) -> Any:
+        needed.append(weakref.ref(of.text.train))
+        return solve(of, *rest)
+
+    monkeypatch.setattr(solver, "solve", spy)
+    pruner = SPEC.build(SPEC.options())
+    stats = observed(llama, pruner)
+    results = pruner.prune(llama.block, dict.fromkeys(stats, HALF), stats)
+    assert needed[0]() is not None
+    stats.clear()
+    assert needed[0]() is None
+    assert len(results) == 2
 
 
 def test_another_block_is_measured_anew_even_with_the_same_statistics(llama: blocks.Recorded):
