@@ -100,7 +100,7 @@ def inverse_cholesky_of(fresh: Callable[[], Tensor], damping: float = 0.01) -> t
 
 
 class Factors:
-    """The inverse Cholesky factors of a block's Hessians, one for each statistic however many linears share it.
+    """The inverse Cholesky factors of a block's Hessians: one is held, for the linears that share it in turn.
 
     Args:
         damping: as for `inverse_cholesky`.
@@ -108,20 +108,21 @@ class Factors:
 
     def __init__(self, damping: float) -> None:
         self.damping = damping
-        self._factors: dict[int, tuple[Tensor, float]] = {}
+        self._last: tuple[Hessian, tuple[Tensor, float]] | None = None
 
     def of(self, name: str, hessian: Hessian) -> tuple[Tensor, float]:
-        """Return what `inverse_cholesky` returns for a statistic that lives as long as this.
+        """Return what `inverse_cholesky` returns for a statistic.
 
         Raises:
             UnsupportedModelError: when there is none; the message begins with the linear's name.
         """
-        if id(hessian) not in self._factors:
+        if self._last is None or self._last[0] is not hessian:
+            self._last = None  # before the next takes as much room
             try:
-                self._factors[id(hessian)] = inverse_cholesky_of(hessian.assembled, self.damping)
+                self._last = hessian, inverse_cholesky_of(hessian.assembled, self.damping)
             except NotPositiveDefiniteError as error:
                 raise UnsupportedModelError(f"{name}: {error}") from error
-        return self._factors[id(hessian)]
+        return self._last[1]
 
 
 def damp_(matrix: Tensor, damping: float) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressx import Block, FixedMask, Pattern, UnsupportedModelError
-from compressx.errors import RecipeError
+from compressx import Block, FixedMask, Pattern, RecipeError, UnsupportedModelError
 from compressx_attnprune.geometry import Attention, Projection, quarter_turn, queries_and_keys, values
 from compressx_attnprune.norms import KEY_NORMS, QUERY_NORMS, read_norm, unknown_norm
 from compressx_attnprune.objective import mixed

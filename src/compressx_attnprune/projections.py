@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressx import Block, Linear, UnsupportedModelError
-from compressx.errors import RecipeError
+from compressx import Block, Linear, RecipeError, UnsupportedModelError
 
 INSTEAD = "leave it to a pruner of single linears, such as sparsegpt or wanda"
 

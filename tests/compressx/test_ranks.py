@@ -21,12 +21,13 @@ from tests.compressx.saved import save_tiny
 
 from compressx import PruneResult
 from compressx.architecture import survey
-from compressx.errors import CalibrationError
+from compressx.errors import CalibrationError, RecipeError
 from compressx.masks.maskset import MaskEntry, MaskSet
 from compressx.models.capture import capture_calls, replay
+from compressx.pipeline.preparation import refuse_uneven_steps
 from compressx.pipeline.run import run
 from compressx.ranks import Ranks, assign, joined_ranks
-from compressx.recipe.schema import ReconstructBlock
+from compressx.recipe.schema import ReconstructBlock, load_recipe
 from compressx.statistics import FeatureNorms, Hessian, SequenceSample
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.training.reconstruct import Passage, reconstruct
@@ -266,6 +267,19 @@ def test_two_processes_end_as_one_does(model: Path, rules: str, streaming: bool,
 
 
 @pytest.mark.slow
+def test_an_allocation_is_measured_on_the_text_of_all_processes(model: Path, tmp_path: Path):
+    rules = [{"targets": ["*"], "pruner": "wanda"}]
+    units = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        allocation = {"method": "error", "target": 0.5, "sparsities": [0.3, 0.7]}
+        asked = write_recipe(model, rules, folder, allocation=allocation, evaluate=None)
+        units.append(report_of(asked, processes)["allocation"]["units"])
+    assert units[0] == units[1]
+
+
+@pytest.mark.slow
 def test_the_first_of_two_processes_fine_tunes_as_one_does(model: Path, tmp_path: Path):
     losses = []
     for processes in (1, 2):
@@ -284,12 +298,26 @@ def test_two_processes_train_blocks_on_both_their_texts_and_end_with_one_model(m
     for processes in (1, 2):
         folder = tmp_path / str(processes)
         folder.mkdir()
-        trained = {"reconstruct_block": {"passes": 3, "learning_rate": 0.03, "held_out": 0.25, "batch_size": 2}}
+        trained = {"reconstruct_block": {"passes": 3, "learning_rate": 0.03, "held_out": 0.25, "batch_size": 4}}
         reports.append(report_of(write_recipe(model, rules, folder, evaluate=None, **trained), processes))
     alone, together = ([x["reconstruction"] for x in r["blocks"]] for r in reports)
     for one, two in zip(alone, together, strict=True):
         assert two["after"] < two["before"]
         assert two["before"] == pytest.approx(one["before"], rel=0.2)  # other windows are held out
+
+
+def test_a_training_step_that_processes_cannot_share_is_refused(model: Path, tmp_path: Path):
+    """Each would take a batch, and blocks be trained in larger and fewer steps than the recipe says."""
+    rules = [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}]
+    loaded = load_recipe(write_recipe(model, rules, tmp_path, reconstruct_block={"batch_size": 6}))
+    for processes in (1, 3):
+        refuse_uneven_steps(loaded, processes)
+    with pytest.raises(RecipeError) as refused:
+        refuse_uneven_steps(loaded, 2)
+    assert "a step of 6 windows cannot be shared by 2 processes in calibration batches of 2" in str(refused.value)
+    assert str(refused.value).endswith("expected a multiple of 4, or calibration.batch_size: 3")
+    with pytest.raises(RecipeError, match=r"in calibration batches of 2; expected a multiple of 8$"):
+        refuse_uneven_steps(loaded, 4)
 
 
 # --- processes that torchrun starts, and that end early

@@ -33,6 +33,21 @@ def test_the_error_is_that_of_its_definition_in_float64(dtype):
     torch.testing.assert_close(relative_errors(output, target, channels).double(), errors, rtol=1e-5, atol=0)
 
 
+def test_the_error_and_its_gradient_are_those_of_float32_while_products_are_bfloat16():
+    target = normal(2, 5, 8).float()
+    output = (1.001 * target).requires_grad_(True)
+    channels = channel_weights([target])
+    told = []
+    for narrow in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            errors = relative_errors(output, target, channels)
+            (gradient,) = torch.autograd.grad(errors.mean(), output)
+        told.append((errors.detach(), gradient))
+    assert told[1][0].dtype == torch.float32
+    assert torch.equal(told[0][0], told[1][0])
+    assert torch.equal(told[0][1], told[1][1])
+
+
 def test_a_channel_hundreds_of_times_larger_than_the_others_is_not_all_that_is_seen():
     target = residual_stream(4, 64, 8)
     plain, weighted = [], []

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from compressx.architecture import Architecture
 from compressx.blocks.watch import outputs_watched
+from compressx.errors import CalibrationError
 from compressx.models.access import Access
 from compressx.models.capture import capture_calls, replay, run_around
 from compressx.models.shards import OUTSIDE
@@ -96,12 +97,21 @@ class Gathering:
         return torch.autograd.grad(out, x, gradient(out.detach()).to(out.dtype))[0]
 
     def result(self, ranks: Ranks = ALONE) -> dict[str, Sensitivity]:
-        """Return the sensitivities by linear name; rows are means over all processes' tokens, tokens this one's."""
+        """Return the sensitivities by linear name; rows are means over all processes' tokens, tokens this one's.
+
+        Raises:
+            CalibrationError: a linear that no token came through: it would seem to matter to nothing.
+        """
         found = {}
         for name, sums in self.sums.items():
             ranks.add(sums.rows)
             count = sum(ranks.everyones(sums.count))
-            found[name] = Sensitivity((sums.rows / max(1, count)).float(), tuple(sums.tokens[: sums.filled]))
+            if count == 0:
+                raise CalibrationError(
+                    f"no calibration token reached {name}, so that its sensitivity is not known; use more samples, or "
+                    "prune it by another pruner"
+                )
+            found[name] = Sensitivity((sums.rows / count).float(), tuple(sums.tokens[: sums.filled]))
         return found
 
 
@@ -166,6 +176,7 @@ def of_model(
         progress: called with how many windows are done, and how many there are at least.
 
     Raises:
+        CalibrationError: a linear that no token of any process came through.
         UnsupportedModelError: a model whose blocks cannot be run one at a time.
     """
     wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, so that processes agree

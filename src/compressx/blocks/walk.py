@@ -22,7 +22,7 @@ from compressx.architecture import Architecture, survey, text_config
 from compressx.blocks.decide import Built, ByRule, Decision, decide_all, gather, is_apart, write
 from compressx.blocks.sensitivity import by_loss
 from compressx.blocks.stages import stages
-from compressx.errors import UnsupportedModelError
+from compressx.errors import RecipeError, UnsupportedModelError
 from compressx.finite import all_finite
 from compressx.masks.maskset import MaskEntry, weight_sha256
 from compressx.models.access import Access
@@ -30,7 +30,7 @@ from compressx.models.capture import capture_calls, replay, run_around
 from compressx.models.hidden import Keep, Streams, in_memory
 from compressx.models.shards import OUTSIDE
 from compressx.planning.plan import Plan
-from compressx.pruner import Block, BlockCall, Sensitivity, sparsity_of
+from compressx.pruner import Block, BlockCall, Linear, Sensitivity, sparsity_of
 from compressx.ranks import ALONE, Ranks
 from compressx.relative import channel_weights, relative_errors
 from compressx.report.run import BlockReport, LayerReport
@@ -99,11 +99,12 @@ def prune_model(
     found = survey(model)
     batches = [b.to(access.device) for b in batches] if plan.needs_calibration else []
     states, calls = capture(access, found, batches, keep)
-    streams = Streams(states, [keep(x.clone()) for x in states] if plan.reconstruct_block else ())
     order = [*found.blocks, OUTSIDE]
-    start = 0
-    if finished is not None:
+    if finished is None:
+        streams, start = Streams(states, [keep(x.clone()) for x in states] if plan.reconstruct_block else ()), 0
+    else:
         streams, start = finished.streams, order.index(finished.fqn) + 1
+    del states  # where an interrupted run goes on they are not those of the next block
     pruners = {rule: rule.build() for rule in plan.rules}
     last = max((i for i, fqn in enumerate(order) if plan.in_block(fqn)), default=-1)
     for index, fqn in list(enumerate(found.blocks))[start : last + 1]:
@@ -221,9 +222,7 @@ def _decisions(
     """Yield what is decided for each linear, to be written before the next is asked for."""
     parts: list[ByRule] = [by_rule]
     if plan.true_sequential and passes:
-        linears = {n: block.linears[n] for patterns in by_rule.values() for n in patterns}
-        together = [list(patterns) for rule, patterns in by_rule.items() if not is_apart(rule, patterns)]
-        order = ranks.told(stages(linears, passes[0], together) if ranks.first else [])
+        order = ranks.told(_stages(block.linears, by_rule, passes[0]) if ranks.first else [])
         parts = [
             {
                 rule: mine
@@ -234,6 +233,48 @@ def _decisions(
         ]
     for part in parts:
         yield from decide_all(block, part, pruners, gather(block, part, pruners, passes, ranks), ranks)
+
+
+def _stages(linears: Mapping[str, Linear], by_rule: ByRule, run: Callable[[], Any]) -> list[list[str]]:
+    """Return what is decided one after the other in a block: the names of each stage."""
+    taken = {n: linears[n] for patterns in by_rule.values() for n in patterns}
+    together = [list(patterns) for rule, patterns in by_rule.items() if not is_apart(rule, patterns)]
+    return stages(taken, run, together)
+
+
+def refuse_one_stage(access: Access, plan: Plan, batches: Sequence[Tensor]) -> None:
+    """Refuse `true_sequential` where every block is decided in one stage, so that it would change nothing.
+
+    Args:
+        access: the dense model.
+        plan: what to do.
+        batches: as for `prune_model`; the first is run through one block.
+
+    Raises:
+        RecipeError: rules alike in all blocks, and one stage in the first.
+    """
+    if not (plan.true_sequential and batches):
+        return
+    found = survey(access.model)
+    planned = {fqn: by_rule for fqn in found.blocks if (by_rule := plan.in_block(fqn))}
+    alike = [
+        {rule.index: {n.removeprefix(fqn) for n in names} for rule, names in by_rule.items()}
+        for fqn, by_rule in planned.items()
+    ]
+    if not planned or any(other != alike[0] for other in alike):
+        return
+    fqn, by_rule = next(iter(planned.items()))
+    (state,), calls = capture(access, found, [batches[0].to(access.device)])
+    with access.materialise(fqn) as module, torch.no_grad():
+        order = _stages(found.linears, by_rule, partial(_replay, access, module, state, call=calls[fqn][0]))
+    if len(order) > 1:
+        return
+    joint = [rule.label for rule, patterns in by_rule.items() if len(patterns) > 1 and not is_apart(rule, patterns)]
+    raise RecipeError(
+        "it would change nothing: of each block everything that the rules take is decided at once"
+        + (f" ({', '.join(joint)} decides its linears together)" if joint else "")
+        + "; leave it out, or take linears that read one another's output, with group: row or layer"
+    )
 
 
 def finite(hidden: Tensor, fqn: str) -> Tensor:

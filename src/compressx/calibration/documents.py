@@ -232,8 +232,6 @@ def _load(dataset: _HubDataset, split: str, source: DatasetSource, purpose: Purp
     import datasets
 
     arguments: dict[str, Any] = {"split": split, "revision": source.revision}
-    if source.trust_remote_code:
-        arguments["trust_remote_code"] = True
     if dataset.shards is None:
         return datasets.load_dataset(dataset.path, dataset.config, **arguments)
     shards = {split: dataset.shards[split]} if split in dataset.shards else dict(dataset.shards)

@@ -104,6 +104,23 @@ def refuse_streamed(loaded: LoadedRecipe) -> None:
         )
 
 
+def refuse_uneven_steps(loaded: LoadedRecipe, processes: int) -> None:
+    """Refuse steps of block reconstruction that so many processes cannot share: they would be larger, and fewer.
+
+    Raises:
+        RecipeError: a step that is no whole number of calibration batches on each process.
+    """
+    calibration, settings = loaded.recipe.calibration, loaded.recipe.reconstruct_block
+    if calibration is None or settings is None or settings.batch_size % (calibration.batch_size * processes) == 0:
+        return
+    smaller, rest = divmod(settings.batch_size, processes)
+    raise RecipeError(
+        f"{loaded.where('reconstruct_block', 'batch_size')}: a step of {settings.batch_size} windows cannot be shared "
+        f"by {processes} processes in calibration batches of {calibration.batch_size}; expected a multiple of "
+        f"{calibration.batch_size * processes}" + ("" if rest else f", or calibration.batch_size: {smaller}")
+    )
+
+
 @contextlib.contextmanager
 def at(loaded: LoadedRecipe, *location: str | int) -> Iterator[None]:
     """Put the place in the recipe before an error's message."""

@@ -15,7 +15,7 @@ from compressx._version import __version__
 from compressx.allocation.methods import allocate, report_on
 from compressx.architecture import survey, text_config
 from compressx.blocks.sensitivity import of_model
-from compressx.blocks.walk import Finished, prune_model
+from compressx.blocks.walk import Finished, prune_model, refuse_one_stage
 from compressx.calibration.documents import documents
 from compressx.calibration.windows import calibration_windows, token_ids
 from compressx.calibration.windows import fingerprint as fingerprint_of
@@ -29,7 +29,7 @@ from compressx.pipeline.asked import Asked, Progress
 from compressx.pipeline.clock import forget_peaks
 from compressx.pipeline.finishing import Pruned, finish
 from compressx.pipeline.journal import Allocated, FinishedBlock, Journal
-from compressx.pipeline.preparation import at, loaded_recipe, prepare, refuse_streamed
+from compressx.pipeline.preparation import at, loaded_recipe, prepare, refuse_streamed, refuse_uneven_steps
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.pruner import Sensitivity
@@ -112,12 +112,14 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
     settings = loaded.recipe.evaluate
     with clock.stage("load"):
         asked.tell("load", 0, 1)
+        refuse_uneven_steps(loaded, ranks.size)
         prepared = prepare(loaded, asked.plugins)
         tokenizer = load_tokenizer(prepared.checkpoint)
     with clock.stage("calibrate"), at(loaded, "calibration"):
         asked.tell("calibrate", 0, 1)
         windows = _windows(loaded.recipe.calibration, tokenizer, prepared.plan)
-        batches = _batches(loaded.recipe.calibration, windows, ranks)
+        batches = _batches(loaded.recipe.calibration, windows)
+        mine = _batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))
     with clock.stage("calibrate"), at(loaded, "finetune"):
         training = training_windows(loaded.recipe, tokenizer, windows)
     with clock.stage("evaluate"), at(loaded, "evaluate"):
@@ -126,6 +128,8 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
         access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, asked.device)
     if isinstance(access, StreamedModel):
         refuse_streamed(loaded)
+    with clock.stage("calibrate"), at(loaded, "true_sequential"):
+        refuse_one_stage(access, prepared.plan, mine)
     with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
         fingerprint = ranks.told(_fingerprint(asked, prepared.plan, access, windows, training) if ranks.first else {})
         journal = Journal(folder, fingerprint, ranks)
@@ -136,7 +140,7 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
                     access, tokenizer, settings, texts, fingerprint["model"],
                     progress=lambda i, n: asked.tell("evaluate dense", i, n),
                 )  # fmt: skip
-        pruning = _Pruning(asked, access, batches, journal)
+        pruning = _Pruning(asked, access, batches, mine, journal)
         with clock.stage("calibrate"):
             sensitivities = pruning.sensitivities(prepared.plan)
         with clock.stage("allocate"), at(loaded, "allocation"):
@@ -172,8 +176,8 @@ def _windows(settings: Calibration | None, tokenizer: Any, planned: Plan) -> tor
     return calibration_windows(ids, settings.samples, settings.sequence_length, settings.seed)
 
 
-def _batches(settings: Calibration | None, windows: torch.Tensor | None, ranks: Ranks) -> Sequence[torch.Tensor]:
-    return () if settings is None or windows is None else torch.split(ranks.share(windows), settings.batch_size)
+def _batches(settings: Calibration | None, windows: torch.Tensor | None) -> Sequence[torch.Tensor]:
+    return () if settings is None or windows is None else torch.split(windows, settings.batch_size)
 
 
 def _fingerprint(
@@ -207,13 +211,15 @@ class _Pruning:
     Attributes:
         asked: what the user asked for.
         access: the model.
-        batches: this process's calibration token ids, each [batch, tokens].
+        batches: calibration token ids, each [batch, tokens].
+        mine: this process's part of them.
         journal: what an interrupted run has left, and what this one leaves.
     """
 
     asked: Asked
     access: Access
     batches: Sequence[torch.Tensor]
+    mine: Sequence[torch.Tensor]
     journal: Journal
 
     def sensitivities(self, planned: Plan) -> dict[str, Sensitivity]:
@@ -225,14 +231,14 @@ class _Pruning:
             self.access,
             survey(self.access.model),
             names,
-            self.batches,
+            self.mine,
             self.asked.ranks,
             tokens=any(rule.reads_tokens for rule in planned.rules),
             progress=lambda i, n: self.asked.tell("calibrate", i, n),
         )
 
     def allocate(self, planned: Plan, sensitivities: Mapping[str, Sensitivity]) -> tuple[Plan, AllocationReport | None]:
-        """Give every linear its sparsity where the recipe leaves that open; the first process measures, on its text."""
+        """Give every linear its sparsity where the recipe leaves that open; the first process measures, on any text."""
         asked, journal = self.asked, self.journal
         if not isinstance(planned.allocation, MeasuredAllocation):
             settings = asked.loaded.recipe.allocation
@@ -240,8 +246,10 @@ class _Pruning:
         if journal.allocated is None:
             allocated = None
             if asked.ranks.first:
+                # Of tokens it knows the sensitivities where they are its own.
+                text = self.mine if any(its.tokens for its in sensitivities.values()) else self.batches
                 final, report = allocate(
-                    self.access, planned, planned.allocation, self.batches, sensitivities,
+                    self.access, planned, planned.allocation, text, sensitivities,
                     progress=lambda i, n: asked.tell("allocate", i, n),
                 )  # fmt: skip
                 allocated = Allocated({x.name: x.pattern for x in final.linears}, report)
@@ -261,7 +269,7 @@ class _Pruning:
             finished, streams = journal.restore(self.access, keep)
             reached = Finished(journal.finished[-1], streams)
         asked.tell("prune", len(finished), total)
-        for block in prune_model(self.access, planned, self.batches, reached, keep, asked.ranks, sensitivities):
+        for block in prune_model(self.access, planned, self.mine, reached, keep, asked.ranks, sensitivities):
             finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
             journal.add(self.access, finished[-1], block.masks, block.streams)
             asked.tell("prune", len(finished), total)
@@ -273,7 +281,7 @@ class _Pruning:
     def _keep(self) -> Keep:
         """Keep hidden states in files when they are larger than the recipe's limit."""
         recipe, model = self.asked.loaded.recipe, self.access.model
-        size = sum(batch.numel() for batch in self.batches) * text_config(model).hidden_size * model.dtype.itemsize
+        size = sum(batch.numel() for batch in self.mine) * text_config(model).hidden_size * model.dtype.itemsize
         if recipe.reconstruct_block is not None:
             size *= 2  # the dense stream beside the pruned one
         limit = None if recipe.calibration is None else recipe.calibration.memory_limit

@@ -275,6 +275,11 @@ def _check_calibration(loaded: LoadedRecipe, skeleton: torch.nn.Module, needed: 
         )
     if recipe.calibration is None and needed:
         raise RecipeError(f"{loaded.where()}: the recipe has no calibration, and its pruners need one")
+    if recipe.true_sequential and not needed:
+        raise RecipeError(
+            f"{loaded.where('true_sequential')}: it would change nothing, since no pruner of this recipe reads "
+            "calibration text; leave it out"
+        )
     if recipe.calibration is None and recipe.reconstruct_block is not None:
         raise RecipeError(
             f"{loaded.where('reconstruct_block')}: blocks are trained on calibration text, and the recipe has no "

@@ -111,8 +111,9 @@ class SensitivityPruner:
         keeps = keep_masks({n: self._costs(block, n, hessians[n]) for n in patterns}, patterns)
         factors = Factors(self.options.damping)
         results = {}
-        for name, hessian in hessians.items():
-            factor, damping = factors.of(name, hessian)
+        order = [id(hessian) for hessian in hessians.values()]
+        for name in sorted(hessians, key=lambda n: order.index(id(hessians[n]))):  # those that share in turn
+            factor, damping = factors.of(name, hessians[name])
             weight = block.linears[name].weight
             keep = keeps[name]
             _, updated = sweep(weight, factor.to(weight.device), _fixed(keep, patterns[name]))

@@ -75,7 +75,9 @@ class Calibration(Strict):
     samples: StrictInt = Field(128, ge=1, description="windows drawn")
     sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
-    batch_size: StrictInt = Field(4, ge=1, description="windows in one forward pass; changes speed and memory only")
+    batch_size: StrictInt = Field(
+        4, ge=1, description="windows in one forward pass; with reconstruct_block it changes the result"
+    )
     memory_limit: SizeField | None = Field(
         None,
         description="size, such as 4GB, above which hidden states are kept in files beside the output; null keeps them "

@@ -64,7 +64,6 @@ class DatasetSource(Strict):
     text: str | None = Field(None, description="path or glob of text files, one document each")
     json_path: str | None = Field(None, alias="json", description="path or glob of JSON-lines files")
     field: str | None = Field(None, description="field that holds the text, in JSON lines or a hub dataset")
-    trust_remote_code: StrictBool = Field(False, description="run Python code that comes with the dataset")
 
     @model_validator(mode="after")
     def _one_source(self) -> DatasetSource:

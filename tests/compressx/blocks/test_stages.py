@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +12,8 @@ from tests.compressx.blocks.test_walk import SPECS, batches, plan_all
 
 from compressx.architecture import survey
 from compressx.blocks.stages import stages
-from compressx.blocks.walk import prune_model
+from compressx.blocks.walk import prune_model, refuse_one_stage
+from compressx.errors import RecipeError
 from compressx.models.access import InMemory
 from compressx.models.capture import capture_calls, replay
 from compressx.patterns import Unstructured
@@ -77,6 +80,33 @@ def test_each_linear_is_fitted_to_the_inputs_that_the_pruned_ones_before_it_give
     expected = by_hand.state_dict()
     for name, now in model.state_dict().items():
         torch.testing.assert_close(now, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "only", "told"),
+    [
+        (Unstructured(0.5, "joint"), "", "(wanda decides its linears together)"),
+        (HALF, "q_proj k_proj v_proj", "at once; leave it out"),
+        (HALF, "", None),
+        (HALF, "v_proj o_proj", None),
+    ],
+)
+def test_one_stage_in_every_block_is_refused_since_it_would_change_nothing(pattern, only, told):
+    model = tiny_model("llama")
+    plan = plan_all(model, SPECS["wanda"], pattern)
+    taken = tuple(x for x in plan.linears if not only or x.name.split(".")[-1] in only.split())
+    asked = replace(plan, linears=taken, true_sequential=True)
+    with pytest.raises(RecipeError) if told else nullcontext() as refused:
+        refuse_one_stage(InMemory(model), asked, batches())
+    assert told is None or told in str(refused.value)
+    refuse_one_stage(InMemory(model), replace(asked, true_sequential=False), batches())
+
+
+def test_one_stage_in_some_blocks_only_is_not_refused():
+    model = tiny_model("llama")
+    plan = plan_all(model, SPECS["wanda"], HALF)
+    taken = tuple(x for x in plan.linears if ".0." not in x.name or "q_proj" in x.name)
+    refuse_one_stage(InMemory(model), replace(plan, linears=taken, true_sequential=True), batches())
 
 
 def test_a_rule_that_is_decided_jointly_is_pruned_at_once():

@@ -357,10 +357,16 @@ def test_block_reconstruction_needs_calibration_whatever_the_pruners_need(planne
     rule, trained = 'targets: ["*"], pruner: magnitude, sparsity: 0.5', "reconstruct_block: {passes: 2}"
     message = refusal(RecipeError, rule, calibration=trained)
     assert message.startswith("r.yaml:2:1: blocks are trained on calibration text, and the recipe has no calibration")
-    plan = planned(rule, calibration=f"{CALIBRATION}\n{trained}\ntrue_sequential: true")
+    plan = planned(rule, calibration=f"{CALIBRATION}\n{trained}")
     assert plan.needs_calibration
-    assert plan.true_sequential
     assert plan.reconstruct_block.passes == 2
+
+
+def test_true_sequential_is_refused_where_no_pruner_observes_anything(planned: Any, refusal: Any) -> None:
+    asked = f"{CALIBRATION}\nreconstruct_block: {{passes: 2}}\ntrue_sequential: true"
+    message = refusal(RecipeError, 'targets: ["*"], pruner: magnitude, sparsity: 0.5', calibration=asked)
+    assert message.startswith("r.yaml:4:1: it would change nothing, since no pruner of this recipe reads calibration")
+    assert planned('targets: ["*"], pruner: wanda, sparsity: 0.5', calibration=asked).true_sequential
 
 
 def test_a_training_step_is_a_whole_number_of_calibration_batches(refusal: Any) -> None:
