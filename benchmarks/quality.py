@@ -8,7 +8,8 @@ goes on where the first one stopped, and `--methods` and `--budgets` choose rows
 do, and `best, fine-tuned` the same with `finetune` after it: one run measures both rows, so that the memory of both is
 the higher one. What `best` is made of, one thing added at a time:
 SparseGPT, ALPS, `attnprune + ALPS`, `+ sensitivity weights`, `+ allocation`, `best`, which adds block reconstruction,
-and `+ true-sequential`, which recipes leave out; those with a plus are measured when they are named. llm-compressor is
+and `+ true-sequential`, which recipes leave out; those with a plus are measured when they are named, the last of them
+of N:M only, since the joint rule of the others decides a block at once. llm-compressor is
 installed into `OUTPUT/llm-compressor` when its rows are asked for, unless `--peer` names a Python that has it.
 
 OUTPUT gets `quality.csv`, `quality.md` and `quality.svg`, and in `reports/` a folder with the report of every row, as
@@ -123,6 +124,7 @@ INGREDIENTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "+ allocation": partial(best_but, without=("reconstruct_block",)),
     "+ true-sequential": partial(best_but, true_sequential=True),
 }
+OF_NM = ("+ true-sequential",)  # would change nothing at other budgets
 UNTUNED = {"best, fine-tuned": "best"}  # the row that the same run measures before
 PEERS = {f"{PEER} Wanda": "wanda", f"{PEER} SparseGPT": "sparsegpt"}
 
@@ -332,7 +334,7 @@ def main() -> None:
         table.add("dense", "", dense(settings))
     wanted = [(m, b) for b in given.budgets for m in given.methods if (m, b) not in table.rows]
     by_the_way = {(UNTUNED[m], b) for m, b in wanted if m in UNTUNED}
-    wanted = [row for row in wanted if row not in by_the_way]
+    wanted = [row for row in wanted if row not in by_the_way and (row[0] not in OF_NM or ":" in row[1])]
     for number, (method, budget) in enumerate(wanted, start=1):
         started = time.perf_counter()
         rows: dict[str, dict[str, float]] = {}
