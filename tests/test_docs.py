@@ -21,8 +21,9 @@ from compressx import cli, hookspecs, testing
 from compressx.plugins.file import LoadTable, PluginTable
 from compressx.plugins.manager import load_plugins
 from compressx.pruner import PrunerSpec, Statistic
-from compressx.recipe.schema import Recipe, load_recipe
-from compressx.recipe.tuning import FinetuneReport
+from compressx.recipe.methods import AttentionAware, ErrorAllocation, OwlAllocation
+from compressx.recipe.schema import Calibration, Recipe, ReconstructBlock, load_recipe
+from compressx.recipe.tuning import Finetune, FinetuneReport
 from compressx.report.run import AllocationReport, LayerReport, ReconstructionReport, RunReport, UnitReport
 
 _ROOT = Path(__file__).parents[1]
@@ -96,6 +97,39 @@ def test_every_key_of_a_recipe_is_named_in_the_recipe_page() -> None:
 
     assert {"sha256", "json", "sequence_length", "reconstruct", "limit", "field"} <= keys  # the recursion is real
     assert keys - _code_spans(_RECIPE_MD) == set()
+
+
+@pytest.mark.parametrize(
+    ("section", "model"),
+    [
+        ("calibration", Calibration),
+        ("allocation", OwlAllocation),
+        ("allocation", ErrorAllocation),
+        ("allocation", AttentionAware),
+        ("reconstruct_block", ReconstructBlock),
+        ("finetune", Finetune),
+    ],
+)
+def test_every_key_of_a_section_has_its_default_in_the_recipe_page(section: str, model: type[BaseModel]) -> None:
+    rows = re.findall(r"^\| `(\w+)` \|.*$", text := _section(_RECIPE_MD, section), flags=re.MULTILINE)
+    assert {*model.model_fields} <= {*rows}
+    for key, field in model.model_fields.items():
+        if isinstance(field.default, (bool, int, float, str)):
+            shown = re.search(rf"^\| `{key}` \|.*\| *([^|]+?) *\|$", text, flags=re.MULTILINE)
+            assert shown is not None, key
+            assert json.dumps(field.default) == json.dumps(_default(shown[1])), key
+
+
+def _section(page: str, heading: str) -> str:
+    return page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def _default(cell: str) -> object:
+    word = cell.strip("`")
+    try:
+        return json.loads(re.sub(r"^(\d)e", r"\1.0e", word))
+    except json.JSONDecodeError:
+        return word
 
 
 def test_every_command_and_option_is_named_in_the_page_of_the_command_line() -> None:
