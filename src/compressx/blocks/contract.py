@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -34,20 +34,16 @@ def ask(
     Raises:
         PluginError: any exception of the pruner's that is not for users, other linears than were asked about, masks or
             weights of another shape or dtype, another number of zeros, numbers that are not finite, figures that cannot
-            be drawn, or weights that it changed itself. The message names plugin and linear.
+            be drawn, or asked-for weights that it changed itself. The message names plugin and linear.
     """
-    before = _checksums(block)
+    before = Checksums(block, patterns)
     try:
         results = pruner.prune(block, patterns, {n: s for n in patterns if (s := stats[n]) is not None})
     except CompressxError:
         raise
     except Exception as error:
         raise PluginError(f"pruner {plugin!r} failed on {block.fqn}: {type(error).__name__}: {error}") from error
-    if changed := [name for name, checksum in _checksums(block).items() if before.get(name) != checksum]:
-        raise PluginError(
-            f"pruner {plugin!r} changed {changed[0]} of {block.fqn or 'the model'} itself; a pruner returns new "
-            "weights, and compressx writes them"
-        )
+    before.refuse_changes([plugin])
     if set(results) != set(patterns):
         raise PluginError(
             f"pruner {plugin!r} on {block.fqn}: expected results for {sorted(patterns)}, got {sorted(results)}"
@@ -58,13 +54,54 @@ def ask(
     return results
 
 
-def _checksums(block: Block) -> dict[str, int]:
-    """Sum the bits of every parameter and buffer of the block that is loaded."""
-    return {name: _bits(tensor) for name, tensor in block.module.state_dict().items() if not tensor.is_meta}
+class Checksums:
+    """Sums of the bits of what pruners must leave alone.
+
+    Args:
+        block: the block.
+        only: the linears whose weights are summed; everything that the block holds when absent.
+    """
+
+    def __init__(self, block: Block, only: Collection[str] | None = None) -> None:
+        self.block = block
+        self._weights = {name: linear for name, linear in block.linears.items() if only is None or name in only}
+        self._others: dict[str, Tensor] = {}
+        if only is None:
+            owned = {id(getattr(x.module, x.parameter)) for x in block.linears.values()}
+            held = [*block.module.named_parameters(), *block.module.named_buffers()]
+            self._others = {name: x for name, x in held if id(x) not in owned and not x.is_meta}
+        self._sums = self._now(self._weights, self._others)
+
+    def renew(self, name: str) -> None:
+        """Take the weight of a linear as it now is."""
+        self._sums |= self._now([name])
+
+    def refuse_changes(self, plugins: Iterable[str], only: Iterable[str] | None = None) -> None:
+        """Compare with what is there now.
+
+        Args:
+            plugins: those that were asked meanwhile.
+            only: the linears whose weights are compared; everything when absent.
+
+        Raises:
+            PluginError: something has changed; the message names it.
+        """
+        now = self._now(self._weights, self._others) if only is None else self._now(only)
+        if changed := [name for name, checksum in now.items() if self._sums[name] != checksum]:
+            raise PluginError(
+                f"pruner {' or '.join(map(repr, plugins))} changed {changed[0]} of {self.block.fqn or 'the model'} "
+                "itself; a pruner returns new weights, and compressx writes them"
+            )
+
+    def _now(self, names: Iterable[str], others: Mapping[str, Tensor] | None = None) -> dict[str, int]:
+        weights = {f"{n}.weight".removeprefix(f"{self.block.fqn}."): self._weights[n].weight for n in names}
+        return {name: _bits(tensor) for name, tensor in (*weights.items(), *(others or {}).items())}
 
 
 def _bits(tensor: Tensor) -> int:
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    """Sum a tensor's bits; of a transposed one as they are stored."""
+    stored = tensor if tensor.is_contiguous() or tensor.dim() < 2 else tensor.mT
+    flat = stored.detach().contiguous().view(-1).view(torch.uint8)
     whole = len(flat) // 8 * 8  # eight bytes at a time
     return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum(dtype=torch.int64))
 

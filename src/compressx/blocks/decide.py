@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from compressx.blocks.contract import ask
+from compressx.blocks.contract import Checksums, ask
 from compressx.blocks.observe import observe
 from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
 from compressx.finite import all_finite
@@ -131,17 +131,20 @@ def decide_all(
         Each linear's name and what was decided for it.
 
     Raises:
-        PluginError: as `decide`.
+        PluginError: as `decide`, or a pruner has changed what it was not asked about.
     """
     tasks = [(rule, names) for rule, patterns in by_rule.items() for names in _apart(rule, patterns, stats)]
     tasks.sort(key=lambda task: task[0].separable)
     first = sum(not rule.separable for rule, _ in tasks)
-    if ranks.size == 1:
-        yield from _in_turn(block, tasks[:first], by_rule, pruners, stats, ranks)
-        for task in tasks[first:]:
-            yield from _in_turn(block, [task], by_rule, pruners, stats, ranks)
-    else:
-        yield from _in_turn(block, tasks, by_rule, pruners, stats, ranks)
+    turns = [tasks[:first], *([task] for task in tasks[first:])] if ranks.size == 1 else [tasks]
+    plugins = [rule.label for rule in by_rule]
+    untouched = Checksums(block)
+    for turn in turns:
+        untouched.refuse_changes(plugins, [name for _, names in turn for name in names])
+        for name, decision in _in_turn(block, turn, by_rule, pruners, stats, ranks):
+            yield name, decision
+            untouched.renew(name)  # it was written
+    untouched.refuse_changes(plugins)
 
 
 def _in_turn(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -335,6 +336,25 @@ def test_a_pruner_that_writes_weights_itself_is_refused(which: str, through: str
 
     with pytest.raises(PluginError, match=rf"pruner 'other' changed .*{which}\.weight of model\.layers\.0 itself"):
         list(prune_model(InMemory(model), plan_all(model, answering(make=meddle), HALF, only="q_proj"), ()))
+
+
+@pytest.mark.parametrize("moment", [0, 1, 6])
+def test_a_pruner_that_writes_weights_which_others_decide_is_refused(moment: int):
+    """When the first linear of a block is asked for, the last, or what was decided already."""
+    model = tiny_model("llama")
+    asked: list[str] = []
+
+    def meddle(linear: Linear, pattern: Unstructured) -> PruneResult:
+        mlp = model.model.layers[0].mlp
+        if len(asked) == moment:
+            (mlp.up_proj if moment < 6 else model.model.layers[0].self_attn.q_proj).weight.data[1, 3] += 1e-3
+        asked.append(linear.name)
+        return PruneResult(keep_mask(linear.weight, pattern))
+
+    spec = replace(answering(make=meddle), separable=True)
+    with pytest.raises(PluginError, match=r"pruner 'other' changed \S+_proj\.weight of model\.layers\.0 itself"):
+        list(prune_model(InMemory(model), plan_all(model, spec, HALF), ()))
+    assert {name.split(".")[2] for name in asked} == {"0"}
 
 
 def test_a_pruner_that_forgets_a_linear_is_refused():
