@@ -272,7 +272,7 @@ def refuse_one_stage(access: Access, plan: Plan, batches: Sequence[Tensor]) -> N
     joint = [rule.label for rule, patterns in by_rule.items() if len(patterns) > 1 and not is_apart(rule, patterns)]
     raise RecipeError(
         "it would change nothing: of each block everything that the rules take is decided at once"
-        + (f" ({', '.join(joint)} decides its linears together)" if joint else "")
+        + (f" (jointly, by {' and by '.join(joint)})" if joint else "")
         + "; leave it out, or take linears that read one another's output, with group: row or layer"
     )
 

@@ -17,6 +17,7 @@ from compressx.errors import PluginError, RecipeError, UnsupportedModelError
 from compressx.patterns import NM, Unstructured, allocated_form
 from compressx.planning.budgets import asked_patterns, check_fits
 from compressx.planning.targets import match_targets
+from compressx.planning.text import check_text
 from compressx.plugins.manager import Plugins
 from compressx.pruner import Block, Loss, Pruner, PrunerSpec
 from compressx.recipe.methods import Allocation
@@ -205,7 +206,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
         allocation=allocation, true_sequential=loaded.recipe.true_sequential, reconstruct_block=reconstruct,
     )  # fmt: skip
     observes = _check_blocks(loaded, plan, architecture, skeleton)
-    _check_calibration(loaded, skeleton, observes)
+    check_text(loaded, skeleton, observes)
     return replace(plan, needs_calibration=plan.needs_calibration or observes)
 
 
@@ -262,42 +263,3 @@ def _check_blocks(loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleto
 def _observes(rule: PlannedRule, block: Block, names: Iterable[str]) -> bool:
     with torch.device("meta"):  # a Hessian that nobody fills should take no memory
         return any(p.observe(block, n) is not None for p in rule.build() if p is not None for n in names)
-
-
-def _check_calibration(loaded: LoadedRecipe, skeleton: torch.nn.Module, needed: bool) -> None:
-    """Refuse a recipe without the calibration that it needs, and windows longer than the model's positions."""
-    recipe = loaded.recipe
-    if recipe.calibration is None and recipe.allocation is not None and recipe.allocation.measures:
-        raise RecipeError(
-            f"{loaded.where('allocation')}: {recipe.allocation.method} measures {recipe.allocation.measures} on "
-            "calibration text, and the recipe has no calibration; add one, such as calibration: {dataset: wikitext, "
-            "samples: 32}"
-        )
-    if recipe.calibration is None and needed:
-        raise RecipeError(f"{loaded.where()}: the recipe has no calibration, and its pruners need one")
-    if recipe.true_sequential and not needed:
-        raise RecipeError(
-            f"{loaded.where('true_sequential')}: it would change nothing, since no pruner of this recipe reads "
-            "calibration text; leave it out"
-        )
-    if recipe.calibration is None and recipe.reconstruct_block is not None:
-        raise RecipeError(
-            f"{loaded.where('reconstruct_block')}: blocks are trained on calibration text, and the recipe has no "
-            "calibration; add one, such as calibration: {dataset: wikitext, samples: 128}"
-        )
-    if recipe.calibration is not None and recipe.reconstruct_block is not None:
-        step, batch = recipe.reconstruct_block.batch_size, recipe.calibration.batch_size
-        if step % batch:
-            raise RecipeError(
-                f"{loaded.where('reconstruct_block', 'batch_size')}: a step of {step} windows is no whole number of "
-                f"calibration batches; expected a multiple of calibration.batch_size ({batch}), or change that"
-            )
-    positions = getattr(text_config(skeleton), "max_position_embeddings", None)
-    perplexity = recipe.evaluate.token_perplexity if recipe.evaluate is not None else None
-    windows = {("calibration",): recipe.calibration, ("evaluate", "token_perplexity"): perplexity}
-    for place, settings in windows.items():
-        if settings is not None and positions is not None and settings.sequence_length > positions:
-            raise RecipeError(
-                f"{loaded.where(*place, 'sequence_length')}: sequence_length {settings.sequence_length} is longer than "
-                f"the model's {positions} positions"
-            )

@@ -12,9 +12,9 @@ from tests.compressx.pruners.problems import correlated_inputs, one_linear
 from tests.compressx.references import channel_weights_reference
 from torch.nn import functional
 
-from compressx import Block, Sensitivity, UnsupportedModelError
+from compressx import Block, CalibrationError, Sensitivity, UnsupportedModelError
 from compressx.architecture import survey
-from compressx.blocks.sensitivity import of_block, of_model
+from compressx.blocks.sensitivity import Gathering, of_block, of_model
 from compressx.blocks.walk import prune_model
 from compressx.models.access import InMemory
 from compressx.models.capture import capture_calls, replay
@@ -66,6 +66,12 @@ def test_the_models_sensitivities_are_mean_squares_of_the_gradients_that_autogra
         for mine, its in zip(measured[name].tokens, [] if flattened else tokens, strict=True):
             torch.testing.assert_close(mine.double(), its, rtol=1e-3, atol=1e-3 * float(its.max()))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_linear_that_no_token_came_through_is_refused_since_it_would_seem_to_matter_to_nothing():
+    linears = survey(tiny_model("llama")).linears
+    with pytest.raises(CalibrationError, match=r"no calibration token reached model\.layers\.0\.self_attn\.q_proj"):
+        Gathering(linears, [], torch.device("cpu")).result()
 
 
 def test_without_tokens_the_rows_come_from_the_first_windows(monkeypatch):

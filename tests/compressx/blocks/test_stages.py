@@ -85,7 +85,7 @@ def test_each_linear_is_fitted_to_the_inputs_that_the_pruned_ones_before_it_give
 @pytest.mark.parametrize(
     ("pattern", "only", "told"),
     [
-        (Unstructured(0.5, "joint"), "", "(wanda decides its linears together)"),
+        (Unstructured(0.5, "joint"), "", "at once (jointly, by wanda); leave it out"),
         (HALF, "q_proj k_proj v_proj", "at once; leave it out"),
         (HALF, "", None),
         (HALF, "v_proj o_proj", None),

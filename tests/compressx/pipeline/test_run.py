@@ -136,6 +136,20 @@ def test_the_same_recipe_twice_gives_the_same_bits(models: Any, plugins: Plugins
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_true_sequential_that_would_change_nothing_is_refused_before_anything_is_measured(
+    models: Any, plugins: Plugins
+) -> None:
+    """As of best-50: one joint rule, which decides a block at once."""
+    rest = {"targets": ["*"], "pruner": "sensitivity", "group": "joint"}
+    asked = recipe(models("llama"), {k: v for k, v in ATTNPRUNE.items() if k != "sparsity"}, rest)
+    asked |= {"allocation": {"method": "attention-aware", "target": 0.5}, "true_sequential": True}
+    stages: list[str] = []
+    with pytest.raises(RecipeError, match=r"it would change nothing.*jointly, by attnprune and by sensitivity"):
+        run(asked, plugins=plugins, progress=lambda *told: stages.append(told[0]))
+    assert set(stages) <= {"load", "calibrate"}
+    assert not Path("out").exists()
+
+
 def test_another_seed_calibrates_on_other_windows(models: Any, plugins: Plugins) -> None:
     source = models("llama")
     run(recipe(source, output="a"), plugins=plugins)

@@ -1,0 +1,58 @@
+"""What a recipe needs of its text: calibration where something reads it, in windows and batches that fit."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from compressx.architecture import text_config
+from compressx.errors import RecipeError
+from compressx.recipe.schema import LoadedRecipe
+
+
+def check_text(loaded: LoadedRecipe, skeleton: nn.Module, observed: bool) -> None:
+    """Refuse a recipe without the calibration that it needs, or with text that it cannot use.
+
+    Args:
+        loaded: the recipe with its places in the file.
+        skeleton: the model; only its config is read.
+        observed: whether a pruner of the recipe observes text.
+
+    Raises:
+        RecipeError: calibration that is missing, windows longer than the model's positions, training steps that are no
+            whole number of batches, `true_sequential` where nobody observes; with file, line and column.
+    """
+    recipe = loaded.recipe
+    if recipe.calibration is None and recipe.allocation is not None and recipe.allocation.measures:
+        raise RecipeError(
+            f"{loaded.where('allocation')}: {recipe.allocation.method} measures {recipe.allocation.measures} on "
+            "calibration text, and the recipe has no calibration; add one, such as calibration: {dataset: wikitext, "
+            "samples: 32}"
+        )
+    if recipe.calibration is None and observed:
+        raise RecipeError(f"{loaded.where()}: the recipe has no calibration, and its pruners need one")
+    if recipe.true_sequential and not observed:
+        raise RecipeError(
+            f"{loaded.where('true_sequential')}: it would change nothing, since no pruner of this recipe reads "
+            "calibration text; leave it out"
+        )
+    if recipe.calibration is None and recipe.reconstruct_block is not None:
+        raise RecipeError(
+            f"{loaded.where('reconstruct_block')}: blocks are trained on calibration text, and the recipe has no "
+            "calibration; add one, such as calibration: {dataset: wikitext, samples: 128}"
+        )
+    if recipe.calibration is not None and recipe.reconstruct_block is not None:
+        step, batch = recipe.reconstruct_block.batch_size, recipe.calibration.batch_size
+        if step % batch:
+            raise RecipeError(
+                f"{loaded.where('reconstruct_block', 'batch_size')}: a step of {step} windows is no whole number of "
+                f"calibration batches; expected a multiple of calibration.batch_size ({batch}), or change that"
+            )
+    positions = getattr(text_config(skeleton), "max_position_embeddings", None)
+    perplexity = recipe.evaluate.token_perplexity if recipe.evaluate is not None else None
+    windows = {("calibration",): recipe.calibration, ("evaluate", "token_perplexity"): perplexity}
+    for place, settings in windows.items():
+        if settings is not None and positions is not None and settings.sequence_length > positions:
+            raise RecipeError(
+                f"{loaded.where(*place, 'sequence_length')}: sequence_length {settings.sequence_length} is longer than "
+                f"the model's {positions} positions"
+            )
