@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -280,6 +281,24 @@ def test_an_allocation_is_measured_on_the_text_of_all_processes(model: Path, tmp
 
 
 @pytest.mark.slow
+def test_an_allocation_that_reads_sensitivities_of_tokens_is_measured_on_the_first_processs_own(
+    model: Path, tmp_path: Path
+):
+    rules = [{"targets": ["*"], "pruner": "sensitivity", "group": "joint", "options": {"tokens": 0.5}}]
+    told = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        allocation = {"method": "error", "target": 0.5, "sparsities": [0.3, 0.7]}
+        asked = write_recipe(model, rules, folder, allocation=allocation, evaluate=None)
+        told.append(report_of(asked, processes)["allocation"])
+    assert told[0]["zeros"] == told[1]["zeros"]
+    measured = [[unit["output_errors"] for unit in allocation["units"]] for allocation in told]
+    assert all(low < high for errors in measured for low, high in errors)
+    assert measured[0] != measured[1]  # half the windows
+
+
+@pytest.mark.slow
 def test_the_first_of_two_processes_fine_tunes_as_one_does(model: Path, tmp_path: Path):
     losses = []
     for processes in (1, 2):
@@ -328,6 +347,15 @@ def torchrun(recipe: Path, *options: str, plugins: tuple[str, ...] = ()) -> subp
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}",
                "-m", "compressx", *(f"--plugin={name}" for name in plugins), "run", str(recipe), *options]  # fmt: skip
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.mark.slow
+def test_a_run_refuses_training_steps_that_its_processes_cannot_share(model: Path, tmp_path: Path):
+    rules = [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}]
+    told = torchrun(write_recipe(model, rules, tmp_path, reconstruct_block={"batch_size": 6}))
+    assert told.returncode != 0
+    assert re.search(r"recipe\.yaml:1:\d+: a step of 6 windows cannot be shared by 2 processes", told.stderr)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
