@@ -19,7 +19,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from compressx.architecture import survey, text_config
 from compressx.blocks.observe import observe
 from compressx.models.capture import capture_calls, replay
 from compressx_attnprune import baselines, layer, solver, training
-from compressx_attnprune.losses import MatrixLoss, OutputLoss, Pair, relative_errors
+from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair, relative_errors
 from compressx_attnprune.options import AttnPruneOptions
 from compressx_attnprune.solver import Budget, Layer
 from compressx_attnprune.training import Text
@@ -126,7 +128,7 @@ METHODS: dict[str, Callable[[Case], Pair]] = {
 }
 
 
-def load(model: str) -> tuple[torch.nn.Module, object]:
+def load(model: str) -> tuple[torch.nn.Module, Any]:
     """Load a model in float32 and its tokenizer from a hub id, a folder or a `.gguf` file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -139,12 +141,12 @@ def load(model: str) -> tuple[torch.nn.Module, object]:
     return loaded, AutoTokenizer.from_pretrained(where, **extra)
 
 
-def windows(arguments: argparse.Namespace, tokenizer: object) -> tuple[Tensor, Tensor]:
+def windows(arguments: argparse.Namespace, tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Draw calibration and evaluation windows [sequences, length], disjoint also when both come from one file."""
     generator = torch.Generator().manual_seed(arguments.seed)
 
     def shuffled(path: Path) -> Tensor:
-        ids = tokenizer(path.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]  # type: ignore[operator]
+        ids: Tensor = tokenizer(path.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
         count = len(ids) // arguments.length
         whole = ids[: count * arguments.length].view(count, arguments.length)
         return whole[torch.randperm(count, generator=generator)]
@@ -162,24 +164,22 @@ def windows(arguments: argparse.Namespace, tokenizer: object) -> tuple[Tensor, T
 def layers(model: torch.nn.Module, calibration: Tensor, evaluation: Tensor) -> Iterator[tuple[int, Block, Tensor]]:
     """Run the dense model block by block; yield each block and the inputs of its queries on all windows."""
     found = survey(model)
-    batches = [*calibration.split(8), *evaluation.split(8)]
+    batches = [*torch.split(calibration, 8), *torch.split(evaluation, 8)]
     states, calls = capture_calls(model, found.blocks, batches)
     for index, (fqn, module) in enumerate(found.blocks.items()):
         linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
         block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
         query = layer.find_projections(block).query
-        wanted = {query.name: {"inputs": SequenceSample(query.linear.in_features)}}
-        outputs: list[Tensor] = []
-        runs = [
-            lambda x=x, c=c, m=module, o=outputs: o.append(replay(m, x, c))
-            for x, c in zip(states, calls[fqn], strict=True)
-        ]
-        observe(linears, wanted, runs)
-        states = outputs
-        yield index, block, wanted[query.name]["inputs"].sequences
+        inputs = SequenceSample(query.linear.in_features)
+        runs = [partial(replay, module, x, c) for x, c in zip(states, calls[fqn], strict=True)]
+        observe(linears, {query.name: {"inputs": inputs}}, runs)
+        yield index, block, inputs.sequences
+        states = [run() for run in runs]
 
 
-def measure(arguments: argparse.Namespace, done: set[tuple[int, str, float]], write: Callable[[list], None]) -> None:
+def measure(
+    arguments: argparse.Namespace, done: set[tuple[int, str, float]], write: Callable[[list[object]], None]
+) -> None:
     """Measure every method that is not done yet on every layer, and write a row for each."""
     model, tokenizer = load(arguments.model)
     model.to(arguments.device)
@@ -192,10 +192,8 @@ def measure(arguments: argparse.Namespace, done: set[tuple[int, str, float]], wr
         projections = layer.find_projections(block)
         attention = layer.describe(block)
         values, outputs = projections.value, projections.output.weight.float()
-        losses = {
-            "attention-matrix": MatrixLoss(attention),
-            "attention-output": OutputLoss(attention, values.weight, values.bias, outputs),
-        }
+        of_output = OutputLoss(attention, values.weight, values.bias, outputs)
+        losses: dict[str, Loss] = {"attention-matrix": MatrixLoss(attention), "attention-output": of_output}
         seen, measured_on = x[: len(calibration)], x[len(calibration) :]
         held_out = max(1, round(options.held_out * len(seen)))
         text = Text(seen[:-held_out], seen[-held_out:])
@@ -203,7 +201,7 @@ def measure(arguments: argparse.Namespace, done: set[tuple[int, str, float]], wr
         for method, sparsity in cells:
             # A layer of its own for each, so that the time has all that a method measures.
             task = Layer(losses[arguments.objective], text, dense, options.damping)
-            case = Case(task, sparsity, measured_on, losses["attention-output"], options)
+            case = Case(task, sparsity, measured_on, of_output, options)
             started = time.perf_counter()
             pruned = METHODS[method](case)
             seconds = time.perf_counter() - started

@@ -38,7 +38,7 @@ def prune(asked: dict[str, Any], threads: int, sender: Any) -> None:
     torch.set_num_threads(threads)
     before: list[int] = []
 
-    def note(stage: str, done: int, _total: int) -> None:
+    def note(stage: str, done: int, _total: int, _said: str) -> None:
         if (stage, done) == ("prune", 0):
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
             before.append(pages * resource.getpagesize())

@@ -4,10 +4,10 @@ The error is ||X W~^T - X W^T||^2 / ||X W^T||^2, exact in float64, of each linea
 Every pruner gets the same statistics of the same windows, its default options and the same group; seconds include
 whatever it computes from the statistics.
 
-    python benchmarks/layer_error.py --model FOLDER --text FILE --output DIR --pruners sparsegpt alps
+    python benchmarks/layer_error.py --model MODEL --text FILE --output DIR --pruners sparsegpt alps
 
-FOLDER may also be a hub id. DIR gets `layer-error.csv`, written linear by linear, and `layer-error.md`, which compares
-the last of the pruners with the first.
+MODEL is a hub id, a folder, or a `.gguf` file. DIR gets `layer-error.csv`, written linear by linear, and
+`layer-error.md`, which compares the last of the pruners with the first.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attention_error import load
 from compressx import NM, Block, Hessian, PrunerSpec, Statistic, Unstructured
 from compressx.architecture import survey, text_config
 from compressx.blocks.observe import observe
@@ -44,9 +47,9 @@ class Observed:
     stats: dict[str, dict[str, Statistic]]
 
 
-def windows(tokenizer: object, text: Path, samples: int, held_out: int, length: int, seed: int) -> tuple[Tensor, ...]:
+def windows(tokenizer: Any, text: Path, samples: int, held_out: int, length: int, seed: int) -> tuple[Tensor, ...]:
     """Draw calibration and held-out windows [windows, length], all different."""
-    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]  # type: ignore[operator]
+    ids: Tensor = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
     count = len(ids) // length
     if count < samples + held_out:
         raise SystemExit(f"{text} has {count} windows of {length} tokens, {samples + held_out} are needed")
@@ -60,7 +63,7 @@ def blocks(
 ) -> Iterator[Observed]:
     """Run the dense model block by block and yield the observed ones; `texts` are the seen and the unseen windows."""
     found = survey(model)
-    batches = [text.split(8) for text in texts]
+    batches = [torch.split(text, 8) for text in texts]
     states, calls = capture_calls(model, found.blocks, [x for split in batches for x in split])
     seen = len(batches[0])
     built = {spec.name: spec.build(spec.options()) for spec in pruners}
@@ -69,7 +72,7 @@ def blocks(
             return
         linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
         block = Block(index, fqn, module, linears, tuple(calls[fqn][:seen]), text_config(model))
-        runs = [lambda x=x, c=c, m=module: replay(m, x, c) for x, c in zip(states, calls[fqn], strict=True)]
+        runs = [partial(replay, module, x, c) for x, c in zip(states, calls[fqn], strict=True)]
         if indices is None or index in indices:
             wanted: dict[str, dict[str, Statistic]] = {
                 n: {SEEN: Hessian(x.in_features)}
@@ -141,7 +144,7 @@ def table(rows: Sequence[Row], pruners: Sequence[str]) -> str:
 def main() -> None:
     """Measure, and write the rows and the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder or hub id")
+    parser.add_argument("--model", required=True, help="hub id, folder, or .gguf file")
     parser.add_argument("--text", type=Path, required=True, metavar="FILE")
     parser.add_argument("--output", type=Path, default=Path("layer-error"), metavar="DIR")
     parser.add_argument("--pruners", nargs="+", default=["sparsegpt", "alps"])
@@ -153,14 +156,11 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     torch.set_grad_enabled(False)
     plugins = load_plugins()
     pruners = [plugins.pruner(name) for name in arguments.pruners]
-    patterns = [*(Unstructured(s, arguments.group) for s in arguments.sparsities), NM(2, 4)]
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    patterns: list[Unstructured | NM] = [*(Unstructured(s, arguments.group) for s in arguments.sparsities), NM(2, 4)]
+    model, tokenizer = load(arguments.model)
     texts = windows(
         tokenizer, arguments.text, arguments.samples, arguments.held_out, arguments.sequence_length, arguments.seed
     )

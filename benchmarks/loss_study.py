@@ -7,11 +7,12 @@ candidate errors are measured on text that the pruners did not see, and the perp
 
 MODEL is a hub id, a folder or a `.gguf` file. The errors, all squared: `linear`, the mean over the block's linears of
 ||X W~^T - X W^T||^2 / ||X W^T||^2; `matrix`, of the attention matrices, relative; `attention`, of what the attention
-adds to the residual stream, relative; `block`, of the block's output, relative, token by token; `weighted`, the sum
-over linears of the error of each output times the model's sensitivity to it, and `weighted, root` with that
-sensitivity's square root. DIR gets `losses.csv`, written row by row (a second run goes on where it stopped), and
-`losses.md`: Spearman's rank correlation of each error with the growth of log perplexity over all prunings, and the
-means of those within one block, and within one method and sparsity.
+adds to the residual stream, relative token by token; `block`, of the block's output, as `compressx.relative` has it;
+`block, plain`, the same with channels that all count as their size says; `weighted`, the sum over linears of the error
+of each output times the model's sensitivity to it, and `weighted, root` with that sensitivity's square root. DIR gets
+`losses.csv`, written row by row (a second run goes on where it stopped), and `losses.md`: Spearman's rank correlation
+of each error with the growth of log perplexity over all prunings, and the means of those within one block, and within
+one method and sparsity.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ from compressx.models.access import InMemory
 from compressx.models.capture import capture_calls, replay
 from compressx.planning.plan import PlannedRule
 from compressx.plugins.manager import load_plugins
-from compressx.pruner import Linear
-from compressx.training.reconstruct import relative_error
+from compressx.pruner import Linear, Loss
+from compressx.relative import channel_weights
+from compressx.relative import relative_errors as of_outputs
 from compressx_attnprune import layer
 from compressx_attnprune.losses import MatrixLoss, relative_errors
 
-LOSSES = ("linear", "matrix", "attention", "block", "weighted", "weighted, root")
+LOSSES = ("linear", "matrix", "attention", "block", "block, plain", "weighted", "weighted, root")
 METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "sensitivity")
 
 
@@ -72,8 +74,10 @@ class Dense:
             found["weighted, root"] += float((rows.sqrt() * changed).sum())
         found["matrix"] = self._of_matrices()
         attention, outputs, _ = watched(self.block, self.states)
-        found["attention"] = _mean(relative_error(a, d) for a, d in zip(attention, self.attention, strict=True))
-        found["block"] = _mean(relative_error(o, d) for o, d in zip(outputs, self.outputs, strict=True))
+        alike = torch.ones(self.outputs[0].shape[-1])
+        found["attention"] = _mean(attention, self.attention, alike)
+        found["block"] = _mean(outputs, self.outputs, channel_weights(self.outputs))
+        found["block, plain"] = _mean(outputs, self.outputs, alike)
         return found
 
     def _of_linear(self, name: str, linear: Linear) -> tuple[Tensor, float]:
@@ -113,9 +117,10 @@ def _weights(block: Block) -> dict[str, Tensor]:
     return {name: linear.weight for name, linear in block.linears.items()}
 
 
-def _mean(values: Iterator[Tensor]) -> float:
-    each = [float(v) for v in values]
-    return math.fsum(each) / len(each)
+def _mean(outputs: Sequence[Tensor], dense: Sequence[Tensor], channels: Tensor) -> float:
+    """Return the mean relative error over all tokens of all batches."""
+    pairs = zip(outputs, dense, strict=True)
+    return float(torch.cat([of_outputs(now, wanted, channels).flatten() for now, wanted in pairs]).mean())
 
 
 @contextmanager
@@ -128,7 +133,7 @@ def restored(block: Block) -> Iterator[None]:
 
 
 @torch.no_grad()
-def study(arguments: argparse.Namespace, done: set[tuple[str, ...]]) -> Iterator[dict[str, object]]:
+def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Iterator[dict[str, object]]:
     """Yield a row for every pruning that is not there yet."""
     model, tokenizer = load(arguments.model)
     model = model.float()
@@ -150,7 +155,7 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, ...]]) -> Iterator
         ]  # fmt: skip
         if wanted:
             linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
-            given = {"model": sensitivities}
+            given: dict[Loss, Mapping[str, Sensitivity]] = {"model": sensitivities}
             block = Block(index, fqn, module, linears, tuple(calls[fqn][:learnt]), text_config(model), given)
             unseen = Block(index, fqn, module, linears, tuple(calls[fqn][learnt:]), text_config(model))
             attention, outputs, inputs = watched(unseen, states[learnt:])
@@ -223,7 +228,7 @@ def main() -> None:
     if not path.exists():
         path.write_text(",".join(f'"{c}"' for c in columns) + "\n", encoding="utf-8")
     with path.open(newline="", encoding="utf-8") as file:
-        done = {(r["index"], r["method"], r["sparsity"]) for r in csv.DictReader(file)}
+        done = {(str(r["index"]), str(r["method"]), str(r["sparsity"])) for r in csv.DictReader(file)}
     for row in study(arguments, done):
         with path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, columns).writerow(row)

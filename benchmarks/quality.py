@@ -86,7 +86,8 @@ def best(budget: str) -> dict[str, Any]:
 
     path = ROOT / "recipes" / ("best-2of4.yaml" if ":" in budget else f"best-{budget.rstrip('%')}.yaml")
     told = load_recipe(path).recipe.model_dump(mode="json", exclude_none=True)
-    sections = {k: told[k] for k in ("prune", "allocation", "true_sequential", "reconstruct_block") if k in told}
+    kept = ("prune", "allocation", "true_sequential", "reconstruct_block")
+    sections: dict[str, Any] = {k: told[k] for k in kept if k in told}
     if ":" in budget:
         sections["prune"] = [{**rule, "pattern": budget} for rule in sections["prune"]]
     return sections

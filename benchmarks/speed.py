@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def by_compressx(task: dict[str, Any], *, streaming: bool = False) -> dict[str, 
     return {"prune": report.seconds["prune"], "above": peak() - base[0], "sparsity": report.sparsity}
 
 
-TOOLS = {
+TOOLS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "compressx": by_compressx,
     "compressx, streamed": partial(by_compressx, streaming=True),
     "llm-compressor": llm_compressor.prune,
@@ -102,7 +102,7 @@ def floor(model: str, dtype: str, method: str, calibration: dict[str, Any]) -> f
     for width in inputs.values():
         # X^T X is symmetric: half of the products are enough.
         gathered += tokens * width * (width + 1) if method == "sparsegpt" else 2 * tokens * width
-    return 2 * forward / rate(dtype) + gathered / rate("float32")
+    return float(2 * forward / rate(dtype) + gathered / rate("float32"))
 
 
 def forwards(model: str, dtype: str, windows: Any, batch: int) -> float:

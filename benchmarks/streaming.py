@@ -34,9 +34,9 @@ BLOCKS_ALLOWED, BASE = 3, 10**9
 
 def layers_for(arguments: argparse.Namespace) -> int:
     """Count the blocks that make a model of the size that was asked for."""
-    width, inner = arguments.width, arguments.inner
+    width, inner, wanted = int(arguments.width), int(arguments.inner), float(arguments.gigabytes) * 1e9
     block = 2 * (2 * width * width + 2 * width * (width // 4) + 3 * width * inner)  # bytes
-    return max(1, math.ceil((arguments.gigabytes * 1e9 - 2 * 2 * arguments.vocabulary * width) / block))
+    return max(1, math.ceil((wanted - 2 * 2 * int(arguments.vocabulary) * width) / block))
 
 
 def prune(asked: dict[str, Any], threads: int, sender: Any) -> None:

@@ -1,0 +1,131 @@
+"""Each benchmark runs to its end on a model of seconds: one that nobody has run for a month would be found broken."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.compressx.saved import save_tiny
+
+pytestmark = pytest.mark.slow
+_FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama")
+
+
+@pytest.fixture(scope="module")
+def text(model: Path) -> Path:
+    return model.with_name("text.txt")
+
+
+def benchmark(name: str, *arguments: object) -> str:
+    """Run one; returns what it prints."""
+    command = [sys.executable, str(_FOLDER / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def cells(printed: str) -> dict[str, list[str]]:
+    """Return the cells of every line of a table by its first."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if line[:1] == "|"]
+    return {line[0]: line[1:] for line in lines}
+
+
+def test_attention_error_measures_every_layer_on_other_text_and_goes_on_where_it_stopped(
+    model: Path, text: Path, tmp_path: Path
+):
+    asked = (model, "--calibration", text, "--evaluation", text, "--output", tmp_path, "--samples", 8, "--windows", 2,
+             "--length", 32, "--sparsities", 0.5, "--methods", "wanda", "sparsegpt", "gauss-newton")  # fmt: skip
+    benchmark("attention_error.py", *asked, "--layers", 0)
+    assert {row["layer"] for row in rows(tmp_path / "errors.csv")} == {"0"}
+    first = (tmp_path / "errors.csv").read_text()
+    benchmark("attention_error.py", *asked)
+    measured = rows(tmp_path / "errors.csv")
+    assert (tmp_path / "errors.csv").read_text().startswith(first)
+    assert [row["layer"] for row in measured] == ["0"] * 3 + ["1"] * 3 + ["2"] * 3
+    by_method = {m: [float(r["attention"]) for r in measured if r["method"] == m] for m in ("wanda", "gauss-newton")}
+    assert all(ours < theirs for ours, theirs in zip(by_method["gauss-newton"], by_method["wanda"], strict=True))
+    assert "gauss-newton" in cells((tmp_path / "table.md").read_text())
+    assert (tmp_path / "errors.svg").is_file()
+
+
+def test_attention_gradient_compares_time_and_memory_of_both():
+    printed = cells(benchmark("attention_gradient.py", "--tokens", 64, 128, "--repeats", 1))
+    for tokens in ("64", "128"):
+        ours, theirs, ratio = (float(cell) for cell in printed[tokens][:3])
+        assert ratio == pytest.approx(theirs / ours, rel=0.1)
+
+
+def test_layer_error_measures_every_linear_to_every_pattern(model: Path, text: Path, tmp_path: Path):
+    benchmark("layer_error.py", "--model", model, "--text", text, "--output", tmp_path, "--samples", 8,
+              "--held-out", 4, "--sequence-length", 32, "--sparsities", 0.5)  # fmt: skip
+    measured = rows(tmp_path / "layer-error.csv")
+    assert len(measured) == 3 * 7 * 2 * 2
+    assert "28 of" not in (tmp_path / "layer-error.md").read_text()
+    assert "21 of 21" in (tmp_path / "layer-error.md").read_text()
+
+
+def test_loss_study_correlates_every_error_with_perplexity(model: Path, text: Path, tmp_path: Path):
+    asked = (model, "--text", text, "--output", tmp_path, "--samples", 8, "--held-out", 2, "--windows", 6,
+             "--length", 32)  # fmt: skip
+    benchmark("loss_study.py", *asked, "--blocks", 1, "--sparsities", 0.5)
+    benchmark("loss_study.py", *asked, "--blocks", 0, 1, "--sparsities", 0.5, 0.7)
+    measured = rows(tmp_path / "losses.csv")
+    assert len(measured) == len({(r["index"], r["method"], r["sparsity"]) for r in measured}) == 2 * 5 * 2
+    losses = [name for name in measured[0] if name not in ("index", "method", "sparsity", "growth")]
+    for loss in losses:
+        low, high = (
+            [float(r[loss]) for r in sorted(measured, key=lambda r: (r["index"], r["method"])) if r["sparsity"] == s]
+            for s in ("0.5", "0.7")
+        )
+        assert all(0 < few < many for few, many in zip(low, high, strict=True)), loss
+    table = cells((tmp_path / "losses.md").read_text())
+    assert all(-1 <= float(table[loss][0]) <= 1 for loss in losses)
+
+
+def test_streaming_holds_the_peak_against_its_bound(tmp_path: Path):
+    printed = cells(benchmark("streaming.py", tmp_path, "--gigabytes", 0.002, "--width", 64, "--inner", 128,
+                              "--vocabulary", 100, "--samples", 2, "--length", 32))  # fmt: skip
+    for name in ("wanda 2:4", "sparsegpt 50%"):
+        _, peak, bound, sparsity = printed[name]
+        assert 0 < float(peak) < float(bound)
+        assert sparsity == "50.00%"
+
+
+def test_speed_measures_pruning_against_the_floor(model: Path, text: Path):
+    printed = benchmark("speed.py", model, "--text", text, "--dtype", "float32", "--samples", 4, "--length", 32,
+                        "--rounds", 1, "--methods", "wanda")  # fmt: skip
+    tools = [line.split("|")[2].strip() for line in printed.splitlines() if line.startswith("| wanda")]
+    assert tools == ["compressx", "compressx, streamed", "floor"]
+    assert printed.count("50.00%") == 2
+
+
+def test_growth_keeps_the_points_of_axes_that_are_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.syspath_prepend(_FOLDER)
+    growth = importlib.import_module("growth")
+    monkeypatch.setattr(growth, "SIZE", {"tokens": 512, "width": 64, "depth": 1})
+    monkeypatch.setattr(growth, "AXES", {"tokens": (512, 1024), "depth": (1, 2)})
+    monkeypatch.setattr(growth, "METHODS", ("wanda",))
+    for axis in ("tokens", "depth"):
+        monkeypatch.setattr(sys, "argv", ["growth.py", "--output", str(tmp_path), "--axes", axis])
+        growth.main()
+        assert f"| {axis} | wanda | " in capsys.readouterr().out
+    assert [(row["axis"], row["value"]) for row in rows(tmp_path / "growth.csv")] == [
+        ("tokens", "512.0"), ("tokens", "1024.0"), ("depth", "1"), ("depth", "2")
+    ]  # fmt: skip
+    assert (tmp_path / "growth.svg").is_file()
