@@ -73,7 +73,8 @@ def few_tasks(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 class TestCheckTasks:
     def test_names_groups_files_and_datasets_of_ours_pass(self, few_tasks: Path) -> None:
-        check_tasks(settings("letters_easy", "letters", "tasks/letters_hard.yaml", rolling("docs")))
+        check_tasks(settings("letters_easy", "tasks/letters_hard.yaml", rolling("docs")))
+        check_tasks(settings("letters", rolling("docs")))
 
     def test_an_unknown_name_is_answered_with_the_nearest_ones(self, few_tasks: Path) -> None:
         with pytest.raises(
@@ -98,6 +99,14 @@ class TestCheckTasks:
     )
     def test_a_name_may_occur_only_once(self, few_tasks: Path, tasks: tuple[Any, ...]) -> None:
         with pytest.raises(RecipeError, match=r"'letters(_easy)?' occurs 2 times"):
+            check_tasks(settings(*tasks))
+
+    @pytest.mark.parametrize(
+        "tasks", [("letters", "letters_easy"), ("tasks/letters_easy.yaml", "letters"), ("letters", "alphabet")]
+    )
+    def test_a_task_may_not_be_in_a_group_and_beside_it(self, few_tasks: Path, tasks: tuple[str, ...]) -> None:
+        (few_tasks / "alphabet.yaml").write_text("group: alphabet\ntask: [{group: small, task: [letters_easy]}]\n")
+        with pytest.raises(RecipeError, match=r"both have the task 'letters_easy', which .*; leave one of them out"):
             check_tasks(settings(*tasks))
 
     @pytest.mark.parametrize("name", ["token_perplexity", "word_perplexity"])
@@ -185,6 +194,23 @@ class TestRunTasks:
         measured = run_tasks(tiny_model("llama"), tokenizer, settings("letters_easy"), {})
         assert measured["letters_easy"]["acc"] == 0.5
         measured = run_tasks(tiny_model("llama"), tokenizer, settings("letters"), {})
+        assert {name: metrics["acc"] for name, metrics in measured.items()} == {
+            "letters": 0.5, "letters_easy": 0.5, "letters_hard": 0.5
+        }  # fmt: skip
+
+    @pytest.mark.slow
+    def test_a_group_from_a_file_finds_its_tasks_beside_it(
+        self, few_tasks: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def without_defaults(include_path: list[str] | None, include_defaults: bool) -> Any:
+            assert include_defaults  # where other members are
+            return real(include_path=include_path, include_defaults=False)
+
+        from lm_eval.tasks import manager
+
+        real = manager.TaskManager
+        monkeypatch.setattr("lm_eval.tasks.TaskManager", without_defaults)
+        measured = run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters.yaml"), {})
         assert {name: metrics["acc"] for name, metrics in measured.items()} == {
             "letters": 0.5, "letters_easy": 0.5, "letters_hard": 0.5
         }  # fmt: skip
