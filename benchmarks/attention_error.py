@@ -35,6 +35,7 @@ from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair, relat
 from compressx_attnprune.options import AttnPruneOptions
 from compressx_attnprune.solver import Budget, Layer
 from compressx_attnprune.training import Text
+from kept import same_settings
 
 COLUMNS = ("layer", "method", "sparsity", "attention", "output", "seconds")
 
@@ -282,7 +283,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    own = ("output", "layers", "sparsities", "methods", "device")  # a row says, or they change no row
+    same_settings(arguments.output, {n: str(v) for n, v in vars(arguments).items() if n not in own})
     path = arguments.output / "errors.csv"
     if not path.exists():
         path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")

@@ -46,6 +46,7 @@ from compressx.relative import channel_weights
 from compressx.relative import relative_errors as of_outputs
 from compressx_attnprune import layer
 from compressx_attnprune.losses import MatrixLoss, relative_errors
+from kept import same_settings
 
 LOSSES = ("linear", "matrix", "attention", "block", "block, plain", "weighted", "weighted, root")
 METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "sensitivity")
@@ -222,7 +223,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    own = ("output", "blocks", "sparsities")  # a row says
+    same_settings(arguments.output, {n: str(v) for n, v in vars(arguments).items() if n not in own})
     path = arguments.output / "losses.csv"
     columns = ["index", "method", "sparsity", "growth", *LOSSES]
     if not path.exists():

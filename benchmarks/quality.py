@@ -35,6 +35,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kept import same_settings
+
 ROOT = Path(__file__).parents[1]
 PEER = "llm-compressor"
 PEER_VERSION = "0.14.0.1"
@@ -126,8 +128,14 @@ INGREDIENTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "+ true-sequential": partial(best_but, true_sequential=True),
 }
 OF_NM = ("+ true-sequential",)  # would change nothing at other budgets
+OF_PERCENTAGES = ("+ sensitivity weights", "+ allocation")  # which best has nothing of at N:M
 UNTUNED = {"best, fine-tuned": "best"}  # the row that the same run measures before
 PEERS = {f"{PEER} Wanda": "wanda", f"{PEER} SparseGPT": "sparsegpt"}
+
+
+def applies(method: str, budget: str) -> bool:
+    """Say whether a method is one of its own at a budget."""
+    return method not in (OF_PERCENTAGES if ":" in budget else OF_NM)
 
 
 def by_compressx(settings: Settings, sections: dict[str, Any], folder: Path, kept: Path) -> dict[str, dict[str, float]]:
@@ -235,11 +243,7 @@ class Table:
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder, self.path = folder, folder / "quality.csv"
-        folder.mkdir(parents=True, exist_ok=True)
-        told = folder / "settings.json"
-        if told.exists() and json.loads(told.read_text(encoding="utf-8")) != asdict(settings):
-            sys.exit(f"{told} says that the rows there were measured otherwise; name another output")
-        told.write_text(json.dumps(asdict(settings), indent=1), encoding="utf-8")
+        same_settings(folder, asdict(settings))
         self.rows: dict[tuple[str, str], dict[str, float]] = {}
         if self.path.exists():
             with self.path.open(newline="", encoding="utf-8") as file:
@@ -335,7 +339,7 @@ def main() -> None:
         table.add("dense", "", dense(settings))
     wanted = [(m, b) for b in given.budgets for m in given.methods if (m, b) not in table.rows]
     by_the_way = {(UNTUNED[m], b) for m, b in wanted if m in UNTUNED}
-    wanted = [row for row in wanted if row not in by_the_way and (row[0] not in OF_NM or ":" in row[1])]
+    wanted = [row for row in wanted if row not in by_the_way and applies(*row)]
     for number, (method, budget) in enumerate(wanted, start=1):
         started = time.perf_counter()
         rows: dict[str, dict[str, float]] = {}

@@ -25,12 +25,23 @@ def text(model: Path) -> Path:
     return model.with_name("text.txt")
 
 
+def started(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(_FOLDER / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+
+
 def benchmark(name: str, *arguments: object) -> str:
     """Run one; returns what it prints."""
-    command = [sys.executable, str(_FOLDER / name), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    done = started(name, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def refusal(name: str, *arguments: object) -> str:
+    """Run one that refuses what is asked; returns what it says."""
+    done = started(name, *arguments)
+    assert done.returncode == 1
+    return done.stderr
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -52,6 +63,8 @@ def test_attention_error_measures_every_layer_on_other_text_and_goes_on_where_it
     benchmark("attention_error.py", *asked, "--layers", 0)
     assert {row["layer"] for row in rows(tmp_path / "errors.csv")} == {"0"}
     first = (tmp_path / "errors.csv").read_text()
+    other = refusal("attention_error.py", *asked, "--seed", 7)
+    assert "measured otherwise: seed '0', now '7'; name another output" in other
     benchmark("attention_error.py", *asked)
     measured = rows(tmp_path / "errors.csv")
     assert (tmp_path / "errors.csv").read_text().startswith(first)
@@ -116,7 +129,6 @@ def test_speed_measures_pruning_against_the_floor(model: Path, text: Path):
 def test_growth_keeps_the_points_of_axes_that_are_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.syspath_prepend(_FOLDER)
     growth = importlib.import_module("growth")
     monkeypatch.setattr(growth, "SIZE", {"tokens": 512, "width": 64, "depth": 1})
     monkeypatch.setattr(growth, "AXES", {"tokens": (512, 1024), "depth": (1, 2)})

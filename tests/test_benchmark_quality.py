@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
-from pathlib import Path
+from itertools import combinations
 from types import ModuleType
 
 import pytest
@@ -15,17 +15,10 @@ from compressx.patterns import NM
 from compressx.pipeline.run import plan
 from compressx.plugins.manager import load_plugins
 
-_FOLDER = Path(__file__).parents[1] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
 def quality() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quality", _FOLDER / "quality.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["quality"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("quality")
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +58,10 @@ def test_each_ingredient_adds_one_thing_to_those_before_it(quality):
         (["attnprune", "sensitivity"], ["allocation"]),
         (["attnprune", "sensitivity"], ["allocation", "reconstruct_block"]),
     ]
+    ladder = ["SparseGPT", *steps[:-1], "best", "+ true-sequential"]
+    for budget in quality.BUDGETS:
+        told = [methods[step](budget) for step in ladder if quality.applies(step, budget)]
+        assert all(one != other for one, other in combinations(told, 2)), budget
     assert methods["+ true-sequential"]("2:4") == {**methods["best"]("2:4"), "true_sequential": True}
 
 

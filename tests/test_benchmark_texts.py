@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from dataclasses import replace
@@ -15,7 +15,6 @@ import pytest
 from compressx.calibration.documents import documents
 from compressx.recipe.sources import DatasetSource
 
-_PROGRAM = Path(__file__).parents[1] / "benchmarks/texts.py"
 _ROWS = ["", " = Otter = \n", "", " It swims . It eats fish . \n", " It has <unk> . \n", "", "", " = <unk> = \n", ""]
 _KNOWN = "\n = Otter = \n\n It swims . It eats fish . \n\n"
 _CONFIGS = {"wikitext-2-v1": "validation", "wikitext-2-raw-v1": "test"}
@@ -23,12 +22,7 @@ _CONFIGS = {"wikitext-2-v1": "validation", "wikitext-2-raw-v1": "test"}
 
 @pytest.fixture(scope="module")
 def texts() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("texts", _PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["texts"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("texts")
 
 
 @pytest.fixture

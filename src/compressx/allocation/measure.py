@@ -25,9 +25,9 @@ from compressx.architecture import survey, text_config
 from compressx.blocks.decide import Decision, decide_all, gather, write
 from compressx.blocks.observe import observe
 from compressx.blocks.sensitivity import by_loss
-from compressx.blocks.walk import capture, finite
-from compressx.errors import ArtifactError, CalibrationError
-from compressx.finite import all_finite
+from compressx.blocks.walk import capture
+from compressx.errors import CalibrationError
+from compressx.finite import finite, refuse_damage
 from compressx.models.access import Access
 from compressx.models.capture import replay
 from compressx.patterns import NM, Unstructured
@@ -126,8 +126,7 @@ def measure_outliers(
     def visit(dense: _Dense) -> tuple[Unit, float]:
         (unit,) = (u for u in units if u.block == dense.block.fqn)
         linears = {x.name: dense.block.linears[x.name] for x in unit.linears}
-        if damaged := [name for name, linear in linears.items() if not all_finite(linear.weight)]:
-            raise ArtifactError(f"{damaged[0]}.weight has NaN or infinite values; the checkpoint is damaged")
+        refuse_damage(dense.block.module, dense.block.fqn)
         norms: dict[str, dict[str, Statistic]] = {n: {"norms": FeatureNorms(x.in_features)} for n, x in linears.items()}
         observe(linears, norms, dense.passes)
         pairs = []

@@ -15,8 +15,8 @@ import torch
 
 from compressx.blocks.contract import Checksums, ask
 from compressx.blocks.observe import observe
-from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
-from compressx.finite import all_finite
+from compressx.errors import CalibrationError, UnsupportedModelError
+from compressx.finite import refuse_damage
 from compressx.patterns import NM, FixedMask, Unstructured
 from compressx.planning.plan import PlannedRule
 from compressx.pruner import Block, Linear, Pruner, PruneResult, Statistic
@@ -60,12 +60,7 @@ def gather(
         ArtifactError: a weight that is not finite; the message names it.
         CalibrationError: an input that is not finite, or a linear that no batch reached.
     """
-    for name, tensor in block.module.state_dict().items():
-        if not tensor.is_meta and not all_finite(tensor):
-            raise ArtifactError(
-                f"{block.fqn}.{name}".removeprefix(".")
-                + " has NaN or infinite values; the checkpoint is damaged, or its dtype too narrow for it"
-            )
+    refuse_damage(block.module, block.fqn)
     wanted: dict[str, dict[str, Statistic]] = {}
     asking: dict[tuple[str, str], Callable[[], Statistic | None]] = {}
     for rule, names in by_rule.items():

@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from compressx.architecture import Architecture
 from compressx.blocks.watch import outputs_watched
-from compressx.errors import CalibrationError
+from compressx.errors import CalibrationError, UnsupportedModelError
+from compressx.finite import all_finite, finite, refuse_damage
 from compressx.models.access import Access
 from compressx.models.capture import capture_calls, replay, run_around
 from compressx.models.shards import OUTSIDE
@@ -33,7 +34,7 @@ ROW_WINDOWS = 32
 
 
 class _Sums:
-    """What is gathered for one linear; behind a router, where tokens have no place in their batch, only outputs.
+    """What is gathered for one linear; where it is not handed each batch's tokens, as behind a router, only outputs.
 
     The means of tokens outlive every batch. All have their room from the beginning: small tensors that stay, each made
     among large ones that go, would leave the heap full of holes, gigabytes of them.
@@ -42,6 +43,7 @@ class _Sums:
     def __init__(self, linear: Linear, shapes: Sequence[torch.Size], device: torch.device) -> None:
         self.rows = torch.zeros(linear.out_features, dtype=torch.float64, device=device)  # sum over tokens of g^2
         self.count = 0
+        shapes = shapes if linear.expert is None else ()
         room = torch.empty(sum(shape.numel() for shape in shapes), device=device)
         parts = torch.split(room, [shape.numel() for shape in shapes])
         self.tokens = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]  # mean over outputs of g^2
@@ -52,9 +54,12 @@ class _Sums:
         squares = gradient.float().square()
         self.rows += squares.reshape(-1, squares.shape[-1]).sum(dim=0, dtype=torch.float64)
         self.count += squares.shape[:-1].numel()
-        if squares.dim() == 3 and self.tokens:
-            torch.mean(squares, dim=-1, out=self.tokens[self.filled])
+        if self.filled < len(self.tokens) and squares[..., 0].numel() == self.tokens[self.filled].numel():
+            tokens = self.tokens[self.filled]  # OPT's MLP sees them without their batch, in the same order
+            torch.mean(squares.view(*tokens.shape, -1), dim=-1, out=tokens)
             self.filled += 1
+        else:
+            self.tokens = []
 
 
 class Gathering:
@@ -111,7 +116,8 @@ class Gathering:
                     f"no calibration token reached {name}, so that its sensitivity is not known; use more samples, or "
                     "prune it by another pruner"
                 )
-            found[name] = Sensitivity((sums.rows / count).float(), tuple(sums.tokens[: sums.filled]))
+            tokens = tuple(sums.tokens) if sums.filled == len(sums.tokens) else ()
+            found[name] = Sensitivity((sums.rows / count).float(), tokens)
         return found
 
 
@@ -176,8 +182,9 @@ def of_model(
         progress: called with how many windows are done, and how many there are at least.
 
     Raises:
+        ArtifactError: a weight that is not finite.
         CalibrationError: a linear that no token of any process came through.
-        UnsupportedModelError: a model whose blocks cannot be run one at a time.
+        UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
     """
     wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, so that processes agree
     enough = sum(map(len, batches)) if tokens else max(1, ROW_WINDOWS // ranks.size)
@@ -202,7 +209,7 @@ def of_model(
         states = [state]
         for fqn, run in runs.items():
             with torch.no_grad(), access.materialise(fqn):
-                states.append(run(states[-1]))
+                states.append(finite(run(states[-1]), fqn, found.blocks[fqn]))
         with access.materialise(OUTSIDE):
             gradient = _of_likelihood(access.model, found.blocks, ids, states.pop(), generator)
         for fqn, run in reversed(runs.items()):
@@ -232,6 +239,12 @@ def _of_likelihood(
         x = hidden.detach().requires_grad_(True)
         with torch.enable_grad():
             logits = run_around(model, blocks, window, x).logits[0].float()
+            if not all_finite(logits.detach()):
+                refuse_damage(model, "")
+                raise UnsupportedModelError(
+                    f"{type(model).__name__}: its logits have NaN or infinite values on the calibration text; "
+                    "model.dtype may be too narrow"
+                )
             labels = torch.multinomial(logits.detach().softmax(dim=-1), 1, generator=generator)[:, 0]
             loss = functional.cross_entropy(logits, labels, reduction="sum")
         gradients.append(torch.autograd.grad(loss, x)[0])

@@ -22,8 +22,8 @@ from compressx.architecture import Architecture, survey, text_config
 from compressx.blocks.decide import Built, ByRule, Decision, decide_all, gather, is_apart, write
 from compressx.blocks.sensitivity import by_loss
 from compressx.blocks.stages import stages
-from compressx.errors import RecipeError, UnsupportedModelError
-from compressx.finite import all_finite
+from compressx.errors import RecipeError
+from compressx.finite import finite
 from compressx.masks.maskset import MaskEntry, weight_sha256
 from compressx.models.access import Access
 from compressx.models.capture import capture_calls, replay, run_around
@@ -275,14 +275,3 @@ def refuse_one_stage(access: Access, plan: Plan, batches: Sequence[Tensor]) -> N
         + (f" (jointly, by {' and by '.join(joint)})" if joint else "")
         + "; leave it out, or take linears that read one another's output, with group: row or layer"
     )
-
-
-def finite(hidden: Tensor, fqn: str) -> Tensor:
-    """Return a block's output, or refuse it.
-
-    Raises:
-        UnsupportedModelError: an entry that is NaN or infinite.
-    """
-    if not all_finite(hidden):
-        raise UnsupportedModelError(f"{fqn}: its output has NaN or infinite values on the calibration text")
-    return hidden

@@ -183,7 +183,7 @@ def evaluate_cached(
         "text": texts.fingerprint(),
         "model": model_fingerprint,
         "config": _sha256(access.model.config.to_json_string()),
-        "tokenizer": _sha256(repr((sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map))),
+        "tokenizer": _sha256(_tokenizing(tokenizer)),
         "device": access.device.type,
         "versions": {name: metadata.version(name) for name in ("torch", "transformers", "lm_eval")},
     }
@@ -212,6 +212,14 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _tokenizing(tokenizer: Any) -> str:
+    """Return what decides how a task's text is tokenized: vocabulary, normalization, splitting, special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    whole = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    adds = [getattr(tokenizer, name, None) for name in ("add_bos_token", "add_eos_token", "model_max_length")]
+    return repr((whole, tokenizer.special_tokens_map, adds))
 
 
 def _sha256(text: str) -> str:

@@ -67,20 +67,21 @@ class WeightedHessian(Hessian):
     _batch: int = field(default=0, init=False, compare=False)
 
     def update(self, x: Tensor) -> None:
-        """Add a batch [batch, tokens, in_features].
+        """Add a batch [batch, tokens, in_features] or [batch * tokens, in_features].
 
         Raises:
             UnsupportedModelError: a batch that is not the one that the weights are for.
         """
         weights = self.weights[self._batch] if self._batch < len(self.weights) else None
         self._batch += 1
-        if weights is None or weights.shape != x.shape[:-1]:
+        if weights is None or weights.numel() != x.shape[:-1].numel():
             given = None if weights is None else tuple(weights.shape)
             raise UnsupportedModelError(
                 f"{self.owner}: its inputs come as {tuple(x.shape[:-1])} tokens where the sensitivities have {given}; "
                 "set the pruner's option tokens: 0"
             )
-        super().update(x.float() * weights.to(x.device).sqrt()[..., None])  # which float16 may not hold
+        weights = weights.to(x.device).reshape(*x.shape[:-1], 1)  # OPT's MLP is handed tokens without their batch
+        super().update(x.float() * weights.sqrt())  # which float16 may not hold
 
 
 class SensitivityPruner:
@@ -108,7 +109,9 @@ class SensitivityPruner:
             hessian = stats[name]
             assert isinstance(hessian, Hessian)  # noqa: S101 - it is what observe asked for
             hessians[name] = hessian
-        keeps = keep_masks({n: self._costs(block, n, hessians[n]) for n in patterns}, patterns)
+        chosen = {n: p for n, p in patterns.items() if not isinstance(p, FixedMask)}
+        keeps = {n: p.keep for n, p in patterns.items() if isinstance(p, FixedMask)}
+        keeps |= keep_masks({n: self._costs(block, n, hessians[n]) for n in chosen}, chosen)
         factors = Factors(self.options.damping)
         results = {}
         order = [id(hessian) for hessian in hessians.values()]
@@ -124,8 +127,10 @@ class SensitivityPruner:
         """Return what dropping each weight costs, [out_features, in_features]."""
         weight = block.linears[name].weight
         costs = weight.float().square() * hessian.diagonal.float().to(weight.device)
+        if not self.options.rows:
+            return costs
         rows = block.sensitivities[self.options.loss][name].rows.to(weight.device)
-        return costs * rows.pow(self.options.rows)[:, None] if self.options.rows else costs
+        return costs * rows.pow(self.options.rows)[:, None]
 
 
 def _check(block: Block, patterns: Mapping[str, Pattern]) -> None:
@@ -152,7 +157,7 @@ def compressx_pruners() -> list[PrunerSpec]:
             separable=True,
             groups=("layer", "row", "joint"),
             reconstructs=True,
-            sensitivity=lambda options: options.loss,
+            sensitivity=lambda options: options.loss if options.rows or options.tokens else None,
             reads_tokens=lambda options: options.tokens > 0,
             check=_check,
         )

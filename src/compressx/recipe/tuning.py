@@ -56,6 +56,8 @@ class Finetune(Strict):
             raise conflict(f"{' and '.join(stray)} only goes with dataset; calibration has its own", stray)
         if self.teacher == "none" and self.temperature != 1.0:
             raise conflict("temperature only goes with teacher: dense", ["temperature"])
+        if round(self.warmup * self.steps) >= self.steps:
+            raise conflict(f"warmup leaves none of the {self.steps} steps at the full learning rate", ["warmup"])
         return self
 
 

@@ -44,6 +44,11 @@ class Passage:
     target: Tensor
     run: Callable[[Tensor], Tensor]
 
+    @property
+    def tokens(self) -> int:
+        """How many there are in the batch."""
+        return self.enters.shape[:-1].numel()
+
     def errors(self, channels: Tensor) -> Tensor:
         """Return `relative_errors` of the block as it now is, [batch, tokens]."""
         return relative_errors(self.run(self.enters.float()), self.target, channels)
@@ -115,9 +120,10 @@ class _Trained:
             drawn = torch.randperm(len(passages), generator=generator).tolist()
             for i in range(per_pass):
                 mine = [passages[j] for j in drawn[i * per_step : (i + 1) * per_step]]
+                tokens = sum(passage.tokens for passage in mine)
                 with torch.enable_grad():
                     for passage in mine:
-                        (passage.errors(self.channels).mean() / len(mine)).backward()
+                        (passage.errors(self.channels).sum() / tokens).backward()
                 self._share_gradients(ranks)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -133,16 +139,15 @@ class _Trained:
 
     @torch.no_grad()
     def error(self, passages: Sequence[Passage], ranks: Ranks) -> float:
-        """Return the mean error over all processes' text, of the weights rounded to the dtypes that they came in."""
+        """Return the mean over all processes' tokens, of the weights rounded to the dtypes that they came in."""
         exact = [p.clone() for p in self.parameters]
         for parameter, dtype in self.parameters.items():
             parameter.copy_(parameter.to(dtype))
-        errors = [
-            e for each in ranks.everyones([float(p.errors(self.channels).mean()) for p in passages]) for e in each
-        ]
+        mine = [float(p.errors(self.channels).sum(dtype=torch.float64)) for p in passages]
+        everyones = ranks.everyones((math.fsum(mine), sum(p.tokens for p in passages)))
         for parameter, value in zip(self.parameters, exact, strict=True):
             parameter.copy_(value)
-        return math.fsum(errors) / len(errors)
+        return math.fsum(error for error, _ in everyones) / sum(tokens for _, tokens in everyones)
 
     def _share_gradients(self, ranks: Ranks) -> None:
         if ranks.size > 1:

@@ -12,7 +12,7 @@ from tests.compressx.pruners.problems import correlated_inputs, one_linear
 from tests.compressx.references import channel_weights_reference
 from torch.nn import functional
 
-from compressx import Block, CalibrationError, Sensitivity, UnsupportedModelError
+from compressx import ArtifactError, Block, CalibrationError, Sensitivity, UnsupportedModelError
 from compressx.architecture import survey
 from compressx.blocks.sensitivity import Gathering, of_block, of_model
 from compressx.blocks.walk import prune_model
@@ -62,9 +62,8 @@ def test_the_models_sensitivities_are_mean_squares_of_the_gradients_that_autogra
     for name, expected in squares.items():
         rows, tokens = torch.cat(expected).flatten(0, -2).mean(dim=0), [x.mean(dim=-1) for x in expected]
         torch.testing.assert_close(measured[name].rows.double(), rows, rtol=1e-3, atol=1e-3 * float(rows.max()))
-        flattened = architecture == "opt" and ".fc" in name  # its MLP sees tokens without their batch
-        for mine, its in zip(measured[name].tokens, [] if flattened else tokens, strict=True):
-            torch.testing.assert_close(mine.double(), its, rtol=1e-3, atol=1e-3 * float(its.max()))
+        for mine, its in zip(measured[name].tokens, tokens, strict=True):  # OPT's MLP sees them without their batch
+            torch.testing.assert_close(mine.double(), its.view(2, -1), rtol=1e-3, atol=1e-3 * float(its.max()))
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -72,6 +71,20 @@ def test_a_linear_that_no_token_came_through_is_refused_since_it_would_seem_to_m
     linears = survey(tiny_model("llama")).linears
     with pytest.raises(CalibrationError, match=r"no calibration token reached model\.layers\.0\.self_attn\.q_proj"):
         Gathering(linears, [], torch.device("cpu")).result()
+
+
+@pytest.mark.parametrize("part", ["block", "head"])
+def test_numbers_that_are_not_finite_are_an_error_that_names_the_weight(part):
+    model = tiny_model("llama")
+    found = survey(model)
+    weight = model.model.layers[1].mlp.down_proj.weight if part == "block" else model.lm_head.weight
+    weight.data[0, 0] = torch.nan
+    name = "model.layers.1.mlp.down_proj.weight" if part == "block" else "lm_head.weight"
+    with pytest.raises(ArtifactError, match=rf"^{name} has NaN"):
+        of_model(InMemory(model), found, found.linears, batches())
+    weight.data[0, 0] = torch.finfo(torch.float32).max
+    with pytest.raises(UnsupportedModelError, match="on the calibration text"):
+        of_model(InMemory(model), found, found.linears, batches())
 
 
 def test_without_tokens_the_rows_come_from_the_first_windows(monkeypatch):
@@ -255,6 +268,25 @@ def test_token_weights_are_relative_to_the_mean_of_all_processes():
         statistic.update(inputs)
         parts.append(statistic.matrix)
     torch.testing.assert_close(sum(parts), whole.matrix)
+
+
+def test_tokens_without_their_batch_are_weighted_as_those_with_it():
+    block, x, _ = block_of_one()
+    pruner = SPEC.build(SPEC.options(tokens=0.5))
+    whole, flat = (pruner.observe(block, "fc") for _ in range(2))
+    for part in x.split(2):
+        whole.update(part)
+        flat.update(part.flatten(0, 1))
+    assert torch.equal(whole.matrix, flat.matrix)
+
+
+def test_without_powers_no_sensitivity_is_asked_for():
+    rule = PlannedRule(0, SPEC, SPEC.options(rows=0.0), None, None)
+    assert rule.losses == set()
+    block, x, _ = block_of_one()
+    without = Block(0, "block", block.module, block.linears, (), None)
+    result, _ = prune(without, x, HALF, rows=0.0)
+    assert torch.equal(result.keep, prune(block, x, HALF, rows=0.0)[0].keep)
 
 
 def test_float16_inputs_are_weighted_in_float32():

@@ -237,6 +237,8 @@ class TestEvaluateCached:
     def test_whatever_decides_the_result_decides_the_key(
         self, text: Path, tokenizer: Any, model: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        from tokenizers import normalizers
+
         def runs(asked: Evaluate, fingerprint: str = "dense") -> int:
             before = model.runs
             measure_cached(InMemory(model), tokenizer, asked, fingerprint)
@@ -252,6 +254,10 @@ class TestEvaluateCached:
         assert runs(asked)
         assert runs(with_tasks)
         tokenizer.add_special_tokens({"pad_token": "<s>"})
+        assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
+        tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+        assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
+        tokenizer.model_max_length = 15
         assert runs(with_tasks)
         model.config.rms_norm_eps = 1e-3
         assert runs(asked)

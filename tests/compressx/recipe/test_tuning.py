@@ -63,6 +63,8 @@ def test_a_resolved_recipe_loads_again_to_an_equal_one(project: Path) -> None:
         ("{learning_rate: 0}", r"finetune\.learning_rate is 0; expected more than 0"),
         ("{temperature: 0}", r"finetune\.temperature is 0; expected more than 0"),
         ("{warmup: 1.1}", r"finetune\.warmup is 1.1; expected at most 1"),
+        ("{steps: 1, warmup: 0.6}", r"warmup leaves none of the 1 steps at the full learning rate"),
+        ("{steps: 8, warmup: 1.0}", r"warmup leaves none of the 8 steps at the full learning rate"),
         ("{samples: 8}", r"recipe\.yaml:5:12: finetune: samples only goes with dataset; calibration has its own"),
         ("{samples: 8, sequence_length: 4}", "samples and sequence_length only goes? with dataset"),
         ("{teacher: none, temperature: 2.0}", r"5:27: finetune: temperature only goes with teacher: dense"),

@@ -125,6 +125,24 @@ def test_weights_are_those_from_before_when_training_makes_the_held_out_error_wo
         assert torch.equal(now, before[name]), name
 
 
+def test_batches_of_different_sizes_count_by_their_tokens():
+    """The last batch of a text is often short, and it is the last that are held out."""
+    model = tiny_model("llama")
+    masks = next(iter(prune_model(InMemory(model), planned(model, settings=None), batches(2)))).masks
+    fqn, module = next(iter(survey(model).blocks.items()))
+    growing = torch.arange(1, 9)[:, None, None]  # so that batches differ in their errors
+    errors = []
+    for sizes in ([4, 4], [4, 3, 1]):
+        states, calls = capture_calls(model, survey(model).blocks, list(tiny_tokens(sequences=8).split(sizes)))
+        targets = (growing * torch.cat(states)).split(sizes)
+        runs = [partial(replay, module, call=call) for call in calls[fqn]]
+        passages = [Passage(*each) for each in zip(states, targets, runs, strict=True)]
+        # A text that is too short to hold out anything is held out as a whole.
+        settings = ReconstructBlock(passes=1, learning_rate=1e-9, held_out=0.99)
+        errors.append(reconstruct(model, fqn, masks, passages, settings).before)
+    assert errors[1] == pytest.approx(errors[0], rel=1e-5)
+
+
 def test_the_gradient_is_that_of_the_error_with_respect_to_the_survivors():
     model = tiny_model("llama").double()
     fqn, block = next(iter(survey(model).blocks.items()))

@@ -1,0 +1,25 @@
+"""What a benchmark that goes on where it stopped has to be sure of: the rows there were measured as these would be."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def same_settings(folder: Path, settings: Mapping[str, object]) -> None:
+    """Write the settings into a folder, which is made, or end the program where others are there.
+
+    Args:
+        folder: of the rows.
+        settings: all that decides a row but what the row itself says, in JSON's types.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    told = folder / "settings.json"
+    if told.exists():
+        before = json.loads(told.read_text(encoding="utf-8"))
+        if changed := [name for name in {**before, **settings} if before.get(name) != settings.get(name)]:
+            was = ", ".join(f"{name} {before.get(name)!r}, now {settings.get(name)!r}" for name in changed)
+            sys.exit(f"{told} says that the rows there were measured otherwise: {was}; name another output")
+    told.write_text(json.dumps(dict(settings), indent=1), encoding="utf-8")
