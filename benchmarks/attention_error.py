@@ -48,7 +48,8 @@ class Case:
     sparsity: float
     measured_on: Tensor  # [sequences, tokens, in_features]
     output: OutputLoss
-    options: AttnPruneOptions
+    refit: int  # steps
+    steps: int  # of mask and joint
 
     @property
     def joint(self) -> Budget:
@@ -95,26 +96,22 @@ def gauss_newton(case: Case) -> Pair:
 def gauss_newton_refit(case: Case) -> Pair:
     """The same, and then `--refit` gradient steps on the survivors."""
     (start,) = solver.judge(case.layer, [solver.gauss_newton(case.layer, case.joint)])
-    rate = case.options.refit_learning_rate
+    rate = AttnPruneOptions().refit_learning_rate
     layer_ = case.layer
-    refitted = training.refit(
-        layer_.loss, layer_.text, layer_.dense, start, steps=case.options.refit, learning_rate=rate
-    )
+    refitted = training.refit(layer_.loss, layer_.text, layer_.dense, start, steps=case.refit, learning_rate=rate)
     return refitted.weights
 
 
 def mask(case: Case) -> Pair:
     """The published method: masks learnt by gradient descent, lambda chosen on a held-out part of the calibration."""
     rate = solver.MASK_LEARNING_RATE
-    return solver.mask(
-        case.layer, case.joint, regularization=None, steps=case.options.steps, learning_rate=rate
-    ).weights
+    return solver.mask(case.layer, case.joint, regularization=None, steps=case.steps, learning_rate=rate).weights
 
 
 def joint(case: Case) -> Pair:
     """Weights trained while the masks close in."""
     rate = solver.JOINT_LEARNING_RATE
-    return solver.joint(case.layer, case.joint, steps=case.options.steps, learning_rate=rate).weights
+    return solver.joint(case.layer, case.joint, steps=case.steps, learning_rate=rate).weights
 
 
 METHODS: dict[str, Callable[[Case], Pair]] = {
@@ -185,7 +182,7 @@ def measure(
     model, tokenizer = load(arguments.model)
     model.to(arguments.device)
     calibration, evaluation = (w.to(arguments.device) for w in windows(arguments, tokenizer))
-    options = AttnPruneOptions(refit=arguments.refit, steps=arguments.steps)
+    options = AttnPruneOptions()
     for index, block, x in layers(model, calibration, evaluation):
         cells = [(m, s) for s in arguments.sparsities for m in arguments.methods if (index, m, s) not in done]
         if (arguments.layers and index not in arguments.layers) or not cells:
@@ -202,7 +199,7 @@ def measure(
         for method, sparsity in cells:
             # A layer of its own for each, so that the time has all that a method measures.
             task = Layer(losses[arguments.objective], text, dense, options.damping)
-            case = Case(task, sparsity, measured_on, of_output, options)
+            case = Case(task, sparsity, measured_on, of_output, arguments.refit, arguments.steps)
             started = time.perf_counter()
             pruned = METHODS[method](case)
             seconds = time.perf_counter() - started

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from compressx import FixedMask, Pattern, Unstructured
+from compressx import NM, FixedMask, Pattern, Unstructured
 from compressx.obs import inverse_cholesky, sweep
 from compressx_attnprune.losses import Pair, parts
 
@@ -78,7 +78,7 @@ def sparsegpt(weights: Pair, inputs: Inputs, choose: Choose, sparsity: float) ->
     Args:
         weights: the dense weights.
         inputs: of the layer.
-        choose: turns scores into masks; given masks or N:M groups are respected.
+        choose: turns scores into masks; given masks are respected. For N:M there is `sparsegpt_nm`.
         sparsity: fraction of zeros that `choose` leaves.
 
     Returns:
@@ -97,6 +97,12 @@ def sparsegpt(weights: Pair, inputs: Inputs, choose: Choose, sparsity: float) ->
     if not torch.equal(keep, swept):
         _, updated = sparsegpt_rows(both, inputs, FixedMask(keep, pattern))
     return keeps, _split(updated, weights)
+
+
+def sparsegpt_nm(weights: Pair, inputs: Inputs, patterns: tuple[NM, NM]) -> tuple[Pair, Pair]:
+    """Do as `sparsegpt`, group by group as the sweep comes to it; each of the two has its N:M."""
+    query, key = (sparsegpt_rows(w, inputs, pattern) for w, pattern in zip(weights, patterns, strict=True))
+    return (query[0], key[0]), (query[1], key[1])
 
 
 def sparsegpt_rows(weight: Tensor, inputs: Inputs, pattern: Pattern) -> tuple[Tensor, Tensor]:

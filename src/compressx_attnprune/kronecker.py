@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,34 +57,36 @@ class _Side:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Dense weights and their metric, prepared once for any number of budgets.
+    """Dense weights and their metric, decomposed once for any number of budgets.
 
     Attributes:
         dense: dense weights of each side.
         measured: the metric of each side, not damped.
         damping: fraction of each factor's mean diagonal that is added to its diagonal.
         curvatures: the damped metric.
-        sides: the same in normalised variables.
     """
 
     dense: tuple[Tensor, ...]
     measured: tuple[Curvature, ...]
     damping: float
     curvatures: tuple[Curvature, ...]
-    sides: tuple[_Side, ...]
 
     @classmethod
     def of(cls, dense: Sequence[Tensor], measured: Sequence[Curvature], damping: float) -> Problem:
-        """Damp the metric, normalise it and decompose it.
+        """Damp the metric.
 
         Args:
             dense: weights of each side, [heads, head_dim, in_features].
             measured: of `curvature.measure`.
             damping: positive.
         """
-        curvatures = tuple(c.damped(damping) for c in measured)
-        sides = tuple(_side(w, c, m.scale() > 0) for w, c, m in zip(dense, curvatures, measured, strict=True))
-        return cls(tuple(dense), tuple(measured), damping, curvatures, sides)
+        return cls(tuple(dense), tuple(measured), damping, tuple(c.damped(damping) for c in measured))
+
+    @cached_property
+    def sides(self) -> tuple[_Side, ...]:
+        """The damped metric in normalised variables and decomposed, which given masks do without."""
+        sides = zip(self.dense, self.curvatures, self.measured, strict=True)
+        return tuple(_side(w, c, m.scale() > 0) for w, c, m in sides)
 
     def damped(self, damping: float) -> Problem:
         """Return the same problem with another damping."""

@@ -210,10 +210,12 @@ def _score_bias(module: nn.Module, config: Any) -> str | None:
 
 
 def _window(module: nn.Module, config: Any) -> int | None:
-    """Return the sliding window, which a module states where layers differ."""
+    """Return the sliding window, which a module states where layers differ, or else the config's list of layers."""
     home = module if hasattr(module, "sliding_window") else config
     window: int | None = getattr(home, "sliding_window", None)
-    return window if getattr(module, "is_sliding", True) else None
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    stated = kinds is None or index is None or home is module or kinds[index] == "sliding_attention"
+    return window if stated and getattr(module, "is_sliding", True) else None
 
 
 def _turns_neighbours(module: nn.Module) -> bool | None:

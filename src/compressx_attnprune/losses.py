@@ -68,9 +68,7 @@ class MatrixLoss:
         before = queries_and_keys(attention, x, *dense)
         projected = _projected(attention, x, pruned)
         errors, norms, grads = objective.gradients(attention, before, _placed(attention, projected))
-        norm = float(norms.sum())
-        query, key = (_weight_gradient(g, x).div_(norm) for g in _placed_backward(attention, projected, grads))
-        return float(errors.sum()) / norm, (query, key)
+        return _relative(float(errors.sum()), float(norms.sum()), x, _placed_backward(attention, projected, grads))
 
     @torch.no_grad()
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
@@ -113,9 +111,7 @@ class OutputLoss:
         before = self._output(*queries_and_keys(self.attention, x, *dense), v)
         projected = _projected(self.attention, x, pruned)
         error = self._output(*_placed(self.attention, projected), v) - before
-        norm = _squared_norm(before)
-        query, key = (_weight_gradient(g, x).div_(norm) for g in self._backward(projected, v, error))
-        return _squared_norm(error) / norm, (query, key)
+        return _relative(_squared_norm(error), _squared_norm(before), x, self._backward(projected, v, error))
 
     @torch.no_grad()
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
@@ -160,6 +156,16 @@ def relative_errors(loss: Loss, x: Tensor, dense: Pair, candidates: Sequence[Pai
         more, n = loss.errors(part, dense, candidates)
         errors, norm = [e + m for e, m in zip(errors, more, strict=True)], norm + n
     return [e / norm if norm > 0.0 else 0.0 for e in errors]
+
+
+def _relative(error: float, norm: float, x: Tensor, projected: Pair) -> tuple[float, Pair]:
+    """Return error over norm and the gradients of half of it, from those of `project`'s results; zeros without a norm.
+
+    Dense weights give nothing where the output projection is zero, as in blocks that were added to be trained.
+    """
+    scale = 1.0 / norm if norm > 0.0 else 0.0
+    query, key = (_weight_gradient(g, x).mul_(scale) for g in projected)
+    return error * scale, (query, key)
 
 
 def relative_error(loss: Loss, x: Tensor, dense: Pair, pruned: Pair) -> float:

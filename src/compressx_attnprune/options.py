@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+_ONLY_WITH = {
+    "steps": ("mask", "joint"),
+    "learning_rate": ("mask", "joint"),
+    "regularization": ("mask",),
+    "damping": ("gauss-newton",),
+}
+"""The modes in which an option changes anything."""
 
 
 class AttnPruneOptions(BaseModel):
@@ -61,10 +69,21 @@ class AttnPruneOptions(BaseModel):
     )
     regularization: float | None = Field(
         None,
-        ge=0,
+        gt=0,
         description="mask: lambda, the pull of all mask entries towards zero against the error; when absent the best "
         "of 0.03, 0.1, 0.3 and 1 on the held-out sequences, at four times the time",
     )
     heat_map: bool = Field(
         True, description="whether the report shows one head's dense and pruned attention matrix for each layer"
     )
+
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> AttnPruneOptions:
+        for name, goes_with in _ONLY_WITH.items():
+            if getattr(self, name) != type(self).model_fields[name].default and self.mode not in goes_with:
+                raise ValueError(
+                    f"{name} does nothing with mode: {self.mode}; it goes with mode: {' or '.join(goes_with)}"
+                )
+        if not self.refit and self.refit_learning_rate != type(self).model_fields["refit_learning_rate"].default:
+            raise ValueError("refit_learning_rate does nothing without refit steps; set refit, too")
+        return self

@@ -16,6 +16,7 @@ from compressx import (
     Pattern,
     PruneResult,
     PrunerSpec,
+    RecipeError,
     SequenceSample,
     Statistic,
     Unstructured,
@@ -64,7 +65,8 @@ class AttnPrune:
 
         `info` holds, measured on the held-out sequences, `attention_error`, ||P~ - P||_F^2 / ||P||_F^2, and
         `output_error`, the same ratio of *squared* norms for what the attention adds to the residual stream; with
-        `.wanda` and `.sparsegpt` those of the two methods under the same budget.
+        `.wanda` and `.sparsegpt` those of the two methods under the same budget. Both are of pruned queries and keys
+        alone: the value rows of a fused weight count as dense.
         """
         layer.check(block, patterns)
         prepared = self._prepare(block, stats)
@@ -85,12 +87,12 @@ class AttnPrune:
 
     def _prepare(self, block: Block, stats: Mapping[str, Statistic]) -> _Prepared:
         projections = layer.find_projections(block)
-        sample, x = _shared_input(projections, stats)
         if self._prepared is not None:
             of_sample, last = self._prepared
-            if last.block is block and of_sample() is sample:
+            if last.block is block and of_sample() is stats.get(projections.query.name):
                 return last
         self._forget()  # before the next one is measured: two would need twice the memory
+        sample, x = _shared_input(projections, stats)
         attention = layer.describe(block)
         layer.verify(block, attention, x)
         losses: dict[str, Loss] = {
@@ -102,8 +104,8 @@ class AttnPrune:
                 projections.output.weight.float().clone(),
             ),
         }
-        held_out = max(1, round(self.options.held_out * len(x)))
-        text = Text(x[:-held_out], x[-held_out:]) if len(x) > held_out else Text(x, x)
+        held_out = min(len(x) - 1, max(1, round(self.options.held_out * len(x))))
+        text = Text(x[:-held_out], x[-held_out:]) if held_out else Text(x, x)
         dense = (projections.query.weight.clone(), projections.key.weight.clone())
         of = Layer(losses[self.options.objective], text, dense, self.options.damping)
         prepared = _Prepared(block, projections, of, losses)
@@ -149,6 +151,11 @@ def _budget(projections: Projections, patterns: Mapping[str, Pattern]) -> Budget
     whole = round(query.sparsity * linear.out_features * linear.in_features)
     rest = whole - round(query.sparsity * linear.in_features * values)  # in the order of `sweep`, which rounds it
     share = rest / ((linear.out_features - values) * linear.in_features)
+    if share >= 1.0:
+        raise RecipeError(
+            f"{projections.query.name}: sparsity {query.sparsity} leaves no query or key weight of a matrix of "
+            f"{linear.out_features * linear.in_features}; ask for less"
+        )
     return Budget(Unstructured(share, "joint"), Unstructured(share, "joint"))
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from compressx import FixedMask, Pattern, Unstructured, keep_masks
+from compressx import NM, FixedMask, Pattern, Unstructured, keep_masks
 from compressx_attnprune import baselines, curvature, kronecker, training
 from compressx_attnprune.baselines import Inputs
 from compressx_attnprune.curvature import Curvature
@@ -129,7 +129,7 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
     """
     starts = {
         "wanda": baselines.wanda(layer.dense, layer.inputs, budget.choose),
-        "sparsegpt": baselines.sparsegpt(layer.dense, layer.inputs, budget.choose, budget.query.sparsity),
+        "sparsegpt": _sparsegpt(layer, budget),
     }
     in_closed_form = budget.fixed or options.mode == "gauss-newton"
     if in_closed_form:
@@ -240,6 +240,12 @@ def ranked(masks: Pair, inputs: Inputs, weights: Pair) -> Pair:
     # Below the spacing of float32 numbers up to one, so that it orders ties and nothing else.
     query, key = (m.double() + s / largest * 2.0**-40 for m, s in zip(masks, second, strict=True))
     return query, key
+
+
+def _sparsegpt(layer: Layer, budget: Budget) -> tuple[Pair, Pair]:
+    if isinstance(budget.query, NM) and isinstance(budget.key, NM):
+        return baselines.sparsegpt_nm(layer.dense, layer.inputs, (budget.query, budget.key))
+    return baselines.sparsegpt(layer.dense, layer.inputs, budget.choose, budget.query.sparsity)
 
 
 def _learn(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Trained:

@@ -141,7 +141,8 @@ def learn_masks(
         The masks, of the weights' shapes, and each step's relative error.
     """
     masks = (torch.ones_like(weights[0]), torch.ones_like(weights[1]))
-    optimizer = torch.optim.Adam(masks, lr=learning_rate, betas=(0.9, 0.95))
+    # The pull of an entry falls with their number: Adam's usual epsilon would stop it in large layers.
+    optimizer = torch.optim.Adam(masks, lr=learning_rate, betas=(0.9, 0.95), eps=1e-20)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     losses: list[float] = []
     for part in _batches(x, steps):

@@ -22,6 +22,8 @@ MORE_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", {**_LLAMA, **_LAYERS, "sliding_window_pattern": 2}),
     "cohere2": ("cohere2", {**_LLAMA, **_LAYERS, "sliding_window_pattern": 2}),
     # One norm over all heads, beside experts; scores scaled by a number of the config's own.
+    "qwen2-moe": ("qwen2_moe", {**_LLAMA, **_LAYERS, "use_sliding_window": True, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
     "olmoe": ("olmoe", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
     "granite": ("granite", {**_LLAMA, "attention_multiplier": 0.3}),
     # Falcon's three layouts: a key head for each group of queries, for all of them, for each of them.
@@ -46,7 +48,7 @@ FUSED = ("gpt2", "gpt-neox", "phi3")
 CHECKED = (
     *SEPARATE,
     *("gemma2", "llama-theta", "llama-3", "llama-yarn", "phi", "stablelm", "olmo2", "cohere", "glm"),
-    *("smollm3", "exaone4", "cohere2", "olmoe", "granite"),
+    *("smollm3", "exaone4", "cohere2", "olmoe", "granite", "qwen2-moe"),
 )
 """Separate query and key projections, and supported."""
 CHECKED_FUSED = (

@@ -25,6 +25,11 @@ HELD_OUT = 2
 """How many of them are held out: an eighth."""
 
 
+def few_steps(mode: str, steps: int) -> dict[str, int]:
+    """Return the options of so many steps, in the modes that take any."""
+    return {} if mode == "gauss-newton" else {"steps": steps}
+
+
 def observed(recorded: blocks.Recorded, pruner: Any) -> dict[str, Statistic]:
     """Fill what the pruner asks for, one sample shared by both projections as the host does."""
     names = blocks.targets(recorded.block)
@@ -38,7 +43,7 @@ def observed(recorded: blocks.Recorded, pruner: Any) -> dict[str, Statistic]:
 def prune(
     recorded: blocks.Recorded, pattern: Pattern | Mapping[str, Pattern], **options: Any
 ) -> dict[str, PruneResult]:
-    pruner = SPEC.build(SPEC.options(**{"steps": 5, **options}))
+    pruner = SPEC.build(SPEC.options(**few_steps(options.get("mode", "gauss-newton"), 5), **options))
     patterns = pattern if isinstance(pattern, Mapping) else dict.fromkeys(blocks.targets(recorded.block), pattern)
     return dict(pruner.prune(recorded.block, patterns, observed(recorded, pruner)))
 

@@ -107,6 +107,16 @@ def test_rows_of_one_weight_are_pruned_like_the_hosts(pattern: Pattern, x: Tenso
     torch.testing.assert_close(pruned, host.weight, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("patterns", [(NM(2, 4), NM(2, 4)), (NM(1, 4), NM(3, 4))], ids=str)
+def test_groups_of_both_weights_are_pruned_like_the_hosts(patterns: tuple[NM, NM], x: Tensor, weights: Pair):
+    keeps, pruned = baselines.sparsegpt_nm(weights, Inputs(x), patterns)
+    hosts = prune(SparseGPT(SparseGPTOptions()), weights, x, patterns)
+    for host, keep, weight in zip(hosts, keeps, pruned, strict=True):
+        assert torch.equal(keep, host.keep)
+        assert host.weight is not None
+        torch.testing.assert_close(weight, host.weight, rtol=1e-4, atol=1e-4)
+
+
 def test_features_that_never_fire_are_dropped_first_as_by_the_hosts_pruners(x: Tensor, weights: Pair):
     x[..., 5::20] = 0.0
     pattern = Unstructured(0.25, "row")

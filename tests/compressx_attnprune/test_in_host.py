@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.compressx_attnprune import blocks
+from tests.compressx_attnprune.pruning import few_steps
 
 from compressx import NM, Pattern, PrunerSpec, Unstructured
 from compressx.architecture import survey
@@ -66,7 +67,7 @@ def pruned_weights(model: Any, planned: Plan) -> tuple[list[PrunedBlock], dict[s
 )  # fmt: skip
 def test_every_block_reaches_its_budget(architecture: str, dtype: torch.dtype, mode: str, pattern: Pattern):
     model = tiny_model(architecture, dtype=dtype)
-    pruned, weights = pruned_weights(model, plan(model, pattern, mode=mode, steps=2, refit=1))
+    pruned, weights = pruned_weights(model, plan(model, pattern, mode=mode, **few_steps(mode, 2), refit=1))
     assert len(pruned) == 3
     for block in pruned:
         mine = [weights[x.name] for x in block.report.layers]
@@ -82,7 +83,8 @@ def test_every_block_reaches_its_budget(architecture: str, dtype: torch.dtype, m
 def test_zero_sparsity_leaves_the_model_bit_for_bit(architecture: str, mode: str):
     model = tiny_model(architecture, dtype=torch.bfloat16)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    list(prune_model(InMemory(model), plan(model, Unstructured(0.0, "joint"), mode=mode, steps=3), BATCHES))
+    nothing = plan(model, Unstructured(0.0, "joint"), mode=mode, **few_steps(mode, 3))
+    list(prune_model(InMemory(model), nothing, BATCHES))
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 

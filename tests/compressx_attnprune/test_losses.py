@@ -291,6 +291,9 @@ def test_dense_weights_that_give_nothing_at_all_have_no_relative_error():
     loss = replace(single(output_loss(attention)), output_weight=torch.zeros(OUT, 4 * VALUE_DIM))
     x, dense = torch.ones(2, TOKENS, WIDTH), tuple(w.float() for w in weights(attention, 2))
     assert losses.relative_errors(loss, x, dense, [dense, dense]) == [0.0, 0.0]
+    error, gradients = loss.gradients(x, dense, tuple(0.5 * w for w in dense))
+    assert error == 0.0
+    assert not any(gradient.any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("kind", KINDS)

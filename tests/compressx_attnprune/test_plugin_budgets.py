@@ -16,13 +16,14 @@ from tests.compressx_attnprune.pruning import (
     SEQUENCES,
     SPEC,
     assert_as_asked,
+    few_steps,
     given_masks,
     observed,
     prune,
 )
 from torch import Tensor
 
-from compressx import NM, FixedMask, Hessian, Pattern, Unstructured
+from compressx import NM, FixedMask, Hessian, Pattern, RecipeError, Unstructured
 from compressx.blocks.decide import write
 from compressx.obs import inverse_cholesky, sweep
 from compressx.pruner import Block, Linear, sparsity_of
@@ -180,14 +181,14 @@ def test_another_sparsity_of_the_same_block_measures_nothing_again_and_gives_wha
 ):
     recorded = blocks.record(architecture, sequences=SEQUENCES)
     calls = counted(monkeypatch)
-    pruner = SPEC.build(SPEC.options(mode=mode, steps=5))
+    pruner = SPEC.build(SPEC.options(mode=mode, **few_steps(mode, 5)))
     stats = observed(recorded, pruner)
     for sparsity in (0.8, 0.4, 0.6):
         patterns = dict.fromkeys(stats, Unstructured(sparsity, "joint"))
         again = pruner.prune(recorded.block, patterns, stats)
         once = sorted(calls)
         assert once == (["verify"] if mode == "mask" else ["measure", "verify"])  # masks need no curvature
-        fresh = SPEC.build(SPEC.options(mode=mode, steps=5)).prune(recorded.block, patterns, stats)
+        fresh = SPEC.build(SPEC.options(mode=mode, **few_steps(mode, 5))).prune(recorded.block, patterns, stats)
         del calls[len(once) :]
         for name in patterns:
             assert torch.equal(again[name].keep, fresh[name].keep)
@@ -259,3 +260,10 @@ def test_the_same_calibration_gives_the_same_weights(llama: blocks.Recorded, mod
     assert all(torch.equal(first[n].weight, second[n].weight) for n in first)
     assert all(first[n].info == second[n].info for n in first)
     assert all(first[n].history == second[n].history for n in first)
+
+
+def test_a_sparsity_that_leaves_no_query_or_key_weight_of_a_fused_one_is_refused():
+    with pytest.raises(
+        RecipeError, match=r"c_attn: sparsity 0\.99999 leaves no query or key weight of a matrix of 12288"
+    ):
+        prune(blocks.record("gpt2"), Unstructured(0.99999, "joint"))

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compressx_attnprune.pruning import few_steps
 from torch import Tensor
 
-from compressx import NM, FixedMask, Pattern, Unstructured
+from compressx import NM, FixedMask, Pattern, Unstructured, obs
 from compressx_attnprune import kronecker, solver, training
 from compressx_attnprune.baselines import Inputs
 from compressx_attnprune.geometry import Attention, Projection
@@ -49,8 +50,8 @@ def both(pattern: Pattern) -> Budget:
     return Budget(pattern, pattern)
 
 
-def solve(layer: Layer, budget: Budget, **options: Any) -> Solution:
-    chosen = AttnPruneOptions(**{"steps": 40, **options})
+def solve(layer: Layer, budget: Budget, *, steps: int = 40, **options: Any) -> Solution:
+    chosen = AttnPruneOptions(**few_steps(options.get("mode", "gauss-newton"), steps), **options)
     return solver.solve(layer, budget, chosen)
 
 
@@ -283,7 +284,7 @@ def test_a_refit_lowers_the_held_out_error_with_the_masks_held(mode: str, object
 
 def test_a_refit_that_only_does_harm_is_not_taken():
     layer, budget = make_layer(), both(Unstructured(0.5, "joint"))
-    without, refitted = (solve(layer, budget, refit=steps, refit_learning_rate=1.0) for steps in (0, 3))
+    without, refitted = solve(layer, budget), solve(layer, budget, refit=3, refit_learning_rate=1.0)
     assert all(torch.equal(a, b) for a, b in zip(without.weights, refitted.weights, strict=True))
     assert len(refitted.histories["refit"]) == 3
 
@@ -302,6 +303,22 @@ def test_no_result_is_worse_on_the_held_out_text_than_wanda_and_sparsegpt(mode: 
     assert set(errors) == {"wanda", "sparsegpt"}
     assert error(layer, solution.weights) <= min(errors.values())
     assert solution.fell_back == any(solution.weights[0] is w[0] for w in solution.starts.values())
+
+
+@each_objective
+@pytest.mark.parametrize("pattern", [NM(2, 4), NM(1, 4), NM(4, 8)], ids=str)
+def test_for_n_m_the_start_is_sparsegpt_as_it_is_published(objective: str, pattern: NM):
+    layer = make_layer(objective, sequences=4, held_out=2)
+    solution = solve(layer, both(pattern))
+    for start, weight in zip(solution.starts["sparsegpt"], layer.dense, strict=True):
+        assert torch.equal(start, obs.sweep(weight, layer.inputs.factor, pattern, layer.inputs.dead)[1])
+
+
+def test_given_masks_need_no_eigenvectors(monkeypatch: pytest.MonkeyPatch):
+    layer = make_layer()
+    keeps = both(Unstructured(0.5, "row")).choose((layer.dense[0].abs(), layer.dense[1].abs()))
+    monkeypatch.delattr(torch.linalg, "eigh")
+    solve(layer, Budget(*(FixedMask(k, Unstructured(0.5, "row")) for k in keeps)))
 
 
 @pytest.mark.parametrize("own", [1e9, float("inf"), float("nan")], ids=str)

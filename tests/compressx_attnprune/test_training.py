@@ -361,6 +361,27 @@ def test_the_steps_of_the_masks_descend_the_published_objective(dense: Pair, tex
             assert objective((scaled[0], scaled[1])) > objective(masks) - 2e-4
 
 
+@dataclass
+class Scaled:
+    """A loss and its gradients times a constant, as the gradients of a larger layer are smaller."""
+
+    factor: float
+    attention: Attention = ATTENTION
+
+    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
+        error, (query, key) = LOSS.gradients(x, dense, pruned)
+        return error, (self.factor * query, self.factor * key)
+
+
+def test_the_steps_of_the_masks_do_not_depend_on_the_size_of_their_gradients(dense: Pair, text: Text):
+    learnt = [
+        training.learn_masks(Scaled(f), text.train, dense, regularization=0.1 * f, steps=8, learning_rate=0.05)[0]  # type: ignore[arg-type]
+        for f in (1.0, 1e-7)
+    ]
+    for large, small in zip(*learnt, strict=True):
+        torch.testing.assert_close(small, large, rtol=1e-3, atol=1e-3)
+
+
 def test_a_larger_regularization_drives_more_of_a_mask_to_zero(dense: Pair, text: Text):
     means = []
     for regularization in (0.001, 0.1, 10.0):
