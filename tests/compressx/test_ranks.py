@@ -267,31 +267,29 @@ def test_two_processes_end_as_one_does(model: Path, rules: str, streaming: bool,
     assert linears[0] == linears[1]
 
 
-@pytest.mark.slow
-def test_an_allocation_is_measured_on_the_text_of_all_processes(model: Path, tmp_path: Path):
-    rules = [{"targets": ["*"], "pruner": "wanda"}]
-    units = []
+def allocations(model: Path, tmp_path: Path, **rule: Any) -> list[dict[str, Any]]:
+    """Return what one process and two report of an allocation that they measured."""
+    told = []
     for processes in (1, 2):
         folder = tmp_path / str(processes)
         folder.mkdir()
         allocation = {"method": "error", "target": 0.5, "sparsities": [0.3, 0.7]}
-        asked = write_recipe(model, rules, folder, allocation=allocation, evaluate=None)
-        units.append(report_of(asked, processes)["allocation"]["units"])
-    assert units[0] == units[1]
+        asked = write_recipe(model, [{"targets": ["*"], **rule}], folder, allocation=allocation, evaluate=None)
+        told.append(report_of(asked, processes)["allocation"])
+    return told
+
+
+@pytest.mark.slow
+def test_an_allocation_is_measured_on_the_text_of_all_processes(model: Path, tmp_path: Path):
+    alone, together = allocations(model, tmp_path, pruner="wanda")
+    assert alone["units"] == together["units"]
 
 
 @pytest.mark.slow
 def test_an_allocation_that_reads_sensitivities_of_tokens_is_measured_on_the_first_processs_own(
     model: Path, tmp_path: Path
 ):
-    rules = [{"targets": ["*"], "pruner": "sensitivity", "group": "joint", "options": {"tokens": 0.5}}]
-    told = []
-    for processes in (1, 2):
-        folder = tmp_path / str(processes)
-        folder.mkdir()
-        allocation = {"method": "error", "target": 0.5, "sparsities": [0.3, 0.7]}
-        asked = write_recipe(model, rules, folder, allocation=allocation, evaluate=None)
-        told.append(report_of(asked, processes)["allocation"])
+    told = allocations(model, tmp_path, pruner="sensitivity", group="joint", options={"tokens": 0.5})
     assert told[0]["zeros"] == told[1]["zeros"]
     measured = [[unit["output_errors"] for unit in allocation["units"]] for allocation in told]
     assert all(low < high for errors in measured for low, high in errors)
