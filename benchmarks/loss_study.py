@@ -75,10 +75,9 @@ class Dense:
             found["weighted, root"] += float((rows.sqrt() * changed).sum())
         found["matrix"] = self._of_matrices()
         attention, outputs, _ = watched(self.block, self.states)
-        alike = torch.ones(self.outputs[0].shape[-1])
-        found["attention"] = _mean(attention, self.attention, alike)
+        found["attention"] = _mean(attention, self.attention)
         found["block"] = _mean(outputs, self.outputs, channel_weights(self.outputs))
-        found["block, plain"] = _mean(outputs, self.outputs, alike)
+        found["block, plain"] = _mean(outputs, self.outputs)
         return found
 
     def _of_linear(self, name: str, linear: Linear) -> tuple[Tensor, float]:
@@ -118,7 +117,7 @@ def _weights(block: Block) -> dict[str, Tensor]:
     return {name: linear.weight for name, linear in block.linears.items()}
 
 
-def _mean(outputs: Sequence[Tensor], dense: Sequence[Tensor], channels: Tensor) -> float:
+def _mean(outputs: Sequence[Tensor], dense: Sequence[Tensor], channels: Tensor | None = None) -> float:
     """Return the mean relative error over all tokens of all batches."""
     pairs = zip(outputs, dense, strict=True)
     return float(torch.cat([of_outputs(now, wanted, channels).flatten() for now, wanted in pairs]).mean())

@@ -36,7 +36,7 @@ def channel_weights(targets: Iterable[Tensor], ranks: Ranks = ALONE) -> Tensor:
     return share.clamp_min(torch.finfo(torch.float32).eps).rsqrt().float()
 
 
-def relative_errors(output: Tensor, target: Tensor, channels: Tensor) -> Tensor:
+def relative_errors(output: Tensor, target: Tensor, channels: Tensor | None = None) -> Tensor:
     """Return sum_c w_c (output_c - target_c)^2 / sum_c w_c target_c^2 of each token, float32 [batch, tokens].
 
     A token that has no size counts as it is. Autocast makes no difference: in bfloat16 errors that differ by less than
@@ -45,10 +45,10 @@ def relative_errors(output: Tensor, target: Tensor, channels: Tensor) -> Tensor:
     Args:
         output: [batch, tokens, width].
         target: [batch, tokens, width].
-        channels: w [width], as `channel_weights` gives them.
+        channels: w [width], as `channel_weights` gives them; ones when absent.
     """
     wanted = target.to(output.device, torch.float32)  # what is kept in files is on the CPU
-    weights = channels.to(output.device)
+    weights = wanted.new_ones(wanted.shape[-1]) if channels is None else channels.to(output.device)
     with torch.autocast(output.device.type, enabled=False):
         size = wanted.square() @ weights
         return (output.float() - wanted).square() @ weights / torch.where(size > 0, size, 1.0)

@@ -34,7 +34,7 @@ from compressx.patterns import NM, Unstructured
 from compressx.planning.plan import PlannedRule
 from compressx.pruner import Block, Linear, Sensitivity, Statistic
 from compressx.ranks import ALONE
-from compressx.relative import channel_weights, relative_errors
+from compressx.relative import relative_errors
 from compressx.statistics import FeatureNorms
 
 Patterns: TypeAlias = Mapping[PlannedRule, Mapping[str, Unstructured | NM]]
@@ -185,11 +185,6 @@ class _Stream:
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
 
-    @cached_property
-    def channels(self) -> Tensor:
-        """What an error in each channel counts, [width]."""
-        return channel_weights(self.outputs)
-
     def changed(self) -> float:
         """Return the mean over tokens of the error of what leaves the block as it now is."""
         return self._mean(run() for run in self.passes)
@@ -199,7 +194,7 @@ class _Stream:
         return self._mean(self.inputs)
 
     def _mean(self, others: Iterable[Tensor]) -> float:
-        errors = [relative_errors(x, out, self.channels) for x, out in zip(others, self.outputs, strict=True)]
+        errors = [relative_errors(x, out) for x, out in zip(others, self.outputs, strict=True)]
         return float(torch.cat([x.flatten() for x in errors]).double().mean())
 
 
