@@ -3,8 +3,9 @@
 The machinery is the walk's: observe the block, let the unit's own pruners decide, write, run the block. Then weights
 are put back, so that the next block's input is the dense block's output and every unit is measured alone.
 
-Tokens and channels count as `compressx.relative` says. Else a few, thousands of times larger than the others, would be
-all that is measured, and the blocks that make them would look as if they could do without weights.
+Each token counts against its own size, as `compressx.relative` says. Else a few, thousands of times larger than the
+others, would be all that is measured, and the blocks that make them would look as if they could do without weights.
+Channels count as their sizes say, unlike in block reconstruction: what that mends is not to be paid for here.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import BaseModel
-from tests.compressx.references import mean_error
+from tests.compressx.references import plain_error
 
 from compressx import Block, Pattern, PluginError, PruneResult, PrunerSpec, Statistic
 from compressx.allocation import methods as allocators
@@ -99,8 +99,8 @@ def test_the_error_of_one_unit_is_that_of_a_whole_model_with_that_unit_alone_pru
                 weight = linear.weight.data
                 smallest = weight.abs().flatten().argsort()[: round(sparsity * weight.numel())]
                 weight.view(-1)[smallest] = 0.0
-            change = mean_error(block_outputs(model)[index][1], left)
-            expected = change / mean_error(entered, left)
+            change = plain_error(block_outputs(model)[index][1], left)
+            expected = change / plain_error(entered, left)
             assert unit.update_errors[i] == pytest.approx(expected, rel=1e-4), (index, sparsity)
             assert unit.output_errors[i] == pytest.approx(change, rel=1e-4)
 
@@ -157,7 +157,7 @@ def test_a_block_is_one_unit_whose_rules_prune_it_together_by_their_own_pruners(
         for _ in prune_model(InMemory(model), replace(planned, linears=tuple(alone)), BATCHES):
             pass
         out, left = block_outputs(model)[index][1], dense[index][1]
-        assert unit.output_errors[0] == pytest.approx(mean_error(out, left), rel=1e-4)
+        assert unit.output_errors[0] == pytest.approx(plain_error(out, left), rel=1e-4)
 
 
 def test_every_linear_that_is_decided_apart_has_its_own_curve() -> None:
