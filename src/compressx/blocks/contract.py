@@ -44,11 +44,21 @@ def ask(
     except Exception as error:
         raise PluginError(f"pruner {plugin!r} failed on {block.fqn}: {type(error).__name__}: {error}") from error
     before.refuse_changes([plugin])
+    if not isinstance(results, Mapping):
+        raise PluginError(
+            f"pruner {plugin!r} on {block.fqn}: prune must return a mapping from linear names to PruneResult, got "
+            f"{type(results).__name__}"
+        )
     if set(results) != set(patterns):
         raise PluginError(
             f"pruner {plugin!r} on {block.fqn}: expected results for {sorted(patterns)}, got {sorted(results)}"
         )
     for name, result in results.items():
+        if not isinstance(result, PruneResult):
+            raise PluginError(
+                f"pruner {plugin!r} on {name}: expected a PruneResult, got {type(result).__name__}"
+                + ("; write PruneResult(mask)" if isinstance(result, Tensor) else "")
+            )
         _check_result(plugin, block.linears[name], patterns[name], result)
     _check_joint_total(plugin, block, patterns, results)
     return results
@@ -124,11 +134,17 @@ def _check_result(plugin: str, linear: Linear, pattern: Pattern, result: PruneRe
             raise PluginError(f"{who}: weight must be a float tensor {list(shape)}, got {got}")
         if not all_finite(torch.where(result.keep, result.weight, 0.0)):
             raise PluginError(f"{who}: it returned weights that are NaN or infinite")
-    _check_shown(who, result.images, result.history)
+    _check_shown(who, result.info, result.images, result.history)
 
 
-def _check_shown(who: str, images: Mapping[str, Any], history: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse images and curves that cannot be drawn."""
+def _check_shown(
+    who: str, info: Mapping[str, Any], images: Mapping[str, Any], history: Mapping[str, Sequence[Any]]
+) -> None:
+    """Refuse figures, images and curves that cannot be reported."""
+    for name, value in info.items():
+        if not isinstance(value, Real) or not math.isfinite(value):
+            hint = "; write float(...)" if isinstance(value, Tensor) and value.numel() == 1 else ""
+            raise PluginError(f"{who}: info {name!r} must be a finite number, got {value!r:.80}{hint}")
     for name, image in images.items():
         if not isinstance(image, Tensor) or image.dim() != 2 or not image.numel() or image.is_complex():
             got = f"{image.dtype} {list(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
@@ -136,6 +152,8 @@ def _check_shown(who: str, images: Mapping[str, Any], history: Mapping[str, Sequ
         if not all_finite(image):
             raise PluginError(f"{who}: image {name!r} has entries that are NaN or infinite")
     for name, values in history.items():
+        if isinstance(values, str) or not hasattr(values, "__len__"):
+            raise PluginError(f"{who}: history {name!r} must be a sequence of numbers, got {values!r:.80}")
         if len(values) == 0:
             raise PluginError(f"{who}: history {name!r} is empty; leave it out when there were no steps")
         for step, value in enumerate(values, start=1):

@@ -205,7 +205,7 @@ def _prune_block(
         masks[name] = MaskEntry(result.keep.cpu(), str(pattern), rule.label, weight_sha256(linear.weight))
         write(linear, result)
         shape = (linear.out_features, linear.in_features)
-        info, _ = infos.setdefault(id(result.info), (dict(result.info), result.info))
+        info, _ = infos.setdefault(id(result.info), ({k: float(v) for k, v in result.info.items()}, result.info))
         curves = {k: tuple(map(float, v)) for k, v in result.history.items()}
         history, _ = histories.setdefault(id(result.history), (curves, result.history))
         layers[name] = LayerReport(

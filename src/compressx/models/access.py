@@ -101,6 +101,8 @@ class InMemory:
         conversions = getattr(self.model, "_weight_conversions", None)
         shards.load(self.model, shards.of_file(block_file(folder, fqn), fqn), fqn, self.device)
         self.model._weight_conversions = conversions  # those of the whole model, for `save`
+        if fqn == shards.OUTSIDE:
+            self.model.tie_weights()  # the embedding is another parameter now
 
     def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:  # noqa: ARG002 - all is in memory
         """Save the model.

@@ -40,6 +40,11 @@ def check_output(target: Path) -> None:
                 f"output {folder} exists and is no earlier output of compressx (it holds no report.json and "
                 "recipe.yaml); name a new folder, or empty this one"
             )
+        if folder.is_mount():
+            raise ArtifactError(
+                f"output {folder} is where something is mounted, so that no folder can be renamed to it; name a folder "
+                f"in it, such as {folder / 'run'}"
+            )
         if Path.cwd().is_relative_to(folder):
             raise ArtifactError(f"output {folder} would replace the current folder or one above it; name another")
         above = next(p for p in folder.parents if p.exists())
@@ -83,12 +88,13 @@ def output_folder(target: Path, *, resume: bool = False, restart: bool = False) 
             yield building
             check_output(folder)  # the run took hours: somebody may have put something there
             with os_errors_named("write", folder):
-                (building / STATE).unlink(missing_ok=True)
-                shutil.rmtree(building / BLOCKS, ignore_errors=True)
                 sync_tree(building)
                 if folder.exists():
                     folder.rename(earlier)
                 building.rename(folder)
+                # Only now: until the folder has its name, they are what a later call goes on with.
+                (folder / STATE).unlink(missing_ok=True)
+                shutil.rmtree(folder / BLOCKS, ignore_errors=True)
                 sync(folder.parent)
     finally:
         # After success only `earlier` is there to remove; after a failure `building` is, and `earlier` goes back.

@@ -95,15 +95,32 @@ def load_empty(checkpoint: Checkpoint) -> Any:
         UnsupportedModelError: as `load_skeleton`.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     with quiet_libraries(), _explained(checkpoint):
         config = _config(checkpoint)
-        dtype = None if checkpoint.dtype == "auto" else getattr(torch, checkpoint.dtype)
+        asked = None if checkpoint.dtype == "auto" else getattr(torch, checkpoint.dtype)
+        dtype = asked or config.dtype or _stored_dtype(local_folder(checkpoint))
         with init_empty_weights(include_buffers=False):
-            return AutoModelForCausalLM.from_config(
-                config, dtype=dtype or config.dtype, trust_remote_code=checkpoint.trust_remote_code
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=checkpoint.trust_remote_code
             ).eval()
+        with contextlib.suppress(OSError):  # not every checkpoint has one
+            model.generation_config = GenerationConfig.from_pretrained(checkpoint.location, **checkpoint.arguments)
+        return model
+
+
+def _stored_dtype(folder: Path) -> torch.dtype | None:
+    """Return the dtype of the first floating weight of a checkpoint, which transformers takes where no config says."""
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                first: torch.Tensor = file.get_slice(name)[:0]
+                if first.is_floating_point():
+                    return first.dtype
+    return None
 
 
 def local_folder(checkpoint: Checkpoint) -> Path:
@@ -233,8 +250,14 @@ def _config(checkpoint: Checkpoint) -> Any:
 
 def _without_gguf(model: Any) -> Any:
     """Rebuild a model that came from GGUF without its quantization_config, with which it would refuse to be saved."""
-    clean = type(model)(_clean_config(model.config)).to(model.dtype)
-    clean.load_state_dict(model.state_dict())
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    # Not `.to(dtype)`, which would round the rotary tables, float32 whatever the weights are.
+    with init_empty_weights(include_buffers=False):
+        clean = AutoModelForCausalLM.from_config(_clean_config(model.config), dtype=model.dtype)
+    clean.load_state_dict(model.state_dict(), assign=True)
+    clean.tie_weights()
     clean.generation_config = model.generation_config
     return clean
 
@@ -251,6 +274,7 @@ def _clean_config(config: Any) -> Any:
 @contextlib.contextmanager
 def _explained(checkpoint: Checkpoint) -> Iterator[None]:
     """Turn what transformers says about a missing or unreadable model into our errors."""
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     where = checkpoint.location + (f"/{checkpoint.gguf_file}" if checkpoint.gguf_file else "")
@@ -258,8 +282,12 @@ def _explained(checkpoint: Checkpoint) -> Iterator[None]:
         yield
     except CompressxError:
         raise
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (
+        OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, SafetensorError, StrictDataclassError
+    ) as error:  # fmt: skip
         reason = " ".join(str(error).split())[:400]
+        if isinstance(error, KeyError):
+            reason = f"its config has a value that transformers does not know: {reason}"
         if "safetensors" in reason and "use_safetensors" in reason:
             raise UnsupportedModelError(
                 f"{where}: no safetensors there. A pickle checkpoint runs code when it is read and is refused"

@@ -153,7 +153,7 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
             prepared.checkpoint, tokenizer, access, final, allocation, finished, evaluation, texts, training
         )
         report = finish(asked, pruned, journal, folder)
-    asked.plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output)
+    asked.plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output.expanduser())
     return report
 
 

@@ -14,13 +14,14 @@ import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import pluggy
 from pydantic import BaseModel
 
 from compressx import hookspecs
 from compressx.errors import PluginError, did_you_mean
+from compressx.patterns import Group
 from compressx.plugins.discovery import Candidate, Source, blocked_names, discover
 from compressx.plugins.file import PluginsFile, read_plugins_file
 from compressx.pruner import PrunerSpec
@@ -290,5 +291,14 @@ def _check_spec(spec: object) -> None:
         raise TypeError(f"pruner {name!r} has options {options!r:.80}, which is no pydantic model")
     if options is BaseModel:
         raise TypeError(f"pruner {name!r} has pydantic's BaseModel itself as options; derive an empty class from it")
+    groups: Any = spec.groups
+    if not isinstance(groups, tuple) or not groups or not {*groups} <= {*get_args(Group)}:
+        raise TypeError(
+            f"pruner {name!r} has groups {groups!r:.80}; expected a tuple of {', '.join(get_args(Group))}, such as "
+            "('row',)"
+        )
+    for attribute in ("sensitivity", "reads_tokens", "check"):
+        if (given := getattr(spec, attribute)) is not None and not callable(given):
+            raise TypeError(f"pruner {name!r} has {attribute} {given!r:.80}, which is not callable")
     if not callable(spec.build):
         raise TypeError(f"pruner {name!r} has build {spec.build!r:.80}, which is not callable")

@@ -13,6 +13,7 @@ import torch
 from compressx.errors import CompressxError
 from compressx.models.access import InMemory, device_for, weights_fingerprint
 from compressx.models.loading import Checkpoint, load_model
+from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import open_streamed
 from compressx.testing import tiny_model, tiny_tokens
 
@@ -43,6 +44,14 @@ def test_a_streamed_model_gives_the_fingerprint_and_the_logits_of_the_loaded_one
             assert torch.equal(got, want)
         with streamed.whole() as model:
             assert torch.equal(model(batches[0], use_cache=False).logits, expected[0])
+
+
+def test_an_embedding_that_is_read_back_is_still_the_heads(tmp_path: Path):
+    model = tiny_model("llama-tied")
+    access = InMemory(model)
+    access.write(OUTSIDE, tmp_path)
+    access.read(OUTSIDE, tmp_path)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
 def test_hidden_states_of_an_evaluation_that_memory_cannot_hold_lie_in_files_until_it_is_over(

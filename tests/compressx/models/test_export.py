@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import re
@@ -100,6 +102,40 @@ def test_a_failure_between_the_two_renames_puts_the_earlier_output_back(
         assert f"cannot write {earlier}: No space left on device; free some space" in str(raised.value)
     assert (earlier / "report.json").read_text() == "earlier"
     assert names_in(earlier.parent) == ["out"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EBUSY, "Device or resource busy"), KeyboardInterrupt()], ids=repr)
+def test_what_a_run_finished_is_kept_when_the_last_rename_fails(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        raise error
+
+    for attempt in ("first", "second"):
+        monkeypatch.setattr(Path, "rename", rename if attempt == "first" else real)
+        with contextlib.ExitStack() as expected:
+            if attempt == "first":
+                expected.enter_context(pytest.raises((KeyboardInterrupt, ArtifactError)))
+            with output_folder(tmp_path / "out", resume=attempt == "second") as building:
+                if attempt == "second":
+                    assert (building / "blocks/one").read_text() == "first"
+                write_output(building, attempt)
+                (building / "state.json").write_text("{}")
+                (building / "blocks").mkdir(exist_ok=True)
+                (building / "blocks/one").write_text(attempt)
+    assert names_in(tmp_path) == ["out"]
+    assert (tmp_path / "out/report.json").read_text() == "second"
+    assert not {"state.json", "blocks"} & {*names_in(tmp_path / "out")}
+
+
+def test_where_something_is_mounted_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "volume")
+    with pytest.raises(ArtifactError, match=r"something is mounted, .*; name a folder in it, such as .*volume/run"):
+        check_output(tmp_path / "volume")
+    check_output(tmp_path / "volume/run")
 
 
 def test_everything_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

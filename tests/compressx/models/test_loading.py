@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import zipfile
 from pathlib import Path
 
@@ -176,6 +177,56 @@ def test_the_embedded_smollm2_is_real_and_saves_like_any_other_model(smollm2, tm
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
         assert torch.equal(again(ids).logits, logits)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama-tied", "gemma3"])
+def test_a_gguf_file_in_16_bits_computes_as_transformers_does_with_tables_in_float32(architecture: str, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    tiny_model(architecture).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    clean = models._without_gguf(loaded).eval()
+    dtypes = [{n: b.dtype for n, b in model.named_buffers()} for model in (loaded, clean)]
+    assert dtypes[0] == dtypes[1]
+    assert torch.float32 in dtypes[0].values()
+    ids = tiny_tokens(sequences=1, length=60)
+    with torch.no_grad():
+        assert torch.equal(clean(ids).logits, loaded(ids).logits)
+    tied = [model.lm_head.weight is model.get_input_embeddings().weight for model in (loaded, clean)]
+    assert tied[0] == tied[1]
+
+
+def test_a_streamed_model_has_the_generation_config_and_the_dtype_of_its_checkpoint(saved: Path):
+    given = {"eos_token_id": [2, 5], "do_sample": True, "temperature": 0.6}
+    (saved / "generation_config.json").write_text(json.dumps(given))
+    config = json.loads((saved / "config.json").read_text())
+    del config["dtype"]
+    (saved / "config.json").write_text(json.dumps(config))
+    checkpoint = models.find_checkpoint(source(path=str(saved)))
+    for model in (models.load_empty(checkpoint), models.load_model(checkpoint)):
+        assert {name: getattr(model.generation_config, name) for name in given} == given
+        assert model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"hidden_size": 64.0}, "hidden_size"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads"),
+        ({"hidden_act": "nope"}, "a value that transformers does not know: 'nope'"),
+        ({"dtype": "float99"}, "float99"),
+    ],
+    ids=str,
+)
+def test_a_config_that_transformers_cannot_use_is_an_error_that_names_the_model(
+    changed: dict[str, object], reason: str, saved: Path
+):
+    config = json.loads((saved / "config.json").read_text()) | changed
+    (saved / "config.json").write_text(json.dumps(config))
+    checkpoint = models.find_checkpoint(source(path=str(saved)))
+    for load in (models.load_skeleton, models.load_model):
+        with pytest.raises(ArtifactError, match=rf"^cannot load {saved}: .*{reason}"):
+            load(checkpoint)
 
 
 def test_tiny_tokens_repeat_so_that_attention_has_something_to_find():

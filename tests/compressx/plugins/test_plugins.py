@@ -345,6 +345,22 @@ def listen(report):
             "TypeError: pruner 'x' has pydantic's BaseModel itself as options; derive an empty class from it",
         ),
         ("[spec('x', dict)]", "TypeError: pruner 'x' has options <class 'dict'>, which is no pydantic model"),
+        (
+            "[spec('x', Options, groups='row')]",
+            "TypeError: pruner 'x' has groups 'row'; expected a tuple of row, layer, joint, such as ('row',)",
+        ),
+        (
+            "[spec('x', Options, groups=('rows',))]",
+            "TypeError: pruner 'x' has groups ('rows',); expected a tuple of row, layer, joint, such as ('row',)",
+        ),
+        (
+            "[spec('x', Options, groups=())]",
+            "TypeError: pruner 'x' has groups (); expected a tuple of row, layer, joint, such as ('row',)",
+        ),
+        (
+            "[spec('x', Options, reads_tokens=True)]",
+            "TypeError: pruner 'x' has reads_tokens True, which is not callable",
+        ),
         ("[spec('x', Options, None)]", "TypeError: pruner 'x' has build None, which is not callable"),
         ("[spec('x', Options), spec('x', Options)]", "ValueError: compressx_pruners offers a pruner twice: x, x"),
     ],
@@ -352,8 +368,8 @@ def listen(report):
 def test_a_plugin_that_offers_nonsense_fails_and_hears_nothing(site: Site, returned: str, error: str) -> None:
     head = OFFERS.partition("@")[0]
     body = f"""{head}
-def spec(name, options, build=print):
-    return compressx.PrunerSpec(name, "", options, build)
+def spec(name, options, build=print, **more):
+    return compressx.PrunerSpec(name, "", options, build, **more)
 
 @compressx.hookimpl
 def compressx_pruners():
