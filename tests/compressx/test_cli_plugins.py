@@ -67,6 +67,18 @@ def compressx_pruners():
     assert "FAILED: deterministic (llama): model.layers.0.self_attn.q_proj" in broken.stdout
 
 
+def test_a_plugin_that_fails_to_load_is_warned_of(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("plugins.toml").write_text('[[plugin]]\nname = "ears"\nmodule = "cx_ears"\npath = "."\n')
+    Path("cx_ears.py").write_text("import wandb_missing\n")
+    for arguments, warned in ((["plugins", "check", "wanda", "--architecture", "llama"], True), (["plugins"], False)):
+        done = invoke(*arguments)
+        assert done.exit_code == 0, done.stderr
+        warning = "warning: plugin 'ears' failed to load and is left out: ModuleNotFoundError: No module named 'wandb"
+        assert (warning in done.stderr) == warned
+    assert "ears" not in invoke("-p", "no:ears", "plugins", "check", "wanda", "--architecture", "llama").stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

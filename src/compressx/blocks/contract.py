@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -42,7 +43,9 @@ def ask(
     except CompressxError:
         raise
     except Exception as error:
-        raise PluginError(f"pruner {plugin!r} failed on {block.fqn}: {type(error).__name__}: {error}") from error
+        raise PluginError(
+            f"pruner {plugin!r} failed on {block.fqn}: {type(error).__name__}: {error}{_place(error)}"
+        ) from error
     before.refuse_changes([plugin])
     if not isinstance(results, Mapping):
         raise PluginError(
@@ -62,6 +65,12 @@ def ask(
         _check_result(plugin, block.linears[name], patterns[name], result)
     _check_joint_total(plugin, block, patterns, results)
     return results
+
+
+def _place(error: BaseException) -> str:
+    """Return where the plugin's own code was when it failed, the innermost place outside libraries."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "site-packages" not in f.filename]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 class Checksums:

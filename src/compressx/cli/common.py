@@ -34,13 +34,21 @@ class Host:
     modules: tuple[str, ...]
     blocked: tuple[str, ...]
 
-    def plugins(self) -> Plugins:
-        """Load the plugins that these options leave."""
+    def plugins(self, *, told: bool = True) -> Plugins:
+        """Load the plugins that these options leave; one that fails is warned of unless it is `told` otherwise."""
         from compressx.plugins.manager import load_plugins
 
         if self.modules:  # a console script does not look for modules in the working folder, `python -m` does
             sys.path.insert(0, str(Path.cwd()))
-        return load_plugins(modules=self.modules, blocked=self.blocked)
+        plugins = load_plugins(modules=self.modules, blocked=self.blocked)
+        for record in plugins.records:
+            if told and record.status == "failed":
+                click.echo(
+                    f"warning: plugin {record.name!r} failed to load and is left out: {record.error}; `required` in "
+                    "plugins.toml makes that an error, and -p no:NAME leaves it out silently",
+                    err=True,
+                )
+        return plugins
 
 
 def errors_for_users(command: _Command) -> _Command:

@@ -22,7 +22,7 @@ def plugins(context: click.Context, as_json: bool) -> None:
         return
     from compressx import terminal
 
-    records = context.obj.plugins().records
+    records = context.obj.plugins(told=False).records
     if as_json:
         import dataclasses
 

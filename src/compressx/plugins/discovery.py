@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
@@ -12,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from compressx._version import __version__
 from compressx.errors import PluginError, did_you_mean
-from compressx.plugins.file import PluginsFile
+from compressx.plugins.file import MODULE, PluginsFile
 
 Source: TypeAlias = Literal["entry point", "plugins.toml", "--plugin"]
 
@@ -128,6 +129,11 @@ def _listed(file: PluginsFile) -> Iterator[Candidate]:
 
 def _asked(modules: Sequence[str]) -> Iterator[Candidate]:
     for module in modules:
+        if not re.match(MODULE, module) or (module.endswith(".py") and Path(module).exists()):
+            raise PluginError(
+                f"--plugin {module!r} is no module; expected MODULE or MODULE:OBJECT, such as my_pruner for my_pruner.py "
+                "in the current folder; one that lies elsewhere is listed in plugins.toml with its folder"
+            )
         yield Candidate(module, module, "--plugin", f"--plugin {module}", required=True, asked=True)
 
 

@@ -58,11 +58,15 @@ def _specifier(text: str) -> str:
     return text
 
 
+MODULE = r"^[A-Za-z_][\w.]*(:[A-Za-z_][\w.]*)?$"
+"""How a plugin's module is written, an object in it after a colon."""
+
+
 class PluginTable(_Strict):
     """One `[[plugin]]`."""
 
     name: str = Field(min_length=1, description="what `-p no:NAME` and messages call it")
-    module: str = Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_][\w.]*)?$", description="MODULE or MODULE:OBJECT")
+    module: str = Field(pattern=MODULE, description="MODULE or MODULE:OBJECT")
     requires_host: Annotated[str, AfterValidator(_specifier)] | None = Field(
         None, alias="requires-host", description="versions of compressx that it works with, such as >=0.1,<0.3"
     )

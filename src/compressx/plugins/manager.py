@@ -191,8 +191,9 @@ def _failed(candidate: Candidate, reason: str, error: BaseException | None = Non
 
 
 def _told(error: BaseException) -> str:
-    """Return the last line of a traceback."""
-    return traceback.format_exception_only(error)[-1].strip()
+    """Return the last line of a traceback, and where the file is that cannot be read."""
+    told = traceback.format_exception_only(error)[-1].strip()
+    return f"{told} ({error.filename}, line {error.lineno})" if isinstance(error, SyntaxError) else told
 
 
 def _advice(candidate: Candidate, error: BaseException | None) -> str:

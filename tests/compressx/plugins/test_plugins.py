@@ -188,7 +188,7 @@ def test_one_object_under_two_paths_is_an_error(site: Site) -> None:
         ("import flash_attn_9", "ModuleNotFoundError: No module named 'flash_attn_9'"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("raise SystemExit(3)", "SystemExit: 3"),
-        ("def f(:", "SyntaxError: invalid syntax"),
+        ("x = 1\ndef f(:", "SyntaxError: invalid syntax (HERE/cx_bad.py, line 2)"),
         ("raise __import__('compressx').PluginError('too old')", "compressx.errors.PluginError: too old"),
         ("x = 1", "TypeError: it implements no hook; mark its functions with @compressx.hookimpl"),
     ],
@@ -199,7 +199,7 @@ def test_a_plugin_that_fails_is_recorded_and_the_others_go_on(site: Site, body: 
     site.install("dist", bad="cx_bad", good="cx_good")
     plugins = load_plugins()
     assert [(r.name, r.status, r.error) for r in plugins.records] == [
-        ("bad", "failed", error),
+        ("bad", "failed", error.replace("HERE", str(site.folder))),
         ("good", "loaded", None),
     ]
     assert list(plugins.pruners) == ["good"]
@@ -224,9 +224,16 @@ def test_a_module_that_was_asked_for_and_is_missing_is_told_where_to_list_it(sit
     )
 
 
-@pytest.mark.parametrize("module", ["", "a b", "1", ":", "a..b", "a:b:c"])
-def test_a_module_that_is_no_module_name_is_an_error(site: Site, module: str) -> None:
-    assert refusal(lambda: load_plugins(modules=[module])).startswith(f"plugin {module!r} (--plugin {module})")
+@pytest.mark.parametrize("module", ["", "a b", "1", ":", "a:b:c", "./cx_mine.py", "cx_mine.py"])
+def test_a_module_that_is_no_module_name_is_an_error(
+    site: Site, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cx_mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    told = refusal(lambda: load_plugins(modules=[module]))
+    assert told.startswith(
+        f"--plugin {module!r} is no module; expected MODULE or MODULE:OBJECT, such as my_pruner for "
+    )
 
 
 def test_a_blocked_plugin_is_never_imported(site: Site) -> None:
