@@ -131,8 +131,8 @@ def _asked(modules: Sequence[str]) -> Iterator[Candidate]:
     for module in modules:
         if not re.match(MODULE, module) or (module.endswith(".py") and Path(module).exists()):
             raise PluginError(
-                f"--plugin {module!r} is no module; expected MODULE or MODULE:OBJECT, such as my_pruner for my_pruner.py "
-                "in the current folder; one that lies elsewhere is listed in plugins.toml with its folder"
+                f"--plugin {module!r} is no module; expected MODULE or MODULE:OBJECT, such as my_pruner for "
+                "my_pruner.py in the current folder; one that lies elsewhere is listed in plugins.toml with its folder"
             )
         yield Candidate(module, module, "--plugin", f"--plugin {module}", required=True, asked=True)
 
