@@ -201,6 +201,7 @@ class PrunerSpec:
         groups: the budgets that it supports for unstructured sparsity, the first being its default.
         nm: whether it supports N:M.
         reconstructs: whether it accepts `FixedMask`, so that a recipe can name it after `reconstruct:`.
+        selecting_options: names of the options that change nothing for given masks, and are refused there.
         separable: whether each linear is decided from its own weight and statistics, so that a block's linears can be
             decided one at a time, or by several processes. Others may be pruned already then.
         sensitivity: from options to the loss whose sensitivities the pruner reads in `Block.sensitivities`, or None.
@@ -217,6 +218,7 @@ class PrunerSpec:
     groups: tuple[Group, ...] = ("row", "layer", "joint")
     nm: bool = True
     reconstructs: bool = False
+    selecting_options: tuple[str, ...] = ()
     separable: bool = False
     sensitivity: Callable[[Any], Loss | None] | None = None
     reads_tokens: Callable[[Any], bool] | None = None

@@ -229,6 +229,7 @@ def compressx_pruners() -> list[PrunerSpec]:
             build=AttnPrune,
             groups=("joint", "layer", "row"),
             reconstructs=True,
+            selecting_options=("mode", "steps", "learning_rate", "regularization"),
             check=layer.check,
         )
     ]

@@ -228,6 +228,13 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
             rule.reconstruct.options,
             lambda *at: loaded.where("prune", index, "reconstruct", "options", *at),
         )
+        for name in reconstructor.selecting_options:
+            if getattr(reconstructor_options, name) != reconstructor.options.model_fields[name].default:
+                where = loaded.where("prune", index, "reconstruct", "options", name)
+                raise RecipeError(
+                    f"{where}: {name} changes how {reconstructor.name} selects, and does nothing to a mask that it is "
+                    "given; leave it out"
+                )
     return PlannedRule(index, spec, options, reconstructor, reconstructor_options)
 
 

@@ -301,5 +301,7 @@ def _check_spec(spec: object) -> None:
     for attribute in ("sensitivity", "reads_tokens", "check"):
         if (given := getattr(spec, attribute)) is not None and not callable(given):
             raise TypeError(f"pruner {name!r} has {attribute} {given!r:.80}, which is not callable")
+    if unknown := {*spec.selecting_options} - {*options.model_fields}:
+        raise TypeError(f"pruner {name!r} has selecting_options {sorted(unknown)}, which are no options of it")
     if not callable(spec.build):
         raise TypeError(f"pruner {name!r} has build {spec.build!r:.80}, which is not callable")

@@ -94,5 +94,6 @@ def compressx_pruners() -> list[PrunerSpec]:
             separable=True,
             groups=("layer", "row"),
             reconstructs=True,
+            selecting_options=("steps", "penalty"),
         )
     ]

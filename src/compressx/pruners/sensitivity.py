@@ -157,6 +157,7 @@ def compressx_pruners() -> list[PrunerSpec]:
             separable=True,
             groups=("layer", "row", "joint"),
             reconstructs=True,
+            selecting_options=("rows",),
             sensitivity=lambda options: options.loss if options.rows or options.tokens else None,
             reads_tokens=lambda options: options.tokens > 0,
             check=_check,

@@ -295,6 +295,18 @@ def test_a_pruner_that_only_selects_cannot_reconstruct(refusal: Any) -> None:
     assert "sparsegpt" in message.rsplit(":", 1)[-1]
 
 
+@pytest.mark.parametrize(
+    ("pruner", "options"),
+    [("attnprune", "mode: joint"), ("alps", "steps: 3"), ("alps", "penalty: 0.5"), ("sensitivity", "rows: 1.0")],
+)
+def test_options_of_selecting_are_refused_where_the_mask_is_given(pruner: str, options: str, refusal: Any) -> None:
+    targets = '["*.q_proj", "*.k_proj"]' if pruner == "attnprune" else '["*"]'
+    given = f"reconstruct: {{pruner: {pruner}, options: {{{options}}}}}"
+    message = refusal(RecipeError, f"targets: {targets}, pruner: magnitude, sparsity: 0.5, {given}")
+    assert message.startswith("r.yaml:4:")
+    assert f": {options.partition(':')[0]} changes how {pruner} selects, and does nothing to a mask" in message
+
+
 def test_calibration_is_needed_when_a_pruner_observes(planned: Any, refusal: Any) -> None:
     message = refusal(RecipeError, 'targets: ["*"], pruner: wanda, sparsity: 0.5', calibration="")
     assert message.startswith("r.yaml:")

@@ -365,6 +365,10 @@ def listen(report):
             "TypeError: pruner 'x' has groups (); expected a tuple of row, layer, joint, such as ('row',)",
         ),
         (
+            "[spec('x', Options, selecting_options=('stepz',))]",
+            "TypeError: pruner 'x' has selecting_options ['stepz'], which are no options of it",
+        ),
+        (
             "[spec('x', Options, reads_tokens=True)]",
             "TypeError: pruner 'x' has reads_tokens True, which is not callable",
         ),
