@@ -6,11 +6,13 @@ shows its traceback. Each message says what was wrong, where, what was expected 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import traceback
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 
 class CompressxError(Exception):
@@ -60,3 +62,21 @@ def nearest(value: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str:
     names = {name.casefold(): name for name in valid}
     close = difflib.get_close_matches(value.casefold(), names, n=1, cutoff=cutoff)
     return f"did you mean {names[close[0]]!r}? " if close else ""
+
+
+@contextlib.contextmanager
+def blamed_on(plugin: str) -> Iterator[None]:
+    """Turn what a plugin's own code raises into a `PluginError` that says where it was; errors for users pass.
+
+    Args:
+        plugin: what failed, such as `pruner 'mine' failed on model.layers.0`.
+    """
+    try:
+        yield
+    except CompressxError:
+        raise
+    except Exception as error:
+        # The innermost place outside libraries; the first frame is ours.
+        frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "site-packages" not in f.filename]
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        raise PluginError(f"{plugin}: {type(error).__name__}: {error}{place}") from error

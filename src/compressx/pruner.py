@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_che
 import torch
 from torch import Tensor, nn
 
+from compressx.errors import PluginError, blamed_on
 from compressx.patterns import Group, Pattern
 
 if TYPE_CHECKING:
@@ -228,3 +229,19 @@ class PrunerSpec:
 def sparsity_of(keep: Tensor) -> float:
     """Count the fraction of zeros in a mask."""
     return 1.0 - torch.count_nonzero(keep).item() / keep.numel()
+
+
+def statistic_of(plugin: str, pruner: Pruner, block: Block, name: str) -> Statistic | None:
+    """Ask a pruner what it wants to observe of a linear.
+
+    Raises:
+        PluginError: any exception of the pruner's that is not for users, or what is no statistic.
+    """
+    with blamed_on(f"observe of pruner {plugin!r} failed on {name}"):
+        found = pruner.observe(block, name)
+    if found is not None and (isinstance(found, type) or not callable(getattr(found, "update", None))):
+        raise PluginError(
+            f"observe of pruner {plugin!r} on {name} must return a statistic, such as "
+            f"FeatureNorms(block.linears[name].in_features), or None; got {found!r:.80}"
+        )
+    return found

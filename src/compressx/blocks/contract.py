@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressx.errors import CompressxError, PluginError
+from compressx.errors import PluginError, blamed_on
 from compressx.finite import all_finite
 from compressx.patterns import FixedMask, Pattern, zeros_in
 from compressx.pruner import Block, Linear, Pruner, PruneResult, Statistic
@@ -38,14 +37,8 @@ def ask(
             be drawn, or asked-for weights that it changed itself. The message names plugin and linear.
     """
     before = Checksums(block, patterns)
-    try:
+    with blamed_on(f"pruner {plugin!r} failed on {block.fqn}"):
         results = pruner.prune(block, patterns, {n: s for n in patterns if (s := stats[n]) is not None})
-    except CompressxError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"pruner {plugin!r} failed on {block.fqn}: {type(error).__name__}: {error}{_place(error)}"
-        ) from error
     before.refuse_changes([plugin])
     if not isinstance(results, Mapping):
         raise PluginError(
@@ -65,12 +58,6 @@ def ask(
         _check_result(plugin, block.linears[name], patterns[name], result)
     _check_joint_total(plugin, block, patterns, results)
     return results
-
-
-def _place(error: BaseException) -> str:
-    """Return where the plugin's own code was when it failed, the innermost place outside libraries."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "site-packages" not in f.filename]
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 class Checksums:

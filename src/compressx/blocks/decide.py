@@ -19,7 +19,7 @@ from compressx.errors import CalibrationError, UnsupportedModelError
 from compressx.finite import refuse_damage
 from compressx.patterns import NM, FixedMask, Unstructured
 from compressx.planning.plan import PlannedRule
-from compressx.pruner import Block, Linear, Pruner, PruneResult, Statistic
+from compressx.pruner import Block, Linear, Pruner, PruneResult, Statistic, statistic_of
 from compressx.ranks import ALONE, Ranks, assign
 
 Built: TypeAlias = Mapping[PlannedRule, tuple[Pruner, Pruner | None]]
@@ -65,7 +65,12 @@ def gather(
     asking: dict[tuple[str, str], Callable[[], Statistic | None]] = {}
     for rule, names in by_rule.items():
         for name in names:
-            ask = {role: partial(p.observe, block, name) for role, p in zip(_ROLES, pruners[rule], strict=True) if p}
+            specs = (rule.pruner, rule.reconstructor)
+            ask = {
+                role: partial(statistic_of, spec.name, pruner, block, name)
+                for role, spec, pruner in zip(_ROLES, specs, pruners[rule], strict=True)
+                if spec is not None and pruner is not None
+            }
             wanted[name] = {role: s for role, observed in ask.items() if (s := observed()) is not None}
             asking |= {(name, role): observed for role, observed in ask.items()}
     reached = observe(block.linears, wanted, passes)

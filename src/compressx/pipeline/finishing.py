@@ -23,7 +23,6 @@ from compressx.models.streaming import StreamedModel, open_model, open_streamed
 from compressx.pipeline.asked import Asked, Stage
 from compressx.pipeline.clock import peak_memory_bytes
 from compressx.pipeline.journal import FinishedBlock, Journal
-from compressx.pipeline.preparation import at
 from compressx.planning.plan import Plan
 from compressx.recipe.tuning import FinetuneReport
 from compressx.report import figures, html, markdown
@@ -95,7 +94,7 @@ def _finetuned(asked: Asked, pruned: Pruned, windows: Tensor, masks: MaskSet, jo
     """Train the survivors, going on from what an interrupted run has done of it."""
     settings = asked.loaded.recipe.finetune
     assert settings is not None  # noqa: S101 - there are windows for it
-    with asked.clock.stage("finetune"), at(asked.loaded, "finetune"):
+    with asked.clock.stage("finetune"), asked.loaded.at("finetune"):
         asked.tell("finetune", 0, settings.steps)
         dense = open_model(pruned.checkpoint, False, asked.device).model if settings.teacher == "dense" else None
         return finetune(

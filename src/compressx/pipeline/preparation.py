@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from compressx.allocation.units import settled
 from compressx.architecture import text_config
 from compressx.calibration.documents import check_dataset
-from compressx.errors import ArtifactError, CompressxError, RecipeError
+from compressx.errors import ArtifactError, RecipeError
 from compressx.evaluation.harness import check_tasks
 from compressx.models.export import check_output
 from compressx.models.loading import Checkpoint, find_checkpoint, load_skeleton
@@ -44,12 +43,12 @@ def loaded_recipe(recipe: LoadedRecipe | Path | str | Mapping[str, Any], overrid
 def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
     """Find every mistake that can be found before weights are loaded."""
     recipe = loaded.recipe
-    with at(loaded, "output"):
+    with loaded.at("output"):
         check_output(recipe.output)
     for place, dataset in recipe.datasets().items():
-        with at(loaded, *place):
+        with loaded.at(*place):
             check_dataset(dataset)
-    with at(loaded, "model"):
+    with loaded.at("model"):
         checkpoint = find_checkpoint(recipe.model)
         skeleton = load_skeleton(checkpoint)
     output = recipe.output.expanduser().resolve()
@@ -59,11 +58,11 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
             "name another folder"
         )
     planned = make_plan(loaded, plugins, skeleton)
-    with at(loaded, "allocation", "target"):
+    with loaded.at("allocation", "target"):
         planned = settled(planned)
     _check_finetune(loaded, skeleton)
     if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None:
-        with at(loaded, "evaluate", "lm_eval", "tasks"):
+        with loaded.at("evaluate", "lm_eval", "tasks"):
             check_tasks(recipe.evaluate.lm_eval)
     return Prepared(checkpoint, planned)
 
@@ -119,12 +118,3 @@ def refuse_uneven_steps(loaded: LoadedRecipe, processes: int) -> None:
         f"by {processes} processes in calibration batches of {calibration.batch_size}; expected a multiple of "
         f"{calibration.batch_size * processes}" + ("" if rest else f", or calibration.batch_size: {smaller}")
     )
-
-
-@contextlib.contextmanager
-def at(loaded: LoadedRecipe, *location: str | int) -> Iterator[None]:
-    """Put the place in the recipe before an error's message."""
-    try:
-        yield
-    except CompressxError as error:
-        raise type(error)(f"{loaded.where(*location)}: {error}") from error

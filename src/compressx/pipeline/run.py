@@ -29,7 +29,7 @@ from compressx.pipeline.asked import Asked, Progress
 from compressx.pipeline.clock import forget_peaks
 from compressx.pipeline.finishing import Pruned, finish
 from compressx.pipeline.journal import Allocated, FinishedBlock, Journal
-from compressx.pipeline.preparation import at, loaded_recipe, prepare, refuse_streamed, refuse_uneven_steps
+from compressx.pipeline.preparation import loaded_recipe, prepare, refuse_streamed, refuse_uneven_steps
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.pruner import Sensitivity
@@ -115,27 +115,27 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
         refuse_uneven_steps(loaded, ranks.size)
         prepared = prepare(loaded, asked.plugins)
         tokenizer = load_tokenizer(prepared.checkpoint)
-    with clock.stage("calibrate"), at(loaded, "calibration"):
+    with clock.stage("calibrate"), loaded.at("calibration"):
         asked.tell("calibrate", 0, 1)
         windows = _windows(loaded.recipe.calibration, tokenizer, prepared.plan)
         batches = _batches(loaded.recipe.calibration, windows)
         mine = _batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))
-    with clock.stage("calibrate"), at(loaded, "finetune"):
+    with clock.stage("calibrate"), loaded.at("finetune"):
         training = training_windows(loaded.recipe, tokenizer, windows)
-    with clock.stage("evaluate"), at(loaded, "evaluate"):
+    with clock.stage("evaluate"), loaded.at("evaluate"):
         texts = read_texts(settings, tokenizer) if settings is not None and ranks.first else None
-    with clock.stage("load"), at(loaded, "model"):
+    with clock.stage("load"), loaded.at("model"):
         access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, asked.device)
     if isinstance(access, StreamedModel):
         refuse_streamed(loaded)
-    with clock.stage("calibrate"), at(loaded, "true_sequential"):
+    with clock.stage("calibrate"), loaded.at("true_sequential"):
         refuse_one_stage(access, prepared.plan, mine)
     with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
         fingerprint = ranks.told(_fingerprint(asked, prepared.plan, access, windows, training) if ranks.first else {})
         journal = Journal(folder, fingerprint, ranks)
         evaluation: dict[str, Any] = {}
         if settings is not None and texts is not None:
-            with clock.stage("evaluate"), at(loaded, "evaluate"):
+            with clock.stage("evaluate"), loaded.at("evaluate"):
                 evaluation["dense"] = evaluate_cached(
                     access, tokenizer, settings, texts, fingerprint["model"],
                     progress=lambda i, n: asked.tell("evaluate dense", i, n),
@@ -143,7 +143,7 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
         pruning = _Pruning(asked, access, batches, mine, journal)
         with clock.stage("calibrate"):
             sensitivities = pruning.sensitivities(prepared.plan)
-        with clock.stage("allocate"), at(loaded, "allocation"):
+        with clock.stage("allocate"), loaded.at("allocation"):
             final, allocation = pruning.allocate(prepared.plan, sensitivities)
         with clock.stage("prune"):
             finished = pruning.prune(final, sensitivities)

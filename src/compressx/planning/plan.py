@@ -13,13 +13,13 @@ import torch
 from pydantic import BaseModel
 
 from compressx.architecture import Architecture, survey, text_config
-from compressx.errors import PluginError, RecipeError, UnsupportedModelError
+from compressx.errors import PluginError, RecipeError, blamed_on
 from compressx.patterns import NM, Unstructured, allocated_form
 from compressx.planning.budgets import asked_patterns, check_fits
 from compressx.planning.targets import match_targets
 from compressx.planning.text import check_text
 from compressx.plugins.manager import Plugins
-from compressx.pruner import Block, Loss, Pruner, PrunerSpec
+from compressx.pruner import Block, Loss, Pruner, PrunerSpec, statistic_of
 from compressx.recipe.methods import Allocation
 from compressx.recipe.schema import LoadedRecipe, ReconstructBlock, validate_options
 
@@ -71,8 +71,13 @@ class PlannedRule:
 
     def build(self) -> tuple[Pruner, Pruner | None]:
         """Make the selecting pruner and the reconstructing one."""
-        selector = self.pruner.build(self.options)
-        return selector, self.reconstructor.build(self.reconstructor_options) if self.reconstructor else None
+        selector = _built(self.pruner, self.options)
+        return selector, _built(self.reconstructor, self.reconstructor_options) if self.reconstructor else None
+
+
+def _built(spec: PrunerSpec, options: BaseModel | None) -> Pruner:
+    with blamed_on(f"pruner {spec.name!r} could not be built"):
+        return spec.build(options)
 
 
 @dataclass(frozen=True)
@@ -257,16 +262,21 @@ def _check_blocks(loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleto
             for key, spec in (("pruner", rule.pruner), ("reconstruct", rule.reconstructor)):
                 if spec is None or spec.check is None:
                     continue
-                try:
+                place = ("prune", rule.index) if key == "pruner" else ("prune", rule.index, key)
+                with loaded.at(*place), blamed_on(f"check of pruner {spec.name!r} failed on {fqn or 'the model'}"):
                     spec.check(block, patterns)
-                except (RecipeError, UnsupportedModelError) as error:
-                    place = ("prune", rule.index) if key == "pruner" else ("prune", rule.index, key)
-                    raise type(error)(f"{loaded.where(*place)}: {error}") from error
             if not needs_calibration:
-                needs_calibration = _observes(rule, block, patterns)
+                with loaded.at("prune", rule.index):
+                    needs_calibration = _observes(rule, block, patterns)
     return needs_calibration
 
 
 def _observes(rule: PlannedRule, block: Block, names: Iterable[str]) -> bool:
     with torch.device("meta"):  # a Hessian that nobody fills should take no memory
-        return any(p.observe(block, n) is not None for p in rule.build() if p is not None for n in names)
+        pruners = zip((rule.pruner, rule.reconstructor), rule.build(), strict=True)
+        return any(
+            statistic_of(spec.name, pruner, block, n) is not None
+            for spec, pruner in pruners
+            if spec is not None and pruner is not None
+            for n in names
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from pydantic import (
 )
 from typing_extensions import TypedDict  # pydantic asks for it before Python 3.12
 
-from compressx.errors import RecipeError
+from compressx.errors import CompressxError, RecipeError
 from compressx.patterns import NM, Group
 from compressx.recipe.document import Node, Step, from_python
 from compressx.recipe.measuring import Evaluate
@@ -202,6 +203,14 @@ class LoadedRecipe:
         What the recipe leaves out has the place of what is around it; what `--set` gave has the place `--set a.b=c`.
         """
         return self.source.where(*loc)
+
+    @contextlib.contextmanager
+    def at(self, *loc: Step) -> Iterator[None]:
+        """Put the place of a key or list item before an error's message."""
+        try:
+            yield
+        except CompressxError as error:
+            raise type(error)(f"{self.where(*loc)}: {error}") from error
 
     def to_yaml(self) -> str:
         """Write the recipe as resolved; it loads again to an equal one."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -293,6 +296,29 @@ def test_a_pruner_that_only_selects_cannot_reconstruct(refusal: Any) -> None:
     assert message.startswith("r.yaml:4:")
     assert "wanda only selects; pruners that reconstruct: " in message
     assert "sparsegpt" in message.rsplit(":", 1)[-1]
+
+
+@pytest.mark.parametrize(
+    ("broken", "complaint"),
+    [
+        (
+            {"build": lambda _: 1 / 0},
+            r"pruner 'wanda' could not be built: ZeroDivisionError: .* \(.*test_plan.py, line",
+        ),
+        (
+            {"build": lambda _: object()},
+            r"observe of pruner 'wanda' failed on model\.layers\.0\.self_attn\.q_proj: Attr",
+        ),
+        ({"build": lambda _: SimpleNamespace(observe=lambda *_: 5)}, r"must return a statistic, such as .*; got 5$"),
+        ({"check": lambda _: None}, r"check of pruner 'wanda' failed on model\.layers\.0: TypeError: .*2 were given"),
+    ],
+)
+def test_what_a_pruner_raises_while_planning_names_rule_and_pruner(
+    broken: dict[str, Any], complaint: str, plugins: Plugins, refusal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(plugins.pruners, "wanda", replace(plugins.pruner("wanda"), **broken))
+    message = refusal(PluginError, 'targets: ["*"], pruner: wanda, sparsity: 0.5')
+    assert re.search(r"^r\.yaml:4:\d+: .*" + complaint, message), message
 
 
 @pytest.mark.parametrize(
