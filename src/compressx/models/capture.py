@@ -53,6 +53,11 @@ def capture_calls(
             fqn: str, hidden: Tensor, call: BlockCall, reached: list[str] = reached, passed: list[Tensor] = passed
         ) -> Tensor:
             if reached and hidden is not passed[-1]:
+                if hidden.shape == passed[-1].shape[1:]:
+                    raise UnsupportedModelError(
+                        f"{fqn}: the model takes the first of what {reached[-1]} returns, so its blocks return tuples, "
+                        f"and {type(model).__name__} is not supported yet"
+                    )
                 raise UnsupportedModelError(
                     f"{fqn}: the model changes the hidden states between {reached[-1]} and this block, so blocks "
                     "cannot be pruned one at a time"
