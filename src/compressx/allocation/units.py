@@ -228,7 +228,7 @@ def settled(plan: Plan) -> Plan:
     """Check that an allocation can reach its target, and close the plan where that needs no measuring.
 
     Raises:
-        RecipeError: a target that patterns cannot reach, or that explicit sparsities do not come to.
+        RecipeError: a target that patterns cannot reach, or that explicit sparsities do not come to; nothing to choose.
     """
     settings = plan.allocation
     if settings is None:
@@ -246,9 +246,15 @@ def settled(plan: Plan) -> Plan:
         for unit in units_of(plan, "linear"):
             _check_reachable([unit], settings.target, 1.0, f" of {unit.linears[0].name}")
         return plan.allocated(spread(units, settings.target, evenly, cap=1.0))
-    for group in sharing(units, settings.scope):
+    groups = sharing(units, settings.scope)
+    for group in groups:
         _check_reachable(
             group, settings.target, MAX_SPARSITY, f" in {group[0].block}" if settings.scope == "block" else ""
+        )
+    if all(len(group) == 1 for group in groups):
+        raise RecipeError(
+            f"{settings.method} has nothing to choose, since each of {len(groups)} targets is that of one unit; give "
+            "smaller units, scope: model, or method: uniform"
         )
     return plan
 

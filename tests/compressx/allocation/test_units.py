@@ -17,7 +17,14 @@ from compressx.errors import RecipeError
 from compressx.patterns import NM, Unstructured, zeros_in
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude
-from compressx.recipe.methods import MAX_SPARSITY, AttentionAware, ExplicitAllocation, OwlAllocation, UniformAllocation
+from compressx.recipe.methods import (
+    MAX_SPARSITY,
+    AttentionAware,
+    ErrorAllocation,
+    ExplicitAllocation,
+    OwlAllocation,
+    UniformAllocation,
+)
 from compressx_attnprune import plugin as attnprune
 
 GRID = (0.3, 0.5, 0.7, 0.9)
@@ -326,3 +333,15 @@ def test_zeros_are_counted_as_masks_will_have_them() -> None:
     rows = sum(zeros_in(x.pattern, *x.shape) or 0 for x in linears if x.rule.index == 0)
     joint = round(sum(a * b for a, b in SHAPES) / 3)
     assert zeros_of(linears) == rows + 2 * joint
+
+
+@pytest.mark.parametrize(
+    ("settings", "targets"),
+    [(AttentionAware(method="attention-aware", target=0.5, scope="block"), 3),
+     (ErrorAllocation(method="error", target=0.5, unit="rule", scope="block"), 3)],
+    ids=str,
+)  # fmt: skip
+def test_an_allocation_that_would_have_nothing_to_choose_is_refused(settings: AttentionAware, targets: int) -> None:
+    planned = replace(plan("layer", shapes=EVEN), allocation=settings)
+    with pytest.raises(RecipeError, match=f"nothing to choose, since each of {targets} targets is that of one unit"):
+        settled(planned)
