@@ -14,16 +14,15 @@ import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import pluggy
-from pydantic import BaseModel
 
 from compressx import hookspecs
 from compressx.errors import PluginError, did_you_mean
-from compressx.patterns import Group
 from compressx.plugins.discovery import Candidate, Source, blocked_names, discover
 from compressx.plugins.file import PluginsFile, read_plugins_file
+from compressx.plugins.specs import check_spec
 from compressx.pruner import PrunerSpec
 
 Status: TypeAlias = Literal["loaded", "blocked", "failed"]
@@ -275,33 +274,7 @@ def _offered_by(manager: pluggy.PluginManager, plugin: object) -> Sequence[Prune
         raise TypeError("compressx_pruners returned None; return a list of PrunerSpec")
     specs = [spec for result in results for spec in result]
     for spec in specs:
-        _check_spec(spec)
+        check_spec(spec)
     if len({spec.name for spec in specs}) < len(specs):
         raise ValueError(f"compressx_pruners offers a pruner twice: {', '.join(spec.name for spec in specs)}")
     return specs
-
-
-def _check_spec(spec: object) -> None:
-    if not isinstance(spec, PrunerSpec):
-        raise TypeError(f"compressx_pruners returned {spec!r:.80}, which is not a PrunerSpec")
-    name: Any = spec.name
-    options: Any = spec.options
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"compressx_pruners returned a PrunerSpec named {name!r}; a name is text")
-    if not (inspect.isclass(options) and issubclass(options, BaseModel)):
-        raise TypeError(f"pruner {name!r} has options {options!r:.80}, which is no pydantic model")
-    if options is BaseModel:
-        raise TypeError(f"pruner {name!r} has pydantic's BaseModel itself as options; derive an empty class from it")
-    groups: Any = spec.groups
-    if not isinstance(groups, tuple) or not groups or not {*groups} <= {*get_args(Group)}:
-        raise TypeError(
-            f"pruner {name!r} has groups {groups!r:.80}; expected a tuple of {', '.join(get_args(Group))}, such as "
-            "('row',)"
-        )
-    for attribute in ("sensitivity", "reads_tokens", "check"):
-        if (given := getattr(spec, attribute)) is not None and not callable(given):
-            raise TypeError(f"pruner {name!r} has {attribute} {given!r:.80}, which is not callable")
-    if unknown := {*spec.selecting_options} - {*options.model_fields}:
-        raise TypeError(f"pruner {name!r} has selecting_options {sorted(unknown)}, which are no options of it")
-    if not callable(spec.build):
-        raise TypeError(f"pruner {name!r} has build {spec.build!r:.80}, which is not callable")
