@@ -56,7 +56,7 @@ class _Sums:
         self.count += squares.shape[:-1].numel()
         if self.filled < len(self.tokens) and squares[..., 0].numel() == self.tokens[self.filled].numel():
             tokens = self.tokens[self.filled]  # OPT's MLP sees them without their batch, in the same order
-            torch.mean(squares.view(*tokens.shape, -1), dim=-1, out=tokens)
+            torch.mean(squares.reshape(*tokens.shape, -1), dim=-1, out=tokens)
             self.filled += 1
         else:
             self.tokens = []
