@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def blamed_on(plugin: str) -> Iterator[None]:
     except CompressxError:
         raise
     except Exception as error:
-        # The innermost place outside libraries; the first frame is ours.
-        frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "site-packages" not in f.filename]
-        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        # Two frames are ours, this one and the caller's; of the plugin's the innermost in the folder of the first.
+        frames = traceback.extract_tb(error.__traceback__)[2:]
+        own = [f for f in frames if Path(f.filename).is_relative_to(Path(frames[0].filename).parent)]
+        place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
         raise PluginError(f"{plugin}: {type(error).__name__}: {error}{place}") from error

@@ -47,8 +47,8 @@ def inverse_cholesky(hessian: Tensor, damping: float = 0.01) -> tuple[Tensor, fl
 
     Returns:
         `U` [n, n], upper triangular with U^T U = (H + damping * mean(diag H) * I)^-1, in float32 at least, and the
-        damping that was used. Features that never fired (zero diagonal) count as
-        independent, with the mean variance of the others.
+        damping that was used. Features that never fired (zero diagonal) count as independent, with the mean variance
+        of the others.
 
     Raises:
         NotPositiveDefiniteError: when the last damping fails too, or an entry is not finite.

@@ -5,7 +5,7 @@ are put back, so that the next block's input is the dense block's output and eve
 
 Each token counts against its own size, as `compressx.relative` says. Else a few, thousands of times larger than the
 others, would be all that is measured, and the blocks that make them would look as if they could do without weights.
-Channels count as their sizes say, unlike in block reconstruction: what that mends is not to be paid for here.
+Channels count as their sizes say, unlike in block reconstruction, by measurement (docs/design.md).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -273,6 +274,20 @@ def test_separable_linears_are_written_one_by_one_and_only_after_what_has_to_see
         ("apart o_proj", mlp | qkv),
     ]
     assert [x.name for x in block.report.layers] == [x.name for x in linears]
+
+
+def test_a_failure_of_an_installed_plugin_says_where_its_own_code_was(tmp_path, monkeypatch):
+    site = tmp_path / "site-packages"
+    (site / "cx_installed").mkdir(parents=True)
+    (site / "cx_installed/__init__.py").write_text(
+        "import json\n\ndef observe(block, name):\n    return None\n\n"
+        "def prune(block, patterns, stats):\n    return json.loads('{')\n"
+    )
+    monkeypatch.syspath_prepend(site)
+    pruner = importlib.import_module("cx_installed")
+    model = tiny_model("llama")
+    with pytest.raises(PluginError, match=r"JSONDecodeError: .* \(.*cx_installed/__init__\.py, line 7\)$"):
+        list(prune_model(InMemory(model), plan_all(model, spec_of(pruner), Unstructured(0.5)), ()))
 
 
 def test_no_hook_and_no_replaced_forward_is_left_even_when_a_pruner_fails():
