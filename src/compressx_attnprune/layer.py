@@ -220,8 +220,9 @@ def _window(module: nn.Module, config: Any) -> int | None:
 
 def _turns_neighbours(module: nn.Module) -> bool | None:
     """Say whether the rotary embedding of the module's model turns neighbours; None when it turns something else."""
-    turn = getattr(sys.modules[type(module).__module__], "rotate_half", None)
-    probe = torch.arange(4.0, device="cpu")
+    home = sys.modules[type(module).__module__]
+    turn = getattr(home, "rotate_half", getattr(home, "rotate_every_two", None))
+    probe = torch.arange(4.0, device="cpu").view(1, 1, 1, 4)
     if turn is None or torch.equal(turn(probe), quarter_turn(probe, interleaved=False)):
         return False
     return True if torch.equal(turn(probe), quarter_turn(probe, interleaved=True)) else None
@@ -229,7 +230,12 @@ def _turns_neighbours(module: nn.Module) -> bool | None:
 
 def _rotary(block: Block, projections: Projections, interleaved: bool) -> tuple[Tensor, Tensor] | None:
     """Return the tables [tokens, rotary_dim] with each entry beside the feature that it multiplies."""
-    embeddings = _arguments(block).get("position_embeddings")
+    arguments = _arguments(block)
+    embeddings = arguments.get("position_embeddings")
+    table = getattr(submodule(block, projections.attention), "embed_positions", None)
+    if embeddings is None and isinstance(table, Tensor):  # GPT-J's own, sines beside cosines, one for each pair
+        sin, cos = table[arguments["position_ids"][0]].repeat_interleave(2, dim=-1).chunk(2, dim=-1)
+        return cos, sin
     if embeddings is None:
         return None
     if not isinstance(embeddings, tuple | list) or len(embeddings) != 2:

@@ -25,6 +25,12 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "gpt2": ("transformer.h", ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
     "gpt-neox": ("gpt_neox.layers", ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h",
                                      "mlp.dense_4h_to_h")),
+    "falcon": ("transformer.h", ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h",
+                                 "mlp.dense_4h_to_h")),
+    "bloom": ("transformer.h", ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h",
+                                "mlp.dense_4h_to_h")),
+    "gptj": ("transformer.h", ("attn.k_proj", "attn.v_proj", "attn.q_proj", "attn.out_proj", "mlp.fc_in",
+                               "mlp.fc_out")),
     "phi3": ("model.layers", ("self_attn.o_proj", "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")),
     "mixtral": ("model.layers", (*_LLAMA[:4], *(f"mlp.experts.{p}.{e}" for p in ("gate_up_proj", "down_proj")
                                                 for e in range(4)))),

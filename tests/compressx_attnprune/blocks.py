@@ -14,7 +14,7 @@ from compressx.testing import TINY_CONFIGS, tiny_tokens
 from compressx_attnprune.layer import find_projections
 
 _LLAMA = TINY_CONFIGS["llama"][1]
-_FALCON = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "bias": True}
+_FALCON = TINY_CONFIGS["falcon"][1]
 _LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 8}
 MORE_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     # A layer without positions, which says so; layers without positions that do not, one kind turning neighbours.
@@ -26,18 +26,16 @@ MORE_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
     "olmoe": ("olmoe", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
     "granite": ("granite", {**_LLAMA, "attention_multiplier": 0.3}),
-    # Falcon's three layouts: a key head for each group of queries, for all of them, for each of them.
+    # Falcon's other layouts: a key head for each group of queries, for each of them.
     "falcon-grouped": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon-multi-query": ("falcon", {**_FALCON, "multi_query": True}),
     "falcon-multi-head": ("falcon", {**_FALCON, "multi_query": False}),
     # StarCoder's two: all queries before the one key, or query, key and value head by head.
     "bigcode-multi-query": ("gpt_bigcode", {**TINY_CONFIGS["gpt2"][1], "multi_query": True}),
     "bigcode-multi-head": ("gpt_bigcode", {**TINY_CONFIGS["gpt2"][1], "multi_query": False}),
     "persimmon": ("persimmon", {**TINY_CONFIGS["llama-mha"][1], "qk_layernorm": True}),
     # Not supported: positions added to the scores, sinks beside them, complex rotary tables, a layout of four parts.
-    "bloom": ("bloom", {"vocab_size": 128, "hidden_size": 64, "n_layer": 3, "n_head": 4}),
     "mpt": ("mpt", {"vocab_size": 128, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 64}),
-    "falcon-alibi": ("falcon", {**_FALCON, "multi_query": True, "alibi": True}),
+    "falcon-alibi": ("falcon", {**_FALCON, "alibi": True}),
     "gpt-oss": ("gpt_oss", {**_LLAMA, **_LAYERS, "head_dim": 16, "num_local_experts": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     "llama4": ("llama4_text", {**_LLAMA, "head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96}),
@@ -48,12 +46,12 @@ FUSED = ("gpt2", "gpt-neox", "phi3")
 CHECKED = (
     *SEPARATE,
     *("gemma2", "llama-theta", "llama-3", "llama-yarn", "phi", "stablelm", "olmo2", "cohere", "glm"),
-    *("smollm3", "exaone4", "cohere2", "olmoe", "granite", "qwen2-moe"),
+    *("gptj", "smollm3", "exaone4", "cohere2", "olmoe", "granite", "qwen2-moe"),
 )
 """Separate query and key projections, and supported."""
 CHECKED_FUSED = (
     *FUSED,
-    *("falcon-grouped", "falcon-multi-query", "falcon-multi-head"),
+    *("falcon", "falcon-grouped", "falcon-multi-head"),
     *("bigcode-multi-query", "bigcode-multi-head", "persimmon"),
 )
 """Query, key and value in one weight, and supported."""

@@ -42,7 +42,7 @@ LAYOUTS = {
     "gpt-neox": "by head",
     "phi3": "two keys",
     "falcon-grouped": "by pair",
-    "falcon-multi-query": "one key",
+    "falcon": "one key",
     "falcon-multi-head": "by head",
     "bigcode-multi-query": "one key",
     "bigcode-multi-head": "by head",

@@ -19,6 +19,17 @@ from compressx.models.hidden import Keep, in_memory
 from compressx.pruner import BlockCall
 
 
+class _Output(Tensor):
+    """What a block returns, for a model to take as its own blocks return it: alone, or as the first of a tuple."""
+
+    alone: Tensor
+    # Whatever is computed of it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.alone if isinstance(index, int) else self.alone[index]
+
+
 class _AllBlocksReachedError(Exception):
     """Leaves the model's forward once the last block has its arguments; what follows is not wanted."""
 
@@ -53,11 +64,6 @@ def capture_calls(
             fqn: str, hidden: Tensor, call: BlockCall, reached: list[str] = reached, passed: list[Tensor] = passed
         ) -> Tensor:
             if reached and hidden is not passed[-1]:
-                if hidden.shape == passed[-1].shape[1:]:
-                    raise UnsupportedModelError(
-                        f"{fqn}: the model takes the first of what {reached[-1]} returns, so its blocks return tuples, "
-                        f"and {type(model).__name__} is not supported yet"
-                    )
                 raise UnsupportedModelError(
                     f"{fqn}: the model changes the hidden states between {reached[-1]} and this block, so blocks "
                     "cannot be pruned one at a time"
@@ -96,15 +102,19 @@ def run_around(model: Any, blocks: Mapping[str, nn.Module], ids: Tensor, state: 
 
 @contextlib.contextmanager
 def replaced_forwards(
-    blocks: Mapping[str, nn.Module], forward: Callable[[str, Tensor, BlockCall], Any]
+    blocks: Mapping[str, nn.Module], forward: Callable[[str, Tensor, BlockCall], Tensor]
 ) -> Iterator[None]:
     """Replace the forward of every block by `forward(fqn, hidden_states, call)`, and put them back whatever happens."""
 
     def stand_in(fqn: str) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if "hidden_states" in kwargs:
-                return forward(fqn, kwargs.pop("hidden_states"), BlockCall(args, kwargs))
-            return forward(fqn, args[0], BlockCall(args[1:], kwargs))
+            hidden, further = (kwargs.pop("hidden_states"), args) if "hidden_states" in kwargs else (args[0], args[1:])
+            if isinstance(hidden, _Output):
+                hidden = hidden.alone
+            given = forward(fqn, hidden, BlockCall(further, kwargs))
+            output = given.as_subclass(_Output)
+            output.alone = given
+            return output
 
         return run
 

@@ -25,6 +25,9 @@ _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 _GPT2 = {"vocab_size": 128, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "bos_token_id": 1,
          "eos_token_id": 2}  # fmt: skip
 
+_SHORT = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "bos_token_id": 1,
+          "eos_token_id": 2}  # fmt: skip
+
 TINY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**_COMMON, "num_key_value_heads": 2}),
     "llama-mha": ("llama", {**_COMMON, "num_key_value_heads": 4}),
@@ -56,6 +59,9 @@ TINY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {**_COMMON, "num_key_value_heads": 2, "use_qk_norm": True}),
     "glm": ("glm", {**_COMMON, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True,
         "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}),
+    "falcon": ("falcon", {**_SHORT, "multi_query": True, "bias": True}),
+    "bloom": ("bloom", {"vocab_size": 128, "hidden_size": 64, "n_layer": 3, "n_head": 4}),
+    "gptj": ("gptj", {**_GPT2, "rotary_dim": 8}),
     "mixtral": ("mixtral", {**_COMMON, "num_key_value_heads": 2, "num_local_experts": 4}),
 }  # fmt: skip
 """By name: the transformers model type and its config's values."""

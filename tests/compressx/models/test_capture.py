@@ -1,24 +1,51 @@
-"""Models whose blocks cannot be run one at a time are refused, with what they do."""
+"""Blocks that run one at a time compute what the model computes; models that do not allow it are refused."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from compressx.architecture import survey
 from compressx.errors import UnsupportedModelError
-from compressx.models.capture import capture_calls
+from compressx.models.capture import capture_calls, replay, run_around
 from compressx.testing import tiny_model, tiny_tokens
 
+# Whose blocks return a tuple, and one whose blocks return their output alone.
+_CONFIGS = {
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+    "falcon": {"num_hidden_layers": 2, "num_attention_heads": 4},
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+    "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 4},
+    "llama": {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96},
+}
+_ONE_LAYER = {"num_hidden_layers": 1, "n_layer": 1, "n_layers": 1, "num_layers": 1, "attention_types": [[["local"], 1]]}
 
-def test_blocks_that_return_tuples_are_named_as_such():
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("model_type", _CONFIGS)
+def test_blocks_run_one_at_a_time_give_the_models_own_logits_whatever_they_return(model_type: str, layers: int):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model("gptj", vocab_size=128, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=64)
+    values = _CONFIGS[model_type]
+    if layers == 1:
+        values = {key: _ONE_LAYER.get(key, value) for key, value in values.items()}
+    config = AutoConfig.for_model(model_type, vocab_size=128, hidden_size=64, bos_token_id=1, eos_token_id=2, **values)
     model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(
-        UnsupportedModelError, match=r"^transformer\.h\.1: .* blocks return tuples, and GPTJForCausalLM"
-    ):
-        capture_calls(model, survey(model).blocks, [tiny_tokens(sequences=2)])
+    blocks, ids = survey(model).blocks, tiny_tokens(sequences=2)
+    (state,), calls = capture_calls(model, blocks, [ids])
+    with torch.no_grad():
+        for fqn, block in blocks.items():
+            state = replay(block, state, calls[fqn][0])
+        expected = model(ids, use_cache=False).logits
+    state.requires_grad_()
+    logits = run_around(model, blocks, ids, state).logits
+    assert type(logits) is torch.Tensor
+    assert torch.equal(logits, expected)
+    (gradient,) = torch.autograd.grad(logits.square().sum(), state)
+    assert gradient.abs().max() > 0
+    assert len(blocks) == layers
 
 
 def test_a_model_that_changes_hidden_states_between_blocks_is_refused():

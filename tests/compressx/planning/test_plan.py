@@ -33,19 +33,13 @@ def plugins() -> Plugins:
     return load_plugins()
 
 
-def bloom() -> Any:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    return BloomForCausalLM(BloomConfig(vocab_size=128, hidden_size=64, n_layer=3, n_head=4))
-
-
 @pytest.fixture
 def planned(plugins: Plugins) -> Any:
     def plan(*rules: str, model: str = "llama", calibration: str = CALIBRATION) -> Plan:
         lines = ["model: org/model", calibration, "prune:", *(f"  - {{{r}}}" for r in rules), "output: out", ""]
         Path("r.yaml").write_text("\n".join(lines))
         with torch.device("meta"):
-            skeleton = bloom() if model == "bloom" else tiny_model(model)
+            skeleton = tiny_model(model)
         return make_plan(load_recipe(Path("r.yaml")), plugins, skeleton)
 
     return plan
