@@ -137,7 +137,7 @@ def test_the_example_is_short_and_its_own_tests_pass(wheel, tmp_path):
 def test_a_new_plugin_installs_and_its_tests_pass_as_generated(wheel, fresh, tmp_path):
     done = compressx(fresh, tmp_path, "plugins", "new", "my-scores")
     assert done.returncode == 0, done.stderr
-    assert "pip install ./compressx-my-scores" in done.stdout
+    assert "pip install -e ./compressx-my-scores" in done.stdout
     project = tmp_path / "compressx-my-scores"
     programs = environment(tmp_path / "venv", wheel, built(project, tmp_path / "built"))
     run_tests(programs, project, tmp_path)

@@ -206,6 +206,14 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
         assert not Path("never").exists()
 
 
+def test_sweep_refuses_a_key_that_is_set_for_all_runs_and_varied(work):
+    axis, fixed = "prune.0.sparsity=0.5", "prune[0].sparsity=0.6"
+    done = invoke("sweep", "r.yaml", "--grid", axis, "--set", fixed, "--output", "never")
+    assert done.exit_code == 2
+    assert f"--set {fixed}: --grid gives the same key its values" in done.stderr
+    assert not Path("never").exists()
+
+
 def test_sweep_does_not_take_another_recipes_run_for_its_own(work):
     arguments = ["sweep", "r.yaml", "-q", "--grid", "prune.0.sparsity=0.5", "--output", "grid"]
     assert invoke(*arguments).exit_code == 0

@@ -101,7 +101,7 @@ def test_a_mistake_is_named(arguments, complaint):
 def test_new_writes_a_package_once():
     done = invoke("plugins", "new", "my-own", "--folder", "below")
     assert done.exit_code == 0, done.output
-    assert "pip install ./below/compressx-my-own" in done.stdout
+    assert "pip install -e ./below/compressx-my-own" in done.stdout
     assert {str(p.relative_to("below")) for p in Path("below").rglob("*") if p.is_file()} == {
         "compressx-my-own/pyproject.toml",
         "compressx-my-own/README.md",

@@ -47,7 +47,7 @@ def plugins_new(host: Host, name: str, folder: Path) -> None:
         raise PluginError(f"there is a plugin or pruner {name!r} already, and no two may share a name; choose another")
     written = new_plugin(name, folder)
     where = written if written.is_absolute() else f"./{written.as_posix()}"  # to pip a bare name is one of PyPI's
-    click.echo(f"wrote {written}; next:\n  pip install {shlex.quote(str(where))}\n  compressx plugins check {name}")
+    click.echo(f"wrote {written}; next:\n  pip install -e {shlex.quote(str(where))}\n  compressx plugins check {name}")
 
 
 @plugins.command("check")

@@ -85,12 +85,14 @@ def grid(recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Pa
         output: the folder of all outputs; when absent, the recipe's own with `-sweep` after its name.
 
     Raises:
-        RecipeError: an axis without values, a key given twice, and everything that is wrong with one of the recipes.
+        RecipeError: an axis without values, a key given twice or to both, and all that is wrong with one of the recipes.
     """
     named = [_axis(axis) for axis in axes]
     keys = [key for key, _ in named]
     if repeated := next((key for key in keys if keys.count(key) > 1), None):
         raise RecipeError(f"--grid {repeated}: given twice; list all its values once")
+    if both := next((one for one in overrides if ".".join(steps_of(one.partition("=")[0])) in keys), None):
+        raise RecipeError(f"--set {both}: --grid gives the same key its values; leave one of the two out")
     combinations = list(product(*(values for _, values in named)))
     if len(set(combinations)) < len(combinations):
         raise RecipeError(f"--grid {' '.join(axes)}: a value is given twice")

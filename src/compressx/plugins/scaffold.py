@@ -41,7 +41,7 @@ _README = """\
 A pruner for [compressx](https://pypi.org/project/compressx/).
 
 ```sh
-pip install ./compressx-@name@
+pip install -e './compressx-@name@[test]'
 compressx plugins                 # shows @name@
 compressx plugins check @name@    # every promise of a pruner, on tiny models
 ```
@@ -53,7 +53,7 @@ prune:
   - {targets: ["*"], pruner: @name@, sparsity: 0.5, options: {power: 1.0}}
 ```
 
-Tests: `pip install -e './compressx-@name@[test]' && pytest ./compressx-@name@`.
+Tests: `pytest ./compressx-@name@`.
 """
 
 _MODULE = '''\
