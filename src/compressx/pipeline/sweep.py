@@ -85,7 +85,7 @@ def grid(recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Pa
         output: the folder of all outputs; when absent, the recipe's own with `-sweep` after its name.
 
     Raises:
-        RecipeError: an axis without values, a key given twice or to both, and all that is wrong with one of the recipes.
+        RecipeError: an axis without values, a key given twice or to both, and all that is wrong with a recipe.
     """
     named = [_axis(axis) for axis in axes]
     keys = [key for key, _ in named]
