@@ -205,6 +205,11 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     skipped |= architecture.unprunable
     allocation = loaded.recipe.allocation
     reconstruct = loaded.recipe.reconstruct_block
+    if reconstruct is not None and not any(linear.block for linear in linears):
+        raise RecipeError(
+            f"{loaded.where('reconstruct_block')}: it would change nothing: all that the rules take lies outside "
+            "the decoder blocks; leave it out"
+        )
     plan = Plan(
         linears, skipped, rules,
         needs_calibration=(allocation is not None and bool(allocation.measures)) or reconstruct is not None,

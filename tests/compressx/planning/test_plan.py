@@ -401,6 +401,12 @@ def test_true_sequential_is_refused_where_no_pruner_observes_anything(planned: A
     assert planned('targets: ["*"], pruner: wanda, sparsity: 0.5', calibration=asked).true_sequential
 
 
+def test_reconstruction_of_blocks_that_nothing_is_pruned_in_is_refused(refusal: Any) -> None:
+    rule, asked = 'targets: ["lm_head"], pruner: magnitude, sparsity: 0.5', f"{CALIBRATION}\nreconstruct_block: {{}}"
+    message = refusal(RecipeError, rule, calibration=asked)
+    assert message.startswith("r.yaml:3:1: it would change nothing: all that the rules take lies outside the decoder")
+
+
 def test_a_training_step_is_a_whole_number_of_calibration_batches(refusal: Any) -> None:
     trained = "reconstruct_block: {batch_size: 6}"
     message = refusal(

@@ -350,8 +350,8 @@ def test_a_pattern_in_another_notation_is_refused_with_the_right_one(written: st
         (
             "org/model",
             "{path: m.gguf, streaming: true}",
-            "1:23: model: a GGUF file cannot be streamed, since transformers converts it only whole; leave streaming out, "
-            "or save the model as safetensors first",
+            "1:23: model: a GGUF file cannot be streamed, since transformers converts it only whole; leave streaming "
+            "out, or save the model as safetensors first",
         ),
         (
             "org/model",
