@@ -35,7 +35,7 @@ class AttnPruneOptions(BaseModel):
         0,
         ge=0,
         description="gradient steps that train the survivors on the objective afterwards, each on four sequences; on "
-        "SmolLM2 60 lower the error by a twentieth at 50% and a quarter at 90%, and solving takes over twice as long",
+        "SmolLM2 60 lower the error by a twentieth at 50% and a quarter at 90%, and a run takes three times as long",
     )
     refit_learning_rate: float = Field(
         0.01, gt=0, le=1, description="refit: largest step of a weight, as a fraction of the weights' root mean square"

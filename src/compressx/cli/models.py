@@ -13,7 +13,6 @@ from compressx.cli.common import (
     dtype_option,
     errors_for_users,
     revision_option,
-    set_option,
     trust_option,
 )
 
@@ -22,7 +21,8 @@ from compressx.cli.common import (
 @click.argument("model")
 @click.option("--masks", type=PATH, help="Masks to put on the model first.")
 @click.option("--recipe", type=PATH, help="Measure what this recipe's evaluate section says.")
-@set_option
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="Say what to measure, such as evaluate.token_perplexity.samples=8; may be repeated.")  # fmt: skip
 @dtype_option
 @revision_option
 @trust_option

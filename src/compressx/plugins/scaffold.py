@@ -38,7 +38,7 @@ packages = ["src/compressx_@module@"]
 _README = """\
 # compressx-@name@
 
-A pruner for [compressx](https://pypi.org/project/compressx/).
+A pruner for compressx, which prunes Hugging Face transformer language models.
 
 ```sh
 pip install -e './compressx-@name@[test]'
