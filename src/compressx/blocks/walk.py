@@ -98,13 +98,14 @@ def prune_model(
     model = access.model
     found = survey(model)
     batches = [b.to(access.device) for b in batches] if plan.needs_calibration else []
-    states, calls = capture(access, found, batches, keep)
+    # Where an interrupted run goes on, what enters the first block is not wanted.
+    states, calls = capture(access, found, batches, keep if finished is None else lambda state: state[:0])
     order = [*found.blocks, OUTSIDE]
     if finished is None:
         streams, start = Streams(states, [keep(x.clone()) for x in states] if plan.reconstruct_block else ()), 0
     else:
         streams, start = finished.streams, order.index(finished.fqn) + 1
-    del states  # where an interrupted run goes on they are not those of the next block
+    del states
     pruners = {rule: rule.build() for rule in plan.rules}
     last = max((i for i, fqn in enumerate(order) if plan.in_block(fqn)), default=-1)
     for index, fqn in list(enumerate(found.blocks))[start : last + 1]:

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from compressx._version import __version__
 from compressx.cache import cache_folder, cached
 from compressx.calibration.documents import documents
 from compressx.calibration.windows import evaluation_windows, fingerprint, token_ids
 from compressx.errors import CalibrationError
 from compressx.evaluation.harness import ROLLING_METRICS, check_tasks, is_file, run_tasks
-from compressx.models.access import Access
+from compressx.models.access import Access, config_fingerprint
 from compressx.recipe.measuring import Evaluate, RollingTask
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -182,10 +183,13 @@ def evaluate_cached(
         "settings": settings.model_dump(mode="json", by_alias=True),
         "text": texts.fingerprint(),
         "model": model_fingerprint,
-        "config": _sha256(access.model.config.to_json_string()),
+        "config": config_fingerprint(access.model),
         "tokenizer": _sha256(_tokenizing(tokenizer)),
         "device": access.device.type,
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "lm_eval")},
+        "versions": {
+            "compressx": __version__,
+            **{name: metadata.version(name) for name in ("torch", "transformers", "lm_eval")},
+        },
     }
     folder = cache_folder() / "evaluations"
     return cached(key, lambda: evaluate(access, tokenizer, settings, texts, progress=progress), folder)

@@ -241,6 +241,8 @@ def squash(prepared: BaseSparsifier | nn.Module) -> None:
     """
     from torch.ao.pruning.sparsifier.utils import FakeSparsity
 
+    from compressx.masks.sparsifier import part_from_copies
+
     if isinstance(prepared, nn.Module):
         masked = [
             (module, name)
@@ -253,6 +255,8 @@ def squash(prepared: BaseSparsifier | nn.Module) -> None:
         masked = [(group["module"], group["tensor_name"]) for group in prepared.groups]
     if not masked or not all(parametrize.is_parametrized(*tensor) for tensor in masked):
         raise ArtifactError(f"this {type(prepared).__name__} holds no masks (any more); it may be squashed already")
+    for module, _ in masked:
+        part_from_copies(module)
     if isinstance(prepared, nn.Module):
         for module, name in masked:
             parametrize.remove_parametrizations(module, name, leave_parametrized=True)

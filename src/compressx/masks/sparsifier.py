@@ -57,6 +57,17 @@ class MaskedWeight(FakeSparsity):
         return selected
 
 
+def part_from_copies(module: nn.Module) -> None:
+    """Give a parametrized module a class of its own.
+
+    torch makes one when it parametrizes and takes the weight off it when that ends; `copy.deepcopy` shares it, so that
+    the copy would lose its weight, too.
+    """
+    shared = type(module)
+    members = {name: value for name, value in vars(shared).items() if name not in ("__dict__", "__weakref__")}
+    module.__class__ = type(shared.__name__, shared.__bases__, members)
+
+
 @final
 class HeldMasks(BaseSparsifier):
     """Sparsifier whose masks are given and stay: `step` changes nothing.
@@ -76,6 +87,12 @@ class HeldMasks(BaseSparsifier):
         if self.groups:
             raise ArtifactError("these masks are already on a model; call MaskSet.to_torch_ao for another one")
         super().prepare(model, config)  # type: ignore[no-untyped-call]
+
+    def squash_mask(self, *args: Any, **kwargs: Any) -> None:
+        """Make the masks permanent, as the base class does, and leave copies of the model as they are."""
+        for group in self.groups:
+            part_from_copies(group["module"])
+        super().squash_mask(*args, **kwargs)
 
     def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
         """Leave the mask as it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -128,6 +129,12 @@ def weights_fingerprint(access: Access) -> str:
                 digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
                 digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def config_fingerprint(model: Any) -> str:
+    """Hash a model's config, wherever the model was loaded from: sha256, hexadecimal."""
+    told = json.loads(model.config.to_json_string(use_diff=False))
+    return hashlib.sha256(json.dumps({k: v for k, v in told.items() if k != "_name_or_path"}).encode()).hexdigest()
 
 
 def device_for(wanted: Device) -> torch.device:

@@ -26,6 +26,11 @@ class _Output(Tensor):
     # Whatever is computed of it is a plain tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def __iter__(self) -> Iterator[Tensor]:
+        raise UnsupportedModelError(
+            "the model unpacks what its blocks return; supported are models that take it whole, or its first part ([0])"
+        )
+
     def __getitem__(self, index: Any) -> Tensor:
         return self.alone if isinstance(index, int) else self.alone[index]
 
@@ -87,7 +92,13 @@ def capture_calls(
 
 
 def replay(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:
-    """Run one block on hidden states [batch, tokens, width] with recorded arguments."""
+    """Run one block on hidden states [batch, tokens, width] with recorded arguments.
+
+    Hidden states that are float32 where the model is not take tensors among the arguments (ALiBi, masks that are added)
+    with them, unless autocast sees to that.
+    """
+    if hidden.dtype == torch.float32 and not torch.is_autocast_enabled(hidden.device.type):
+        call = BlockCall(_in_float32(call.args), _in_float32(dict(call.kwargs)))
     output = block(hidden, *call.args, **call.kwargs)
     result: Tensor = output[0] if isinstance(output, tuple) else output
     return result
@@ -118,13 +129,25 @@ def replaced_forwards(
 
         return run
 
+    own = {fqn: vars(module)["forward"] for fqn, module in blocks.items() if "forward" in vars(module)}
     try:
         for fqn, module in blocks.items():
             module.forward = stand_in(fqn)
         yield
     finally:
-        for module in blocks.values():
+        for fqn, module in blocks.items():
             vars(module).pop("forward", None)
+            if fqn in own:
+                module.forward = own[fqn]
+
+
+def _in_float32(value: Any) -> Any:
+    """Widen tensors of fewer bits."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    if isinstance(value, tuple | list):
+        return type(value)(map(_in_float32, value))
+    return {k: _in_float32(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _shared(value: Any, known: list[Tensor]) -> Any:

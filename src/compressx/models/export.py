@@ -82,6 +82,8 @@ def output_folder(target: Path, *, resume: bool = False, restart: bool = False) 
         building = left[-1] if left and resume else _sibling(folder, "partial", secrets.token_hex(4))
         _clear_leftovers(folder, building)
         building.mkdir(exist_ok=True)
+        for part in building.glob(".*.partial"):  # of a file that a killed process was writing
+            part.unlink()
     earlier = _sibling(folder, "earlier", building.name.rpartition("-")[2])
     try:
         with _locked(building):
@@ -130,10 +132,16 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping
         try:
             with quiet_libraries():
                 model.save_pretrained(folder, state_dict=None if tensors is None else dict(tensors))
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(folder)
         except (SafetensorError, ValueError) as error:  # a full disk comes as a SafetensorError
             raise ArtifactError(f"cannot save {type(model).__name__} to {folder}: {error}") from error
+        if tokenizer is not None:
+            try:
+                with quiet_libraries():
+                    tokenizer.save_pretrained(folder)
+            except OSError:
+                raise
+            except Exception as error:  # what tokenizers, written in Rust, raises for a full disk
+                raise ArtifactError(f"cannot save the tokenizer to {folder}: {error}") from error
         for weights in folder.glob("*.safetensors"):
             weights.chmod(folder.stat().st_mode & 0o666)  # safetensors writes 0600, so that no server could read it
         sync_tree(folder)

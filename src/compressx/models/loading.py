@@ -94,20 +94,32 @@ def load_empty(checkpoint: Checkpoint) -> Any:
         ArtifactError: when the config cannot be read.
         UnsupportedModelError: as `load_skeleton`.
     """
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     with quiet_libraries(), _explained(checkpoint):
         config = _config(checkpoint)
         asked = None if checkpoint.dtype == "auto" else getattr(torch, checkpoint.dtype)
         dtype = asked or config.dtype or _stored_dtype(local_folder(checkpoint))
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=checkpoint.trust_remote_code
-            ).eval()
+        model = _empty(config, dtype, trust_remote_code=checkpoint.trust_remote_code).eval()
         with contextlib.suppress(OSError):  # not every checkpoint has one
             model.generation_config = GenerationConfig.from_pretrained(checkpoint.location, **checkpoint.arguments)
         return model
+
+
+def _empty(config: Any, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> Any:
+    """Build a model whose parameters are on the meta device and whose buffers are those of `from_pretrained`."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    # Those were computed in `dtype`: GPT-J's table of rotary angles is off by .9 in bfloat16. `from_pretrained`
+    # computes them anew, in float32.
+    for module in model.modules():
+        module._is_hf_initialized = False
+    with torch.no_grad():
+        model.initialize_weights()
+    return model
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:
@@ -250,12 +262,8 @@ def _config(checkpoint: Checkpoint) -> Any:
 
 def _without_gguf(model: Any) -> Any:
     """Rebuild a model that came from GGUF without its quantization_config, with which it would refuse to be saved."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
     # Not `.to(dtype)`, which would round the rotary tables, float32 whatever the weights are.
-    with init_empty_weights(include_buffers=False):
-        clean = AutoModelForCausalLM.from_config(_clean_config(model.config), dtype=model.dtype)
+    clean = _empty(_clean_config(model.config), model.dtype)
     clean.load_state_dict(model.state_dict(), assign=True)
     clean.tie_weights()
     clean.generation_config = model.generation_config

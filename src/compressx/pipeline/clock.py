@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,27 +14,38 @@ import torch
 
 @dataclass
 class Clock:
-    """Adds up the seconds of each stage."""
+    """Adds up the seconds of each stage, and of all."""
 
     started: float = field(default_factory=time.perf_counter)
     spent: dict[str, float] = field(default_factory=dict)
+    running: dict[str, float] = field(default_factory=dict)  # when each stage began that has not ended
+    before: float = 0.0  # what interrupted runs took that this one goes on from
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the length of a `with` to a stage."""
-        begun = time.perf_counter()
+        self.running[name] = time.perf_counter()
         try:
             yield
         finally:
-            self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - begun
+            self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - self.running.pop(name)
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Add what `seconds` of an interrupted run had returned."""
+        for name, spent in seconds.items():
+            if name == "total":
+                self.before += spent
+            else:
+                self.spent[name] = self.spent.get(name, 0.0) + spent
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each stage that a report shows, and of all until now."""
+        now = time.perf_counter()
         stages = {
-            name: self.spent.get(name, 0.0)
+            name: self.spent.get(name, 0.0) + now - self.running.get(name, now)
             for name in ("load", "calibrate", "allocate", "prune", "finetune", "evaluate")
         }
-        return stages | {"total": time.perf_counter() - self.started}
+        return stages | {"total": self.before + now - self.started}
 
 
 def forget_peaks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import shutil
@@ -15,7 +16,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from compressx._version import __version__
+from compressx.calibration.windows import fingerprint as fingerprint_of
 from compressx.evaluation.perplexity import Texts, evaluate
+from compressx.files import atomic_write
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access
 from compressx.models.loading import Checkpoint
@@ -24,7 +27,7 @@ from compressx.pipeline.asked import Asked, Stage
 from compressx.pipeline.clock import peak_memory_bytes
 from compressx.pipeline.journal import FinishedBlock, Journal
 from compressx.planning.plan import Plan
-from compressx.recipe.tuning import FinetuneReport
+from compressx.recipe.tuning import Finetune, FinetuneReport
 from compressx.report import figures, html, markdown
 from compressx.report.run import AllocationReport, RunReport, total_sparsity
 from compressx.training.finetune import finetune
@@ -82,11 +85,14 @@ def finish(asked: Asked, pruned: Pruned, journal: Journal, folder: Path) -> RunR
         access = open_streamed(pruned.checkpoint.at(folder / "model"), access.device)
     evaluation |= _evaluated(asked, pruned, access, "pruned" if tuned is None else "finetuned")
     report = _report(asked, pruned, evaluation, tuned, drawn)
-    (folder / "recipe.yaml").write_text(asked.loaded.to_yaml(), encoding="utf-8")
-    (folder / "plan.json").write_text(json.dumps(pruned.plan.to_dict(), indent=1) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(markdown.page(report), encoding="utf-8")
-    (folder / "report.html").write_text(html.page(report, asked.loaded.to_yaml(), folder), encoding="utf-8")
-    (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
+    for name, text in {
+        "recipe.yaml": asked.loaded.to_yaml(),
+        "plan.json": json.dumps(pruned.plan.to_dict(), indent=1) + "\n",
+        "report.md": markdown.page(report),
+        "report.html": html.page(report, asked.loaded.to_yaml(), folder),
+        "report.json": report.to_json(),
+    }.items():
+        atomic_write(folder / name, text.encode())
     return report
 
 
@@ -99,9 +105,15 @@ def _finetuned(asked: Asked, pruned: Pruned, windows: Tensor, masks: MaskSet, jo
         dense = open_model(pruned.checkpoint, False, asked.device).model if settings.teacher == "dense" else None
         return finetune(
             pruned.access.model, masks, windows, settings, teacher=dense,
-            checkpoint=journal.blocks / "finetune.safetensors",
+            checkpoint=journal.blocks / f"finetune-{_tuning_fingerprint(settings, windows)}.safetensors",
             progress=lambda i, n, loss: asked.tell("finetune", i, n, f"loss {loss:.4g}"),
         )  # fmt: skip
+
+
+def _tuning_fingerprint(settings: Finetune, windows: Tensor) -> str:
+    """Return what tells the checkpoints of different trainings of the same pruned model apart."""
+    told = settings.model_dump_json(exclude={"checkpoint_every", "dataset", "samples", "sequence_length"})
+    return hashlib.sha256(f"{told} {fingerprint_of(windows)}".encode()).hexdigest()[:16]
 
 
 def _evaluated(

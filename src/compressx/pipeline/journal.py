@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from compressx.models.access import Access
 from compressx.models.hidden import Keep, Streams, in_memory
 from compressx.models.shards import each, read, write
 from compressx.patterns import NM, Unstructured
+from compressx.pipeline.clock import Clock
 from compressx.ranks import ALONE, Ranks
 from compressx.report.figures import Matrices
 from compressx.report.plots import Pooled
@@ -55,13 +56,17 @@ class Journal:
         folder: the run's, where `state.json` and `blocks` are.
         fingerprint: what decides the result, by name; a run goes on only where an earlier one had the same.
         ranks: the processes; the first writes, and each its own hidden states.
+        clock: the run's; what an earlier one had spent is added to it.
 
     Raises:
         ArtifactError: a record that is damaged, or of a run with another fingerprint; the message names the difference.
     """
 
-    def __init__(self, folder: Path, fingerprint: Mapping[str, Any], ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, folder: Path, fingerprint: Mapping[str, Any], ranks: Ranks = ALONE, clock: Clock | None = None
+    ) -> None:
         self.ranks = ranks
+        self.clock = clock or Clock()
         self.state = folder / STATE
         self.blocks = folder / BLOCKS
         self.fingerprint = fingerprint
@@ -145,15 +150,16 @@ class Journal:
                 told = json.loads(self.state.read_text(encoding="utf-8"))
             earlier, self.finished = dict(told["fingerprint"]), list(told["finished"])
             self.allocated = None if told["allocated"] is None else _ALLOCATED.validate_python(told["allocated"])
+            spent = {str(stage): float(seconds) for stage, seconds in told["seconds"].items()}
         except (ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"{self.state} is damaged ({error!r}); begin anew with --restart") from error
         now = json.loads(json.dumps(self.fingerprint))
-        if differing := [name for name in {**earlier, **now} if earlier.get(name) != now.get(name)]:
-            lines = [f"{name}: was {_short(earlier.get(name))}, is {_short(now.get(name))}" for name in differing]
+        if lines := [x for name in {**earlier, **now} for x in _differing(name, earlier.get(name), now.get(name))]:
             raise ArtifactError(
                 f"the interrupted run cannot be resumed, since what decides the result differs: {'; '.join(lines)}. "
                 "Put it back, or begin anew with --restart"
             )
+        self.clock.add(spent)
 
     def _write(self) -> None:
         if not self.ranks.first:
@@ -162,6 +168,7 @@ class Journal:
             "fingerprint": self.fingerprint,
             "allocated": None if self.allocated is None else dataclasses.asdict(self.allocated),
             "finished": self.finished,
+            "seconds": self.clock.seconds(),
         }
         atomic_write(self.state, json.dumps(told, indent=1).encode())
 
@@ -170,6 +177,18 @@ class Journal:
 
     def _states(self, count: int) -> Path:
         return self.blocks / f"states-{count}.{self.ranks.rank}.safetensors"
+
+
+def _differing(name: str, was: Any, now: Any) -> Iterator[str]:
+    """Say what differs, down to single values."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in {**was, **now}:
+            yield from _differing(f"{name}.{key}", was.get(key), now.get(key))
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        for i, (before, after) in enumerate(zip(was, now, strict=True)):
+            yield from _differing(f"{name}[{i}]", before, after)
+    elif was != now:
+        yield f"{name}: was {_short(was)}, is {_short(now)}"
 
 
 def _short(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from compressx.allocation.units import settled
 from compressx.architecture import text_config
 from compressx.calibration.documents import check_dataset
-from compressx.errors import ArtifactError, RecipeError
+from compressx.errors import ArtifactError, RecipeError, UnsupportedModelError
 from compressx.evaluation.harness import check_tasks
 from compressx.models.export import check_output
 from compressx.models.loading import Checkpoint, find_checkpoint, load_skeleton
@@ -79,6 +79,11 @@ def _check_finetune(loaded: LoadedRecipe, skeleton: Any) -> None:
         raise RecipeError(
             f"{loaded.where('finetune')}: there is no text to train on: the recipe has no calibration, and finetune "
             "no dataset; add one of them, such as finetune.dataset: wikitext"
+        )
+    if settings.gradient_checkpointing and not skeleton.supports_gradient_checkpointing:
+        raise UnsupportedModelError(
+            f"{loaded.where('finetune')}: {type(skeleton).__name__} does not support gradient checkpointing; set "
+            "finetune.gradient_checkpointing: false, which takes more memory"
         )
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
     if settings.dataset is not None and positions is not None and settings.window > positions:

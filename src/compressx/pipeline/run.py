@@ -20,7 +20,7 @@ from compressx.calibration.documents import documents
 from compressx.calibration.windows import calibration_windows, token_ids
 from compressx.calibration.windows import fingerprint as fingerprint_of
 from compressx.evaluation.perplexity import evaluate_cached, read_texts
-from compressx.models.access import Access, Device, device_for, weights_fingerprint
+from compressx.models.access import Access, Device, config_fingerprint, device_for, weights_fingerprint
 from compressx.models.export import output_folder
 from compressx.models.hidden import InFiles, Keep, in_memory
 from compressx.models.loading import load_tokenizer
@@ -39,9 +39,6 @@ from compressx.recipe.schema import Calibration, LoadedRecipe
 from compressx.report import figures
 from compressx.report.run import AllocationReport, RunReport
 from compressx.training.finetune import training_windows
-
-_IDLE = {"checkpoint_every", "dataset", "samples", "sequence_length"}
-"""What `finetune` says that changes nothing, or only its text, whose tokens are compared."""
 
 
 def plan(
@@ -131,8 +128,8 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
     with clock.stage("calibrate"), loaded.at("true_sequential"):
         refuse_one_stage(access, prepared.plan, mine)
     with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
-        fingerprint = ranks.told(_fingerprint(asked, prepared.plan, access, windows, training) if ranks.first else {})
-        journal = Journal(folder, fingerprint, ranks)
+        fingerprint = ranks.told(_fingerprint(asked, prepared.plan, access, windows) if ranks.first else {})
+        journal = Journal(folder, fingerprint, ranks, clock)
         evaluation: dict[str, Any] = {}
         if settings is not None and texts is not None:
             with clock.stage("evaluate"), loaded.at("evaluate"):
@@ -180,23 +177,19 @@ def _batches(settings: Calibration | None, windows: torch.Tensor | None) -> Sequ
     return () if settings is None or windows is None else torch.split(windows, settings.batch_size)
 
 
-def _fingerprint(
-    asked: Asked, planned: Plan, access: Access, windows: torch.Tensor | None, training: torch.Tensor | None
-) -> dict[str, Any]:
-    """Return what decides the result of a run, by names that a user knows."""
+def _fingerprint(asked: Asked, planned: Plan, access: Access, windows: torch.Tensor | None) -> dict[str, Any]:
+    """Return what decides the pruned blocks, by names that a user knows."""
     used = {spec.name for rule in planned.rules for spec in (rule.pruner, rule.reconstructor) if spec is not None}
     recipe = asked.loaded.recipe.model_dump(mode="json", exclude_none=True)
-    tuning = asked.loaded.recipe.finetune
     return {
         "model": weights_fingerprint(access),
+        "model config": config_fingerprint(access.model),
         "prune": recipe["prune"],
         "allocation": recipe.get("allocation"),
         "true_sequential": recipe["true_sequential"],
         "reconstruct_block": recipe.get("reconstruct_block"),
         "calibration tokens": None if windows is None else fingerprint_of(windows),
         "calibration batch_size": None if windows is None else recipe["calibration"]["batch_size"],
-        "finetune": None if tuning is None else tuning.model_dump(mode="json", exclude=_IDLE),
-        "finetune tokens": None if training is None else fingerprint_of(training),
         "plugins": {p.name: p.version for p in asked.plugins.records if p.status == "loaded" and used & {*p.pruners}},
         "versions": {"compressx": __version__, **{n: metadata.version(n) for n in ("torch", "transformers", "numpy")}},
         "device": access.device.type,

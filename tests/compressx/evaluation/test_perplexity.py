@@ -257,6 +257,8 @@ class TestEvaluateCached:
         assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
         tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
         assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
+        monkeypatch.setattr("compressx.evaluation.perplexity.__version__", "another")
+        assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
         tokenizer.model_max_length = 15
         assert runs(with_tasks)
         model.config.rms_norm_eps = 1e-3

@@ -185,16 +185,21 @@ def test_moving_a_prepared_model_moves_its_masks_and_squashing_still_works() -> 
     assert model.dtype == torch.bfloat16
 
 
-def test_a_deep_copy_of_the_model_alone_holds_its_masks_and_is_squashed_by_itself() -> None:
-    model = tiny_model("llama")
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_a_deep_copy_of_the_model_alone_holds_its_masks_and_is_squashed_by_itself(architecture: str) -> None:
+    model = tiny_model(architecture)
     masks = two_of_four(model)
-    masks.to_torch_ao(model)
+    sparsifier = masks.to_torch_ao(model)
     copied = copy.deepcopy(model)
     train(copied, torch.optim.AdamW(copied.parameters(), lr=0.01), 1)
     squash(copied)
     assert masks.verify(copied)
     assert not prepared_names(copied)
     assert set(prepared_names(model)) == set(masks)
+    assert torch.isfinite(loss_of(model))  # the original still runs, and is squashed by itself
+    squash(sparsifier)
+    assert masks.verify(model)
+    assert torch.isfinite(loss_of(copied))
 
 
 def test_a_model_and_its_sparsifier_copied_together_belong_together() -> None:
@@ -207,6 +212,9 @@ def test_a_model_and_its_sparsifier_copied_together_belong_together() -> None:
     assert masks.verify(copied)
     assert not prepared_names(copied)
     assert set(prepared_names(model)) == set(masks)
+    sparsifier.squash_mask()
+    assert masks.verify(model)
+    assert torch.equal(loss_of(model), loss_of(copied))
 
 
 def test_a_name_that_is_wrong_leaves_the_model_wholly_unprepared() -> None:

@@ -57,6 +57,33 @@ def test_a_model_that_changes_hidden_states_between_blocks_is_refused():
         capture_calls(model, survey(model).blocks, [tiny_tokens(sequences=2)])
 
 
+@pytest.mark.parametrize("sequences", [2, 3])
+def test_a_model_that_unpacks_what_its_blocks_return_is_refused(sequences: int, monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model("llama")
+
+    def forward(input_ids, **_):
+        hidden = model.model.embed_tokens(input_ids)
+        for layer in model.model.layers:
+            hidden, _ = layer(hidden)
+        return hidden
+
+    monkeypatch.setattr(model.model, "forward", forward)
+    with pytest.raises(UnsupportedModelError, match="the model unpacks what its blocks return"):
+        capture_calls(model, survey(model).blocks, [tiny_tokens(sequences=sequences)])
+
+
+def test_a_forward_that_is_a_blocks_own_is_put_back():
+    model = tiny_model("llama")
+    blocks, ids = survey(model).blocks, tiny_tokens(sequences=2)
+    block = model.model.layers[1]
+    plain = block.forward
+    block.forward = lambda *args, **kwargs: 2 * plain(*args, **kwargs)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        capture_calls(model, blocks, [ids])
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+
+
 def test_a_block_that_is_not_called_is_refused():
     model = tiny_model("llama")
     blocks = survey(model).blocks

@@ -408,6 +408,16 @@ def test_weights_for_which_there_is_no_room_are_an_error_that_names_the_path(ear
     assert names_in(earlier.parent) == ["out"]
 
 
+def test_a_tokenizer_that_cannot_be_saved_is_an_error_that_names_the_path(tmp_path: Path) -> None:
+    class Full:
+        def save_pretrained(self, folder: Path) -> None:
+            raise Exception("No space left on device (os error 28)")  # noqa: TRY002 - as tokenizers does
+
+    model, _ = pruned("llama")
+    with pytest.raises(ArtifactError, match=rf"cannot save the tokenizer to {tmp_path}/model: No space left"):
+        save_model(model, Full(), tmp_path / "model")
+
+
 def test_a_file_where_the_model_should_go_is_an_error_and_not_a_silent_return(tmp_path: Path) -> None:
     model, _ = pruned("llama")
     (tmp_path / "model").write_text("")

@@ -58,14 +58,16 @@ def test_what_a_block_holds_goes_back_to_what_its_checkpoint_held(architecture: 
         assert all(torch.equal(tensor, stored[name]) for name, tensor in written.items())
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt-neox", "gpt2", "opt"])
-def test_what_a_block_computes_is_what_the_loaded_model_computes(architecture: str, tmp_path: Path):
-    """Buffers that no checkpoint holds, such as rotary frequencies, are there too."""
-    checkpoint = Checkpoint(str(saved(tmp_path, architecture)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt-neox", "gptj", "falcon", "opt"])
+def test_what_a_block_computes_is_what_the_loaded_model_computes(architecture: str, dtype: torch.dtype, tmp_path: Path):
+    """Buffers that no checkpoint holds, such as rotary frequencies, are there too; GPT-J's are float32 ones."""
+    checkpoint = Checkpoint(str(saved(tmp_path, architecture, dtype)))
     streamed, loaded = open_streamed(checkpoint), load_model(checkpoint)
     computed = {n for n, _ in loaded.named_buffers()} - set(loaded.state_dict())
     for name in computed:
         assert torch.equal(streamed.model.get_buffer(name), loaded.get_buffer(name))
+        assert streamed.model.get_buffer(name).dtype == loaded.get_buffer(name).dtype
 
 
 def test_one_file_is_a_checkpoint_too(tmp_path: Path):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.compressx.saved import save_tiny
 
-from compressx.errors import ArtifactError, CalibrationError, RecipeError
+from compressx.errors import ArtifactError, CalibrationError, RecipeError, UnsupportedModelError
 from compressx.masks.maskset import MaskSet
 from compressx.models import streaming
 from compressx.models.loading import find_checkpoint, load_model
@@ -197,7 +197,7 @@ def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model
     run({**asked, "output": "whole"})
     stopped(asked, step)
     [left] = leftovers()
-    assert (left / "blocks/finetune.safetensors").exists() == (step >= 2)
+    assert len([*left.glob("blocks/finetune-*.safetensors")]) == (step >= 2)
     told: list[tuple[str, int]] = []
     run(asked, resume=True, progress=lambda stage, done, *_: told.append((stage, done)))
     assert [done for stage, done in told if stage == "prune"] == [3]
@@ -207,18 +207,39 @@ def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model
 
 
 @pytest.mark.slow
-def test_another_fine_tuning_is_not_gone_on_with_and_what_differs_is_named(model: Path) -> None:
-    asked = recipe(model)
-    stopped(asked, 4)
-    with pytest.raises(ArtifactError, match=r"cannot be resumed.*finetune: was"):
-        run(recipe(model, steps=7), resume=True)
-    other = {"text": str(Path("other.txt").resolve())}
+@pytest.mark.parametrize("changed", ["steps", "learning_rate", "dataset"])
+def test_another_fine_tuning_begins_anew_on_the_blocks_that_are_pruned(model: Path, changed: str) -> None:
     Path("other.txt").write_text("w1 w2 w3 " * 200)
-    with pytest.raises(ArtifactError, match=r"cannot be resumed.*finetune tokens: was"):
-        run(recipe(model, dataset=other, samples=8, sequence_length=32), resume=True)
-    with pytest.raises(ArtifactError, match=r"cannot be resumed.*finetune: was"):
-        run({**asked, "finetune": None}, resume=True)
-    run(recipe(model, checkpoint_every=3), resume=True)  # how often it is kept decides nothing
+    other = {"dataset": {"text": str(Path("other.txt").resolve())}, "samples": 8, "sequence_length": 32}
+    tuning = {"steps": {"steps": 7}, "learning_rate": {"learning_rate": 1e-4}, "dataset": other}[changed]
+    run({**recipe(model, **tuning), "output": "whole"})
+    stopped(recipe(model), 4)
+    told: list[tuple[str, int]] = []
+    run(recipe(model, **tuning), resume=True, progress=lambda stage, done, *_: told.append((stage, done)))
+    assert [done for stage, done in told if stage == "prune"] == [3]
+    assert [done for stage, done in told if stage == "finetune"] == [*range(8 if changed == "steps" else 7)]
+    assert artifacts("out") == artifacts("whole")
+
+
+@pytest.mark.slow
+def test_how_often_fine_tuning_is_kept_decides_nothing(model: Path) -> None:
+    stopped(recipe(model), 4)
+    told: list[tuple[str, int]] = []
+    run(recipe(model, checkpoint_every=3), resume=True, progress=lambda stage, done, *_: told.append((stage, done)))
+    assert [done for stage, done in told if stage == "finetune"] == [0, 5, 6]
+
+
+def test_a_model_that_cannot_checkpoint_gradients_is_refused_before_anything_is_pruned(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    from compressx.pipeline.run import plan
+
+    monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
+    with pytest.raises(UnsupportedModelError, match=r"finetune.*LlamaForCausalLM.*gradient_checkpointing: false"):
+        plan(recipe(model))
+    assert plan(recipe(model, gradient_checkpointing=False)).linears
 
 
 _PROGRAM = """
@@ -243,7 +264,7 @@ def test_a_killed_run_goes_on_to_the_same_files(model: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     killed = subprocess.run([sys.executable, "-c", _PROGRAM], env=environment, check=False, capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert (leftovers()[0] / "blocks/finetune.safetensors").exists()
+    assert len([*leftovers()[0].glob("blocks/finetune-*.safetensors")]) == 1
     run(asked, resume=True)
     assert artifacts("out") == artifacts("whole")
 
@@ -252,7 +273,7 @@ def test_a_killed_run_goes_on_to_the_same_files(model: Path) -> None:
 def test_a_damaged_checkpoint_is_named_and_not_gone_on_with(model: Path, cut: int) -> None:
     asked = recipe(model)
     stopped(asked, 4)
-    file = leftovers()[0] / "blocks/finetune.safetensors"
+    (file,) = leftovers()[0].glob("blocks/finetune-*.safetensors")
     file.write_bytes(file.read_bytes()[:-cut])
-    with pytest.raises(ArtifactError, match=r"finetune\.safetensors"):
+    with pytest.raises(ArtifactError, match=r"finetune-\w+\.safetensors"):
         run(asked, resume=True)

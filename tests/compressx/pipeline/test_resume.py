@@ -144,7 +144,7 @@ def test_what_an_allocation_chose_for_n_m_and_other_patterns_is_kept(model: Path
     assert artifacts("out") == artifacts("whole")
     asked["allocation"] = {"method": "uniform", "target": 0.6}
     stopped(asked, 1, restart=True)
-    with pytest.raises(ArtifactError, match="what decides the result differs: allocation: was"):
+    with pytest.raises(ArtifactError, match=r"the result differs: allocation\.target: was 0\.6, is 0\.61"):
         run({**asked, "allocation": {"method": "uniform", "target": 0.61}}, resume=True)
 
 
@@ -181,7 +181,7 @@ def test_finished_blocks_are_not_thrown_away_unasked(model: Path):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"prune": [RULES[0], {**RULES[1], "sparsity": 0.6}]}, "prune: was"),
+        ({"prune": [RULES[0], {**RULES[1], "sparsity": 0.6}]}, r"prune\[1\]\.sparsity: was 0\.5, is 0\.6"),
         ({"calibration": {"samples": 7}}, "calibration tokens: was"),
         ({"calibration": {"batch_size": 3}}, "calibration batch_size: was"),
         ({"model": {"dtype": "bfloat16"}}, "model: was"),
@@ -197,6 +197,36 @@ def test_another_run_is_not_resumed_and_what_differs_is_named(model: Path, chang
         run(other, resume=True)
     run({**asked, "evaluate": None}, resume=True)  # what is evaluated decides nothing of the result
     assert Path("out/report.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_model_with_another_config_is_another_model(tmp_path: Path):
+    model = save_tiny(tmp_path / "model", "llama")
+    asked = recipe(model)
+    stopped(asked, 1)
+    config = json.loads((model / "config.json").read_text())
+    config["rms_norm_eps"] = 1e-3
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ArtifactError, match=r"cannot be resumed.*model config: was"):
+        run(asked, resume=True)
+
+
+@pytest.mark.slow
+def test_seconds_are_those_of_the_interrupted_run_too_and_nothing_half_written_stays(model: Path):
+    asked = recipe(model)
+    stopped(asked, 2)
+    (left,) = leftovers()
+    spent = json.loads((left / "state.json").read_text())["seconds"]
+    (left / ".masks.safetensors.0123abcd.partial").write_text("half")
+    told = json.loads((left / "state.json").read_text())
+    told["seconds"] = {**spent, "prune": spent["prune"] + 1000, "total": spent["total"] + 2000}
+    (left / "state.json").write_text(json.dumps(told))
+    seconds = run(asked, resume=True).seconds
+    assert spent["prune"] > 0
+    assert seconds["prune"] > 1000 + spent["prune"]
+    assert seconds["total"] > 2000 + spent["total"]
+    assert seconds["load"] > spent["load"]
+    assert not [*Path("out").glob(".*")]
 
 
 IN_BLOCKS = ("0.json", "0.safetensors", "0.masks.safetensors")

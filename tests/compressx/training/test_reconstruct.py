@@ -89,6 +89,16 @@ def test_a_bfloat16_model_is_trained_in_float32_and_its_error_is_that_of_the_rou
     assert first.report.reconstruction.after == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_16_bit_model_whose_blocks_are_handed_biases_is_trained_in_float32(dtype):
+    """BLOOM hands every block its ALiBi in the model's dtype, which float32 scores would not take."""
+    model = tiny_model("bloom", dtype=dtype)
+    settings = ReconstructBlock(passes=2, learning_rate=0.01, dtype="float32", held_out=0.25)
+    for block in prune_model(InMemory(model), planned(model, settings=settings), batches(2)):
+        assert block.report.reconstruction.after < block.report.reconstruction.before
+    assert model.dtype == dtype
+
+
 @pytest.mark.slow
 def test_steps_far_below_the_resolution_of_bfloat16_add_up():
     settings = ReconstructBlock(passes=40, learning_rate=0.001, held_out=0.25)
