@@ -99,7 +99,8 @@ def by_peer(settings: Settings, method: str, budget: str, python: str, folder: P
     """Prune with llm-compressor on the windows that compressx draws, and measure as compressx does."""
     from compressx.calibration.documents import documents
     from compressx.calibration.windows import calibration_windows, token_ids
-    from compressx.models.loading import find_checkpoint, load_model, load_tokenizer
+    from compressx.models.checkpoint import find_checkpoint
+    from compressx.models.loading import load_model, load_tokenizer
     from compressx.recipe.sources import DatasetSource, ModelSource
 
     checkpoint = find_checkpoint(ModelSource(**_model(settings.model), dtype=settings.dtype))
@@ -131,7 +132,8 @@ def dense(settings: Settings) -> dict[str, float]:
     from compressx.calibration.windows import evaluation_windows, token_ids
     from compressx.evaluation.perplexity import token_perplexity
     from compressx.models.access import InMemory
-    from compressx.models.loading import find_checkpoint, load_model, load_tokenizer
+    from compressx.models.checkpoint import find_checkpoint
+    from compressx.models.loading import load_model, load_tokenizer
     from compressx.recipe.sources import DatasetSource, ModelSource
 
     checkpoint = find_checkpoint(ModelSource(**_model(settings.model), dtype=settings.dtype))

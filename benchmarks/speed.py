@@ -86,7 +86,8 @@ def rate(dtype: str) -> float:
 def floor(model: str, dtype: str, method: str, calibration: dict[str, Any]) -> float:
     """Return the seconds that the arithmetic takes at the rate of large products."""
     from compressx.architecture import survey
-    from compressx.models.loading import Checkpoint, load_empty
+    from compressx.models.checkpoint import Checkpoint
+    from compressx.models.loading import load_empty
 
     empty = load_empty(Checkpoint(model))
     config = empty.config
@@ -109,7 +110,8 @@ def forwards(model: str, dtype: str, windows: Any, batch: int) -> float:
     """Measure two forwards of all decoder blocks as transformers runs them."""
     import torch
 
-    from compressx.models.loading import Checkpoint, load_model
+    from compressx.models.checkpoint import Checkpoint
+    from compressx.models.loading import load_model
 
     blocks = load_model(Checkpoint(model, dtype=dtype)).base_model
     with torch.no_grad():
@@ -130,7 +132,8 @@ def compare(arguments: argparse.Namespace) -> None:
     """Run both tools in turns and print medians and ratios."""
     from compressx.calibration.documents import documents
     from compressx.calibration.windows import calibration_windows, token_ids
-    from compressx.models.loading import Checkpoint, load_tokenizer
+    from compressx.models.checkpoint import Checkpoint
+    from compressx.models.loading import load_tokenizer
     from compressx.recipe.sources import DatasetSource
 
     calibration = {

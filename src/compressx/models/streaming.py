@@ -19,9 +19,10 @@ from compressx.errors import ArtifactError
 from compressx.models import shards
 from compressx.models.access import Access, InMemory, block_file
 from compressx.models.capture import capture_calls, replay, run_around
+from compressx.models.checkpoint import Checkpoint, local_folder
 from compressx.models.export import save_model
 from compressx.models.hidden import InFiles, in_memory
-from compressx.models.loading import Checkpoint, load_empty, load_model, load_offloaded, local_folder
+from compressx.models.loading import load_empty, load_model, load_offloaded
 from compressx.models.shards import OUTSIDE, Shards
 from compressx.recipe.sources import Streaming
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from compressx.architecture import survey
 from compressx.errors import ArtifactError
 from compressx.masks.file import MaskEntry, read_masks
-from compressx.models.loading import find_checkpoint
+from compressx.models.checkpoint import find_checkpoint
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import open_model
 from compressx.recipe.sources import ModelSource

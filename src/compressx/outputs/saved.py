@@ -17,8 +17,9 @@ from compressx.evaluation.perplexity import Figures, Progress, evaluate, read_te
 from compressx.files import os_errors_named
 from compressx.masks.maskset import Deviation, MaskSet
 from compressx.models.access import Access, Device, device_for
+from compressx.models.checkpoint import find_checkpoint
 from compressx.models.export import output_folder, save_model
-from compressx.models.loading import find_checkpoint, load_model, load_skeleton, load_tokenizer
+from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.models.streaming import open_model
 from compressx.recipe.document import Node, from_python
 from compressx.recipe.measuring import Evaluate

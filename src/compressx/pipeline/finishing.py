@@ -21,7 +21,7 @@ from compressx.evaluation.perplexity import Texts, evaluate
 from compressx.files import atomic_write
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access
-from compressx.models.loading import Checkpoint
+from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import StreamedModel, open_model, open_streamed
 from compressx.pipeline.asked import Asked, Stage
 from compressx.pipeline.clock import peak_memory_bytes

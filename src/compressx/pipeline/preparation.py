@@ -12,8 +12,9 @@ from compressx.architecture import text_config
 from compressx.calibration.documents import check_dataset
 from compressx.errors import ArtifactError, RecipeError, UnsupportedModelError
 from compressx.evaluation.harness import check_tasks
+from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.export import check_output
-from compressx.models.loading import Checkpoint, find_checkpoint, load_skeleton
+from compressx.models.loading import load_skeleton
 from compressx.planning.plan import Plan, make_plan
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe, load_recipe, recipe_from_dict

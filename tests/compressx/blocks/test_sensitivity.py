@@ -18,7 +18,7 @@ from compressx.blocks.sensitivity import Gathering, of_block, of_model
 from compressx.blocks.walk import prune_model
 from compressx.models.access import InMemory
 from compressx.models.capture import capture_calls, replay
-from compressx.models.loading import Checkpoint
+from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import open_streamed
 from compressx.patterns import NM, Unstructured
 from compressx.planning.plan import PlannedRule

@@ -12,7 +12,8 @@ import torch
 
 from compressx.errors import CompressxError
 from compressx.models.access import InMemory, device_for, weights_fingerprint
-from compressx.models.loading import Checkpoint, load_model
+from compressx.models.checkpoint import Checkpoint
+from compressx.models.loading import load_model
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import open_streamed
 from compressx.testing import tiny_model, tiny_tokens

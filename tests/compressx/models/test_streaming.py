@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from compressx.architecture import find_blocks
 from compressx.errors import ArtifactError, UnsupportedModelError
-from compressx.models.loading import Checkpoint, load_model
+from compressx.models.checkpoint import Checkpoint
+from compressx.models.loading import load_model
 from compressx.models.shards import OUTSIDE, checkpoint_tensors, find_shards
 from compressx.models.streaming import open_streamed
 from compressx.testing import TINY_CONFIGS, tiny_model

