@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from click.testing import CliRunner, Result
 from compressx import __version__
 from compressx.cli import cli
 
-WORDS = [f"w{i}" for i in range(18)]
 RECIPE = """\
 model: {path: model}
 calibration: {dataset: {text: text.txt}, samples: 8, sequence_length: 32}
@@ -38,20 +36,12 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREA
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a folder with two saved tiny models, each with a tokenizer of whole words, and a text of those words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    from compressx.testing import tiny_model
+    from compressx.testing import save_tiny_model, tiny_text
 
     folder = tmp_path_factory.mktemp("saved")
-    vocabulary = {w: i for i, w in enumerate(["<unk>", "<s>", "</s>", *WORDS])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106 - a token of text, no secret
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
     for name, architecture in (("model", "llama"), ("tied", "llama-tied")):
-        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder / name)  # noqa: S106
-        tiny_model(architecture).save_pretrained(folder / name)
-    choice = random.Random(0)  # noqa: S311 - text, no secret
-    (folder / "text.txt").write_text(" ".join(choice.choice(WORDS) for _ in range(600)))
+        save_tiny_model(folder / name, architecture)
+    (folder / "text.txt").write_text(tiny_text())
     return folder
 
 

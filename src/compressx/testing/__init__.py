@@ -5,7 +5,7 @@ gives models and tokens as fixtures.
 """
 
 from compressx.testing.conformance import ConformanceError, Outcome, check_pruner, conformance
-from compressx.testing.models import TINY_CONFIGS, tiny_model, tiny_tokens
+from compressx.testing.models import TINY_CONFIGS, save_tiny_model, tiny_model, tiny_text, tiny_tokens
 
 __all__ = [
     "TINY_CONFIGS",
@@ -13,6 +13,8 @@ __all__ = [
     "Outcome",
     "check_pruner",
     "conformance",
+    "save_tiny_model",
     "tiny_model",
+    "tiny_text",
     "tiny_tokens",
 ]

@@ -1,4 +1,4 @@
-"""Tiny random models of every supported architecture, for tests of pruners.
+"""Tiny random models of every supported architecture, in memory and in a folder, for tests of pruners.
 
 The models have the structure of the real ones (grouped queries, biases, query/key norms, rotary embeddings of every
 kind, sliding windows, logit soft-capping, fused projections, experts, tied heads) at a size that runs in milliseconds.
@@ -6,6 +6,8 @@ kind, sliding windows, logit soft-capping, fused projections, experts, tied head
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +68,8 @@ TINY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """By name: the transformers model type and its config's values."""
 
+_WORDS = [f"w{i}" for i in range(18)]
+
 
 def tiny_model(architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """Build a tiny random causal language model of three blocks, width 64 and vocabulary 128.
@@ -91,6 +95,36 @@ def tiny_model(architecture: str, *, dtype: torch.dtype = torch.float32, seed: i
                 if name.endswith("bias") or (parameter.dim() > 1 and not gain):
                     parameter.normal_(std=0.15)
     return model.to(dtype).eval()
+
+
+def save_tiny_model(folder: Path, architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Save a tiny model as a recipe's `model` may name it: safetensors, config, and a tokenizer of `tiny_text`'s words.
+
+    Args:
+        folder: made when it is not there.
+        architecture: as for `tiny_model`.
+        dtype: likewise.
+        seed: likewise.
+
+    Returns:
+        The folder.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", *_WORDS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106 - a token of text, no secret
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
+    tiny_model(architecture, dtype=dtype, seed=seed).save_pretrained(folder)
+    return folder
+
+
+def tiny_text(*, words: int = 600, seed: int = 0) -> str:
+    """Draw a text of words that are one token each to the tokenizer of `save_tiny_model`."""
+    choice = random.Random(seed)  # noqa: S311 - text, no secret
+    return " ".join(choice.choice(_WORDS) for _ in range(words))
 
 
 def tiny_tokens(*, sequences: int = 8, length: int = 32, vocabulary: int = 128, seed: int = 0) -> torch.Tensor:
