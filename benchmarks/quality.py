@@ -55,16 +55,19 @@ class Settings:
     sequence_length: int
     windows: int
     dtype: str
+    bos: bool = False
 
     def recipe(self, output: Path, **sections: Any) -> dict[str, Any]:
         """Return a recipe that prunes and measures token perplexity."""
         return {
             "model": {**_model(self.model), "dtype": self.dtype},
             "calibration": {
-                "dataset": _dataset(self.calibration), "samples": self.samples, "sequence_length": self.sequence_length
+                "dataset": _dataset(self.calibration), "samples": self.samples,
+                "sequence_length": self.sequence_length, "bos": self.bos,
             },
             "evaluate": {"token_perplexity": {
-                "dataset": _dataset(self.evaluation), "sequence_length": self.sequence_length, "samples": self.windows
+                "dataset": _dataset(self.evaluation), "samples": self.windows,
+                "sequence_length": self.sequence_length, "bos": self.bos,
             }},
             "output": str(output),
             **sections,
@@ -98,7 +101,7 @@ def by_compressx(settings: Settings, sections: dict[str, Any], folder: Path, kep
 def by_peer(settings: Settings, method: str, budget: str, python: str, folder: Path) -> dict[str, float]:
     """Prune with llm-compressor on the windows that compressx draws, and measure as compressx does."""
     from compressx.calibration.documents import documents
-    from compressx.calibration.windows import calibration_windows, token_ids
+    from compressx.calibration.windows import beginning, calibration_windows, token_ids
     from compressx.models.checkpoint import find_checkpoint
     from compressx.models.loading import load_model, load_tokenizer
     from compressx.recipe.sources import DatasetSource, ModelSource
@@ -106,7 +109,8 @@ def by_peer(settings: Settings, method: str, budget: str, python: str, folder: P
     checkpoint = find_checkpoint(ModelSource(**_model(settings.model), dtype=settings.dtype))
     tokenizer = load_tokenizer(checkpoint)
     ids = token_ids(documents(DatasetSource(**_dataset(settings.calibration)), "calibration"), tokenizer)
-    drawn = calibration_windows(ids, settings.samples, settings.sequence_length, seed=0)
+    bos = beginning(tokenizer, settings.bos)
+    drawn = calibration_windows(ids, settings.samples, settings.sequence_length, seed=0, bos=bos)
     (folder / "windows.json").write_text(json.dumps(drawn.tolist()), encoding="utf-8")
     model = load_model(checkpoint)  # as a folder, whatever it came as
     model.save_pretrained(folder / "dense")
@@ -129,7 +133,7 @@ def by_peer(settings: Settings, method: str, budget: str, python: str, folder: P
 def dense(settings: Settings) -> dict[str, float]:
     """Measure a model as it is."""
     from compressx.calibration.documents import documents
-    from compressx.calibration.windows import evaluation_windows, token_ids
+    from compressx.calibration.windows import beginning, evaluation_windows, token_ids
     from compressx.evaluation.perplexity import token_perplexity
     from compressx.models.access import InMemory
     from compressx.models.checkpoint import find_checkpoint
@@ -138,8 +142,9 @@ def dense(settings: Settings) -> dict[str, float]:
 
     checkpoint = find_checkpoint(ModelSource(**_model(settings.model), dtype=settings.dtype))
     text = documents(DatasetSource(**_dataset(settings.evaluation)), "evaluation")
-    ids = token_ids(text, load_tokenizer(checkpoint))
-    windows = evaluation_windows(ids, settings.windows, settings.sequence_length)
+    tokenizer = load_tokenizer(checkpoint)
+    ids, bos = token_ids(text, tokenizer), beginning(tokenizer, settings.bos)
+    windows = evaluation_windows(ids, settings.windows, settings.sequence_length, bos=bos)
     perplexity = token_perplexity(InMemory(load_model(checkpoint).eval()), windows)
     return {"perplexity": perplexity, "sparsity": 0.0, "seconds": 0.0, "gigabytes": 0.0}
 
@@ -256,6 +261,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--windows", type=int, default=48, help="evaluation windows, the first so many")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="float32")
+    parser.add_argument("--bos", action="store_true", help="begin every window with BOS, as Gemma needs")
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *INGREDIENTS, *PEERS], default=[*METHODS, *PEERS])
     parser.add_argument("--budgets", nargs="+", choices=BUDGETS, default=list(BUDGETS))
     parser.add_argument("--peer", help="Python of an environment with llm-compressor")
@@ -268,6 +274,7 @@ def main() -> None:
         given.sequence_length,
         given.windows,
         given.dtype,
+        given.bos,
     )
     table = Table(given.output, settings)
     if ("dense", "") not in table.rows:

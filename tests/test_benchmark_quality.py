@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from itertools import combinations
 from types import ModuleType
 
@@ -120,3 +121,12 @@ def test_one_run_measures_a_model_before_and_after_fine_tuning(
     for name, stage in (("best", "pruned"), ("best, fine-tuned", "finetuned")):
         assert rows[name, "50%"]["perplexity"] == measured[stage]["token_perplexity"]
     assert rows["best", "50%"]["seconds"] < rows["best, fine-tuned", "50%"]["seconds"]
+
+
+@pytest.mark.slow
+def test_windows_begin_with_bos_in_the_recipe_and_in_the_dense_figure_alike(quality, settings, measure, tmp_path):
+    measure("--methods", "magnitude", "--budgets", "50%", "--bos")
+    rows = quality.Table(tmp_path / "q", replace(settings, bos=True)).rows
+    measured = read_report(tmp_path / "q/reports/magnitude-50").evaluation
+    assert rows["dense", ""]["perplexity"] == measured["dense"]["token_perplexity"]
+    assert rows["dense", ""]["perplexity"] != quality.dense(settings)["perplexity"]

@@ -33,16 +33,31 @@ def token_ids(documents: Iterable[str], tokenizer: Any) -> Tensor:
     return ids
 
 
+def beginning(tokenizer: Any, bos: bool) -> int | None:
+    """Return the token that windows begin with: the tokenizer's BOS where that is asked for.
+
+    Raises:
+        CalibrationError: a tokenizer that has none.
+    """
+    if not bos:
+        return None
+    if tokenizer.bos_token_id is None:
+        raise CalibrationError("bos: the tokenizer has no BOS token for windows to begin with; leave it out")
+    return int(tokenizer.bos_token_id)
+
+
 def calibration_windows(
-    ids: Tensor, samples: int, sequence_length: int, seed: int, *, max_positions: int | None = None
-) -> Tensor:
-    """Draw non-overlapping windows without replacement.
+    ids: Tensor, samples: int, sequence_length: int, seed: int, *, bos: int | None = None,
+    max_positions: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Draw windows of text that do not overlap, without replacement.
 
     Args:
         ids: int64 [tokens].
         samples: how many windows.
         sequence_length: tokens in a window.
         seed: of the draw; the same seed gives the same windows in the same order.
+        bos: what `beginning` returned; a window's first token, where there is one, and the others are text.
         max_positions: how many positions the model has, if it is known.
 
     Returns:
@@ -51,20 +66,21 @@ def calibration_windows(
     Raises:
         CalibrationError: fewer windows than samples, or a window longer than the model.
     """
-    windows = _windows(ids, samples, sequence_length, max_positions, "calibration")
+    windows = _windows(ids, samples, sequence_length, bos, max_positions, "calibration")
     generator = torch.Generator().manual_seed(seed)
     return windows[torch.randperm(len(windows), generator=generator)[:samples]]
 
 
 def evaluation_windows(
-    ids: Tensor, samples: int | None, sequence_length: int, *, max_positions: int | None = None
+    ids: Tensor, samples: int | None, sequence_length: int, *, bos: int | None = None, max_positions: int | None = None
 ) -> Tensor:
-    """Return the first non-overlapping windows, all when `samples` is None; the tokens after the last are dropped.
+    """Return the first windows of text, all when `samples` is None; they do not overlap, and what is left is dropped.
 
     Args:
         ids: int64 [tokens].
         samples: how many windows.
         sequence_length: tokens in a window.
+        bos: as for `calibration_windows`.
         max_positions: how many positions the model has, if it is known.
 
     Returns:
@@ -73,7 +89,7 @@ def evaluation_windows(
     Raises:
         CalibrationError: fewer windows than samples, none at all, or a window longer than the model.
     """
-    return _windows(ids, samples or 1, sequence_length, max_positions, "evaluation")[:samples]
+    return _windows(ids, samples or 1, sequence_length, bos, max_positions, "evaluation")[:samples]
 
 
 def fingerprint(ids: Tensor) -> str:
@@ -83,15 +99,22 @@ def fingerprint(ids: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _windows(ids: Tensor, needed: int, length: int, max_positions: int | None, purpose: str) -> Tensor:
+def _windows(
+    ids: Tensor, needed: int, length: int, bos: int | None, max_positions: int | None, purpose: str
+) -> Tensor:  # fmt: skip
     if max_positions is not None and length > max_positions:
         raise CalibrationError(
             f"{purpose}: sequence_length {length} is longer than the model's {max_positions} positions; lower it"
         )
-    count = ids.numel() // length
+    own = length  # tokens of text in a window
+    if bos is not None:
+        own -= 1
+        ids = ids[1:] if ids[0] == bos else ids  # which many tokenizers put before the whole text
+    count = ids.numel() // own
     if count < needed:
         raise CalibrationError(
             f"{purpose} needs {needed} windows of {length} tokens; the text has {ids.numel()} tokens, which is {count} "
             "windows; lower samples or sequence_length, or give more text"
         )
-    return ids[: count * length].view(count, length)
+    windows = ids[: count * own].view(count, own)
+    return windows if bos is None else torch.cat([windows.new_full((count, 1), bos), windows], dim=1)

@@ -23,7 +23,7 @@ from torch.nn import functional
 from compressx._version import __version__
 from compressx.cache import cache_folder, cached
 from compressx.calibration.documents import documents
-from compressx.calibration.windows import evaluation_windows, fingerprint, token_ids
+from compressx.calibration.windows import beginning, evaluation_windows, fingerprint, token_ids
 from compressx.errors import CalibrationError
 from compressx.evaluation.harness import ROLLING_METRICS, check_tasks, is_file, run_tasks
 from compressx.models.access import Access, config_fingerprint
@@ -114,6 +114,7 @@ def read_texts(settings: Evaluate, tokenizer: Any, *, max_positions: int | None 
             token_ids(documents(wanted.dataset, "evaluation"), tokenizer),
             wanted.samples,
             wanted.sequence_length,
+            bos=beginning(tokenizer, wanted.bos),
             max_positions=max_positions,
         )
     tasks = settings.lm_eval.tasks if settings.lm_eval is not None else []

@@ -17,7 +17,7 @@ from compressx.architecture import survey, text_config
 from compressx.blocks.sensitivity import of_model
 from compressx.blocks.walk import Finished, prune_model, refuse_one_stage
 from compressx.calibration.documents import documents
-from compressx.calibration.windows import calibration_windows, token_ids
+from compressx.calibration.windows import beginning, calibration_windows, token_ids
 from compressx.calibration.windows import fingerprint as fingerprint_of
 from compressx.evaluation.perplexity import evaluate_cached, read_texts
 from compressx.models.access import Access, Device, config_fingerprint, device_for, weights_fingerprint
@@ -170,7 +170,8 @@ def _windows(settings: Calibration | None, tokenizer: Any, planned: Plan) -> tor
     if settings is None or not planned.needs_calibration:
         return None
     ids = token_ids(documents(settings.dataset, "calibration"), tokenizer)
-    return calibration_windows(ids, settings.samples, settings.sequence_length, settings.seed)
+    bos = beginning(tokenizer, settings.bos)
+    return calibration_windows(ids, settings.samples, settings.sequence_length, settings.seed, bos=bos)
 
 
 def _batches(settings: Calibration | None, windows: torch.Tensor | None) -> Sequence[torch.Tensor]:

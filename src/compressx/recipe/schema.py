@@ -75,6 +75,7 @@ class Calibration(Strict):
     dataset: DatasetField
     samples: StrictInt = Field(128, ge=1, description="windows drawn")
     sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
+    bos: StrictBool = Field(False, description="whether each window begins with the tokenizer's BOS token")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
     batch_size: StrictInt = Field(
         4, ge=1, description="windows in one forward pass; with reconstruct_block it changes the result"

@@ -31,6 +31,9 @@ class Finetune(Strict):
     sequence_length: StrictInt | None = Field(
         None, ge=2, description="tokens in a window of `dataset`; 2048 when absent"
     )
+    bos: StrictBool | None = Field(
+        None, description="whether each window of `dataset` begins with the tokenizer's BOS token; no when absent"
+    )
     batch_size: StrictInt = Field(4, ge=1, description="windows in a step")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw, the order of the windows and dropout")
     warmup: StrictFloat = Field(0.1, ge=0, le=1, description="fraction of the steps in which the learning rate rises")
@@ -51,7 +54,7 @@ class Finetune(Strict):
 
     @model_validator(mode="after")
     def _nothing_idle(self) -> Finetune:
-        stray = [n for n in ("samples", "sequence_length") if getattr(self, n) is not None]
+        stray = [n for n in ("samples", "sequence_length", "bos") if getattr(self, n) is not None]
         if self.dataset is None and stray:
             raise conflict(f"{' and '.join(stray)} only goes with dataset; calibration has its own", stray)
         if self.teacher == "none" and self.temperature != 1.0:

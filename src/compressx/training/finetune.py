@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from compressx.calibration.documents import documents
-from compressx.calibration.windows import calibration_windows, token_ids
+from compressx.calibration.windows import beginning, calibration_windows, token_ids
 from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
 from compressx.masks.maskset import MaskSet
 from compressx.models.shards import read, write
@@ -54,13 +54,15 @@ def training_windows(recipe: Recipe, tokenizer: Any, calibration: Tensor | None)
         return None
     if settings.dataset is not None:
         ids = token_ids(documents(settings.dataset, "calibration"), tokenizer)
-        return calibration_windows(ids, settings.samples or 128, settings.window, settings.seed)
+        bos = beginning(tokenizer, bool(settings.bos))
+        return calibration_windows(ids, settings.samples or 128, settings.window, settings.seed, bos=bos)
     if calibration is not None:
         return calibration
     text = recipe.calibration
     assert text is not None  # noqa: S101 - checked while the recipe was planned
     ids = token_ids(documents(text.dataset, "calibration"), tokenizer)
-    return calibration_windows(ids, text.samples, text.sequence_length, text.seed)
+    bos = beginning(tokenizer, text.bos)
+    return calibration_windows(ids, text.samples, text.sequence_length, text.seed, bos=bos)
 
 
 def finetune(

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressx.calibration.documents import check_dataset, documents
-from compressx.calibration.windows import calibration_windows, evaluation_windows, fingerprint, token_ids
+from compressx.calibration.windows import beginning, calibration_windows, evaluation_windows, fingerprint, token_ids
 from compressx.errors import CalibrationError
 from compressx.recipe.sources import DatasetSource
 
@@ -300,6 +300,23 @@ class TestWindows:
     def test_evaluation_windows_are_the_first_in_order(self) -> None:
         assert evaluation_windows(torch.arange(11), 2, 3).tolist() == [[0, 1, 2], [3, 4, 5]]
         assert evaluation_windows(torch.arange(11), None, 3).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+    def test_a_token_that_every_window_begins_with_takes_a_place_of_its_text(self) -> None:
+        ids = torch.arange(1, 12)
+        assert evaluation_windows(ids, None, 5, bos=0).tolist() == [[0, 1, 2, 3, 4], [0, 5, 6, 7, 8]]
+        drawn = calibration_windows(ids, 2, 5, seed=0, bos=0)
+        assert sorted(drawn.tolist()) == [[0, 1, 2, 3, 4], [0, 5, 6, 7, 8]]
+
+    def test_the_token_that_the_tokenizer_puts_before_the_whole_text_is_not_there_twice(self, tokenizer: Any) -> None:
+        ids = token_ids(["one", "two", "three"], tokenizer)
+        windows = evaluation_windows(ids, None, 3, bos=beginning(tokenizer, True))
+        assert windows.tolist() == [[0, 2, 1], [0, 3, 1]]
+        assert beginning(tokenizer, False) is None
+
+    def test_a_tokenizer_without_such_a_token_is_refused(self, tokenizer: Any) -> None:
+        tokenizer.bos_token = None
+        with pytest.raises(CalibrationError, match="bos: the tokenizer has no BOS token"):
+            beginning(tokenizer, True)
 
     @pytest.mark.parametrize("samples", [4, 100])
     def test_too_few_windows_are_counted_together_with_the_tokens(self, samples: int) -> None:

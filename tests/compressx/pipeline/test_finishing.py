@@ -139,6 +139,24 @@ def test_text_of_its_own_is_trained_on(model: Path) -> None:
     assert any(not torch.equal(mine[n], default[n]) for n in mine)
 
 
+@pytest.mark.parametrize("own_text", [False, True])
+def test_windows_that_are_to_begin_with_bos_do_wherever_the_model_sees_text(
+    model: Path, own_text: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Tensor] = []
+    embed = torch.nn.Embedding.forward
+    monkeypatch.setattr(torch.nn.Embedding, "forward", lambda self, ids: seen.append(ids) or embed(self, ids))  # type: ignore[func-returns-value]
+    asked = recipe(model)
+    text = asked["calibration"]["dataset"]
+    for section in (asked["calibration"], asked["evaluate"]["token_perplexity"]):
+        section["bos"] = True
+    if own_text:
+        asked["finetune"] |= {"dataset": text, "samples": 5, "sequence_length": 16, "bos": True}
+    run(asked)
+    assert {ids.shape[1] for ids in seen} == ({16, 32} if own_text else {32})
+    assert all((ids[:, 0] == 1).all() and (ids[:, 1:] != 1).all() for ids in seen)
+
+
 @pytest.mark.slow
 def test_the_same_recipe_twice_gives_the_same_bits(model: Path) -> None:
     for output in ("a", "b"):

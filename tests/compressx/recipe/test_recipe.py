@@ -690,7 +690,7 @@ def test_an_override_changes_only_the_alias_it_names() -> None:
         (
             "calibration.samplse=8",
             "unknown key 'samplse' in calibration; did you mean 'samples'? "
-            "valid: batch_size, dataset, memory_limit, samples, seed, sequence_length",
+            "valid: batch_size, bos, dataset, memory_limit, samples, seed, sequence_length",
         ),
         ("prune.0.sparsity=4", "prune[0].sparsity is 4; expected less than 1: fraction of zeros in [0, 1); 0.5 is 50%"),
         (
