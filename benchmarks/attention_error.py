@@ -36,6 +36,7 @@ from compressx_attnprune.options import AttnPruneOptions
 from compressx_attnprune.solver import Budget, Layer
 from compressx_attnprune.training import Text
 from kept import same_settings
+from loaded import load
 
 COLUMNS = ("layer", "method", "sparsity", "attention", "output", "seconds")
 
@@ -124,19 +125,6 @@ METHODS: dict[str, Callable[[Case], Pair]] = {
     "mask": mask,
     "joint": joint,
 }
-
-
-def load(model: str) -> tuple[torch.nn.Module, Any]:
-    """Load a model in float32 and its tokenizer from a hub id, a folder or a `.gguf` file."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path = Path(model)
-    if path.suffix == ".gguf":
-        where, extra = str(path.parent), {"gguf_file": path.name}
-    else:
-        where, extra = model, {}
-    loaded = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **extra).eval()
-    return loaded, AutoTokenizer.from_pretrained(where, **extra)
 
 
 def windows(arguments: argparse.Namespace, tokenizer: Any) -> tuple[Tensor, Tensor]:

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_error import load
 from compressx import NM, Block, Hessian, PrunerSpec, Statistic, Unstructured
 from compressx.architecture import survey, text_config
 from compressx.blocks.observe import observe
 from compressx.models.capture import capture_calls, replay
 from compressx.plugins.manager import load_plugins
+from loaded import load
 
 COLUMNS = ("linear", "pattern", "pruner", "calibration", "held_out", "seconds")
 SEEN, UNSEEN = "calibration", "held-out"

@@ -29,7 +29,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention_error import load
 from compressx import Block, Sensitivity, Unstructured
 from compressx.architecture import Architecture, survey, text_config
 from compressx.blocks.decide import decide, gather, write
@@ -47,6 +46,7 @@ from compressx.relative import relative_errors as of_outputs
 from compressx_attnprune import layer
 from compressx_attnprune.losses import MatrixLoss, relative_errors
 from kept import same_settings
+from loaded import load
 
 LOSSES = ("linear", "matrix", "attention", "block", "block, plain", "weighted", "weighted, root")
 METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "sensitivity")
@@ -136,7 +136,6 @@ def restored(block: Block) -> Iterator[None]:
 def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Iterator[dict[str, object]]:
     """Yield a row for every pruning that is not there yet."""
     model, tokenizer = load(arguments.model)
-    model = model.float()
     found, access = survey(model), InMemory(model)
     ids = token_ids([arguments.text.read_text(encoding="utf-8")], tokenizer)
     drawn = calibration_windows(ids, arguments.samples + arguments.windows, arguments.length, arguments.seed)

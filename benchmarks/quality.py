@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from kept import same_settings
+from loaded import checkpoint, source
 from methods import BUDGETS, INGREDIENTS, METHODS, UNTUNED, applies
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +61,7 @@ class Settings:
     def recipe(self, output: Path, **sections: Any) -> dict[str, Any]:
         """Return a recipe that prunes and measures token perplexity."""
         return {
-            "model": {**_model(self.model), "dtype": self.dtype},
+            "model": {**source(self.model), "dtype": self.dtype},
             "calibration": {
                 "dataset": _dataset(self.calibration), "samples": self.samples,
                 "sequence_length": self.sequence_length, "bos": self.bos,
@@ -102,17 +103,16 @@ def by_peer(settings: Settings, method: str, budget: str, python: str, folder: P
     """Prune with llm-compressor on the windows that compressx draws, and measure as compressx does."""
     from compressx.calibration.documents import documents
     from compressx.calibration.windows import beginning, calibration_windows, token_ids
-    from compressx.models.checkpoint import find_checkpoint
     from compressx.models.loading import load_model, load_tokenizer
-    from compressx.recipe.sources import DatasetSource, ModelSource
+    from compressx.recipe.sources import DatasetSource
 
-    checkpoint = find_checkpoint(ModelSource(**_model(settings.model), dtype=settings.dtype))
-    tokenizer = load_tokenizer(checkpoint)
+    found = checkpoint(settings.model, settings.dtype)
+    tokenizer = load_tokenizer(found)
     ids = token_ids(documents(DatasetSource(**_dataset(settings.calibration)), "calibration"), tokenizer)
     bos = beginning(tokenizer, settings.bos)
     drawn = calibration_windows(ids, settings.samples, settings.sequence_length, seed=0, bos=bos)
     (folder / "windows.json").write_text(json.dumps(drawn.tolist()), encoding="utf-8")
-    model = load_model(checkpoint)  # as a folder, whatever it came as
+    model = load_model(found)  # as a folder, whatever it came as
     model.save_pretrained(folder / "dense")
     tokenizer.save_pretrained(folder / "dense")
     dtype = str(model.dtype).removeprefix("torch.")
@@ -136,16 +136,15 @@ def dense(settings: Settings) -> dict[str, float]:
     from compressx.calibration.windows import beginning, evaluation_windows, token_ids
     from compressx.evaluation.perplexity import token_perplexity
     from compressx.models.access import InMemory
-    from compressx.models.checkpoint import find_checkpoint
     from compressx.models.loading import load_model, load_tokenizer
-    from compressx.recipe.sources import DatasetSource, ModelSource
+    from compressx.recipe.sources import DatasetSource
 
-    checkpoint = find_checkpoint(ModelSource(**_model(settings.model), dtype=settings.dtype))
+    found = checkpoint(settings.model, settings.dtype)
     text = documents(DatasetSource(**_dataset(settings.evaluation)), "evaluation")
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(found)
     ids, bos = token_ids(text, tokenizer), beginning(tokenizer, settings.bos)
     windows = evaluation_windows(ids, settings.windows, settings.sequence_length, bos=bos)
-    perplexity = token_perplexity(InMemory(load_model(checkpoint).eval()), windows)
+    perplexity = token_perplexity(InMemory(load_model(found).eval()), windows)
     return {"perplexity": perplexity, "sparsity": 0.0, "seconds": 0.0, "gigabytes": 0.0}
 
 
@@ -170,12 +169,8 @@ def _run(command: list[str]) -> None:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
 
 
-def _model(source: str) -> dict[str, str]:
-    return {"path": source} if Path(source).exists() else {"id": source}
-
-
-def _dataset(source: str) -> dict[str, str]:
-    return {"text": source} if Path(source).exists() else {"name": source}
+def _dataset(name: str) -> dict[str, str]:
+    return {"text": name} if Path(name).exists() else {"name": name}
 
 
 class Table:
