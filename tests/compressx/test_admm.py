@@ -176,8 +176,8 @@ def test_the_error_is_never_above_that_of_dropping_what_is_cheapest_to_drop(patt
     assert squares(solution.weight - weight, metric) <= squares(masked - weight, metric) * (1 + 1e-12)
 
 
-def test_with_nearly_independent_inputs_admm_alone_would_end_above_its_start():
-    """So the comparison with the start is not for nothing."""
+def test_with_nearly_independent_inputs_the_start_wins_and_its_weights_are_solved_for():
+    """ADMM alone would end above it, so the comparison with the start is not for nothing."""
     weight, x = problem(mix=0.003, tokens=20_000)
     metric = Metric.of(x.T @ x, 0.01)
     target = metric.scaled(weight)
@@ -185,7 +185,11 @@ def test_with_nearly_independent_inputs_admm_alone_would_end_above_its_start():
     alone, _, _ = solve(target, metric, keep, near)
     start = keep_mask(target.square(), NM(2, 4))
     assert metric.squares(alone - target)[0] > metric.squares(target * start - target)[0]
-    assert torch.equal(prune(weight, metric, NM(2, 4)).keep, start)
+    solution = prune(weight, metric, NM(2, 4))
+    solved, steps, _ = solve(target, metric, start)
+    assert torch.equal(solution.keep, start)
+    assert solution.solver_steps == steps > 0
+    torch.testing.assert_close(metric.scaled(solution.weight), solved)
 
 
 def test_the_reported_error_is_that_of_the_output():
@@ -194,6 +198,15 @@ def test_the_reported_error_is_that_of_the_output():
         solution = pruned(weight, x.T @ x, pattern)
         y = x @ weight.T
         assert solution.error == pytest.approx(float((x @ solution.weight.T - y).square().sum() / y.square().sum()))
+
+
+def test_a_change_that_the_inputs_do_not_see_costs_nothing_and_never_less():
+    weight, x = problem(tokens=20)
+    metric = Metric.of((x.T @ x).float(), 0.01)
+    unseen = torch.linalg.svd(x, full_matrices=True).Vh[20:].float()
+    costs = [metric.squares(metric.scaled(change[None]))[1] for change in unseen]
+    assert min(costs) >= 0.0
+    assert max(costs) < 1e-3 * metric.squares(metric.scaled(weight))[1]
 
 
 def test_a_fixed_mask_is_kept_and_its_weights_are_the_best_there_are():
@@ -207,6 +220,12 @@ def test_a_fixed_mask_is_kept_and_its_weights_are_the_best_there_are():
     _, swept = sweep(weight, factor, FixedMask(keep, Unstructured(0.5)))
     metric = damped(hessian)
     assert squares(solution.weight - weight, metric) < 0.9 * squares(swept - weight, metric)
+
+
+def test_the_steps_of_the_solver_are_limited_on_a_given_mask_too():
+    weight, x = problem()
+    keep = torch.rand(24, 48, generator=torch.Generator().manual_seed(1)) > 0.5
+    assert pruned(weight, x.T @ x, FixedMask(keep, Unstructured(0.5)), solver_steps=2).solver_steps == 2
 
 
 def test_features_that_never_fire_are_dropped_first_and_cost_nothing():

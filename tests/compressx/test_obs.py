@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compressx.obs import NotPositiveDefiniteError, inverse_cholesky, sweep
+from compressx.obs import Factors, NotPositiveDefiniteError, inverse_cholesky, sweep
 from compressx.patterns import NM, FixedMask, Unstructured, zeros_in
+from compressx.statistics import Hessian
 
 
 def problem(rows: int, columns: int, tokens: int = 400, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,6 +107,35 @@ def test_features_that_never_fire_are_dropped_first_and_disturb_nothing():
     hessian = x.T @ x
     keep, _ = sweep(weight, inverse_cholesky(hessian)[0], Unstructured(2 / 16, "row"), hessian.diagonal() == 0)
     assert (~keep).nonzero()[:, 1].unique().tolist() == [3, 9]
+
+
+def test_of_every_group_of_n_m_features_that_never_fire_are_dropped_first():
+    weight, x = problem(6, 16)
+    dead = [1, 3, 4, 7, 8, 9, 14, 15]  # two of every four
+    x[:, dead] = 0
+    weight[:, dead] *= 100
+    hessian = x.T @ x
+    keep, _ = sweep(weight, inverse_cholesky(hessian)[0], NM(2, 4), hessian.diagonal() == 0)
+    assert (~keep).nonzero()[:, 1].unique().tolist() == dead
+
+
+def test_features_that_never_fire_do_not_water_the_damping_down():
+    _, x = problem(1, 12)
+    x[:, :6] = 0
+    hessian = x.T @ x
+    factor, _ = inverse_cholesky(hessian, 0.1)
+    live = hessian[6:, 6:]
+    damped = live + 0.1 * live.diagonal().mean() * torch.eye(6, dtype=torch.float64)
+    torch.testing.assert_close((factor.T @ factor)[6:, 6:], torch.linalg.inv(damped), rtol=1e-9, atol=1e-12)
+
+
+def test_each_linear_gets_the_factor_of_its_own_hessian():
+    factors, hessians = Factors(0.01), {}
+    for seed, name in enumerate("ab"):
+        hessians[name] = Hessian(12)
+        hessians[name].update(problem(1, 12, seed=seed)[1])
+    for name in "aba":
+        assert torch.equal(factors.of(name, hessians[name])[0], inverse_cholesky(hessians[name].matrix)[0])
 
 
 def test_the_damping_is_raised_until_the_factor_exists_and_is_reported():

@@ -82,6 +82,12 @@ def test_among_equal_scores_the_first_is_dropped():
     assert drop_lowest(torch.tensor([[1.0, 0.0, 0.0, 0.0, 2.0]]), 2).tolist() == [[True, False, False, True, True]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64], ids=str)
+def test_scores_of_any_dtype_drop_exactly_the_lowest(dtype):
+    scores = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(i)) for i in range(6)])
+    assert torch.equal(drop_lowest(scores.to(dtype), 13), scores >= 13)
+
+
 def test_joint_linears_share_one_threshold_and_their_total_is_exact():
     generator = torch.Generator().manual_seed(0)
     scores = {"q": torch.rand(6, 8, generator=generator), "k": torch.rand(3, 8, generator=generator) * 0.5}

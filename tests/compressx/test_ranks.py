@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.compressx.saved import save_tiny
+from torch import distributed
 
 from compressx import PruneResult
 from compressx.architecture import survey
@@ -41,6 +42,10 @@ def test_tasks_are_spread_so_that_no_process_has_much_more_than_its_share(weight
     loads = [sum(w for w, o in zip(weights, owners, strict=True) if o == rank) for rank in range(size)]
     assert all(0 <= o < size for o in owners)
     assert max(loads, default=0) <= sum(weights) / size + max(weights, default=0)
+
+
+def test_the_heaviest_task_is_given_out_first():
+    assert assign([1, 1, 1, 1, 4], 2) == [1, 1, 1, 1, 0]
 
 
 @given(windows=st.integers(1, 50), size=st.integers(1, 8))
@@ -66,6 +71,26 @@ def test_a_process_alone_tells_itself():
     assert ranks.combine(norms, lambda: None) is norms
     result = PruneResult(torch.ones(1, 1) > 0)
     assert list(ranks.exchange([0], {0: {"a": result}}, torch.device("cpu"))) == [{"a": result}]
+
+
+class Highest:
+    """A statistic that is no sum."""
+
+    def __init__(self) -> None:
+        self.highest = torch.tensor([1.0, 5.0])
+
+    def tensors(self) -> dict[str, tuple[torch.Tensor, str]]:
+        return {"highest": (self.highest, "max")}
+
+
+def test_of_a_statistic_that_is_a_highest_the_highest_of_all_processes_is_taken(monkeypatch: pytest.MonkeyPatch):
+    others = torch.tensor([3.0, 2.0])
+    reduce = {distributed.ReduceOp.MAX: torch.maximum, distributed.ReduceOp.SUM: torch.add}
+    monkeypatch.setattr(distributed, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(
+        distributed, "all_reduce", lambda x, op=distributed.ReduceOp.SUM: x.copy_(reduce[op](x, others))
+    )
+    assert Ranks(0, 2).combine(Highest(), Highest).highest.tolist() == [3.0, 5.0]  # type: ignore[arg-type]
 
 
 # --- two processes

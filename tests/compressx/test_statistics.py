@@ -63,6 +63,14 @@ def test_feature_norms_are_the_square_roots():
     assert statistic.norms.tolist() == [5.0, 2.0]
 
 
+def test_norms_add_many_small_batches_to_a_large_one():
+    statistic = FeatureNorms(1)
+    statistic.update(torch.tensor([[[1e4]]]))
+    for _ in range(100):
+        statistic.update(torch.ones(1, 1, 1))
+    assert statistic.tensors()["squares"][0].tolist() == [1e8 + 100]
+
+
 def test_a_sequence_sample_keeps_the_first_sequences_up_to_its_limit():
     x = torch.randn(7, 3, 4)
     sample = SequenceSample(4, limit=5)

@@ -9,8 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.compressx.allocation.test_measure import REST, SPECS, plan, rule
 
+from compressx.allocation.methods import allocate
 from compressx.allocation.owl import outlier_ratio, sparsities
+from compressx.models.access import InMemory
+from compressx.recipe.methods import OwlAllocation
+from compressx.testing import tiny_model, tiny_tokens
 
 BLOCKS = st.lists(st.tuples(st.floats(0, 1), st.integers(1, 10**9)), min_size=1, max_size=40)
 
@@ -36,6 +41,19 @@ def test_the_outlier_ratio_is_that_of_all_scores_of_a_block_together(threshold: 
 
 def test_scores_that_are_all_alike_have_no_outliers() -> None:
     assert outlier_ratio([(torch.ones(4, 6), torch.ones(6))], 5.0) == 0.0
+
+
+def test_as_many_windows_are_measured_and_as_many_outliers_counted_as_are_asked_for() -> None:
+    model = tiny_model("llama")
+    planned = plan(model, (rule(0, SPECS["magnitude"]), "layer", REST))
+
+    def outliers(samples: int, threshold: float) -> list[float]:
+        settings = OwlAllocation(method="owl", target=0.5, samples=samples, outlier_threshold=threshold)
+        return [u.outliers for u in allocate(InMemory(model), planned, settings, tiny_tokens().split(2))[1].units]
+
+    few, all_of_them, rarer = outliers(2, 2.0), outliers(8, 2.0), outliers(8, 4.0)
+    assert few != all_of_them
+    assert all(a > b for a, b in zip(all_of_them, rarer, strict=True))
 
 
 @given(BLOCKS, st.floats(0.1, 0.9), st.floats(0, 0.1))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressx.allocation.spread import Curve, cheapest, fitted, in_steps, isotonic, shares
+from compressx.allocation.spread import Curve, _MonotoneCubic, cheapest, fitted, in_steps, isotonic, shares
 from compressx.recipe.methods import MAX_SPARSITY
 
 GRID = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -114,6 +114,11 @@ def test_a_curve_has_no_kink_at_a_measured_point() -> None:
     for s in GRID[1:-1]:
         left, right = curve.error(s) - curve.error(s - 1e-5), curve.error(s + 1e-5) - curve.error(s)
         assert left == pytest.approx(right, rel=1e-3)
+
+
+def test_a_slope_is_nearer_to_that_of_the_narrower_side() -> None:
+    """Fritsch and Butland: (w0 + w1) / (w0 / s0 + w1 / s1) with w0 = h0 + 2 h1 and w1 = 2 h0 + h1."""
+    assert _MonotoneCubic((0.0, 1.0, 3.0), (0.0, 1.0, 2.0)).slopes[1] == pytest.approx(9 / (5 / 1.0 + 4 / 0.5))
 
 
 def test_errors_that_fall_are_averaged_with_what_they_fall_from() -> None:

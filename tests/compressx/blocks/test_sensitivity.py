@@ -73,6 +73,15 @@ def test_a_linear_that_no_token_came_through_is_refused_since_it_would_seem_to_m
         Gathering(linears, [], torch.device("cpu")).result()
 
 
+def test_a_linear_that_some_batches_did_not_reach_has_no_weights_of_tokens():
+    linears = {"q": survey(tiny_model("llama")).linears["model.layers.0.self_attn.q_proj"]}
+    gathering = Gathering(linears, [torch.Size([2, 5]), torch.Size([2, 5])], torch.device("cpu"))
+    gathering.sums["q"].add(torch.ones(2, 5, 64))
+    its = gathering.result()["q"]
+    assert its.rows.tolist() == [1.0] * 64
+    assert its.tokens == ()
+
+
 @pytest.mark.parametrize("part", ["block", "head"])
 def test_numbers_that_are_not_finite_are_an_error_that_names_the_weight(part):
     model = tiny_model("llama")

@@ -14,11 +14,13 @@ from compressx.architecture import survey
 from compressx.blocks import walk
 from compressx.blocks.walk import prune_model
 from compressx.errors import CalibrationError
+from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
 from compressx.models.capture import capture_calls, replay
 from compressx.patterns import NM, FixedMask, Pattern, Unstructured, keep_mask
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import alps, magnitude, sparsegpt, wanda
+from compressx.ranks import Ranks
 from compressx.statistics import FeatureNorms, Hessian
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
@@ -31,6 +33,20 @@ class NoOptions(BaseModel):
 
 def spec_of(pruner: object, name: str = "other", **fields: object) -> PrunerSpec:
     return PrunerSpec(name, "for a test", NoOptions, lambda _: pruner, **fields)  # type: ignore[arg-type]
+
+
+class Spy:
+    """Asks for norms, keeps what it is given, and prunes by magnitude."""
+
+    def __init__(self):
+        self.given = {}
+
+    def observe(self, block, name):
+        return FeatureNorms(block.linears[name].in_features)
+
+    def prune(self, block, patterns, stats):
+        self.given |= stats
+        return {n: PruneResult(keep_mask(block.linears[n].weight.abs(), p)) for n, p in patterns.items()}
 
 
 def plan_all(model, spec, pattern, *, only="", reconstructor=None, outside=False) -> Plan:
@@ -101,6 +117,15 @@ def test_sparsity_zero_changes_no_bit(pruner, dtype):
     list(prune_model(InMemory(model), plan_all(model, SPECS[pruner], Unstructured(0.0)), batches()))
     for (name, now), before in zip(model.state_dict().items(), untouched.state_dict().values(), strict=True):
         assert torch.equal(now, before), name
+
+
+def test_masks_hold_the_digests_of_the_weights_from_before():
+    model, dense = tiny_model("llama"), tiny_model("llama")
+    masks = {}
+    for block in prune_model(InMemory(model), plan_all(model, SPECS["wanda"], Unstructured(0.5)), batches()):
+        masks |= block.masks
+    MaskSet(masks).apply(dense, original=True)  # refuses weights of another digest
+    assert all(torch.equal(x.weight, survey(model).linears[n].weight) for n, x in survey(dense).linears.items())
 
 
 @pytest.mark.slow
@@ -204,26 +229,25 @@ def test_without_calibration_a_block_has_no_error():
 
 
 def test_linears_with_the_same_input_share_one_statistic_and_others_do_not():
-    model = tiny_model("llama")
-    given: dict[str, object] = {}
-
-    class Spy:
-        def observe(self, block, name):
-            return FeatureNorms(block.linears[name].in_features)
-
-        def prune(self, block, patterns, stats):
-            given.update(stats)
-            assert all(s.tokens == 8 * 32 for s in stats.values())
-            return {n: PruneResult(keep_mask(block.linears[n].weight.abs(), p)) for n, p in patterns.items()}
-
-    list(prune_model(InMemory(model), plan_all(model, spec_of(Spy()), Unstructured(0.5)), batches(2)))
+    model, spy = tiny_model("llama"), Spy()
+    list(prune_model(InMemory(model), plan_all(model, spec_of(spy), Unstructured(0.5)), batches(2)))
+    assert all(s.tokens == 8 * 32 for s in spy.given.values())
     at = "model.layers.1."
-    q, k, v, o = (given[f"{at}self_attn.{n}_proj"] for n in "qkvo")
+    q, k, v, o = (spy.given[f"{at}self_attn.{n}_proj"] for n in "qkvo")
     assert q is k is v
     assert o is not q
-    assert given[f"{at}mlp.gate_proj"] is given[f"{at}mlp.up_proj"]
-    assert given[f"{at}mlp.gate_proj"] is not q
-    assert given["model.layers.0.self_attn.q_proj"] is not q
+    assert spy.given[f"{at}mlp.gate_proj"] is spy.given[f"{at}mlp.up_proj"]
+    assert spy.given[f"{at}mlp.gate_proj"] is not q
+    assert spy.given["model.layers.0.self_attn.q_proj"] is not q
+
+
+def test_a_linear_that_a_block_calls_twice_is_observed_twice_on_every_batch():
+    model, spy = tiny_model("llama"), Spy()
+    mlp = model.model.layers[0].mlp
+    mlp.register_forward_hook(lambda module, args, output: output + module.gate_proj(2.0 * args[0])[..., :64])
+    plan = plan_all(model, spec_of(spy), Unstructured(0.5), only="layers.0.mlp.gate_proj")
+    list(prune_model(InMemory(model), plan, batches(2)))
+    assert spy.given["model.layers.0.mlp.gate_proj"].tokens == 2 * 8 * 32
 
 
 def test_a_block_is_observed_only_as_far_as_the_last_linear_that_is_asked_about():
@@ -514,6 +538,26 @@ def test_a_linear_that_shares_its_input_on_some_batches_only_is_refused_instead_
         UnsupportedModelError, match=r"self_attn\.k_proj shared its input with another linear on the first"
     ):
         list(prune_model(InMemory(model), plan_all(model, SPECS["wanda"], HALF), batches(5)))
+
+
+def test_a_linear_that_shares_its_input_only_later_keeps_a_statistic_of_its_own():
+    model, spy = tiny_model("llama"), Spy()
+    model.model.layers[0].self_attn.k_proj.register_forward_pre_hook(
+        lambda module, args: (args[0].clone(),) if len(args[0]) == 5 else args
+    )
+    plan = plan_all(model, spec_of(spy), HALF, only=".0.self_attn.")
+    list(prune_model(InMemory(model), plan, batches(5)))
+    query, key = (spy.given[f"model.layers.0.self_attn.{n}_proj"] for n in "qk")
+    assert query is not key
+    assert query.tokens == key.tokens == 8 * 32
+    torch.testing.assert_close(query.squares, key.squares)
+
+
+def test_linears_that_share_their_input_in_one_process_only_are_refused(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(Ranks, "everyones", lambda self, told: [told, told if isinstance(told, set) else []])
+    with pytest.raises(UnsupportedModelError, match="share inputs in one process and not in another"):
+        list(prune_model(InMemory(model), plan_all(model, SPECS["wanda"], HALF), batches(), ranks=Ranks(0, 2)))
 
 
 def showing(**shown: object) -> PrunerSpec:

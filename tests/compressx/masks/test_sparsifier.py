@@ -185,6 +185,16 @@ def test_moving_a_prepared_model_moves_its_masks_and_squashing_still_works() -> 
     assert model.dtype == torch.bfloat16
 
 
+def test_masks_that_are_loaded_after_a_move_are_those_of_the_state_dict_too() -> None:
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    others = two_of_four(other)
+    sparsifier = two_of_four(model).to_torch_ao(model)
+    model._apply(lambda tensor: tensor.clone())  # what `.to(device)` does: every buffer becomes another tensor
+    sparsifier.load_state_dict(others.to_torch_ao(other).state_dict())
+    for fqn, value in sparsifier.state_dict()["state"].items():
+        assert torch.equal(value["mask"], others[fqn.removesuffix(".weight")].keep)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_a_deep_copy_of_the_model_alone_holds_its_masks_and_is_squashed_by_itself(architecture: str) -> None:
     model = tiny_model(architecture)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import types
 from pathlib import Path
@@ -10,9 +11,10 @@ import psutil
 import pytest
 import torch
 
-from compressx.errors import CompressxError
+from compressx.errors import ArtifactError, CompressxError
 from compressx.models.access import InMemory, device_for, weights_fingerprint
 from compressx.models.checkpoint import Checkpoint
+from compressx.models.hidden import InFiles
 from compressx.models.loading import load_model
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import open_streamed
@@ -71,6 +73,15 @@ def test_hidden_states_of_an_evaluation_that_memory_cannot_hold_lie_in_files_unt
     for got, want in zip([first, *found], expected, strict=True):
         assert torch.equal(got, want)
     assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_room_for_hidden_states_is_taken_up_before_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ArtifactError, match=r"0\.states: No space left"):
+        InFiles(tmp_path)(torch.ones(3))
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from compressx.architecture import find_blocks
 from compressx.errors import ArtifactError, UnsupportedModelError
@@ -45,6 +46,15 @@ def test_each_block_gets_the_weights_that_transformers_loads(
         seen |= set(found)
     assert seen == set(expected)
     assert all(p.is_meta for p in streamed.model.parameters())
+
+
+def test_what_transformers_keeps_in_float32_is_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["input_layernorm"])
+    checkpoint = Checkpoint(str(saved(tmp_path, "llama")), dtype="bfloat16")
+    expected, streamed = load_model(checkpoint).state_dict(), open_streamed(checkpoint)
+    assert {t.dtype for t in expected.values()} == {torch.float32, torch.bfloat16}
+    with streamed.materialise("model.layers.1"):
+        assert all(t.dtype == expected[n].dtype for n, t in streamed.tensors("model.layers.1").items())
 
 
 @pytest.mark.parametrize("architecture", TINY_CONFIGS)

@@ -67,6 +67,17 @@ def loss_of(model: Any, teacher: Any | None) -> float:
         return float(distillation_loss(logits.flatten(0, 1), teacher(HELD_OUT).logits.flatten(0, 1)))
 
 
+def watch_steps(monkeypatch: pytest.MonkeyPatch, see: Callable[[Any], object]) -> None:
+    """Show the optimizer right before each of its steps."""
+    step = torch.optim.AdamW.step
+
+    def watched(optimizer: Any, *arguments: Any) -> Any:
+        see(optimizer)
+        return step(optimizer, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+
+
 # --- what is trained
 
 
@@ -221,13 +232,14 @@ def test_without_a_teacher_the_next_token_is_learnt() -> None:
     assert loss_of(after, None) < loss_of(before, None)
 
 
-def test_the_first_loss_is_the_pruned_models_on_the_first_batch() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_the_first_loss_is_the_pruned_models_on_the_first_batch_at_the_temperature(temperature: float) -> None:
     model, _ = pruned("llama")
-    _, _, report = tuned(steps=1, batch_size=8)  # one epoch, so that the order does not matter
+    _, _, report = tuned(steps=1, batch_size=8, temperature=temperature)  # one epoch, so that the order is all one
     dense = tiny_model("llama")
     with torch.no_grad():
-        expected = distillation_loss(model(WINDOWS).logits.flatten(0, 1), dense(WINDOWS).logits.flatten(0, 1))
-    assert report.losses[0] == pytest.approx(float(expected), rel=1e-5)
+        logits = [m(WINDOWS).logits.flatten(0, 1) for m in (model, dense)]
+    assert report.losses[0] == pytest.approx(float(distillation_loss(*logits, temperature)), rel=1e-5)
     assert (report.steps, report.windows, report.teacher) == (1, (8, 16), "dense")
 
 
@@ -303,19 +315,40 @@ def test_a_model_without_gradient_checkpointing_is_refused_and_trained_without(m
 
 def test_the_learning_rate_rises_and_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     rates: list[float] = []
-    step = torch.optim.AdamW.step
-
-    def watched(optimizer: Any, *arguments: Any) -> Any:
-        rates.append(optimizer.param_groups[0]["lr"])
-        return step(optimizer, *arguments)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    watch_steps(monkeypatch, lambda optimizer: rates.append(optimizer.param_groups[0]["lr"]))
     tuned(steps=10, warmup=0.3, learning_rate=1e-3)
     assert rates[0] == 0.0
     assert rates[:4] == sorted(rates[:4])
     assert rates[3] == pytest.approx(1e-3)
     assert rates[3:] == sorted(rates[3:], reverse=True)
     assert 0 < rates[-1] < 1e-4
+
+
+def test_weights_do_not_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    watch_steps(monkeypatch, lambda optimizer: seen.extend(optimizer.param_groups))
+    tuned(steps=2)
+    assert {group["weight_decay"] for group in seen} == {0.0}
+
+
+def test_gradients_are_clipped_to_a_norm_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms: list[float] = []
+
+    def see(optimizer: Any) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        norms.append(float(torch.stack([g.norm() for g in gradients]).norm()))
+
+    watch_steps(monkeypatch, see)
+    monkeypatch.setattr(module, "next_token_loss", lambda *a: 1000.0 * next_token_loss(*a))
+    tuned(steps=2, teacher="none")
+    assert norms == pytest.approx([1.0, 1.0], rel=1e-3)
+
+
+def test_dropout_drops_other_units_at_every_step() -> None:
+    model, masks = pruned("gpt2")
+    settings = Finetune(steps=3, warmup=0.0, learning_rate=1e-12, batch_size=1, teacher="none")
+    losses = finetune(model, masks, WINDOWS[:1], settings).losses
+    assert len(set(losses)) == 3  # of the same window and, all but, the same weights
 
 
 def test_progress_is_told_after_every_step_with_the_loss() -> None:

@@ -44,6 +44,20 @@ def outputs(model, tokens):
     return seen[0].float()
 
 
+def trained_twice(architecture, model_dtype=torch.float32, **settings):
+    """Train a pruned block twice in a row, so that the second report begins with what the first left."""
+    model, dense = (tiny_model(architecture, dtype=model_dtype) for _ in range(2))
+    masks = next(iter(prune_model(InMemory(model), planned(model, settings=None), batches(2)))).masks
+    fqn, block = next(iter(survey(model).blocks.items()))
+    states, calls = capture_calls(dense, survey(dense).blocks, batches(2))
+    with torch.no_grad():
+        targets = [replay(survey(dense).blocks[fqn], x, c) for x, c in zip(states, calls[fqn], strict=True)]
+    runs = [partial(replay, block, call=c) for c in calls[fqn]]
+    passages = [Passage(*each) for each in zip(states, targets, runs, strict=True)]
+    asked = ReconstructBlock(**{"passes": 2, "learning_rate": 0.03, "held_out": 0.25, **settings})
+    return [reconstruct(model, fqn, masks, passages, asked) for _ in range(2)]
+
+
 @pytest.mark.parametrize("architecture", TINY_CONFIGS)
 @pytest.mark.parametrize("pattern", [HALF, NM(2, 4)], ids=str)
 def test_every_architecture_comes_nearer_to_its_dense_output_and_keeps_its_zeros(architecture, pattern):
@@ -99,6 +113,29 @@ def test_a_16_bit_model_whose_blocks_are_handed_biases_is_trained_in_float32(dty
     assert model.dtype == dtype
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_error_after_training_is_that_of_the_weights_that_are_left_in_bfloat16(architecture):
+    first, second = trained_twice(architecture, torch.bfloat16, dtype="float32")
+    assert first.after < first.before
+    assert second.before == first.after
+
+
+def test_what_is_measured_sees_every_parameter_that_a_step_changed_whatever_the_products():
+    """Within one autocast, narrow copies of biases would be kept from step to step."""
+    first, second = trained_twice("qwen2", dtype="bfloat16", passes=4)
+    assert first.after < first.before
+    assert second.before == first.after
+
+
+def test_products_are_in_the_dtype_that_is_asked_for():
+    for model_dtype, automatic in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
+        before = {
+            d: trained_twice("llama", model_dtype, dtype=d, passes=1)[0].before for d in ("float32", "bfloat16", "auto")
+        }
+        assert before["float32"] != before["bfloat16"]
+        assert before["auto"] == before[automatic]
+
+
 @pytest.mark.slow
 def test_steps_far_below_the_resolution_of_bfloat16_add_up():
     settings = ReconstructBlock(passes=40, learning_rate=0.001, held_out=0.25)
@@ -151,6 +188,18 @@ def test_batches_of_different_sizes_count_by_their_tokens():
         settings = ReconstructBlock(passes=1, learning_rate=1e-9, held_out=0.99)
         errors.append(reconstruct(model, fqn, masks, passages, settings).before)
     assert errors[1] == pytest.approx(errors[0], rel=1e-5)
+
+
+def test_a_step_is_as_many_windows_as_are_asked_for(monkeypatch):
+    steps = []
+    step = torch.optim.Adam.step
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda optimizer: steps.append(1) or step(optimizer))
+    counts = []
+    for size in (2, 4, 6):  # six windows in batches of two are trained on
+        trained_twice("llama", passes=1, batch_size=size)
+        counts.append(len(steps) // 2)
+        steps.clear()
+    assert counts == [3, 2, 1]
 
 
 def test_the_gradient_is_that_of_the_error_with_respect_to_the_survivors():
