@@ -167,6 +167,34 @@ def test_a_selection_meets_the_budget_exactly_and_drops_to_zero(pattern: Pattern
         assert all(((~k).sum(dim=2) == round(pattern.sparsity * COLUMNS)).all() for k in keeps)
 
 
+@pytest.mark.parametrize("iterations", [2, 24])
+@each_pattern
+def test_a_selection_takes_the_steps_of_admm_with_the_dual_as_published(pattern: Pattern, iterations: int):
+    """A linear system for W, a projection for Z, the dual V itself, which a rise of the penalty does not change."""
+    of, choose = problem(0), by(pattern)
+    metrics = [torch.stack([torch.kron(r, h) for r, h in zip(c.rows, c.inputs, strict=True)]) for c in of.curvatures]
+    units = [m.diagonal(dim1=1, dim2=2).sqrt() for m in metrics]
+    grams = [m / u[:, :, None] / u[:, None, :] for m, u in zip(metrics, units, strict=True)]
+    dense = [w.flatten(1) * u for w, u in zip(of.dense, units, strict=True)]
+
+    def project(points: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        keeps = choose([p.square().view_as(w) for p, w in zip(points, of.dense, strict=True)])
+        return [p * k.flatten(1) for p, k in zip(points, keeps, strict=True)], list(keeps)
+
+    sparse, keeps = project(dense)
+    duals = [torch.zeros_like(w) for w in dense]
+    for penalty in torch.logspace(*(torch.tensor(kronecker.PENALTIES).log10().tolist()), iterations).double():
+        sums = []
+        for gram, w, z, v in zip(grams, dense, sparse, duals, strict=True):
+            system = gram + penalty * torch.eye(w.shape[1], dtype=w.dtype)
+            near = torch.linalg.solve(system, (gram @ w[..., None])[..., 0] + penalty * z - v)
+            sums.append(kronecker.RELAXATION * near + (1 - kronecker.RELAXATION) * z + v / penalty)
+        sparse, keeps = project(sums)
+        duals = [penalty * (s - z) for s, z in zip(sums, sparse, strict=True)]
+    for got, wanted in zip(kronecker.select(of, choose, iterations=iterations)[0], keeps, strict=True):
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("seed", range(5))
 @each_pattern
 def test_a_selection_beats_magnitude_in_the_metric_even_when_that_is_reconstructed_exactly(pattern: Pattern, seed: int):

@@ -202,6 +202,16 @@ def test_values_are_mixed_and_gradients_carried_back_as_by_whole_matrices(attent
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
+def test_a_shift_common_to_all_keys_costs_mixed_values_no_precision():
+    attention = Attention(Projection(2), Projection(1), head_dim=8, scaling=0.3)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, 40, 8, generator=generator) for h in (2, 1, 1))
+    q, k = q - q.mean(dim=-1, keepdim=True), k + 300.0  # the shift leaves every score as it is
+    exact = objective.mixed(attention, q.double(), k.double(), v.double())
+    got = objective.mixed(attention, q, k, v)
+    assert (got - exact).norm() <= 1e-6 * exact.norm()
+
+
 OPERATIONS = {
     "errors": lambda attention, dense, pruned: objective.squared_errors(attention, dense, [pruned, dense]),
     "gradients": objective.gradients,

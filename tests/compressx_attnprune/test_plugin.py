@@ -129,6 +129,17 @@ def test_the_objective_is_what_weights_are_chosen_by_and_nothing_else_of_the_rep
         assert by_matrix.info[name] == pytest.approx(by_output.info[name])
 
 
+def test_the_damping_that_is_asked_for_is_that_of_the_curvature(
+    llama: blocks.Recorded, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[float] = []
+    original = solver.solve
+    monkeypatch.setattr(solver, "solve", lambda of, *rest: seen.append(of.problem.damping) or original(of, *rest))
+    default, heavy = (next(iter(prune(llama, HALF, **o).values())) for o in ({}, {"damping": 0.2}))
+    assert seen == [0.003, 0.2]
+    assert not torch.equal(default.weight, heavy.weight)
+
+
 @each_mode
 def test_query_and_key_share_one_info_images_and_history(llama: blocks.Recorded, mode: str):
     query, key = prune(llama, HALF, mode=mode, refit=4).values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -260,12 +261,12 @@ def test_options_reach_the_mode(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_ties_between_relaxed_masks_fall_to_the_smaller_weight_times_feature_norm():
-    x = torch.ones(1, 4, 3)
+    x = torch.tensor([1.0, 10.0, 0.1]).expand(1, 4, 3)
     weights = (torch.tensor([[3.0, -2.0, 1.0]]), torch.tensor([[0.5, 4.0, 0.1]]))
     masks = (torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[1.0, torch.finfo(torch.float32).eps, 1.0]]))
     query, key = solver.ranked(masks, Inputs(x), weights)
     order = torch.cat([query, key], dim=1).flatten().argsort().tolist()
-    assert order == [2, 4, 5, 3, 1, 0]
+    assert order == [2, 4, 5, 3, 0, 1]  # 0, then eps, then 0.1 * 0.1, 0.5 * 1, 3 * 1 and 2 * 10
 
 
 # --- refit
@@ -356,12 +357,12 @@ def test_what_gave_way_is_refitted_from_the_start_that_won(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("enough", "tried", "fell_back"),
     [(0.003, [0.003], False), (0.03, [0.003, 0.03], False), (0.3, [0.003, 0.03, 0.3], False),
-     (3.0, [0.003, 0.03, 0.3], True)],
+     (3.0, [0.003, 0.03, 0.3], True), (3.0, [0.1, 0.3], True)],
 )  # fmt: skip
 def test_a_closed_form_that_loses_is_tried_with_more_damping(
     enough: float, tried: list[float], fell_back: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    layer, dampings = make_layer(), []
+    layer, dampings = replace(make_layer(), damping=tried[0]), []
 
     def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None = None) -> tuple[Pair, Pair]:
         dampings.append((problem or layer.problem).damping)
@@ -369,7 +370,7 @@ def test_a_closed_form_that_loses_is_tried_with_more_damping(
         return budget.choose(layer.dense), layer.dense if good else (-layer.dense[0], layer.dense[1])
 
     monkeypatch.setattr(solver, "gauss_newton", gauss_newton)
-    solution = solve(layer, both(Unstructured(0.5, "joint")), damping=0.003)
+    solution = solve(layer, both(Unstructured(0.5, "joint")))
     assert dampings == pytest.approx(tried)
     assert solution.fell_back == fell_back
     assert (solution.weights is layer.dense) != fell_back

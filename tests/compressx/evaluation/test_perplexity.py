@@ -259,13 +259,18 @@ class TestEvaluateCached:
         assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
         monkeypatch.setattr("compressx.evaluation.perplexity.__version__", "another")
         assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
+        assert (runs(asked), runs(asked)) == (1, 0)
         tokenizer.model_max_length = 15
         assert runs(with_tasks)
-        model.config.rms_norm_eps = 1e-3
-        assert runs(asked)
-        assert not runs(asked)
         monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 99")
         assert runs(asked)
+
+    def test_the_models_config_decides_the_key_too(self, text: Path, tokenizer: Any, model: Any) -> None:
+        asked = settings(token_perplexity=TOKENS)
+        for eps, measured in ((1e-6, True), (1e-6, False), (1e-3, True)):
+            model.config.rms_norm_eps, model.runs = eps, 0
+            measure_cached(InMemory(model), tokenizer, asked, "dense")
+            assert (model.runs > 0) == measured
 
     def test_a_damaged_cache_is_measured_anew(self, text: Path, tokenizer: Any, model: Any) -> None:
         asked = settings(token_perplexity=TOKENS)

@@ -9,6 +9,7 @@ import random
 import resource
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ RULES: list[dict[str, Any]] = [
     {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6},
     {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.5},
 ]
+QUICK: list[dict[str, Any]] = [{"targets": [t], "pruner": "wanda", "sparsity": 0.5} for t in ("lm_head", "*")]
 ALLOCATED = [{k: v for k, v in rule.items() if k != "sparsity"} for rule in RULES]
 
 
@@ -50,6 +52,10 @@ def recipe(model: Path, *, streaming: bool = False, allocated: bool = False, out
     if allocated:
         whole["allocation"] = {"method": "attention-aware", "target": 0.5}
     return whole
+
+
+def quick(model: Path) -> dict[str, Any]:
+    return {**recipe(model), "prune": QUICK, "evaluate": None}
 
 
 class Stopping:
@@ -160,6 +166,23 @@ def test_a_run_can_be_interrupted_again_and_again(model: Path):
 
 
 @pytest.mark.slow
+def test_what_lies_outside_the_blocks_is_not_pruned_again(model: Path):
+    asked = quick(model)
+    run({**asked, "output": "whole"})
+    stopped(asked, 4)
+    told: list[tuple[int, int]] = []
+    run(asked, resume=True, progress=lambda stage, *x: told.append(x[:2]) if stage == "prune" else None)
+    assert told == [(4, 4)]
+    assert artifacts("out") == artifacts("whole")
+
+
+def test_hidden_states_of_the_last_finished_block_alone_are_kept(model: Path):
+    stopped(quick(model), 2)
+    (left,) = leftovers()
+    assert [p.name for p in left.glob("blocks/states-*")] == ["states-2.0.safetensors"]
+
+
+@pytest.mark.slow
 def test_with_nothing_to_resume_a_run_begins(model: Path):
     run(recipe(model), resume=True)
     assert Path("out/report.json").is_file()
@@ -177,25 +200,45 @@ def test_finished_blocks_are_not_thrown_away_unasked(model: Path):
     assert Path("out/report.json").is_file()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"prune": [RULES[0], {**RULES[1], "sparsity": 0.6}]}, r"prune\[1\]\.sparsity: was 0\.5, is 0\.6"),
+        ({"prune": [QUICK[0], {**QUICK[1], "sparsity": 0.6}]}, r"prune\[1\]\.sparsity: was 0\.5, is 0\.6"),
         ({"calibration": {"samples": 7}}, "calibration tokens: was"),
         ({"calibration": {"batch_size": 3}}, "calibration batch_size: was"),
         ({"model": {"dtype": "bfloat16"}}, "model: was"),
+        ({"true_sequential": True}, "true_sequential: was false, is true"),
+        ({"reconstruct_block": {"passes": 1}}, "reconstruct_block: was null"),
     ],
     ids=lambda x: x if isinstance(x, str) else next(iter(x)),
 )
 def test_another_run_is_not_resumed_and_what_differs_is_named(model: Path, changed: dict[str, Any], named: str):
-    asked = recipe(model)
+    asked = quick(model)
     stopped(asked, 1)
-    other = {k: {**v, **changed[k]} if k in changed and isinstance(v, dict) else changed.get(k, v)
-             for k, v in asked.items()}  # fmt: skip
+    other = {k: {**asked.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changed.items()}
     with pytest.raises(ArtifactError, match=f"cannot be resumed.*{named}"):
-        run(other, resume=True)
-    run({**asked, "evaluate": None}, resume=True)  # what is evaluated decides nothing of the result
+        run({**asked, **other}, resume=True)
+
+
+def test_a_run_of_another_version_is_not_resumed(model: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = quick(model)
+    stopped(asked, 1)
+    plugins = load_plugins()
+    records = tuple(replace(r, version="99") if "wanda" in r.pruners else r for r in plugins.records)
+    with pytest.raises(ArtifactError, match=r"cannot be resumed.*plugins\.\S+: was"):
+        run(asked, plugins=replace(plugins, records=records), resume=True)
+    monkeypatch.setattr("compressx.pipeline.run.__version__", "99")
+    with pytest.raises(ArtifactError, match=r"cannot be resumed.*versions\.compressx: was"):
+        run(asked, resume=True)
+
+
+@pytest.mark.slow
+def test_a_refusal_leaves_the_run_to_be_resumed_and_what_is_evaluated_decides_nothing_of_its_result(model: Path):
+    asked = {**recipe(model), "prune": QUICK}
+    stopped(asked, 1)
+    with pytest.raises(ArtifactError, match="cannot be resumed"):
+        run({**asked, "true_sequential": True}, resume=True)
+    run({**asked, "evaluate": None}, resume=True)
     assert Path("out/report.json").is_file()
 
 

@@ -19,6 +19,7 @@ import compressx
 from compressx.allocation.spread import Curve
 from compressx.errors import ArtifactError, CalibrationError, RecipeError
 from compressx.masks.maskset import MaskSet
+from compressx.models import hidden
 from compressx.models.access import InMemory
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_model
@@ -687,11 +688,9 @@ def test_tasks_of_the_harness_run_on_a_streamed_model(models: Any, plugins: Plug
         assert evaluations[1][stage]["word_perplexity"] == pytest.approx(evaluations[0][stage]["word_perplexity"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("streaming", [False, True])
-def test_hidden_states_in_files_give_the_same_bits(models: Any, plugins: Plugins, streaming: bool) -> None:
-    from compressx.models import hidden
-
+@pytest.fixture
+def in_files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of the hidden states that were kept in files."""
     kept: list[int] = []
     real = hidden.InFiles.__call__
 
@@ -699,17 +698,36 @@ def test_hidden_states_in_files_give_the_same_bits(models: Any, plugins: Plugins
         kept.append(states.numel() * states.element_size())
         return real(self, states)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hidden.InFiles, "__call__", counting)
-        for name, limit in (("above", "65KB"), ("below", "66KB"), ("memory", None)):  # 8 x 32 x 64 floats are 65.5 KB
-            asked = recipe(models("llama"), *MIXED, output=name)
-            asked["model"]["streaming"] = streaming
-            asked["calibration"]["memory_limit"] = limit
-            run(asked, plugins=plugins)
-    assert sum(kept) == 8 * 32 * 64 * 4
+    monkeypatch.setattr(hidden.InFiles, "__call__", counting)
+    return kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hidden_states_in_files_give_the_same_bits(
+    models: Any, plugins: Plugins, streaming: bool, in_files: list[int]
+) -> None:
+    for name, limit in (("above", "65KB"), ("below", "66KB"), ("memory", None)):  # 8 x 32 x 64 floats are 65.5 KB
+        asked = recipe(models("llama"), *MIXED, output=name)
+        asked["model"]["streaming"] = streaming
+        asked["calibration"]["memory_limit"] = limit
+        run(asked, plugins=plugins)
+    assert sum(in_files) == 8 * 32 * 64 * 4
     for name in ("above", "below"):
         assert Path(name, "masks.safetensors").read_bytes() == Path("memory/masks.safetensors").read_bytes()
         assert not list(Path(name).rglob("*.states"))
+
+
+@pytest.mark.slow
+def test_both_streams_of_block_reconstruction_count_against_the_memory_limit(
+    models: Any, plugins: Plugins, in_files: list[int]
+) -> None:
+    for limit, size in (("131KB", 2 * 8 * 32 * 64 * 4), ("132KB", 0)):
+        asked = recipe(models("llama"), {"targets": ["*.up_proj"], "pruner": "wanda", "sparsity": 0.5}, output=limit)
+        asked["calibration"]["memory_limit"] = limit
+        run({**asked, "reconstruct_block": {"passes": 1}}, plugins=plugins)
+        assert sum(in_files) == size
+        in_files.clear()
 
 
 def test_a_memory_limit_that_is_no_size_is_refused(models: Any) -> None:
