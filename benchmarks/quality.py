@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from compressx.recipe.sources import Bos
 from kept import same_settings
 from loaded import checkpoint, source
 from methods import BUDGETS, INGREDIENTS, METHODS, UNTUNED, applies
@@ -56,7 +57,7 @@ class Settings:
     sequence_length: int
     windows: int
     dtype: str
-    bos: bool = False
+    bos: Bos = "auto"
 
     def recipe(self, output: Path, **sections: Any) -> dict[str, Any]:
         """Return a recipe that prunes and measures token perplexity."""
@@ -256,7 +257,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--windows", type=int, default=48, help="evaluation windows, the first so many")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="float32")
-    parser.add_argument("--bos", action="store_true", help="begin every window with BOS, as Gemma needs")
+    parser.add_argument("--bos", choices=("auto", "true", "false"), default="auto", help="as a recipe's bos")
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *INGREDIENTS, *PEERS], default=[*METHODS, *PEERS])
     parser.add_argument("--budgets", nargs="+", choices=BUDGETS, default=list(BUDGETS))
     parser.add_argument("--peer", help="Python of an environment with llm-compressor")
@@ -269,7 +270,7 @@ def main() -> None:
         given.sequence_length,
         given.windows,
         given.dtype,
-        given.bos,
+        {"true": True, "false": False}.get(given.bos, given.bos),
     )
     table = Table(given.output, settings)
     if ("dense", "") not in table.rows:

@@ -125,7 +125,7 @@ def test_one_run_measures_a_model_before_and_after_fine_tuning(
 
 @pytest.mark.slow
 def test_windows_begin_with_bos_in_the_recipe_and_in_the_dense_figure_alike(quality, settings, measure, tmp_path):
-    measure("--methods", "magnitude", "--budgets", "50%", "--bos")
+    measure("--methods", "magnitude", "--budgets", "50%", "--bos", "true")
     rows = quality.Table(tmp_path / "q", replace(settings, bos=True)).rows
     measured = read_report(tmp_path / "q/reports/magnitude-50").evaluation
     assert rows["dense", ""]["perplexity"] == measured["dense"]["token_perplexity"]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compressx.errors import CalibrationError
+from compressx.recipe.sources import Bos
 
 
 def token_ids(documents: Iterable[str], tokenizer: Any) -> Tensor:
@@ -33,12 +34,20 @@ def token_ids(documents: Iterable[str], tokenizer: Any) -> Tensor:
     return ids
 
 
-def beginning(tokenizer: Any, bos: bool) -> int | None:
-    """Return the token that windows begin with: the tokenizer's BOS where that is asked for.
+def beginning(tokenizer: Any, bos: Bos) -> int | None:
+    """Return the token that windows begin with, the tokenizer's BOS, or None.
+
+    Args:
+        tokenizer: the model's.
+        bos: whether it is wanted; `auto` is for Gemma only.
 
     Raises:
         CalibrationError: a tokenizer that has none.
     """
+    from transformers import GemmaTokenizer
+
+    if bos == "auto":
+        bos = isinstance(tokenizer, GemmaTokenizer)
     if not bos:
         return None
     if tokenizer.bos_token_id is None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag
+from pydantic import Discriminator, Field, StrictInt, Tag
 
 from compressx.recipe.document import Step
-from compressx.recipe.sources import DatasetField, DatasetSource
+from compressx.recipe.sources import Bos, DatasetField, DatasetSource
 from compressx.recipe.validation import Strict
 
 
@@ -18,7 +18,7 @@ class TokenPerplexity(Strict):
     dataset: DatasetField
     sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
     samples: StrictInt | None = Field(None, ge=1, description="the first so many windows; all when absent")
-    bos: StrictBool = Field(False, description="whether each window begins with the tokenizer's BOS token")
+    bos: Bos = Field("auto", description="whether windows begin with the tokenizer's BOS token; auto: Gemma's do")
     batch_size: StrictInt = Field(4, ge=1, description="windows in one forward pass")
 
 

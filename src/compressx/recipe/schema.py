@@ -27,7 +27,7 @@ from compressx.patterns import NM, Group
 from compressx.recipe.document import Node, Step, from_python
 from compressx.recipe.measuring import Evaluate
 from compressx.recipe.methods import AllocationField
-from compressx.recipe.sources import DatasetField, DatasetSource, ModelField
+from compressx.recipe.sources import Bos, DatasetField, DatasetSource, ModelField
 from compressx.recipe.tuning import Finetune
 from compressx.recipe.validation import Strict, conflict, validated
 from compressx.recipe.validation import validate_options as validate_options  # noqa: PLC0414 - plan.py takes it from here
@@ -75,7 +75,7 @@ class Calibration(Strict):
     dataset: DatasetField
     samples: StrictInt = Field(128, ge=1, description="windows drawn")
     sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
-    bos: StrictBool = Field(False, description="whether each window begins with the tokenizer's BOS token")
+    bos: Bos = Field("auto", description="whether windows begin with the tokenizer's BOS token; auto: Gemma's do")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
     batch_size: StrictInt = Field(
         4, ge=1, description="windows in one forward pass; with reconstruct_block it changes the result"

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, StrictBool, model_validator
 from compressx.recipe.validation import Strict, conflict
 
 Streaming: TypeAlias = Literal["auto"] | StrictBool
+Bos: TypeAlias = Literal["auto"] | StrictBool
 
 
 def _exactly_one(values: dict[str, Any], names: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, model_validator
 
-from compressx.recipe.sources import DatasetField
+from compressx.recipe.sources import Bos, DatasetField
 from compressx.recipe.validation import Strict, conflict
 
 Teacher = Literal["dense", "none"]
@@ -31,8 +31,8 @@ class Finetune(Strict):
     sequence_length: StrictInt | None = Field(
         None, ge=2, description="tokens in a window of `dataset`; 2048 when absent"
     )
-    bos: StrictBool | None = Field(
-        None, description="whether each window of `dataset` begins with the tokenizer's BOS token; no when absent"
+    bos: Bos | None = Field(
+        None, description="whether each window of `dataset` begins with the tokenizer's BOS token; auto when absent"
     )
     batch_size: StrictInt = Field(4, ge=1, description="windows in a step")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw, the order of the windows and dropout")

@@ -54,7 +54,7 @@ def training_windows(recipe: Recipe, tokenizer: Any, calibration: Tensor | None)
         return None
     if settings.dataset is not None:
         ids = token_ids(documents(settings.dataset, "calibration"), tokenizer)
-        bos = beginning(tokenizer, bool(settings.bos))
+        bos = beginning(tokenizer, "auto" if settings.bos is None else settings.bos)
         return calibration_windows(ids, settings.samples or 128, settings.window, settings.seed, bos=bos)
     if calibration is not None:
         return calibration

@@ -313,6 +313,12 @@ class TestWindows:
         assert windows.tolist() == [[0, 2, 1], [0, 3, 1]]
         assert beginning(tokenizer, False) is None
 
+    def test_of_its_own_accord_only_gemma_has_it(self, tokenizer: Any) -> None:
+        from transformers import GemmaTokenizer
+
+        assert beginning(tokenizer, "auto") is None
+        assert beginning(GemmaTokenizer(vocab={"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3}), "auto") == 2
+
     def test_a_tokenizer_without_such_a_token_is_refused(self, tokenizer: Any) -> None:
         tokenizer.bos_token = None
         with pytest.raises(CalibrationError, match="bos: the tokenizer has no BOS token"):
