@@ -144,6 +144,14 @@ def test_the_damping_is_raised_until_the_factor_exists_and_is_reported():
     assert damping == pytest.approx(1.0)
 
 
+def test_the_damping_is_raised_while_the_factor_is_beyond_float32():
+    """A Cholesky factor with 2^-10 beside ones, exact in float32, whose inverse reaches 2^160."""
+    root = 2.0**-10 * torch.eye(16) + torch.diag(torch.ones(15), -1)
+    factor, damping = inverse_cholesky((root @ root.T).flip(0, 1), 1e-14)
+    assert factor.isfinite().all()
+    assert damping > 1e-14
+
+
 def test_a_hessian_that_no_damping_mends_is_refused_with_the_damping_tried():
     with pytest.raises(NotPositiveDefiniteError, match="damping 1 "):
         inverse_cholesky(torch.diag(torch.tensor([1.0, 1.0, -5.0])), 1e-5)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tests.compressx.allocation.test_measure import REST, SPECS, plan, rule
 
 from compressx.allocation.methods import allocate
@@ -80,3 +81,10 @@ def test_the_block_farthest_from_the_mean_uses_the_whole_spread() -> None:
 def test_blocks_with_equal_ratios_have_the_target() -> None:
     assert sparsities([0.03, 0.03], [10, 90], 0.7, 0.08) == [0.7, 0.7]
     assert sparsities([0.03], [10], 0.7, 0.08) == [0.7]
+
+
+@pytest.mark.parametrize(("target", "room"), [(0.05, 0.05), (0.3, 0.3), (0.65, 0.3), (0.9, 0.05)])
+def test_a_spread_that_leaves_no_room_is_refused(target: float, room: float) -> None:
+    assert OwlAllocation(method="owl", target=target, spread=room).spread == room
+    with pytest.raises(ValidationError, match=f"a spread of at most {room} fits"):
+        OwlAllocation(method="owl", target=target, spread=room + 0.001)

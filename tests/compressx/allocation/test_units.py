@@ -142,6 +142,12 @@ def test_what_lies_outside_the_blocks_keeps_the_target() -> None:
     assert [u.block for u in units_of(planned, "rule")] == ["b0", "b1", "b2", ""]
 
 
+def test_what_rows_outside_the_blocks_cannot_express_is_made_up_for_within_them() -> None:
+    planned, patterns = allocated(plan("layer", outside="row"), 0.3)
+    assert patterns["head"].sparsity == 10 / 32
+    assert zeros(planned, patterns) == pytest.approx(round(0.3 * sum(x.weights for x in planned.linears)))
+
+
 def test_the_dearer_rule_of_a_block_is_pruned_less() -> None:
     patterns = by_cost(plan("layer", "layer"), 0.5, "block", "rule", 1.0, 100.0)
     for b in range(3):

@@ -23,6 +23,7 @@ from compressx.models.streaming import open_streamed
 from compressx.patterns import NM, Unstructured
 from compressx.planning.plan import PlannedRule
 from compressx.pruners import magnitude, sensitivity, sparsegpt
+from compressx.ranks import Ranks
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 (SPEC,) = sensitivity.compressx_pruners()
@@ -105,6 +106,20 @@ def test_without_tokens_the_rows_come_from_the_first_windows(monkeypatch):
     for name, its in few.items():
         assert torch.equal(its.rows, first[name].rows)
         assert its.tokens == ()
+
+
+def test_of_several_processes_each_takes_its_part_of_the_windows_that_rows_come_from(monkeypatch):
+    monkeypatch.setattr("compressx.blocks.sensitivity.ROW_WINDOWS", 4)
+    monkeypatch.setattr(Ranks, "add", lambda self, tensor: None)  # the others say nothing
+    monkeypatch.setattr(Ranks, "everyones", lambda self, value: [value])
+    model, told = tiny_model("llama"), []
+    found, parts = survey(model), tiny_tokens(sequences=8).split(2)
+    got = of_model(
+        InMemory(model), found, found.linears, parts, Ranks(0, 2), tokens=False, progress=lambda *x: told.append(x)
+    )
+    first = of_model(InMemory(model), found, found.linears, parts[:1])
+    assert told == [(0, 2)]
+    assert all(torch.equal(its.rows, first[name].rows) for name, its in got.items())
 
 
 @pytest.mark.parametrize(("power", "read"), [(0.0, False), (0.5, True)])

@@ -292,6 +292,11 @@ class TestWindows:
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
 
+    def test_windows_are_drawn_from_the_whole_text(self) -> None:
+        starts = [int(calibration_windows(torch.arange(1000), 1, 10, seed)[0, 0]) for seed in range(40)]
+        assert min(starts) < 250
+        assert max(starts) >= 750
+
     def test_the_global_random_state_is_left_alone(self) -> None:
         before = torch.get_rng_state()
         calibration_windows(torch.arange(100), 5, 10, 0)

@@ -61,6 +61,12 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["out"]
 
 
+def test_with_nothing_to_resume_a_folder_is_begun(tmp_path: Path) -> None:
+    with output_folder(tmp_path / "out", resume=True) as building:
+        write_output(building, "new")
+    assert names_in(tmp_path) == ["out"]
+
+
 def test_an_earlier_output_is_replaced_only_at_the_end_and_wholly(earlier: Path) -> None:
     (earlier / "old-plot.png").write_text("x")
     with output_folder(earlier) as building:

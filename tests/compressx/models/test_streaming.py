@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from compressx.architecture import find_blocks
 from compressx.errors import ArtifactError, UnsupportedModelError
@@ -88,6 +88,18 @@ def test_one_file_is_a_checkpoint_too(tmp_path: Path):
     shards = find_shards(tmp_path, model, find_blocks(model))
     assert {len(shards.members[fqn]) for fqn in find_blocks(model)} == {9}
     assert shards.members[OUTSIDE] == ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight")
+
+
+def test_of_ten_blocks_and_more_each_has_its_own_tensors(tmp_path: Path):
+    """`model.layers.1` is how `model.layers.10` begins."""
+    kind, values = TINY_CONFIGS["llama"]
+    config = AutoConfig.for_model(kind, **{**values, "num_hidden_layers": 11})
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    members = find_shards(tmp_path, model, find_blocks(model)).members
+    for fqn in find_blocks(model):
+        assert len(members[fqn]) == 9
+        assert all(name.startswith(f"{fqn}.") for name in members[fqn])
 
 
 def test_a_block_is_given_up_when_what_used_it_fails(tmp_path: Path):

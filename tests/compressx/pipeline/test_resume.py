@@ -282,8 +282,10 @@ def test_a_damaged_record_is_named_and_not_gone_on_with(model: Path, damaged: st
     stopped(asked, 1)
     file = leftovers()[0] / damaged
     file.write_bytes(file.read_bytes()[:-20])
+    told: list[str] = []
     with pytest.raises(ArtifactError, match=file.name.replace(".", r"\.")):
-        run(asked, resume=True)
+        run(asked, resume=True, progress=lambda stage, *_: told.append(stage))
+    assert "prune" not in told, "masks that are damaged would otherwise be noticed when all blocks are done"
 
 
 # --- killed

@@ -78,6 +78,11 @@ def watch_steps(monkeypatch: pytest.MonkeyPatch, see: Callable[[Any], object]) -
     monkeypatch.setattr(torch.optim.AdamW, "step", watched)
 
 
+def gradient_norm(optimizer: Any) -> float:
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    return float(torch.stack([g.norm() for g in gradients]).norm())
+
+
 # --- what is trained
 
 
@@ -333,15 +338,18 @@ def test_weights_do_not_decay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gradients_are_clipped_to_a_norm_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     norms: list[float] = []
-
-    def see(optimizer: Any) -> None:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        norms.append(float(torch.stack([g.norm() for g in gradients]).norm()))
-
-    watch_steps(monkeypatch, see)
+    watch_steps(monkeypatch, lambda optimizer: norms.append(gradient_norm(optimizer)))
     monkeypatch.setattr(module, "next_token_loss", lambda *a: 1000.0 * next_token_loss(*a))
     tuned(steps=2, teacher="none")
     assert norms == pytest.approx([1.0, 1.0], rel=1e-3)
+
+
+def test_a_step_knows_nothing_of_the_gradients_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms: list[float] = []
+    watch_steps(monkeypatch, lambda optimizer: norms.append(gradient_norm(optimizer)))
+    monkeypatch.setattr(module, "_LARGEST_NORM", 1e9)  # a sum of gradients would be clipped to the norm of one
+    tuned(steps=3, batch_size=8, learning_rate=1e-12)  # all windows and, all but, the same weights each time
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-3)
 
 
 def test_dropout_drops_other_units_at_every_step() -> None:
