@@ -485,7 +485,7 @@ EXPLICIT = "{method: explicit, sparsities: {%s}}"
         (EXPLICIT % '"*.mlp.*": 0.95, "*": 0.5', '{targets: ["*"], pruner: wanda, pattern: "4:8"}', "9:45",
          ("0.95 is no N:8", "the nearest are 0.75 (2:8) and 0.875 (1:8)")),
         (EXPLICIT % '"*.mlp.*": 0.9999999, "*": 0.5', '{targets: ["*"], pruner: wanda, pattern: "4:8"}', "9:45",
-         ("1 is no N:8", "the nearest are 0.75 (2:8) and 0.875 (1:8)")),
+         ("0.9999999 is no N:8", "the nearest are 0.75 (2:8) and 0.875 (1:8)")),
         ('{method: explicit, sparsities: {"*": 0.5}, target: 0.6}', "", "9:56",
          ("come to 50.00% of the planned weights, and target is 60.00%", "drop target")),
         ("{method: explicit, sparsities: 0.5}", "", "9:32", ("allocation.sparsities is 0.5; expected a mapping",)),

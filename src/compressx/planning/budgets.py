@@ -72,7 +72,7 @@ def _exactly(loaded: LoadedRecipe, kind: Unstructured | NM, name: str, glob: str
     if abs(sparsity - zeros / kind.of) > 1e-6 or zeros == kind.of:
         below = min(math.floor(sparsity * kind.of), kind.of - 2)
         raise RecipeError(
-            f"{loaded.where('allocation', 'sparsities', glob)}: sparsity {sparsity:g} is no N:{kind.of}, as {name} "
+            f"{loaded.where('allocation', 'sparsities', glob)}: sparsity {sparsity} is no N:{kind.of}, as {name} "
             f"is pruned; the nearest are {below / kind.of:g} ({kind.of - below}:{kind.of}) and "
             f"{(below + 1) / kind.of:g} ({kind.of - below - 1}:{kind.of})"
         )
