@@ -11,5 +11,6 @@ from compressx.testing import save_tiny_model, tiny_text
 
 def save_tiny(folder: Path, architecture: str, dtype: torch.dtype = torch.float32) -> Path:
     """Save a tiny model with its tokenizer, and a text of words that it knows as `text.txt` beside the folder."""
-    folder.parent.joinpath("text.txt").write_text(tiny_text())
-    return save_tiny_model(folder, architecture, dtype=dtype)
+    save_tiny_model(folder, architecture, dtype=dtype)
+    folder.with_name("text.txt").write_text(tiny_text())
+    return folder
