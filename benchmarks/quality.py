@@ -102,16 +102,16 @@ def by_compressx(settings: Settings, sections: dict[str, Any], folder: Path, kep
 
 def by_peer(settings: Settings, method: str, budget: str, python: str, folder: Path) -> dict[str, float]:
     """Prune with llm-compressor on the windows that compressx draws, and measure as compressx does."""
-    from compressx.calibration.documents import documents
-    from compressx.calibration.windows import beginning, calibration_windows, token_ids
+    from compressx.calibration.windows import read_calibration
     from compressx.models.loading import load_model, load_tokenizer
     from compressx.recipe.sources import DatasetSource
 
     found = checkpoint(settings.model, settings.dtype)
     tokenizer = load_tokenizer(found)
-    ids = token_ids(documents(DatasetSource(**_dataset(settings.calibration)), "calibration"), tokenizer)
-    bos = beginning(tokenizer, settings.bos)
-    drawn = calibration_windows(ids, settings.samples, settings.sequence_length, seed=0, bos=bos)
+    drawn = read_calibration(
+        DatasetSource(**_dataset(settings.calibration)), tokenizer, samples=settings.samples,
+        sequence_length=settings.sequence_length, seed=0, bos=settings.bos,
+    )  # fmt: skip
     (folder / "windows.json").write_text(json.dumps(drawn.tolist()), encoding="utf-8")
     model = load_model(found)  # as a folder, whatever it came as
     model.save_pretrained(folder / "dense")

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressx.calibration.documents import documents
 from compressx.errors import CalibrationError
-from compressx.recipe.sources import Bos
+from compressx.recipe.sources import Bos, DatasetSource
 
 
 def token_ids(documents: Iterable[str], tokenizer: Any) -> Tensor:
@@ -44,15 +45,27 @@ def beginning(tokenizer: Any, bos: Bos) -> int | None:
     Raises:
         CalibrationError: a tokenizer that has none.
     """
-    from transformers import GemmaTokenizer
-
     if bos == "auto":
+        from transformers import GemmaTokenizer
+
         bos = isinstance(tokenizer, GemmaTokenizer)
     if not bos:
         return None
     if tokenizer.bos_token_id is None:
         raise CalibrationError("bos: the tokenizer has no BOS token for windows to begin with; leave it out")
     return int(tokenizer.bos_token_id)
+
+
+def read_calibration(
+    dataset: DatasetSource, tokenizer: Any, *, samples: int, sequence_length: int, seed: int, bos: Bos
+) -> Tensor:
+    """Read a dataset's calibration split and draw windows as `calibration_windows` does, int64 [samples, tokens].
+
+    Raises:
+        CalibrationError: text that cannot be had or is too short, or BOS wanted of a tokenizer that has none.
+    """
+    ids = token_ids(documents(dataset, "calibration"), tokenizer)
+    return calibration_windows(ids, samples, sequence_length, seed, bos=beginning(tokenizer, bos))
 
 
 def calibration_windows(

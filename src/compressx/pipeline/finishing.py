@@ -112,7 +112,7 @@ def _finetuned(asked: Asked, pruned: Pruned, windows: Tensor, masks: MaskSet, jo
 
 def _tuning_fingerprint(settings: Finetune, windows: Tensor) -> str:
     """Return what tells the checkpoints of different trainings of the same pruned model apart."""
-    told = settings.model_dump_json(exclude={"checkpoint_every", "dataset", "samples", "sequence_length"})
+    told = settings.model_dump_json(exclude={"checkpoint_every", "dataset", "samples", "sequence_length", "bos"})
     return hashlib.sha256(f"{told} {fingerprint_of(windows)}".encode()).hexdigest()[:16]
 
 

@@ -16,9 +16,8 @@ from compressx.allocation.methods import allocate, report_on
 from compressx.architecture import survey, text_config
 from compressx.blocks.sensitivity import of_model
 from compressx.blocks.walk import Finished, prune_model, refuse_one_stage
-from compressx.calibration.documents import documents
-from compressx.calibration.windows import beginning, calibration_windows, token_ids
 from compressx.calibration.windows import fingerprint as fingerprint_of
+from compressx.calibration.windows import read_calibration
 from compressx.evaluation.perplexity import evaluate_cached, read_texts
 from compressx.models.access import Access, Device, config_fingerprint, device_for, weights_fingerprint
 from compressx.models.export import output_folder
@@ -169,9 +168,10 @@ def _windows(settings: Calibration | None, tokenizer: Any, planned: Plan) -> tor
     """Read the calibration text, if the plan needs any: [windows, tokens]."""
     if settings is None or not planned.needs_calibration:
         return None
-    ids = token_ids(documents(settings.dataset, "calibration"), tokenizer)
-    bos = beginning(tokenizer, settings.bos)
-    return calibration_windows(ids, settings.samples, settings.sequence_length, settings.seed, bos=bos)
+    return read_calibration(
+        settings.dataset, tokenizer, samples=settings.samples, sequence_length=settings.sequence_length,
+        seed=settings.seed, bos=settings.bos,
+    )  # fmt: skip
 
 
 def _batches(settings: Calibration | None, windows: torch.Tensor | None) -> Sequence[torch.Tensor]:

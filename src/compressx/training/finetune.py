@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from compressx.calibration.documents import documents
-from compressx.calibration.windows import beginning, calibration_windows, token_ids
+from compressx.calibration.windows import read_calibration
 from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
 from compressx.masks.maskset import MaskSet
 from compressx.models.shards import read, write
@@ -53,16 +52,18 @@ def training_windows(recipe: Recipe, tokenizer: Any, calibration: Tensor | None)
     if settings is None:
         return None
     if settings.dataset is not None:
-        ids = token_ids(documents(settings.dataset, "calibration"), tokenizer)
-        bos = beginning(tokenizer, "auto" if settings.bos is None else settings.bos)
-        return calibration_windows(ids, settings.samples or 128, settings.window, settings.seed, bos=bos)
+        return read_calibration(
+            settings.dataset, tokenizer, samples=settings.samples or 128, sequence_length=settings.window,
+            seed=settings.seed, bos="auto" if settings.bos is None else settings.bos,
+        )  # fmt: skip
     if calibration is not None:
         return calibration
     text = recipe.calibration
     assert text is not None  # noqa: S101 - checked while the recipe was planned
-    ids = token_ids(documents(text.dataset, "calibration"), tokenizer)
-    bos = beginning(tokenizer, text.bos)
-    return calibration_windows(ids, text.samples, text.sequence_length, text.seed, bos=bos)
+    return read_calibration(
+        text.dataset, tokenizer, samples=text.samples, sequence_length=text.sequence_length, seed=text.seed,
+        bos=text.bos,
+    )  # fmt: skip
 
 
 def finetune(
