@@ -32,6 +32,9 @@ from compressx.relative import channel_weights
 ROW_WINDOWS = 32
 """Windows that rows of the model's loss are measured on where nobody reads tokens."""
 
+_ROWS = 64
+"""Tokens whose distribution functions, float64 [tokens, vocabulary], are in memory at once."""
+
 
 class _Sums:
     """What is gathered for one linear; where it is not handed each batch's tokens, as behind a router, only outputs.
@@ -218,6 +221,24 @@ def of_model(
     return {name: its for gathering in gatherings.values() for name, its in gathering.result(ranks).items()}
 
 
+def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a label for each token, drawn from a model's predictions, int64 [tokens].
+
+    What `torch.multinomial` does, in less than half of its time: it draws a number for each entry of the vocabulary,
+    here a token has one, which is looked up in the distribution function.
+
+    Args:
+        logits: float32 [tokens, vocabulary].
+        generator: of their device.
+    """
+    drawn = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64, device=logits.device)
+    labels = []
+    for some, numbers in zip(torch.split(logits, _ROWS), torch.split(drawn, _ROWS), strict=True):
+        below = some.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        labels.append(torch.searchsorted(below, numbers * below[:, -1:])[:, 0])
+    return torch.cat(labels)
+
+
 def _parted(batches: Sequence[Tensor], first: int) -> list[Tensor]:
     """Return the first windows, and then each of the others by itself."""
     windows = torch.cat(list(batches)) if batches else torch.empty(0)
@@ -245,7 +266,7 @@ def _of_likelihood(
                     f"{type(model).__name__}: its logits have NaN or infinite values on the calibration text; "
                     "model.dtype may be too narrow"
                 )
-            labels = torch.multinomial(logits.detach().softmax(dim=-1), 1, generator=generator)[:, 0]
+            labels = drawn_labels(logits.detach(), generator)
             loss = functional.cross_entropy(logits, labels, reduction="sum")
         gradients.append(torch.autograd.grad(loss, x)[0])
     return torch.cat(gradients)

@@ -1,9 +1,9 @@
 """Sensitivity-weighted pruning: the error of each token and output counts by how strongly a loss reacts to it.
 
 The Fisher matrix of a linear's weight is taken for the product of a factor for outputs, `b` [out_features], and a
-token-weighted Hessian, `H = sum_i a_i x_i x_i^T`, so that dropping a weight costs about `W_rj^2 H_jj b_r`. Costs of
-different outputs are on one scale then, and all weights of a linear compete. Survivors are updated by the sweep of
-SparseGPT (arXiv 2301.00774) with that Hessian: row by row `b` is a constant.
+token-weighted Hessian, `H = sum_i a_i x_i x_i^T`, so that dropping a weight costs about `W_rj^2 H_jj b_r`: all weights
+of a linear, and all linears of a block, are on one scale then. Survivors are updated by the sweep of SparseGPT
+(arXiv 2301.00774) with that Hessian: row by row `b` is a constant.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ class SensitivityOptions(BaseModel):
         "block's output, by one backward pass through the block",
     )
     rows: float = Field(
-        0.5, ge=0, le=1, description="power of the outputs' sensitivities; 0: all outputs count alike, 1: in full"
+        0.5,
+        ge=0,
+        le=1,
+        description="power of the outputs' sensitivities within a linear; 0: all count alike, 1: in full. Between "
+        "linears they always count in full",
     )
     tokens: float = Field(
         0.0, ge=0, le=1, description="power of the tokens' sensitivities; 0: all tokens count alike, 1: in full"
@@ -127,10 +131,9 @@ class SensitivityPruner:
         """Return what dropping each weight costs, [out_features, in_features]."""
         weight = block.linears[name].weight
         costs = weight.float().square() * hessian.diagonal.float().to(weight.device)
-        if not self.options.rows:
-            return costs
         rows = block.sensitivities[self.options.loss][name].rows.to(weight.device)
-        return costs * rows.pow(self.options.rows)[:, None]
+        # Between linears in full: what a norm follows may have any scale, and only so does it not matter.
+        return costs * (rows.mean().pow(1 - self.options.rows) * rows.pow(self.options.rows))[:, None]
 
 
 def _check(block: Block, patterns: Mapping[str, Pattern]) -> None:
@@ -158,7 +161,7 @@ def compressx_pruners() -> list[PrunerSpec]:
             groups=("layer", "row", "joint"),
             reconstructs=True,
             selecting_options=("rows",),
-            sensitivity=lambda options: options.loss if options.rows or options.tokens else None,
+            sensitivity=lambda options: options.loss,
             reads_tokens=lambda options: options.tokens > 0,
             check=_check,
         )

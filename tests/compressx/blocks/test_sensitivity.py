@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from compressx import ArtifactError, Block, CalibrationError, Sensitivity, UnsupportedModelError
 from compressx.architecture import survey
-from compressx.blocks.sensitivity import Gathering, of_block, of_model
+from compressx.blocks.sensitivity import Gathering, drawn_labels, of_block, of_model
 from compressx.blocks.walk import prune_model
 from compressx.models.access import InMemory
 from compressx.models.capture import capture_calls, replay
@@ -55,7 +55,7 @@ def test_the_models_sensitivities_are_mean_squares_of_the_gradients_that_autogra
     for ids in parts:
 
         def likelihood(output):
-            labels = [torch.multinomial(x.float().softmax(-1), 1, generator=generator)[:, 0] for x in output.logits]
+            labels = [drawn_labels(x.float(), generator) for x in output.logits.detach()]
             return functional.cross_entropy(output.logits.flatten(0, 1), torch.cat(labels), reduction="sum")
 
         for name, gradient in output_gradients(model, ids, likelihood).items():
@@ -81,6 +81,15 @@ def test_a_linear_that_some_batches_did_not_reach_has_no_weights_of_tokens():
     its = gathering.result()["q"]
     assert its.rows.tolist() == [1.0] * 64
     assert its.tokens == ()
+
+
+def test_labels_are_drawn_from_the_predictions():
+    logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0], [3.0, -1.0, 0.5, 0.0]])
+    generator = torch.Generator().manual_seed(0)
+    labels = drawn_labels(logits.repeat_interleave(40000, dim=0), generator).view(2, -1)
+    shares = torch.stack([labels.eq(label).double().mean(dim=1) for label in range(4)], dim=1)
+    torch.testing.assert_close(shares, logits.double().softmax(dim=-1), rtol=0, atol=0.01)  # four standard deviations
+    assert shares[0, 2] == 0
 
 
 @pytest.mark.parametrize("part", ["block", "head"])
@@ -227,7 +236,8 @@ def test_costs_are_those_of_a_slow_float64_reading(rows, tokens):
     hessian = sum(a[i] * torch.outer(flat[i], flat[i]) for i in range(len(flat)))
     torch.testing.assert_close(statistic.matrix.double(), hessian, rtol=1e-4, atol=1e-5 * float(hessian.max()))
     weight = block.linears["fc"].weight.double()
-    cost = weight**2 * hessian.diagonal() * (its.rows.double() ** rows)[:, None]
+    mean = its.rows.double().mean()
+    cost = weight**2 * hessian.diagonal() * (mean * (its.rows.double() / mean) ** rows)[:, None]
     dropped = cost.flatten().argsort()[: cost.numel() // 2]
     expected = torch.ones(cost.numel(), dtype=torch.bool)
     expected[dropped] = False
@@ -304,13 +314,29 @@ def test_tokens_without_their_batch_are_weighted_as_those_with_it():
     assert torch.equal(whole.matrix, flat.matrix)
 
 
-def test_without_powers_no_sensitivity_is_asked_for():
-    rule = PlannedRule(0, SPEC, SPEC.options(rows=0.0), None, None)
-    assert rule.losses == set()
-    block, x, _ = block_of_one()
-    without = Block(0, "block", block.module, block.linears, (), None)
-    result, _ = prune(without, x, HALF, rows=0.0)
-    assert torch.equal(result.keep, prune(block, x, HALF, rows=0.0)[0].keep)
+@pytest.mark.parametrize("rows", [0.0, 0.5, 1.0])
+def test_the_scale_of_a_linear_that_a_norm_follows_does_not_matter_to_a_joint_choice(rows):
+    """Eight times the weight is an eighth of the gradient, where the output is normalised anyway."""
+
+    def kept(scale):
+        inputs = correlated_inputs(16, tokens=64)
+        linears, its = {}, {}
+        for seed, name in enumerate(("fc", "normed")):
+            (linear,) = one_linear(12, 16).linears.values()
+            generator = torch.Generator().manual_seed(seed)
+            linear.weight.copy_(torch.randn(12, 16, generator=generator) * (scale if name == "normed" else 1))
+            gradients = torch.rand(12, generator=generator) / (scale if name == "normed" else 1)
+            linears[name], its[name] = linear, Sensitivity(gradients.square(), ())
+        block = Block(0, "block", torch.nn.Module(), linears, (), None, {"model": its})
+        pruner = SPEC.build(SPEC.options(rows=rows))
+        stats = {name: pruner.observe(block, name) for name in linears}
+        for statistic in stats.values():
+            statistic.update(inputs)
+        results = pruner.prune(block, dict.fromkeys(linears, Unstructured(0.5, "joint")), stats)
+        return torch.stack([results[name].keep for name in linears])
+
+    assert torch.equal(kept(1.0), kept(8.0))
+    assert torch.equal(kept(1.0), kept(1 / 8))
 
 
 def test_float16_inputs_are_weighted_in_float32():
