@@ -128,7 +128,7 @@ class ReconstructBlock(Strict):
         "falls as a cosine",
     )
     batch_size: StrictInt = Field(4, ge=1, description="windows in a step; a multiple of calibration.batch_size")
-    norms: StrictBool = Field(True, description="whether the gains of the block's norms are trained too")
+    norms: StrictBool = Field(False, description="whether the gains of the block's norms are trained too")
     biases: StrictBool = Field(True, description="whether the block's biases are trained too")
     held_out: StrictFloat = Field(
         0.0625,
