@@ -32,7 +32,7 @@ from compressx.relative import channel_weights
 ROW_WINDOWS = 32
 """Windows that rows of the model's loss are measured on where nobody reads tokens."""
 
-_ROWS = 64
+_TOKENS_AT_ONCE = 64
 """Tokens whose distribution functions, float64 [tokens, vocabulary], are in memory at once."""
 
 
@@ -233,7 +233,7 @@ def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
     """
     drawn = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64, device=logits.device)
     labels = []
-    for some, numbers in zip(torch.split(logits, _ROWS), torch.split(drawn, _ROWS), strict=True):
+    for some, numbers in zip(logits.split(_TOKENS_AT_ONCE), drawn.split(_TOKENS_AT_ONCE), strict=True):
         below = some.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
         labels.append(torch.searchsorted(below, numbers * below[:, -1:])[:, 0])
     return torch.cat(labels)
