@@ -233,7 +233,7 @@ def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
     """
     drawn = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64, device=logits.device)
     labels = []
-    for some, numbers in zip(logits.split(_TOKENS_AT_ONCE), drawn.split(_TOKENS_AT_ONCE), strict=True):
+    for some, numbers in zip(torch.split(logits, _TOKENS_AT_ONCE), torch.split(drawn, _TOKENS_AT_ONCE), strict=True):
         below = some.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
         labels.append(torch.searchsorted(below, numbers * below[:, -1:])[:, 0])
     return torch.cat(labels)
