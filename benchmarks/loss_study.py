@@ -142,7 +142,7 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
     seen, others = drawn[: arguments.samples], drawn[arguments.samples :]
     held_out, evaluation = others[: arguments.held_out], others[arguments.held_out :]
     base = token_perplexity(access, evaluation)
-    sensitivities = of_model(access, found, found.linears, torch.split(seen, 4))
+    sensitivities = of_model(access, found, found.linears, torch.split(seen, 4)).linears
     plugins = load_plugins()
     streams = [*torch.split(seen, 4), *torch.split(held_out, 4)]
     learnt = math.ceil(len(seen) / 4)

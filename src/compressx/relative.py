@@ -29,7 +29,7 @@ def channel_weights(targets: Iterable[Tensor], ranks: Ranks = ALONE) -> Tensor:
     Returns:
         float32 [width].
     """
-    sums = torch.stack([_shares(x.float()).sum(dim=(0, 1), dtype=torch.float64) for x in targets]).sum(dim=0)
+    sums = torch.stack([shares_of(x.float()).sum(dim=(0, 1), dtype=torch.float64) for x in targets]).sum(dim=0)
     total = torch.stack(ranks.everyones(sums.cpu())).sum(dim=0)
     share = total / total.sum().clamp_min(1.0)
     # A channel that is always zero is not worth more than the least that float32 can tell from nothing beside others.
@@ -54,7 +54,7 @@ def relative_errors(output: Tensor, target: Tensor, channels: Tensor | None = No
         return (output.float() - wanted).square() @ weights / torch.where(size > 0, size, 1.0)
 
 
-def _shares(x: Tensor) -> Tensor:
+def shares_of(x: Tensor) -> Tensor:
     """Return each channel's part of its token's sum of squares [batch, tokens, width]; zeros where there is none."""
     squares = x.square()
     size = squares.sum(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""How strongly a loss reacts to what each linear gives: the weights that sensitivity-weighted pruning puts on errors.
+"""How strongly a loss reacts to what linears and blocks give: the weights that pruning and training put on errors.
 
 For a linear with output gradients g [tokens, out_features] the Fisher matrix of its weight is taken for a product of a
 factor for tokens, a factor for outputs and the inputs (after K-FAC, Martens and Grosse, arXiv 1503.05671): what is kept
@@ -12,13 +12,14 @@ estimator). Both go through one block at a time and hold the activations of one 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compressx.architecture import Architecture
+from compressx.architecture import Architecture, text_config
 from compressx.blocks.watch import outputs_watched
 from compressx.errors import CalibrationError, UnsupportedModelError
 from compressx.finite import all_finite, finite, refuse_damage
@@ -27,13 +28,28 @@ from compressx.models.capture import capture_calls, replay, run_around
 from compressx.models.shards import OUTSIDE
 from compressx.pruner import Linear, Loss, Sensitivity
 from compressx.ranks import ALONE, Ranks
-from compressx.relative import channel_weights
+from compressx.relative import channel_weights, shares_of
 
 ROW_WINDOWS = 32
 """Windows that rows of the model's loss are measured on where nobody reads tokens."""
 
 _TOKENS_AT_ONCE = 64
 """Tokens whose distribution functions, float64 [tokens, vocabulary], are in memory at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reactions:
+    """How strongly the dense model's loss reacts to what its parts give.
+
+    Attributes:
+        linears: sensitivities, by linear.
+        channels: each channel's share of a token's squared gradient, of what leaves a block; the mean over tokens,
+            float32 [width], by block. Of shares, since a few tokens have gradients thousands of times smaller or larger
+            than the others'. Errors weighed by it are those that the loss sees.
+    """
+
+    linears: Mapping[str, Sensitivity] = field(default_factory=dict)
+    channels: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class _Sums:
@@ -171,13 +187,13 @@ def by_loss(
 def of_model(
     access: Access, found: Architecture, names: Collection[str], batches: Sequence[Tensor], ranks: Ranks = ALONE,
     *, tokens: bool = True, progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> dict[str, Sensitivity]:  # fmt: skip
-    """Return the sensitivities of the model's loss: the summed negative log-likelihood of labels that it drew itself.
+) -> Reactions:  # fmt: skip
+    """Return the reactions of the model's loss: the summed negative log-likelihood of labels that it drew itself.
 
     Args:
         access: the model, its weights still dense.
         found: its blocks and linears.
-        names: of the linears that are wanted, all inside the blocks.
+        names: of the linears whose sensitivities are wanted, all inside the blocks.
         batches: token ids, each [batch, tokens].
         ranks: the processes.
         tokens: whether those of tokens are wanted. Without them the first `ROW_WINDOWS` windows do, or as many more as
@@ -198,6 +214,8 @@ def of_model(
         fqn: Gathering({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}, shapes, access.device)
         for fqn in found.blocks
     }
+    width = text_config(access.model).hidden_size
+    shares = {fqn: torch.zeros(width, dtype=torch.float64, device=access.device) for fqn in found.blocks}
     generator = torch.Generator(access.device).manual_seed(0)
     seen = 0
     for batch in batches:
@@ -216,9 +234,13 @@ def of_model(
         with access.materialise(OUTSIDE):
             gradient = _of_likelihood(access.model, found.blocks, ids, states.pop(), generator)
         for fqn, run in reversed(runs.items()):
+            shares[fqn] += shares_of(gradient.float()).sum(dim=(0, 1), dtype=torch.float64)
             with access.materialise(fqn):
                 gradient = gatherings[fqn].backward(run, states.pop(), partial(_given, gradient))
-    return {name: its for gathering in gatherings.values() for name, its in gathering.result(ranks).items()}
+    linears = {name: its for gathering in gatherings.values() for name, its in gathering.result(ranks).items()}
+    for sums in shares.values():
+        ranks.add(sums)
+    return Reactions(linears, {fqn: (sums / sums.sum()).float() for fqn, sums in shares.items() if sums.any()})
 
 
 def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:

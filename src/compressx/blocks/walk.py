@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from compressx.architecture import Architecture, survey, text_config
 from compressx.blocks.decide import Built, ByRule, Decision, decide_all, gather, is_apart, write
-from compressx.blocks.sensitivity import by_loss
+from compressx.blocks.sensitivity import Reactions, by_loss
 from compressx.blocks.stages import stages
 from compressx.errors import RecipeError
 from compressx.finite import finite
@@ -30,7 +30,7 @@ from compressx.models.capture import capture_calls, replay, run_around
 from compressx.models.hidden import Keep, Streams, in_memory
 from compressx.models.shards import OUTSIDE
 from compressx.planning.plan import Plan
-from compressx.pruner import Block, BlockCall, Linear, Sensitivity, sparsity_of
+from compressx.pruner import Block, BlockCall, Linear, sparsity_of
 from compressx.ranks import ALONE, Ranks
 from compressx.relative import channel_weights, relative_errors
 from compressx.report.run import BlockReport, LayerReport
@@ -74,7 +74,7 @@ def prune_model(
     finished: Finished | None = None,
     keep: Keep = in_memory,
     ranks: Ranks = ALONE,
-    sensitivities: Mapping[str, Sensitivity] | None = None,
+    reactions: Reactions | None = None,
 ) -> Iterator[PrunedBlock]:
     """Prune a model in place, block by block.
 
@@ -85,7 +85,8 @@ def prune_model(
         finished: where an interrupted run had got to; from the start when absent.
         keep: where hidden states are kept between blocks.
         ranks: the processes, each with batches of its own; all end with the same weights.
-        sensitivities: of the dense model's loss on these batches, by linear; of those that pruners read.
+        reactions: of the dense model's loss on these batches: the sensitivities that pruners read, and what errors of
+            the blocks' outputs count in block reconstruction; absent, they count by the sizes of channels.
 
     Yields:
         One value for each block that the plan touches, after it was pruned and while its weights are still there, and
@@ -95,7 +96,7 @@ def prune_model(
         PluginError: a pruner that returns what it must not; the message names it and the layer.
         UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
     """
-    model = access.model
+    model, reactions = access.model, reactions or Reactions()
     found = survey(model)
     batches = [b.to(access.device) for b in batches] if plan.needs_calibration else []
     # Where an interrupted run goes on, what enters the first block is not wanted.
@@ -119,7 +120,7 @@ def prune_model(
                 passes = [partial(run, x) for run, x in zip(runs, streams.pruned, strict=True)]
                 read = plan.sensitive_to("block")
                 reacting = {n: x for n, x in linears.items() if n in read}
-                sensitive = by_loss(sensitivities or {}, reacting, runs, streams.pruned, ranks)
+                sensitive = by_loss(reactions.linears, reacting, runs, streams.pruned, ranks)
                 block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model), sensitive)
                 seen = passes[: _first(streams.pruned)] if plan.in_block(fqn) else []
                 dense = [run() for run in seen]
@@ -127,7 +128,9 @@ def prune_model(
                 error, reconstruction = _output_error(seen, dense), None
                 if plan.reconstruct_block and layers:
                     passages = [Passage(*x) for x in zip(streams.pruned, streams.dense, runs, strict=True)]
-                    reconstruction = reconstruct(model, fqn, masks, passages, plan.reconstruct_block, ranks)
+                    reconstruction = reconstruct(
+                        model, fqn, masks, passages, plan.reconstruct_block, ranks, reactions.channels.get(fqn)
+                    )
                 if index < last:
                     _advance(streams.pruned, runs, fqn)
             if layers:

@@ -14,7 +14,7 @@ import torch
 from compressx._version import __version__
 from compressx.allocation.methods import allocate, report_on
 from compressx.architecture import survey, text_config
-from compressx.blocks.sensitivity import of_model
+from compressx.blocks.sensitivity import Reactions, of_model
 from compressx.blocks.walk import Finished, prune_model, refuse_one_stage
 from compressx.calibration.windows import fingerprint as fingerprint_of
 from compressx.calibration.windows import read_calibration
@@ -31,7 +31,6 @@ from compressx.pipeline.journal import Allocated, FinishedBlock, Journal
 from compressx.pipeline.preparation import loaded_recipe, prepare, refuse_streamed, refuse_uneven_steps
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
-from compressx.pruner import Sensitivity
 from compressx.ranks import Ranks, joined_ranks
 from compressx.recipe.methods import MeasuredAllocation
 from compressx.recipe.schema import Calibration, LoadedRecipe
@@ -138,11 +137,11 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
                 )  # fmt: skip
         pruning = _Pruning(asked, access, batches, mine, journal)
         with clock.stage("calibrate"):
-            sensitivities = pruning.sensitivities(prepared.plan)
+            reactions = pruning.reactions(prepared.plan)
         with clock.stage("allocate"), loaded.at("allocation"):
-            final, allocation = pruning.allocate(prepared.plan, sensitivities)
+            final, allocation = pruning.allocate(prepared.plan, reactions)
         with clock.stage("prune"):
-            finished = pruning.prune(final, sensitivities)
+            finished = pruning.prune(final, reactions)
         if not ranks.first:
             return None
         pruned = Pruned(
@@ -216,11 +215,12 @@ class _Pruning:
     mine: Sequence[torch.Tensor]
     journal: Journal
 
-    def sensitivities(self, planned: Plan) -> dict[str, Sensitivity]:
-        """Measure how the dense model's loss reacts to the linears whose pruners read that, unless all are pruned."""
+    def reactions(self, planned: Plan) -> Reactions:
+        """Measure how the dense model's loss reacts, if pruners or block reconstruction that are not done read it."""
         names = planned.sensitive_to("model")
-        if not names or len(self.journal.finished) == _blocks(planned):
-            return {}
+        wanted = names or planned.reconstruct_block is not None
+        if not wanted or len(self.journal.finished) == _blocks(planned):
+            return Reactions()
         return of_model(
             self.access,
             survey(self.access.model),
@@ -231,7 +231,7 @@ class _Pruning:
             progress=lambda i, n: self.asked.tell("calibrate", i, n),
         )
 
-    def allocate(self, planned: Plan, sensitivities: Mapping[str, Sensitivity]) -> tuple[Plan, AllocationReport | None]:
+    def allocate(self, planned: Plan, reactions: Reactions) -> tuple[Plan, AllocationReport | None]:
         """Give every linear its sparsity where the recipe leaves that open; the first process measures, on any text."""
         asked, journal = self.asked, self.journal
         if not isinstance(planned.allocation, MeasuredAllocation):
@@ -241,9 +241,9 @@ class _Pruning:
             allocated = None
             if asked.ranks.first:
                 # Of tokens it knows the sensitivities where they are its own.
-                text = self.mine if any(its.tokens for its in sensitivities.values()) else self.batches
+                text = self.mine if any(its.tokens for its in reactions.linears.values()) else self.batches
                 final, report = allocate(
-                    self.access, planned, planned.allocation, text, sensitivities,
+                    self.access, planned, planned.allocation, text, reactions.linears,
                     progress=lambda i, n: asked.tell("allocate", i, n),
                 )  # fmt: skip
                 allocated = Allocated({x.name: x.pattern for x in final.linears}, report)
@@ -253,7 +253,7 @@ class _Pruning:
         assert journal.allocated is not None  # noqa: S101 - it is now
         return planned.allocated(journal.allocated.patterns), journal.allocated.report
 
-    def prune(self, planned: Plan, sensitivities: Mapping[str, Sensitivity]) -> list[FinishedBlock]:
+    def prune(self, planned: Plan, reactions: Reactions) -> list[FinishedBlock]:
         """Prune what an interrupted run has not finished, and record every block."""
         asked, journal, keep = self.asked, self.journal, self._keep()
         finished: list[FinishedBlock] = []
@@ -263,7 +263,7 @@ class _Pruning:
             finished, streams = journal.restore(self.access, keep)
             reached = Finished(journal.finished[-1], streams)
         asked.tell("prune", len(finished), total)
-        for block in prune_model(self.access, planned, self.mine, reached, keep, asked.ranks, sensitivities):
+        for block in prune_model(self.access, planned, self.mine, reached, keep, asked.ranks, reactions):
             finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
             journal.add(self.access, finished[-1], block.masks, block.streams)
             asked.tell("prune", len(finished), total)

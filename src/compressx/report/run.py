@@ -49,8 +49,8 @@ class ReconstructionReport:
     """What training a block's survivors did to the error of its output, on calibration text that it did not see.
 
     Attributes:
-        before: mean over tokens of `compressx.relative.relative_errors`, channels weighing less by their shares, of the
-            pruned block's output on the pruned stream from the dense block's on the dense stream.
+        before: mean over tokens of `compressx.relative.relative_errors`, channels weighing as the dense model's loss
+            reacts to them, of the pruned block's output on the pruned stream from the dense one's on the dense stream.
         after: the same afterwards; that of the weights that were kept.
         history: before the first pass, and after each.
         seconds: that it took.

@@ -21,7 +21,7 @@ from compressx.models.access import InMemory
 from compressx.models.capture import capture_calls, replay
 from compressx.patterns import NM, Unstructured
 from compressx.planning.plan import PlannedRule
-from compressx.pruner import Block, Pruner, PruneResult, PrunerSpec, Statistic
+from compressx.pruner import Block, Pruner, PruneResult, PrunerSpec, Sensitivity, Statistic
 from compressx.testing.models import tiny_model, tiny_tokens
 
 
@@ -144,7 +144,9 @@ class Subject:
         losses = self.rule.losses
         reacting = {n: linears[n] for n in self.names} if losses else {}
         tokens_read = self.rule.reads_tokens
-        whole = of_model(InMemory(model), found, set(reacting), parts, tokens=tokens_read) if "model" in losses else {}
+        whole: Mapping[str, Sensitivity] = {}
+        if "model" in losses:
+            whole = of_model(InMemory(model), found, set(reacting), parts, tokens=tokens_read).linears
         sensitivities = by_loss(whole, reacting if "block" in losses else {}, runs, states)
         block = Block(0, fqn, module, linears, tuple(calls[fqn]), text_config(model), sensitivities)
         return Scene(model, block, [partial(run, x) for run, x in zip(runs, states, strict=True)])

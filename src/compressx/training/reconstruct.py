@@ -56,7 +56,7 @@ class Passage:
 
 def reconstruct(
     model: nn.Module, fqn: str, masks: Mapping[str, MaskEntry], passages: Sequence[Passage],
-    settings: ReconstructBlock, ranks: Ranks = ALONE,
+    settings: ReconstructBlock, ranks: Ranks = ALONE, channels: Tensor | None = None,
 ) -> ReconstructionReport:  # fmt: skip
     """Train what survived in a block, in place.
 
@@ -67,6 +67,7 @@ def reconstruct(
         passages: this process's calibration text; the last of it is held out.
         settings: as the recipe has them.
         ranks: the processes; gradients and errors are those of all, and all end with the same weights.
+        channels: what an error in each channel of the block's output counts [width]; `channel_weights` when absent.
 
     Returns:
         What became of the held-out error; it is never higher afterwards.
@@ -83,7 +84,8 @@ def reconstruct(
         # Autocast would keep narrow copies of what is trained, as it was at the first step.
         torch.autocast(device.type, torch.bfloat16, enabled=narrow, cache_enabled=False),
     ):
-        trained = _Trained(parameters, settings, channel_weights((p.target for p in passages), ranks))
+        weights = channel_weights((p.target for p in passages), ranks) if channels is None else channels
+        trained = _Trained(parameters, settings, weights)
         best, errors = [p.detach().clone() for p in trained.parameters], [trained.error(unseen, ranks)]
         for _ in trained.passes(seen, ranks):
             errors.append(trained.error(unseen, ranks))

@@ -373,7 +373,7 @@ def test_sensitivities_of_tokens_are_those_of_the_windows_that_pruners_learn_fro
     found = survey(model)
     by_tokens = PlannedRule(0, spec, spec.options(tokens=0.5), None, None)
     planned = plan(model, (by_tokens, "layer", REST))
-    its = of_model(InMemory(model), found, planned.sensitive_to("model"), BATCHES)
+    its = of_model(InMemory(model), found, planned.sensitive_to("model"), BATCHES).linears
     windows = torch.cat(BATCHES)
 
     def errors(*seen: torch.Tensor) -> list[float]:

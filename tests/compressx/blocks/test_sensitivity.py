@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -49,7 +50,7 @@ def test_the_models_sensitivities_are_mean_squares_of_the_gradients_that_autogra
     model = tiny_model(architecture)
     found = survey(model)
     parts = tiny_tokens(sequences=4).split(2)
-    measured = of_model(InMemory(model), found, found.linears, parts)
+    measured = of_model(InMemory(model), found, found.linears, parts).linears
     generator = torch.Generator().manual_seed(0)
     squares = {name: [] for name in found.linears}
     for ids in parts:
@@ -66,6 +67,44 @@ def test_the_models_sensitivities_are_mean_squares_of_the_gradients_that_autogra
         for mine, its in zip(measured[name].tokens, tokens, strict=True):  # OPT's MLP sees them without their batch
             torch.testing.assert_close(mine.double(), its.view(2, -1), rtol=1e-3, atol=1e-3 * float(its.max()))
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+def test_what_a_channel_counts_is_the_mean_over_tokens_of_its_share_of_the_squared_gradient_that_autograd_gives(
+    architecture,
+):
+    model = tiny_model(architecture)
+    found = survey(model)
+    parts = tiny_tokens(sequences=4).split(2)
+    measured = of_model(InMemory(model), found, (), parts)
+    assert measured.linears == {}
+    assert list(measured.channels) == list(found.blocks)
+    generator = torch.Generator().manual_seed(0)
+    shares = {fqn: [] for fqn in found.blocks}
+    for ids in parts:
+        left = {}
+
+        def keep(fqn, out, left=left):
+            left[fqn] = out[0] if isinstance(out, tuple) else out
+
+        with ExitStack() as stack:
+            for fqn, block in found.blocks.items():
+                stack.callback(block.register_forward_hook(lambda m, a, out, f=fqn: keep(f, out)).remove)
+            logits = model(ids, use_cache=False).logits
+        labels = torch.cat([drawn_labels(x.float(), generator) for x in logits.detach()])
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+        for fqn, gradient in zip(left, torch.autograd.grad(loss, list(left.values())), strict=True):
+            shares[fqn] += [token**2 / (token**2).sum() for token in gradient.double().flatten(0, -2)]
+    for fqn, expected in shares.items():
+        its = measured.channels[fqn]
+        torch.testing.assert_close(its.double(), torch.stack(expected).mean(dim=0), rtol=1e-3, atol=1e-6)
+        assert float(its.sum()) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_block_that_the_loss_does_not_react_to_has_no_weights_of_channels():
+    model = tiny_model("llama")
+    model.lm_head.weight.data.zero_()
+    assert of_model(InMemory(model), survey(model), (), batches()).channels == {}
 
 
 def test_a_linear_that_no_token_came_through_is_refused_since_it_would_seem_to_matter_to_nothing():
@@ -110,8 +149,8 @@ def test_without_tokens_the_rows_come_from_the_first_windows(monkeypatch):
     monkeypatch.setattr("compressx.blocks.sensitivity.ROW_WINDOWS", 4)
     model = tiny_model("llama")
     found, parts = survey(model), tiny_tokens(sequences=8).split(2)
-    few = of_model(InMemory(model), found, found.linears, parts, tokens=False)
-    first = of_model(InMemory(model), found, found.linears, parts[:2])
+    few = of_model(InMemory(model), found, found.linears, parts, tokens=False).linears
+    first = of_model(InMemory(model), found, found.linears, parts[:2]).linears
     for name, its in few.items():
         assert torch.equal(its.rows, first[name].rows)
         assert its.tokens == ()
@@ -125,8 +164,8 @@ def test_of_several_processes_each_takes_its_part_of_the_windows_that_rows_come_
     found, parts = survey(model), tiny_tokens(sequences=8).split(2)
     got = of_model(
         InMemory(model), found, found.linears, parts, Ranks(0, 2), tokens=False, progress=lambda *x: told.append(x)
-    )
-    first = of_model(InMemory(model), found, found.linears, parts[:1])
+    ).linears
+    first = of_model(InMemory(model), found, found.linears, parts[:1]).linears
     assert told == [(0, 2)]
     assert all(torch.equal(its.rows, first[name].rows) for name, its in got.items())
 
@@ -144,7 +183,7 @@ def test_the_plan_knows_whether_tokens_are_read(power, read):
 def test_only_the_linears_that_are_wanted_are_measured():
     model = tiny_model("llama")
     name = "model.layers.1.mlp.up_proj"
-    assert set(of_model(InMemory(model), survey(model), [name], batches())) == {name}
+    assert set(of_model(InMemory(model), survey(model), [name], batches()).linears) == {name}
 
 
 def test_progress_is_told_in_windows():
@@ -163,9 +202,10 @@ def test_a_streamed_models_sensitivities_are_those_of_the_loaded_one(tmp_path):
     assert all(p.is_meta for p in streamed.model.parameters())
     loaded = of_model(InMemory(model), survey(model), survey(model).linears, batches())
     got = of_model(streamed, survey(streamed.model), survey(streamed.model).linears, batches())
-    for name, its in loaded.items():
-        assert torch.equal(got[name].rows, its.rows)
-        assert all(torch.equal(a, b) for a, b in zip(got[name].tokens, its.tokens, strict=True))
+    for name, its in loaded.linears.items():
+        assert torch.equal(got.linears[name].rows, its.rows)
+        assert all(torch.equal(a, b) for a, b in zip(got.linears[name].tokens, its.tokens, strict=True))
+    assert all(torch.equal(got.channels[fqn], its) for fqn, its in loaded.channels.items())
     assert all(p.is_meta for p in streamed.model.parameters())
 
 
@@ -200,7 +240,7 @@ def test_a_blocks_sensitivities_are_those_of_its_relative_change_by_the_whole_ja
 def test_experts_have_row_weights_and_no_token_weights():
     model = tiny_model("mixtral")
     found = survey(model)
-    measured = of_model(InMemory(model), found, found.linears, batches())
+    measured = of_model(InMemory(model), found, found.linears, batches()).linears
     experts = {n: s for n, s in measured.items() if ".experts." in n}
     assert experts
     assert all(not s.tokens for s in experts.values())
@@ -274,7 +314,7 @@ def test_every_architecture_is_pruned_by_either_loss(architecture, loss, pattern
     object.__setattr__(rule, "options", SPEC.options(loss=loss, tokens=0.5))
     assert plan.sensitive_to(loss) == set(found.linears)
     given = of_model(InMemory(model), found, plan.sensitive_to("model"), batches()) if loss == "model" else None
-    pruned = list(prune_model(InMemory(model), plan, batches(), sensitivities=given))
+    pruned = list(prune_model(InMemory(model), plan, batches(), reactions=given))
     assert all(layer.sparsity == 0.5 for block in pruned for layer in block.report.layers)
 
 
@@ -284,7 +324,7 @@ def test_as_a_reconstructor_it_keeps_the_mask_of_the_other():
     found = survey(model)
     plan = plan_all(model, selects, HALF, reconstructor=SPEC)
     given = of_model(InMemory(model), found, plan.sensitive_to("model"), batches())
-    first = next(iter(prune_model(InMemory(model), plan, batches(), sensitivities=given)))
+    first = next(iter(prune_model(InMemory(model), plan, batches(), reactions=given)))
     other = next(iter(prune_model(InMemory(plain), plan_all(plain, selects, HALF), batches())))
     for name, entry in first.masks.items():
         assert torch.equal(entry.keep, other.masks[name].keep)

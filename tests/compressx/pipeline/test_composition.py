@@ -42,7 +42,7 @@ def pruned(pruners, selector, reconstructor, pattern):
     linears = tuple(PlannedLinear(n, FQN, tuple(found.linears[n].weight.shape), rule, pattern) for n in names)
     plan = Plan(linears, {}, (rule,), needs_calibration=True)
     given = of_model(InMemory(model), found, plan.sensitive_to("model"), tokens) if plan.sensitive_to("model") else None
-    (first,) = prune_model(InMemory(model), plan, tokens, sensitivities=given)
+    (first,) = prune_model(InMemory(model), plan, tokens, reactions=given)
     return first.masks, model, states, calls, dense
 
 
