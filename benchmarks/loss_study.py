@@ -32,7 +32,7 @@ from torch import Tensor
 from compressx import Block, Sensitivity, Unstructured
 from compressx.architecture import Architecture, survey, text_config
 from compressx.blocks.decide import decide, gather, write
-from compressx.blocks.sensitivity import of_model
+from compressx.blocks.reaction import of_model
 from compressx.blocks.watch import inputs_watched
 from compressx.calibration.windows import calibration_windows, token_ids
 from compressx.evaluation.perplexity import token_perplexity

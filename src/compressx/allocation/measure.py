@@ -5,7 +5,7 @@ are put back, so that the next block's input is the dense block's output and eve
 
 Each token counts against its own size, as `compressx.relative` says. Else a few, thousands of times larger than the
 others, would be all that is measured, and the blocks that make them would look as if they could do without weights.
-Channels count as their sizes say, unlike in block reconstruction, by measurement (docs/design.md).
+Channels count as the model's loss reacts to them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from compressx.allocation.units import Unit
 from compressx.architecture import survey, text_config
 from compressx.blocks.decide import Decision, decide_all, gather, write
 from compressx.blocks.observe import observe
+from compressx.blocks.reaction import Reactions
 from compressx.blocks.sensitivity import by_loss
 from compressx.blocks.walk import capture
 from compressx.errors import CalibrationError
@@ -52,18 +53,25 @@ class Measured:
         unit: the unit.
         sparsities: that it was pruned to.
         update_errors: `output_errors`, divided by what they would be if the block added nothing to the residual stream.
-        output_errors: ||out~ - out||^2 / ||out||^2 of a token, the mean over tokens; norms as in `compressx.relative`.
+        output_errors: `compressx.relative.relative_errors` of the block's output, the mean over tokens.
+        scale: how strongly the model's loss reacts to such an error; 1 when that was not measured.
     """
 
     unit: Unit
     sparsities: tuple[float, ...]
     update_errors: tuple[float, ...]
     output_errors: tuple[float, ...]
+    scale: float
+
+    @property
+    def prices(self) -> tuple[float, ...]:
+        """What the sparsities cost the model's loss."""
+        return tuple(self.scale * error for error in self.output_errors)
 
 
 def measure(
     access: Access, units: Sequence[Unit], seen: Sequence[Tensor], held_out: Sequence[Tensor],
-    sparsities: Sequence[float], sensitivities: Mapping[str, Sensitivity] | None = None,
+    sparsities: Sequence[float], reactions: Reactions | None = None,
 ) -> Iterator[tuple[Measured, ...]]:  # fmt: skip
     """Measure every unit in the decoder blocks; afterwards, and whatever happens, all weights are as they were.
 
@@ -73,7 +81,8 @@ def measure(
         seen: token ids that the pruners learn from, each [batch, tokens].
         held_out: those that errors are measured on; on its own text a pruner that overfits looks too good.
         sparsities: to measure; of N:M the nearest that can be had.
-        sensitivities: of the dense model's loss on text that begins with `seen`, by linear; of those that pruners read.
+        reactions: of the dense model's loss on text that begins with `seen`: the sensitivities that pruners read, and
+            what errors of the blocks' outputs count; absent, all channels and blocks count alike.
 
     Yields:
         For each block with units, one value for each of them.
@@ -86,7 +95,8 @@ def measure(
     """
     inside = [x for u in units if u.block for x in u.linears]
     pruners = {rule: rule.build() for rule in dict.fromkeys(x.rule for x in inside)}
-    of_linears = {name: _of_first(its, [len(ids) for ids in seen]) for name, its in (sensitivities or {}).items()}
+    reactions = reactions or Reactions()
+    of_linears = {name: _of_first(its, [len(ids) for ids in seen]) for name, its in reactions.linears.items()}
 
     def visit(dense: _Dense) -> tuple[Measured, ...]:
         mine = [u for u in units if u.block == dense.block.fqn]
@@ -98,12 +108,15 @@ def measure(
         sensitive = by_loss(of_linears, reacting, dense.runs[:learnt], dense.states[:learnt])
         block = replace(dense.block, sensitivities=sensitive)
         stats = gather(block, by_rule, pruners, dense.passes[:learnt])
-        stream = _Stream(dense.passes[learnt:], dense.states[learnt:], dense.outputs[learnt:])
+        reaction = reactions.blocks.get(block.fqn)
+        held_out = (dense.passes[learnt:], dense.states[learnt:], dense.outputs[learnt:])
+        stream = _Stream(*held_out, reaction.channels if reaction else None)
 
         def ask(patterns: Patterns) -> Iterator[tuple[str, Decision]]:
             return decide_all(block, patterns, pruners, dict(stats), ALONE)  # it gives up statistics as it goes
 
-        return tuple(_measure(unit, sparsities, block.linears, ask, stream) for unit in mine)
+        scale = reaction.scale if reaction else 1.0
+        return tuple(Measured(unit, *_measure(unit, sparsities, block.linears, ask, stream), scale) for unit in mine)
 
     return _over_blocks(access, {u.block for u in units}, [*seen, *held_out], visit)
 
@@ -185,6 +198,7 @@ class _Stream:
     passes: Sequence[Callable[[], Tensor]]
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
+    channels: Tensor | None
 
     def changed(self) -> float:
         """Return the mean over tokens of the error of what leaves the block as it now is."""
@@ -195,7 +209,7 @@ class _Stream:
         return self._mean(self.inputs)
 
     def _mean(self, others: Iterable[Tensor]) -> float:
-        errors = [relative_errors(x, out) for x, out in zip(others, self.outputs, strict=True)]
+        errors = [relative_errors(x, out, self.channels) for x, out in zip(others, self.outputs, strict=True)]
         return float(torch.cat([x.flatten() for x in errors]).double().mean())
 
 
@@ -205,8 +219,12 @@ def _measure(
     linears: Mapping[str, Linear],
     ask: Callable[[Patterns], Iterator[tuple[str, Decision]]],
     stream: _Stream,
-) -> Measured:
-    """Prune a unit to one sparsity after the other, each time from its dense weights."""
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """Prune a unit to one sparsity after the other, each time from its dense weights.
+
+    Returns:
+        Sparsities, update errors and output errors, as `Measured` has them.
+    """
     changes: dict[float, float] = {}
     for wanted in sparsities:
         sparsity, patterns = unit.at(wanted)
@@ -222,7 +240,7 @@ def _measure(
                 "NaN or infinite values; leave that sparsity out of allocation.sparsities"
             )
     added, errors = stream.added(), tuple(changes.values())
-    return Measured(unit, tuple(changes), tuple(c / added if c else 0.0 for c in errors), errors)
+    return tuple(changes), tuple(c / added if c else 0.0 for c in errors), errors
 
 
 def _of_first(its: Sensitivity, sizes: Sequence[int]) -> Sensitivity:

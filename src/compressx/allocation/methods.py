@@ -13,9 +13,9 @@ from compressx.allocation.measure import Measured, measure, measure_outliers
 from compressx.allocation.owl import sparsities
 from compressx.allocation.spread import Curve, cheapest
 from compressx.allocation.units import Unit, spread, units_of, zeros_of
+from compressx.blocks.reaction import Reactions
 from compressx.models.access import Access
 from compressx.planning.plan import Plan
-from compressx.pruner import Sensitivity
 from compressx.recipe.methods import Allocation, AttentionAware, ErrorAllocation, MeasuredAllocation, OwlAllocation
 from compressx.report.run import AllocationReport, UnitReport
 
@@ -25,7 +25,7 @@ def allocate(
     plan: Plan,
     settings: MeasuredAllocation,
     batches: Sequence[Tensor],
-    sensitivities: Mapping[str, Sensitivity] | None = None,
+    reactions: Reactions | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> tuple[Plan, AllocationReport]:
     """Measure the units of a plan, and give every linear the sparsity that the method chooses.
@@ -35,7 +35,7 @@ def allocate(
         plan: the plan, its sparsities still open.
         settings: as the recipe has them.
         batches: calibration token ids, each [batch, tokens].
-        sensitivities: of the dense model's loss on them, by linear; of those that pruners read.
+        reactions: of the dense model's loss on them, as `measure` takes them.
         progress: called with how many blocks are measured, and how many there are.
 
     Returns:
@@ -53,7 +53,7 @@ def allocate(
     tell(0)
     if isinstance(settings, OwlAllocation):
         return _by_outliers(access, plan, settings, units, batches, tell)
-    return _by_error(access, plan, settings, units, batches, sensitivities, tell)
+    return _by_error(access, plan, settings, units, batches, reactions, tell)
 
 
 def report_on(
@@ -86,16 +86,16 @@ def _unit_report(unit: Unit, tell: Callable[[Unit, float], Mapping[str, Any]]) -
 
 def _by_error(
     access: Access, plan: Plan, settings: ErrorAllocation | AttentionAware, units: Sequence[Unit],
-    batches: Sequence[Tensor], sensitivities: Mapping[str, Sensitivity] | None, progress: Callable[[int], None],
+    batches: Sequence[Tensor], reactions: Reactions | None, progress: Callable[[int], None],
 ) -> tuple[Plan, AllocationReport]:  # fmt: skip
-    """Take zeros where they raise the summed error of the blocks' outputs least."""
+    """Take zeros where they raise the summed price least."""
     seen, held_out = _parts(batches, settings.samples)
     measured: dict[str, Measured] = {}  # by the name of the unit's first linear
-    for done, block in enumerate(measure(access, units, seen, held_out, settings.sparsities, sensitivities), start=1):
+    for done, block in enumerate(measure(access, units, seen, held_out, settings.sparsities, reactions), start=1):
         measured |= {m.unit.linears[0].name: m for m in block}
         progress(done)
     # Against the residual stream, which later blocks read: a block that adds little to it may be wrong about that.
-    curves = {name: Curve(m.sparsities, m.output_errors) for name, m in measured.items()}
+    curves = {name: Curve(m.sparsities, m.prices) for name, m in measured.items()}
 
     def choose(group: Sequence[Unit], zeros: int) -> list[int]:
         return cheapest([u.points(curves[u.linears[0].name]) for u in group], zeros)
@@ -104,10 +104,11 @@ def _by_error(
         if (m := measured.get(unit.linears[0].name)) is None:
             return {}
         return {
-            "error": curves[unit.linears[0].name].error(sparsity),
+            "error": Curve(m.sparsities, m.output_errors).error(sparsity),
             "sparsities": m.sparsities,
             "update_errors": m.update_errors,
             "output_errors": m.output_errors,
+            "scale": m.scale,
         }
 
     final = plan.allocated(spread(units, settings.target, choose, scope=settings.scope))

@@ -1,55 +1,25 @@
-"""How strongly a loss reacts to what linears and blocks give: the weights that pruning and training put on errors.
+"""How strongly a loss reacts to what each linear gives: the weights that sensitivity-weighted pruning puts on errors.
 
 For a linear with output gradients g [tokens, out_features] the Fisher matrix of its weight is taken for a product of a
 factor for tokens, a factor for outputs and the inputs (after K-FAC, Martens and Grosse, arXiv 1503.05671): what is kept
 is the mean of g^2 of each token and of each output.
 
-Two losses. The model's: its likelihood, labels drawn from its own predictions, so that this is the curvature of its
-divergence from itself. The block's: the error of its output (`compressx.relative`), by random probes (Hutchinson's
-estimator). Both go through one block at a time and hold the activations of one block only.
+Two losses: the model's likelihood (`blocks.reaction`), and the block's own, the error of its output
+(`compressx.relative`), by random probes (Hutchinson's estimator). For either the activations of one block are held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
-from compressx.architecture import Architecture, text_config
 from compressx.blocks.watch import outputs_watched
-from compressx.errors import CalibrationError, UnsupportedModelError
-from compressx.finite import all_finite, finite, refuse_damage
-from compressx.models.access import Access
-from compressx.models.capture import capture_calls, replay, run_around
-from compressx.models.shards import OUTSIDE
+from compressx.errors import CalibrationError
 from compressx.pruner import Linear, Loss, Sensitivity
 from compressx.ranks import ALONE, Ranks
-from compressx.relative import channel_weights, shares_of
-
-ROW_WINDOWS = 32
-"""Windows that rows of the model's loss are measured on where nobody reads tokens."""
-
-_TOKENS_AT_ONCE = 64
-"""Tokens whose distribution functions, float64 [tokens, vocabulary], are in memory at once."""
-
-
-@dataclass(frozen=True, eq=False)
-class Reactions:
-    """How strongly the dense model's loss reacts to what its parts give.
-
-    Attributes:
-        linears: sensitivities, by linear.
-        channels: each channel's share of a token's squared gradient, of what leaves a block; the mean over tokens,
-            float32 [width], by block. Of shares, since a few tokens have gradients thousands of times smaller or larger
-            than the others'. Errors weighed by it are those that the loss sees.
-    """
-
-    linears: Mapping[str, Sensitivity] = field(default_factory=dict)
-    channels: Mapping[str, Tensor] = field(default_factory=dict)
+from compressx.relative import channel_weights
 
 
 class _Sums:
@@ -182,113 +152,3 @@ def by_loss(
         ranks: the processes.
     """
     return {"model": of_model, "block": of_block(reacting, runs, states, ranks) if reacting else {}}
-
-
-def of_model(
-    access: Access, found: Architecture, names: Collection[str], batches: Sequence[Tensor], ranks: Ranks = ALONE,
-    *, tokens: bool = True, progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> Reactions:  # fmt: skip
-    """Return the reactions of the model's loss: the summed negative log-likelihood of labels that it drew itself.
-
-    Args:
-        access: the model, its weights still dense.
-        found: its blocks and linears.
-        names: of the linears whose sensitivities are wanted, all inside the blocks.
-        batches: token ids, each [batch, tokens].
-        ranks: the processes.
-        tokens: whether those of tokens are wanted. Without them the first `ROW_WINDOWS` windows do, or as many more as
-            it takes to reach every linear: a row's value is a mean over tokens, of which these hold thousands.
-        progress: called with how many windows are done, and how many there are at least.
-
-    Raises:
-        ArtifactError: a weight that is not finite.
-        CalibrationError: a linear that no token of any process came through.
-        UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
-    """
-    wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, so that processes agree
-    enough = sum(map(len, batches)) if tokens else max(1, ROW_WINDOWS // ranks.size)
-    if not tokens:  # the same windows for every batch size
-        batches = [part for batch in _parted(batches, enough) for part in torch.split(batch, len(batches[0]))]
-    shapes = [batch.shape for batch in batches] if tokens else []
-    gatherings = {
-        fqn: Gathering({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}, shapes, access.device)
-        for fqn in found.blocks
-    }
-    width = text_config(access.model).hidden_size
-    shares = {fqn: torch.zeros(width, dtype=torch.float64, device=access.device) for fqn in found.blocks}
-    generator = torch.Generator(access.device).manual_seed(0)
-    seen = 0
-    for batch in batches:
-        if seen >= enough and all(gathering.reached for gathering in gatherings.values()):
-            break
-        progress(min(seen, enough), enough)
-        seen += len(batch)
-        ids = batch.to(access.device)
-        with access.materialise(OUTSIDE):
-            (state,), calls = capture_calls(access.model, found.blocks, [ids])
-        runs = {fqn: partial(replay, module, call=calls[fqn][0]) for fqn, module in found.blocks.items()}
-        states = [state]
-        for fqn, run in runs.items():
-            with torch.no_grad(), access.materialise(fqn):
-                states.append(finite(run(states[-1]), fqn, found.blocks[fqn]))
-        with access.materialise(OUTSIDE):
-            gradient = _of_likelihood(access.model, found.blocks, ids, states.pop(), generator)
-        for fqn, run in reversed(runs.items()):
-            shares[fqn] += shares_of(gradient.float()).sum(dim=(0, 1), dtype=torch.float64)
-            with access.materialise(fqn):
-                gradient = gatherings[fqn].backward(run, states.pop(), partial(_given, gradient))
-    linears = {name: its for gathering in gatherings.values() for name, its in gathering.result(ranks).items()}
-    for sums in shares.values():
-        ranks.add(sums)
-    return Reactions(linears, {fqn: (sums / sums.sum()).float() for fqn, sums in shares.items() if sums.any()})
-
-
-def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a label for each token, drawn from a model's predictions, int64 [tokens].
-
-    What `torch.multinomial` does, in less than half of its time: it draws a number for each entry of the vocabulary,
-    here a token has one, which is looked up in the distribution function.
-
-    Args:
-        logits: float32 [tokens, vocabulary].
-        generator: of their device.
-    """
-    drawn = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64, device=logits.device)
-    labels = []
-    for some, numbers in zip(torch.split(logits, _TOKENS_AT_ONCE), torch.split(drawn, _TOKENS_AT_ONCE), strict=True):
-        below = some.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-        labels.append(torch.searchsorted(below, numbers * below[:, -1:])[:, 0])
-    return torch.cat(labels)
-
-
-def _parted(batches: Sequence[Tensor], first: int) -> list[Tensor]:
-    """Return the first windows, and then each of the others by itself."""
-    windows = torch.cat(list(batches)) if batches else torch.empty(0)
-    return [windows[:first], *torch.split(windows[first:], 1)] if len(windows) > first else list(batches)
-
-
-def _given(gradient: Tensor, _: Tensor) -> Tensor:
-    return gradient
-
-
-def _of_likelihood(
-    model: nn.Module, blocks: Mapping[str, nn.Module], ids: Tensor, state: Tensor, generator: torch.Generator
-) -> Tensor:
-    """Return the gradient of the loss with respect to what leaves the last block [batch, tokens, width]."""
-    gradients = []
-    for window, hidden in zip(
-        torch.split(ids, 1), torch.split(state, 1), strict=True
-    ):  # the logits of one are large enough
-        x = hidden.detach().requires_grad_(True)
-        with torch.enable_grad():
-            logits = run_around(model, blocks, window, x).logits[0].float()
-            if not all_finite(logits.detach()):
-                refuse_damage(model, "")
-                raise UnsupportedModelError(
-                    f"{type(model).__name__}: its logits have NaN or infinite values on the calibration text; "
-                    "model.dtype may be too narrow"
-                )
-            labels = drawn_labels(logits.detach(), generator)
-            loss = functional.cross_entropy(logits, labels, reduction="sum")
-        gradients.append(torch.autograd.grad(loss, x)[0])
-    return torch.cat(gradients)

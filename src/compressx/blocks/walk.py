@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from compressx.architecture import Architecture, survey, text_config
 from compressx.blocks.decide import Built, ByRule, Decision, decide_all, gather, is_apart, write
-from compressx.blocks.sensitivity import Reactions, by_loss
+from compressx.blocks.reaction import Reactions
+from compressx.blocks.sensitivity import by_loss
 from compressx.blocks.stages import stages
 from compressx.errors import RecipeError
 from compressx.finite import finite
@@ -125,12 +126,11 @@ def prune_model(
                 seen = passes[: _first(streams.pruned)] if plan.in_block(fqn) else []
                 dense = [run() for run in seen]
                 layers, masks, images = _prune_block(block, plan, pruners, passes, ranks)
-                error, reconstruction = _output_error(seen, dense), None
+                error, reconstruction, reaction = _output_error(seen, dense), None, reactions.blocks.get(fqn)
                 if plan.reconstruct_block and layers:
                     passages = [Passage(*x) for x in zip(streams.pruned, streams.dense, runs, strict=True)]
-                    reconstruction = reconstruct(
-                        model, fqn, masks, passages, plan.reconstruct_block, ranks, reactions.channels.get(fqn)
-                    )
+                    channels = reaction.channels if reaction else None
+                    reconstruction = reconstruct(model, fqn, masks, passages, plan.reconstruct_block, ranks, channels)
                 if index < last:
                     _advance(streams.pruned, runs, fqn)
             if layers:

@@ -14,7 +14,7 @@ import torch
 from compressx._version import __version__
 from compressx.allocation.methods import allocate, report_on
 from compressx.architecture import survey, text_config
-from compressx.blocks.sensitivity import Reactions, of_model
+from compressx.blocks.reaction import Reactions, of_model
 from compressx.blocks.walk import Finished, prune_model, refuse_one_stage
 from compressx.calibration.windows import fingerprint as fingerprint_of
 from compressx.calibration.windows import read_calibration
@@ -32,7 +32,7 @@ from compressx.pipeline.preparation import loaded_recipe, prepare, refuse_stream
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.ranks import Ranks, joined_ranks
-from compressx.recipe.methods import MeasuredAllocation
+from compressx.recipe.methods import AttentionAware, ErrorAllocation, MeasuredAllocation
 from compressx.recipe.schema import Calibration, LoadedRecipe
 from compressx.report import figures
 from compressx.report.run import AllocationReport, RunReport
@@ -216,9 +216,10 @@ class _Pruning:
     journal: Journal
 
     def reactions(self, planned: Plan) -> Reactions:
-        """Measure how the dense model's loss reacts, if pruners or block reconstruction that are not done read it."""
+        """Measure how the dense model's loss reacts, if pruning that is not done yet reads it."""
         names = planned.sensitive_to("model")
-        wanted = names or planned.reconstruct_block is not None
+        priced = isinstance(planned.allocation, ErrorAllocation | AttentionAware)
+        wanted = names or priced or planned.reconstruct_block is not None
         if not wanted or len(self.journal.finished) == _blocks(planned):
             return Reactions()
         return of_model(
@@ -243,7 +244,7 @@ class _Pruning:
                 # Of tokens it knows the sensitivities where they are its own.
                 text = self.mine if any(its.tokens for its in reactions.linears.values()) else self.batches
                 final, report = allocate(
-                    self.access, planned, planned.allocation, text, reactions.linears,
+                    self.access, planned, planned.allocation, text, reactions,
                     progress=lambda i, n: asked.tell("allocate", i, n),
                 )  # fmt: skip
                 allocated = Allocated({x.name: x.pattern for x in final.linears}, report)

@@ -102,8 +102,10 @@ class UnitReport:
         sparsity: fraction of zeros that they were given.
         error: predicted for it from `output_errors`; None outside the blocks, and where no errors were measured.
         sparsities: that were measured.
-        output_errors: measured error of the block's output, squared and relative to it, the mean over tokens.
+        output_errors: measured error of the block's output, squared and relative to it, the mean over tokens; channels
+            weigh as the dense model's loss reacts to them.
         update_errors: the same error against what the block adds to its input.
+        scale: how strongly the loss reacts to such an error; times `output_errors` it is the price. None without them.
         outliers: fraction of their scores that are outliers; None where those were not measured.
     """
 
@@ -116,6 +118,7 @@ class UnitReport:
     sparsities: tuple[float, ...] = ()
     output_errors: tuple[float, ...] = ()
     update_errors: tuple[float, ...] = ()
+    scale: float | None = None
     outliers: float | None = None
 
 

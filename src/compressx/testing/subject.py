@@ -15,7 +15,8 @@ from torch.nn.utils import parametrize
 
 from compressx.architecture import survey, text_config
 from compressx.blocks.decide import decide, gather
-from compressx.blocks.sensitivity import by_loss, of_model
+from compressx.blocks.reaction import of_model
+from compressx.blocks.sensitivity import by_loss
 from compressx.errors import CompressxError
 from compressx.models.access import InMemory
 from compressx.models.capture import capture_calls, replay

@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 import torch
 from pydantic import BaseModel
-from tests.compressx.references import plain_error
+from tests.compressx.references import plain_error, relative_errors_reference
 
 from compressx import Block, Pattern, PluginError, PruneResult, PrunerSpec, Statistic
 from compressx.allocation import methods as allocators
 from compressx.allocation.measure import Measured, measure, measure_outliers
 from compressx.allocation.units import units_of
 from compressx.architecture import survey
-from compressx.blocks.sensitivity import of_model
+from compressx.blocks.reaction import OutputReaction, Reactions, of_model
 from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
 from compressx.models.access import InMemory
 from compressx.patterns import NM, Unstructured, keep_mask
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude, sensitivity, sparsegpt, wanda
+from compressx.recipe.methods import ErrorAllocation
 from compressx.statistics import FeatureNorms
 from compressx.testing import tiny_model, tiny_tokens
 from compressx_attnprune import plugin as attnprune
@@ -103,6 +104,47 @@ def test_the_error_of_one_unit_is_that_of_a_whole_model_with_that_unit_alone_pru
             expected = change / plain_error(entered, left)
             assert unit.update_errors[i] == pytest.approx(expected, rel=1e-4), (index, sparsity)
             assert unit.output_errors[i] == pytest.approx(change, rel=1e-4)
+
+
+def test_channels_and_blocks_count_as_the_loss_reacts_to_them() -> None:
+    planned = plan(tiny_model("llama"), (rule(0, SPECS["magnitude"]), "layer", ("up_proj",)))
+    generator = torch.Generator().manual_seed(0)
+    reactions = Reactions(
+        blocks={f"model.layers.{i}": OutputReaction(torch.rand(64, generator=generator), i + 2.0) for i in (0, 2)}
+    )
+    units = units_of(planned, "rule")
+    got = [m for (m,) in measure(InMemory(tiny_model("llama")), units, BATCHES, BATCHES, (0.5,), reactions)]
+    dense = block_outputs(tiny_model("llama").double())
+    for index, unit in enumerate(got):
+        model = tiny_model("llama").double()
+        weight = model.model.layers[index].mlp.up_proj.weight.data
+        weight.view(-1)[weight.abs().flatten().argsort()[: weight.numel() // 2]] = 0.0
+        entered, left = dense[index]
+        reaction = reactions.blocks.get(f"model.layers.{index}", OutputReaction(torch.ones(64), 1.0))
+        change, whole = (
+            float(relative_errors_reference(x, left, reaction.channels.double()).mean())
+            for x in (block_outputs(model)[index][1], entered)
+        )
+        assert unit.output_errors == pytest.approx([change], rel=1e-4)
+        assert unit.update_errors == pytest.approx([change / whole], rel=1e-4)
+        assert unit.prices == pytest.approx([reaction.scale * change], rel=1e-4)
+
+
+def test_a_block_that_the_loss_reacts_to_more_keeps_more_weights() -> None:
+    planned = plan(tiny_model("llama"), (rule(0, SPECS["magnitude"]), "layer", REST))
+    settings = ErrorAllocation(method="error", target=0.5, sparsities=(0.3, 0.6), unit="block")
+
+    def sparsities(**scales: float) -> list[float]:
+        blocks = {f"model.layers.{n[1:]}": OutputReaction(torch.ones(64), scale) for n, scale in scales.items()}
+        reactions = Reactions(blocks=blocks)
+        _, report = allocators.allocate(InMemory(tiny_model("llama")), planned, settings, BATCHES, reactions)
+        return [unit.sparsity for unit in report.units]
+
+    alike, more = sparsities(_0=2.0, _1=2.0, _2=2.0), sparsities(_0=2.0, _1=20.0, _2=2.0)
+    assert alike == sparsities(), "a scale that all share says nothing"
+    assert more[1] < alike[1]
+    assert more[0] > alike[0]
+    assert more[2] > alike[2]
 
 
 def test_pruners_learn_from_one_text_and_are_measured_on_another() -> None:
@@ -373,7 +415,7 @@ def test_sensitivities_of_tokens_are_those_of_the_windows_that_pruners_learn_fro
     found = survey(model)
     by_tokens = PlannedRule(0, spec, spec.options(tokens=0.5), None, None)
     planned = plan(model, (by_tokens, "layer", REST))
-    its = of_model(InMemory(model), found, planned.sensitive_to("model"), BATCHES).linears
+    its = of_model(InMemory(model), found, planned.sensitive_to("model"), BATCHES)
     windows = torch.cat(BATCHES)
 
     def errors(*seen: torch.Tensor) -> list[float]:

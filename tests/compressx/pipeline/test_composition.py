@@ -7,7 +7,7 @@ import torch
 from tests.compressx.blocks.test_walk import batches
 
 from compressx.architecture import survey
-from compressx.blocks.sensitivity import of_model
+from compressx.blocks.reaction import of_model
 from compressx.blocks.walk import prune_model
 from compressx.models.access import InMemory
 from compressx.models.capture import capture_calls, replay

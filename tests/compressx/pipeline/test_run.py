@@ -223,6 +223,8 @@ def test_allocation_reaches_its_target_to_the_weight_and_says_how(models: Any, p
         assert unit.error is not None
         assert unit.error == pytest.approx(Curve(unit.sparsities, unit.output_errors).error(unit.sparsity))
         assert all(a < b for a, b in zip(unit.output_errors, unit.update_errors, strict=True))
+        assert unit.scale is not None
+    assert len({unit.scale for unit in report.allocation.units}) == 3, "the loss reacts to each block in its own way"
     assert len({round(u.sparsity, 3) for u in report.allocation.units}) == 6, "each unit has its own"
     for i in range(3):
         block = [n for n in masks if n.startswith(f"model.layers.{i}.")]

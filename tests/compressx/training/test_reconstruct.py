@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 import torch
 from tests.compressx.blocks.test_walk import SPECS, batches, plan_all
-from tests.compressx.references import mean_error
+from tests.compressx.references import mean_error, relative_errors_reference
 
 from compressx.architecture import survey
+from compressx.blocks.reaction import OutputReaction, Reactions
 from compressx.blocks.walk import prune_model
 from compressx.calibration.documents import documents
 from compressx.calibration.windows import calibration_windows, evaluation_windows, token_ids
@@ -102,6 +103,22 @@ def test_a_bfloat16_model_is_trained_in_float32_and_its_error_is_that_of_the_rou
         out = replay(survey(exact).blocks[fqn], states[-1].float(), call)
     expected = mean_error(out, targets[-1], of=torch.cat(targets))  # the last batch is the held-out one
     assert first.report.reconstruction.after == pytest.approx(expected, rel=0.02)
+
+
+def test_channels_count_as_the_loss_reacts_to_them():
+    model, dense = tiny_model("llama"), tiny_model("llama")
+    fqn = "model.layers.0"
+    channels = torch.rand(64, generator=torch.Generator().manual_seed(0)) ** 4
+    reactions = Reactions(blocks={fqn: OutputReaction(channels, 1.0)})
+    settings = ReconstructBlock(passes=1, learning_rate=1e-9, held_out=0.99)
+    first, *_ = prune_model(InMemory(model), planned(model, settings=settings), batches(2), reactions=reactions)
+    states, calls = capture_calls(dense, survey(dense).blocks, batches(2))
+    errors = []
+    for state, call in zip(states, calls[fqn], strict=True):
+        with torch.no_grad():
+            target, out = (replay(m.model.layers[0], state, call) for m in (dense, model))
+        errors.append(relative_errors_reference(out, target, channels.double()))
+    assert first.report.reconstruction.before == pytest.approx(float(torch.cat(errors).mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -1,0 +1,190 @@
+"""How the dense model's loss reacts to what its linears and its blocks give.
+
+The loss is the model's likelihood, labels drawn from its own predictions, so that its Fisher matrix is the curvature of
+the model's divergence from itself. Gradients go backwards through one block at a time, and the activations of one block
+are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from compressx.architecture import Architecture, text_config
+from compressx.blocks.sensitivity import Gathering
+from compressx.errors import UnsupportedModelError
+from compressx.finite import all_finite, finite, refuse_damage
+from compressx.models.access import Access
+from compressx.models.capture import capture_calls, replay, run_around
+from compressx.models.shards import OUTSIDE
+from compressx.pruner import Sensitivity
+from compressx.ranks import ALONE, Ranks
+from compressx.relative import shares_of
+
+ROW_WINDOWS = 32
+"""Windows that rows of the model's loss are measured on where nobody reads tokens."""
+
+_TOKENS_AT_ONCE = 64
+"""Tokens whose distribution functions, float64 [tokens, vocabulary], are in memory at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class OutputReaction:
+    """How the dense model's loss reacts to errors of what leaves a block, as `compressx.relative` measures them.
+
+    Attributes:
+        channels: each channel's share of a token's squared gradient, the mean over tokens, float32 [width]. Of shares,
+            since the gradients of a few tokens are thousands of times larger or smaller than the others'.
+        scale: the median over this process's tokens of sum_c (g_c x_c)^2, g being a token's gradient and x its value:
+            up to a factor how far the loss moves, to second order, when each channel errs by the same part of itself.
+    """
+
+    channels: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class Reactions:
+    """How strongly the dense model's loss reacts to what its parts give.
+
+    Attributes:
+        linears: sensitivities, by linear.
+        blocks: by block; without those that the loss does not react to.
+    """
+
+    linears: Mapping[str, Sensitivity] = field(default_factory=dict)
+    blocks: Mapping[str, OutputReaction] = field(default_factory=dict)
+
+
+class _OutputSums:
+    """What is gathered of what leaves one block."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.shares = torch.zeros(width, dtype=torch.float64, device=device)
+        self.moves: list[Tensor] = []  # of each batch's tokens
+
+    def add(self, gradient: Tensor, output: Tensor) -> None:
+        """Take in a batch, both [batch, tokens, width]."""
+        self.shares += shares_of(gradient.float()).sum(dim=(0, 1), dtype=torch.float64)
+        self.moves.append((gradient.float() * output.float()).square().sum(dim=-1).flatten().cpu())
+
+    def result(self, ranks: Ranks) -> OutputReaction | None:
+        """Return the reaction; None where there is none."""
+        ranks.add(self.shares)
+        if not self.moves or not self.shares.any():
+            return None
+        return OutputReaction((self.shares / self.shares.sum()).float(), float(torch.cat(self.moves).median()))
+
+
+def of_model(
+    access: Access, found: Architecture, names: Collection[str], batches: Sequence[Tensor], ranks: Ranks = ALONE,
+    *, tokens: bool = True, progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Reactions:  # fmt: skip
+    """Return the reactions of the model's loss: the summed negative log-likelihood of labels that it drew itself.
+
+    Args:
+        access: the model, its weights still dense.
+        found: its blocks and linears.
+        names: of the linears whose sensitivities are wanted, all inside the blocks.
+        batches: token ids, each [batch, tokens].
+        ranks: the processes.
+        tokens: whether those of tokens are wanted. Without them the first `ROW_WINDOWS` windows do, or as many more as
+            it takes to reach every linear: a row's value is a mean over tokens, of which these hold thousands.
+        progress: called with how many windows are done, and how many there are at least.
+
+    Raises:
+        ArtifactError: a weight that is not finite.
+        CalibrationError: a linear that no token of any process came through.
+        UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
+    """
+    wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, so that processes agree
+    enough = sum(map(len, batches)) if tokens else max(1, ROW_WINDOWS // ranks.size)
+    if not tokens:  # the same windows for every batch size
+        batches = [part for batch in _parted(batches, enough) for part in torch.split(batch, len(batches[0]))]
+    shapes = [batch.shape for batch in batches] if tokens else []
+    gatherings = {
+        fqn: Gathering({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}, shapes, access.device)
+        for fqn in found.blocks
+    }
+    width = text_config(access.model).hidden_size
+    outputs = {fqn: _OutputSums(width, access.device) for fqn in found.blocks}
+    generator = torch.Generator(access.device).manual_seed(0)
+    seen = 0
+    for batch in batches:
+        if seen >= enough and all(gathering.reached for gathering in gatherings.values()):
+            break
+        progress(min(seen, enough), enough)
+        seen += len(batch)
+        ids = batch.to(access.device)
+        with access.materialise(OUTSIDE):
+            (state,), calls = capture_calls(access.model, found.blocks, [ids])
+        runs = {fqn: partial(replay, module, call=calls[fqn][0]) for fqn, module in found.blocks.items()}
+        states = [state]
+        for fqn, run in runs.items():
+            with torch.no_grad(), access.materialise(fqn):
+                states.append(finite(run(states[-1]), fqn, found.blocks[fqn]))
+        with access.materialise(OUTSIDE):
+            gradient = _of_likelihood(access.model, found.blocks, ids, states[-1], generator)
+        for fqn, run in reversed(runs.items()):
+            outputs[fqn].add(gradient, states.pop())
+            with access.materialise(fqn):
+                gradient = gatherings[fqn].backward(run, states[-1], partial(_given, gradient))
+    linears = {name: its for gathering in gatherings.values() for name, its in gathering.result(ranks).items()}
+    blocks = {fqn: its for fqn, sums in outputs.items() if (its := sums.result(ranks)) is not None}
+    return Reactions(linears, blocks)
+
+
+def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a label for each token, drawn from a model's predictions, int64 [tokens].
+
+    What `torch.multinomial` does, in less than half of its time: it draws a number for each entry of the vocabulary,
+    here a token has one, which is looked up in the distribution function.
+
+    Args:
+        logits: float32 [tokens, vocabulary].
+        generator: of their device.
+    """
+    drawn = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64, device=logits.device)
+    labels = []
+    for some, numbers in zip(torch.split(logits, _TOKENS_AT_ONCE), torch.split(drawn, _TOKENS_AT_ONCE), strict=True):
+        below = some.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        labels.append(torch.searchsorted(below, numbers * below[:, -1:])[:, 0])
+    return torch.cat(labels)
+
+
+def _parted(batches: Sequence[Tensor], first: int) -> list[Tensor]:
+    """Return the first windows, and then each of the others by itself."""
+    windows = torch.cat(list(batches)) if batches else torch.empty(0)
+    return [windows[:first], *torch.split(windows[first:], 1)] if len(windows) > first else list(batches)
+
+
+def _given(gradient: Tensor, _: Tensor) -> Tensor:
+    return gradient
+
+
+def _of_likelihood(
+    model: nn.Module, blocks: Mapping[str, nn.Module], ids: Tensor, state: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Return the gradient of the loss with respect to what leaves the last block [batch, tokens, width]."""
+    gradients = []
+    for window, hidden in zip(
+        torch.split(ids, 1), torch.split(state, 1), strict=True
+    ):  # the logits of one are large enough
+        x = hidden.detach().requires_grad_(True)
+        with torch.enable_grad():
+            logits = run_around(model, blocks, window, x).logits[0].float()
+            if not all_finite(logits.detach()):
+                refuse_damage(model, "")
+                raise UnsupportedModelError(
+                    f"{type(model).__name__}: its logits have NaN or infinite values on the calibration text; "
+                    "model.dtype may be too narrow"
+                )
+            labels = drawn_labels(logits.detach(), generator)
+            loss = functional.cross_entropy(logits, labels, reduction="sum")
+        gradients.append(torch.autograd.grad(loss, x)[0])
+    return torch.cat(gradients)

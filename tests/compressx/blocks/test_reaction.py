@@ -1,0 +1,177 @@
+"""How the model's loss reacts to what linears and blocks give, against autograd through everything at once."""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import ExitStack
+
+import pytest
+import torch
+from tests.compressx.blocks.test_walk import batches
+from torch.nn import functional
+
+from compressx import ArtifactError, UnsupportedModelError
+from compressx.architecture import survey
+from compressx.blocks.reaction import drawn_labels, of_model
+from compressx.models.access import InMemory
+from compressx.models.checkpoint import Checkpoint
+from compressx.models.streaming import open_streamed
+from compressx.ranks import Ranks
+from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
+
+DENSE = [a for a in TINY_CONFIGS if a != "mixtral"]
+
+
+def output_gradients(model, ids, loss):
+    """Return the gradient of a loss with respect to every linear's output, [batch, tokens, out_features]."""
+    linears = survey(model).linears
+    outputs = {}
+    hooks = [
+        x.module.register_forward_hook(lambda m, a, out, n=n: outputs.__setitem__(n, out)) for n, x in linears.items()
+    ]
+    value = loss(model(ids, use_cache=False))
+    for hook in hooks:
+        hook.remove()
+    return dict(zip(outputs, torch.autograd.grad(value, list(outputs.values())), strict=True))
+
+
+@pytest.mark.parametrize("architecture", DENSE)
+def test_the_models_sensitivities_are_mean_squares_of_the_gradients_that_autograd_gives(architecture):
+    model = tiny_model(architecture)
+    found = survey(model)
+    parts = tiny_tokens(sequences=4).split(2)
+    measured = of_model(InMemory(model), found, found.linears, parts).linears
+    generator = torch.Generator().manual_seed(0)
+    squares = {name: [] for name in found.linears}
+    for ids in parts:
+
+        def likelihood(output):
+            labels = [drawn_labels(x.float(), generator) for x in output.logits.detach()]
+            return functional.cross_entropy(output.logits.flatten(0, 1), torch.cat(labels), reduction="sum")
+
+        for name, gradient in output_gradients(model, ids, likelihood).items():
+            squares[name].append(gradient.double().square())
+    for name, expected in squares.items():
+        rows, tokens = torch.cat(expected).flatten(0, -2).mean(dim=0), [x.mean(dim=-1) for x in expected]
+        torch.testing.assert_close(measured[name].rows.double(), rows, rtol=1e-3, atol=1e-3 * float(rows.max()))
+        for mine, its in zip(measured[name].tokens, tokens, strict=True):  # OPT's MLP sees them without their batch
+            torch.testing.assert_close(mine.double(), its.view(2, -1), rtol=1e-3, atol=1e-3 * float(its.max()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+def test_the_reaction_to_a_blocks_output_is_read_off_the_gradients_that_autograd_gives(architecture):
+    model = tiny_model(architecture)
+    found = survey(model)
+    parts = tiny_tokens(sequences=4).split(2)
+    measured = of_model(InMemory(model), found, (), parts)
+    assert measured.linears == {}
+    assert list(measured.blocks) == list(found.blocks)
+    generator = torch.Generator().manual_seed(0)
+    shares, moves = {fqn: [] for fqn in found.blocks}, {fqn: [] for fqn in found.blocks}
+    for ids in parts:
+        left = {}
+
+        def keep(fqn, out, left=left):
+            left[fqn] = out[0] if isinstance(out, tuple) else out
+
+        with ExitStack() as stack:
+            for fqn, block in found.blocks.items():
+                stack.callback(block.register_forward_hook(lambda m, a, out, f=fqn: keep(f, out)).remove)
+            logits = model(ids, use_cache=False).logits
+        labels = torch.cat([drawn_labels(x.float(), generator) for x in logits.detach()])
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+        for fqn, gradient in zip(left, torch.autograd.grad(loss, list(left.values())), strict=True):
+            pairs = zip(gradient.double().flatten(0, -2), left[fqn].detach().double().flatten(0, -2), strict=True)
+            for g, x in pairs:
+                shares[fqn].append(g**2 / (g**2).sum())
+                moves[fqn].append(float(((g * x) ** 2).sum()))
+    for fqn, its in measured.blocks.items():
+        torch.testing.assert_close(its.channels.double(), torch.stack(shares[fqn]).mean(dim=0), rtol=1e-3, atol=1e-6)
+        assert float(its.channels.sum()) == pytest.approx(1.0, rel=1e-5)
+        assert its.scale == pytest.approx(statistics.median_low(moves[fqn]), rel=1e-3)
+
+
+def test_a_block_that_the_loss_does_not_react_to_has_no_reaction():
+    model = tiny_model("llama")
+    model.lm_head.weight.data.zero_()
+    assert of_model(InMemory(model), survey(model), (), batches()).blocks == {}
+
+
+def test_labels_are_drawn_from_the_predictions():
+    logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0], [3.0, -1.0, 0.5, 0.0]])
+    generator = torch.Generator().manual_seed(0)
+    labels = drawn_labels(logits.repeat_interleave(40000, dim=0), generator).view(2, -1)
+    shares = torch.stack([labels.eq(label).double().mean(dim=1) for label in range(4)], dim=1)
+    torch.testing.assert_close(shares, logits.double().softmax(dim=-1), rtol=0, atol=0.01)  # four standard deviations
+    assert shares[0, 2] == 0
+
+
+@pytest.mark.parametrize("part", ["block", "head"])
+def test_numbers_that_are_not_finite_are_an_error_that_names_the_weight(part):
+    model = tiny_model("llama")
+    found = survey(model)
+    weight = model.model.layers[1].mlp.down_proj.weight if part == "block" else model.lm_head.weight
+    weight.data[0, 0] = torch.nan
+    name = "model.layers.1.mlp.down_proj.weight" if part == "block" else "lm_head.weight"
+    with pytest.raises(ArtifactError, match=rf"^{name} has NaN"):
+        of_model(InMemory(model), found, found.linears, batches())
+    weight.data[0, 0] = torch.finfo(torch.float32).max
+    with pytest.raises(UnsupportedModelError, match="on the calibration text"):
+        of_model(InMemory(model), found, found.linears, batches())
+
+
+def test_without_tokens_the_rows_come_from_the_first_windows(monkeypatch):
+    monkeypatch.setattr("compressx.blocks.reaction.ROW_WINDOWS", 4)
+    model = tiny_model("llama")
+    found, parts = survey(model), tiny_tokens(sequences=8).split(2)
+    few = of_model(InMemory(model), found, found.linears, parts, tokens=False).linears
+    first = of_model(InMemory(model), found, found.linears, parts[:2]).linears
+    for name, its in few.items():
+        assert torch.equal(its.rows, first[name].rows)
+        assert its.tokens == ()
+
+
+def test_of_several_processes_each_takes_its_part_of_the_windows_that_rows_come_from(monkeypatch):
+    monkeypatch.setattr("compressx.blocks.reaction.ROW_WINDOWS", 4)
+    monkeypatch.setattr(Ranks, "add", lambda self, tensor: None)  # the others say nothing
+    monkeypatch.setattr(Ranks, "everyones", lambda self, value: [value])
+    model, told = tiny_model("llama"), []
+    found, parts = survey(model), tiny_tokens(sequences=8).split(2)
+    got = of_model(
+        InMemory(model), found, found.linears, parts, Ranks(0, 2), tokens=False, progress=lambda *x: told.append(x)
+    ).linears
+    first = of_model(InMemory(model), found, found.linears, parts[:1]).linears
+    assert told == [(0, 2)]
+    assert all(torch.equal(its.rows, first[name].rows) for name, its in got.items())
+
+
+def test_only_the_linears_that_are_wanted_are_measured():
+    model = tiny_model("llama")
+    name = "model.layers.1.mlp.up_proj"
+    assert set(of_model(InMemory(model), survey(model), [name], batches()).linears) == {name}
+
+
+def test_progress_is_told_in_windows():
+    model = tiny_model("llama")
+    told = []
+    linears = survey(model).linears
+    parts = tiny_tokens(sequences=4).split(2)
+    of_model(InMemory(model), survey(model), linears, parts, progress=lambda *counts: told.append(counts))
+    assert told == [(0, 4), (2, 4)]
+
+
+def test_a_streamed_models_sensitivities_are_those_of_the_loaded_one(tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    streamed = open_streamed(Checkpoint(str(tmp_path)))
+    assert all(p.is_meta for p in streamed.model.parameters())
+    loaded = of_model(InMemory(model), survey(model), survey(model).linears, batches())
+    got = of_model(streamed, survey(streamed.model), survey(streamed.model).linears, batches())
+    for name, its in loaded.linears.items():
+        assert torch.equal(got.linears[name].rows, its.rows)
+        assert all(torch.equal(a, b) for a, b in zip(got.linears[name].tokens, its.tokens, strict=True))
+    for fqn, its in loaded.blocks.items():
+        assert torch.equal(got.blocks[fqn].channels, its.channels)
+        assert got.blocks[fqn].scale == its.scale
+    assert all(p.is_meta for p in streamed.model.parameters())
