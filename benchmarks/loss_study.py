@@ -7,12 +7,14 @@ candidate errors are measured on text that the pruners did not see, and the perp
 
 MODEL is a hub id, a folder or a `.gguf` file. The errors, all squared: `linear`, the mean over the block's linears of
 ||X W~^T - X W^T||^2 / ||X W^T||^2; `matrix`, of the attention matrices, relative; `attention`, of what the attention
-adds to the residual stream, relative token by token; `block`, of the block's output, as `compressx.relative` has it;
-`block, plain`, the same with channels that all count as their size says; `weighted`, the sum over linears of the error
-of each output times the model's sensitivity to it, and `weighted, root` with that sensitivity's square root. DIR gets
-`losses.csv`, written row by row (a second run goes on where it stopped), and `losses.md`: Spearman's rank correlation
-of each error with the growth of log perplexity over all prunings, and the means of those within one block, and within
-one method and sparsity.
+adds to the residual stream, relative token by token; `block`, of the block's output, as an allocation prices it:
+channels and the whole count as the model's loss reacts to them; `block, relative`, the same without a factor for the
+whole, as block reconstruction has it; `block, by size`, with channels that count less the larger they are, as the
+report has it; `block, plain`, with channels that all count as their size says; `weighted`, the sum over linears of the
+error of each output times the model's sensitivity to it, and `weighted, root` with that sensitivity's square root. DIR
+gets `losses.csv`, written row by row (a second run goes on where it stopped), and `losses.md`: Spearman's rank
+correlation of each error with the growth of log perplexity over all prunings, and the means of those within one block,
+and within one method and sparsity.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from torch import Tensor
 from compressx import Block, Sensitivity, Unstructured
 from compressx.architecture import Architecture, survey, text_config
 from compressx.blocks.decide import decide, gather, write
-from compressx.blocks.reaction import of_model
+from compressx.blocks.reaction import Reactions, of_model
 from compressx.blocks.watch import inputs_watched
 from compressx.calibration.windows import calibration_windows, token_ids
 from compressx.evaluation.perplexity import token_perplexity
@@ -48,7 +50,10 @@ from compressx_attnprune.losses import MatrixLoss, relative_errors
 from kept import same_settings
 from loaded import load
 
-LOSSES = ("linear", "matrix", "attention", "block", "block, plain", "weighted", "weighted, root")
+LOSSES = (
+    "linear", "matrix", "attention", "block", "block, relative", "block, by size", "block, plain", "weighted",
+    "weighted, root",
+)  # fmt: skip
 METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "sensitivity")
 
 
@@ -62,7 +67,7 @@ class Dense:
     weights: Mapping[str, Tensor]
     attention: Sequence[Tensor]  # what the attention's last linear gives
     outputs: Sequence[Tensor]
-    sensitivities: Mapping[str, Sensitivity]
+    reactions: Reactions
 
     def errors(self) -> dict[str, float]:
         """Return the candidate errors of the block as it now is."""
@@ -70,13 +75,16 @@ class Dense:
         for name, linear in self.block.linears.items():
             changed, size = self._of_linear(name, linear)
             found["linear"] += float(changed.sum() / size) / len(self.weights)
-            rows = self.sensitivities[name].rows.double()
+            rows = self.reactions.linears[name].rows.double()
             found["weighted"] += float((rows * changed).sum())
             found["weighted, root"] += float((rows.sqrt() * changed).sum())
         found["matrix"] = self._of_matrices()
         attention, outputs, _ = watched(self.block, self.states)
         found["attention"] = _mean(attention, self.attention)
-        found["block"] = _mean(outputs, self.outputs, channel_weights(self.outputs))
+        reaction = self.reactions.blocks[self.block.fqn]
+        found["block, relative"] = _mean(outputs, self.outputs, reaction.channels)
+        found["block"] = reaction.scale * found["block, relative"]
+        found["block, by size"] = _mean(outputs, self.outputs, channel_weights(self.outputs))
         found["block, plain"] = _mean(outputs, self.outputs)
         return found
 
@@ -142,7 +150,7 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
     seen, others = drawn[: arguments.samples], drawn[arguments.samples :]
     held_out, evaluation = others[: arguments.held_out], others[arguments.held_out :]
     base = token_perplexity(access, evaluation)
-    sensitivities = of_model(access, found, found.linears, torch.split(seen, 4)).linears
+    reactions = of_model(access, found, found.linears, torch.split(seen, 4))
     plugins = load_plugins()
     streams = [*torch.split(seen, 4), *torch.split(held_out, 4)]
     learnt = math.ceil(len(seen) / 4)
@@ -154,12 +162,12 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
         ]  # fmt: skip
         if wanted:
             linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
-            given: dict[Loss, Mapping[str, Sensitivity]] = {"model": sensitivities}
+            given: dict[Loss, Mapping[str, Sensitivity]] = {"model": reactions.linears}
             block = Block(index, fqn, module, linears, tuple(calls[fqn][:learnt]), text_config(model), given)
             unseen = Block(index, fqn, module, linears, tuple(calls[fqn][learnt:]), text_config(model))
             attention, outputs, inputs = watched(unseen, states[learnt:])
             weights = {n: w.clone() for n, w in _weights(block).items()}
-            dense = Dense(unseen, states[learnt:], inputs, weights, attention, outputs, sensitivities)
+            dense = Dense(unseen, states[learnt:], inputs, weights, attention, outputs, reactions)
             for method in dict.fromkeys(m for _, m, _ in wanted):
                 spec = plugins.pruner(method)
                 rule = PlannedRule(0, spec, spec.options(), None, None)
