@@ -29,6 +29,9 @@ from compressx.relative import shares_of
 ROW_WINDOWS = 32
 """Windows that rows of the model's loss are measured on where nobody reads tokens."""
 
+BLOCK_WINDOWS = 8
+"""Windows that reactions to blocks are measured on where nobody reads those to linears; 24 others differ by 3%."""
+
 _TOKENS_AT_ONCE = 64
 """Tokens whose distribution functions, float64 [tokens, vocabulary], are in memory at once."""
 
@@ -94,7 +97,8 @@ def of_model(
         batches: token ids, each [batch, tokens].
         ranks: the processes.
         tokens: whether those of tokens are wanted. Without them the first `ROW_WINDOWS` windows do, or as many more as
-            it takes to reach every linear: a row's value is a mean over tokens, of which these hold thousands.
+            it takes to reach every linear: a row's value is a mean over tokens, of which these hold thousands. Without
+            names `BLOCK_WINDOWS` do.
         progress: called with how many windows are done, and how many there are at least.
 
     Raises:
@@ -103,7 +107,9 @@ def of_model(
         UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
     """
     wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, so that processes agree
-    enough = sum(map(len, batches)) if tokens else max(1, ROW_WINDOWS // ranks.size)
+    tokens = tokens and bool(wanted)
+    windows = ROW_WINDOWS if wanted else BLOCK_WINDOWS
+    enough = sum(map(len, batches)) if tokens else max(1, windows // ranks.size)
     if not tokens:  # the same windows for every batch size
         batches = [part for batch in _parted(batches, enough) for part in torch.split(batch, len(batches[0]))]
     shapes = [batch.shape for batch in batches] if tokens else []

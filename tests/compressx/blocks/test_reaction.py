@@ -132,6 +132,18 @@ def test_without_tokens_the_rows_come_from_the_first_windows(monkeypatch):
         assert its.tokens == ()
 
 
+def test_reactions_to_blocks_alone_take_a_few_windows(monkeypatch):
+    monkeypatch.setattr("compressx.blocks.reaction.BLOCK_WINDOWS", 2)
+    model, told = tiny_model("llama"), []
+    found, parts = survey(model), tiny_tokens(sequences=8).split(4)
+    few = of_model(InMemory(model), found, (), parts, progress=lambda *counts: told.append(counts))
+    first = of_model(InMemory(model), found, found.linears, [parts[0][:2]])
+    assert told == [(0, 2)]
+    for fqn, its in few.blocks.items():
+        assert torch.equal(its.channels, first.blocks[fqn].channels)
+        assert its.scale == first.blocks[fqn].scale
+
+
 def test_of_several_processes_each_takes_its_part_of_the_windows_that_rows_come_from(monkeypatch):
     monkeypatch.setattr("compressx.blocks.reaction.ROW_WINDOWS", 4)
     monkeypatch.setattr(Ranks, "add", lambda self, tensor: None)  # the others say nothing
