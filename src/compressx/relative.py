@@ -48,7 +48,7 @@ def relative_errors(output: Tensor, target: Tensor, channels: Tensor | None = No
     Args:
         output: [batch, tokens, width].
         target: [batch, tokens, width].
-        channels: w [width], as `channel_weights` gives them; ones when absent.
+        channels: w [width], as `channel_weights` or `compressx.blocks.reaction` give them; ones when absent.
     """
     wanted = target.to(output.device, torch.float32)  # what is kept in files is on the CPU
     weights = wanted.new_ones(wanted.shape[-1]) if channels is None else channels.to(output.device)

@@ -25,7 +25,7 @@ from compressx.allocation.units import Unit
 from compressx.architecture import survey, text_config
 from compressx.blocks.decide import Decision, decide_all, gather, write
 from compressx.blocks.observe import observe
-from compressx.blocks.reaction import Reactions
+from compressx.blocks.reaction import OutputReaction, Reactions
 from compressx.blocks.sensitivity import by_loss
 from compressx.blocks.walk import capture
 from compressx.errors import CalibrationError
@@ -63,11 +63,6 @@ class Measured:
     output_errors: tuple[float, ...]
     scale: float
 
-    @property
-    def prices(self) -> tuple[float, ...]:
-        """What the sparsities cost the model's loss."""
-        return tuple(self.scale * error for error in self.output_errors)
-
 
 def measure(
     access: Access, units: Sequence[Unit], seen: Sequence[Tensor], held_out: Sequence[Tensor],
@@ -81,8 +76,8 @@ def measure(
         seen: token ids that the pruners learn from, each [batch, tokens].
         held_out: those that errors are measured on; on its own text a pruner that overfits looks too good.
         sparsities: to measure; of N:M the nearest that can be had.
-        reactions: of the dense model's loss on text that begins with `seen`: the sensitivities that pruners read, and
-            what errors of the blocks' outputs count; absent, all channels and blocks count alike.
+        reactions: of the dense model's loss: what errors of the blocks' outputs count, all channels and blocks alike
+            when absent; and the sensitivities that pruners read, those of tokens on text that begins with `seen`.
 
     Yields:
         For each block with units, one value for each of them.
@@ -90,7 +85,7 @@ def measure(
     Raises:
         ArtifactError: a weight that is not finite.
         PluginError: a pruner that returns what it must not.
-        CalibrationError: an error that is not finite, or a linear that no token reached.
+        CalibrationError: an error that is not finite, a linear that no token reached, or a block without a price.
         UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
     """
     inside = [x for u in units if u.block for x in u.linears]
@@ -108,15 +103,19 @@ def measure(
         sensitive = by_loss(of_linears, reacting, dense.runs[:learnt], dense.states[:learnt])
         block = replace(dense.block, sensitivities=sensitive)
         stats = gather(block, by_rule, pruners, dense.passes[:learnt])
-        reaction = reactions.blocks.get(block.fqn)
-        held_out = (dense.passes[learnt:], dense.states[learnt:], dense.outputs[learnt:])
-        stream = _Stream(*held_out, reaction.channels if reaction else None)
+        reaction = reactions.blocks[block.fqn] if reactions.blocks else None
+        if reaction is not None and reaction.scale == 0:
+            raise CalibrationError(
+                f"{block.fqn}: the model's loss does not react to its output at half of the calibration tokens or "
+                "more, so that it has no price; use other calibration text, or a wider model.dtype"
+            )
+        passes, inputs, outputs = dense.passes[learnt:], dense.states[learnt:], dense.outputs[learnt:]
+        stream = _Stream(passes, inputs, outputs, reaction)
 
         def ask(patterns: Patterns) -> Iterator[tuple[str, Decision]]:
             return decide_all(block, patterns, pruners, dict(stats), ALONE)  # it gives up statistics as it goes
 
-        scale = reaction.scale if reaction else 1.0
-        return tuple(Measured(unit, *_measure(unit, sparsities, block.linears, ask, stream), scale) for unit in mine)
+        return tuple(_measure(unit, sparsities, block.linears, ask, stream) for unit in mine)
 
     return _over_blocks(access, {u.block for u in units}, [*seen, *held_out], visit)
 
@@ -198,7 +197,7 @@ class _Stream:
     passes: Sequence[Callable[[], Tensor]]
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
-    channels: Tensor | None
+    reaction: OutputReaction | None
 
     def changed(self) -> float:
         """Return the mean over tokens of the error of what leaves the block as it now is."""
@@ -209,7 +208,8 @@ class _Stream:
         return self._mean(self.inputs)
 
     def _mean(self, others: Iterable[Tensor]) -> float:
-        errors = [relative_errors(x, out, self.channels) for x, out in zip(others, self.outputs, strict=True)]
+        channels = self.reaction.channels if self.reaction else None
+        errors = [relative_errors(x, out, channels) for x, out in zip(others, self.outputs, strict=True)]
         return float(torch.cat([x.flatten() for x in errors]).double().mean())
 
 
@@ -219,12 +219,8 @@ def _measure(
     linears: Mapping[str, Linear],
     ask: Callable[[Patterns], Iterator[tuple[str, Decision]]],
     stream: _Stream,
-) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-    """Prune a unit to one sparsity after the other, each time from its dense weights.
-
-    Returns:
-        Sparsities, update errors and output errors, as `Measured` has them.
-    """
+) -> Measured:
+    """Prune a unit to one sparsity after the other, each time from its dense weights."""
     changes: dict[float, float] = {}
     for wanted in sparsities:
         sparsity, patterns = unit.at(wanted)
@@ -240,7 +236,8 @@ def _measure(
                 "NaN or infinite values; leave that sparsity out of allocation.sparsities"
             )
     added, errors = stream.added(), tuple(changes.values())
-    return tuple(changes), tuple(c / added if c else 0.0 for c in errors), errors
+    of_update = tuple(c / added if c else 0.0 for c in errors)
+    return Measured(unit, tuple(changes), of_update, errors, stream.reaction.scale if stream.reaction else 1.0)
 
 
 def _of_first(its: Sensitivity, sizes: Sequence[int]) -> Sensitivity:

@@ -95,16 +95,20 @@ def _by_error(
         measured |= {m.unit.linears[0].name: m for m in block}
         progress(done)
     # Against the residual stream, which later blocks read: a block that adds little to it may be wrong about that.
-    curves = {name: Curve(m.sparsities, m.prices) for name, m in measured.items()}
+    curves = {name: Curve(m.sparsities, m.output_errors) for name, m in measured.items()}
+
+    def prices(unit: Unit) -> list[tuple[int, float]]:
+        name = unit.linears[0].name
+        return [(zeros, measured[name].scale * error) for zeros, error in unit.points(curves[name])]
 
     def choose(group: Sequence[Unit], zeros: int) -> list[int]:
-        return cheapest([u.points(curves[u.linears[0].name]) for u in group], zeros)
+        return cheapest([prices(unit) for unit in group], zeros)
 
     def tell(unit: Unit, sparsity: float) -> dict[str, Any]:
         if (m := measured.get(unit.linears[0].name)) is None:
             return {}
         return {
-            "error": Curve(m.sparsities, m.output_errors).error(sparsity),
+            "error": curves[unit.linears[0].name].error(sparsity),
             "sparsities": m.sparsities,
             "update_errors": m.update_errors,
             "output_errors": m.output_errors,

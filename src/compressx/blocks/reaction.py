@@ -43,8 +43,8 @@ class OutputReaction:
     Attributes:
         channels: each channel's share of a token's squared gradient, the mean over tokens, float32 [width]. Of shares,
             since the gradients of a few tokens are thousands of times larger or smaller than the others'.
-        scale: the median over this process's tokens of sum_c (g_c x_c)^2, g being a token's gradient and x its value:
-            up to a factor how far the loss moves, to second order, when each channel errs by the same part of itself.
+        scale: the median over tokens of sum_c (g_c x_c)^2, g being a token's gradient and x its value: up to a factor
+            how far the loss moves, to second order, when each channel errs by the same part of itself.
     """
 
     channels: Tensor
@@ -57,7 +57,7 @@ class Reactions:
 
     Attributes:
         linears: sensitivities, by linear.
-        blocks: by block; without those that the loss does not react to.
+        blocks: by block; all, or none where they were not measured.
     """
 
     linears: Mapping[str, Sensitivity] = field(default_factory=dict)
@@ -65,23 +65,34 @@ class Reactions:
 
 
 class _OutputSums:
-    """What is gathered of what leaves one block."""
+    """What is gathered of what leaves one block; all room is taken at once, as in `sensitivity`."""
 
-    def __init__(self, width: int, device: torch.device) -> None:
+    def __init__(self, width: int, tokens: int, device: torch.device) -> None:
         self.shares = torch.zeros(width, dtype=torch.float64, device=device)
-        self.moves: list[Tensor] = []  # of each batch's tokens
+        self.moves = torch.empty(tokens)
+        self.filled = 0
 
     def add(self, gradient: Tensor, output: Tensor) -> None:
         """Take in a batch, both [batch, tokens, width]."""
         self.shares += shares_of(gradient.float()).sum(dim=(0, 1), dtype=torch.float64)
-        self.moves.append((gradient.float() * output.float()).square().sum(dim=-1).flatten().cpu())
+        moves = (gradient.float() * output.float()).square().sum(dim=-1).flatten()
+        self.moves[self.filled : self.filled + len(moves)] = moves
+        self.filled += len(moves)
 
-    def result(self, ranks: Ranks) -> OutputReaction | None:
-        """Return the reaction; None where there is none."""
+    def result(self, fqn: str, ranks: Ranks) -> OutputReaction:
+        """Return the reaction to a block's output, that of all processes' tokens.
+
+        Raises:
+            UnsupportedModelError: there is none.
+        """
         ranks.add(self.shares)
-        if not self.moves or not self.shares.any():
-            return None
-        return OutputReaction((self.shares / self.shares.sum()).float(), float(torch.cat(self.moves).median()))
+        if not self.shares.any():
+            raise UnsupportedModelError(
+                f"{fqn}: the model's loss does not react to its output on the calibration text, all gradients are "
+                "zero; if the model is not broken, model.dtype may be too narrow"
+            )
+        moves = torch.cat(ranks.everyones(self.moves[: self.filled]))
+        return OutputReaction((self.shares / self.shares.sum()).float(), float(moves.median()))
 
 
 def of_model(
@@ -104,7 +115,8 @@ def of_model(
     Raises:
         ArtifactError: a weight that is not finite.
         CalibrationError: a linear that no token of any process came through.
-        UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
+        UnsupportedModelError: a model whose blocks cannot be run one at a time, whose numbers or gradients are not
+            finite, or whose loss does not react to a block at all.
     """
     wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, so that processes agree
     tokens = tokens and bool(wanted)
@@ -117,8 +129,8 @@ def of_model(
         fqn: Gathering({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}, shapes, access.device)
         for fqn in found.blocks
     }
-    width = text_config(access.model).hidden_size
-    outputs = {fqn: _OutputSums(width, access.device) for fqn in found.blocks}
+    width, tokens_in = text_config(access.model).hidden_size, sum(batch.numel() for batch in batches)
+    outputs = {fqn: _OutputSums(width, tokens_in, access.device) for fqn in found.blocks}
     generator = torch.Generator(access.device).manual_seed(0)
     seen = 0
     for batch in batches:
@@ -137,12 +149,16 @@ def of_model(
         with access.materialise(OUTSIDE):
             gradient = _of_likelihood(access.model, found.blocks, ids, states[-1], generator)
         for fqn, run in reversed(runs.items()):
+            if not all_finite(gradient):
+                raise UnsupportedModelError(
+                    f"{fqn}: the gradient of the model's loss with respect to its output has NaN or infinite values on "
+                    "the calibration text; model.dtype may be too narrow"
+                )
             outputs[fqn].add(gradient, states.pop())
             with access.materialise(fqn):
                 gradient = gatherings[fqn].backward(run, states[-1], partial(_given, gradient))
     linears = {name: its for gathering in gatherings.values() for name, its in gathering.result(ranks).items()}
-    blocks = {fqn: its for fqn, sums in outputs.items() if (its := sums.result(ranks)) is not None}
-    return Reactions(linears, blocks)
+    return Reactions(linears, {fqn: sums.result(fqn, ranks) for fqn, sums in outputs.items()})
 
 
 def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:

@@ -145,7 +145,7 @@ def by_loss(
     """Return what `Block.sensitivities` holds: those of the model's loss as given, those of the block's gathered now.
 
     Args:
-        of_model: of the linears, what the function of this name returned, or nothing.
+        of_model: of the linears, `Reactions.linears` of `blocks.reaction`, or nothing.
         reacting: the linears of the block whose pruners read the sensitivities of its own loss.
         runs: as for `of_block`.
         states: as for `of_block`.

@@ -32,7 +32,7 @@ from compressx.pipeline.preparation import loaded_recipe, prepare, refuse_stream
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.ranks import Ranks, joined_ranks
-from compressx.recipe.methods import AttentionAware, ErrorAllocation, MeasuredAllocation
+from compressx.recipe.methods import MeasuredAllocation
 from compressx.recipe.schema import Calibration, LoadedRecipe
 from compressx.report import figures
 from compressx.report.run import AllocationReport, RunReport
@@ -218,7 +218,8 @@ class _Pruning:
     def reactions(self, planned: Plan) -> Reactions:
         """Measure how the dense model's loss reacts, if pruning that is not done yet reads it."""
         names = planned.sensitive_to("model")
-        priced = isinstance(planned.allocation, ErrorAllocation | AttentionAware)
+        allocation = planned.allocation if self.journal.allocated is None else None
+        priced = allocation is not None and allocation.measures == "errors"
         wanted = names or priced or planned.reconstruct_block is not None
         if not wanted or len(self.journal.finished) == _blocks(planned):
             return Reactions()

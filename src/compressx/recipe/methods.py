@@ -107,7 +107,7 @@ class _Measuring(Strict):
 
 
 class ErrorAllocation(_Measuring):
-    """Sparsity where it costs a decoder block's output least."""
+    """Sparsity where it costs the model's loss least, by the errors of its decoder blocks' outputs."""
 
     method: Literal["error"] = Field(description=_METHOD)
     unit: UnitKind = Field(

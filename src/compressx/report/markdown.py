@@ -46,6 +46,7 @@ def page(report: RunReport) -> str:
 _MEASURES = {
     "predicted error": "The error is that of the block's output when these linears alone are pruned, squared and "
     "relative to it, the mean over tokens.",
+    "price": "The price is that error times how strongly the model's loss reacts to it; their sum was made least.",
     "outliers": "Outliers are the fraction of weights whose size times the norm of their input feature is far above "
     "the block's mean.",
 }
@@ -81,8 +82,9 @@ def allocation_table(allocation: AllocationReport) -> Told:
 def block_table(blocks: Sequence[BlockReport]) -> Told:
     """Say what pruning did to each block's output, and how long it took."""
     return Told(
-        "Output error: what a block's pruning alone changes in its output, squared and relative, the mean over the "
-        "first tokens of the calibration text, before any reconstruction. Seconds: observing, pruning, reconstructing.",
+        "Output error: what a block's pruning alone changes in its output, squared and relative, large channels "
+        "counting less, the mean over the first tokens of the calibration text, before any reconstruction. Seconds: "
+        "observing, pruning, reconstructing.",
         ["block", "linears", "sparsity", "output error", "seconds"],
         [
             [x.name, str(len(x.layers)), f"{total_sparsity(x.layers):.2%}",
@@ -101,7 +103,8 @@ def reconstruction_table(blocks: Sequence[BlockReport]) -> Told:
             rows.append([block.name, f"{x.before:.4g}", f"{x.after:.4g}", best, f"{x.seconds:.1f}"])
     return Told(
         "Squared relative error of each block's output on calibration text that was held out, before and after its "
-        "survivors were trained: what the pruned blocks give against what the dense ones gave, the mean over tokens.",
+        "survivors were trained: what the pruned blocks give against what the dense ones gave, channels counting as "
+        "the model's loss reacts to them, the mean over tokens.",
         ["block", "before", "after", "best pass", "seconds"],
         rows,
     )

@@ -121,6 +121,11 @@ class UnitReport:
     scale: float | None = None
     outliers: float | None = None
 
+    @property
+    def price(self) -> float | None:
+        """What its zeros cost the model's loss, by the prediction and up to a factor that all units share."""
+        return None if self.error is None or self.scale is None else self.scale * self.error
+
 
 @dataclass(frozen=True)
 class AllocationReport:
@@ -145,7 +150,7 @@ class AllocationReport:
     units: tuple[UnitReport, ...]
 
     def rows(self) -> list[list[str]]:
-        """Return `[block, linears, pruner, sparsity, predicted error, outliers]` for every unit."""
+        """Return `[block, linears, pruner, sparsity, predicted error, price, outliers]` for every unit."""
         return [
             [
                 u.block or "outside",
@@ -153,6 +158,7 @@ class AllocationReport:
                 u.pruner,
                 f"{u.sparsity:.2%}",
                 "" if u.error is None else f"{u.error:.3g}",
+                "" if u.price is None else f"{u.price:.3g}",
                 "" if u.outliers is None else f"{u.outliers:.3%}",
             ]
             for u in self.units

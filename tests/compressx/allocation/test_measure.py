@@ -110,7 +110,7 @@ def test_channels_and_blocks_count_as_the_loss_reacts_to_them() -> None:
     planned = plan(tiny_model("llama"), (rule(0, SPECS["magnitude"]), "layer", ("up_proj",)))
     generator = torch.Generator().manual_seed(0)
     reactions = Reactions(
-        blocks={f"model.layers.{i}": OutputReaction(torch.rand(64, generator=generator), i + 2.0) for i in (0, 2)}
+        blocks={f"model.layers.{i}": OutputReaction(torch.rand(64, generator=generator), i + 2.0) for i in range(3)}
     )
     units = units_of(planned, "rule")
     got = [m for (m,) in measure(InMemory(tiny_model("llama")), units, BATCHES, BATCHES, (0.5,), reactions)]
@@ -120,14 +120,22 @@ def test_channels_and_blocks_count_as_the_loss_reacts_to_them() -> None:
         weight = model.model.layers[index].mlp.up_proj.weight.data
         weight.view(-1)[weight.abs().flatten().argsort()[: weight.numel() // 2]] = 0.0
         entered, left = dense[index]
-        reaction = reactions.blocks.get(f"model.layers.{index}", OutputReaction(torch.ones(64), 1.0))
+        reaction = reactions.blocks[f"model.layers.{index}"]
         change, whole = (
             float(relative_errors_reference(x, left, reaction.channels.double()).mean())
             for x in (block_outputs(model)[index][1], entered)
         )
         assert unit.output_errors == pytest.approx([change], rel=1e-4)
         assert unit.update_errors == pytest.approx([change / whole], rel=1e-4)
-        assert unit.prices == pytest.approx([reaction.scale * change], rel=1e-4)
+        assert unit.scale == reaction.scale
+
+
+def test_a_block_without_a_price_is_refused() -> None:
+    planned = plan(tiny_model("llama"), (rule(0, SPECS["magnitude"]), "layer", ("up_proj",)))
+    reactions = Reactions(blocks={f"model.layers.{i}": OutputReaction(torch.ones(64), float(i != 1)) for i in range(3)})
+    units = units_of(planned, "rule")
+    with pytest.raises(CalibrationError, match=r"model\.layers\.1: the model's loss does not react to its output"):
+        list(measure(InMemory(tiny_model("llama")), units, BATCHES, BATCHES, (0.5,), reactions))
 
 
 def test_a_block_that_the_loss_reacts_to_more_keeps_more_weights() -> None:

@@ -92,10 +92,35 @@ def test_the_reaction_to_a_blocks_output_is_read_off_the_gradients_that_autograd
         assert its.scale == pytest.approx(statistics.median_low(moves[fqn]), rel=1e-3)
 
 
-def test_a_block_that_the_loss_does_not_react_to_has_no_reaction():
+def test_a_loss_that_does_not_react_is_refused():
     model = tiny_model("llama")
     model.lm_head.weight.data.zero_()
-    assert of_model(InMemory(model), survey(model), (), batches()).blocks == {}
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0: the model's loss does not react"):
+        of_model(InMemory(model), survey(model), (), batches())
+
+
+def test_gradients_that_are_not_finite_name_the_block_whose_output_they_are_of(monkeypatch):
+    model = tiny_model("llama")
+
+    def overflowing(module, args, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * torch.inf)
+
+    model.model.layers[1].register_forward_hook(overflowing)
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0: the gradient .* has NaN or infinite values"):
+        of_model(InMemory(model), survey(model), (), batches())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_16_bit_models_reactions_are_near_those_of_float32(dtype):
+    narrow, wide = (tiny_model("llama", dtype=d) for d in (dtype, torch.float32))
+    got, expected = (
+        of_model(InMemory(m), survey(m), (), tiny_tokens(sequences=8).split(4)).blocks for m in (narrow, wide)
+    )
+    for fqn, its in expected.items():
+        torch.testing.assert_close(got[fqn].channels, its.channels, rtol=0.2, atol=1e-3)
+        assert got[fqn].scale == pytest.approx(its.scale, rel=0.2)
 
 
 def test_labels_are_drawn_from_the_predictions():
@@ -139,6 +164,7 @@ def test_reactions_to_blocks_alone_take_a_few_windows(monkeypatch):
     few = of_model(InMemory(model), found, (), parts, progress=lambda *counts: told.append(counts))
     first = of_model(InMemory(model), found, found.linears, [parts[0][:2]])
     assert told == [(0, 2)]
+    assert list(few.blocks) == list(found.blocks)
     for fqn, its in few.blocks.items():
         assert torch.equal(its.channels, first.blocks[fqn].channels)
         assert its.scale == first.blocks[fqn].scale
@@ -183,6 +209,7 @@ def test_a_streamed_models_sensitivities_are_those_of_the_loaded_one(tmp_path):
     for name, its in loaded.linears.items():
         assert torch.equal(got.linears[name].rows, its.rows)
         assert all(torch.equal(a, b) for a, b in zip(got.linears[name].tokens, its.tokens, strict=True))
+    assert list(got.blocks) == list(survey(model).blocks)
     for fqn, its in loaded.blocks.items():
         assert torch.equal(got.blocks[fqn].channels, its.channels)
         assert got.blocks[fqn].scale == its.scale

@@ -17,6 +17,7 @@ from tests.compressx.saved import save_tiny
 
 import compressx
 from compressx.allocation.spread import Curve
+from compressx.blocks.reaction import Reactions
 from compressx.errors import ArtifactError, CalibrationError, RecipeError
 from compressx.masks.maskset import MaskSet
 from compressx.models import hidden
@@ -245,7 +246,11 @@ def test_the_plan_and_the_report_on_disk_hold_the_allocated_sparsities(models: A
     assert unit["sparsities"] == [0.4, 0.8]
     assert unit["update_errors"][0] < unit["update_errors"][1]
     text = Path("out/report.md").read_text()
-    assert f"| model.layers.0 | q_proj, k_proj | attnprune | {unit['sparsity']:.2%} | {unit['error']:.3g} |" in text
+    price = unit["scale"] * unit["error"]
+    row = (
+        f"| model.layers.0 | q_proj, k_proj | attnprune | {unit['sparsity']:.2%} | {unit['error']:.3g} | {price:.3g} |"
+    )
+    assert row in text
     assert "| q_proj | attnprune | allocated joint | 3 |" in text
 
 
@@ -718,6 +723,21 @@ def test_hidden_states_in_files_give_the_same_bits(
     for name in ("above", "below"):
         assert Path(name, "masks.safetensors").read_bytes() == Path("memory/masks.safetensors").read_bytes()
         assert not list(Path(name).rglob("*.states"))
+
+
+@pytest.mark.slow
+def test_block_reconstruction_goes_by_the_losss_reaction_whatever_prunes(
+    models: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = recipe(models("llama"), {"targets": ["*.up_proj"], "pruner": "wanda", "sparsity": 0.5})
+    asked["reconstruct_block"] = {"passes": 1}
+    whole = run(asked, plugins=plugins)
+    monkeypatch.setattr("compressx.pipeline.run.of_model", lambda *_, **__: Reactions())
+    without = run({**asked, "output": "without"}, plugins=plugins)
+    for mine, others in zip(whole.blocks, without.blocks, strict=True):
+        assert mine.reconstruction is not None
+        assert others.reconstruction is not None
+        assert mine.reconstruction.before != pytest.approx(others.reconstruction.before, rel=1e-4)
 
 
 @pytest.mark.slow
