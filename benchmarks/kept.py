@@ -1,11 +1,16 @@
-"""What a benchmark that goes on where it stopped has to be sure of: the rows there were measured as these would be."""
+"""What a benchmark that goes on where it stopped has to be sure of: what is there was measured as the rest would be."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+import compressx
+import compressx_attnprune
 
 
 def same_settings(folder: Path, settings: Mapping[str, object]) -> None:
@@ -23,3 +28,22 @@ def same_settings(folder: Path, settings: Mapping[str, object]) -> None:
             was = ", ".join(f"{name} {before.get(name)!r}, now {settings.get(name)!r}" for name in changed)
             sys.exit(f"{told} says that the rows there were measured otherwise: {was}; name another output")
     told.write_text(json.dumps(dict(settings), indent=1), encoding="utf-8")
+
+
+def unfinished(folder: Path, row: str) -> Path:
+    """Return the folder to work on a row in; what other code has left of the same row is removed.
+
+    Args:
+        folder: of the rows.
+        row: its name, fit for a folder.
+    """
+    code = hashlib.sha256()
+    for package in (compressx, compressx_attnprune):
+        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
+            code.update(path.read_bytes())
+    mine = folder / "unfinished" / f"{row}-{code.hexdigest()[:8]}"
+    for other in mine.parent.glob(f"{row}-{'?' * 8}"):
+        if other != mine:
+            shutil.rmtree(other)
+    mine.mkdir(parents=True, exist_ok=True)
+    return mine

@@ -230,7 +230,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     own = ("output", "blocks", "sparsities")  # a row says
-    same_settings(arguments.output, {n: str(v) for n, v in vars(arguments).items() if n not in own})
+    told = {n: str(v) for n, v in vars(arguments).items() if n not in own}
+    same_settings(arguments.output, {**told, "errors": "; ".join(LOSSES)})  # the columns
     path = arguments.output / "losses.csv"
     columns = ["index", "method", "sparsity", "growth", *LOSSES]
     if not path.exists():

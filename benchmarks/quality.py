@@ -3,17 +3,17 @@
     python benchmarks/quality.py --model HuggingFaceTB/SmolLM2-135M --output quality
 
 Calibration and evaluation are a dataset's short name or a text file; the model a hub id, a folder or a `.gguf` file.
-Rows are measured one at a time, each in a process of its own, and written at once: a second run with the same settings
-goes on where the first one stopped, and `--methods` and `--budgets` choose rows. `best` is what `recipes/best-*.yaml`
-do, and `best, fine-tuned` the same with `finetune` after it: one run measures both rows, so that the memory of both is
-the higher one. What `best` is made of, one thing added at a time:
-SparseGPT, ALPS, `attnprune + ALPS`, `+ sensitivity weights`, `+ allocation`, `best`, which adds block reconstruction,
-and `+ true-sequential`, which recipes leave out; those with a plus are measured when they are named, the last of them
-of N:M only, since the joint rule of the others decides a block at once. llm-compressor is
+Rows are measured one at a time, each in a process of its own, and written at once: a second run with the same
+settings goes on where the first one stopped, in the middle of a row after its last block if the code is the same.
+`--methods` and `--budgets` choose rows. `best` is what `recipes/best-*.yaml` do, and `best, fine-tuned` the same with
+`finetune` after it: one run measures both rows, so that the memory of both is the higher one. What `best` is made of,
+one thing added at a time: SparseGPT, ALPS, `attnprune + ALPS`, `+ sensitivity weights`, `+ allocation`, `best`, which
+adds block reconstruction, and `+ true-sequential`, which recipes leave out; those with a plus are measured when they
+are named, the last of them of N:M only, since the joint rule of the others decides a block at once. llm-compressor is
 installed into `OUTPUT/llm-compressor` when its rows are asked for, unless `--peer` names a Python that has it.
 
-OUTPUT gets `quality.csv`, `quality.md` and `quality.svg`, and in `reports/` a folder with the report of every row, as
-`compressx compare` takes them.
+OUTPUT gets `quality.csv`, `quality.md` and `quality.svg`, in `reports/` a folder with the report of every row, as
+`compressx compare` takes them, and in `unfinished/` what the row at work has so far.
 """
 
 from __future__ import annotations
@@ -25,17 +25,14 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import venv
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from compressx.recipe.sources import Bos
-from kept import same_settings
+from kept import same_settings, unfinished
 from loaded import checkpoint, source
 from methods import BUDGETS, INGREDIENTS, METHODS, UNTUNED, applies
 
@@ -77,10 +74,17 @@ class Settings:
 
 
 def by_compressx(settings: Settings, sections: dict[str, Any], folder: Path, kept: Path) -> dict[str, dict[str, float]]:
-    """Run a recipe in a process of its own, keep its reports in `kept`, and return the figures of each stage."""
+    """Run a recipe, or go on with it, in a process of its own, and return the figures of each stage.
+
+    Args:
+        settings: of all rows.
+        sections: of the recipe, those that are the row's own.
+        folder: to work in.
+        kept: where its reports are kept.
+    """
     recipe, output = folder / "recipe.yaml", folder / "out"
     recipe.write_text(json.dumps(settings.recipe(output, **sections)), encoding="utf-8")
-    _run([sys.executable, "-m", "compressx", "run", str(recipe)])
+    _run([sys.executable, "-m", "compressx", "run", str(recipe), "--resume"])
     report = json.loads((output / "report.json").read_text(encoding="utf-8"))
     kept.mkdir(parents=True, exist_ok=True)
     for name in ("report.json", "report.html"):
@@ -165,9 +169,9 @@ def peer_python(folder: Path) -> str:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    # Standard error is the user's: progress on a terminal, and what went wrong.
+    if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+        sys.exit(f"{' '.join(command)} failed")
 
 
 def _dataset(name: str) -> dict[str, str]:
@@ -240,12 +244,6 @@ class Table:
         plt.close(figure)
 
 
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
 def main() -> None:
     """Measure the rows that are asked for and not there yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -281,19 +279,20 @@ def main() -> None:
     for number, (method, budget) in enumerate(wanted, start=1):
         started = time.perf_counter()
         rows: dict[str, dict[str, float]] = {}
-        with _scratch() as folder:
-            if method in PEERS:
-                python = given.peer or peer_python(given.output / PEER)
-                rows[method] = by_peer(settings, PEERS[method], budget, python, folder)
-            else:
-                name = re.sub(r"[^\w]+", "-", f"{method} {budget}").strip("-")
-                sections = {**METHODS, **INGREDIENTS}[method](budget)
-                stages = by_compressx(settings, sections, folder, given.output / "reports" / name)
-                rows = {UNTUNED.get(method, method): stages["pruned"]}
-                if "finetuned" in stages:
-                    rows[method] = stages["finetuned"]
+        name = re.sub(r"[^\w]+", "-", f"{method} {budget}").strip("-")
+        folder = unfinished(given.output, name)
+        if method in PEERS:
+            python = given.peer or peer_python(given.output / PEER)
+            rows[method] = by_peer(settings, PEERS[method], budget, python, folder)
+        else:
+            sections = {**METHODS, **INGREDIENTS}[method](budget)
+            stages = by_compressx(settings, sections, folder, given.output / "reports" / name)
+            rows = {UNTUNED.get(method, method): stages["pruned"]}
+            if "finetuned" in stages:
+                rows[method] = stages["finetuned"]
         for row, figures in rows.items():
             table.add(row, budget, figures)
+        shutil.rmtree(folder)
         print(
             f"[{number}/{len(wanted)}] {method}, {budget}: perplexity {rows[method]['perplexity']:.2f} at "
             f"{rows[method]['sparsity']:.2%}, {time.perf_counter() - started:.0f} s", flush=True,

@@ -13,7 +13,7 @@ from tests.compressx.saved import save_tiny
 
 from compressx.outputs.compare import read_report
 from compressx.patterns import NM
-from compressx.pipeline.run import plan
+from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
 
 
@@ -103,6 +103,41 @@ def test_the_benchmark_measures_a_row_and_keeps_its_report(measure, tmp_path, ca
     assert report.blocks[0].output_error is not None
     measure(*rows)
     assert "Wanda, 2:4: perplexity" not in capsys.readouterr().out  # both rows are there
+
+
+def interrupted(recipe):
+    def progress(stage, done, total, note=""):
+        if (stage, done) == ("prune", 2):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, plugins=load_plugins(), progress=progress)
+
+
+@pytest.mark.slow
+def test_a_row_that_was_cut_is_gone_on_with(quality, settings, measure, tmp_path, capfd):
+    row = ("--methods", "Wanda", "--budgets", "50%")
+    folder = quality.unfinished(tmp_path / "q", "Wanda-50")
+    interrupted(settings.recipe(folder / "out", **quality.METHODS["Wanda"]("50%")))
+    (state,) = folder.glob(".out.partial-*/state.json")
+    told = state.read_text()
+    state.write_text(told.replace('"finished"', '"finish"'))
+    with pytest.raises(SystemExit, match="failed"):
+        measure(*row)
+    assert "state.json is damaged" in capfd.readouterr().err.replace("\n", "")
+    state.write_text(told)
+    measure(*row)
+    assert "[1/1] Wanda, 50%: perplexity" in capfd.readouterr().out
+    assert not folder.exists()
+
+
+def test_what_other_code_has_begun_of_a_row_is_not_gone_on_with(quality, tmp_path):
+    mine = quality.unfinished(tmp_path, "best-50")
+    others = [mine.with_name(name) for name in ("best-50-0123abcd", "best-fine-tuned-50-0123abcd")]
+    for other in others:
+        other.mkdir()
+    assert quality.unfinished(tmp_path, "best-50") == mine
+    assert [other.exists() for other in others] == [False, True]
 
 
 @pytest.mark.slow
