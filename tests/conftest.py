@@ -86,6 +86,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
+def _same_numbers_in_every_order() -> None:
+    """Seed torch, so that what a test draws does not depend on those before it."""
+    import torch
+
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _one_thread_for_tiny_models(request: pytest.FixtureRequest) -> Iterator[None]:
     """Use one thread for models of milliseconds: two only wait for each other when the machine is busy."""
     import torch

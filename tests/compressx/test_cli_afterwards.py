@@ -86,6 +86,11 @@ def test_eval_says_what_is_wrong(work):
         (["eval", "out", "--set", "evaluate.token_perplexty.samples=4"], "did you mean 'token_perplexity'?"),
         (["eval", "out", "--set", "evaluate.token_perplexity.dataset={text: no.txt}"], "no file matches 'no.txt'"),
         (["eval", "model", "--masks", "r.yaml", "--set", TEXT], "r.yaml"),
+        (["eval", "out", "--revision", "abc"], "--revision abc: only a model on the hub has revisions"),
+        (
+            ["eval", "out", "--set", "evaluate.token_perplexity=null"],
+            "--set: evaluate asks for nothing",
+        ),
         (
             ["eval", "model", "--set", TEXT.replace("samples: 4", "samples: 99")],
             "evaluation needs 99 windows of 32 tok",

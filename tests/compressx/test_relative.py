@@ -86,3 +86,9 @@ def test_the_shares_are_those_of_all_processes_tokens(monkeypatch):
     monkeypatch.setattr(Ranks, "everyones", lambda self, value: seen.append(value) or list(seen))
     channel_weights([target[:, :2]], Ranks(0, 2))
     torch.testing.assert_close(channel_weights([target[:, 2:]], Ranks(1, 2)), whole)
+
+
+def test_a_token_without_size_counts_as_it_is():
+    target = torch.tensor([[[0.0, 0.0], [3.0, 4.0]]])
+    errors = relative_errors(target + 1.0, target, torch.tensor([1.0, 2.0]))
+    torch.testing.assert_close(errors, torch.tensor([[3.0, 3 / 41]]))

@@ -235,3 +235,11 @@ def test_the_geometry_takes_the_tables_of_the_first_sequence_of_a_batch():
     attention = layer.describe(replace(recorded.block, calls=(batched,)))
     assert attention.rotary is not None
     assert attention.rotary[0].shape == (32, 16)
+
+
+def test_key_heads_that_do_not_divide_the_query_heads_are_refused():
+    block = blocks.skeleton("llama")
+    _, key = blocks.targets(block)
+    other = replace(block.linears[key], module=torch.nn.Linear(64, 48, device="meta"))
+    with pytest.raises(UnsupportedModelError, match="4 query heads cannot share 3 key heads"):
+        layer.check(replace(block, linears={**block.linears, key: other}), both(block))

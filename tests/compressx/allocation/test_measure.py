@@ -210,6 +210,27 @@ def test_a_block_is_one_unit_whose_rules_prune_it_together_by_their_own_pruners(
         assert unit.output_errors[0] == pytest.approx(plain_error(out, left), rel=1e-4)
 
 
+def test_a_pruner_that_reads_the_blocks_own_loss_is_measured_with_it() -> None:
+    from compressx.blocks.walk import prune_model
+
+    (spec,) = sensitivity.compressx_pruners()
+
+    def by_block(model: Any) -> Plan:
+        return plan(model, (PlannedRule(0, spec, spec.options(loss="block"), None, None), "layer", REST))
+
+    model = tiny_model("llama")
+    units = units_of(by_block(model), "rule")
+    got = [m for block in measure(InMemory(model), units, BATCHES, BATCHES, [0.5]) for m in block]
+    dense = block_outputs(tiny_model("llama"))
+    for index, unit in enumerate(got):
+        model = tiny_model("llama")
+        planned = by_block(model)
+        alone = tuple(x for x in planned.linears if x.block == f"model.layers.{index}")
+        list(prune_model(InMemory(model), replace(planned, linears=alone), BATCHES))
+        expected = plain_error(block_outputs(model)[index][1], dense[index][1])
+        assert unit.output_errors[0] == pytest.approx(expected, rel=1e-4)
+
+
 def test_every_linear_that_is_decided_apart_has_its_own_curve() -> None:
     got = measured(tiny_model("llama"), mixed(tiny_model("llama")), 0.5, 0.7, kind="linear")
     assert [[x.name.rsplit(".", 1)[-1] for x in m.unit.linears] for m in got[:6]] == [

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from compressx import ArtifactError, UnsupportedModelError
 from compressx.architecture import survey
-from compressx.blocks.reaction import drawn_labels, of_model
+from compressx.blocks.reaction import _OutputSums, drawn_labels, of_model
 from compressx.models.access import InMemory
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import open_streamed
@@ -182,6 +182,33 @@ def test_of_several_processes_each_takes_its_part_of_the_windows_that_rows_come_
     first = of_model(InMemory(model), found, found.linears, parts[:1]).linears
     assert told == [(0, 2)]
     assert all(torch.equal(its.rows, first[name].rows) for name, its in got.items())
+
+
+def test_a_blocks_reaction_is_that_of_all_processes_tokens(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    gradients, outputs = (torch.randn(2, 6, 8, generator=generator) for _ in range(2))
+
+    def sums(part):
+        made = _OutputSums(8, 12, torch.device("cpu"))
+        made.add(gradients[part], outputs[part])
+        return made
+
+    whole, other = sums(slice(0, 2)).result("b", Ranks()), sums(slice(1, 2))
+    monkeypatch.setattr(Ranks, "add", lambda self, tensor: tensor.add_(other.shares))
+    monkeypatch.setattr(Ranks, "everyones", lambda self, value: [value, other.moves[: other.filled]])
+    got = sums(slice(0, 1)).result("b", Ranks(0, 2))
+    torch.testing.assert_close(got.channels, whole.channels)
+    assert got.scale == whole.scale
+
+
+def test_windows_are_added_until_every_expert_is_reached(monkeypatch):
+    monkeypatch.setattr("compressx.blocks.reaction.ROW_WINDOWS", 1)
+    model, told = tiny_model("mixtral"), []
+    found, parts = survey(model), tiny_tokens(sequences=64, length=2).split(4)  # of two tokens: few of the experts
+    got = of_model(InMemory(model), found, found.linears, parts, tokens=False, progress=lambda *x: told.append(x))
+    assert set(got.linears) == set(found.linears)
+    assert 1 < len(told) < 64
+    assert set(told[1:]) == {(1, 1)}
 
 
 def test_only_the_linears_that_are_wanted_are_measured():

@@ -21,6 +21,7 @@ from compressx.models.capture import capture_calls, replay
 from compressx.patterns import NM, Unstructured
 from compressx.planning.plan import PlannedRule
 from compressx.pruners import magnitude, sensitivity, sparsegpt
+from compressx.ranks import Ranks
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 (SPEC,) = sensitivity.compressx_pruners()
@@ -40,6 +41,22 @@ def test_a_linear_that_some_batches_did_not_reach_has_no_weights_of_tokens():
     its = gathering.result()["q"]
     assert its.rows.tolist() == [1.0] * 64
     assert its.tokens == ()
+
+
+def test_rows_are_means_over_the_tokens_of_all_processes(monkeypatch):
+    linears = {"q": survey(tiny_model("llama")).linears["model.layers.0.self_attn.q_proj"]}
+
+    def gathered(tokens, value):
+        made = Gathering(linears, [], torch.device("cpu"))
+        if tokens:
+            made.sums["q"].add(torch.full((1, tokens, 64), value))
+        return made
+
+    others = gathered(6, 3.0).sums["q"]
+    monkeypatch.setattr(Ranks, "add", lambda self, tensor: tensor.add_(others.rows))
+    monkeypatch.setattr(Ranks, "everyones", lambda self, value: [value, others.count])
+    for tokens, expected in ((2, 7.0), (0, 9.0)):  # (2 * 1 + 6 * 9) / 8; reached in the other process only
+        assert gathered(tokens, 1.0).result(Ranks(0, 2))["q"].rows.tolist() == [expected] * 64
 
 
 @pytest.mark.parametrize(("power", "read"), [(0.0, False), (0.5, True)])
@@ -159,6 +176,30 @@ def test_every_architecture_is_pruned_by_either_loss(architecture, loss, pattern
     given = of_model(InMemory(model), found, plan.sensitive_to("model"), batches()) if loss == "model" else None
     pruned = list(prune_model(InMemory(model), plan, batches(), reactions=given))
     assert all(layer.sparsity == 0.5 for block in pruned for layer in block.report.layers)
+
+
+def test_the_blocks_own_loss_is_gathered_on_what_the_pruned_blocks_before_it_give():
+    given = {}
+
+    class Spy(sensitivity.SensitivityPruner):
+        def prune(self, block, patterns, stats):
+            given.update(block.sensitivities["block"])
+            return super().prune(block, patterns, stats)
+
+    spec, model, plain = replace(SPEC, build=Spy), tiny_model("llama"), tiny_model("llama")
+    plan = plan_all(model, spec, HALF)
+    object.__setattr__(plan.rules[0], "options", spec.options(loss="block"))
+    list(prune_model(InMemory(model), plan, batches()))
+    plain.model.layers[0].load_state_dict(model.model.layers[0].state_dict())
+    found = survey(plain)
+    states, calls = capture_calls(plain, found.blocks, batches())
+    zero, one, *_ = found.blocks
+    with torch.no_grad():
+        states = [replay(found.blocks[zero], x, c) for x, c in zip(states, calls[zero], strict=True)]
+    runs = [partial(replay, found.blocks[one], call=c) for c in calls[one]]
+    linears = {n: x for n, x in found.linears.items() if n.startswith(f"{one}.")}
+    for name, its in of_block(linears, runs, states).items():
+        torch.testing.assert_close(given[name].rows, its.rows)
 
 
 def test_as_a_reconstructor_it_keeps_the_mask_of_the_other():

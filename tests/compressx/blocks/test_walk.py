@@ -362,6 +362,17 @@ def test_a_pruner_that_breaks_its_contract_is_named_with_the_layer_and_both_valu
         list(prune_model(InMemory(model), plan_all(model, answering(make=make), HALF, only="q_proj"), ()))
 
 
+@pytest.mark.parametrize(("result", "message"), [
+    ([], r"on model\.layers\.0: prune must return a mapping .*, got list"),
+    ({"model.layers.0.self_attn.q_proj": torch.ones(64, 64) > 0},
+     r"on model\.layers\.0\.self_attn\.q_proj: expected a PruneResult, got Tensor; write PruneResult\(mask\)$"),
+])  # fmt: skip
+def test_an_answer_of_another_kind_is_refused(result, message):
+    model = tiny_model("llama")
+    with pytest.raises(PluginError, match="pruner 'other' " + message):
+        list(prune_model(InMemory(model), plan_all(model, answering(result=result), HALF, only="q_proj"), ()))
+
+
 @pytest.mark.parametrize("which", ["up_proj", "post_attention_layernorm"])
 @pytest.mark.parametrize("through", ["view", "data"])
 def test_a_pruner_that_writes_weights_itself_is_refused(which: str, through: str):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from compressx.errors import ArtifactError, UnsupportedModelError
-from compressx.models.checkpoint import find_checkpoint
-from compressx.models.loading import _without_gguf, load_empty, load_model, load_skeleton
+from compressx.models.checkpoint import Checkpoint, explained, find_checkpoint, local_folder
+from compressx.models.loading import _without_gguf, load_empty, load_model, load_skeleton, load_tokenizer
 from compressx.recipe.sources import ModelSource
 from compressx.testing import tiny_model, tiny_tokens
 
@@ -146,3 +146,37 @@ def test_a_config_that_transformers_cannot_use_is_an_error_that_names_the_model(
 def test_tiny_tokens_repeat_so_that_attention_has_something_to_find():
     tokens = tiny_tokens(sequences=2, length=10)
     assert torch.equal(tokens[:, :5], tokens[:, 5:])
+
+
+def test_revision_trust_and_safetensors_reach_everything_that_is_fetched(monkeypatch):
+    seen = {}
+
+    def fetched(name):
+        def fetch(location, **given):
+            seen[name] = given
+            raise OSError("far enough")
+
+        return fetch
+
+    for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"):
+        monkeypatch.setattr(f"transformers.{name}.from_pretrained", fetched(name))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetched("folder"))
+    asked = find_checkpoint(source(id="org/model", revision="abc", trust_remote_code=True))
+    for load in (load_skeleton, load_model, load_tokenizer, local_folder):
+        with pytest.raises(ArtifactError, match="far enough"):
+            load(asked)
+    assert len(seen) == 4
+    assert {given["revision"] for given in seen.values()} == {"abc"}
+    assert all(given["trust_remote_code"] is True for name, given in seen.items() if name != "folder")
+    assert seen["AutoModelForCausalLM"]["use_safetensors"] is True
+    assert find_checkpoint(source(id="org/model")).arguments == {"trust_remote_code": False}
+
+
+def test_a_pickle_is_not_read_however_it_is_named(saved):
+    torch.save(load_model(Checkpoint(str(saved))).state_dict(), saved / "pytorch_model.bin")
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(ArtifactError, match=r"no file named model\.safetensors"):
+        load_model(Checkpoint(str(saved)))
+    hub = OSError("cannot be loaded with `safetensors`. Please do not set `use_safetensors=True`.")
+    with pytest.raises(UnsupportedModelError, match="A pickle checkpoint runs code"), explained(Checkpoint("a/b")):
+        raise hub

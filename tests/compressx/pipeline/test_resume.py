@@ -232,6 +232,18 @@ def test_a_run_of_another_version_is_not_resumed(model: Path, monkeypatch: pytes
         run(asked, resume=True)
 
 
+@pytest.mark.parametrize(("name", "was"), [("processes", 2), ("device", "tpu")])
+def test_a_run_of_other_processes_or_on_another_device_is_not_resumed(model: Path, name: str, was: Any):
+    asked = quick(model)
+    stopped(asked, 1)
+    state = leftovers()[0] / "state.json"
+    told = json.loads(state.read_text())
+    now = told["fingerprint"][name]
+    state.write_text(json.dumps({**told, "fingerprint": {**told["fingerprint"], name: was}}))
+    with pytest.raises(ArtifactError, match=rf"cannot be resumed.*{name}: was {json.dumps(was)}, is {json.dumps(now)}"):
+        run(asked, resume=True)
+
+
 @pytest.mark.slow
 def test_a_refusal_leaves_the_run_to_be_resumed_and_what_is_evaluated_decides_nothing_of_its_result(model: Path):
     asked = {**recipe(model), "prune": QUICK}
@@ -317,6 +329,7 @@ def start(asked: dict[str, Any], *, resume: bool = False, limit: int | None = No
 @pytest.mark.parametrize("streaming", [False, True])
 def test_killed_at_random_moments_a_run_still_ends_with_the_same_files(model: Path, streaming: bool):
     asked = recipe(model, streaming=streaming)
+    start({**asked, "output": "warm"}).join()  # the server imports what it needs
     started = time.perf_counter()
     whole = start({**asked, "output": "whole"})
     whole.join()
@@ -324,6 +337,7 @@ def test_killed_at_random_moments_a_run_still_ends_with_the_same_files(model: Pa
     length = time.perf_counter() - started
     choice = random.Random(0)  # noqa: S311 - moments, no secret
     kills = finished = 0
+    left: list[list[str]] = []  # the blocks that a killed run had finished
     while kills < 5:
         process = start(asked, resume=True)
         process.join(choice.uniform(0.2, 1.1) * length)
@@ -331,6 +345,7 @@ def test_killed_at_random_moments_a_run_still_ends_with_the_same_files(model: Pa
             process.kill()
             process.join()
             kills += 1
+            left += [json.loads(path.read_text())["finished"] for path in Path().glob(".out.partial-*/state.json")]
         else:
             assert process.exitcode == 0
             assert artifacts("out") == artifacts("whole")
@@ -339,6 +354,7 @@ def test_killed_at_random_moments_a_run_still_ends_with_the_same_files(model: Pa
     last.join()
     assert last.exitcode == 0
     assert artifacts("out") == artifacts("whole")
+    assert any(left), "some run was killed between its first block and its end"
 
 
 @pytest.mark.slow

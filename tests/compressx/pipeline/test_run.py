@@ -81,6 +81,14 @@ def weights(folder: str | Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+def test_sensitivities_of_tokens_are_measured_for_a_recipe_that_reads_them(models: Any, plugins: Plugins) -> None:
+    for output, tokens in (("without", 0.0), ("with", 0.5)):
+        rule = {"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5, "options": {"tokens": tokens}}
+        run(recipe(models("llama"), rule, output=output), plugins=plugins)
+    assert Path("with/masks.safetensors").read_bytes() != Path("without/masks.safetensors").read_bytes()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "opt"])
 def test_attention_and_the_rest_are_pruned_by_their_own_rules(models: Any, plugins: Plugins, architecture: str) -> None:
     source = models(architecture)

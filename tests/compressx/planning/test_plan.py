@@ -474,3 +474,12 @@ def test_attnprune_as_a_reconstructor_of_other_linears_is_refused_in_the_plan(re
     message = refusal(RecipeError, 'targets: ["*"], pruner: wanda, reconstruct: attnprune, sparsity: 0.5')
     assert message.startswith("r.yaml:4:")
     assert 'write targets: ["*.q_proj", "*.k_proj"]' in message
+
+
+def test_n_m_is_refused_where_the_pruner_has_none(
+    plugins: Plugins, refusal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(plugins.pruners, "wanda", replace(plugins.pruner("wanda"), nm=False))  # type: ignore[arg-type]
+    message = refusal(RecipeError, 'targets: ["*"], pruner: wanda, pattern: "2:4"')
+    assert message.startswith("r.yaml:4:")
+    assert "wanda does not prune N:M (got 2:4); give sparsity instead" in message

@@ -121,6 +121,38 @@ def test_channels_count_as_the_loss_reacts_to_them():
     assert first.report.reconstruction.before == pytest.approx(float(torch.cat(errors).mean()), rel=1e-4)
 
 
+def test_a_later_block_reads_what_pruned_blocks_give_and_is_held_to_what_dense_ones_gave():
+    model, dense = tiny_model("llama"), tiny_model("llama")
+    settings = ReconstructBlock(passes=1, learning_rate=1e-9, held_out=0.99)
+    *_, last = prune_model(InMemory(model), planned(model, settings=settings), batches(2))
+    expected = mean_error(outputs(model, tiny_tokens()), outputs(dense, tiny_tokens()))
+    assert last.report.reconstruction.before == pytest.approx(expected, rel=1e-3)
+
+
+def test_steps_are_fractions_of_each_tensors_size_that_rise_and_fall(monkeypatch):
+    plain, model = tiny_model("llama"), tiny_model("llama")
+    first = next(iter(prune_model(InMemory(plain), planned(plain, settings=None), batches(2))))
+    weights = [survey(plain).linears[name].weight for name in first.masks]
+    sizes = torch.tensor([float(w[w != 0].square().mean().sqrt()) for w in weights])
+    rates, step = [], torch.optim.Adam.step
+
+    def noted(optimizer):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        step(optimizer)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", noted)
+    settings = SETTINGS.model_copy(update={"passes": 10, "batch_size": 2})  # 30 steps
+    next(iter(prune_model(InMemory(model), planned(model, settings=settings), batches(2))))
+    shares = torch.tensor(rates) / (settings.learning_rate * sizes)
+    torch.testing.assert_close(shares, shares[:, :1].expand_as(shares), rtol=1e-4, atol=0)
+    factors = shares[:, 0].tolist()
+    assert factors[0] == pytest.approx(0.1, rel=1e-4)
+    assert factors[:3] == sorted(factors[:3])
+    assert factors[2:] == sorted(factors[2:], reverse=True)
+    assert factors[2] > 0.95
+    assert factors[-1] < 0.01
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_16_bit_model_whose_blocks_are_handed_biases_is_trained_in_float32(dtype):
     """BLOOM hands every block its ALiBi in the model's dtype, which float32 scores would not take."""
@@ -230,12 +262,13 @@ def test_the_gradient_is_that_of_the_error_with_respect_to_the_survivors():
     run = partial(replay, block, call=calls[fqn][0])
     with torch.no_grad():
         target = run(state)
-        linear.weight.mul_(torch.rand(linear.weight.shape) > 0.5)
+        keep = torch.rand(linear.weight.shape, generator=torch.Generator().manual_seed(0)) > 0.5
+        linear.weight.mul_(keep)
     passage = Passage(state, target, lambda x: run(x.double()))
     channels = channel_weights([target])
     weight = linear.module.weight.requires_grad_(True)
     passage.errors(channels).mean().backward()
-    row, column = 3, 7
+    row, column = divmod(int((weight.grad * keep).abs().argmax()), keep.shape[1])
     step = 1e-4
     errors = []
     for sign in (1, -1):
