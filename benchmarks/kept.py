@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import compressx
-import compressx_attnprune
+from compressx.plugins.manager import code_digest
 
 
 def same_settings(folder: Path, settings: Mapping[str, object]) -> None:
@@ -37,12 +35,9 @@ def unfinished(folder: Path, row: str) -> Path:
         folder: of the rows.
         row: its name, fit for a folder.
     """
-    code = hashlib.sha256()
-    for package in (compressx, compressx_attnprune):
-        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
-            code.update(path.read_bytes())
-    mine = folder / "unfinished" / f"{row}-{code.hexdigest()[:8]}"
-    for other in mine.parent.glob(f"{row}-{'?' * 8}"):
+    code = [code_digest(package) for package in ("compressx", "compressx_attnprune")]
+    mine = folder / "unfinished" / "-".join([row, *code])
+    for other in mine.parent.glob(f"{row}-{'?' * 8}-{'?' * 8}"):
         if other != mine:
             shutil.rmtree(other)
     mine.mkdir(parents=True, exist_ok=True)

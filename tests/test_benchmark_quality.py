@@ -133,7 +133,7 @@ def test_a_row_that_was_cut_is_gone_on_with(quality, settings, measure, tmp_path
 
 def test_what_other_code_has_begun_of_a_row_is_not_gone_on_with(quality, tmp_path):
     mine = quality.unfinished(tmp_path, "best-50")
-    others = [mine.with_name(name) for name in ("best-50-0123abcd", "best-fine-tuned-50-0123abcd")]
+    others = [mine.with_name(name) for name in ("best-50-0123abcd-4567abcd", "best-fine-tuned-50-0123abcd-4567abcd")]
     for other in others:
         other.mkdir()
     assert quality.unfinished(tmp_path, "best-50") == mine

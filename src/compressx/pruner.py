@@ -34,8 +34,8 @@ class Statistic(Protocol):
         """Take in one batch.
 
         Args:
-            x: in the model's dtype, [batch, tokens, in_features]; [batch * tokens, in_features] where the model flattens
-                it, and [tokens, in_features] behind a router.
+            x: [batch, tokens, in_features] in the model's dtype; [batch * tokens, in_features] where the model
+                flattens it, and [tokens, in_features] behind a router.
         """
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:

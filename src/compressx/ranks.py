@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,9 @@ from compressx.errors import CalibrationError
 from compressx.pruner import PruneResult, Statistic
 
 _Value = TypeVar("_Value")
+
+_groups = count()
+"""Numbers for the groups of a process's runs, since the keys of earlier ones are still in the store of `torchrun`."""
 
 _PATIENCE = timedelta(days=1)
 """How long a process waits for the others. One may evaluate or solve for hours; `torchrun` ends all when one dies."""
@@ -179,7 +183,10 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     if size == 1 or "RANK" not in os.environ:
         yield Ranks()
         return
-    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    shared, rank, size = next(iter(distributed.rendezvous("env://", timeout=_PATIENCE)))  # type: ignore[attr-defined]
+    store = distributed.PrefixStore(f"compressx-{next(_groups)}", shared)  # type: ignore[attr-defined]
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
     try:
         yield Ranks(distributed.get_rank(), distributed.get_world_size())
     finally:

@@ -377,11 +377,13 @@ def test_a_training_step_that_processes_cannot_share_is_refused(model: Path, tmp
 # --- processes that torchrun starts, and that end early
 
 
-def torchrun(recipe: Path, *options: str, plugins: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    recipe: Path, *options: str, plugins: tuple[str, ...] = (), command: str = "run"
+) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}",
-               "-m", "compressx", *(f"--plugin={name}" for name in plugins), "run", str(recipe), *options]  # fmt: skip
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    whole = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}",
+             "-m", "compressx", *(f"--plugin={name}" for name in plugins), command, str(recipe), *options]  # fmt: skip
+    return subprocess.run(whole, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
 @pytest.mark.slow
@@ -391,6 +393,19 @@ def test_a_run_refuses_training_steps_that_its_processes_cannot_share(model: Pat
     assert told.returncode != 0
     assert re.search(r"recipe\.yaml:1:\d+: a step of 6 windows cannot be shared by 2 processes", told.stderr)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_runs_of_a_sweep_find_one_another_each_time_and_the_first_process_tells(model: Path, tmp_path: Path):
+    rules = [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}]
+    recipe = write_recipe(model, rules, tmp_path, evaluate=None, calibration=None)
+    sparsities = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    done = torchrun(recipe, f"--grid=prune.0.sparsity={','.join(map(str, sparsities))}", command="sweep")
+    assert done.returncode == 0, done.stderr
+    assert [done.stdout.count(f"[{i}/6]") for i in range(1, 7)] == [1] * 6
+    reports = [json.loads((tmp_path / f"out-sweep/sparsity={s}/report.json").read_text()) for s in sparsities]
+    assert [r["sparsity"] for r in reports] == pytest.approx(sparsities, abs=0.01)
+    assert (tmp_path / "out-sweep/compare.csv").is_file()
 
 
 @pytest.mark.slow

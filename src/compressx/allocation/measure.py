@@ -24,7 +24,7 @@ from compressx.allocation.owl import outlier_ratio
 from compressx.allocation.units import Unit
 from compressx.architecture import survey, text_config
 from compressx.blocks.decide import Decision, decide_all, gather, write
-from compressx.blocks.observe import observe
+from compressx.blocks.observe import observe, refuse_missed
 from compressx.blocks.reaction import OutputReaction, Reactions
 from compressx.blocks.sensitivity import by_loss
 from compressx.blocks.walk import capture
@@ -133,6 +133,7 @@ def measure_outliers(
 
     Raises:
         ArtifactError: a weight that is not finite.
+        CalibrationError: a linear that no token reached.
         UnsupportedModelError: as `measure`.
     """
 
@@ -141,7 +142,7 @@ def measure_outliers(
         linears = {x.name: dense.block.linears[x.name] for x in unit.linears}
         refuse_damage(dense.block.module, dense.block.fqn)
         norms: dict[str, dict[str, Statistic]] = {n: {"norms": FeatureNorms(x.in_features)} for n, x in linears.items()}
-        observe(linears, norms, dense.passes)
+        refuse_missed(linears, observe(linears, norms, dense.passes))
         pairs = []
         for name, linear in linears.items():
             statistic = norms[name]["norms"]

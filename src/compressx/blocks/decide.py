@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import torch
 
 from compressx.blocks.contract import Checksums, ask
-from compressx.blocks.observe import observe
-from compressx.errors import CalibrationError, UnsupportedModelError
+from compressx.blocks.observe import observe, refuse_missed
+from compressx.errors import UnsupportedModelError
 from compressx.finite import refuse_damage
 from compressx.patterns import NM, FixedMask, Unstructured
 from compressx.planning.plan import PlannedRule
@@ -77,12 +77,7 @@ def gather(
     if ranks.size > 1:
         reached = set().union(*ranks.everyones(reached))
         _combine(block, wanted, asking, ranks)
-    if missed := sorted(name for name, stats in wanted.items() if stats and name not in reached):
-        raise CalibrationError(
-            f"no calibration token reached {missed[0]}"
-            + (f" and {len(missed) - 1} more" if len(missed) > 1 else "")
-            + "; use more samples, or leave it out of the recipe's targets"
-        )
+    refuse_missed([name for name, stats in wanted.items() if stats], reached)
     return wanted
 
 

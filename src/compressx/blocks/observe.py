@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -46,6 +46,20 @@ def observe(
                 run()
             feed.forget_batch()
     return feed.reached
+
+
+def refuse_missed(names: Collection[str], reached: Collection[str]) -> None:
+    """Refuse linears that no token came through: nothing is known of them.
+
+    Raises:
+        CalibrationError: the first of `names` that is not among `reached`.
+    """
+    if missed := sorted({*names} - {*reached}):
+        raise CalibrationError(
+            f"no calibration token reached {missed[0]}"
+            + (f" and {len(missed) - 1} more" if len(missed) > 1 else "")
+            + "; use more samples, or leave it out of the recipe's targets"
+        )
 
 
 class _AllObservedError(Exception):

@@ -1,8 +1,8 @@
 """How the dense model's loss reacts to what its linears and its blocks give.
 
 The loss is the model's likelihood, labels drawn from its own predictions, so that its Fisher matrix is the curvature of
-the model's divergence from itself. Gradients go backwards through one block at a time, and the activations of one block
-are held.
+the model's divergence from itself. Gradients go backwards through one block at a time: the activations of one block
+are held, and of one batch the hidden states between all blocks.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _OutputSums:
                 f"{fqn}: the model's loss does not react to its output on the calibration text, all gradients are "
                 "zero; if the model is not broken, model.dtype may be too narrow"
             )
-        moves = torch.cat(ranks.everyones(self.moves[: self.filled]))
+        moves = torch.cat(ranks.everyones(self.moves[: self.filled].clone()))  # not with all the room around it
         return OutputReaction((self.shares / self.shares.sum()).float(), float(moves.median()))
 
 

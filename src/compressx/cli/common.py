@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,6 +50,11 @@ class Host:
                     err=True,
                 )
         return plugins
+
+
+def is_first() -> bool:
+    """Whether this process is alone or the first of those that `torchrun` started: the one that speaks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def errors_for_users(command: _Command) -> _Command:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import click
 
-from compressx.cli.common import PATH, Host, device_option, errors_for_users, set_option
+from compressx.cli.common import PATH, Host, device_option, errors_for_users, is_first, set_option
 
 
 @click.command()
@@ -32,7 +31,7 @@ def run(
 
     loaded = load_recipe(recipe, overrides)
     plugins = host.plugins()
-    quiet = quiet or os.environ.get("RANK", "0") != "0"  # of several processes the first speaks
+    quiet = quiet or not is_first()
     if verbose and not quiet:
         plugins.manager.register(terminal.LayerLines(), name="terminal")
     with terminal.progress(quiet=quiet) as tell:
@@ -114,6 +113,7 @@ def sweep(
 
     cells = grid(recipe, axes, overrides, output)
     plugins = host.plugins()
+    quiet = quiet or not is_first()
     for cell in cells:
         cell.check(plugins)  # every one, before the first is run
     for number, cell in enumerate(cells, start=1):
@@ -121,5 +121,7 @@ def sweep(
             ran = cell.run(plugins, tell, device, restart=restart)  # type: ignore[arg-type]
         if not quiet:
             click.echo(f"[{number}/{len(cells)}] {cell.output}" + ("" if ran else ": finished before"))
+    if not is_first():
+        return
     found = side_by_side([cell.output for cell in cells])
     terminal.print_comparison(found, found.write(cells[0].output.parent))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from compressx.models.hidden import InFiles, in_memory
 from compressx.models.loading import load_empty, load_model, load_offloaded
 from compressx.models.shards import OUTSIDE, Shards
 from compressx.recipe.sources import Streaming
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 _HIDDEN_SHARE = 0.25
 """Of the free memory: hidden states of an evaluation that would take more are kept in files."""
@@ -159,13 +162,15 @@ def open_streamed(checkpoint: Checkpoint, device: torch.device | str = "cpu") ->
     """
     folder = local_folder(checkpoint)
     model = load_empty(checkpoint)
+    for module in model.modules():  # what is computed, not stored, belongs where the weights will be
+        module._buffers.update({n: b.to(device) for n, b in module._buffers.items() if b is not None and not b.is_meta})
     blocks = find_blocks(model)
     found = shards.find_shards(folder, model, blocks)
     return StreamedModel(checkpoint, model, blocks, dict.fromkeys((OUTSIDE, *blocks), found), torch.device(device))
 
 
 def is_larger_than_memory(checkpoint: Checkpoint, device: torch.device) -> bool:
-    """Say whether a model would take more than half of the memory that is free; a GGUF file never does."""
+    """Say whether a model would take more than half of the memory that is free for it; a GGUF file never does."""
     if checkpoint.gguf_file is not None:
         return False
     skeleton = load_empty(checkpoint)
@@ -181,7 +186,18 @@ def _give_back_freed_memory() -> None:
 
 
 def _free_memory(device: torch.device) -> int:
+    """Return what this process may take, in bytes: a model for a GPU comes through the machine's memory, too."""
     import psutil
 
-    free: int = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return free
+    of_machine = min([psutil.virtual_memory().available, *_left_by_cgroup()])
+    free = of_machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each process of torchrun's loads its own
+    return int(min(free, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free)
+
+
+def _left_by_cgroup() -> list[int]:
+    """Return what a container's limit leaves, if there is one; of what is used, files that were read do not count."""
+    with suppress(OSError, ValueError):  # no cgroup of version 2, or "max"
+        limit, used = (int((_CGROUP / f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
+        told = dict(line.split() for line in (_CGROUP / "memory.stat").read_text("ascii").splitlines())
+        return [limit - used + int(told["inactive_file"])]
+    return []

@@ -52,13 +52,13 @@ def forget_peaks() -> None:
     """Begin to measure the highest memory anew, where the system can: a process may run several recipes."""
     with contextlib.suppress(OSError):  # Linux alone, and not in every container
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    if torch.cuda.is_available():
+    if _on_cuda():  # else a run on the CPU would take memory of a GPU
         torch.cuda.reset_peak_memory_stats()
 
 
 def peak_memory_bytes() -> int:
     """Return the process's highest resident memory since `forget_peaks`, plus that of the accelerator."""
-    accelerator = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    accelerator = torch.cuda.max_memory_allocated() if _on_cuda() else 0
     return peak_resident_bytes() + accelerator
 
 
@@ -72,3 +72,8 @@ def peak_resident_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _on_cuda() -> bool:
+    """Whether this process has used CUDA."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

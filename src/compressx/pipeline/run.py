@@ -30,7 +30,7 @@ from compressx.pipeline.finishing import Pruned, finish
 from compressx.pipeline.journal import Allocated, FinishedBlock, Journal
 from compressx.pipeline.preparation import loaded_recipe, prepare, refuse_streamed, refuse_uneven_steps
 from compressx.planning.plan import Plan
-from compressx.plugins.manager import Plugins, load_plugins
+from compressx.plugins.manager import Plugins, code_digest, load_plugins
 from compressx.ranks import Ranks, joined_ranks
 from compressx.recipe.methods import MeasuredAllocation
 from compressx.recipe.schema import Calibration, LoadedRecipe
@@ -181,6 +181,7 @@ def _fingerprint(asked: Asked, planned: Plan, access: Access, windows: torch.Ten
     """Return what decides the pruned blocks, by names that a user knows."""
     used = {spec.name for rule in planned.rules for spec in (rule.pruner, rule.reconstructor) if spec is not None}
     recipe = asked.loaded.recipe.model_dump(mode="json", exclude_none=True)
+    plugins = [p for p in asked.plugins.records if p.status == "loaded" and used & {*p.pruners}]
     return {
         "model": weights_fingerprint(access),
         "model config": config_fingerprint(access.model),
@@ -190,8 +191,11 @@ def _fingerprint(asked: Asked, planned: Plan, access: Access, windows: torch.Ten
         "reconstruct_block": recipe.get("reconstruct_block"),
         "calibration tokens": None if windows is None else fingerprint_of(windows),
         "calibration batch_size": None if windows is None else recipe["calibration"]["batch_size"],
-        "plugins": {p.name: p.version for p in asked.plugins.records if p.status == "loaded" and used & {*p.pruners}},
-        "versions": {"compressx": __version__, **{n: metadata.version(n) for n in ("torch", "transformers", "numpy")}},
+        "plugins": {p.name: f"{p.version or 'no version'}, code {p.code()}" for p in plugins},
+        "versions": {
+            "compressx": f"{__version__}, code {code_digest('compressx')}",
+            **{n: metadata.version(n) for n in ("torch", "transformers", "numpy")},
+        },
         "device": access.device.type,
         "processes": asked.ranks.size,
     }

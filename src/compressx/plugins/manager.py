@@ -7,6 +7,7 @@ plugin gets wrong about its hooks is always an error, because a misspelt one wou
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import inspect
 import sys
@@ -53,6 +54,10 @@ class PluginRecord:
     error: str | None = None
     pruners: tuple[str, ...] = ()
     summary: str = ""
+
+    def code(self) -> str:
+        """Return what tells its code from an earlier state of it, as `code_digest`."""
+        return code_digest(self.module.partition(":")[0].partition(".")[0])
 
     def why_absent(self) -> str:
         """Say what keeps the plugin from being loaded."""
@@ -278,3 +283,18 @@ def _offered_by(manager: pluggy.PluginManager, plugin: object) -> Sequence[Prune
     if len({spec.name for spec in specs}) < len(specs):
         raise ValueError(f"compressx_pruners offers a pruner twice: {', '.join(spec.name for spec in specs)}")
     return specs
+
+
+def code_digest(package: str) -> str:
+    """Hash the Python sources of a package or a single module that can be imported: sha256, its first 8 digits.
+
+    What a version number does not tell while somebody works on a package that is installed in place.
+    """
+    module = importlib.import_module(package)
+    places = [Path(place) for place in getattr(module, "__path__", ())]
+    files = [path for place in places for path in place.rglob("*.py")] or [Path(module.__file__ or "")]
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]

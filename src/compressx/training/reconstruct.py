@@ -122,7 +122,7 @@ class _Trained:
             drawn = torch.randperm(len(passages), generator=generator).tolist()
             for i in range(per_pass):
                 mine = [passages[j] for j in drawn[i * per_step : (i + 1) * per_step]]
-                tokens = sum(passage.tokens for passage in mine)
+                tokens = sum(ranks.everyones(sum(passage.tokens for passage in mine)))
                 with torch.enable_grad():
                     for passage in mine:
                         (passage.errors(self.channels).sum() / tokens).backward()
@@ -157,7 +157,6 @@ class _Trained:
                 if parameter.grad is None:  # this process had no text left
                     parameter.grad = torch.zeros_like(parameter)
                 ranks.add(parameter.grad)
-                parameter.grad /= ranks.size
 
 
 def _rate(done: float) -> float:

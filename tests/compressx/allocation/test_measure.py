@@ -278,6 +278,17 @@ def test_outliers_are_counted_over_the_planned_linears_of_a_block_on_the_dense_s
         assert 0 < ratio < 0.5
 
 
+def test_outliers_of_an_expert_that_no_token_reached_are_not_counted_as_none() -> None:
+    model = tiny_model("mixtral")
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate.weight[3] = -model.model.layers[0].mlp.gate.weight[:3].sum(dim=0) * 100
+        model.model.layers[0].post_attention_layernorm.weight.zero_()
+    kinds = tuple({n.rsplit(".", 1)[-1] for n in survey(model).linears})
+    planned = plan(model, (rule(0, SPECS["magnitude"]), "layer", kinds))
+    with pytest.raises(CalibrationError, match=r"no calibration token reached model\.layers\.0\.mlp\.experts\."):
+        list(measure_outliers(InMemory(model), units_of(planned, "block"), BATCHES, 2.0))
+
+
 def test_outliers_of_a_weight_that_is_not_finite_name_it() -> None:
     model = tiny_model("llama")
     planned = plan(model, (rule(0, SPECS["magnitude"]), "layer", ("up_proj",)))

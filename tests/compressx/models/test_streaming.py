@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from compressx.architecture import find_blocks
 from compressx.errors import ArtifactError, UnsupportedModelError
+from compressx.models import streaming
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import load_model
 from compressx.models.shards import OUTSIDE, checkpoint_tensors, find_shards
@@ -55,6 +58,33 @@ def test_what_transformers_keeps_in_float32_is_float32(tmp_path: Path, monkeypat
     assert {t.dtype for t in expected.values()} == {torch.float32, torch.bfloat16}
     with streamed.materialise("model.layers.1"):
         assert all(t.dtype == expected[n].dtype for n, t in streamed.tensors("model.layers.1").items())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
+def test_what_is_computed_and_not_stored_lies_where_the_weights_will_be(architecture: str, tmp_path: Path):
+    checkpoint = Checkpoint(str(saved(tmp_path, architecture)))
+    assert all(not b.is_meta for b in open_streamed(checkpoint).model.buffers())
+    assert all(b.is_meta for b in open_streamed(checkpoint, "meta").model.buffers())
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_a_models_share_of_the_memory_is_that_of_its_process_within_its_container(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    size = sum(p.numel() * 4 for p in tiny_model("llama").parameters())
+    checkpoint, cpu = Checkpoint(str(saved(tmp_path / "model", "llama"))), torch.device("cpu")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * size * processes))
+    monkeypatch.setattr(streaming, "_CGROUP", tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert not streaming.is_larger_than_memory(checkpoint, cpu)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * size * processes - processes))
+    assert streaming.is_larger_than_memory(checkpoint, cpu)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 40))
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 100\n")
+    (tmp_path / "memory.current").write_text("1100\n")
+    for limit, larger in (("max", False), (2 * size * processes + 1000, False), (2 * size * processes + 900, True)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert streaming.is_larger_than_memory(checkpoint, cpu) is larger
 
 
 @pytest.mark.parametrize("architecture", TINY_CONFIGS)

@@ -70,10 +70,10 @@ class Stopping:
             raise KeyboardInterrupt
 
 
-def stopped(asked: dict[str, Any], after: int, **options: Any) -> None:
+def stopped(asked: dict[str, Any], after: int, modules: tuple[str, ...] = (), **options: Any) -> None:
     from compressx import hookimpl
 
-    plugins = load_plugins()
+    plugins = load_plugins(modules=modules)
     Stopping.compressx_block_pruned = hookimpl(Stopping.compressx_block_pruned)  # type: ignore[method-assign]
     plugins.manager.register(Stopping(after), name="stopping")
     with pytest.raises(KeyboardInterrupt):
@@ -230,6 +230,40 @@ def test_a_run_of_another_version_is_not_resumed(model: Path, monkeypatch: pytes
     monkeypatch.setattr("compressx.pipeline.run.__version__", "99")
     with pytest.raises(ArtifactError, match=r"cannot be resumed.*versions\.compressx: was"):
         run(asked, resume=True)
+
+
+PLUGIN = """
+from pydantic import BaseModel
+from compressx import PruneResult, PrunerSpec, hookimpl, keep_masks
+
+class Options(BaseModel):
+    pass
+
+class Largest:
+    def observe(self, block, name):
+        return None
+
+    def prune(self, block, patterns, stats):
+        scores = {n: block.linears[n].weight.abs() for n in patterns}
+        return {n: PruneResult(keep) for n, keep in keep_masks(scores, patterns).items()}
+
+@hookimpl
+def compressx_pruners():
+    return [PrunerSpec("largest", "for a test", Options, lambda _: Largest())]
+"""
+
+
+def test_a_run_is_not_resumed_with_a_plugin_that_was_edited(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    Path("edited_later.py").write_text(PLUGIN)
+    asked = {**quick(model), "prune": [{"targets": ["*"], "pruner": "largest", "sparsity": 0.5}]}
+    stopped(asked, 1, modules=("edited_later",))
+    plugins = load_plugins(modules=("edited_later",))
+    Path("edited_later.py").write_text(PLUGIN.replace(".abs()", ".abs().sqrt()"))
+    with pytest.raises(ArtifactError, match=r"cannot be resumed.*plugins\.edited_later: was \"no version, code"):
+        run(asked, plugins=plugins, resume=True)
+    Path("edited_later.py").write_text(PLUGIN)
+    run(asked, plugins=plugins, resume=True)
 
 
 @pytest.mark.parametrize(("name", "was"), [("processes", 2), ("device", "tpu")])

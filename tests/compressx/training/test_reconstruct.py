@@ -19,11 +19,12 @@ from compressx.evaluation.perplexity import token_perplexity
 from compressx.models.access import InMemory
 from compressx.models.capture import capture_calls, replay
 from compressx.patterns import NM, Unstructured
+from compressx.ranks import Ranks
 from compressx.recipe.schema import ReconstructBlock
 from compressx.recipe.sources import DatasetSource
 from compressx.relative import channel_weights
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
-from compressx.training.reconstruct import Passage, reconstruct
+from compressx.training.reconstruct import Passage, _Trained, reconstruct
 
 HALF = Unstructured(0.5)
 SETTINGS = ReconstructBlock(passes=3, learning_rate=0.03, held_out=0.25)
@@ -127,6 +128,29 @@ def test_a_later_block_reads_what_pruned_blocks_give_and_is_held_to_what_dense_o
     *_, last = prune_model(InMemory(model), planned(model, settings=settings), batches(2))
     expected = mean_error(outputs(model, tiny_tokens()), outputs(dense, tiny_tokens()))
     assert last.report.reconstruction.before == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_steps_gradient_is_the_mean_over_the_tokens_of_all_processes(monkeypatch):
+    def everyones(self, value):  # the other takes the one step, too, with three times the tokens
+        return [value] if self.size == 1 else [value, value if value == 1 else 3 * value]
+
+    monkeypatch.setattr(Ranks, "everyones", everyones)
+    monkeypatch.setattr(Ranks, "add", lambda self, tensor: None)  # and without any error
+    gradients = []
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda o: gradients.append([p.grad.clone() for p in parameters]))
+    for ranks in (Ranks(), Ranks(0, 2)):
+        model = tiny_model("llama")
+        fqn, block = next(iter(survey(model).blocks.items()))
+        states, calls = capture_calls(model, survey(model).blocks, batches(2))
+        runs = [partial(replay, block, call=c) for c in calls[fqn]]
+        passages = [Passage(x, -x, run) for x, run in zip(states, runs, strict=True)]
+        parameters = [block.mlp.up_proj.weight, block.self_attn.q_proj.weight]
+        settings = SETTINGS.model_copy(update={"passes": 1, "batch_size": 100})
+        trained = _Trained(dict.fromkeys(parameters, torch.float32), settings, channel_weights(states))
+        assert list(trained.passes(passages, ranks)) == [0]
+    for alone, shared in zip(*gradients, strict=True):
+        assert alone.abs().max() > 0
+        torch.testing.assert_close(shared, alone / 4)
 
 
 def test_steps_are_fractions_of_each_tensors_size_that_rise_and_fall(monkeypatch):
