@@ -291,10 +291,9 @@ def code_digest(package: str) -> str:
     What a version number does not tell while somebody works on a package that is installed in place.
     """
     module = importlib.import_module(package)
-    places = [Path(place) for place in getattr(module, "__path__", ())]
-    files = [path for place in places for path in place.rglob("*.py")] or [Path(module.__file__ or "")]
+    files = sorted(path for place in getattr(module, "__path__", ()) for path in Path(place).rglob("*.py"))
     digest = hashlib.sha256()
-    for path in sorted(files):
+    for path in files or [Path(module.__file__ or "")]:
         if path.is_file():
             digest.update(path.read_bytes())
     return digest.hexdigest()[:8]

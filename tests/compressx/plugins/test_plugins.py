@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import compressx.plugins.discovery
 from compressx.errors import PluginError
 from compressx.plugins.file import PluginsFile, read_plugins_file
-from compressx.plugins.manager import PluginRecord, load_plugins
+from compressx.plugins.manager import PluginRecord, code_digest, load_plugins
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -684,3 +684,20 @@ def test_arbitrary_tables_are_read_as_written_or_refused_with_a_line(
     else:
         places = [line.removeprefix(f"{path}:").split(": ")[0] for line in outcome.split("\n")]
         assert all(lines[int(place) - 1] for place in places)
+
+
+def test_the_digest_of_a_packages_code_is_of_all_its_files_and_says_which_state_it_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = tmp_path / "digested" / "inner"
+    inner.mkdir(parents=True)
+    for file in (inner.parent / "__init__.py", inner / "__init__.py", inner / "solver.py"):
+        file.write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    first = code_digest("digested")
+    (inner / "solver.py").write_text("steps = 3\n")
+    second = code_digest("digested")
+    (inner / "notes.txt").write_text("no code")
+    assert first != second == code_digest("digested")
+    (inner / "solver.py").write_text("")
+    assert code_digest("digested") == first
