@@ -7,12 +7,12 @@ candidate errors are measured on text that the pruners did not see, and the perp
 
 MODEL is a hub id, a folder or a `.gguf` file. The errors, all squared: `linear`, the mean over the block's linears of
 ||X W~^T - X W^T||^2 / ||X W^T||^2; `matrix`, of the attention matrices, relative; `attention`, of what the attention
-adds to the residual stream, relative token by token; `block`, of the block's output, as an allocation prices it:
-channels and the whole count as the model's loss reacts to them; `block, relative`, the same without a factor for the
-whole, as block reconstruction has it; `block, by size`, with channels that count less the larger they are, as the
-report has it; `block, plain`, with channels that all count as their size says; `weighted`, the sum over linears of the
-error of each output times the model's sensitivity to it, and `weighted, root` with that sensitivity's square root. DIR
-gets `losses.csv`, written row by row (a second run goes on where it stopped), and `losses.md`: Spearman's rank
+adds to the residual stream, relative token by token; `divergence`, of the model's predictions, to second order, as an
+allocation has it; `block`, of the block's output, relative token by token, with channels that count as the model's loss
+reacts to them, as block reconstruction has it; `block, by size`, with channels that count less the larger they are, as
+the report has it; `block, plain`, with channels that all count as their size says; `weighted`, the sum over linears of
+the error of each output times the model's sensitivity to it, and `weighted, root` with that sensitivity's square root.
+DIR gets `losses.csv`, written row by row (a second run goes on where it stopped), and `losses.md`: Spearman's rank
 correlation of each error with the growth of log perplexity over all prunings, and the means of those within one block,
 and within one method and sparsity.
 """
@@ -34,7 +34,7 @@ from torch import Tensor
 from compressx import Block, Sensitivity, Unstructured
 from compressx.architecture import Architecture, survey, text_config
 from compressx.blocks.decide import decide, gather, write
-from compressx.blocks.reaction import Reactions, of_model
+from compressx.blocks.reaction import Reactions, divergences, gradients, of_model
 from compressx.blocks.watch import inputs_watched
 from compressx.calibration.windows import calibration_windows, token_ids
 from compressx.evaluation.perplexity import token_perplexity
@@ -51,7 +51,7 @@ from kept import same_settings
 from loaded import load
 
 LOSSES = (
-    "linear", "matrix", "attention", "block", "block, relative", "block, by size", "block, plain", "weighted",
+    "linear", "matrix", "attention", "divergence", "block", "block, by size", "block, plain", "weighted",
     "weighted, root",
 )  # fmt: skip
 METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "sensitivity")
@@ -68,6 +68,7 @@ class Dense:
     attention: Sequence[Tensor]  # what the attention's last linear gives
     outputs: Sequence[Tensor]
     reactions: Reactions
+    gradients: Sequence[Tensor]  # of the model's loss, at the outputs
 
     def errors(self) -> dict[str, float]:
         """Return the candidate errors of the block as it now is."""
@@ -81,9 +82,9 @@ class Dense:
         found["matrix"] = self._of_matrices()
         attention, outputs, _ = watched(self.block, self.states)
         found["attention"] = _mean(attention, self.attention)
-        reaction = self.reactions.blocks[self.block.fqn]
-        found["block, relative"] = _mean(outputs, self.outputs, reaction.channels)
-        found["block"] = reaction.scale * found["block, relative"]
+        moved = zip(outputs, self.outputs, self.gradients, strict=True)
+        found["divergence"] = float(torch.cat([divergences(now - was, g).flatten() for now, was, g in moved]).mean())
+        found["block"] = _mean(outputs, self.outputs, self.reactions.channels[self.block.fqn])
         found["block, by size"] = _mean(outputs, self.outputs, channel_weights(self.outputs))
         found["block, plain"] = _mean(outputs, self.outputs)
         return found
@@ -151,6 +152,7 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
     held_out, evaluation = others[: arguments.held_out], others[arguments.held_out :]
     base = token_perplexity(access, evaluation)
     reactions = of_model(access, found, found.linears, torch.split(seen, 4))
+    slopes = gradients(access, found, torch.split(held_out, 4))
     plugins = load_plugins()
     streams = [*torch.split(seen, 4), *torch.split(held_out, 4)]
     learnt = math.ceil(len(seen) / 4)
@@ -167,7 +169,7 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
             unseen = Block(index, fqn, module, linears, tuple(calls[fqn][learnt:]), text_config(model))
             attention, outputs, inputs = watched(unseen, states[learnt:])
             weights = {n: w.clone() for n, w in _weights(block).items()}
-            dense = Dense(unseen, states[learnt:], inputs, weights, attention, outputs, reactions)
+            dense = Dense(unseen, states[learnt:], inputs, weights, attention, outputs, reactions, slopes[fqn])
             for method in dict.fromkeys(m for _, m, _ in wanted):
                 spec = plugins.pruner(method)
                 rule = PlannedRule(0, spec, spec.options(), None, None)

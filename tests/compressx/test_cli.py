@@ -431,7 +431,7 @@ def test_a_plan_with_allocation_shows_the_target_and_that_sparsities_are_chosen_
     assert "model.layers.0.self_attn.q_proj attnprune allocated joint 64 x 64" in lines
     assert lines[-2:] == [
         "21 linears, 0.1 M weights, target sparsity 60.00%",
-        "attention-aware measures errors when the recipe is run, and chooses sparsities then "
+        "attention-aware measures divergences when the recipe is run, and chooses sparsities then "
         "(unit rule, scope model, 4 samples)",
     ]
 

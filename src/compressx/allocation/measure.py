@@ -1,20 +1,18 @@
-"""What allocation measures on the dense model, block by block: what sparsity costs the block's output, and outliers.
+"""What allocation measures on the dense model, block by block: what sparsity costs the predictions, and outliers.
 
 The machinery is the walk's: observe the block, let the unit's own pruners decide, write, run the block. Then weights
-are put back, so that the next block's input is the dense block's output and every unit is measured alone.
-
-Each token counts against its own size, as `compressx.relative` says. Else a few, thousands of times larger than the
-others, would be all that is measured, and the blocks that make them would look as if they could do without weights.
-Channels count as the model's loss reacts to them.
+are put back, so that the next block's input is the dense block's output and every unit is measured alone. What the
+change of the block's output does to the predictions is read off gradients, so that no later block is run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -25,18 +23,18 @@ from compressx.allocation.units import Unit
 from compressx.architecture import survey, text_config
 from compressx.blocks.decide import Decision, decide_all, gather, write
 from compressx.blocks.observe import observe, refuse_missed
-from compressx.blocks.reaction import OutputReaction, Reactions
+from compressx.blocks.reaction import divergences, gradients
 from compressx.blocks.sensitivity import by_loss
 from compressx.blocks.walk import capture
 from compressx.errors import CalibrationError
 from compressx.finite import finite, refuse_damage
 from compressx.models.access import Access
 from compressx.models.capture import replay
+from compressx.models.hidden import Keep, in_memory
 from compressx.patterns import NM, Unstructured
 from compressx.planning.plan import PlannedRule
 from compressx.pruner import Block, Linear, Sensitivity, Statistic
 from compressx.ranks import ALONE
-from compressx.relative import relative_errors
 from compressx.statistics import FeatureNorms
 
 Patterns: TypeAlias = Mapping[PlannedRule, Mapping[str, Unstructured | NM]]
@@ -52,21 +50,19 @@ class Measured:
     Attributes:
         unit: the unit.
         sparsities: that it was pruned to.
-        update_errors: `output_errors`, divided by what they would be if the block added nothing to the residual stream.
-        output_errors: `compressx.relative.relative_errors` of the block's output, the mean over tokens.
-        scale: how strongly the model's loss reacts to such an error; 1 when that was not measured.
+        divergences: of the model's predictions from the dense model's, as `compressx.blocks.reaction.divergences` has
+            them, nats, the mean over tokens.
     """
 
     unit: Unit
     sparsities: tuple[float, ...]
-    update_errors: tuple[float, ...]
-    output_errors: tuple[float, ...]
-    scale: float
+    divergences: tuple[float, ...]
 
 
 def measure(
     access: Access, units: Sequence[Unit], seen: Sequence[Tensor], held_out: Sequence[Tensor],
-    sparsities: Sequence[float], reactions: Reactions | None = None,
+    sparsities: Sequence[float], sensitivities: Mapping[str, Sensitivity] = MappingProxyType({}),
+    keep: Keep = in_memory,
 ) -> Iterator[tuple[Measured, ...]]:  # fmt: skip
     """Measure every unit in the decoder blocks; afterwards, and whatever happens, all weights are as they were.
 
@@ -74,10 +70,11 @@ def measure(
         access: a transformers causal language model in evaluation mode, with its dense weights.
         units: the units of a plan; those outside the blocks are left out.
         seen: token ids that the pruners learn from, each [batch, tokens].
-        held_out: those that errors are measured on; on its own text a pruner that overfits looks too good.
+        held_out: those that divergences are measured on; on its own text a pruner that overfits looks too good.
         sparsities: to measure; of N:M the nearest that can be had.
-        reactions: of the dense model's loss: what errors of the blocks' outputs count, all channels and blocks alike
-            when absent; and the sensitivities that pruners read, those of tokens on text that begins with `seen`.
+        sensitivities: of the model's loss, that pruners read, by linear; those of tokens on text that begins with
+            `seen`.
+        keep: where gradients are kept, for all blocks at once those of `held_out`.
 
     Yields:
         For each block with units, one value for each of them.
@@ -85,13 +82,14 @@ def measure(
     Raises:
         ArtifactError: a weight that is not finite.
         PluginError: a pruner that returns what it must not.
-        CalibrationError: an error that is not finite, a linear that no token reached, or a block without a price.
-        UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
+        CalibrationError: a divergence that is not finite, or a linear that no token reached.
+        UnsupportedModelError: a model whose blocks cannot be run one at a time, whose numbers or gradients are not
+            finite, or whose loss does not react to a block at all.
     """
     inside = [x for u in units if u.block for x in u.linears]
     pruners = {rule: rule.build() for rule in dict.fromkeys(x.rule for x in inside)}
-    reactions = reactions or Reactions()
-    of_linears = {name: _of_first(its, [len(ids) for ids in seen]) for name, its in reactions.linears.items()}
+    of_linears = {name: _of_first(its, [len(ids) for ids in seen]) for name, its in sensitivities.items()}
+    slopes = gradients(access, survey(access.model), held_out, keep)
 
     def visit(dense: _Dense) -> tuple[Measured, ...]:
         mine = [u for u in units if u.block == dense.block.fqn]
@@ -103,19 +101,12 @@ def measure(
         sensitive = by_loss(of_linears, reacting, dense.runs[:learnt], dense.states[:learnt])
         block = replace(dense.block, sensitivities=sensitive)
         stats = gather(block, by_rule, pruners, dense.passes[:learnt])
-        reaction = reactions.blocks[block.fqn] if reactions.blocks else None
-        if reaction is not None and reaction.scale == 0:
-            raise CalibrationError(
-                f"{block.fqn}: the model's loss does not react to its output at half of the calibration tokens or "
-                "more, so that it has no price; use other calibration text, or a wider model.dtype"
-            )
-        passes, inputs, outputs = dense.passes[learnt:], dense.states[learnt:], dense.outputs[learnt:]
-        stream = _Stream(passes, inputs, outputs, reaction)
+        held_out_stream = _Stream(dense.passes[learnt:], dense.outputs[learnt:], slopes.pop(block.fqn))
 
         def ask(patterns: Patterns) -> Iterator[tuple[str, Decision]]:
             return decide_all(block, patterns, pruners, dict(stats), ALONE)  # it gives up statistics as it goes
 
-        return tuple(_measure(unit, sparsities, block.linears, ask, stream) for unit in mine)
+        return tuple(_measure(unit, sparsities, block.linears, ask, held_out_stream) for unit in mine)
 
     return _over_blocks(access, {u.block for u in units}, [*seen, *held_out], visit)
 
@@ -193,25 +184,19 @@ def _over_blocks(
 
 @dataclass(frozen=True, eq=False)
 class _Stream:
-    """How to run a block on each held-out batch, and what enters and leaves it while it is dense."""
+    """How to run a block on each held-out batch, what leaves it while it is dense, and the loss's gradients there."""
 
     passes: Sequence[Callable[[], Tensor]]
-    inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
-    reaction: OutputReaction | None
+    gradients: Sequence[Tensor]
 
-    def changed(self) -> float:
-        """Return the mean over tokens of the error of what leaves the block as it now is."""
-        return self._mean(run() for run in self.passes)
-
-    def added(self) -> float:
-        """Return the mean over tokens of what the error would be if the block added nothing to what enters."""
-        return self._mean(self.inputs)
-
-    def _mean(self, others: Iterable[Tensor]) -> float:
-        channels = self.reaction.channels if self.reaction else None
-        errors = [relative_errors(x, out, channels) for x, out in zip(others, self.outputs, strict=True)]
-        return float(torch.cat([x.flatten() for x in errors]).double().mean())
+    def divergence(self) -> float:
+        """Return by how much the model's predictions diverge with the block as it now is, the mean over tokens."""
+        of_batches = [
+            divergences(run().float() - out.float(), gradient).flatten()
+            for run, out, gradient in zip(self.passes, self.outputs, self.gradients, strict=True)
+        ]
+        return float(torch.cat(of_batches).double().mean())
 
 
 def _measure(
@@ -222,23 +207,21 @@ def _measure(
     stream: _Stream,
 ) -> Measured:
     """Prune a unit to one sparsity after the other, each time from its dense weights."""
-    changes: dict[float, float] = {}
+    found: dict[float, float] = {}
     for wanted in sparsities:
         sparsity, patterns = unit.at(wanted)
-        if sparsity <= max(changes, default=0.0):  # N:M cannot express every sparsity
+        if sparsity <= max(found, default=0.0):  # N:M cannot express every sparsity
             continue
         with _restored([linears[x.name] for x in unit.linears]):
             for name, decision in ask(patterns):
                 write(linears[name], decision.result)
-            changes[sparsity] = stream.changed()
-        if not math.isfinite(changes[sparsity]):
+            found[sparsity] = stream.divergence()
+        if not math.isfinite(found[sparsity]):
             raise CalibrationError(
                 f"{unit.block}: with {unit.linears[0].name} at sparsity {sparsity} ({unit.label}) its output has "
                 "NaN or infinite values; leave that sparsity out of allocation.sparsities"
             )
-    added, errors = stream.added(), tuple(changes.values())
-    of_update = tuple(c / added if c else 0.0 for c in errors)
-    return Measured(unit, tuple(changes), of_update, errors, stream.reaction.scale if stream.reaction else 1.0)
+    return Measured(unit, tuple(found), tuple(found.values()))
 
 
 def _of_first(its: Sensitivity, sizes: Sequence[int]) -> Sensitivity:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from compressx.allocation.measure import Measured, measure, measure_outliers
 from compressx.allocation.owl import sparsities
 from compressx.allocation.spread import Curve, cheapest
 from compressx.allocation.units import Unit, spread, units_of, zeros_of
-from compressx.blocks.reaction import Reactions
 from compressx.models.access import Access
+from compressx.models.hidden import Keep, in_memory
 from compressx.planning.plan import Plan
+from compressx.pruner import Sensitivity
 from compressx.recipe.methods import Allocation, AttentionAware, ErrorAllocation, MeasuredAllocation, OwlAllocation
 from compressx.report.run import AllocationReport, UnitReport
 
@@ -25,8 +27,9 @@ def allocate(
     plan: Plan,
     settings: MeasuredAllocation,
     batches: Sequence[Tensor],
-    reactions: Reactions | None = None,
+    sensitivities: Mapping[str, Sensitivity] = MappingProxyType({}),
     progress: Callable[[int, int], None] = lambda _done, _total: None,
+    keep: Keep = in_memory,
 ) -> tuple[Plan, AllocationReport]:
     """Measure the units of a plan, and give every linear the sparsity that the method chooses.
 
@@ -35,8 +38,9 @@ def allocate(
         plan: the plan, its sparsities still open.
         settings: as the recipe has them.
         batches: calibration token ids, each [batch, tokens].
-        reactions: of the dense model's loss on them, as `measure` takes them.
+        sensitivities: of the dense model's loss on them, as `measure` takes them.
         progress: called with how many blocks are measured, and how many there are.
+        keep: as `measure` takes it.
 
     Returns:
         The final plan, and what was measured and chosen.
@@ -53,7 +57,7 @@ def allocate(
     tell(0)
     if isinstance(settings, OwlAllocation):
         return _by_outliers(access, plan, settings, units, batches, tell)
-    return _by_error(access, plan, settings, units, batches, reactions, tell)
+    return _by_error(access, plan, settings, units, batches, sensitivities, tell, keep)
 
 
 def report_on(
@@ -86,33 +90,27 @@ def _unit_report(unit: Unit, tell: Callable[[Unit, float], Mapping[str, Any]]) -
 
 def _by_error(
     access: Access, plan: Plan, settings: ErrorAllocation | AttentionAware, units: Sequence[Unit],
-    batches: Sequence[Tensor], reactions: Reactions | None, progress: Callable[[int], None],
+    batches: Sequence[Tensor], sensitivities: Mapping[str, Sensitivity], progress: Callable[[int], None], keep: Keep,
 ) -> tuple[Plan, AllocationReport]:  # fmt: skip
-    """Take zeros where they raise the summed price least."""
+    """Take zeros where they raise the summed divergence least."""
     seen, held_out = _parts(batches, settings.samples)
     measured: dict[str, Measured] = {}  # by the name of the unit's first linear
-    for done, block in enumerate(measure(access, units, seen, held_out, settings.sparsities, reactions), start=1):
+    blocks = measure(access, units, seen, held_out, settings.sparsities, sensitivities, keep)
+    for done, block in enumerate(blocks, start=1):
         measured |= {m.unit.linears[0].name: m for m in block}
         progress(done)
-    # Against the residual stream, which later blocks read: a block that adds little to it may be wrong about that.
-    curves = {name: Curve(m.sparsities, m.output_errors) for name, m in measured.items()}
-
-    def prices(unit: Unit) -> list[tuple[int, float]]:
-        name = unit.linears[0].name
-        return [(zeros, measured[name].scale * error) for zeros, error in unit.points(curves[name])]
+    curves = {name: Curve(m.sparsities, m.divergences) for name, m in measured.items()}
 
     def choose(group: Sequence[Unit], zeros: int) -> list[int]:
-        return cheapest([prices(unit) for unit in group], zeros)
+        return cheapest([unit.points(curves[unit.linears[0].name]) for unit in group], zeros)
 
     def tell(unit: Unit, sparsity: float) -> dict[str, Any]:
         if (m := measured.get(unit.linears[0].name)) is None:
             return {}
         return {
-            "error": curves[unit.linears[0].name].error(sparsity),
+            "divergence": curves[unit.linears[0].name].error(sparsity),
             "sparsities": m.sparsities,
-            "update_errors": m.update_errors,
-            "output_errors": m.output_errors,
-            "scale": m.scale,
+            "divergences": m.divergences,
         }
 
     final = plan.allocated(spread(units, settings.target, choose, scope=settings.scope))

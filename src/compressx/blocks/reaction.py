@@ -7,7 +7,8 @@ are held, and of one batch the hidden states between all blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,6 +22,7 @@ from compressx.errors import UnsupportedModelError
 from compressx.finite import all_finite, finite, refuse_damage
 from compressx.models.access import Access
 from compressx.models.capture import capture_calls, replay, run_around
+from compressx.models.hidden import Keep, in_memory
 from compressx.models.shards import OUTSIDE
 from compressx.pruner import Sensitivity
 from compressx.ranks import ALONE, Ranks
@@ -29,26 +31,11 @@ from compressx.relative import shares_of
 ROW_WINDOWS = 32
 """Windows that rows of the model's loss are measured on where nobody reads tokens."""
 
-BLOCK_WINDOWS = 8
-"""Windows that reactions to blocks are measured on where nobody reads those to linears; 24 others differ by 3%."""
+CHANNEL_WINDOWS = 8
+"""Windows that channels are measured on where nobody reads sensitivities of linears; 24 others differ by 3%."""
 
 _TOKENS_AT_ONCE = 64
 """Tokens whose distribution functions, float64 [tokens, vocabulary], are in memory at once."""
-
-
-@dataclass(frozen=True, eq=False)
-class OutputReaction:
-    """How the dense model's loss reacts to errors of what leaves a block, as `compressx.relative` measures them.
-
-    Attributes:
-        channels: each channel's share of a token's squared gradient, the mean over tokens, float32 [width]. Of shares,
-            since the gradients of a few tokens are thousands of times larger or smaller than the others'.
-        scale: the median over tokens of sum_c (g_c x_c)^2, g being a token's gradient and x its value: up to a factor
-            how far the loss moves, to second order, when each channel errs by the same part of itself.
-    """
-
-    channels: Tensor
-    scale: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,42 +44,13 @@ class Reactions:
 
     Attributes:
         linears: sensitivities, by linear.
-        blocks: by block; all, or none where they were not measured.
+        channels: of what leaves each block, by block: each channel's share of a token's squared gradient, the mean
+            over tokens, float32 [width]. Of shares, since the gradients of a few tokens are thousands of times larger
+            or smaller than the others'. Of all blocks, or of none where they were not measured.
     """
 
     linears: Mapping[str, Sensitivity] = field(default_factory=dict)
-    blocks: Mapping[str, OutputReaction] = field(default_factory=dict)
-
-
-class _OutputSums:
-    """What is gathered of what leaves one block; all room is taken at once, as in `sensitivity`."""
-
-    def __init__(self, width: int, tokens: int, device: torch.device) -> None:
-        self.shares = torch.zeros(width, dtype=torch.float64, device=device)
-        self.moves = torch.empty(tokens)
-        self.filled = 0
-
-    def add(self, gradient: Tensor, output: Tensor) -> None:
-        """Take in a batch, both [batch, tokens, width]."""
-        self.shares += shares_of(gradient.float()).sum(dim=(0, 1), dtype=torch.float64)
-        moves = (gradient.float() * output.float()).square().sum(dim=-1).flatten()
-        self.moves[self.filled : self.filled + len(moves)] = moves
-        self.filled += len(moves)
-
-    def result(self, fqn: str, ranks: Ranks) -> OutputReaction:
-        """Return the reaction to a block's output, that of all processes' tokens.
-
-        Raises:
-            UnsupportedModelError: there is none.
-        """
-        ranks.add(self.shares)
-        if not self.shares.any():
-            raise UnsupportedModelError(
-                f"{fqn}: the model's loss does not react to its output on the calibration text, all gradients are "
-                "zero; if the model is not broken, model.dtype may be too narrow"
-            )
-        moves = torch.cat(ranks.everyones(self.moves[: self.filled].clone()))  # not with all the room around it
-        return OutputReaction((self.shares / self.shares.sum()).float(), float(moves.median()))
+    channels: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def of_model(
@@ -109,7 +67,7 @@ def of_model(
         ranks: the processes.
         tokens: whether those of tokens are wanted. Without them the first `ROW_WINDOWS` windows do, or as many more as
             it takes to reach every linear: a row's value is a mean over tokens, of which these hold thousands. Without
-            names `BLOCK_WINDOWS` do.
+            names `CHANNEL_WINDOWS` do.
         progress: called with how many windows are done, and how many there are at least.
 
     Raises:
@@ -120,7 +78,7 @@ def of_model(
     """
     wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, so that processes agree
     tokens = tokens and bool(wanted)
-    windows = ROW_WINDOWS if wanted else BLOCK_WINDOWS
+    windows = ROW_WINDOWS if wanted else CHANNEL_WINDOWS
     enough = sum(map(len, batches)) if tokens else max(1, windows // ranks.size)
     if not tokens:  # the same windows for every batch size
         batches = [part for batch in _parted(batches, enough) for part in torch.split(batch, len(batches[0]))]
@@ -129,8 +87,8 @@ def of_model(
         fqn: Gathering({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}, shapes, access.device)
         for fqn in found.blocks
     }
-    width, tokens_in = text_config(access.model).hidden_size, sum(batch.numel() for batch in batches)
-    outputs = {fqn: _OutputSums(width, tokens_in, access.device) for fqn in found.blocks}
+    width = text_config(access.model).hidden_size
+    shares = {fqn: torch.zeros(width, dtype=torch.float64, device=access.device) for fqn in found.blocks}
     generator = torch.Generator(access.device).manual_seed(0)
     seen = 0
     for batch in batches:
@@ -138,27 +96,60 @@ def of_model(
             break
         progress(min(seen, enough), enough)
         seen += len(batch)
-        ids = batch.to(access.device)
-        with access.materialise(OUTSIDE):
-            (state,), calls = capture_calls(access.model, found.blocks, [ids])
-        runs = {fqn: partial(replay, module, call=calls[fqn][0]) for fqn, module in found.blocks.items()}
-        states = [state]
-        for fqn, run in runs.items():
-            with torch.no_grad(), access.materialise(fqn):
-                states.append(finite(run(states[-1]), fqn, found.blocks[fqn]))
-        with access.materialise(OUTSIDE):
-            gradient = _of_likelihood(access.model, found.blocks, ids, states[-1], generator)
-        for fqn, run in reversed(runs.items()):
-            if not all_finite(gradient):
-                raise UnsupportedModelError(
-                    f"{fqn}: the gradient of the model's loss with respect to its output has NaN or infinite values on "
-                    "the calibration text; model.dtype may be too narrow"
-                )
-            outputs[fqn].add(gradient, states.pop())
-            with access.materialise(fqn):
-                gradient = gatherings[fqn].backward(run, states[-1], partial(_given, gradient))
+        for fqn, gradient in _backwards(access, found, batch, generator, gatherings):
+            shares[fqn] += shares_of(gradient.float()).sum(dim=(0, 1), dtype=torch.float64)
     linears = {name: its for gathering in gatherings.values() for name, its in gathering.result(ranks).items()}
-    return Reactions(linears, {fqn: sums.result(fqn, ranks) for fqn, sums in outputs.items()})
+    for fqn, sums in shares.items():
+        ranks.add(sums)
+        _refuse_indifference(fqn, reacts=bool(sums.any()))
+    return Reactions(linears, {fqn: (sums / sums.sum()).float() for fqn, sums in shares.items()})
+
+
+def gradients(
+    access: Access, found: Architecture, batches: Sequence[Tensor], keep: Keep = in_memory
+) -> dict[str, list[Tensor]]:
+    """Return the gradients of the same loss with respect to what leaves each block.
+
+    Args:
+        access: the model, its weights still dense.
+        found: its blocks.
+        batches: token ids, each [batch, tokens].
+        keep: where they are kept: as many numbers as the hidden states between all blocks.
+
+    Returns:
+        By block, batch by batch, [batch, tokens, width] in the model's dtype and on the CPU.
+
+    Raises:
+        ArtifactError: a weight that is not finite, or no room for a file.
+        UnsupportedModelError: as `of_model`.
+    """
+    none = {fqn: Gathering({}, (), access.device) for fqn in found.blocks}
+    generator = torch.Generator(access.device).manual_seed(0)
+    kept: dict[str, list[Tensor]] = defaultdict(list)
+    for batch in batches:
+        for fqn, gradient in _backwards(access, found, batch, generator, none):
+            kept[fqn].append(keep(gradient.cpu()))
+    for fqn, its in kept.items():
+        _refuse_indifference(fqn, reacts=any(bool(gradient.any()) for gradient in its))
+    return dict(kept)
+
+
+def divergences(change: Tensor, gradient: Tensor) -> Tensor:
+    """Return by how much the model's predictions diverge when what leaves a block changes, to second order.
+
+    The Kullback-Leibler divergence of predictions that change by little is half of the change's square in the Fisher
+    matrix (Kullback, "Information Theory and Statistics", 1959, section 2.6), which is the mean of the gradient's outer
+    product over labels drawn from the predictions. Of each token a single draw is taken, and that changes of different
+    tokens go together is left out: their mean over thousands of tokens is what means something.
+
+    Args:
+        change: of what leaves the block, [batch, tokens, width].
+        gradient: of the loss at it, as `gradients` gives it.
+
+    Returns:
+        float32 [batch, tokens], in nats.
+    """
+    return (change.float() * gradient.to(change.device, torch.float32)).sum(dim=-1).square() / 2
 
 
 def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
@@ -185,8 +176,45 @@ def _parted(batches: Sequence[Tensor], first: int) -> list[Tensor]:
     return [windows[:first], *torch.split(windows[first:], 1)] if len(windows) > first else list(batches)
 
 
+def _backwards(
+    access: Access, found: Architecture, batch: Tensor, generator: torch.Generator, gatherings: Mapping[str, Gathering]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each block, the last first, with the gradient of a batch with respect to what leaves it.
+
+    Raises:
+        UnsupportedModelError: numbers or gradients that are not finite.
+    """
+    ids = batch.to(access.device)
+    with access.materialise(OUTSIDE):
+        (state,), calls = capture_calls(access.model, found.blocks, [ids])
+    runs = {fqn: partial(replay, module, call=calls[fqn][0]) for fqn, module in found.blocks.items()}
+    states = [state]
+    for fqn, run in runs.items():
+        with torch.no_grad(), access.materialise(fqn):
+            states.append(finite(run(states[-1]), fqn, found.blocks[fqn]))
+    with access.materialise(OUTSIDE):
+        gradient = _of_likelihood(access.model, found.blocks, ids, states.pop(), generator)
+    for fqn, run in reversed(runs.items()):
+        if not all_finite(gradient):
+            raise UnsupportedModelError(
+                f"{fqn}: the gradient of the model's loss with respect to its output has NaN or infinite values on "
+                "the calibration text; model.dtype may be too narrow"
+            )
+        yield fqn, gradient
+        with access.materialise(fqn):
+            gradient = gatherings[fqn].backward(run, states.pop(), partial(_given, gradient))
+
+
 def _given(gradient: Tensor, _: Tensor) -> Tensor:
     return gradient
+
+
+def _refuse_indifference(fqn: str, *, reacts: bool) -> None:
+    if not reacts:
+        raise UnsupportedModelError(
+            f"{fqn}: the model's loss does not react to its output on the calibration text, all gradients are zero; "
+            "if the model is not broken, model.dtype may be too narrow"
+        )
 
 
 def _of_likelihood(

@@ -126,10 +126,10 @@ def prune_model(
                 seen = passes[: _first(streams.pruned)] if plan.in_block(fqn) else []
                 dense = [run() for run in seen]
                 layers, masks, images = _prune_block(block, plan, pruners, passes, ranks)
-                error, reconstruction, reaction = _output_error(seen, dense), None, reactions.blocks.get(fqn)
+                error, reconstruction = _output_error(seen, dense), None
                 if plan.reconstruct_block and layers:
                     passages = [Passage(*x) for x in zip(streams.pruned, streams.dense, runs, strict=True)]
-                    channels = reaction.channels if reaction else None
+                    channels = reactions.channels.get(fqn)
                     reconstruction = reconstruct(model, fqn, masks, passages, plan.reconstruct_block, ranks, channels)
                 if index < last:
                     _advance(streams.pruned, runs, fqn)

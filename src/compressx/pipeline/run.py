@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -222,9 +223,7 @@ class _Pruning:
     def reactions(self, planned: Plan) -> Reactions:
         """Measure how the dense model's loss reacts, if pruning that is not done yet reads it."""
         names = planned.sensitive_to("model")
-        allocation = planned.allocation if self.journal.allocated is None else None
-        priced = allocation is not None and allocation.measures == "errors"
-        wanted = names or priced or planned.reconstruct_block is not None
+        wanted = names or planned.reconstruct_block is not None
         if not wanted or len(self.journal.finished) == _blocks(planned):
             return Reactions()
         return of_model(
@@ -248,9 +247,12 @@ class _Pruning:
             if asked.ranks.first:
                 # Of tokens it knows the sensitivities where they are its own.
                 text = self.mine if any(its.tokens for its in reactions.linears.values()) else self.batches
+                blocks = len(survey(self.access.model).blocks)
+                held_out = math.ceil(min(planned.allocation.samples, sum(map(len, text))) / 4)
                 final, report = allocate(
-                    self.access, planned, planned.allocation, text, reactions,
+                    self.access, planned, planned.allocation, text, reactions.linears,
                     progress=lambda i, n: asked.tell("allocate", i, n),
+                    keep=self._keep("gradients", held_out * blocks),
                 )  # fmt: skip
                 allocated = Allocated({x.name: x.pattern for x in final.linears}, report)
             allocated = asked.ranks.told(allocated)
@@ -261,13 +263,15 @@ class _Pruning:
 
     def prune(self, planned: Plan, reactions: Reactions) -> list[FinishedBlock]:
         """Prune what an interrupted run has not finished, and record every block."""
-        asked, journal, keep = self.asked, self.journal, self._keep()
+        asked, journal = self.asked, self.journal
+        streams = 1 if planned.reconstruct_block is None else 2  # the dense one beside the pruned one
+        keep = self._keep(f"hidden-{asked.ranks.rank}", sum(map(len, self.mine)) * streams)
         finished: list[FinishedBlock] = []
         reached = None
         total = _blocks(planned)
         if journal.finished:
-            finished, streams = journal.restore(self.access, keep)
-            reached = Finished(journal.finished[-1], streams)
+            finished, reaching = journal.restore(self.access, keep)
+            reached = Finished(journal.finished[-1], reaching)
         asked.tell("prune", len(finished), total)
         for block in prune_model(self.access, planned, self.mine, reached, keep, asked.ranks, reactions):
             finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
@@ -278,15 +282,13 @@ class _Pruning:
             del block  # its masks are on disk
         return finished
 
-    def _keep(self) -> Keep:
-        """Keep hidden states in files when they are larger than the recipe's limit."""
-        recipe, model = self.asked.loaded.recipe, self.access.model
-        size = sum(batch.numel() for batch in self.mine) * text_config(model).hidden_size * model.dtype.itemsize
-        if recipe.reconstruct_block is not None:
-            size *= 2  # the dense stream beside the pruned one
-        limit = None if recipe.calibration is None else recipe.calibration.memory_limit
-        folder = self.journal.blocks / f"hidden-{self.asked.ranks.rank}"
-        return InFiles(folder) if limit is not None and size > limit else in_memory
+    def _keep(self, name: str, windows: int) -> Keep:
+        """Keep so many windows of hidden states, or what is as large, in files if they exceed the recipe's limit."""
+        calibration, model = self.asked.loaded.recipe.calibration, self.access.model
+        if calibration is None or calibration.memory_limit is None:
+            return in_memory
+        size = windows * calibration.sequence_length * text_config(model).hidden_size * model.dtype.itemsize
+        return InFiles(self.journal.blocks / name) if size > calibration.memory_limit else in_memory
 
 
 def _blocks(planned: Plan) -> int:

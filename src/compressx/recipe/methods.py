@@ -94,10 +94,10 @@ class _Measuring(Strict):
     samples: StrictInt = Field(
         24,
         ge=1,
-        description=f"{_WINDOWS}; errors are those on the last quarter, which the pruners do not see",
+        description=f"{_WINDOWS}; what sparsity costs is measured on the last quarter, which the pruners do not see",
     )
 
-    measures: ClassVar[str] = "errors"
+    measures: ClassVar[str] = "divergences"
 
     @model_validator(mode="after")
     def _rising(self) -> _Measuring:
@@ -107,7 +107,7 @@ class _Measuring(Strict):
 
 
 class ErrorAllocation(_Measuring):
-    """Sparsity where it costs the model's loss least, by the errors of its decoder blocks' outputs."""
+    """Sparsity where the model's predictions diverge least for it, by the changes of its decoder blocks' outputs."""
 
     method: Literal["error"] = Field(description=_METHOD)
     unit: UnitKind = Field(

@@ -44,9 +44,8 @@ def page(report: RunReport) -> str:
 
 
 _MEASURES = {
-    "predicted error": "The error is that of the block's output when these linears alone are pruned, squared and "
-    "relative to it, the mean over tokens.",
-    "price": "The price is that error times how strongly the model's loss reacts to it; their sum was made least.",
+    "predicted divergence": "The divergence is that of the model's predictions from the dense model's when these "
+    "linears alone are pruned, in nats, the mean over tokens; the sum was made least.",
     "outliers": "Outliers are the fraction of weights whose size times the norm of their input feature is far above "
     "the block's mean.",
 }

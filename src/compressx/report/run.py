@@ -100,12 +100,10 @@ class UnitReport:
         linears: their names.
         weights: how many.
         sparsity: fraction of zeros that they were given.
-        error: predicted for it from `output_errors`; None outside the blocks, and where no errors were measured.
+        divergence: predicted for it from `divergences`; None outside the blocks, and where none were measured.
         sparsities: that were measured.
-        output_errors: measured error of the block's output, squared and relative to it, the mean over tokens; channels
-            weigh as the dense model's loss reacts to them.
-        update_errors: the same error against what the block adds to its input.
-        scale: how strongly the loss reacts to such an error; times `output_errors` it is the price. None without them.
+        divergences: of the model's predictions from the dense model's at each of them, with these linears alone pruned:
+            Kullback-Leibler, to second order, in nats, the mean over tokens.
         outliers: fraction of their scores that are outliers; None where those were not measured.
     """
 
@@ -114,17 +112,10 @@ class UnitReport:
     linears: tuple[str, ...]
     weights: int
     sparsity: float
-    error: float | None = None
+    divergence: float | None = None
     sparsities: tuple[float, ...] = ()
-    output_errors: tuple[float, ...] = ()
-    update_errors: tuple[float, ...] = ()
-    scale: float | None = None
+    divergences: tuple[float, ...] = ()
     outliers: float | None = None
-
-    @property
-    def price(self) -> float | None:
-        """What its zeros cost the model's loss, by the prediction and up to a factor that all units share."""
-        return None if self.error is None or self.scale is None else self.scale * self.error
 
 
 @dataclass(frozen=True)
@@ -150,15 +141,14 @@ class AllocationReport:
     units: tuple[UnitReport, ...]
 
     def rows(self) -> list[list[str]]:
-        """Return `[block, linears, pruner, sparsity, predicted error, price, outliers]` for every unit."""
+        """Return `[block, linears, pruner, sparsity, predicted divergence, outliers]` for every unit."""
         return [
             [
                 u.block or "outside",
                 ", ".join(dict.fromkeys(kind_of(name) for name in u.linears)),
                 u.pruner,
                 f"{u.sparsity:.2%}",
-                "" if u.error is None else f"{u.error:.3g}",
-                "" if u.price is None else f"{u.price:.3g}",
+                "" if u.divergence is None else f"{u.divergence:.3g}",
                 "" if u.outliers is None else f"{u.outliers:.3%}",
             ]
             for u in self.units

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from contextlib import ExitStack
 
 import pytest
@@ -12,9 +11,10 @@ from torch.nn import functional
 
 from compressx import ArtifactError, UnsupportedModelError
 from compressx.architecture import survey
-from compressx.blocks.reaction import _OutputSums, drawn_labels, of_model
+from compressx.blocks.reaction import divergences, drawn_labels, gradients, of_model
 from compressx.models.access import InMemory
 from compressx.models.checkpoint import Checkpoint
+from compressx.models.hidden import InFiles
 from compressx.models.streaming import open_streamed
 from compressx.ranks import Ranks
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
@@ -59,16 +59,10 @@ def test_the_models_sensitivities_are_mean_squares_of_the_gradients_that_autogra
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("architecture", TINY_CONFIGS)
-def test_the_reaction_to_a_blocks_output_is_read_off_the_gradients_that_autograd_gives(architecture):
-    model = tiny_model(architecture)
-    found = survey(model)
-    parts = tiny_tokens(sequences=4).split(2)
-    measured = of_model(InMemory(model), found, (), parts)
-    assert measured.linears == {}
-    assert list(measured.blocks) == list(found.blocks)
-    generator = torch.Generator().manual_seed(0)
-    shares, moves = {fqn: [] for fqn in found.blocks}, {fqn: [] for fqn in found.blocks}
+def gradients_at_blocks(model, parts):
+    """Return the gradients of the likelihood with respect to every block's output, batch by batch."""
+    found, generator = survey(model), torch.Generator().manual_seed(0)
+    at = {fqn: [] for fqn in found.blocks}
     for ids in parts:
         left = {}
 
@@ -82,21 +76,64 @@ def test_the_reaction_to_a_blocks_output_is_read_off_the_gradients_that_autograd
         labels = torch.cat([drawn_labels(x.float(), generator) for x in logits.detach()])
         loss = functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
         for fqn, gradient in zip(left, torch.autograd.grad(loss, list(left.values())), strict=True):
-            pairs = zip(gradient.double().flatten(0, -2), left[fqn].detach().double().flatten(0, -2), strict=True)
-            for g, x in pairs:
-                shares[fqn].append(g**2 / (g**2).sum())
-                moves[fqn].append(float(((g * x) ** 2).sum()))
-    for fqn, its in measured.blocks.items():
-        torch.testing.assert_close(its.channels.double(), torch.stack(shares[fqn]).mean(dim=0), rtol=1e-3, atol=1e-6)
-        assert float(its.channels.sum()) == pytest.approx(1.0, rel=1e-5)
-        assert its.scale == pytest.approx(statistics.median_low(moves[fqn]), rel=1e-3)
+            at[fqn].append(gradient.view(*ids.shape, -1))
+    return at
 
 
-def test_a_loss_that_does_not_react_is_refused():
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+def test_gradients_at_blocks_and_shares_of_channels_in_them_are_those_of_autograd(architecture):
+    model = tiny_model(architecture)
+    found = survey(model)
+    parts = tiny_tokens(sequences=5).split(2)
+    measured = of_model(InMemory(model), found, (), parts)
+    got = gradients(InMemory(model), found, parts)
+    assert measured.linears == {}
+    assert list(measured.channels) == list(found.blocks)
+    expected = gradients_at_blocks(model, parts)
+    assert set(got) == set(expected)
+    for fqn, its in expected.items():
+        for mine, others in zip(got[fqn], its, strict=True):
+            torch.testing.assert_close(mine, others, rtol=1e-3, atol=1e-4 * float(others.abs().max()))
+        squares = torch.cat(its).double().flatten(0, -2).square()
+        shares = (squares / squares.sum(dim=-1, keepdim=True)).mean(dim=0)
+        torch.testing.assert_close(measured.channels[fqn].double(), shares, rtol=1e-3, atol=1e-6)
+        assert float(measured.channels[fqn].sum()) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_gradients_are_kept_where_that_is_asked(tmp_path):
+    model = tiny_model("llama")
+    parts = tiny_tokens(sequences=4).split(2)
+    in_memory, in_files = (
+        gradients(InMemory(model), survey(model), parts, *keep) for keep in ((), (InFiles(tmp_path),))
+    )
+    assert len(list(tmp_path.iterdir())) == 6
+    for fqn, its in in_memory.items():
+        assert all(torch.equal(a, b) for a, b in zip(its, in_files[fqn], strict=True))
+
+
+@pytest.mark.parametrize("measuring", [lambda *given: of_model(*given[:2], (), *given[2:]), gradients])
+def test_a_loss_that_does_not_react_is_refused(measuring):
     model = tiny_model("llama")
     model.lm_head.weight.data.zero_()
-    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0: the model's loss does not react"):
-        of_model(InMemory(model), survey(model), (), batches())
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.\d: the model's loss does not react"):
+        measuring(InMemory(model), survey(model), batches())
+
+
+def test_the_divergence_is_that_of_the_predictions_in_the_mean_over_labels():
+    """Of one token whose output is turned to logits: half of the change's square in the Fisher matrix, so nearly KL."""
+    generator = torch.Generator().manual_seed(0)
+    head, output = torch.randn(7, 5, generator=generator).double(), torch.randn(5, generator=generator).double()
+    change = 1e-2 * torch.randn(5, generator=generator).double()
+    dense, now = ((head @ x).log_softmax(dim=-1) for x in (output, output + change))
+    slopes = (dense.exp() - torch.eye(7)) @ head  # of the negative log-likelihood, by label
+    by_label = divergences(change.expand(7, 5), slopes)
+    expected = float((dense.exp() * (dense - now)).sum())
+    assert float(dense.exp() @ by_label.double()) == pytest.approx(expected, rel=0.02)
+
+
+def test_bfloat16_numbers_are_multiplied_in_float32():
+    change, slopes = (torch.full((1, 2, 300), x, dtype=torch.bfloat16) for x in (1.0, 0.0078125))
+    assert divergences(change, slopes).tolist() == [[300**2 / 2**15] * 2]
 
 
 def test_gradients_that_are_not_finite_name_the_block_whose_output_they_are_of(monkeypatch):
@@ -116,11 +153,10 @@ def test_gradients_that_are_not_finite_name_the_block_whose_output_they_are_of(m
 def test_a_16_bit_models_reactions_are_near_those_of_float32(dtype):
     narrow, wide = (tiny_model("llama", dtype=d) for d in (dtype, torch.float32))
     got, expected = (
-        of_model(InMemory(m), survey(m), (), tiny_tokens(sequences=8).split(4)).blocks for m in (narrow, wide)
+        of_model(InMemory(m), survey(m), (), tiny_tokens(sequences=8).split(4)).channels for m in (narrow, wide)
     )
     for fqn, its in expected.items():
-        torch.testing.assert_close(got[fqn].channels, its.channels, rtol=0.2, atol=1e-3)
-        assert got[fqn].scale == pytest.approx(its.scale, rel=0.2)
+        torch.testing.assert_close(got[fqn], its, rtol=0.2, atol=1e-3)
 
 
 def test_labels_are_drawn_from_the_predictions():
@@ -157,17 +193,15 @@ def test_without_tokens_the_rows_come_from_the_first_windows(monkeypatch):
         assert its.tokens == ()
 
 
-def test_reactions_to_blocks_alone_take_a_few_windows(monkeypatch):
-    monkeypatch.setattr("compressx.blocks.reaction.BLOCK_WINDOWS", 2)
+def test_channels_alone_take_a_few_windows(monkeypatch):
+    monkeypatch.setattr("compressx.blocks.reaction.CHANNEL_WINDOWS", 2)
     model, told = tiny_model("llama"), []
     found, parts = survey(model), tiny_tokens(sequences=8).split(4)
     few = of_model(InMemory(model), found, (), parts, progress=lambda *counts: told.append(counts))
     first = of_model(InMemory(model), found, found.linears, [parts[0][:2]])
     assert told == [(0, 2)]
-    assert list(few.blocks) == list(found.blocks)
-    for fqn, its in few.blocks.items():
-        assert torch.equal(its.channels, first.blocks[fqn].channels)
-        assert its.scale == first.blocks[fqn].scale
+    assert list(few.channels) == list(found.blocks)
+    assert all(torch.equal(its, first.channels[fqn]) for fqn, its in few.channels.items())
 
 
 def test_of_several_processes_each_takes_its_part_of_the_windows_that_rows_come_from(monkeypatch):
@@ -184,21 +218,19 @@ def test_of_several_processes_each_takes_its_part_of_the_windows_that_rows_come_
     assert all(torch.equal(its.rows, first[name].rows) for name, its in got.items())
 
 
-def test_a_blocks_reaction_is_that_of_all_processes_tokens(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    gradients, outputs = (torch.randn(2, 6, 8, generator=generator) for _ in range(2))
-
-    def sums(part):
-        made = _OutputSums(8, 12, torch.device("cpu"))
-        made.add(gradients[part], outputs[part])
-        return made
-
-    whole, other = sums(slice(0, 2)).result("b", Ranks()), sums(slice(1, 2))
-    monkeypatch.setattr(Ranks, "add", lambda self, tensor: tensor.add_(other.shares))
-    monkeypatch.setattr(Ranks, "everyones", lambda self, value: [value, other.moves[: other.filled]])
-    got = sums(slice(0, 1)).result("b", Ranks(0, 2))
-    torch.testing.assert_close(got.channels, whole.channels)
-    assert got.scale == whole.scale
+def test_shares_of_channels_are_those_of_all_processes_tokens(monkeypatch):
+    model = tiny_model("llama")
+    found, parts = survey(model), tiny_tokens(sequences=8).split(2)
+    added = []
+    monkeypatch.setattr(Ranks, "everyones", lambda self, value: [value])
+    monkeypatch.setattr(Ranks, "add", lambda self, tensor: added.append(tensor.clone()))
+    other = of_model(InMemory(model), found, (), parts[1:2])
+    theirs = iter([*added])
+    mine = of_model(InMemory(model), found, (), parts[:1])
+    monkeypatch.setattr(Ranks, "add", lambda self, tensor: tensor.add_(next(theirs)))
+    got = of_model(InMemory(model), found, (), parts[:1], Ranks(0, 2))
+    for fqn, its in got.channels.items():  # as many tokens on either
+        torch.testing.assert_close(its, (mine.channels[fqn] + other.channels[fqn]) / 2)
 
 
 def test_windows_are_added_until_every_expert_is_reached(monkeypatch):
@@ -236,8 +268,9 @@ def test_a_streamed_models_sensitivities_are_those_of_the_loaded_one(tmp_path):
     for name, its in loaded.linears.items():
         assert torch.equal(got.linears[name].rows, its.rows)
         assert all(torch.equal(a, b) for a, b in zip(got.linears[name].tokens, its.tokens, strict=True))
-    assert list(got.blocks) == list(survey(model).blocks)
-    for fqn, its in loaded.blocks.items():
-        assert torch.equal(got.blocks[fqn].channels, its.channels)
-        assert got.blocks[fqn].scale == its.scale
+    assert list(got.channels) == list(survey(model).blocks)
+    assert all(torch.equal(got.channels[fqn], its) for fqn, its in loaded.channels.items())
+    at = [gradients(x, survey(x.model), batches()) for x in (InMemory(model), streamed)]
+    for fqn, its in at[0].items():
+        assert all(torch.equal(a, b) for a, b in zip(its, at[1][fqn], strict=True))
     assert all(p.is_meta for p in streamed.model.parameters())

@@ -380,7 +380,7 @@ def test_an_allocated_plan_is_final(planned: Any) -> None:
 def test_allocation_needs_calibration_whatever_the_pruners_need(planned: Any, refusal: Any) -> None:
     rule = 'targets: ["*"], pruner: magnitude'
     message = refusal(RecipeError, rule, calibration=ALLOCATION)
-    assert message.startswith("r.yaml:2:1: attention-aware measures errors on calibration text, and the recipe has no")
+    assert message.startswith("r.yaml:2:1: attention-aware measures divergences on calibration text, and the")
     assert "add one, such as calibration: {" in message
     assert planned(rule, calibration=f"{CALIBRATION}\n{ALLOCATION}").needs_calibration
 
