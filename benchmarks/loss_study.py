@@ -82,8 +82,9 @@ class Dense:
         found["matrix"] = self._of_matrices()
         attention, outputs, _ = watched(self.block, self.states)
         found["attention"] = _mean(attention, self.attention)
-        moved = zip(outputs, self.outputs, self.gradients, strict=True)
-        found["divergence"] = float(torch.cat([divergences(now - was, g).flatten() for now, was, g in moved]).mean())
+        each = zip(outputs, self.outputs, self.gradients, strict=True)
+        moved = torch.cat([divergences(now.float() - was.float(), g).flatten() for now, was, g in each])
+        found["divergence"] = float(moved.double().mean())
         found["block"] = _mean(outputs, self.outputs, self.reactions.channels[self.block.fqn])
         found["block, by size"] = _mean(outputs, self.outputs, channel_weights(self.outputs))
         found["block, plain"] = _mean(outputs, self.outputs)
@@ -152,7 +153,8 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
     held_out, evaluation = others[: arguments.held_out], others[arguments.held_out :]
     base = token_perplexity(access, evaluation)
     reactions = of_model(access, found, found.linears, torch.split(seen, 4))
-    slopes = gradients(access, found, torch.split(held_out, 4))
+    studied = [fqn for index, fqn in enumerate(found.blocks) if index in arguments.blocks]
+    output_gradients = gradients(access, found, studied, torch.split(held_out, 4))
     plugins = load_plugins()
     streams = [*torch.split(seen, 4), *torch.split(held_out, 4)]
     learnt = math.ceil(len(seen) / 4)
@@ -169,7 +171,9 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
             unseen = Block(index, fqn, module, linears, tuple(calls[fqn][learnt:]), text_config(model))
             attention, outputs, inputs = watched(unseen, states[learnt:])
             weights = {n: w.clone() for n, w in _weights(block).items()}
-            dense = Dense(unseen, states[learnt:], inputs, weights, attention, outputs, reactions, slopes[fqn])
+            dense = Dense(
+                unseen, states[learnt:], inputs, weights, attention, outputs, reactions, output_gradients[fqn]
+            )
             for method in dict.fromkeys(m for _, m, _ in wanted):
                 spec = plugins.pruner(method)
                 rule = PlannedRule(0, spec, spec.options(), None, None)

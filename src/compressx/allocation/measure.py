@@ -62,7 +62,7 @@ class Measured:
 def measure(
     access: Access, units: Sequence[Unit], seen: Sequence[Tensor], held_out: Sequence[Tensor],
     sparsities: Sequence[float], sensitivities: Mapping[str, Sensitivity] = MappingProxyType({}),
-    keep: Keep = in_memory,
+    keep: Keep = in_memory, progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Iterator[tuple[Measured, ...]]:  # fmt: skip
     """Measure every unit in the decoder blocks; afterwards, and whatever happens, all weights are as they were.
 
@@ -75,21 +75,24 @@ def measure(
         sensitivities: of the model's loss, that pruners read, by linear; those of tokens on text that begins with
             `seen`.
         keep: where gradients are kept, for all blocks at once those of `held_out`.
+        progress: called with the windows of `held_out` whose gradients are there, and with how many there are, before
+            the first block.
 
     Yields:
         For each block with units, one value for each of them.
 
     Raises:
-        ArtifactError: a weight that is not finite.
+        ArtifactError: a weight that is not finite, or no room for a file.
         PluginError: a pruner that returns what it must not.
         CalibrationError: a divergence that is not finite, or a linear that no token reached.
         UnsupportedModelError: a model whose blocks cannot be run one at a time, whose numbers or gradients are not
-            finite, or whose loss does not react to a block at all.
+            finite, or whose loss hardly reacts to a block.
     """
     inside = [x for u in units if u.block for x in u.linears]
     pruners = {rule: rule.build() for rule in dict.fromkeys(x.rule for x in inside)}
     of_linears = {name: _of_first(its, [len(ids) for ids in seen]) for name, its in sensitivities.items()}
-    slopes = gradients(access, survey(access.model), held_out, keep)
+    blocks = {u.block for u in units if u.block}
+    output_gradients = gradients(access, survey(access.model), blocks, held_out, keep, progress)
 
     def visit(dense: _Dense) -> tuple[Measured, ...]:
         mine = [u for u in units if u.block == dense.block.fqn]
@@ -101,14 +104,14 @@ def measure(
         sensitive = by_loss(of_linears, reacting, dense.runs[:learnt], dense.states[:learnt])
         block = replace(dense.block, sensitivities=sensitive)
         stats = gather(block, by_rule, pruners, dense.passes[:learnt])
-        held_out_stream = _Stream(dense.passes[learnt:], dense.outputs[learnt:], slopes.pop(block.fqn))
+        held_out_stream = _Stream(dense.passes[learnt:], dense.outputs[learnt:], output_gradients.pop(block.fqn))
 
         def ask(patterns: Patterns) -> Iterator[tuple[str, Decision]]:
             return decide_all(block, patterns, pruners, dict(stats), ALONE)  # it gives up statistics as it goes
 
         return tuple(_measure(unit, sparsities, block.linears, ask, held_out_stream) for unit in mine)
 
-    return _over_blocks(access, {u.block for u in units}, [*seen, *held_out], visit)
+    return _over_blocks(access, blocks, [*seen, *held_out], visit)
 
 
 def measure_outliers(
@@ -218,8 +221,8 @@ def _measure(
             found[sparsity] = stream.divergence()
         if not math.isfinite(found[sparsity]):
             raise CalibrationError(
-                f"{unit.block}: with {unit.linears[0].name} at sparsity {sparsity} ({unit.label}) its output has "
-                "NaN or infinite values; leave that sparsity out of allocation.sparsities"
+                f"{unit.block}: with {unit.linears[0].name} at sparsity {sparsity} ({unit.label}) the divergence "
+                "of the predictions is not finite; leave that sparsity out of allocation.sparsities"
             )
     return Measured(unit, tuple(found), tuple(found.values()))
 

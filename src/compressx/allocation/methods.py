@@ -28,7 +28,7 @@ def allocate(
     settings: MeasuredAllocation,
     batches: Sequence[Tensor],
     sensitivities: Mapping[str, Sensitivity] = MappingProxyType({}),
-    progress: Callable[[int, int], None] = lambda _done, _total: None,
+    progress: Callable[[int, int, str], None] = lambda _done, _total, _note: None,
     keep: Keep = in_memory,
 ) -> tuple[Plan, AllocationReport]:
     """Measure the units of a plan, and give every linear the sparsity that the method chooses.
@@ -39,7 +39,7 @@ def allocate(
         settings: as the recipe has them.
         batches: calibration token ids, each [batch, tokens].
         sensitivities: of the dense model's loss on them, as `measure` takes them.
-        progress: called with how many blocks are measured, and how many there are.
+        progress: called with how many blocks are measured, how many there are, and what else there is to say.
         keep: as `measure` takes it.
 
     Returns:
@@ -51,8 +51,8 @@ def allocate(
     units = units_of(plan, settings.unit)
     total = len({u.block for u in units if u.block})
 
-    def tell(done: int) -> None:
-        progress(done, total)
+    def tell(done: int, note: str = "") -> None:
+        progress(done, total, note)
 
     tell(0)
     if isinstance(settings, OwlAllocation):
@@ -90,21 +90,24 @@ def _unit_report(unit: Unit, tell: Callable[[Unit, float], Mapping[str, Any]]) -
 
 def _by_error(
     access: Access, plan: Plan, settings: ErrorAllocation | AttentionAware, units: Sequence[Unit],
-    batches: Sequence[Tensor], sensitivities: Mapping[str, Sensitivity], progress: Callable[[int], None], keep: Keep,
+    batches: Sequence[Tensor], sensitivities: Mapping[str, Sensitivity], tell: Callable[..., None], keep: Keep,
 ) -> tuple[Plan, AllocationReport]:  # fmt: skip
     """Take zeros where they raise the summed divergence least."""
     seen, held_out = _parts(batches, settings.samples)
     measured: dict[str, Measured] = {}  # by the name of the unit's first linear
-    blocks = measure(access, units, seen, held_out, settings.sparsities, sensitivities, keep)
+    blocks = measure(
+        access, units, seen, held_out, settings.sparsities, sensitivities, keep,
+        progress=lambda done, windows: tell(0, f"gradients at {done} of {windows} windows"),
+    )  # fmt: skip
     for done, block in enumerate(blocks, start=1):
         measured |= {m.unit.linears[0].name: m for m in block}
-        progress(done)
+        tell(done)
     curves = {name: Curve(m.sparsities, m.divergences) for name, m in measured.items()}
 
     def choose(group: Sequence[Unit], zeros: int) -> list[int]:
         return cheapest([unit.points(curves[unit.linears[0].name]) for unit in group], zeros)
 
-    def tell(unit: Unit, sparsity: float) -> dict[str, Any]:
+    def told(unit: Unit, sparsity: float) -> dict[str, Any]:
         if (m := measured.get(unit.linears[0].name)) is None:
             return {}
         return {
@@ -114,7 +117,7 @@ def _by_error(
         }
 
     final = plan.allocated(spread(units, settings.target, choose, scope=settings.scope))
-    return final, report_on(final, settings, tell)
+    return final, report_on(final, settings, told)
 
 
 def _by_outliers(
@@ -138,10 +141,15 @@ def _by_outliers(
     return final, report_on(final, settings, lambda unit, _: {"outliers": ratios.get(unit.block)})
 
 
+def held_out_windows(samples: int, windows: int) -> int:
+    """Return how many of so many calibration windows divergences are measured on: the last quarter of `samples`."""
+    return math.ceil(min(samples, windows) / 4)
+
+
 def _parts(batches: Sequence[Tensor], samples: int) -> tuple[list[Tensor], list[Tensor]]:
     """Take the first windows to learn from, and the last quarter of `samples` to measure on; a single one does both."""
     windows = torch.cat(tuple(batches))[:samples]
-    held_out = math.ceil(len(windows) / 4)
+    held_out = held_out_windows(samples, len(windows))
     seen, unseen = windows[:-held_out] if len(windows) > 1 else windows, windows[-held_out:]
     size = len(batches[0])
     return list(torch.split(seen, size)), list(torch.split(unseen, size))

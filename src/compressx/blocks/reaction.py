@@ -2,12 +2,11 @@
 
 The loss is the model's likelihood, labels drawn from its own predictions, so that its Fisher matrix is the curvature of
 the model's divergence from itself. Gradients go backwards through one block at a time: the activations of one block
-are held, and of one batch the hidden states between all blocks.
+are held, and of one batch the hidden states between all blocks. `gradients` keeps those it returns besides.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -101,37 +100,58 @@ def of_model(
     linears = {name: its for gathering in gatherings.values() for name, its in gathering.result(ranks).items()}
     for fqn, sums in shares.items():
         ranks.add(sums)
-        _refuse_indifference(fqn, reacts=bool(sums.any()))
+        if not sums.any():
+            raise UnsupportedModelError(
+                f"{fqn}: the model's loss does not react to its output on the calibration text, all gradients are "
+                "zero; if the model is not broken, model.dtype may be too narrow"
+            )
     return Reactions(linears, {fqn: (sums / sums.sum()).float() for fqn, sums in shares.items()})
 
 
 def gradients(
-    access: Access, found: Architecture, batches: Sequence[Tensor], keep: Keep = in_memory
-) -> dict[str, list[Tensor]]:
-    """Return the gradients of the same loss with respect to what leaves each block.
+    access: Access, found: Architecture, wanted: Collection[str], batches: Sequence[Tensor], keep: Keep = in_memory,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> dict[str, list[Tensor]]:  # fmt: skip
+    """Return the gradients of the same loss with respect to what leaves some blocks.
 
     Args:
         access: the model, its weights still dense.
         found: its blocks.
+        wanted: names of those whose gradients are wanted.
         batches: token ids, each [batch, tokens].
-        keep: where they are kept: as many numbers as the hidden states between all blocks.
+        keep: where they are kept: for each block as many numbers as the hidden states of all batches.
+        progress: called with how many windows are done, and how many there are.
 
     Returns:
         By block, batch by batch, [batch, tokens, width] in the model's dtype and on the CPU.
 
     Raises:
         ArtifactError: a weight that is not finite, or no room for a file.
-        UnsupportedModelError: as `of_model`.
+        UnsupportedModelError: a model whose blocks cannot be run one at a time, whose numbers or gradients are not
+            finite, or a block with gradients that are zero at half of the tokens or more.
     """
-    none = {fqn: Gathering({}, (), access.device) for fqn in found.blocks}
+    nothing_gathered = {fqn: Gathering({}, (), access.device) for fqn in found.blocks}
     generator = torch.Generator(access.device).manual_seed(0)
-    kept: dict[str, list[Tensor]] = defaultdict(list)
-    for batch in batches:
-        for fqn, gradient in _backwards(access, found, batch, generator, none):
-            kept[fqn].append(keep(gradient.cpu()))
+    names = [fqn for fqn in found.blocks if fqn in wanted]
+    shape, dtype = (text_config(access.model).hidden_size,), access.model.dtype
+    # All room at once, as in `sensitivity`.
+    kept = {fqn: [keep(torch.empty(batch.shape + shape, dtype=dtype)) for batch in batches] for fqn in names}
+    for number, batch in enumerate(batches if names else ()):
+        progress(sum(map(len, batches[:number])), sum(map(len, batches)))
+        for fqn, gradient in _backwards(access, found, batch, generator, nothing_gathered):
+            if fqn in kept:
+                kept[fqn][number].copy_(gradient)
+            if fqn == names[0]:
+                break
     for fqn, its in kept.items():
-        _refuse_indifference(fqn, reacts=any(bool(gradient.any()) for gradient in its))
-    return dict(kept)
+        reached, tokens = sum(int(x.any(dim=-1).sum()) for x in its), sum(batch.numel() for batch in batches)
+        if 2 * reached <= tokens:
+            raise UnsupportedModelError(
+                f"{fqn}: the gradient of the model's loss with respect to its output is zero at {tokens - reached} of "
+                f"{tokens} calibration tokens, so that what its errors cost cannot be told; if the model is not "
+                "broken, model.dtype may be too narrow"
+            )
+    return kept
 
 
 def divergences(change: Tensor, gradient: Tensor) -> Tensor:
@@ -209,19 +229,11 @@ def _given(gradient: Tensor, _: Tensor) -> Tensor:
     return gradient
 
 
-def _refuse_indifference(fqn: str, *, reacts: bool) -> None:
-    if not reacts:
-        raise UnsupportedModelError(
-            f"{fqn}: the model's loss does not react to its output on the calibration text, all gradients are zero; "
-            "if the model is not broken, model.dtype may be too narrow"
-        )
-
-
 def _of_likelihood(
     model: nn.Module, blocks: Mapping[str, nn.Module], ids: Tensor, state: Tensor, generator: torch.Generator
 ) -> Tensor:
     """Return the gradient of the loss with respect to what leaves the last block [batch, tokens, width]."""
-    gradients = []
+    of_windows = []
     for window, hidden in zip(
         torch.split(ids, 1), torch.split(state, 1), strict=True
     ):  # the logits of one are large enough
@@ -236,5 +248,5 @@ def _of_likelihood(
                 )
             labels = drawn_labels(logits.detach(), generator)
             loss = functional.cross_entropy(logits, labels, reduction="sum")
-        gradients.append(torch.autograd.grad(loss, x)[0])
-    return torch.cat(gradients)
+        of_windows.append(torch.autograd.grad(loss, x)[0])
+    return torch.cat(of_windows)

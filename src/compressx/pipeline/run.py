@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from compressx._version import __version__
-from compressx.allocation.methods import allocate, report_on
+from compressx.allocation.methods import allocate, held_out_windows, report_on
 from compressx.architecture import survey, text_config
 from compressx.blocks.reaction import Reactions, of_model
 from compressx.blocks.walk import Finished, prune_model, refuse_one_stage
@@ -247,13 +248,15 @@ class _Pruning:
             if asked.ranks.first:
                 # Of tokens it knows the sensitivities where they are its own.
                 text = self.mine if any(its.tokens for its in reactions.linears.values()) else self.batches
-                blocks = len(survey(self.access.model).blocks)
-                held_out = math.ceil(min(planned.allocation.samples, sum(map(len, text))) / 4)
-                final, report = allocate(
-                    self.access, planned, planned.allocation, text, reactions.linears,
-                    progress=lambda i, n: asked.tell("allocate", i, n),
-                    keep=self._keep("gradients", held_out * blocks),
-                )  # fmt: skip
+                windows = held_out_windows(planned.allocation.samples, sum(map(len, text)))
+                keep = self._keep("gradients", windows * len({x.block for x in planned.linears if x.block}))
+                try:
+                    final, report = allocate(
+                        self.access, planned, planned.allocation, text, reactions.linears,
+                        progress=partial(asked.tell, "allocate"), keep=keep,
+                    )  # fmt: skip
+                finally:
+                    shutil.rmtree(journal.blocks / "gradients", ignore_errors=True)
                 allocated = Allocated({x.name: x.pattern for x in final.linears}, report)
             allocated = asked.ranks.told(allocated)
             assert allocated is not None  # noqa: S101 - the first has one

@@ -89,10 +89,10 @@ def block_outputs(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def divergence(model: Any, index: int) -> float:
     """The mean over tokens of half of (change of a block's output . gradient)^2, by running the whole model twice."""
-    dense = tiny_model("llama")
-    slopes = gradients(InMemory(dense), survey(dense), BATCHES)[f"model.layers.{index}"]
+    dense, fqn = tiny_model("llama"), f"model.layers.{index}"
+    at_output = torch.cat(gradients(InMemory(dense), survey(dense), [fqn], BATCHES)[fqn])
     left = [block_outputs(m.double())[index][1] for m in (model, dense)]
-    return float(((left[0] - left[1]) * torch.cat(slopes).double()).sum(dim=-1).square().mean() / 2)
+    return float(((left[0] - left[1]) * at_output.double()).sum(dim=-1).square().mean() / 2)
 
 
 def test_the_divergence_of_one_unit_is_that_of_a_whole_model_with_that_unit_alone_pruned() -> None:
@@ -135,25 +135,39 @@ def test_a_block_that_the_loss_reacts_to_more_keeps_more_weights(monkeypatch: py
 
     def sparsities(*factors: float) -> list[float]:
         def scaled(*given: Any) -> dict[str, list[torch.Tensor]]:
-            pairs = zip(gradients(*given).items(), factors, strict=True)
-            return {fqn: [factor * x for x in its] for (fqn, its), factor in pairs}
+            return {fqn: [factors[int(fqn[-1])] * x for x in its] for fqn, its in gradients(*given).items()}
 
         monkeypatch.setattr("compressx.allocation.measure.gradients", scaled)
         _, report = allocators.allocate(InMemory(tiny_model("llama")), planned, settings, BATCHES)
         return [unit.sparsity for unit in report.units]
 
-    alike, more = sparsities(2.0, 2.0, 2.0), sparsities(2.0, 6.0, 2.0)
+    alike, more = sparsities(2.0, 2.0, 2.0), sparsities(2.0, 2.0, 6.0)
     assert alike == sparsities(1.0, 1.0, 1.0), "a factor that all share says nothing"
-    assert more[1] < alike[1]
     assert more[0] > alike[0]
-    assert more[2] > alike[2]
+    assert more[1] > alike[1]
+    assert more[2] < alike[2]
+
+
+def test_blocks_without_units_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No gradient of theirs is kept, and those before the first unit are not gone through backwards."""
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "compressx.allocation.measure.gradients", lambda *given: seen.append(gradients(*given)) or seen[0]
+    )
+    model = tiny_model("llama")
+    planned = plan(model, (rule(0, SPECS["magnitude"]), "layer", ("up_proj",)))
+    (unit,) = (u for u in units_of(planned, "rule") if u.block == "model.layers.1")
+    model.model.layers[0].register_full_backward_hook(lambda *_: pytest.fail("went back through block 0"))
+    kept = [list(x) for x in measure(InMemory(model), [unit], BATCHES, BATCHES, (0.5,))]
+    assert [m.unit.block for (m,) in kept] == ["model.layers.1"]
+    assert seen == [{}], "popped when the block was measured"
 
 
 def test_pruners_learn_from_one_text_and_are_measured_on_another() -> None:
-    """Wanda's masks change with what it learns from and magnitude's do not; both errors change with the other text."""
+    """Wanda's masks change with what it learns from and magnitude's do not; the divergences of both with the other."""
     one, two = BATCHES[0], tiny_tokens(sequences=4, seed=9)
 
-    def errors(pruner: str, seen: torch.Tensor, held_out: torch.Tensor) -> list[float]:
+    def of_blocks(pruner: str, seen: torch.Tensor, held_out: torch.Tensor) -> list[float]:
         model = tiny_model("llama")
         planned = plan(model, (rule(0, SPECS[pruner]), "row", REST))
         return [
@@ -161,8 +175,8 @@ def test_pruners_learn_from_one_text_and_are_measured_on_another() -> None:
         ]
 
     for pruner, learns in (("wanda", True), ("magnitude", False)):
-        assert (errors(pruner, one, one) != errors(pruner, two, one)) == learns
-        assert errors(pruner, one, one) != errors(pruner, one, two)
+        assert (of_blocks(pruner, one, one) != of_blocks(pruner, two, one)) == learns
+        assert of_blocks(pruner, one, one) != of_blocks(pruner, one, two)
 
 
 @pytest.mark.parametrize(("samples", "seen", "held_out"), [(1, 1, 1), (2, 1, 1), (5, 3, 2), (6, 4, 2), (99, 4, 2)])
@@ -291,8 +305,8 @@ def test_outliers_of_a_weight_that_is_not_finite_name_it() -> None:
 def test_divergences_grow_with_sparsity(architecture: str) -> None:
     model = tiny_model(architecture)
     units = units_of(mixed(model), "rule")
-    tokens = tiny_tokens(sequences=64).split(16)  # of each one draw of a label
-    for block in measure(InMemory(model), units, BATCHES, tokens, (0.2, 0.4, 0.6)):
+    tokens = tiny_tokens(sequences=64).split(16)  # many: of each one label is drawn
+    for block in measure(InMemory(model), units, BATCHES, tokens, (0.2, 0.4, 0.6)):  # beyond, changes are not small
         for m in block:
             assert m.divergences[0] > 0
             assert all(a < b for a, b in pairwise(m.divergences)), m.unit.linears[0].name
@@ -405,7 +419,7 @@ def test_an_output_that_is_not_finite_names_the_block_the_linears_and_the_sparsi
     spec = PrunerSpec("huge", "for a test", NoOptions, lambda _: Huge())
     before = bits(model)
     with pytest.raises(
-        CalibrationError, match=r"model\.layers\.0: with .*down_proj at sparsity 0\.5 \(huge\) its outp"
+        CalibrationError, match=r"model\.layers\.0: with .*down_proj at sparsity 0\.5 \(huge\) the divergence"
     ):
         measured(model, plan(model, (rule(0, spec), "layer", ("down_proj",))), 0.5)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), bits(model).values(), strict=True))
@@ -450,10 +464,10 @@ def test_sensitivities_of_tokens_are_those_of_the_windows_that_pruners_learn_fro
     its = of_model(InMemory(model), found, planned.sensitive_to("model"), BATCHES).linears
     windows = torch.cat(BATCHES)
 
-    def errors(*seen: torch.Tensor) -> list[float]:
+    def of_blocks(*seen: torch.Tensor) -> list[float]:
         units = units_of(planned, "rule")
         measured = measure(InMemory(model), units, list(seen), [windows[4:]], (0.5,), its)
         return [unit.divergences[0] for (unit,) in measured]
 
-    assert errors(windows[:3], windows[3:4]) == pytest.approx(errors(windows[:1], windows[1:4]), rel=1e-4)
-    assert errors(windows[:3], windows[3:4]) != pytest.approx(errors(windows[1:4], windows[:1]), rel=1e-4)
+    assert of_blocks(windows[:3], windows[3:4]) == pytest.approx(of_blocks(windows[:1], windows[1:4]), rel=1e-4)
+    assert of_blocks(windows[:3], windows[3:4]) != pytest.approx(of_blocks(windows[1:4], windows[:1]), rel=1e-4)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from compressx import ArtifactError, UnsupportedModelError
 from compressx.architecture import survey
-from compressx.blocks.reaction import divergences, drawn_labels, gradients, of_model
+from compressx.blocks.reaction import _of_likelihood, divergences, drawn_labels, gradients, of_model
 from compressx.models.access import InMemory
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.hidden import InFiles
@@ -86,11 +86,11 @@ def test_gradients_at_blocks_and_shares_of_channels_in_them_are_those_of_autogra
     found = survey(model)
     parts = tiny_tokens(sequences=5).split(2)
     measured = of_model(InMemory(model), found, (), parts)
-    got = gradients(InMemory(model), found, parts)
+    got = gradients(InMemory(model), found, found.blocks, parts)
     assert measured.linears == {}
     assert list(measured.channels) == list(found.blocks)
     expected = gradients_at_blocks(model, parts)
-    assert set(got) == set(expected)
+    assert list(got) == list(found.blocks)
     for fqn, its in expected.items():
         for mine, others in zip(got[fqn], its, strict=True):
             torch.testing.assert_close(mine, others, rtol=1e-3, atol=1e-4 * float(others.abs().max()))
@@ -103,20 +103,41 @@ def test_gradients_at_blocks_and_shares_of_channels_in_them_are_those_of_autogra
 def test_gradients_are_kept_where_that_is_asked(tmp_path):
     model = tiny_model("llama")
     parts = tiny_tokens(sequences=4).split(2)
-    in_memory, in_files = (
-        gradients(InMemory(model), survey(model), parts, *keep) for keep in ((), (InFiles(tmp_path),))
-    )
+    found = survey(model)
+    told = []
+    in_memory = gradients(InMemory(model), found, found.blocks, parts, progress=lambda *counts: told.append(counts))
+    in_files = gradients(InMemory(model), found, found.blocks, parts, InFiles(tmp_path))
+    assert told == [(0, 4), (2, 4)]
     assert len(list(tmp_path.iterdir())) == 6
     for fqn, its in in_memory.items():
         assert all(torch.equal(a, b) for a, b in zip(its, in_files[fqn], strict=True))
 
 
-@pytest.mark.parametrize("measuring", [lambda *given: of_model(*given[:2], (), *given[2:]), gradients])
-def test_a_loss_that_does_not_react_is_refused(measuring):
+def test_a_loss_that_does_not_react_is_refused():
     model = tiny_model("llama")
     model.lm_head.weight.data.zero_()
-    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.\d: the model's loss does not react"):
-        measuring(InMemory(model), survey(model), batches())
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0: the model's loss does not react"):
+        of_model(InMemory(model), survey(model), (), batches())
+
+
+@pytest.mark.parametrize(("share", "refused"), [(0.5, True), (0.4, False)])
+def test_gradients_that_are_zero_at_half_of_the_tokens_are_refused(share, refused, monkeypatch):
+    model = tiny_model("llama")
+    (ids,) = parts = [tiny_tokens(sequences=4)]
+    gone = round(share * ids.shape[1])
+
+    def faded(*given):
+        return _of_likelihood(*given) * (torch.arange(ids.shape[1]) >= gone)[:, None]
+
+    monkeypatch.setattr("compressx.blocks.reaction._of_likelihood", faded)
+    arguments = InMemory(model), survey(model), ["model.layers.2"], parts
+    if not refused:
+        assert gradients(*arguments)
+        return
+    with pytest.raises(
+        UnsupportedModelError, match=rf"layers\.2: the gradient .* is zero at {4 * gone} of {ids.numel()} "
+    ):
+        gradients(*arguments)
 
 
 def test_the_divergence_is_that_of_the_predictions_in_the_mean_over_labels():
@@ -125,15 +146,14 @@ def test_the_divergence_is_that_of_the_predictions_in_the_mean_over_labels():
     head, output = torch.randn(7, 5, generator=generator).double(), torch.randn(5, generator=generator).double()
     change = 1e-2 * torch.randn(5, generator=generator).double()
     dense, now = ((head @ x).log_softmax(dim=-1) for x in (output, output + change))
-    slopes = (dense.exp() - torch.eye(7)) @ head  # of the negative log-likelihood, by label
-    by_label = divergences(change.expand(7, 5), slopes)
+    by_label = divergences(change.expand(7, 5), (dense.exp() - torch.eye(7)) @ head)  # of the negative log-likelihood
     expected = float((dense.exp() * (dense - now)).sum())
     assert float(dense.exp() @ by_label.double()) == pytest.approx(expected, rel=0.02)
 
 
 def test_bfloat16_numbers_are_multiplied_in_float32():
-    change, slopes = (torch.full((1, 2, 300), x, dtype=torch.bfloat16) for x in (1.0, 0.0078125))
-    assert divergences(change, slopes).tolist() == [[300**2 / 2**15] * 2]
+    change = gradient = torch.full((1, 2, 300), 1.0078125, dtype=torch.bfloat16)  # its square has too many digits
+    assert divergences(change, gradient)[0].tolist() == pytest.approx([(300 * 1.0078125**2) ** 2 / 2] * 2, rel=1e-6)
 
 
 def test_gradients_that_are_not_finite_name_the_block_whose_output_they_are_of(monkeypatch):
@@ -157,6 +177,18 @@ def test_a_16_bit_models_reactions_are_near_those_of_float32(dtype):
     )
     for fqn, its in expected.items():
         torch.testing.assert_close(got[fqn], its, rtol=0.2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_divergences_by_a_16_bit_models_gradients_are_near_those_of_float32(dtype):
+    narrow, wide = (tiny_model("llama", dtype=d) for d in (dtype, torch.float32))
+    parts = tiny_tokens(sequences=32).split(8)
+    got, expected = (gradients(InMemory(m), survey(m), survey(m).blocks, parts) for m in (narrow, wide))
+    change = torch.randn(8, *parts[0].shape[1:], 64, generator=torch.Generator().manual_seed(0))
+    for fqn, its in expected.items():
+        assert got[fqn][0].dtype == dtype
+        mine, others = (torch.stack([divergences(change, g) for g in x]).mean() for x in (got[fqn], its))
+        assert float(mine) == pytest.approx(float(others), rel=0.2)
 
 
 def test_labels_are_drawn_from_the_predictions():
@@ -270,7 +302,7 @@ def test_a_streamed_models_sensitivities_are_those_of_the_loaded_one(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(got.linears[name].tokens, its.tokens, strict=True))
     assert list(got.channels) == list(survey(model).blocks)
     assert all(torch.equal(got.channels[fqn], its) for fqn, its in loaded.channels.items())
-    at = [gradients(x, survey(x.model), batches()) for x in (InMemory(model), streamed)]
+    at = [gradients(x, survey(x.model), list(got.channels), batches()) for x in (InMemory(model), streamed)]
     for fqn, its in at[0].items():
         assert all(torch.equal(a, b) for a, b in zip(its, at[1][fqn], strict=True))
     assert all(p.is_meta for p in streamed.model.parameters())

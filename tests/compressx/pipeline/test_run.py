@@ -18,6 +18,7 @@ from tests.compressx.saved import save_tiny
 import compressx
 from compressx.allocation.spread import Curve
 from compressx.blocks.reaction import Reactions
+from compressx.blocks.walk import prune_model
 from compressx.errors import ArtifactError, CalibrationError, RecipeError
 from compressx.masks.maskset import MaskSet
 from compressx.models import hidden
@@ -269,11 +270,14 @@ def test_allocation_measures_on_the_dense_model_and_leaves_it_dense(models: Any,
 
 @pytest.mark.slow
 def test_progress_tells_of_every_block_that_is_measured(models: Any, plugins: Plugins) -> None:
-    told: list[tuple[str, int, int]] = []
-    report = run(allocated(models("llama"), samples=2), plugins=plugins, progress=lambda *step: told.append(step[:3]))
-    stages = list(dict.fromkeys(stage for stage, _, _ in told))
+    told: list[tuple[str, int, int, str]] = []
+    report = run(allocated(models("llama"), samples=2), plugins=plugins, progress=lambda *step: told.append(step))
+    stages = list(dict.fromkeys(stage for stage, *_ in told))
     assert stages == ["load", "calibrate", "allocate", "prune", "save"]
-    assert [(done, total) for stage, done, total in told if stage == "allocate"] == [(i, 3) for i in range(4)]
+    first, gradients, *blocks = (step for stage, *step in told if stage == "allocate")
+    assert first == [0, 3, ""]
+    assert gradients == [0, 3, "gradients at 0 of 1 windows"]
+    assert blocks == [[i, 3, ""] for i in range(1, 4)]
     assert report.seconds["allocate"] > 0
 
 
@@ -699,7 +703,7 @@ def test_tasks_of_the_harness_run_on_a_streamed_model(models: Any, plugins: Plug
 
 @pytest.fixture
 def in_files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of the hidden states that were kept in files."""
+    """Bytes of the hidden states and gradients that were kept in files."""
     kept: list[int] = []
     real = hidden.InFiles.__call__
 
@@ -755,9 +759,14 @@ def test_both_streams_of_block_reconstruction_count_against_the_memory_limit(
 
 
 @pytest.mark.slow
-def test_gradients_that_an_allocation_reads_count_against_the_memory_limit(
-    models: Any, plugins: Plugins, in_files: list[int]
+def test_gradients_that_an_allocation_reads_count_against_the_memory_limit_and_go_before_pruning(
+    models: Any, plugins: Plugins, in_files: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    left: list[Path] = []
+    monkeypatch.setattr(
+        "compressx.pipeline.run.prune_model",
+        lambda *given: left.extend(Path().rglob("gradients")) or prune_model(*given),
+    )
     window = 32 * 64 * 4
     for name, limit, kept in (("below", "49KB", 8 + 3 * 2), ("above", "50KB", 8)):  # of three blocks, at two windows
         asked = allocated(models("llama"), sparsities=[0.4, 0.8]) | {"output": name}
@@ -765,6 +774,7 @@ def test_gradients_that_an_allocation_reads_count_against_the_memory_limit(
         run(asked, plugins=plugins)
         assert sum(in_files) == kept * window
         in_files.clear()
+    assert left == []
     assert Path("below/masks.safetensors").read_bytes() == Path("above/masks.safetensors").read_bytes()
 
 
