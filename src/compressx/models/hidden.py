@@ -1,4 +1,4 @@
-"""Where the hidden states of the calibration text are kept between blocks: in memory, or in files mapped into it."""
+"""Where hidden states of the calibration text, and gradients with respect to them, are kept: in memory, or in files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from compressx.files import os_errors_named
 
 Keep: TypeAlias = Callable[[Tensor], Tensor]
-"""From hidden states of one batch to a tensor of the same values that lasts, and is overwritten block after block."""
+"""From hidden states of one batch to a tensor of the same values that lasts, and may be overwritten."""
 
 
 @dataclass(frozen=True, eq=False)

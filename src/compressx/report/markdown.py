@@ -45,7 +45,8 @@ def page(report: RunReport) -> str:
 
 _MEASURES = {
     "predicted divergence": "The divergence is that of the model's predictions from the dense model's when these "
-    "linears alone are pruned, in nats, the mean over tokens; the sum was made least.",
+    "linears alone are pruned, estimated to second order on held-out text, in nats, the mean over tokens; the sum was "
+    "made least.",
     "outliers": "Outliers are the fraction of weights whose size times the norm of their input feature is far above "
     "the block's mean.",
 }
