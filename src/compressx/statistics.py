@@ -23,20 +23,26 @@ class FeatureNorms:
 
     in_features: int
     squares: Tensor = field(init=False, repr=False, compare=False)  # [in_features], float64
-    tokens: int = field(default=0, init=False, compare=False)
+    count: Tensor = field(init=False, repr=False, compare=False)  # of tokens, int64
 
     def __post_init__(self) -> None:
         self.squares = torch.zeros(self.in_features, dtype=torch.float64)
+        self.count = torch.zeros((), dtype=torch.int64)
 
     def update(self, x: Tensor) -> None:
         """Add a batch [..., in_features]."""
         flat = x.reshape(-1, self.in_features)
         self.squares = self.squares.to(flat.device) + flat.to(torch.float32, copy=True).square_().sum(dim=0)
-        self.tokens += flat.shape[0]
+        self.count += flat.shape[0]
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        """Return `squares` [in_features]."""
-        return {"squares": (self.squares, "sum")}
+        """Return `squares` [in_features] and the number of tokens."""
+        return {"squares": (self.squares, "sum"), "count": (self.count, "sum")}
+
+    @property
+    def tokens(self) -> int:
+        """How many came, in all processes once they were combined."""
+        return int(self.count)
 
     @property
     def norms(self) -> Tensor:
@@ -59,11 +65,12 @@ class Hessian:
 
     in_features: int
     sums: Tensor = field(init=False, repr=False, compare=False)  # the panels one after the other, float64
-    tokens: int = field(default=0, init=False, compare=False)
+    count: Tensor = field(init=False, repr=False, compare=False)  # of tokens, int64
 
     def __post_init__(self) -> None:
         size = sum((stop - start) * (self.in_features - start) for start, stop in self._rows())
         self.sums = torch.zeros(size, dtype=torch.float64)
+        self.count = torch.zeros((), dtype=torch.int64)
 
     def update(self, x: Tensor) -> None:
         """Add a batch [..., in_features]."""
@@ -74,11 +81,16 @@ class Hessian:
         for start, stop, panel in self._panels():
             left, right = flat[:, start:stop].T, flat[:, start:]
             panel += torch.mm(left, right, out_dtype=torch.float32) if exact else left @ right  # noqa: PLW2901
-        self.tokens += flat.shape[0]
+        self.count += flat.shape[0]
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        """Return `sums`, of which `matrix` is made."""
-        return {"sums": (self.sums, "sum")}
+        """Return `sums`, of which `matrix` is made, and the number of tokens."""
+        return {"sums": (self.sums, "sum"), "count": (self.count, "sum")}
+
+    @property
+    def tokens(self) -> int:
+        """How many came, in all processes once they were combined."""
+        return int(self.count)
 
     @property
     def matrix(self) -> Tensor:

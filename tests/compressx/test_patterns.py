@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compressx.obs import sweep
 from compressx.patterns import (
     NM,
     FixedMask,
@@ -86,6 +87,16 @@ def test_among_equal_scores_the_first_is_dropped():
 def test_scores_of_any_dtype_drop_exactly_the_lowest(dtype):
     scores = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(i)) for i in range(6)])
     assert torch.equal(drop_lowest(scores.to(dtype), 13), scores >= 13)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 15), (15, 3), (5, 21)])
+def test_a_budget_half_way_between_two_counts_is_one_count_everywhere(rows, columns):
+    """.1 x 3 x 15 is 4.5, and a little more where it is multiplied in another order."""
+    scores = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0))
+    for sparsity in (0.1, 0.3, 0.7, 0.9):
+        pattern = Unstructured(sparsity, "layer")
+        swept, _ = sweep(scores, torch.eye(columns), pattern)
+        assert int((~keep_mask(scores, pattern)).sum()) == int((~swept).sum()) == zeros_in(pattern, rows, columns)
 
 
 def test_joint_linears_share_one_threshold_and_their_total_is_exact():

@@ -143,6 +143,8 @@ def _combined(ranks: Ranks) -> dict[str, torch.Tensor]:
             statistic.update(batch)
         merged = ranks.combine(statistic, lambda kind=kind: kind(4))
         found |= {f"{kind.__name__}.{name}": t.clone() for name, (t, _) in merged.tensors().items()}
+        if kind is not SequenceSample:
+            assert merged.tokens == 30
     return found
 
 

@@ -25,11 +25,10 @@ from compressx.blocks.decide import Decision, decide_all, gather, write
 from compressx.blocks.observe import observe, refuse_missed
 from compressx.blocks.reaction import divergences, gradients
 from compressx.blocks.sensitivity import by_loss
-from compressx.blocks.walk import capture
+from compressx.blocks.walk import capture, replay_at
 from compressx.errors import CalibrationError
 from compressx.finite import finite, refuse_damage
 from compressx.models.access import Access
-from compressx.models.capture import replay
 from compressx.models.hidden import Keep, in_memory
 from compressx.patterns import NM, Unstructured
 from compressx.planning.plan import PlannedRule
@@ -74,7 +73,7 @@ def measure(
         sparsities: to measure; of N:M the nearest that can be had.
         sensitivities: of the model's loss, that pruners read, by linear; those of tokens on text that begins with
             `seen`.
-        keep: where gradients are kept, for all blocks at once those of `held_out`.
+        keep: where hidden states are kept, before and after a block, and gradients, those of `held_out` for all blocks.
         progress: called with the windows of `held_out` whose gradients are there, and with how many there are, before
             the first block.
 
@@ -111,11 +110,11 @@ def measure(
 
         return tuple(_measure(unit, sparsities, block.linears, ask, held_out_stream) for unit in mine)
 
-    return _over_blocks(access, blocks, [*seen, *held_out], visit)
+    return _over_blocks(access, blocks, [*seen, *held_out], visit, keep)
 
 
 def measure_outliers(
-    access: Access, units: Sequence[Unit], batches: Sequence[Tensor], threshold: float
+    access: Access, units: Sequence[Unit], batches: Sequence[Tensor], threshold: float, keep: Keep = in_memory
 ) -> Iterator[tuple[Unit, float]]:
     """Yield every unit in the decoder blocks with the outlier ratio of its linears, on the dense model's stream.
 
@@ -124,9 +123,10 @@ def measure_outliers(
         units: one for each block; those outside the blocks are left out.
         batches: token ids, each [batch, tokens].
         threshold: as `outlier_ratio`.
+        keep: where hidden states are kept, before and after a block.
 
     Raises:
-        ArtifactError: a weight that is not finite.
+        ArtifactError: a weight that is not finite, or no room for a file.
         CalibrationError: a linear that no token reached.
         UnsupportedModelError: as `measure`.
     """
@@ -144,16 +144,17 @@ def measure_outliers(
             pairs.append((linear.weight, statistic.norms))
         return unit, outlier_ratio(pairs, threshold)
 
-    return _over_blocks(access, {u.block for u in units}, batches, visit)
+    return _over_blocks(access, {u.block for u in units}, batches, visit, keep)
 
 
 @dataclass(frozen=True, eq=False)
 class _Dense:
-    """A dense block with its weights there, what enters it, and how to run it on each batch."""
+    """A dense block with its weights there, what enters it, how to run it on a batch, and room for what leaves it."""
 
     block: Block
     states: Sequence[Tensor]
     runs: Sequence[Callable[[Tensor], Tensor]]
+    room: Sequence[Tensor]
 
     @cached_property
     def passes(self) -> list[Callable[[], Tensor]]:
@@ -161,27 +162,31 @@ class _Dense:
         return [partial(run, x) for run, x in zip(self.runs, self.states, strict=True)]
 
     @cached_property
-    def outputs(self) -> list[Tensor]:
+    def outputs(self) -> Sequence[Tensor]:
         """What leaves it."""
-        return [finite(run(), self.block.fqn) for run in self.passes]
+        for out, run in zip(self.room, self.passes, strict=True):
+            out.copy_(finite(run(), self.block.fqn))
+        return self.room
 
 
 def _over_blocks(
-    access: Access, wanted: Collection[str], batches: Sequence[Tensor], visit: Callable[[_Dense], _T]
+    access: Access, wanted: Collection[str], batches: Sequence[Tensor], visit: Callable[[_Dense], _T], keep: Keep
 ) -> Iterator[_T]:
     """Run the dense model block by block and yield what `visit` returns for each block that is wanted."""
     model = access.model
     found = survey(model)
-    states, calls = capture(access, found, [b.to(access.device) for b in batches])
+    states: Sequence[Tensor]
+    states, calls = capture(access, found, [b.to(access.device) for b in batches], keep)
+    room: Sequence[Tensor] = [keep(torch.empty_like(x)) for x in states]
     last = max((i for i, fqn in enumerate(found.blocks) if fqn in wanted), default=-1)
     for index, fqn in enumerate(list(found.blocks)[: last + 1]):
         with torch.no_grad(), access.materialise(fqn) as module:
             linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
             block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
-            dense = _Dense(block, states, [partial(replay, module, call=c) for c in calls[fqn]])
+            dense = _Dense(block, states, [partial(replay_at, access, module, call=c) for c in calls[fqn]], room)
             results = [visit(dense)] if fqn in wanted else []
             if index < last:
-                states = dense.outputs
+                states, room = dense.outputs, states
         yield from results
 
 
@@ -196,8 +201,8 @@ class _Stream:
     def divergence(self) -> float:
         """Return by how much the model's predictions diverge with the block as it now is, the mean over tokens."""
         of_batches = [
-            divergences(run().float() - out.float(), gradient).flatten()
-            for run, out, gradient in zip(self.passes, self.outputs, self.gradients, strict=True)
+            divergences((out := run()).float() - dense.to(out.device).float(), gradient).flatten()
+            for run, dense, gradient in zip(self.passes, self.outputs, self.gradients, strict=True)
         ]
         return float(torch.cat(of_batches).double().mean())
 

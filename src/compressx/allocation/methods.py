@@ -56,7 +56,7 @@ def allocate(
 
     tell(0)
     if isinstance(settings, OwlAllocation):
-        return _by_outliers(access, plan, settings, units, batches, tell)
+        return _by_outliers(access, plan, settings, units, batches, tell, keep)
     return _by_error(access, plan, settings, units, batches, sensitivities, tell, keep)
 
 
@@ -122,13 +122,13 @@ def _by_error(
 
 def _by_outliers(
     access: Access, plan: Plan, settings: OwlAllocation, units: Sequence[Unit], batches: Sequence[Tensor],
-    progress: Callable[[int], None],
+    progress: Callable[[int], None], keep: Keep,
 ) -> tuple[Plan, AllocationReport]:  # fmt: skip
     """Keep more of the blocks with more outliers."""
     windows = torch.cat(tuple(batches))[: settings.samples]
     ratios: dict[str, float] = {}  # by block
     threshold = settings.outlier_threshold
-    for unit, ratio in measure_outliers(access, units, torch.split(windows, len(batches[0])), threshold):
+    for unit, ratio in measure_outliers(access, units, torch.split(windows, len(batches[0])), threshold, keep):
         ratios[unit.block] = ratio
         progress(len(ratios))
 
@@ -141,7 +141,15 @@ def _by_outliers(
     return final, report_on(final, settings, lambda unit, _: {"outliers": ratios.get(unit.block)})
 
 
-def held_out_windows(samples: int, windows: int) -> int:
+def windows_kept(plan: Plan, settings: MeasuredAllocation, windows: int) -> int:
+    """Return how many windows of hidden states, or what is as large, measuring on calibration text of so many keeps."""
+    states = 2 * min(settings.samples, windows)  # before and after a block
+    if isinstance(settings, OwlAllocation):
+        return states
+    return states + _held_out(settings.samples, windows) * len({x.block for x in plan.linears if x.block})
+
+
+def _held_out(samples: int, windows: int) -> int:
     """Return how many of so many calibration windows divergences are measured on: the last quarter of `samples`."""
     return math.ceil(min(samples, windows) / 4)
 
@@ -149,7 +157,7 @@ def held_out_windows(samples: int, windows: int) -> int:
 def _parts(batches: Sequence[Tensor], samples: int) -> tuple[list[Tensor], list[Tensor]]:
     """Take the first windows to learn from, and the last quarter of `samples` to measure on; a single one does both."""
     windows = torch.cat(tuple(batches))[:samples]
-    held_out = held_out_windows(samples, len(windows))
+    held_out = _held_out(samples, len(windows))
     seen, unseen = windows[:-held_out] if len(windows) > 1 else windows, windows[-held_out:]
     size = len(batches[0])
     return list(torch.split(seen, size)), list(torch.split(unseen, size))

@@ -171,7 +171,7 @@ def spread(
     """
     # What can take any count comes last, to make up for what the others leave.
     groups = sorted(sharing(units, scope), key=_finest, reverse=True)
-    patterns: dict[str, Unstructured | NM] = {}
+    spreading: list[tuple[list[Part], list[int]]] = []
     left = 0
     for group, zeros in zip(groups, shares([sum(u.weights for u in g) for g in groups], target), strict=True):
         allotted = [zeros] if len(group) == 1 else choose(group, zeros)
@@ -179,6 +179,11 @@ def spread(
         wanted = [n for unit, count in zip(group, allotted, strict=True) for n in _within(unit, count, cap)]
         counts = _whole(parts, wanted, zeros + left, cap)
         left += zeros - sum(counts)
+        spreading.append((parts, counts))
+    patterns: dict[str, Unstructured | NM] = {}
+    for parts, given in reversed(spreading):  # where the last had no room, those before it may
+        counts = _whole(parts, given, sum(given) + left, cap)
+        left += sum(given) - sum(counts)
         patterns |= {x.name: p.with_zeros(n) for p, n in zip(parts, counts, strict=True) for x in p.linears}
     return patterns
 

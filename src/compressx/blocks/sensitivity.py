@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from compressx.blocks.watch import outputs_watched
-from compressx.errors import CalibrationError
+from compressx.errors import CalibrationError, UnsupportedModelError
+from compressx.finite import all_finite
 from compressx.pruner import Linear, Loss, Sensitivity
 from compressx.ranks import ALONE, Ranks
 from compressx.relative import channel_weights
@@ -95,6 +96,7 @@ class Gathering:
 
         Raises:
             CalibrationError: a linear that no token came through: it would seem to matter to nothing.
+            UnsupportedModelError: gradients that are not finite.
         """
         found = {}
         for name, sums in self.sums.items():
@@ -104,6 +106,11 @@ class Gathering:
                 raise CalibrationError(
                     f"no calibration token reached {name}, so that its sensitivity is not known; use more samples, or "
                     "prune it by another pruner"
+                )
+            if not all_finite(sums.rows):
+                raise UnsupportedModelError(
+                    f"{name}: the gradient of the loss with respect to its output has NaN or infinite values on the "
+                    "calibration text; model.dtype may be too narrow"
                 )
             tokens = tuple(sums.tokens) if sums.filled == len(sums.tokens) else ()
             found[name] = Sensitivity((sums.rows / count).float(), tokens)

@@ -115,7 +115,7 @@ def prune_model(
         with access.materialise(fqn) as module:
             with torch.no_grad():
                 linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
-                runs = [partial(_replay, access, module, call=c) for c in calls[fqn]]
+                runs = [partial(replay_at, access, module, call=c) for c in calls[fqn]]
                 if plan.reconstruct_block:
                     _advance(streams.dense, runs, fqn)
                 passes = [partial(run, x) for run, x in zip(runs, streams.pruned, strict=True)]
@@ -152,7 +152,8 @@ def capture(
         return capture_calls(access.model, found.blocks, batches, keep)
 
 
-def _replay(access: Access, module: nn.Module, state: Tensor, *, call: BlockCall) -> Tensor:
+def replay_at(access: Access, module: nn.Module, state: Tensor, *, call: BlockCall) -> Tensor:
+    """Run a block as `replay`, wherever its input is kept."""
     return replay(module, state.to(access.device), call)
 
 
@@ -270,7 +271,7 @@ def refuse_one_stage(access: Access, plan: Plan, batches: Sequence[Tensor]) -> N
     fqn, by_rule = next(iter(planned.items()))
     (state,), calls = capture(access, found, [batches[0].to(access.device)])
     with access.materialise(fqn) as module, torch.no_grad():
-        order = _stages(found.linears, by_rule, partial(_replay, access, module, state, call=calls[fqn][0]))
+        order = _stages(found.linears, by_rule, partial(replay_at, access, module, state, call=calls[fqn][0]))
     if len(order) > 1:
         return
     joint = [rule.label for rule, patterns in by_rule.items() if len(patterns) > 1 and not is_apart(rule, patterns)]

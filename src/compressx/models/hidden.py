@@ -57,6 +57,13 @@ class InFiles:
         with os_errors_named("write", path):
             self.folder.mkdir(parents=True, exist_ok=True)
             with path.open("w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, max(1, states.numel() * states.element_size()))
+                _take_up(file.fileno(), max(1, states.numel() * states.element_size()))
         mapped = torch.from_file(str(path), shared=True, size=states.numel(), dtype=states.dtype)
         return mapped.view(states.shape).copy_(states)
+
+
+def _take_up(file: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:  # macOS
+        os.truncate(file, size)

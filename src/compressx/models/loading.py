@@ -44,7 +44,9 @@ def load_empty(checkpoint: Checkpoint) -> Any:
         dtype = asked or config.dtype or _stored_dtype(local_folder(checkpoint))
         model = _empty(config, dtype, trust_remote_code=checkpoint.trust_remote_code).eval()
         with contextlib.suppress(OSError):  # not every checkpoint has one
-            model.generation_config = GenerationConfig.from_pretrained(checkpoint.location, **checkpoint.arguments)
+            model.generation_config = GenerationConfig.from_pretrained(
+                checkpoint.location, revision=checkpoint.revision
+            )
         return model
 
 

@@ -174,6 +174,7 @@ def is_larger_than_memory(checkpoint: Checkpoint, device: torch.device) -> bool:
     if checkpoint.gguf_file is not None:
         return False
     skeleton = load_empty(checkpoint)
+    skeleton.tie_weights(recompute_mapping=False)  # an embedding that is the head, too, is loaded once
     size = sum(p.numel() * p.element_size() for p in skeleton.parameters())
     return bool(size > _free_memory(device) / 2)
 

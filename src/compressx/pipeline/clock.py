@@ -64,6 +64,10 @@ def peak_memory_bytes() -> int:
 
 def peak_resident_bytes() -> int:
     """Return the process's highest resident memory since `forget_peaks`."""
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
     import resource
 
     if sys.platform == "linux":  # getrusage would begin with what the parent process had

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from compressx._version import __version__
-from compressx.allocation.methods import allocate, held_out_windows, report_on
+from compressx.allocation.methods import allocate, report_on, windows_kept
 from compressx.architecture import survey, text_config
 from compressx.blocks.reaction import Reactions, of_model
 from compressx.blocks.walk import Finished, prune_model, refuse_one_stage
@@ -233,7 +233,7 @@ class _Pruning:
             names,
             self.mine,
             self.asked.ranks,
-            tokens=any(rule.reads_tokens for rule in planned.rules),
+            tokens=any(rule.reads_tokens("model") for rule in planned.rules),
             progress=lambda i, n: self.asked.tell("calibrate", i, n),
         )
 
@@ -248,15 +248,14 @@ class _Pruning:
             if asked.ranks.first:
                 # Of tokens it knows the sensitivities where they are its own.
                 text = self.mine if any(its.tokens for its in reactions.linears.values()) else self.batches
-                windows = held_out_windows(planned.allocation.samples, sum(map(len, text)))
-                keep = self._keep("gradients", windows * len({x.block for x in planned.linears if x.block}))
+                keep = self._keep("allocation", windows_kept(planned, planned.allocation, sum(map(len, text))))
                 try:
                     final, report = allocate(
                         self.access, planned, planned.allocation, text, reactions.linears,
                         progress=partial(asked.tell, "allocate"), keep=keep,
                     )  # fmt: skip
                 finally:
-                    shutil.rmtree(journal.blocks / "gradients", ignore_errors=True)
+                    shutil.rmtree(journal.blocks / "allocation", ignore_errors=True)
                 allocated = Allocated({x.name: x.pattern for x in final.linears}, report)
             allocated = asked.ranks.told(allocated)
             assert allocated is not None  # noqa: S101 - the first has one

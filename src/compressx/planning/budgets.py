@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from compressx.errors import RecipeError, did_you_mean
-from compressx.patterns import NM, Unstructured, nearest
+from compressx.patterns import NM, Unstructured, dropped, nearest
 from compressx.planning.targets import first_matching, match_sparsities
 from compressx.pruner import PrunerSpec
 from compressx.recipe.document import Step
@@ -109,7 +109,7 @@ def check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[Pl
                 f"{place}: {linear.name} gets {pattern} and {other.name} {other.pattern}, and what competes jointly "
                 f"has one sparsity; give them the same, or prune[{linear.rule.index}] another group"
             )
-    if round(pattern.sparsity * competing) == competing:
+    if dropped(pattern.sparsity, competing) == competing:
         raise RecipeError(
             f"{place}: sparsity {pattern.sparsity:g} leaves none of the {competing} weights in {what} "
             f"of {linear.name}; at most {(competing - 1) / competing:.6g} leaves one"

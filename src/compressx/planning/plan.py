@@ -5,9 +5,9 @@ Every mistake that can be found without weights or text is found here, with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from pydantic import BaseModel
@@ -55,19 +55,20 @@ class PlannedRule:
     @property
     def losses(self) -> set[Loss]:
         """The losses whose sensitivities its pruners read."""
-        pairs = ((self.pruner, self.options), (self.reconstructor, self.reconstructor_options))
-        asked = {spec.sensitivity(options) for spec, options in pairs if spec is not None and spec.sensitivity}
+        asked = {spec.sensitivity(options) for spec, options in self._sensitive() if spec.sensitivity is not None}
         return {loss for loss in asked if loss is not None}
 
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether its pruners read the sensitivities of single tokens."""
-        pairs = ((self.pruner, self.options), (self.reconstructor, self.reconstructor_options))
+    def reads_tokens(self, loss: Loss) -> bool:
+        """Whether its pruners read the sensitivities of single tokens to a loss."""
         return any(
             spec.reads_tokens is None or spec.reads_tokens(options)
-            for spec, options in pairs
-            if spec is not None and spec.sensitivity is not None
+            for spec, options in self._sensitive()
+            if spec.sensitivity is not None and spec.sensitivity(options) == loss
         )
+
+    def _sensitive(self) -> Iterator[tuple[PrunerSpec, BaseModel | None]]:
+        pairs = ((self.pruner, self.options), (self.reconstructor, self.reconstructor_options))
+        return ((spec, options) for spec, options in pairs if spec is not None and spec.sensitivity is not None)
 
     def build(self) -> tuple[Pruner, Pruner | None]:
         """Make the selecting pruner and the reconstructing one."""
@@ -216,8 +217,9 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
         allocation=allocation, true_sequential=loaded.recipe.true_sequential, reconstruct_block=reconstruct,
     )  # fmt: skip
     observes = _check_blocks(loaded, plan, architecture, skeleton)
-    check_text(loaded, skeleton, observes)
-    return replace(plan, needs_calibration=plan.needs_calibration or observes)
+    sensitive = any(plan.sensitive_to(loss) for loss in get_args(Loss))
+    check_text(loaded, skeleton, observes, sensitive)
+    return replace(plan, needs_calibration=plan.needs_calibration or observes or sensitive)
 
 
 def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRule:
@@ -256,8 +258,8 @@ def _find(loaded: LoadedRecipe, plugins: Plugins, name: str, index: int, key: st
 
 
 def _check_blocks(loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleton: torch.nn.Module) -> bool:
-    """Let each pruner refuse blocks that it cannot prune, and hear whether any needs calibration."""
-    needs_calibration = False
+    """Let each pruner refuse blocks that it cannot prune, and hear whether any observes text."""
+    observes = False
     config = text_config(skeleton)
     for index, fqn in enumerate([*found.blocks, ""]):
         linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")} if fqn else dict(found.outside)
@@ -270,10 +272,10 @@ def _check_blocks(loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleto
                 place = ("prune", rule.index) if key == "pruner" else ("prune", rule.index, key)
                 with loaded.at(*place), blamed_on(f"check of pruner {spec.name!r} failed on {fqn or 'the model'}"):
                     spec.check(block, patterns)
-            if not needs_calibration:
+            if not observes:
                 with loaded.at("prune", rule.index):
-                    needs_calibration = _observes(rule, block, patterns)
-    return needs_calibration
+                    observes = _observes(rule, block, patterns)
+    return observes
 
 
 def _observes(rule: PlannedRule, block: Block, names: Iterable[str]) -> bool:

@@ -9,13 +9,14 @@ from compressx.errors import RecipeError
 from compressx.recipe.schema import LoadedRecipe
 
 
-def check_text(loaded: LoadedRecipe, skeleton: nn.Module, observed: bool) -> None:
+def check_text(loaded: LoadedRecipe, skeleton: nn.Module, observed: bool, sensitive: bool) -> None:
     """Refuse a recipe without the calibration that it needs, or with text that it cannot use.
 
     Args:
         loaded: the recipe with its places in the file.
         skeleton: the model; only its config is read.
         observed: whether a pruner of the recipe observes text.
+        sensitive: whether one reads the sensitivities of a loss on text, which are measured once for each block.
 
     Raises:
         RecipeError: calibration that is missing, windows longer than the model's positions, training steps that are no
@@ -28,12 +29,12 @@ def check_text(loaded: LoadedRecipe, skeleton: nn.Module, observed: bool) -> Non
             "calibration text, and the recipe has no calibration; add one, such as calibration: {dataset: wikitext, "
             "samples: 32}"
         )
-    if recipe.calibration is None and observed:
+    if recipe.calibration is None and (observed or sensitive):
         raise RecipeError(f"{loaded.where()}: the recipe has no calibration, and its pruners need one")
     if recipe.true_sequential and not observed:
         raise RecipeError(
-            f"{loaded.where('true_sequential')}: it would change nothing, since no pruner of this recipe reads "
-            "calibration text; leave it out"
+            f"{loaded.where('true_sequential')}: it would change nothing, since no pruner of this recipe observes "
+            "what enters its linears; leave it out"
         )
     if recipe.calibration is None and recipe.reconstruct_block is not None:
         raise RecipeError(

@@ -109,12 +109,14 @@ def save_tiny_model(folder: Path, architecture: str, *, dtype: torch.dtype = tor
     Returns:
         The folder.
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", *_WORDS])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106 - a token of text, no secret
     words.pre_tokenizer = pre_tokenizers.Whitespace()
+    # Whatever class transformers takes for the architecture (Qwen2 has one of its own), added tokens it finds.
+    words.add_tokens([AddedToken(word, single_word=True) for word in _WORDS])
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
     tiny_model(architecture, dtype=dtype, seed=seed).save_pretrained(folder)

@@ -144,10 +144,11 @@ class Subject:
         runs = [partial(lambda x, call: replay(module, x, call), call=call) for call in calls[fqn]]
         losses = self.rule.losses
         reacting = {n: linears[n] for n in self.names} if losses else {}
-        tokens_read = self.rule.reads_tokens
         whole: Mapping[str, Sensitivity] = {}
         if "model" in losses:
-            whole = of_model(InMemory(model), found, set(reacting), parts, tokens=tokens_read).linears
+            whole = of_model(
+                InMemory(model), found, set(reacting), parts, tokens=self.rule.reads_tokens("model")
+            ).linears
         sensitivities = by_loss(whole, reacting if "block" in losses else {}, runs, states)
         block = Block(0, fqn, module, linears, tuple(calls[fqn]), text_config(model), sensitivities)
         return Scene(model, block, [partial(run, x) for run, x in zip(runs, states, strict=True)])

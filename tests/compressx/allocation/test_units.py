@@ -97,6 +97,19 @@ def test_the_total_is_exact_when_any_rule_can_take_any_count(target: float, scop
 
 @pytest.mark.slow
 @settings(deadline=None)
+@given(TARGETS, st.sampled_from([0.001, 1000.0]))
+def test_what_the_last_block_has_no_room_for_is_made_up_for_by_any_before_it(target: float, price: float) -> None:
+    planned = plan("row", "layer")
+    patterns = by_cost(planned, target, "block", "rule", 1.0, price)  # dense or full where any count can be had
+    left = round(target * sum(x.weights for x in planned.linears)) - round(zeros(planned, patterns))
+    finest = {x.name: zeros_in(patterns[x.name], *x.shape) for x in planned.linears if x.rule.index == 1}
+    most = {x.name: int(MAX_SPARSITY * x.weights) for x in planned.linears if x.name in finest}
+    assert left <= 0 or finest == most
+    assert left >= 0 or not any(finest.values())
+
+
+@pytest.mark.slow
+@settings(deadline=None)
 @given(TARGETS, st.sampled_from(["model", "block"]))
 def test_the_total_is_within_half_a_row_group_when_all_rows_are_filled_evenly(target: float, scope: Any) -> None:
     planned, patterns = allocated(plan("row", "row", outside="row"), target, scope)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -60,13 +61,26 @@ def test_rows_are_means_over_the_tokens_of_all_processes(monkeypatch):
 
 
 @pytest.mark.parametrize(("power", "read"), [(0.0, False), (0.5, True)])
-def test_the_plan_knows_whether_tokens_are_read(power, read):
+def test_the_plan_knows_of_which_loss_tokens_are_read(power, read):
     spec = SPEC
-    rule = PlannedRule(0, spec, spec.options(tokens=power), None, None)
-    assert rule.reads_tokens is read
+    for loss, other in (("model", "block"), ("block", "model")):
+        rule = PlannedRule(0, spec, spec.options(loss=loss, tokens=power), None, None)
+        assert rule.reads_tokens(loss) is read
+        assert not rule.reads_tokens(other)
     (without,) = sparsegpt.compressx_pruners()
-    assert not PlannedRule(0, without, without.options(), None, None).reads_tokens
-    assert PlannedRule(0, replace(spec, reads_tokens=None), spec.options(), None, None).reads_tokens
+    assert not PlannedRule(0, without, without.options(), None, None).reads_tokens("model")
+    assert PlannedRule(0, replace(spec, reads_tokens=None), spec.options(), None, None).reads_tokens("model")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gradients_that_are_not_finite_are_refused(bad):
+    name = "model.layers.0.self_attn.q_proj"
+    gathering = Gathering({name: survey(tiny_model("llama")).linears[name]}, [], torch.device("cpu"))
+    gathering.sums[name].add(torch.full((2, 64), bad))
+    with pytest.raises(
+        UnsupportedModelError, match=rf"^{re.escape(name)}: the gradient .* model\.dtype may be too narrow"
+    ):
+        gathering.result()
 
 
 @pytest.mark.slow

@@ -118,7 +118,8 @@ def test_a_streamed_model_has_the_generation_config_and_the_dtype_of_its_checkpo
     (saved / "config.json").write_text(json.dumps(config))
     checkpoint = find_checkpoint(source(path=str(saved)))
     for model in (load_empty(checkpoint), load_model(checkpoint)):
-        assert {name: getattr(model.generation_config, name) for name in given} == given
+        written = model.generation_config.to_diff_dict()
+        assert {name: x for name, x in written.items() if name != "transformers_version"} == given
         assert model.dtype == torch.bfloat16
 
 

@@ -67,6 +67,15 @@ def test_what_is_computed_and_not_stored_lies_where_the_weights_will_be(architec
     assert all(b.is_meta for b in open_streamed(checkpoint, "meta").model.buffers())
 
 
+def test_an_embedding_that_is_the_head_too_takes_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    checkpoint, cpu = Checkpoint(str(saved(tmp_path / "model", "llama-tied"))), torch.device("cpu")
+    size = sum(p.numel() * 4 for p in load_model(checkpoint).parameters())
+    monkeypatch.setattr(streaming, "_CGROUP", tmp_path)
+    for free, larger in ((2 * size, False), (2 * size - 2, True)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        assert streaming.is_larger_than_memory(checkpoint, cpu) is larger
+
+
 @pytest.mark.parametrize("processes", [1, 4])
 def test_a_models_share_of_the_memory_is_that_of_its_process_within_its_container(
     processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -90,6 +90,61 @@ def test_sensitivities_of_tokens_are_measured_for_a_recipe_that_reads_them(model
 
 
 @pytest.mark.slow
+def test_what_one_rule_reads_of_its_blocks_loss_changes_nothing_for_another(
+    models: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compressx.blocks.reaction.ROW_WINDOWS", 2)  # of eight
+    masks = []
+    for tokens in (0.0, 0.5):
+        of_block = {"loss": "block", "tokens": tokens}
+        rules = (
+            {"targets": ["*.self_attn.*"], "pruner": "sensitivity", "sparsity": 0.5},
+            {"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5, "options": of_block},
+        )
+        told: list[tuple[Any, ...]] = []
+        asked = recipe(models("llama"), *rules, output=f"tokens-{tokens}")
+        run(asked, plugins=plugins, progress=lambda *step, told=told: told.append(step))
+        assert next(total for stage, _, total, *_ in told if stage == "calibrate") == 1  # batch, of those two
+        masks.append(MaskSet.load(f"tokens-{tokens}/masks.safetensors"))
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"):
+        assert torch.equal(masks[0][name].keep, masks[1][name].keep)
+    assert not torch.equal(*(its["model.layers.0.mlp.up_proj"].keep for its in masks))
+
+
+class Reacting:
+    """Taylor expansion: what the loss says of each weight's change alone, with no statistic of the inputs."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+
+    def observe(self, block: Any, name: str) -> None:
+        return None
+
+    def prune(self, block: Any, patterns: Any, stats: Any) -> Any:
+        of = block.sensitivities[self.loss]
+        scores = {n: block.linears[n].weight.float().square() * of[n].rows[:, None] for n in patterns}
+        return {n: compressx.PruneResult(keep) for n, keep in compressx.keep_masks(scores, patterns).items()}
+
+
+@pytest.mark.parametrize("loss", ["model", "block"])
+def test_a_pruner_that_reads_sensitivities_alone_is_given_text(models: Any, plugins: Plugins, loss: Any) -> None:
+    spec = compressx.PrunerSpec(
+        "reacting", "by the loss", NoOptions, lambda _: Reacting(loss), sensitivity=lambda _: loss,
+        reads_tokens=lambda _: False,
+    )  # fmt: skip
+    plugins = dataclasses.replace(plugins, pruners={**plugins.pruners, "reacting": spec})
+    asked = recipe(models("llama"), {"targets": ["*"], "pruner": "reacting", "pattern": "2:4"})
+    report = run(asked, plugins=plugins)
+    assert {layer.sparsity for layer in report.layers} == {0.5}
+    del asked["calibration"]
+    with pytest.raises(RecipeError, match="the recipe has no calibration, and its pruners need one"):
+        plan(asked, plugins=plugins)
+    asked = {**recipe(models("llama"), *asked["prune"]), "true_sequential": True}
+    with pytest.raises(RecipeError, match="true_sequential: it would change nothing"):
+        plan(asked, plugins=plugins)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "opt"])
 def test_attention_and_the_rest_are_pruned_by_their_own_rules(models: Any, plugins: Plugins, architecture: str) -> None:
     source = models(architecture)
@@ -759,16 +814,17 @@ def test_both_streams_of_block_reconstruction_count_against_the_memory_limit(
 
 
 @pytest.mark.slow
-def test_gradients_that_an_allocation_reads_count_against_the_memory_limit_and_go_before_pruning(
+def test_what_an_allocation_measures_with_counts_against_the_memory_limit_and_goes_before_pruning(
     models: Any, plugins: Plugins, in_files: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[Path] = []
     monkeypatch.setattr(
         "compressx.pipeline.run.prune_model",
-        lambda *given: left.extend(Path().rglob("gradients")) or prune_model(*given),
+        lambda *given: left.extend(Path().rglob("allocation")) or prune_model(*given),
     )
     window = 32 * 64 * 4
-    for name, limit, kept in (("below", "49KB", 8 + 3 * 2), ("above", "50KB", 8)):  # of three blocks, at two windows
+    measuring = 2 * 8 + 3 * 2  # before and after a block; of three blocks, at two windows
+    for name, limit, kept in (("below", "180KB", measuring), ("above", "181KB", 0)):
         asked = allocated(models("llama"), sparsities=[0.4, 0.8]) | {"output": name}
         asked["calibration"] |= {"memory_limit": limit}
         run(asked, plugins=plugins)
