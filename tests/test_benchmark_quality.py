@@ -26,7 +26,7 @@ def quality() -> ModuleType:
 def settings(quality: ModuleType, tmp_path_factory: pytest.TempPathFactory):
     model = save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama")
     text = str(model.with_name("text.txt"))
-    return quality.Settings(str(model), text, text, 4, 32, 2, "float32")
+    return quality.Settings(str(model), text, text, 8, 32, 2, "float32")
 
 
 @pytest.mark.parametrize("budget", ["50%", "60%", "70%", "2:4", "4:8"])

@@ -21,7 +21,16 @@ if TYPE_CHECKING:
         RecipeError,
         UnsupportedModelError,
     )
-    from compressx.patterns import NM, FixedMask, Pattern, Unstructured, drop_lowest, keep_mask, keep_masks
+    from compressx.patterns import (
+        NM,
+        FixedMask,
+        Pattern,
+        Unstructured,
+        count_dropped,
+        drop_lowest,
+        keep_mask,
+        keep_masks,
+    )
     from compressx.pipeline.run import plan, run
     from compressx.plugins.manager import Plugins, load_plugins
     from compressx.pruner import Block, BlockCall, Linear, Pruner, PruneResult, PrunerSpec, Sensitivity, Statistic
@@ -31,7 +40,8 @@ if TYPE_CHECKING:
 _HOME = {
     "errors": ["ArtifactError", "CalibrationError", "CompressxError", "PluginError", "RecipeError",
                "UnsupportedModelError"],
-    "patterns": ["NM", "FixedMask", "Pattern", "Unstructured", "drop_lowest", "keep_mask", "keep_masks"],
+    "patterns": ["NM", "FixedMask", "Pattern", "Unstructured", "count_dropped", "drop_lowest", "keep_mask",
+                 "keep_masks"],
     "plugins.manager": ["Plugins", "load_plugins"],
     "pruner": ["Block", "BlockCall", "Linear", "PruneResult", "Pruner", "PrunerSpec", "Sensitivity",
                "Statistic"],
@@ -68,6 +78,7 @@ __all__ = [
     "Unstructured",
     "UnsupportedModelError",
     "__version__",
+    "count_dropped",
     "drop_lowest",
     "hookimpl",
     "keep_mask",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compressx.errors import UnsupportedModelError
 from compressx.finite import all_finite
-from compressx.patterns import NM, FixedMask, Pattern, drop_lowest, dropped
+from compressx.patterns import NM, FixedMask, Pattern, count_dropped, drop_lowest
 from compressx.statistics import Hessian
 
 BLOCK_COLUMNS = 128
@@ -227,6 +227,6 @@ def _choose(
         raise TypeError("N:M is chosen group by group during the sweep")
     scores = _scores(block, u_diagonal, dead)
     unit = 1 if pattern.group == "row" else rows
-    count = dropped(pattern.sparsity, stop * unit) - dropped(pattern.sparsity, start * unit)
+    count = count_dropped(pattern.sparsity, stop * unit) - count_dropped(pattern.sparsity, start * unit)
     shaped = scores if pattern.group == "row" else scores.reshape(1, -1)
     return drop_lowest(shaped, count).view(scores.shape)

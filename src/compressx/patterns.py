@@ -1,7 +1,7 @@
 """Sparsity patterns, and the masks they make of scores.
 
 A mask is bool with True = keep, and `sparsity` is the fraction of zeros (torch.ao multiplies weights by the mask).
-Counts are exact: of `n` competing weights exactly `dropped(sparsity, n)` become zero, ties going to the first.
+Counts are exact: of `n` competing weights exactly `count_dropped(sparsity, n)` become zero, ties going to the first.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def nearest(pattern: Unstructured | NM, sparsity: float) -> Unstructured | NM:
     return NM(pattern.of - min(max(round(sparsity * pattern.of), 1), pattern.of - 1), pattern.of)
 
 
-def dropped(sparsity: float, weights: int) -> int:
+def count_dropped(sparsity: float, weights: int) -> int:
     """Return how many of so many competing weights become zero.
 
     Every count comes from here: with the factors in another order a product that lies half-way is rounded otherwise.
@@ -121,9 +121,9 @@ def zeros_in(pattern: Pattern, out_features: int, in_features: int) -> int | Non
     if isinstance(pattern, NM):
         return out_features * (in_features // pattern.of) * (pattern.of - pattern.keep)
     if pattern.group == "row":
-        return out_features * dropped(pattern.sparsity, in_features)
+        return out_features * count_dropped(pattern.sparsity, in_features)
     if pattern.group == "layer":
-        return dropped(pattern.sparsity, out_features * in_features)
+        return count_dropped(pattern.sparsity, out_features * in_features)
     return None
 
 
@@ -200,8 +200,8 @@ def keep_mask(scores: Tensor, pattern: Pattern) -> Tensor:
             raise ValueError(f"in_features {columns} is not divisible by {pattern.of} (pattern {pattern})")
         return drop_lowest(scores.reshape(-1, pattern.of), pattern.of - pattern.keep).view(rows, columns)
     if pattern.group == "row":
-        return drop_lowest(scores, dropped(pattern.sparsity, columns))
-    return drop_lowest(scores.reshape(1, -1), dropped(pattern.sparsity, scores.numel())).view(rows, columns)
+        return drop_lowest(scores, count_dropped(pattern.sparsity, columns))
+    return drop_lowest(scores.reshape(1, -1), count_dropped(pattern.sparsity, scores.numel())).view(rows, columns)
 
 
 def keep_masks(scores: Mapping[str, Tensor], patterns: Mapping[str, Pattern]) -> dict[str, Tensor]:
@@ -224,7 +224,7 @@ def keep_masks(scores: Mapping[str, Tensor], patterns: Mapping[str, Pattern]) ->
         if len(sparsities) > 1:
             raise ValueError(f"linears that compete jointly need one sparsity, got {sorted(sparsities)}")
         flat = torch.cat([scores[n].reshape(-1) for n in joint])
-        kept = drop_lowest(flat[None], dropped(sparsities.pop(), flat.numel()))[0]
+        kept = drop_lowest(flat[None], count_dropped(sparsities.pop(), flat.numel()))[0]
         for name, part in zip(joint, torch.split(kept, [scores[n].numel() for n in joint]), strict=True):
             masks[name] = part.view(scores[name].shape)
     return {n: masks[n] for n in patterns}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from compressx.allocation.units import zeros_of
 from compressx.hookspecs import hookimpl
 from compressx.pipeline.asked import Progress as Tell
 from compressx.planning.plan import Plan
@@ -22,9 +23,9 @@ from compressx.report.run import SUMMARY_COLUMNS, BlockReport, RunReport, in_sho
 
 if TYPE_CHECKING:
     from compressx.evaluation.perplexity import Figures
-    from compressx.masks.maskset import Deviation
     from compressx.outputs.compare import Comparison
     from compressx.outputs.inspect import Inspection
+    from compressx.outputs.saved import Applied
     from compressx.testing.conformance import Outcome
 
 
@@ -113,7 +114,7 @@ def print_plan(plan: Plan) -> None:
     if plan.skipped:
         console.print(_table(["not pruned", "reason"], [list(s) for s in plan.skipped.items()], left=2))
     weights = sum(x.weights for x in plan.linears)
-    sparsity = f"sparsity {sum(x.weights * x.pattern.sparsity for x in plan.linears) / weights:.2%}"
+    sparsity = f"sparsity {zeros_of(plan.linears) / weights:.2%}"
     if plan.allocation is not None:
         sparsity = f"target sparsity {plan.allocation.target:.2%}"
     console.print(f"{len(plan.linears)} linears, {weights / 1e6:.1f} M weights, {sparsity}")
@@ -146,12 +147,13 @@ def print_figures(figures: Figures) -> None:
     _console().print(_table(["measure", "value"], rows, left=1))
 
 
-def print_applied(before: Mapping[str, Deviation], output: Path) -> None:
+def print_applied(applied: Applied, output: Path) -> None:
     """Print what putting masks on a model changed."""
-    dropped = sum(x.dropped_not_zero for x in before.values())
-    zero = sum(x.kept_zero for x in before.values())
+    dropped = sum(x.dropped_not_zero for x in applied.before.values())
+    zero = sum(x.kept_zero for x in applied.before.values())
     also = f"; {zero} weights that the masks keep were zero" if zero else ""
-    _console().print(f"{dropped} weights became zero{also}; written to {output}", markup=False)
+    on = f"masks on {applied.masked} of {applied.linears} linears"
+    _console().print(f"{on}: {dropped} weights became zero{also}; written to {output}", markup=False)
 
 
 def print_inspection(found: Inspection) -> None:

@@ -20,10 +20,10 @@ from compressx import (
     SequenceSample,
     Statistic,
     Unstructured,
+    count_dropped,
     hookimpl,
 )
 from compressx.obs import NotPositiveDefiniteError
-from compressx.patterns import dropped
 from compressx_attnprune import baselines, layer, solver
 from compressx_attnprune.geometry import queries_and_keys
 from compressx_attnprune.layer import Projections
@@ -149,8 +149,8 @@ def _budget(projections: Projections, patterns: Mapping[str, Pattern]) -> Budget
         return Budget(query, query)
     # One weight, one budget: the values take their share of it, queries and keys the rest of the exact count.
     linear, values = projections.query.linear, projections.value.count
-    whole = dropped(query.sparsity, linear.out_features * linear.in_features)
-    rest = whole - dropped(query.sparsity, linear.in_features * values)
+    whole = count_dropped(query.sparsity, linear.out_features * linear.in_features)
+    rest = whole - count_dropped(query.sparsity, linear.in_features * values)
     share = rest / ((linear.out_features - values) * linear.in_features)
     if share >= 1.0:
         raise RecipeError(

@@ -72,6 +72,12 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(cli, list(arguments), catch_exceptions=False)
 
 
+def test_going_on_and_beginning_anew_are_not_asked_for_at_once(work: Path) -> None:
+    done = invoke("run", "r.yaml", "--resume", "--restart")
+    assert done.exit_code == 2
+    assert "--restart begins it anew; give one" in done.stderr
+
+
 def edit(old: str, new: str) -> None:
     assert RECIPE.count(old) >= 1, old
     Path("r.yaml").write_text(RECIPE.replace(old, new, 1))

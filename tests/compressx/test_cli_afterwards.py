@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from tests.compressx.saved import save_tiny
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from compressx.cli import cli
 from compressx.masks import MaskSet
@@ -119,7 +119,7 @@ def test_apply_puts_masks_on_another_checkpoint_of_the_same_shapes(work):
         assert torch.equal(weight != 0, entry.keep)
         assert torch.equal(weight, torch.where(entry.keep, tuned.get_submodule(name).weight, 0.0))
         dropped += int((~entry.keep).sum())
-    assert f"{dropped} weights became zero" in done.stdout
+    assert done.stdout.startswith(f"masks on 21 of 21 linears: {dropped} weights became zero")
     assert AutoTokenizer.from_pretrained("masked/model")("w1 w2")["input_ids"]
     assert MaskSet.load("masked/masks.safetensors").keys() == masks.keys()
 
@@ -131,6 +131,21 @@ def test_apply_can_insist_on_the_weights_that_were_pruned(work):
     assert other.exit_code == 2
     assert "load the model that was pruned" in other.stderr
     assert not Path("two").exists()
+
+
+def test_a_folder_in_place_of_masks_is_told_which_file_is_meant(work):
+    done = invoke("apply", "out", "model", "--output", "masked")
+    assert done.exit_code == 2
+    assert "out is a folder, expected a file of masks, such as out/masks.safetensors" in done.stderr
+
+
+def test_apply_says_how_much_of_a_larger_model_has_masks(work):
+    larger = AutoConfig.from_pretrained("model", num_hidden_layers=5)
+    AutoModelForCausalLM.from_config(larger).save_pretrained("larger")
+    AutoTokenizer.from_pretrained("model").save_pretrained("larger")
+    done = invoke("apply", "out/masks.safetensors", "larger", "--output", "masked")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("masks on 21 of 35 linears: ")
 
 
 def test_apply_replaces_nothing(work):
@@ -204,6 +219,8 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
         (["prune.0.sparsty=0.5"], "--grid prune.0.sparsty=0.5: unknown key 'sparsty'"),
         (["prune.0.sparsty=0.5"], "did you mean 'sparsity'?"),
         (['prune.0.targets=["*.nothing"]'], "matches no linear"),
+        (["calibration.samples=4,1000"], "calibration.samples=1000: r.yaml:2:1: calibration needs 1000 windows of 32"),
+        (["evaluate.token_perplexity.samples=4,900"], "evaluate.token_perplexity.samples=900: r.yaml:6:1: "),
     ):
         done = invoke("sweep", "r.yaml", *[x for axis in axes for x in ("--grid", axis)], "--output", "never")
         assert done.exit_code == 2, done.output

@@ -26,8 +26,8 @@ from compressx.architecture import survey
 from compressx.errors import CalibrationError, RecipeError
 from compressx.masks.maskset import MaskEntry, MaskSet
 from compressx.models.capture import capture_calls, replay
-from compressx.pipeline.preparation import refuse_uneven_steps
-from compressx.pipeline.run import run
+from compressx.pipeline.preparation import refuse_nothing_held_out, refuse_uneven_steps
+from compressx.pipeline.run import plan, run
 from compressx.ranks import Ranks, assign, joined_ranks
 from compressx.recipe.schema import ReconstructBlock, load_recipe
 from compressx.statistics import FeatureNorms, Hessian, SequenceSample
@@ -368,6 +368,24 @@ def test_a_training_step_that_processes_cannot_share_is_refused(model: Path, tmp
     assert str(refused.value).endswith("expected a multiple of 4, or calibration.batch_size: 3")
     with pytest.raises(RecipeError, match=r"in calibration batches of 2; expected a multiple of 8$"):
         refuse_uneven_steps(loaded, 4)
+
+
+def test_training_of_which_nothing_could_be_held_out_is_refused(model: Path, tmp_path: Path):
+    """Its error would be that of the text that it learns from, and go down whatever is learnt."""
+    rules = [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}]
+    loaded = load_recipe(write_recipe(model, rules, tmp_path, reconstruct_block={}))
+    samples, batch = loaded.recipe.calibration.samples, loaded.recipe.calibration.batch_size
+    refuse_nothing_held_out(loaded, (samples - 1) // (batch + 1))
+    processes = samples // batch
+    with pytest.raises(RecipeError) as refused:
+        refuse_nothing_held_out(loaded, processes)
+    assert f"are one batch of {batch} for each of {processes} processes; expected" in str(refused.value)
+    assert f"calibration.samples of {(batch + 1) * processes} or more, or a smaller" in str(refused.value)
+    few = load_recipe(tmp_path / "recipe.yaml", [f"calibration.samples={batch}"])
+    with pytest.raises(
+        RecipeError, match=r"recipe\.yaml:\d+:\d+: no batch could be held out: 2 calibration windows are"
+    ):
+        plan(few)
 
 
 # --- processes that torchrun starts, and that end early

@@ -23,7 +23,7 @@ from tests.compressx_attnprune.pruning import (
 )
 from torch import Tensor
 
-from compressx import NM, FixedMask, Hessian, Pattern, RecipeError, Unstructured
+from compressx import NM, FixedMask, Hessian, Pattern, RecipeError, Unstructured, count_dropped
 from compressx.blocks.decide import write
 from compressx.obs import inverse_cholesky, sweep
 from compressx.pruner import Block, Linear, sparsity_of
@@ -83,8 +83,8 @@ def test_any_count_of_zeros_in_a_fused_weight_is_met_whatever_its_shape(group: A
         budget = plugin._budget(projections, {"qkv_proj": pattern})
         of_values = plugin._value_pattern(pattern, projections)
         assert budget.query == budget.key
-        of_rest = round(budget.query.sparsity * ((outputs - values) * inputs))
-        assert of_rest + round(of_values.sparsity * inputs * values) == count  # as `sweep` rounds
+        of_rest = count_dropped(budget.query.sparsity, (outputs - values) * inputs)
+        assert of_rest + count_dropped(of_values.sparsity, inputs * values) == count  # as `sweep` rounds
 
 
 @pytest.mark.parametrize("architecture", ["llama", *blocks.FUSED])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compressx.errors import PluginError, blamed_on
 from compressx.finite import all_finite
-from compressx.patterns import FixedMask, Pattern, dropped, zeros_in
+from compressx.patterns import FixedMask, Pattern, count_dropped, zeros_in
 from compressx.pruner import Block, Linear, Pruner, PruneResult, Statistic
 
 
@@ -162,7 +162,7 @@ def _check_joint_total(
 ) -> None:
     joint = [n for n, p in patterns.items() if zeros_in(p, *block.linears[n].weight.shape) is None]
     weights = sum(results[n].keep.numel() for n in joint)
-    expected = dropped(patterns[joint[0]].sparsity, weights) if joint else 0
+    expected = count_dropped(patterns[joint[0]].sparsity, weights) if joint else 0
     zeros = sum(int((~results[n].keep).sum()) for n in joint)
     if zeros != expected:
         raise PluginError(

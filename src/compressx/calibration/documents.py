@@ -71,13 +71,14 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[str]:
     Raises:
         CalibrationError: no such file or dataset, no such field, not UTF-8, not JSON, or no text at all.
     """
+    _check_keys(source)
     if source.text is not None:
         described, read = f"text {source.text!r}", [_text(path) for path in _matching(source.text, "text")]
     elif source.json_path is not None:
         described = f"json {source.json_path!r}"
         read = [d for path in _matching(source.json_path, "json") for d in _json_lines(path, source.field or "text")]
     elif source.name == "python-docs":
-        described, read = "python-docs", _python_docs(source, purpose)
+        described, read = "python-docs", _python_docs(purpose)
     else:
         described, read = f"dataset {source.name!r}", _hub_rows(source, purpose)
     if not any(d.strip() for d in read):
@@ -100,6 +101,7 @@ def check_dataset(source: DatasetSource) -> None:
                 raise CalibrationError(f"{key}: {pattern!r} holds no text: {empty}")
     if source.name is not None:
         _check_name(source.name)
+        _check_keys(source)
 
 
 def _check_name(name: str) -> None:
@@ -115,6 +117,15 @@ def _check_name(name: str) -> None:
             f"no dataset {name!r}; {did_you_mean(name, short)}, OWNER/NAME on the hub, {{text: PATH}} or {{json: PATH, "
             "field: NAME}"
         )
+
+
+def _check_keys(source: DatasetSource) -> None:
+    """Refuse keys that a dataset with a short name does not have."""
+    if source.name == "python-docs":
+        if given := [n for n in ("config", "split", "revision", "field") if getattr(source, n) is not None]:
+            raise CalibrationError(f"dataset 'python-docs' takes no {', '.join(given)}: it comes with Python")
+    elif source.config is not None and (short := _SHORT_NAMES.get(source.name or "")) and short.shards is not None:
+        raise CalibrationError(f"dataset {source.name!r} takes no config; for another one give {{name: {short.path}}}")
 
 
 def as_dataset(documents: Sequence[str]) -> Any:
@@ -177,13 +188,11 @@ def _text_of(row: Mapping[str, Any], field: str, where: str) -> str:
     return str(row[field])
 
 
-def _python_docs(source: DatasetSource, purpose: Purpose) -> list[str]:
+def _python_docs(purpose: Purpose) -> list[str]:
     """Split the topics by the hash of their name, so that every Python version puts a topic on the same side.
 
     Some topics quote others at length; a paragraph that an evaluation topic has too is left out of calibration.
     """
-    if given := [n for n in ("config", "split", "revision", "field") if getattr(source, n) is not None]:
-        raise CalibrationError(f"dataset 'python-docs' takes no {', '.join(given)}: it comes with Python")
     from pydoc_data.topics import topics
 
     held_out = {name for name in topics if int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 5 == 0}
@@ -221,11 +230,7 @@ def _hub_rows(source: DatasetSource, purpose: Purpose) -> list[str]:
 def _hub_dataset(source: DatasetSource) -> _HubDataset:
     name = source.name or ""
     dataset = _SHORT_NAMES.get(name, _HubDataset(name, None, {"calibration": "train", "evaluation": "test"}))
-    if source.config is None:
-        return dataset
-    if dataset.shards is not None:
-        raise CalibrationError(f"dataset {name!r} takes no config; for another one give {{name: {dataset.path}}}")
-    return replace(dataset, config=source.config)
+    return dataset if source.config is None else replace(dataset, config=source.config)
 
 
 def _load(dataset: _HubDataset, split: str, source: DatasetSource, purpose: Purpose) -> Any:

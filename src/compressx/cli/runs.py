@@ -25,6 +25,10 @@ def run(
     quiet: bool,
 ) -> None:  # fmt: skip
     """Prune the model of RECIPE and write its output folder."""
+    if resume and restart:
+        raise click.UsageError(
+            "--resume goes on with an interrupted run and --restart begins it anew; give one of them"
+        )
     from compressx import terminal
     from compressx.pipeline.run import run as run_recipe
     from compressx.recipe.schema import load_recipe
@@ -109,13 +113,12 @@ def sweep(
     """Run RECIPE for every combination of values, then compare; a second call goes on where the first one stopped."""
     from compressx import terminal
     from compressx.outputs.compare import compare as side_by_side
-    from compressx.pipeline.sweep import grid
+    from compressx.pipeline.sweep import check, grid
 
     cells = grid(recipe, axes, overrides, output)
     plugins = host.plugins()
     quiet = quiet or not is_first()
-    for cell in cells:
-        cell.check(plugins)  # every one, before the first is run
+    check(cells, plugins)  # every one, before the first is run
     for number, cell in enumerate(cells, start=1):
         with terminal.progress(quiet=quiet) as tell:
             ran = cell.run(plugins, tell, device, restart=restart)  # type: ignore[arg-type]

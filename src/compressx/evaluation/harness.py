@@ -83,8 +83,12 @@ def run_tasks(
         # The tasks of a group that is given as a file are looked for beside it, and among the harness's own.
         beside = [str(_path(t).parent) for t in settings.tasks if isinstance(t, str) and _is_group_file(t)]
         try:
-            # One process for bootstrapping: its pool would fork a process that runs torch's threads.
-            with patch.dict("os.environ", {"DISABLE_MULTIPROC": "1"}):
+            with (
+                # One process for bootstrapping: its pool would fork a process that runs torch's threads.
+                patch.dict("os.environ", {"DISABLE_MULTIPROC": "1"}),
+                # For records that nobody reads it would run git, which complains where there is no repository.
+                patch("lm_eval.evaluator.get_git_commit_hash", lambda: None),
+            ):
                 results = simple_evaluate(
                     # the harness gives a tokenizer without a padding token one of its own
                     HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=settings.batch_size),

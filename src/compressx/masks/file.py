@@ -153,6 +153,11 @@ def _read(path: Path) -> tuple[dict[str, _StoredMask], dict[str, Tensor]]:
     """Read and check a file: what is said about each mask, and its bits."""
     from safetensors import SafetensorError, safe_open
 
+    if path.is_dir():
+        inside = path / "masks.safetensors"
+        raise ArtifactError(
+            f"{path} is a folder, expected a file of masks" + (f", such as {inside}" if inside.is_file() else "")
+        )
     try:
         with os_errors_named("read", path), safe_open(path, framework="pt") as file:
             header = _read_header(path, file.metadata())

@@ -6,6 +6,8 @@ Safetensors and GGUF only: a pickle checkpoint runs code when it is read, so it 
 from __future__ import annotations
 
 import contextlib
+import struct
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 from compressx.errors import ArtifactError, CompressxError, UnsupportedModelError, nearest
 from compressx.models.packages import file_of_package
+from compressx.models.shards import check_files
 from compressx.quiet import quiet_libraries
 from compressx.recipe.sources import ModelSource
 
@@ -103,9 +106,13 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
     except CompressxError:
         raise
     except (
-        OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, SafetensorError, StrictDataclassError
+        OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, struct.error, SafetensorError,
+        StrictDataclassError,
     ) as error:  # fmt: skip
         reason = " ".join(str(error).split())[:400]
+        files = {Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)}
+        if isinstance(error, struct.error) or "gguf_reader.py" in files:
+            raise ArtifactError(f"{where} is no GGUF file, or not all of one: {reason}; download it again") from error
         if isinstance(error, KeyError):
             reason = f"its config has a value that transformers does not know: {reason}"
         if "safetensors" in reason and "use_safetensors" in reason:
@@ -138,4 +145,5 @@ def _local_path(source: ModelSource) -> Path:
                 "convert it with save_pretrained(safe_serialization=True) where you trust it"
             )
         raise ArtifactError(f"model folder {path} holds no *.safetensors")
+    check_files(path)
     return path

@@ -73,6 +73,10 @@ def output_folder(target: Path, *, resume: bool = False, restart: bool = False) 
     folder = _resolved(target)
     with os_errors_named("make", folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
+        if running := [p for p in _partials(folder) if _is_locked(p) is True]:
+            raise ArtifactError(
+                f"a run for output {folder} is going on, in {running[0]}; wait for its end, or name another output"
+            )
         left = _interrupted(folder)
         if left and not resume and not restart:
             raise ArtifactError(
@@ -163,19 +167,23 @@ def _sibling(folder: Path, role: Literal["partial", "earlier"], token: str) -> P
 
 def _interrupted(folder: Path) -> list[Path]:
     """Return what dead processes left to go on with, the latest last."""
+    found = [p for p in _partials(folder) if (p / STATE).exists() and _is_locked(p) is False]
+    return sorted(found, key=lambda p: (p / STATE).stat().st_mtime)
+
+
+def _partials(folder: Path) -> list[Path]:
+    """Return what is being built for a target, or was, by living processes or dead ones."""
     partial = _sibling(folder, "partial", "").name
-    found = [p for p in folder.parent.iterdir() if p.name.startswith(partial) and (p / STATE).exists()]
-    return sorted((p for p in found if _is_abandoned(p)), key=lambda p: (p / STATE).stat().st_mtime)
+    return [p for p in folder.parent.iterdir() if p.name.startswith(partial)]
 
 
 def _clear_leftovers(folder: Path, kept: Path) -> None:
     """Remove what dead processes were building, and put back what they had moved aside without replacing it."""
-    names = [path.name for path in folder.parent.iterdir()]
-    partial, earlier = (_sibling(folder, role, "").name for role in ("partial", "earlier"))
-    for name in names:
-        if name.startswith(partial) and name != kept.name and _is_abandoned(folder.with_name(name)):
-            shutil.rmtree(folder.with_name(name), ignore_errors=True)
-    for name in names:
+    earlier = _sibling(folder, "earlier", "").name
+    for partial in _partials(folder):
+        if partial != kept and _is_locked(partial) is False:
+            shutil.rmtree(partial, ignore_errors=True)
+    for name in [path.name for path in folder.parent.iterdir()]:
         if name.startswith(earlier):
             builder = _sibling(folder, "partial", name.removeprefix(earlier))
             if not builder.exists():
@@ -207,15 +215,21 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _is_abandoned(folder: Path) -> bool:
-    """Say whether no living process holds the folder's lock. A process id would not tell: containers reuse them."""
+def _is_locked(folder: Path) -> bool | None:
+    """Say whether a living process holds the folder's lock; None where the system does not tell.
+
+    A process id would not tell either: containers reuse them.
+    """
     if fcntl is None:
-        return False
+        return None
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             return True
+        else:
+            return False
         finally:
             os.close(descriptor)
-    return False
+    return None

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from compressx.architecture import find_blocks
 from compressx.errors import ArtifactError, UnsupportedModelError
 from compressx.models.checkpoint import Checkpoint, explained, local_folder
+from compressx.models.shards import refuse_more_blocks
 from compressx.quiet import quiet_libraries
 
 
@@ -102,6 +104,7 @@ def load_model(checkpoint: Checkpoint) -> Any:
     # transformers would go on with random numbers.
     if missing := sorted(found["missing_keys"]):
         raise ArtifactError(f"{checkpoint.location}: the checkpoint lacks {', '.join(missing[:3])}")
+    refuse_more_blocks(checkpoint.location, sorted(found["unexpected_keys"]), set(find_blocks(model)))
     for name, stored, expected in sorted(found["mismatched_keys"]):
         raise ArtifactError(
             f"{checkpoint.location}: {name} is stored as {[*stored]}, while the config means {[*expected]}; one of the "

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ OUTSIDE = ""
 """Stands for everything outside the decoder blocks where a block's name is asked for."""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +64,17 @@ def of_file(path: Path, fqn: str) -> Shards:
     return Shards(path.parent, dict.fromkeys(names, path.name), {fqn: names})
 
 
+def check_files(folder: Path) -> None:
+    """Look whether the files of a local checkpoint are there and whole, without reading a weight.
+
+    Raises:
+        ArtifactError: names a file that is missing, damaged or cut short.
+    """
+    for file in sorted(set(_files(folder).values())):
+        with ExitStack() as stack:
+            _opened(folder / file, stack)
+
+
 def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
     """Find out which tensors of a local checkpoint belong to which block of a model.
 
@@ -79,11 +92,37 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
     renamings, converters = _conversions(model)
     known = model.state_dict()
     members: dict[str, list[str]] = {OUTSIDE: [], **{fqn: [] for fqn in blocks}}
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     for name in files:
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if not any(re.search(pattern, renamed) for pattern in ignored):
+            refuse_more_blocks(folder, [renamed], members)
         block = next((fqn for fqn in members if fqn and renamed.startswith(f"{fqn}.")), OUTSIDE)
         members[block].append(name)
     return Shards(folder, files, {fqn: tuple(names) for fqn, names in members.items()})
+
+
+def refuse_more_blocks(where: Path | str, names: Iterable[str], blocks: Collection[str]) -> None:
+    """Refuse a checkpoint that holds a decoder block which the model does not have.
+
+    Args:
+        where: the checkpoint.
+        names: of its tensors, those that the model has no place for among them, with its prefix or without.
+        blocks: fully qualified names of the model's decoder blocks.
+
+    Raises:
+        ArtifactError: names the block. transformers would leave it out, and the rest would be another model.
+    """
+    lists = {fqn.rpartition(".")[0] for fqn in blocks if fqn}
+    for name in names:
+        if (found := re.match(r"(.+?)\.(\d+)\.", name)) is None:
+            continue
+        for its in lists:
+            if f".{its}".endswith(f".{found[1]}") and f"{its}.{found[2]}" not in blocks:
+                raise ArtifactError(
+                    f"{where}: the checkpoint holds {name}, while the config means {len([b for b in blocks if b])} "
+                    "decoder blocks; one of the two belongs to another model"
+                )
 
 
 def load(model: Any, shards: Shards, fqn: str, device: torch.device | str = "cpu") -> None:
@@ -226,7 +265,10 @@ def _opened(path: Path, stack: ExitStack) -> Any:
         with os_errors_named("read", path):
             return stack.enter_context(safe_open(path, framework="pt"))
     except SafetensorError as error:
-        raise ArtifactError(f"{path} is no safetensors file, or not all of one: {error}") from error
+        with path.open("rb") as file:
+            pointer = file.read(len(_POINTER)) == _POINTER
+        advice = "it is a pointer of git-lfs; fetch what it points to with git lfs pull" if pointer else str(error)
+        raise ArtifactError(f"{path} is no safetensors file, or not all of one: {advice}") from error
 
 
 def _files(folder: Path) -> dict[str, str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from compressx.architecture import text_config
+from compressx.architecture import survey, text_config
 from compressx.calibration.documents import check_dataset
 from compressx.errors import ArtifactError, RecipeError
 from compressx.evaluation.harness import check_tasks
@@ -117,7 +118,23 @@ def evaluate_saved(
     return evaluate(access, tokenizer, settings, texts, progress=progress)
 
 
-def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: bool = False) -> dict[str, Deviation]:
+@dataclass(frozen=True)
+class Applied:
+    """What putting masks on a model changed.
+
+    Attributes:
+        masked: how many linears have a mask.
+        linears: how many the model has in its blocks, and masks outside of them.
+        before: by name, how many weights the masks dropped that were not zero before, and how many were zero that they
+            keep; names without either are left out.
+    """
+
+    masked: int
+    linears: int
+    before: Mapping[str, Deviation]
+
+
+def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: bool = False) -> Applied:
     """Put saved masks on a model of the same shapes, such as a fine-tuned one, and save it in a folder of its own.
 
     Args:
@@ -125,9 +142,6 @@ def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: boo
         source: the model.
         output: the folder to make: `model/` with its tokenizer, and `masks.safetensors`, as a run leaves them.
         original: also require that the weights are those that were pruned, byte for byte.
-
-    Returns:
-        By name, how many weights the masks dropped that were not zero before, and how many were zero that they keep.
 
     Raises:
         ArtifactError: masks that do not fit the model, an output that is there already, files that cannot be written.
@@ -145,4 +159,4 @@ def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: boo
         save_model(model, tokenizer, folder / "model")
         with os_errors_named("copy", masks):
             shutil.copyfile(masks, folder / "masks.safetensors")
-    return before
+    return Applied(len(loaded), len({*survey(model).linears, *loaded}), before)

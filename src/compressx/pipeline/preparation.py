@@ -7,17 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from compressx.allocation.units import settled
 from compressx.architecture import text_config
 from compressx.calibration.documents import check_dataset
+from compressx.calibration.windows import read_calibration
 from compressx.errors import ArtifactError, RecipeError, UnsupportedModelError
 from compressx.evaluation.harness import check_tasks
+from compressx.evaluation.perplexity import Texts, read_texts
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.export import check_output
 from compressx.models.loading import load_skeleton
 from compressx.planning.plan import Plan, make_plan
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe, load_recipe, recipe_from_dict
+from compressx.training.finetune import training_windows
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,47 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
     planned = make_plan(loaded, plugins, skeleton)
     with loaded.at("allocation", "target"):
         planned = settled(planned)
+    refuse_nothing_held_out(loaded, 1)
     _check_finetune(loaded, skeleton)
     if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None:
         with loaded.at("evaluate", "lm_eval", "tasks"):
             check_tasks(recipe.evaluate.lm_eval)
     return Prepared(checkpoint, planned)
+
+
+@dataclass(frozen=True, eq=False)
+class RunTexts:
+    """All text of a run, as token ids.
+
+    Attributes:
+        calibration: [windows, tokens], if the plan needs any.
+        training: what is fine-tuned on, if the model is.
+        evaluation: what is evaluated on, if anything is.
+    """
+
+    calibration: Tensor | None
+    training: Tensor | None
+    evaluation: Texts | None
+
+
+def read_all(loaded: LoadedRecipe, planned: Plan, tokenizer: Any, *, evaluated: bool = True) -> RunTexts:
+    """Read and count the windows of every text that a recipe names; of evaluation only where it is `evaluated`.
+
+    Raises:
+        CalibrationError: text that cannot be had, or is too short.
+    """
+    recipe, calibration = loaded.recipe, None
+    with loaded.at("calibration"):
+        if (its := recipe.calibration) is not None and planned.needs_calibration:
+            calibration = read_calibration(
+                its.dataset, tokenizer, samples=its.samples, sequence_length=its.sequence_length, seed=its.seed,
+                bos=its.bos,
+            )  # fmt: skip
+    with loaded.at("finetune"):
+        training = training_windows(recipe, tokenizer, calibration)
+    with loaded.at("evaluate"):
+        evaluation = read_texts(recipe.evaluate, tokenizer) if recipe.evaluate is not None and evaluated else None
+    return RunTexts(calibration, training, evaluation)
 
 
 def _check_finetune(loaded: LoadedRecipe, skeleton: Any) -> None:
@@ -107,6 +148,23 @@ def refuse_streamed(loaded: LoadedRecipe) -> None:
             f"{loaded.where('finetune')}: fine-tuning needs all weights in memory, and model.streaming is "
             f"{str(given).lower()} at {loaded.where('model', 'streaming')}, {why}; set it to false, or drop finetune"
         )
+
+
+def refuse_nothing_held_out(loaded: LoadedRecipe, processes: int) -> None:
+    """Refuse block reconstruction that would be judged by the text that it learns from.
+
+    Raises:
+        RecipeError: one batch of calibration text, or less, for some process.
+    """
+    calibration, settings = loaded.recipe.calibration, loaded.recipe.reconstruct_block
+    if calibration is None or settings is None or calibration.samples // processes > calibration.batch_size:
+        return
+    each = f" for each of {processes} processes" if processes > 1 else ""
+    raise RecipeError(
+        f"{loaded.where('reconstruct_block')}: no batch could be held out: {calibration.samples} calibration windows "
+        f"are one batch of {calibration.batch_size}{each}; expected calibration.samples of "
+        f"{(calibration.batch_size + 1) * processes} or more, or a smaller calibration.batch_size"
+    )
 
 
 def refuse_uneven_steps(loaded: LoadedRecipe, processes: int) -> None:

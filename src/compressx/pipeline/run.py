@@ -19,8 +19,7 @@ from compressx.architecture import survey, text_config
 from compressx.blocks.reaction import Reactions, of_model
 from compressx.blocks.walk import Finished, prune_model, refuse_one_stage
 from compressx.calibration.windows import fingerprint as fingerprint_of
-from compressx.calibration.windows import read_calibration
-from compressx.evaluation.perplexity import evaluate_cached, read_texts
+from compressx.evaluation.perplexity import evaluate_cached
 from compressx.models.access import Access, Device, config_fingerprint, device_for, weights_fingerprint
 from compressx.models.export import output_folder
 from compressx.models.hidden import InFiles, Keep, in_memory
@@ -30,7 +29,14 @@ from compressx.pipeline.asked import Asked, Progress
 from compressx.pipeline.clock import forget_peaks
 from compressx.pipeline.finishing import Pruned, finish
 from compressx.pipeline.journal import Allocated, FinishedBlock, Journal
-from compressx.pipeline.preparation import loaded_recipe, prepare, refuse_streamed, refuse_uneven_steps
+from compressx.pipeline.preparation import (
+    loaded_recipe,
+    prepare,
+    read_all,
+    refuse_nothing_held_out,
+    refuse_streamed,
+    refuse_uneven_steps,
+)
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, code_digest, load_plugins
 from compressx.ranks import Ranks, joined_ranks
@@ -38,7 +44,6 @@ from compressx.recipe.methods import MeasuredAllocation
 from compressx.recipe.schema import Calibration, LoadedRecipe
 from compressx.report import figures
 from compressx.report.run import AllocationReport, RunReport
-from compressx.training.finetune import training_windows
 
 
 def plan(
@@ -110,17 +115,16 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
     with clock.stage("load"):
         asked.tell("load", 0, 1)
         refuse_uneven_steps(loaded, ranks.size)
+        refuse_nothing_held_out(loaded, ranks.size)
         prepared = prepare(loaded, asked.plugins)
+    with clock.stage("load"), loaded.at("model"):
         tokenizer = load_tokenizer(prepared.checkpoint)
-    with clock.stage("calibrate"), loaded.at("calibration"):
+    with clock.stage("calibrate"):
         asked.tell("calibrate", 0, 1)
-        windows = _windows(loaded.recipe.calibration, tokenizer, prepared.plan)
+        texts = read_all(loaded, prepared.plan, tokenizer, evaluated=ranks.first)
+        windows = texts.calibration
         batches = _batches(loaded.recipe.calibration, windows)
         mine = _batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))
-    with clock.stage("calibrate"), loaded.at("finetune"):
-        training = training_windows(loaded.recipe, tokenizer, windows)
-    with clock.stage("evaluate"), loaded.at("evaluate"):
-        texts = read_texts(settings, tokenizer) if settings is not None and ranks.first else None
     with clock.stage("load"), loaded.at("model"):
         access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, asked.device)
     if isinstance(access, StreamedModel):
@@ -131,10 +135,10 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
         fingerprint = ranks.told(_fingerprint(asked, prepared.plan, access, windows) if ranks.first else {})
         journal = Journal(folder, fingerprint, ranks, clock)
         evaluation: dict[str, Any] = {}
-        if settings is not None and texts is not None:
+        if settings is not None and texts.evaluation is not None:
             with clock.stage("evaluate"), loaded.at("evaluate"):
                 evaluation["dense"] = evaluate_cached(
-                    access, tokenizer, settings, texts, fingerprint["model"],
+                    access, tokenizer, settings, texts.evaluation, fingerprint["model"],
                     progress=lambda i, n: asked.tell("evaluate dense", i, n),
                 )  # fmt: skip
         pruning = _Pruning(asked, access, batches, mine, journal)
@@ -147,7 +151,15 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
         if not ranks.first:
             return None
         pruned = Pruned(
-            prepared.checkpoint, tokenizer, access, final, allocation, finished, evaluation, texts, training
+            prepared.checkpoint,
+            tokenizer,
+            access,
+            final,
+            allocation,
+            finished,
+            evaluation,
+            texts.evaluation,
+            texts.training,
         )
         report = finish(asked, pruned, journal, folder)
     asked.plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output.expanduser())
@@ -163,16 +175,6 @@ def _folder(output: Path, *, resume: bool, restart: bool, ranks: Ranks) -> Itera
     with output_folder(output, resume=resume, restart=restart) as folder:
         ranks.told(folder)
         yield folder
-
-
-def _windows(settings: Calibration | None, tokenizer: Any, planned: Plan) -> torch.Tensor | None:
-    """Read the calibration text, if the plan needs any: [windows, tokens]."""
-    if settings is None or not planned.needs_calibration:
-        return None
-    return read_calibration(
-        settings.dataset, tokenizer, samples=settings.samples, sequence_length=settings.sequence_length,
-        seed=settings.seed, bos=settings.bos,
-    )  # fmt: skip
 
 
 def _batches(settings: Calibration | None, windows: torch.Tensor | None) -> Sequence[torch.Tensor]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from compressx.errors import ArtifactError, RecipeError
+from compressx.errors import ArtifactError, CompressxError, RecipeError
 from compressx.models.access import Device
+from compressx.models.loading import load_tokenizer
 from compressx.pipeline.asked import Progress
-from compressx.pipeline.run import plan, run
+from compressx.pipeline.preparation import prepare, read_all
+from compressx.pipeline.run import run
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe, load_recipe
 from compressx.recipe.yamlfile import parse_yaml, steps_of
@@ -34,15 +36,6 @@ class Cell:
     def output(self) -> Path:
         """Where the run is written."""
         return self.loaded.recipe.output
-
-    def check(self, plugins: Plugins) -> None:
-        """Find what can be found wrong before weights are loaded, a finished run of another recipe included.
-
-        Raises:
-            CompressxError: as `plan`.
-        """
-        plan(self.loaded, plugins=plugins)
-        self.is_finished()
 
     def is_finished(self) -> bool:
         """Say whether the output folder is that of this very recipe.
@@ -105,6 +98,27 @@ def grid(recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Pa
         Cell(one, load_recipe(recipe, [*overrides, f"output={json.dumps(str(output.expanduser() / name))}"], one))
         for one, name in zip(given, names, strict=True)
     ]
+
+
+def check(cells: Iterable[Cell], plugins: Plugins) -> None:
+    """Find what can be found wrong with any combination before weights are loaded, its windows of text counted.
+
+    Raises:
+        CompressxError: as `plan`; text that is too short; an output folder that is another recipe's.
+    """
+    counted: set[str] = set()
+    for cell in cells:
+        prepared = prepare(cell.loaded, plugins)
+        if cell.is_finished():
+            continue
+        named = cell.loaded.recipe.model_dump_json(include={"model", "calibration", "finetune", "evaluate"})
+        if (texts := f"{prepared.plan.needs_calibration} {named}") in counted:
+            continue
+        try:
+            read_all(cell.loaded, prepared.plan, load_tokenizer(prepared.checkpoint))
+        except CompressxError as error:
+            raise type(error)(f"{' '.join(cell.values)}: {error}") from error
+        counted.add(texts)
 
 
 def _axis(axis: str) -> tuple[str, list[str]]:

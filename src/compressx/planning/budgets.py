@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from compressx.errors import RecipeError, did_you_mean
-from compressx.patterns import NM, Unstructured, dropped, nearest
+from compressx.patterns import NM, Unstructured, count_dropped, nearest
 from compressx.planning.targets import first_matching, match_sparsities
 from compressx.pruner import PrunerSpec
 from compressx.recipe.document import Step
@@ -109,7 +109,13 @@ def check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[Pl
                 f"{place}: {linear.name} gets {pattern} and {other.name} {other.pattern}, and what competes jointly "
                 f"has one sparsity; give them the same, or prune[{linear.rule.index}] another group"
             )
-    if dropped(pattern.sparsity, competing) == competing:
+    chosen = loaded.recipe.allocation is None or isinstance(loaded.recipe.allocation, ExplicitAllocation)
+    if chosen and pattern.sparsity > 0 and count_dropped(pattern.sparsity, competing) == 0:
+        raise RecipeError(
+            f"{place}: sparsity {pattern.sparsity:g} drops none of the {competing} weights in {what} of "
+            f"{linear.name}; at least {1 / competing:.6g} drops one, and 0 leaves it dense"
+        )
+    if count_dropped(pattern.sparsity, competing) == competing:
         raise RecipeError(
             f"{place}: sparsity {pattern.sparsity:g} leaves none of the {competing} weights in {what} "
             f"of {linear.name}; at most {(competing - 1) / competing:.6g} leaves one"

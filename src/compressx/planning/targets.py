@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from compressx.architecture import Architecture
 from compressx.errors import RecipeError, did_you_mean
 from compressx.recipe.schema import LoadedRecipe
+
+_INTERVAL = re.compile(r"\[[^\]]*(\d\d+-|-\d\d)[^\]]*\]")
 
 
 def match_targets(loaded: LoadedRecipe, found: Architecture) -> dict[str, int]:
@@ -48,10 +51,11 @@ def _shadowed(
 
 def _matching(loaded: LoadedRecipe, index: int, position: int, target: str, found: Architecture) -> list[str]:
     """Return the linears that one target of a rule matches, at least one."""
+    where = loaded.where("prune", index, "targets", position)
+    _refuse_interval(where, target)
     names = [n for n in found.linears if fnmatchcase(n, target)]
     names += [n for n in found.outside if _names_outright(target, n)]
     if not names:
-        where = loaded.where("prune", index, "targets", position)
         raise _no_match(where, target, {**found.linears, **found.outside}, found.unprunable)
     return names
 
@@ -65,7 +69,22 @@ def _no_match(where: str, target: str, linears: Mapping[str, Any], unprunable: M
     for name, reason in unprunable.items():
         if _names_outright(target, name):
             return RecipeError(f"{where}: target {target!r} names {name}, which is not prunable: {reason}")
-    return RecipeError(f"{where}: target {target!r} matches no linear; {did_you_mean(target, _kinds(linears))}")
+    meant = [n for n in linears if n == target.removesuffix(".weight") or fnmatchcase(n, f"*.{target}")]
+    hint = f"did you mean {meant[0]!r}? " if meant else ""
+    first, last = next(iter(linears)), [*linears][-1]
+    return RecipeError(
+        f"{where}: target {target!r} matches no linear; {hint}{did_you_mean(target, _kinds(linears))}; "
+        f"whole names go from {first} to {last}"
+    )
+
+
+def _refuse_interval(where: str, glob: str) -> None:
+    """Refuse `[10-12]`, which is one character of 1, 0 to 1 and 2 where numbers are meant."""
+    if (found := _INTERVAL.search(glob)) is not None:
+        raise RecipeError(
+            f"{where}: {found[0]} in {glob!r} is one character of a set, no interval of numbers; layers 10 to 12 are "
+            "'*.1[0-2].*', and what a single pattern cannot say is several targets"
+        )
 
 
 def _kinds(names: Iterable[str]) -> set[str]:
@@ -87,6 +106,7 @@ def match_sparsities(loaded: LoadedRecipe, globs: Iterable[str], planned: Sequen
     taken: dict[str, str] = {}
     for glob in globs:
         where = loaded.where("allocation", "sparsities", glob)
+        _refuse_interval(where, glob)
         matched = [name for name in planned if fnmatchcase(name, glob)]
         if not matched:
             raise RecipeError(

@@ -66,7 +66,7 @@ PatternField = Annotated[NM, BeforeValidator(_nm, json_schema_input_type=_NMText
 ReconstructionField = Annotated[
     "Reconstruction", BeforeValidator(_pruner_from_text, json_schema_input_type="str | Reconstruction")
 ]
-SizeField = Annotated[ByteSize, WithJsonSchema({"type": ["string", "integer"]})]
+SizeField = Annotated[ByteSize, Field(ge=1000), WithJsonSchema({"type": ["string", "integer"]})]
 
 
 class Calibration(Strict):

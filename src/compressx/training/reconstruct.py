@@ -64,7 +64,7 @@ def reconstruct(
         model: the model; only this block of it changes.
         fqn: the block's name.
         masks: of its pruned linears, by name in the model: these weights are trained, and dropped ones stay zero.
-        passages: this process's calibration text; the last of it is held out.
+        passages: this process's calibration text, two at least; the last of it is held out.
         settings: as the recipe has them.
         ranks: the processes; gradients and errors are those of all, and all end with the same weights.
         channels: what an error in each channel of the block's output counts [width]; `channel_weights` when absent.
@@ -74,8 +74,8 @@ def reconstruct(
     """
     started = time.perf_counter()
     module = model.get_submodule(fqn)
-    held_out = math.ceil(len(passages) * settings.held_out)
-    seen, unseen = (passages[:-held_out], passages[-held_out:]) if len(passages) > held_out else (passages, passages)
+    held_out = min(math.ceil(len(passages) * settings.held_out), len(passages) - 1)
+    seen, unseen = passages[:-held_out], passages[-held_out:]
     wide = all(p.dtype == torch.float32 for p in module.parameters())
     narrow = settings.dtype == "bfloat16" or (settings.dtype == "auto" and not wide)
     device = next(module.parameters()).device

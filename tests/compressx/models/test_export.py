@@ -160,6 +160,21 @@ def test_everything_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
     assert synced[-1] == tmp_path.stat().st_ino
 
 
+@pytest.mark.parametrize("asked", [{}, {"resume": True}, {"restart": True}])
+def test_a_second_run_for_an_output_is_refused_while_the_first_is_going_on(tmp_path: Path, asked: Any) -> None:
+    with output_folder(tmp_path / "out") as building:
+        for state in (False, True):
+            if state:
+                (building / "state.json").write_text("{}")
+            with (
+                pytest.raises(ArtifactError, match=r"out is going on, in .*\.partial-.*; wait for its end, or name an"),
+                output_folder(tmp_path / "out", **asked),
+            ):
+                pytest.fail("the block must not run")
+        (building / "report").write_text("whole")
+    assert names_in(tmp_path / "out") == ["report"]
+
+
 def test_a_folder_with_other_files_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years")
@@ -262,9 +277,9 @@ def test_what_a_living_process_builds_is_left_alone(tmp_path: Path) -> None:
         assert other.stdin is not None
         assert other.stdout is not None
         assert other.stdout.readline() == b"building\n"
-        with output_folder(tmp_path / "out") as building:
-            write_output(building, "ours")
-        assert (tmp_path / "out" / "report.json").read_text() == "ours"
+        for asked in ({}, {"resume": True}, {"restart": True}):
+            with pytest.raises(ArtifactError, match="is going on"), output_folder(tmp_path / "out", **asked):
+                pytest.fail("the block must not run")
         other.stdin.close()
         assert other.wait() == 0
     assert (tmp_path / "out" / "report.json").read_text() == "theirs"

@@ -3,14 +3,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
+from safetensors.torch import save_file
 
 from compressx.errors import ArtifactError, UnsupportedModelError
 from compressx.models.checkpoint import Checkpoint, explained, find_checkpoint, local_folder
 from compressx.models.loading import _without_gguf, load_empty, load_model, load_skeleton, load_tokenizer
+from compressx.models.streaming import open_streamed
 from compressx.recipe.sources import ModelSource
-from compressx.testing import tiny_model, tiny_tokens
+from compressx.testing import save_tiny_model, tiny_model, tiny_tokens
 
 
 def source(**fields: object) -> ModelSource:
@@ -49,7 +53,7 @@ def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path):
     from transformers import ViTConfig
 
     ViTConfig().save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match="is not a causal language model"):
         load_skeleton(find_checkpoint(source(path=tmp_path)))
 
@@ -63,11 +67,62 @@ def test_a_quantized_checkpoint_is_refused_at_plan_time(saved):
         load_skeleton(find_checkpoint(source(path=saved)))
 
 
-def test_truncated_safetensors_are_an_error_that_names_the_folder(saved):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda whole: whole[:1000], r"model\.safetensors is no safetensors file, or not all of one"),
+        (lambda whole: whole[:-1], r"model\.safetensors is no safetensors file, or not all of one"),
+        (lambda _: b"", r"model\.safetensors is no safetensors file, or not all of one"),
+        (lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", r"model\.safetensors .*git lfs pull"),
+    ],
+    ids=["cut", "cut by a byte", "empty", "a pointer"],
+)
+def test_damaged_safetensors_are_an_error_that_names_the_file_before_weights_are_loaded(saved, content, message):
     file = saved / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(ArtifactError, match=r"cannot load .*llama"):
-        load_model(find_checkpoint(source(path=saved)))
+    file.write_bytes(content(file.read_bytes()))
+    with pytest.raises(ArtifactError, match=message):
+        find_checkpoint(source(path=saved))
+
+
+def test_a_shard_that_is_missing_is_named_before_weights_are_loaded(saved):
+    load_model(find_checkpoint(source(path=saved))).save_pretrained(saved, max_shard_size="50KB")
+    find_checkpoint(source(path=saved))
+    gone = sorted(saved.glob("model-*.safetensors"))[1]
+    gone.unlink()
+    (saved / "model.safetensors").unlink(missing_ok=True)
+    with pytest.raises(ArtifactError, match=rf"index\.json names {gone.name}, which .* does not hold"):
+        find_checkpoint(source(path=saved))
+
+
+@pytest.mark.parametrize("load", [load_model, open_streamed])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_a_checkpoint_with_more_blocks_than_its_config_means_is_refused(architecture, load, tmp_path):
+    save_tiny_model(tmp_path, architecture)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in {"num_hidden_layers", "n_layer"} & {*config}:
+        config[key] = 2
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ArtifactError, match=r"holds (model\.layers|(transformer\.)?h)\.2\..*, while the config means 2 decoder"
+    ):
+        load(find_checkpoint(source(path=tmp_path)))
+
+
+@pytest.mark.parametrize("kept", [20, 100, 200, -8000, -1])
+def test_a_gguf_file_that_is_cut_short_says_so(kept, tmp_path):
+    path = tmp_path / "half.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_string("general.description", "x" * 200)
+    writer.add_tensor("token_embd.weight", np.ones((64, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path.write_bytes(path.read_bytes()[:kept])
+    checkpoint = find_checkpoint(source(path=path))
+    with pytest.raises(ArtifactError, match=r"half\.gguf is no GGUF file, or not all of one: .*; download it again"):
+        load_model(checkpoint)
 
 
 def test_a_hub_id_that_cannot_be_reached_says_what_to_do():

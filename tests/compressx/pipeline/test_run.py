@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import BaseModel
+from safetensors.torch import save_file
 from tests.compressx.saved import save_tiny
 
 import compressx
@@ -652,7 +653,7 @@ def test_a_plan_loads_neither_weights_nor_text(models: Any, plugins: Plugins, pr
     bare = project / "bare"
     bare.mkdir()
     (bare / "config.json").write_bytes((models("llama") / "config.json").read_bytes())
-    (bare / "model.safetensors").write_bytes(b"no tensors at all")
+    save_file({}, bare / "model.safetensors")
     bare.with_name("text.txt").write_bytes(b"\xff no text")
     assert len(plan(recipe(bare), plugins=plugins).linears) == 21
     assert not Path("out").exists()
@@ -838,4 +839,15 @@ def test_a_memory_limit_that_is_no_size_is_refused(models: Any) -> None:
     asked = recipe(models("llama"))
     asked["calibration"]["memory_limit"] = "4 parsecs"
     with pytest.raises(RecipeError, match=r"calibration\.memory_limit is '4 parsecs'; expected a size such as 500MB"):
+        plan(asked)
+    asked["calibration"]["memory_limit"] = 4
+    with pytest.raises(RecipeError, match=r"calibration\.memory_limit is 4; expected at least 1000"):
+        plan(asked)
+
+
+@pytest.mark.parametrize(("name", "key"), [("python-docs", "config"), ("python-docs", "split"), ("c4", "config")])
+def test_a_key_that_a_dataset_does_not_have_is_refused_while_planning(models: Any, name: str, key: str) -> None:
+    asked = recipe(models("llama"))
+    asked["calibration"]["dataset"] = {"name": name, key: "other"}
+    with pytest.raises(CalibrationError, match=rf"calibration\.dataset: dataset '{name}' takes no {key}"):
         plan(asked)

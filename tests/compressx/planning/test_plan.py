@@ -208,6 +208,43 @@ def test_a_target_without_a_linear_names_the_nearest(refusal: Any) -> None:
     assert "target '*.q_prj' matches no linear; did you mean '*.q_proj'?" in message
 
 
+@pytest.mark.parametrize(
+    ("target", "meant"),
+    [
+        ("layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj"),
+        ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj"),
+        ("layers.2.*", "model.layers.2.self_attn.q_proj"),
+    ],
+)
+def test_a_target_that_is_nearly_a_whole_name_is_told_what_names_look_like(
+    refusal: Any, target: str, meant: str
+) -> None:
+    message = refusal(RecipeError, f'targets: ["{target}"], pruner: magnitude, sparsity: 0.5')
+    assert f"matches no linear; did you mean {meant!r}?" in message
+    assert message.endswith("whole names go from model.layers.0.self_attn.q_proj to lm_head")
+
+
+@pytest.mark.parametrize("target", ["*.[10-12].*", "model.layers.[0-15].*", "*.layers.[!2-10].*", "*.[01-2].*"])
+def test_a_bracket_that_looks_like_an_interval_of_numbers_is_refused(refusal: Any, planned: Any, target: str) -> None:
+    message = refusal(RecipeError, f'targets: ["{target}"], pruner: magnitude, sparsity: 0.5')
+    assert message.startswith("r.yaml:4:")
+    assert "is one character of a set, no interval of numbers; layers 10 to 12 are '*.1[0-2].*'" in message
+    given = f'allocation: {{method: explicit, sparsities: {{"{target}": 0.5, "*": 0.25}}}}'
+    message = refusal(RecipeError, 'targets: ["*"], pruner: magnitude', calibration=given)
+    assert message.startswith("r.yaml:2:")
+    assert "no interval of numbers" in message
+    assert planned('targets: ["*.[0-1].*", "*.layers.[!0-1].*"], pruner: magnitude, sparsity: 0.5').linears
+
+
+def test_a_sparsity_that_rounds_to_no_zero_at_all_is_refused_and_zero_is_not(refusal: Any, planned: Any) -> None:
+    message = refusal(RecipeError, 'targets: ["*.q_proj"], pruner: wanda, sparsity: 0.005')
+    assert message.startswith("r.yaml:4:")
+    assert "sparsity 0.005 drops none of the 64 weights in each row of model.layers.0.self_attn.q_proj" in message
+    assert "at least 0.015625 drops one, and 0 leaves it dense" in message
+    for fine in ("sparsity: 0", "sparsity: 0.005, group: layer"):
+        assert planned(f'targets: ["*.q_proj"], pruner: wanda, {fine}').linears
+
+
 def test_a_shadowed_rule_names_both_rules_and_their_lines(refusal: Any) -> None:
     message = refusal(
         RecipeError,
@@ -397,7 +434,7 @@ def test_block_reconstruction_needs_calibration_whatever_the_pruners_need(planne
 def test_true_sequential_is_refused_where_no_pruner_observes_anything(planned: Any, refusal: Any) -> None:
     asked = f"{CALIBRATION}\nreconstruct_block: {{passes: 2}}\ntrue_sequential: true"
     message = refusal(RecipeError, 'targets: ["*"], pruner: magnitude, sparsity: 0.5', calibration=asked)
-    assert message.startswith("r.yaml:4:1: it would change nothing, since no pruner of this recipe reads calibration")
+    assert message.startswith("r.yaml:4:1: it would change nothing, since no pruner of this recipe observes")
     assert planned('targets: ["*"], pruner: wanda, sparsity: 0.5', calibration=asked).true_sequential
 
 
