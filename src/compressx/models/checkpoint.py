@@ -121,8 +121,15 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
             ) from error
         if isinstance(error, ValueError) and "Unrecognized configuration class" in reason:
             raise UnsupportedModelError(f"{where} is not a causal language model: {reason}") from error
-        advice = "" if Path(where).exists() else "; check the id and the network, or name a local folder"
+        advice = (
+            "" if Path(where).exists() else f"; {_meant(where)}check the id and the network, or name a local folder"
+        )
         raise ArtifactError(f"cannot load {where}: {reason.rstrip('.')}{advice}") from error
+
+
+def _meant(name: str) -> str:
+    """Ask whether a folder here is meant that is called nearly so."""
+    return "" if "/" in name else nearest(f"./{name}", [f"./{p.name}" for p in Path().iterdir() if p.is_dir()])
 
 
 def _local_path(source: ModelSource) -> Path:

@@ -132,6 +132,12 @@ def test_a_hub_id_that_cannot_be_reached_says_what_to_do():
         load_skeleton(find_checkpoint(source(id="nobody/nothing")))
 
 
+def test_an_id_that_is_nearly_a_folder_here_is_asked_about(saved, monkeypatch):
+    monkeypatch.chdir(saved.parent)
+    with pytest.raises(ArtifactError, match=r"cannot load lama: .*; did you mean '\./llama'\? check the id and the"):
+        load_skeleton(find_checkpoint(source(id="lama")))
+
+
 @pytest.mark.slow
 def test_the_embedded_smollm2_is_real_and_saves_like_any_other_model(smollm2, tmp_path):
     from transformers import AutoModelForCausalLM
