@@ -82,7 +82,7 @@ def test_rows_are_kept_and_gone_on_with_and_other_settings_are_refused(quality, 
 @pytest.fixture
 def measure(quality, settings, tmp_path, monkeypatch):
     told = {"model": settings.model, "calibration": settings.calibration, "evaluation": settings.evaluation,
-            "samples": "4", "sequence-length": "32", "windows": "2", "output": str(tmp_path / "q")}  # fmt: skip
+            "samples": "8", "sequence-length": "32", "windows": "2", "output": str(tmp_path / "q")}  # fmt: skip
     common = [part for name, value in told.items() for part in (f"--{name}", value)]
 
     def run(*arguments: str) -> None:
