@@ -66,8 +66,8 @@ def output_folder(target: Path, *, resume: bool = False, restart: bool = False) 
         restart: remove such a folder.
 
     Raises:
-        ArtifactError: as `check_output`; when there is such a folder and neither is asked for; and when folders cannot
-            be made, renamed or forced onto disk.
+        ArtifactError: as `check_output`; while another process builds it; when there is such a folder and neither is
+            asked for; and when folders cannot be made, renamed or forced onto disk.
     """
     check_output(target)
     folder = _resolved(target)

@@ -104,7 +104,8 @@ def load_model(checkpoint: Checkpoint) -> Any:
     # transformers would go on with random numbers.
     if missing := sorted(found["missing_keys"]):
         raise ArtifactError(f"{checkpoint.location}: the checkpoint lacks {', '.join(missing[:3])}")
-    refuse_more_blocks(checkpoint.location, sorted(found["unexpected_keys"]), set(find_blocks(model)))
+    if unexpected := sorted(found["unexpected_keys"]):
+        refuse_more_blocks(checkpoint.location, unexpected, set(find_blocks(model)))
     for name, stored, expected in sorted(found["mismatched_keys"]):
         raise ArtifactError(
             f"{checkpoint.location}: {name} is stored as {[*stored]}, while the config means {[*expected]}; one of the "
