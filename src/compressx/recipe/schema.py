@@ -82,7 +82,7 @@ class Calibration(Strict):
     )
     memory_limit: SizeField | None = Field(
         None,
-        description="size, such as 4GB, above which hidden states, or an allocation's gradients, are kept in files "
+        description="size, such as 4GB, above which hidden states, and an allocation's gradients, are kept in files "
         "beside the output; null keeps them in memory",
     )
 
