@@ -92,13 +92,15 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
     renamings, converters = _conversions(model)
     known = model.state_dict()
     members: dict[str, list[str]] = {OUTSIDE: [], **{fqn: [] for fqn in blocks}}
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    elsewhere = []
     for name in files:
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
-        if not any(re.search(pattern, renamed) for pattern in ignored):
-            refuse_more_blocks(folder, [renamed], members)
         block = next((fqn for fqn in members if fqn and renamed.startswith(f"{fqn}.")), OUTSIDE)
         members[block].append(name)
+        if block == OUTSIDE:
+            elsewhere.append(renamed)
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    refuse_more_blocks(folder, [n for n in elsewhere if not any(re.search(p, n) for p in ignored)], members)
     return Shards(folder, files, {fqn: tuple(names) for fqn, names in members.items()})
 
 

@@ -190,6 +190,14 @@ class TestEvaluate:
         with pytest.raises(RecipeError, match="no such file"):
             measure(InMemory(model), tokenizer, settings(token_perplexity=TOKENS, lm_eval={"tasks": ["absent.yaml"]}))
 
+    @pytest.mark.slow
+    def test_nothing_complains_where_there_is_no_git_repository(
+        self, text: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        measure(InMemory(tiny_model("llama")), tokenizer, settings(lm_eval={"tasks": [DOCS]}))
+        assert "fatal" not in capfd.readouterr().err
+
     def test_windows_longer_than_the_model_are_refused(self, text: Path, tokenizer: Any) -> None:
         asked = settings(token_perplexity={**TOKENS, "sequence_length": 129})
         with pytest.raises(CalibrationError, match="sequence_length 129 is longer than the model's 128 positions"):
