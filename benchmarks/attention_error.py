@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from compressx import Block, SequenceSample, Unstructured
-from compressx.architecture import survey, text_config
 from compressx.blocks.observe import observe
+from compressx.models.architecture import survey, text_config
 from compressx.models.capture import capture_calls, replay
 from compressx_attnprune import baselines, layer, solver, training
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair, relative_errors

@@ -33,7 +33,7 @@ METHODS = ("wanda", "sparsegpt")
 def prune(asked: dict[str, Any], threads: int, sender: Any) -> None:
     """Run in a child, and tell the seconds of its pruning and the memory that this added."""
     from compressx import run
-    from compressx.pipeline.clock import peak_resident_bytes
+    from compressx.runtime.timing import peak_resident_bytes
 
     torch.set_num_threads(threads)
     before: list[int] = []

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from compressx import NM, Block, Hessian, PrunerSpec, Statistic, Unstructured
-from compressx.architecture import survey, text_config
 from compressx.blocks.observe import observe
+from compressx.models.architecture import survey, text_config
 from compressx.models.capture import capture_calls, replay
 from compressx.plugins.manager import load_plugins
 from loaded import load

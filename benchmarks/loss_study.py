@@ -32,19 +32,19 @@ import torch
 from torch import Tensor
 
 from compressx import Block, Sensitivity, Unstructured
-from compressx.architecture import Architecture, survey, text_config
-from compressx.blocks.decide import decide, gather, write
-from compressx.blocks.reaction import Reactions, divergences, gradients, of_model
-from compressx.blocks.watch import inputs_watched
-from compressx.calibration.windows import calibration_windows, token_ids
+from compressx.api.pruner import Linear, Loss
+from compressx.blocks.fisher import Fisher, divergences, fisher_of, gradients
+from compressx.blocks.hooks import inputs_watched
+from compressx.blocks.select import decide, gather, write
+from compressx.data.windows import calibration_windows, token_ids
 from compressx.evaluation.perplexity import token_perplexity
 from compressx.models.access import InMemory
+from compressx.models.architecture import Architecture, survey, text_config
 from compressx.models.capture import capture_calls, replay
+from compressx.numerics.output_error import channel_weights
+from compressx.numerics.output_error import relative_errors as of_outputs
 from compressx.planning.plan import PlannedRule
 from compressx.plugins.manager import load_plugins
-from compressx.pruner import Linear, Loss
-from compressx.relative import channel_weights
-from compressx.relative import relative_errors as of_outputs
 from compressx_attnprune import layer
 from compressx_attnprune.losses import MatrixLoss, relative_errors
 from kept import same_settings
@@ -67,7 +67,7 @@ class Dense:
     weights: Mapping[str, Tensor]
     attention: Sequence[Tensor]  # what the attention's last linear gives
     outputs: Sequence[Tensor]
-    reactions: Reactions
+    fisher: Fisher
     gradients: Sequence[Tensor]  # of the model's loss, at the outputs
 
     def errors(self) -> dict[str, float]:
@@ -76,7 +76,7 @@ class Dense:
         for name, linear in self.block.linears.items():
             changed, size = self._of_linear(name, linear)
             found["linear"] += float(changed.sum() / size) / len(self.weights)
-            rows = self.reactions.linears[name].rows.double()
+            rows = self.fisher.linears[name].rows.double()
             found["weighted"] += float((rows * changed).sum())
             found["weighted, root"] += float((rows.sqrt() * changed).sum())
         found["matrix"] = self._of_matrices()
@@ -85,7 +85,7 @@ class Dense:
         each = zip(outputs, self.outputs, self.gradients, strict=True)
         moved = torch.cat([divergences(now.float() - was.float(), g).flatten() for now, was, g in each])
         found["divergence"] = float(moved.double().mean())
-        found["block"] = _mean(outputs, self.outputs, self.reactions.channels[self.block.fqn])
+        found["block"] = _mean(outputs, self.outputs, self.fisher.channels[self.block.fqn])
         found["block, by size"] = _mean(outputs, self.outputs, channel_weights(self.outputs))
         found["block, plain"] = _mean(outputs, self.outputs)
         return found
@@ -152,7 +152,7 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
     seen, others = drawn[: arguments.samples], drawn[arguments.samples :]
     held_out, evaluation = others[: arguments.held_out], others[arguments.held_out :]
     base = token_perplexity(access, evaluation)
-    reactions = of_model(access, found, found.linears, torch.split(seen, 4))
+    fisher = fisher_of(access, found, found.linears, torch.split(seen, 4))
     studied = [fqn for index, fqn in enumerate(found.blocks) if index in arguments.blocks]
     output_gradients = gradients(access, found, studied, torch.split(held_out, 4))
     plugins = load_plugins()
@@ -166,14 +166,12 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
         ]  # fmt: skip
         if wanted:
             linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
-            given: dict[Loss, Mapping[str, Sensitivity]] = {"model": reactions.linears}
+            given: dict[Loss, Mapping[str, Sensitivity]] = {"model": fisher.linears}
             block = Block(index, fqn, module, linears, tuple(calls[fqn][:learnt]), text_config(model), given)
             unseen = Block(index, fqn, module, linears, tuple(calls[fqn][learnt:]), text_config(model))
             attention, outputs, inputs = watched(unseen, states[learnt:])
             weights = {n: w.clone() for n, w in _weights(block).items()}
-            dense = Dense(
-                unseen, states[learnt:], inputs, weights, attention, outputs, reactions, output_gradients[fqn]
-            )
+            dense = Dense(unseen, states[learnt:], inputs, weights, attention, outputs, fisher, output_gradients[fqn])
             for method in dict.fromkeys(m for _, m, _ in wanted):
                 spec = plugins.pruner(method)
                 rule = PlannedRule(0, spec, spec.options(), None, None)

@@ -106,7 +106,7 @@ def by_compressx(settings: Settings, sections: dict[str, Any], folder: Path, kep
 
 def by_peer(settings: Settings, method: str, budget: str, python: str, folder: Path) -> dict[str, float]:
     """Prune with llm-compressor on the windows that compressx draws, and measure as compressx does."""
-    from compressx.calibration.windows import read_calibration
+    from compressx.data.windows import read_calibration
     from compressx.models.loading import load_model, load_tokenizer
     from compressx.recipe.sources import DatasetSource
 
@@ -137,8 +137,8 @@ def by_peer(settings: Settings, method: str, budget: str, python: str, folder: P
 
 def dense(settings: Settings) -> dict[str, float]:
     """Measure a model as it is."""
-    from compressx.calibration.documents import documents
-    from compressx.calibration.windows import beginning, evaluation_windows, token_ids
+    from compressx.data.documents import documents
+    from compressx.data.windows import beginning, evaluation_windows, token_ids
     from compressx.evaluation.perplexity import token_perplexity
     from compressx.models.access import InMemory
     from compressx.models.loading import load_model, load_tokenizer

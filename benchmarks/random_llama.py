@@ -10,8 +10,8 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from compressx.architecture import find_blocks
 from compressx.models import shards
+from compressx.models.architecture import find_blocks
 
 
 def config(width: int, inner: int, layers: int, vocabulary: int, dtype: str = "bfloat16") -> LlamaConfig:

@@ -85,7 +85,7 @@ def rate(dtype: str) -> float:
 
 def floor(model: str, dtype: str, method: str, calibration: dict[str, Any]) -> float:
     """Return the seconds that the arithmetic takes at the rate of large products."""
-    from compressx.architecture import survey
+    from compressx.models.architecture import survey
     from compressx.models.checkpoint import Checkpoint
     from compressx.models.loading import load_empty
 
@@ -130,8 +130,8 @@ def _input_of(name: str) -> str:
 
 def compare(arguments: argparse.Namespace) -> None:
     """Run both tools in turns and print medians and ratios."""
-    from compressx.calibration.documents import documents
-    from compressx.calibration.windows import calibration_windows, token_ids
+    from compressx.data.documents import documents
+    from compressx.data.windows import calibration_windows, token_ids
     from compressx.models.checkpoint import Checkpoint
     from compressx.models.loading import load_tokenizer
     from compressx.recipe.sources import DatasetSource

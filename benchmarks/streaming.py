@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from compressx import run
-from compressx.pipeline.clock import peak_resident_bytes
+from compressx.runtime.timing import peak_resident_bytes
 from random_llama import config, make, write_text
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from compressx.calibration.documents import documents
+from compressx.data.documents import documents
 from compressx.recipe.sources import DatasetSource
 
 

@@ -11,10 +11,10 @@ from types import ModuleType
 import pytest
 from tests.compressx.saved import save_tiny
 
-from compressx.outputs.compare import read_report
-from compressx.patterns import NM
+from compressx.api.patterns import NM
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
+from compressx.report.compare import read_report
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from compressx.calibration.documents import documents
+from compressx.data.documents import documents
 from compressx.recipe.sources import DatasetSource
 
 _ROWS = ["", " = Otter = \n", "", " It swims . It eats fish . \n", " It has <unk> . \n", "", "", " = <unk> = \n", ""]

@@ -17,14 +17,22 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from compressx import cli, hookspecs, testing
+from compressx import cli, testing
+from compressx.api import hooks as hookspecs
+from compressx.api.pruner import PrunerSpec, Statistic
+from compressx.api.record import (
+    AllocationReport,
+    FinetuneReport,
+    LayerReport,
+    ReconstructionReport,
+    RunReport,
+    UnitReport,
+)
 from compressx.plugins.file import LoadTable, PluginTable
 from compressx.plugins.manager import load_plugins
-from compressx.pruner import PrunerSpec, Statistic
 from compressx.recipe.methods import AttentionAware, ErrorAllocation, OwlAllocation
 from compressx.recipe.schema import Calibration, Recipe, ReconstructBlock, load_recipe
-from compressx.recipe.tuning import Finetune, FinetuneReport
-from compressx.report.run import AllocationReport, LayerReport, ReconstructionReport, RunReport, UnitReport
+from compressx.recipe.tuning import Finetune
 
 _ROOT = Path(__file__).parents[1]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")

@@ -10,18 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from compressx._version import __version__
-from compressx.hookspecs import hookimpl
+from compressx.api.hooks import hookimpl
 
 if TYPE_CHECKING:
-    from compressx.errors import (
-        ArtifactError,
-        CalibrationError,
-        CompressxError,
-        PluginError,
-        RecipeError,
-        UnsupportedModelError,
-    )
-    from compressx.patterns import (
+    from compressx.api.patterns import (
         NM,
         FixedMask,
         Pattern,
@@ -31,23 +23,31 @@ if TYPE_CHECKING:
         keep_mask,
         keep_masks,
     )
+    from compressx.api.pruner import Block, BlockCall, Linear, Pruner, PruneResult, PrunerSpec, Sensitivity, Statistic
+    from compressx.api.record import BlockReport, LayerReport, RunReport
+    from compressx.api.statistics import FeatureNorms, Hessian, SequenceSample
     from compressx.pipeline.run import plan, run
     from compressx.plugins.manager import Plugins, load_plugins
-    from compressx.pruner import Block, BlockCall, Linear, Pruner, PruneResult, PrunerSpec, Sensitivity, Statistic
-    from compressx.report.run import BlockReport, LayerReport, RunReport
-    from compressx.statistics import FeatureNorms, Hessian, SequenceSample
+    from compressx.runtime.errors import (
+        ArtifactError,
+        CalibrationError,
+        CompressxError,
+        PluginError,
+        RecipeError,
+        UnsupportedModelError,
+    )
 
 _HOME = {
-    "errors": ["ArtifactError", "CalibrationError", "CompressxError", "PluginError", "RecipeError",
+    "runtime.errors": ["ArtifactError", "CalibrationError", "CompressxError", "PluginError", "RecipeError",
                "UnsupportedModelError"],
-    "patterns": ["NM", "FixedMask", "Pattern", "Unstructured", "count_dropped", "drop_lowest", "keep_mask",
+    "api.patterns": ["NM", "FixedMask", "Pattern", "Unstructured", "count_dropped", "drop_lowest", "keep_mask",
                  "keep_masks"],
     "plugins.manager": ["Plugins", "load_plugins"],
-    "pruner": ["Block", "BlockCall", "Linear", "PruneResult", "Pruner", "PrunerSpec", "Sensitivity",
+    "api.pruner": ["Block", "BlockCall", "Linear", "PruneResult", "Pruner", "PrunerSpec", "Sensitivity",
                "Statistic"],
-    "report.run": ["BlockReport", "LayerReport", "RunReport"],
+    "api.record": ["BlockReport", "LayerReport", "RunReport"],
     "pipeline.run": ["plan", "run"],
-    "statistics": ["FeatureNorms", "Hessian", "SequenceSample"],
+    "api.statistics": ["FeatureNorms", "Hessian", "SequenceSample"],
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compressx import NM, FixedMask, Pattern, Unstructured
-from compressx.obs import inverse_cholesky, sweep
+from compressx.numerics.obs import inverse_cholesky, sweep
 from compressx_attnprune.losses import Pair, parts
 
 Choose = Callable[[Pair], Pair]
@@ -48,7 +48,7 @@ class Inputs:
 
     @cached_property
     def factor(self) -> Tensor:
-        """Factor of the inverse of the inputs' damped Hessian, as `compressx.obs.inverse_cholesky` gives it."""
+        """Factor of the inverse of the inputs' damped Hessian, as `numerics.obs.inverse_cholesky` gives it."""
         hessian = torch.zeros(self.x.shape[-1], self.x.shape[-1], device=self.x.device)
         for part in parts(self.x):
             flat = part.flatten(0, 1)
@@ -85,7 +85,7 @@ def sparsegpt(weights: Pair, inputs: Inputs, choose: Choose, sparsity: float) ->
         Masks and weights.
 
     Raises:
-        compressx.obs.NotPositiveDefiniteError: when the Hessian cannot be factored.
+        compressx.numerics.obs.NotPositiveDefiniteError: when the Hessian cannot be factored.
     """
     pattern = Unstructured(sparsity, "row")
     both = torch.cat(weights)  # one sweep for query and key rows: its cost is in the columns

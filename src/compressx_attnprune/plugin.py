@@ -23,7 +23,7 @@ from compressx import (
     count_dropped,
     hookimpl,
 )
-from compressx.obs import NotPositiveDefiniteError
+from compressx.numerics.obs import NotPositiveDefiniteError
 from compressx_attnprune import baselines, layer, solver
 from compressx_attnprune.geometry import queries_and_keys
 from compressx_attnprune.layer import Projections

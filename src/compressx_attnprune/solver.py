@@ -125,7 +125,7 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
         options: mode and steps. Given masks are reconstructed in closed form, whatever the mode.
 
     Raises:
-        compressx.obs.NotPositiveDefiniteError: when the inputs' Hessian cannot be factored for SparseGPT's start.
+        NotPositiveDefiniteError: when the inputs' Hessian cannot be factored for SparseGPT's start.
     """
     starts = {
         "wanda": baselines.wanda(layer.dense, layer.inputs, budget.choose),

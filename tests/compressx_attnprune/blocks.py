@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compressx import Block, Linear
-from compressx.pruner import BlockCall
+from compressx.api.pruner import BlockCall
 from compressx.testing import TINY_CONFIGS, tiny_tokens
 from compressx_attnprune.layer import find_projections
 

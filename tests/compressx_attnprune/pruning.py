@@ -9,8 +9,8 @@ import torch
 from tests.compressx_attnprune import blocks
 
 from compressx import NM, FixedMask, Pattern, PruneResult, Unstructured
-from compressx.patterns import keep_mask, zeros_in
-from compressx.pruner import Block, Statistic
+from compressx.api.patterns import keep_mask, zeros_in
+from compressx.api.pruner import Block, Statistic
 from compressx_attnprune import plugin
 
 SPEC = plugin.compressx_pruners()[0]

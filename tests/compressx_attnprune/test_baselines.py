@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compressx import NM, Block, FixedMask, Linear, Pattern, Pruner, PruneResult, Unstructured, keep_masks
-from compressx.obs import NotPositiveDefiniteError
+from compressx.numerics.obs import NotPositiveDefiniteError
 from compressx.pruners.sparsegpt import SparseGPT, SparseGPTOptions
 from compressx.pruners.wanda import Wanda
 from compressx_attnprune import baselines

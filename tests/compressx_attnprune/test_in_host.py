@@ -10,9 +10,9 @@ from tests.compressx_attnprune import blocks
 from tests.compressx_attnprune.pruning import few_steps
 
 from compressx import NM, Pattern, PrunerSpec, Unstructured
-from compressx.architecture import survey
-from compressx.blocks.walk import PrunedBlock, prune_model
+from compressx.blocks.prune import PrunedBlock, prune_model
 from compressx.models.access import InMemory
+from compressx.models.architecture import survey
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude, wanda
 from compressx.testing import tiny_model, tiny_tokens

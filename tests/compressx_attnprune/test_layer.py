@@ -12,8 +12,8 @@ from tests.compressx_attnprune import blocks
 from transformers.models.llama import modeling_llama
 
 from compressx import NM, Block, Pattern, Unstructured, UnsupportedModelError
-from compressx.errors import RecipeError
-from compressx.pruner import BlockCall
+from compressx.api.pruner import BlockCall
+from compressx.runtime.errors import RecipeError
 from compressx_attnprune import layer
 
 HALF = Unstructured(0.5, "joint")

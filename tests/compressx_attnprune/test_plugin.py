@@ -22,8 +22,8 @@ from tests.compressx_attnprune.pruning import (
 from torch import Tensor
 
 from compressx import NM, CalibrationError, Hessian, Pattern, SequenceSample, Unstructured
-from compressx.errors import RecipeError
-from compressx.obs import NotPositiveDefiniteError
+from compressx.numerics.obs import NotPositiveDefiniteError
+from compressx.runtime.errors import RecipeError
 from compressx_attnprune import baselines, layer, plugin, solver
 from compressx_attnprune.geometry import queries_and_keys
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss

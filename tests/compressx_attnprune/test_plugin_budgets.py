@@ -24,9 +24,9 @@ from tests.compressx_attnprune.pruning import (
 from torch import Tensor
 
 from compressx import NM, FixedMask, Hessian, Pattern, RecipeError, Unstructured, count_dropped
-from compressx.blocks.decide import write
-from compressx.obs import inverse_cholesky, sweep
-from compressx.pruner import Block, Linear, sparsity_of
+from compressx.api.pruner import Block, Linear, sparsity_of
+from compressx.blocks.select import write
+from compressx.numerics.obs import inverse_cholesky, sweep
 from compressx.testing import tiny_tokens
 from compressx_attnprune import layer, plugin, solver
 from compressx_attnprune.projections import Projections, Rows

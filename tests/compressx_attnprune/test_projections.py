@@ -10,7 +10,7 @@ from tests.compressx_attnprune import blocks
 from torch import Tensor
 
 from compressx import Block, Pattern, Unstructured, UnsupportedModelError
-from compressx.errors import RecipeError
+from compressx.runtime.errors import RecipeError
 from compressx_attnprune import layer
 
 HALF = Unstructured(0.5, "joint")

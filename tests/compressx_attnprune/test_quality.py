@@ -15,7 +15,7 @@ from tests.compressx_attnprune import blocks
 from torch import Tensor, nn
 
 from compressx import Block, PruneResult, SequenceSample, Unstructured
-from compressx.pruner import BlockCall
+from compressx.api.pruner import BlockCall
 from compressx_attnprune import plugin
 
 LAYERS = (3, 10)

@@ -1,1 +1,1 @@
-"""How sparsity is spread over a model."""
+"""How sparsity is distributed over the linears of a model."""

@@ -20,21 +20,21 @@ from torch import Tensor
 
 from compressx.allocation.owl import outlier_ratio
 from compressx.allocation.units import Unit
-from compressx.architecture import survey, text_config
-from compressx.blocks.decide import Decision, decide_all, gather, write
+from compressx.api.patterns import NM, Unstructured
+from compressx.api.pruner import Block, Linear, Sensitivity, Statistic
+from compressx.api.statistics import FeatureNorms
+from compressx.blocks.fisher import divergences, gradients
 from compressx.blocks.observe import observe, refuse_missed
-from compressx.blocks.reaction import divergences, gradients
+from compressx.blocks.prune import capture, replay_at
+from compressx.blocks.select import Decision, decide_all, gather, write
 from compressx.blocks.sensitivity import by_loss
-from compressx.blocks.walk import capture, replay_at
-from compressx.errors import CalibrationError
-from compressx.finite import finite, refuse_damage
 from compressx.models.access import Access
+from compressx.models.architecture import survey, text_config
 from compressx.models.hidden import Keep, in_memory
-from compressx.patterns import NM, Unstructured
 from compressx.planning.plan import PlannedRule
-from compressx.pruner import Block, Linear, Sensitivity, Statistic
-from compressx.ranks import ALONE
-from compressx.statistics import FeatureNorms
+from compressx.runtime.errors import CalibrationError
+from compressx.runtime.finite import finite, refuse_damage
+from compressx.runtime.ranks import ALONE
 
 Patterns: TypeAlias = Mapping[PlannedRule, Mapping[str, Unstructured | NM]]
 """What each linear has to become, by the rule that took it and by name."""
@@ -49,7 +49,7 @@ class Measured:
     Attributes:
         unit: the unit.
         sparsities: that it was pruned to.
-        divergences: of the model's predictions from the dense model's, as `compressx.blocks.reaction.divergences` has
+        divergences: of the model's predictions from the dense model's, as `compressx.blocks.fisher.divergences` has
             them, nats, the mean over tokens.
     """
 

@@ -14,12 +14,12 @@ from compressx.allocation.measure import Measured, measure, measure_outliers
 from compressx.allocation.owl import sparsities
 from compressx.allocation.spread import Curve, cheapest
 from compressx.allocation.units import Unit, spread, units_of, zeros_of
+from compressx.api.pruner import Sensitivity
+from compressx.api.record import AllocationReport, UnitReport
 from compressx.models.access import Access
 from compressx.models.hidden import Keep, in_memory
 from compressx.planning.plan import Plan
-from compressx.pruner import Sensitivity
 from compressx.recipe.methods import Allocation, AttentionAware, ErrorAllocation, MeasuredAllocation, OwlAllocation
-from compressx.report.run import AllocationReport, UnitReport
 
 
 def allocate(

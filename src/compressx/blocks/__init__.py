@@ -1,1 +1,1 @@
-"""Pruning block by block."""
+"""Pruning one decoder block after another: observe, decide, check, write."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressx.errors import PluginError, blamed_on
-from compressx.finite import all_finite
-from compressx.patterns import FixedMask, Pattern, count_dropped, zeros_in
-from compressx.pruner import Block, Linear, Pruner, PruneResult, Statistic
+from compressx.api.patterns import FixedMask, Pattern, count_dropped, zeros_in
+from compressx.api.pruner import Block, Linear, Pruner, PruneResult, Statistic
+from compressx.runtime.errors import PluginError, blamed_on
+from compressx.runtime.finite import all_finite
 
 
 def ask(

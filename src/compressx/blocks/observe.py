@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from compressx.blocks.watch import inputs_watched
-from compressx.errors import CalibrationError, UnsupportedModelError
-from compressx.finite import all_finite
-from compressx.pruner import Linear, Statistic
+from compressx.api.pruner import Linear, Statistic
+from compressx.blocks.hooks import inputs_watched
+from compressx.runtime.errors import CalibrationError, UnsupportedModelError
+from compressx.runtime.finite import all_finite
 
 
 def observe(

@@ -4,8 +4,8 @@ For a linear with output gradients g [tokens, out_features] the Fisher matrix of
 factor for tokens, a factor for outputs and the inputs (after K-FAC, Martens and Grosse, arXiv 1503.05671): what is kept
 is the mean of g^2 of each token and of each output.
 
-Two losses: the model's likelihood (`blocks.reaction`), and the block's own, the error of its output
-(`compressx.relative`), by random probes (Hutchinson's estimator). For either the activations of one block are held.
+Two losses: the model's likelihood (`blocks.fisher`), and the block's own, the error of its output
+(`numerics.output_error`), by random probes (Hutchinson's estimator). For either the activations of one block are held.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from compressx.blocks.watch import outputs_watched
-from compressx.errors import CalibrationError, UnsupportedModelError
-from compressx.finite import all_finite
-from compressx.pruner import Linear, Loss, Sensitivity
-from compressx.ranks import ALONE, Ranks
-from compressx.relative import channel_weights
+from compressx.api.pruner import Linear, Loss, Sensitivity
+from compressx.blocks.hooks import outputs_watched
+from compressx.numerics.output_error import channel_weights
+from compressx.runtime.errors import CalibrationError, UnsupportedModelError
+from compressx.runtime.finite import all_finite
+from compressx.runtime.ranks import ALONE, Ranks
 
 
 class _Sums:
@@ -100,8 +100,8 @@ class Gathering:
         """
         found = {}
         for name, sums in self.sums.items():
-            ranks.add(sums.rows)
-            count = sum(ranks.everyones(sums.count))
+            ranks.all_reduce_(sums.rows)
+            count = sum(ranks.all_gather(sums.count))
             if count == 0:
                 raise CalibrationError(
                     f"no calibration token reached {name}, so that its sensitivity is not known; use more samples, or "
@@ -152,7 +152,7 @@ def by_loss(
     """Return what `Block.sensitivities` holds: those of the model's loss as given, those of the block's gathered now.
 
     Args:
-        of_model: of the linears, `Reactions.linears` of `blocks.reaction`, or nothing.
+        of_model: of the linears, `Fisher.linears`, or nothing.
         reacting: the linears of the block whose pruners read the sensitivities of its own loss.
         runs: as for `of_block`.
         states: as for `of_block`.

@@ -62,7 +62,7 @@ def errors_for_users(command: _Command) -> _Command:
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        from compressx.errors import CompressxError
+        from compressx.runtime.errors import CompressxError
 
         try:
             command(*args, **kwargs)

@@ -37,8 +37,8 @@ def evaluate(
 
     Without --recipe it is the token perplexity on WikiText-2; --set evaluate.KEY=VALUE says otherwise, as in a recipe.
     """
-    from compressx import terminal
-    from compressx.outputs.saved import evaluate_saved, measures, source_of
+    from compressx.cli import terminal
+    from compressx.evaluation.saved import evaluate_saved, measures, source_of
 
     settings = measures(recipe, overrides)
     source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
@@ -66,8 +66,8 @@ def apply(
     masks: Path, model: str, output: Path, original: bool, dtype: str, revision: str | None, trust_remote_code: bool
 ) -> None:
     """Put saved MASKS on MODEL, any checkpoint of the same shapes, and save it."""
-    from compressx import terminal
-    from compressx.outputs.saved import apply_masks, source_of
+    from compressx.cli import terminal
+    from compressx.evaluation.saved import apply_masks, source_of
 
     source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
     terminal.print_applied(apply_masks(masks, source, output, original=original), output)
@@ -82,9 +82,9 @@ def apply(
 @errors_for_users
 def inspect(model: str, masks: Path | None, revision: str | None, trust_remote_code: bool, as_json: bool) -> None:
     """Count the zeros of MODEL, layer by layer: sparsity, pattern, whether 2:4 holds."""
-    from compressx import terminal
-    from compressx.outputs.inspect import inspect as look
-    from compressx.outputs.saved import source_of
+    from compressx.cli import terminal
+    from compressx.evaluation.saved import source_of
+    from compressx.masks.inspect import inspect as look
 
     found = look(source_of(model, revision=revision, trust_remote_code=trust_remote_code), masks)
     if as_json:

@@ -20,7 +20,7 @@ def plugins(context: click.Context, as_json: bool) -> None:
     """Show every plugin: where it came from, whether it loaded, and its pruners."""
     if context.invoked_subcommand is not None:
         return
-    from compressx import terminal
+    from compressx.cli import terminal
 
     records = context.obj.plugins(told=False).records
     if as_json:
@@ -38,8 +38,8 @@ def plugins(context: click.Context, as_json: bool) -> None:
 @errors_for_users
 def plugins_new(host: Host, name: str, folder: Path) -> None:
     """Write a plugin package compressx-NAME with a working pruner called NAME, and its tests."""
-    from compressx.errors import PluginError
     from compressx.plugins.scaffold import check_name, new_plugin
+    from compressx.runtime.errors import PluginError
 
     check_name(name)
     loaded = host.plugins()
@@ -60,7 +60,7 @@ def plugins_new(host: Host, name: str, folder: Path) -> None:
 @errors_for_users
 def plugins_check(host: Host, name: str, options: tuple[str, ...], architectures: tuple[str, ...]) -> None:
     """Put the pruner NAME, or every pruner of the plugin NAME, through what a pruner promises; 1 when a check fails."""
-    from compressx import terminal
+    from compressx.cli import terminal
     from compressx.recipe.validation import validate_options
     from compressx.recipe.yamlfile import assignments
     from compressx.testing.conformance import conformance, known_architectures

@@ -29,7 +29,7 @@ def run(
         raise click.UsageError(
             "--resume goes on with an interrupted run and --restart begins it anew; give one of them"
         )
-    from compressx import terminal
+    from compressx.cli import terminal
     from compressx.pipeline.run import run as run_recipe
     from compressx.recipe.schema import load_recipe
 
@@ -55,7 +55,7 @@ def run(
 @errors_for_users
 def plan(host: Host, recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Check RECIPE and show what would happen to every linear, without loading weights."""
-    from compressx import terminal
+    from compressx.cli import terminal
     from compressx.pipeline.run import plan as plan_recipe
 
     planned = plan_recipe(recipe, plugins=host.plugins(), overrides=overrides)
@@ -82,8 +82,8 @@ def schema(host: Host) -> None:
 @errors_for_users
 def compare(runs: tuple[Path, ...], output: Path | None) -> None:
     """Show the output folders RUNS side by side, and write table and plot where --output says."""
-    from compressx import terminal
-    from compressx.outputs.compare import compare as side_by_side
+    from compressx.cli import terminal
+    from compressx.report.compare import compare as side_by_side
 
     found = side_by_side(runs)
     terminal.print_comparison(found, found.write(output) if output is not None else [])
@@ -111,9 +111,9 @@ def sweep(
     restart: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Run RECIPE for every combination of values, then compare; a second call goes on where the first one stopped."""
-    from compressx import terminal
-    from compressx.outputs.compare import compare as side_by_side
+    from compressx.cli import terminal
     from compressx.pipeline.sweep import check, grid
+    from compressx.report.compare import compare as side_by_side
 
     cells = grid(recipe, axes, overrides, output)
     plugins = host.plugins()

@@ -1,1 +1,1 @@
-"""What a model is worth: token perplexity and lm-evaluation-harness."""
+"""What pruning costs: token perplexity, lm-evaluation-harness, saved models measured again."""

@@ -16,11 +16,11 @@ from unittest.mock import patch
 
 import torch
 
-from compressx.cache import cache_folder, cached
-from compressx.calibration.documents import as_dataset
-from compressx.errors import CalibrationError, RecipeError
-from compressx.quiet import quiet_libraries
+from compressx.data.documents import as_dataset
 from compressx.recipe.measuring import LmEval, RollingTask
+from compressx.runtime.cache import cache_folder, cached
+from compressx.runtime.errors import CalibrationError, RecipeError
+from compressx.runtime.quiet import quiet_libraries
 
 ROLLING_METRICS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 """What a `loglikelihood_rolling` task measures: per whitespace-separated word, and per UTF-8 byte."""

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compressx._version import __version__
-from compressx.cache import cache_folder, cached
-from compressx.calibration.documents import documents
-from compressx.calibration.windows import beginning, evaluation_windows, fingerprint, token_ids
-from compressx.errors import CalibrationError
+from compressx.data.documents import documents
+from compressx.data.windows import beginning, evaluation_windows, fingerprint, token_ids
 from compressx.evaluation.harness import ROLLING_METRICS, check_tasks, is_file, run_tasks
 from compressx.models.access import Access, config_fingerprint
 from compressx.recipe.measuring import Evaluate, RollingTask
+from compressx.runtime.cache import cache_folder, cached
+from compressx.runtime.errors import CalibrationError
 
 Progress: TypeAlias = Callable[[int, int], None]
 Figures: TypeAlias = dict[str, float | dict[str, float]]

@@ -20,8 +20,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from compressx.errors import ArtifactError
-from compressx.files import os_errors_named, written_whole
+from compressx.runtime.errors import ArtifactError
+from compressx.runtime.files import os_errors_named, written_whole
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,15 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from compressx.architecture import linears_of
-from compressx.errors import ArtifactError, did_you_mean
+from compressx.api.pruner import Linear
 from compressx.masks.file import MaskEntry, PackedMasks, read_masks, weight_sha256, write_masks
-from compressx.pruner import Linear
+from compressx.models.architecture import linears_of
+from compressx.models.export import refuse_prepared
+from compressx.runtime.errors import ArtifactError, did_you_mean
 
 if TYPE_CHECKING:
     from torch.ao.pruning.sparsifier.base_sparsifier import BaseSparsifier
 
-__all__ = ["Deviation", "MaskEntry", "MaskSet", "apply", "refuse_prepared", "squash", "weight_sha256"]
+__all__ = ["Deviation", "MaskEntry", "MaskSet", "apply", "squash", "weight_sha256"]
 
 
 class Deviation(NamedTuple):
@@ -266,25 +267,6 @@ def squash(prepared: BaseSparsifier | nn.Module) -> None:
         for module, name in masked:
             weight = getattr(module, name)
             weight.masked_fill_(weight == 0, 0.0)  # torch.ao's own parametrization leaves -0.0
-
-
-def refuse_prepared(model: nn.Module, action: str = "saved") -> None:
-    """Refuse a model whose weights are parametrized: its state dict holds other names and unmasked weights.
-
-    Args:
-        model: any module.
-        action: what was to be done with it, as the error says.
-
-    Raises:
-        ArtifactError: the message names a parametrized module.
-    """
-    names = [name for name, module in model.named_modules() if parametrize.is_parametrized(module)]
-    if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise ArtifactError(
-            f"the model cannot be {action} while its weights are parametrized ({names[0]}{more}); call "
-            "compressx.masks.squash(sparsifier) first"
-        )
 
 
 def _weights_of(name: str, module: nn.Module) -> list[Linear]:

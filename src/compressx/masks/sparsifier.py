@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.ao.pruning.sparsifier.base_sparsifier import BaseSparsifier
 from torch.ao.pruning.sparsifier.utils import FakeSparsity
 
-from compressx.errors import ArtifactError
+from compressx.runtime.errors import ArtifactError
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers of as many bytes."""

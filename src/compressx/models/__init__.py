@@ -1,1 +1,1 @@
-"""Models: loading them, their blocks, where their weights are, and how one block is run alone."""
+"""Models: where they come from, how they are loaded, streamed, run block by block and saved."""

@@ -14,11 +14,11 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from compressx.architecture import find_blocks
-from compressx.errors import CompressxError
 from compressx.models import shards
+from compressx.models.architecture import find_blocks
 from compressx.models.export import save_model
 from compressx.models.shards import OUTSIDE
+from compressx.runtime.errors import CompressxError
 
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 

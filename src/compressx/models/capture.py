@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressx.errors import UnsupportedModelError
+from compressx.api.pruner import BlockCall
 from compressx.models.hidden import Keep, in_memory
-from compressx.pruner import BlockCall
+from compressx.runtime.errors import UnsupportedModelError
 
 
 class _Output(Tensor):

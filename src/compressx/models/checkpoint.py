@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressx.errors import ArtifactError, CompressxError, UnsupportedModelError, nearest
 from compressx.models.packages import file_of_package
 from compressx.models.shards import check_files
-from compressx.quiet import quiet_libraries
 from compressx.recipe.sources import ModelSource
+from compressx.runtime.errors import ArtifactError, CompressxError, UnsupportedModelError, nearest
+from compressx.runtime.quiet import quiet_libraries
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 

@@ -10,12 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from compressx.errors import ArtifactError
-from compressx.files import BLOCKS, STATE, os_errors_named, sync, sync_tree
-from compressx.masks.maskset import refuse_prepared
-from compressx.quiet import quiet_libraries
+from compressx.runtime.errors import ArtifactError
+from compressx.runtime.files import BLOCKS, STATE, os_errors_named, sync, sync_tree
+from compressx.runtime.quiet import quiet_libraries
 
 try:
     import fcntl
@@ -233,3 +233,22 @@ def _is_locked(folder: Path) -> bool | None:
         finally:
             os.close(descriptor)
     return None
+
+
+def refuse_prepared(model: nn.Module, action: str = "saved") -> None:
+    """Refuse a model whose weights are parametrized: its state dict holds other names and unmasked weights.
+
+    Args:
+        model: any module.
+        action: what was to be done with it, as the error says.
+
+    Raises:
+        ArtifactError: the message names a parametrized module.
+    """
+    names = [name for name, module in model.named_modules() if parametrize.is_parametrized(module)]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise ArtifactError(
+            f"the model cannot be {action} while its weights are parametrized ({names[0]}{more}); call "
+            "compressx.masks.squash(sparsifier) first"
+        )

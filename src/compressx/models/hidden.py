@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from compressx.files import os_errors_named
+from compressx.runtime.files import os_errors_named
 
 Keep: TypeAlias = Callable[[Tensor], Tensor]
 """From hidden states of one batch to a tensor of the same values that lasts, and may be overwritten."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from compressx.architecture import find_blocks
-from compressx.errors import ArtifactError, UnsupportedModelError
+from compressx.models.architecture import find_blocks
 from compressx.models.checkpoint import Checkpoint, explained, local_folder
 from compressx.models.shards import refuse_more_blocks
-from compressx.quiet import quiet_libraries
+from compressx.runtime.errors import ArtifactError, UnsupportedModelError
+from compressx.runtime.quiet import quiet_libraries
 
 
 def load_skeleton(checkpoint: Checkpoint) -> Any:

@@ -9,10 +9,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from compressx.cache import cache_folder
-from compressx.errors import ArtifactError
-from compressx.files import atomic_write
 from compressx.recipe.sources import ModelSource
+from compressx.runtime.cache import cache_folder
+from compressx.runtime.errors import ArtifactError
+from compressx.runtime.files import atomic_write
 
 
 def file_of_package(source: ModelSource) -> Path:

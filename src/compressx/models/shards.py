@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressx.errors import ArtifactError
-from compressx.files import atomic_write, os_errors_named, written_whole
-from compressx.quiet import quiet_libraries
+from compressx.runtime.errors import ArtifactError
+from compressx.runtime.files import atomic_write, os_errors_named, written_whole
+from compressx.runtime.quiet import quiet_libraries
 
 OUTSIDE = ""
 """Stands for everything outside the decoder blocks where a block's name is asked for."""

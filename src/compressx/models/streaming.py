@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressx.architecture import find_blocks, text_config
-from compressx.errors import ArtifactError
 from compressx.models import shards
 from compressx.models.access import Access, InMemory, block_file
+from compressx.models.architecture import find_blocks, text_config
 from compressx.models.capture import capture_calls, replay, run_around
 from compressx.models.checkpoint import Checkpoint, local_folder
 from compressx.models.export import save_model
@@ -26,6 +25,7 @@ from compressx.models.hidden import InFiles, in_memory
 from compressx.models.loading import load_empty, load_model, load_offloaded
 from compressx.models.shards import OUTSIDE, Shards
 from compressx.recipe.sources import Streaming
+from compressx.runtime.errors import ArtifactError
 
 _CGROUP = Path("/sys/fs/cgroup")
 

@@ -1,1 +1,1 @@
-"""A run, from a recipe to its output folder."""
+"""The order of a run: its stages, its journal, resuming it, sweeping over it."""

@@ -16,20 +16,20 @@ from typing import Any, Literal
 from torch import Tensor
 
 from compressx._version import __version__
-from compressx.calibration.windows import fingerprint as fingerprint_of
+from compressx.api.record import AllocationReport, FinetuneReport, RunReport, total_sparsity
+from compressx.data.windows import fingerprint as fingerprint_of
 from compressx.evaluation.perplexity import Texts, evaluate
-from compressx.files import atomic_write
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import StreamedModel, open_model, open_streamed
-from compressx.pipeline.asked import Asked, Stage
-from compressx.pipeline.clock import peak_memory_bytes
+from compressx.pipeline.context import RunContext, Stage
 from compressx.pipeline.journal import FinishedBlock, Journal
 from compressx.planning.plan import Plan
-from compressx.recipe.tuning import Finetune, FinetuneReport
+from compressx.recipe.tuning import Finetune
 from compressx.report import figures, html, markdown
-from compressx.report.run import AllocationReport, RunReport, total_sparsity
+from compressx.runtime.files import atomic_write
+from compressx.runtime.timing import peak_memory_bytes
 from compressx.training.finetune import finetune
 
 _VERSIONS_OF = ("torch", "transformers", "lm_eval", "datasets", "safetensors")
@@ -62,7 +62,7 @@ class Pruned:
     training: Tensor | None
 
 
-def finish(asked: Asked, pruned: Pruned, journal: Journal, folder: Path) -> RunReport:
+def finish(context: RunContext, pruned: Pruned, journal: Journal, folder: Path) -> RunReport:
     """Fine-tune if the recipe says so, measure, and fill the output folder.
 
     The pruned model is measured before it is fine-tuned too.
@@ -71,42 +71,44 @@ def finish(asked: Asked, pruned: Pruned, journal: Journal, folder: Path) -> RunR
         CompressxError: anything that the user can mend.
     """
     access, masks = pruned.access, folder / "masks.safetensors"
-    with asked.clock.stage("save"):
+    with context.timing.stage("save"):
         journal.save_masks(masks)
     evaluation = dict(pruned.dense)
     tuned = None
     if pruned.training is not None:
-        evaluation |= _evaluated(asked, pruned, access, "pruned")
-        tuned = _finetuned(asked, pruned, pruned.training, MaskSet.load(masks), journal)
-    asked.tell("save", 0, 1)
-    with asked.clock.stage("save"):
+        evaluation |= _evaluated(context, pruned, access, "pruned")
+        tuned = _finetuned(context, pruned, pruned.training, MaskSet.load(masks), journal)
+    context.tell("save", 0, 1)
+    with context.timing.stage("save"):
         drawn = _save(pruned, tuned, journal, folder)
     if isinstance(access, StreamedModel):
         access = open_streamed(pruned.checkpoint.at(folder / "model"), access.device)
-    evaluation |= _evaluated(asked, pruned, access, "pruned" if tuned is None else "finetuned")
-    report = _report(asked, pruned, evaluation, tuned, drawn)
+    evaluation |= _evaluated(context, pruned, access, "pruned" if tuned is None else "finetuned")
+    report = _report(context, pruned, evaluation, tuned, drawn)
     for name, text in {
-        "recipe.yaml": asked.loaded.to_yaml(),
+        "recipe.yaml": context.loaded.to_yaml(),
         "plan.json": json.dumps(pruned.plan.to_dict(), indent=1) + "\n",
         "report.md": markdown.page(report),
-        "report.html": html.page(report, asked.loaded.to_yaml(), folder),
+        "report.html": html.page(report, context.loaded.to_yaml(), folder),
         "report.json": report.to_json(),
     }.items():
         atomic_write(folder / name, text.encode())
     return report
 
 
-def _finetuned(asked: Asked, pruned: Pruned, windows: Tensor, masks: MaskSet, journal: Journal) -> FinetuneReport:
+def _finetuned(
+    context: RunContext, pruned: Pruned, windows: Tensor, masks: MaskSet, journal: Journal
+) -> FinetuneReport:
     """Train the survivors, going on from what an interrupted run has done of it."""
-    settings = asked.loaded.recipe.finetune
+    settings = context.loaded.recipe.finetune
     assert settings is not None  # noqa: S101 - there are windows for it
-    with asked.clock.stage("finetune"), asked.loaded.at("finetune"):
-        asked.tell("finetune", 0, settings.steps)
-        dense = open_model(pruned.checkpoint, False, asked.device).model if settings.teacher == "dense" else None
+    with context.timing.stage("finetune"), context.loaded.at("finetune"):
+        context.tell("finetune", 0, settings.steps)
+        dense = open_model(pruned.checkpoint, False, context.device).model if settings.teacher == "dense" else None
         return finetune(
             pruned.access.model, masks, windows, settings, teacher=dense,
             checkpoint=journal.blocks / f"finetune-{_tuning_fingerprint(settings, windows)}.safetensors",
-            progress=lambda i, n, loss: asked.tell("finetune", i, n, f"loss {loss:.4g}"),
+            progress=lambda i, n, loss: context.tell("finetune", i, n, f"loss {loss:.4g}"),
         )  # fmt: skip
 
 
@@ -117,15 +119,15 @@ def _tuning_fingerprint(settings: Finetune, windows: Tensor) -> str:
 
 
 def _evaluated(
-    asked: Asked, pruned: Pruned, access: Access, name: Literal["pruned", "finetuned"]
+    context: RunContext, pruned: Pruned, access: Access, name: Literal["pruned", "finetuned"]
 ) -> dict[str, Mapping[str, Any]]:
     """Measure what the recipe asks for, if anything."""
-    settings, texts = asked.loaded.recipe.evaluate, pruned.texts
+    settings, texts = context.loaded.recipe.evaluate, pruned.texts
     if settings is None or texts is None:
         return {}
     stage: Stage = "evaluate pruned" if name == "pruned" else "evaluate finetuned"
-    with asked.clock.stage("evaluate"):
-        told = partial(asked.tell, stage)
+    with context.timing.stage("evaluate"):
+        told = partial(context.tell, stage)
         return {name: evaluate(access, pruned.tokenizer, settings, texts, progress=told)}
 
 
@@ -143,22 +145,22 @@ def _save(
 
 
 def _report(
-    asked: Asked, pruned: Pruned, evaluation: Mapping[str, Any], tuned: FinetuneReport | None,
+    context: RunContext, pruned: Pruned, evaluation: Mapping[str, Any], tuned: FinetuneReport | None,
     drawn: tuple[Mapping[str, str], ...],
 ) -> RunReport:  # fmt: skip
     blocks = tuple(block.report for block in pruned.blocks)
     return RunReport(
         compressx=__version__,
-        model=asked.loaded.recipe.model.model_dump(mode="json", exclude_none=True),
+        model=context.loaded.recipe.model.model_dump(mode="json", exclude_none=True),
         sparsity=total_sparsity(layer for block in blocks for layer in block.layers),
         blocks=blocks,
         skipped=tuple({"name": n, "reason": r} for n, r in pruned.plan.skipped.items()),
         evaluation=evaluation,
-        seconds=asked.clock.seconds(),
+        seconds=context.timing.seconds(),
         peak_memory_bytes=peak_memory_bytes(),
         plugins=tuple(
             {"name": p.name, "version": p.version, "source": p.source, "module": p.module}
-            for p in asked.plugins.records
+            for p in context.plugins.records
             if p.status == "loaded"
         ),
         versions={"python": platform.python_version(), **{n: metadata.version(n) for n in _VERSIONS_OF}},

@@ -16,18 +16,18 @@ from typing import Any
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from compressx.errors import ArtifactError
-from compressx.files import BLOCKS, STATE, atomic_write, os_errors_named
+from compressx.api.patterns import NM, Unstructured
+from compressx.api.record import AllocationReport, BlockReport, LayerReport, ReconstructionReport
 from compressx.masks.file import MaskEntry, join_masks, read_masks, write_masks
 from compressx.models.access import Access
 from compressx.models.hidden import Keep, Streams, in_memory
 from compressx.models.shards import each, read, write
-from compressx.patterns import NM, Unstructured
-from compressx.pipeline.clock import Clock
-from compressx.ranks import ALONE, Ranks
 from compressx.report.figures import Matrices
 from compressx.report.plots import Pooled
-from compressx.report.run import AllocationReport, BlockReport, LayerReport, ReconstructionReport
+from compressx.runtime.errors import ArtifactError
+from compressx.runtime.files import BLOCKS, STATE, atomic_write, os_errors_named
+from compressx.runtime.ranks import ALONE, Ranks
+from compressx.runtime.timing import Timing
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,17 +56,17 @@ class Journal:
         folder: the run's, where `state.json` and `blocks` are.
         fingerprint: what decides the result, by name; a run goes on only where an earlier one had the same.
         ranks: the processes; the first writes, and each its own hidden states.
-        clock: the run's; what an earlier one had spent is added to it.
+        timing: the run's; what an earlier one had spent is added to it.
 
     Raises:
         ArtifactError: a record that is damaged, or of a run with another fingerprint; the message names the difference.
     """
 
     def __init__(
-        self, folder: Path, fingerprint: Mapping[str, Any], ranks: Ranks = ALONE, clock: Clock | None = None
+        self, folder: Path, fingerprint: Mapping[str, Any], ranks: Ranks = ALONE, timing: Timing | None = None
     ) -> None:
         self.ranks = ranks
-        self.clock = clock or Clock()
+        self.timing = timing or Timing()
         self.state = folder / STATE
         self.blocks = folder / BLOCKS
         self.fingerprint = fingerprint
@@ -102,10 +102,10 @@ class Journal:
         named = {"dense": streams.dense, "pruned": streams.pruned}
         states = {f"{name}.{i:06d}": state for name, some in named.items() for i, state in enumerate(some)}
         write(self._states(len(self.finished) + 1), states)
-        self.ranks.wait()
+        self.ranks.barrier()
         self.finished.append(fqn)
         self._write()
-        self.ranks.wait()
+        self.ranks.barrier()
         self._states(len(self.finished) - 1).unlink(missing_ok=True)
 
     def restore(self, access: Access, keep: Keep = in_memory) -> tuple[list[FinishedBlock], Streams]:
@@ -159,7 +159,7 @@ class Journal:
                 f"the interrupted run cannot be resumed, since what decides the result differs: {'; '.join(lines)}. "
                 "Put it back, or begin anew with --restart"
             )
-        self.clock.add(spent)
+        self.timing.add(spent)
 
     def _write(self) -> None:
         if not self.ranks.first:
@@ -168,7 +168,7 @@ class Journal:
             "fingerprint": self.fingerprint,
             "allocated": None if self.allocated is None else dataclasses.asdict(self.allocated),
             "finished": self.finished,
-            "seconds": self.clock.seconds(),
+            "seconds": self.timing.seconds(),
         }
         atomic_write(self.state, json.dumps(told, indent=1).encode())
 

@@ -10,18 +10,19 @@ from typing import Any
 from torch import Tensor
 
 from compressx.allocation.units import settled
-from compressx.architecture import text_config
-from compressx.calibration.documents import check_dataset
-from compressx.calibration.windows import read_calibration
-from compressx.errors import ArtifactError, RecipeError, UnsupportedModelError
+from compressx.data.documents import check_dataset
+from compressx.data.windows import read_calibration
 from compressx.evaluation.harness import check_tasks
 from compressx.evaluation.perplexity import Texts, read_texts
+from compressx.models.architecture import text_config
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.export import check_output
 from compressx.models.loading import load_skeleton
-from compressx.planning.plan import Plan, make_plan
+from compressx.planning.make import make_plan
+from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe, load_recipe, recipe_from_dict
+from compressx.runtime.errors import ArtifactError, RecipeError, UnsupportedModelError
 from compressx.training.finetune import training_windows
 
 

@@ -15,18 +15,18 @@ import torch
 
 from compressx._version import __version__
 from compressx.allocation.methods import allocate, report_on, windows_kept
-from compressx.architecture import survey, text_config
-from compressx.blocks.reaction import Reactions, of_model
-from compressx.blocks.walk import Finished, prune_model, refuse_one_stage
-from compressx.calibration.windows import fingerprint as fingerprint_of
+from compressx.api.record import AllocationReport, RunReport
+from compressx.blocks.fisher import Fisher, fisher_of
+from compressx.blocks.prune import Finished, prune_model, refuse_one_stage
+from compressx.data.windows import fingerprint as fingerprint_of
 from compressx.evaluation.perplexity import evaluate_cached
 from compressx.models.access import Access, Device, config_fingerprint, device_for, weights_fingerprint
+from compressx.models.architecture import survey, text_config
 from compressx.models.export import output_folder
 from compressx.models.hidden import InFiles, Keep, in_memory
 from compressx.models.loading import load_tokenizer
 from compressx.models.streaming import StreamedModel, open_model
-from compressx.pipeline.asked import Asked, Progress
-from compressx.pipeline.clock import forget_peaks
+from compressx.pipeline.context import Progress, RunContext
 from compressx.pipeline.finishing import Pruned, finish
 from compressx.pipeline.journal import Allocated, FinishedBlock, Journal
 from compressx.pipeline.preparation import (
@@ -39,11 +39,11 @@ from compressx.pipeline.preparation import (
 )
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, code_digest, load_plugins
-from compressx.ranks import Ranks, joined_ranks
 from compressx.recipe.methods import MeasuredAllocation
 from compressx.recipe.schema import Calibration, LoadedRecipe
 from compressx.report import figures
-from compressx.report.run import AllocationReport, RunReport
+from compressx.runtime.ranks import Ranks, joined_ranks
+from compressx.runtime.timing import forget_peaks
 
 
 def plan(
@@ -81,7 +81,7 @@ def run(
         recipe: a path, a mapping, or what `load_recipe` returned.
         plugins: what `load_plugins` returned; discovered anew when absent.
         overrides: `a.b=VALUE`, as `--set` takes them; only with a path.
-        progress: see `asked.Progress`.
+        progress: see `context.Progress`.
         device: where the model runs; `auto` is CUDA when there is some.
         resume: go on after the last finished block of an interrupted run of the same recipe, if there was one.
         restart: begin anew where an interrupted run has left finished blocks.
@@ -94,60 +94,60 @@ def run(
             kept beside it for `resume`.
     """
     with joined_ranks(where := device_for(device)) as ranks:
-        asked = Asked(
+        context = RunContext(
             loaded=loaded_recipe(recipe, overrides),
             plugins=plugins or load_plugins(),
             progress=progress if ranks.first else None,
             device=where,
             ranks=ranks,
         )
-        report = _run(asked, resume=resume, restart=restart)
-        report = ranks.told(report)
+        report = _run(context, resume=resume, restart=restart)
+        report = ranks.broadcast(report)
         assert report is not None  # noqa: S101 - the first has one
         return report
 
 
-def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
+def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | None:
     """Go through the stages; the report is the first process's, which alone writes and evaluates."""
-    loaded, clock, ranks = asked.loaded, asked.clock, asked.ranks
+    loaded, timing, ranks = context.loaded, context.timing, context.ranks
     forget_peaks()
     settings = loaded.recipe.evaluate
-    with clock.stage("load"):
-        asked.tell("load", 0, 1)
+    with timing.stage("load"):
+        context.tell("load", 0, 1)
         refuse_uneven_steps(loaded, ranks.size)
         refuse_nothing_held_out(loaded, ranks.size)
-        prepared = prepare(loaded, asked.plugins)
-    with clock.stage("load"), loaded.at("model"):
+        prepared = prepare(loaded, context.plugins)
+    with timing.stage("load"), loaded.at("model"):
         tokenizer = load_tokenizer(prepared.checkpoint)
-    with clock.stage("calibrate"):
-        asked.tell("calibrate", 0, 1)
+    with timing.stage("calibrate"):
+        context.tell("calibrate", 0, 1)
         texts = read_all(loaded, prepared.plan, tokenizer, evaluated=ranks.first)
         windows = texts.calibration
         batches = _batches(loaded.recipe.calibration, windows)
         mine = _batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))
-    with clock.stage("load"), loaded.at("model"):
-        access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, asked.device)
+    with timing.stage("load"), loaded.at("model"):
+        access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, context.device)
     if isinstance(access, StreamedModel):
         refuse_streamed(loaded)
-    with clock.stage("calibrate"), loaded.at("true_sequential"):
+    with timing.stage("calibrate"), loaded.at("true_sequential"):
         refuse_one_stage(access, prepared.plan, mine)
     with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
-        fingerprint = ranks.told(_fingerprint(asked, prepared.plan, access, windows) if ranks.first else {})
-        journal = Journal(folder, fingerprint, ranks, clock)
+        fingerprint = ranks.broadcast(_fingerprint(context, prepared.plan, access, windows) if ranks.first else {})
+        journal = Journal(folder, fingerprint, ranks, timing)
         evaluation: dict[str, Any] = {}
         if settings is not None and texts.evaluation is not None:
-            with clock.stage("evaluate"), loaded.at("evaluate"):
+            with timing.stage("evaluate"), loaded.at("evaluate"):
                 evaluation["dense"] = evaluate_cached(
                     access, tokenizer, settings, texts.evaluation, fingerprint["model"],
-                    progress=lambda i, n: asked.tell("evaluate dense", i, n),
+                    progress=lambda i, n: context.tell("evaluate dense", i, n),
                 )  # fmt: skip
-        pruning = _Pruning(asked, access, batches, mine, journal)
-        with clock.stage("calibrate"):
-            reactions = pruning.reactions(prepared.plan)
-        with clock.stage("allocate"), loaded.at("allocation"):
-            final, allocation = pruning.allocate(prepared.plan, reactions)
-        with clock.stage("prune"):
-            finished = pruning.prune(final, reactions)
+        pruning = _Pruning(context, access, batches, mine, journal)
+        with timing.stage("calibrate"):
+            fisher = pruning.fisher(prepared.plan)
+        with timing.stage("allocate"), loaded.at("allocation"):
+            final, allocation = pruning.allocate(prepared.plan, fisher)
+        with timing.stage("prune"):
+            finished = pruning.prune(final, fisher)
         if not ranks.first:
             return None
         pruned = Pruned(
@@ -161,8 +161,8 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
             texts.evaluation,
             texts.training,
         )
-        report = finish(asked, pruned, journal, folder)
-    asked.plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output.expanduser())
+        report = finish(context, pruned, journal, folder)
+    context.plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output.expanduser())
     return report
 
 
@@ -170,10 +170,10 @@ def _run(asked: Asked, *, resume: bool, restart: bool) -> RunReport | None:
 def _folder(output: Path, *, resume: bool, restart: bool, ranks: Ranks) -> Iterator[Path]:
     """Give the folder that the first process fills."""
     if not ranks.first:
-        yield ranks.told(Path())
+        yield ranks.broadcast(Path())
         return
     with output_folder(output, resume=resume, restart=restart) as folder:
-        ranks.told(folder)
+        ranks.broadcast(folder)
         yield folder
 
 
@@ -181,11 +181,11 @@ def _batches(settings: Calibration | None, windows: torch.Tensor | None) -> Sequ
     return () if settings is None or windows is None else torch.split(windows, settings.batch_size)
 
 
-def _fingerprint(asked: Asked, planned: Plan, access: Access, windows: torch.Tensor | None) -> dict[str, Any]:
+def _fingerprint(context: RunContext, planned: Plan, access: Access, windows: torch.Tensor | None) -> dict[str, Any]:
     """Return what decides the pruned blocks, by names that a user knows."""
     used = {spec.name for rule in planned.rules for spec in (rule.pruner, rule.reconstructor) if spec is not None}
-    recipe = asked.loaded.recipe.model_dump(mode="json", exclude_none=True)
-    plugins = [p for p in asked.plugins.records if p.status == "loaded" and used & {*p.pruners}]
+    recipe = context.loaded.recipe.model_dump(mode="json", exclude_none=True)
+    plugins = [p for p in context.plugins.records if p.status == "loaded" and used & {*p.pruners}]
     return {
         "model": weights_fingerprint(access),
         "model config": config_fingerprint(access.model),
@@ -201,7 +201,7 @@ def _fingerprint(asked: Asked, planned: Plan, access: Access, windows: torch.Ten
             **{n: metadata.version(n) for n in ("torch", "transformers", "numpy")},
         },
         "device": access.device.type,
-        "processes": asked.ranks.size,
+        "processes": context.ranks.size,
     }
 
 
@@ -210,85 +210,85 @@ class _Pruning:
     """The stages that look at the weights, and what all of them work on.
 
     Attributes:
-        asked: what the user asked for.
+        context: what the user asked for.
         access: the model.
         batches: calibration token ids, each [batch, tokens].
         mine: this process's part of them.
         journal: what an interrupted run has left, and what this one leaves.
     """
 
-    asked: Asked
+    context: RunContext
     access: Access
     batches: Sequence[torch.Tensor]
     mine: Sequence[torch.Tensor]
     journal: Journal
 
-    def reactions(self, planned: Plan) -> Reactions:
+    def fisher(self, planned: Plan) -> Fisher:
         """Measure how the dense model's loss reacts, if pruning that is not done yet reads it."""
         names = planned.sensitive_to("model")
         wanted = names or planned.reconstruct_block is not None
         if not wanted or len(self.journal.finished) == _blocks(planned):
-            return Reactions()
-        return of_model(
+            return Fisher()
+        return fisher_of(
             self.access,
             survey(self.access.model),
             names,
             self.mine,
-            self.asked.ranks,
+            self.context.ranks,
             tokens=any(rule.reads_tokens("model") for rule in planned.rules),
-            progress=lambda i, n: self.asked.tell("calibrate", i, n),
+            progress=lambda i, n: self.context.tell("calibrate", i, n),
         )
 
-    def allocate(self, planned: Plan, reactions: Reactions) -> tuple[Plan, AllocationReport | None]:
+    def allocate(self, planned: Plan, fisher: Fisher) -> tuple[Plan, AllocationReport | None]:
         """Give every linear its sparsity where the recipe leaves that open; the first process measures, on any text."""
-        asked, journal = self.asked, self.journal
+        context, journal = self.context, self.journal
         if not isinstance(planned.allocation, MeasuredAllocation):
-            settings = asked.loaded.recipe.allocation
+            settings = context.loaded.recipe.allocation
             return planned, None if settings is None else report_on(planned, settings)
         if journal.allocated is None:
             allocated = None
-            if asked.ranks.first:
+            if context.ranks.first:
                 # Of tokens it knows the sensitivities where they are its own.
-                text = self.mine if any(its.tokens for its in reactions.linears.values()) else self.batches
+                text = self.mine if any(its.tokens for its in fisher.linears.values()) else self.batches
                 keep = self._keep("allocation", windows_kept(planned, planned.allocation, sum(map(len, text))))
                 try:
                     final, report = allocate(
-                        self.access, planned, planned.allocation, text, reactions.linears,
-                        progress=partial(asked.tell, "allocate"), keep=keep,
+                        self.access, planned, planned.allocation, text, fisher.linears,
+                        progress=partial(context.tell, "allocate"), keep=keep,
                     )  # fmt: skip
                 finally:
                     shutil.rmtree(journal.blocks / "allocation", ignore_errors=True)
                 allocated = Allocated({x.name: x.pattern for x in final.linears}, report)
-            allocated = asked.ranks.told(allocated)
+            allocated = context.ranks.broadcast(allocated)
             assert allocated is not None  # noqa: S101 - the first has one
             journal.allocate(allocated)
         assert journal.allocated is not None  # noqa: S101 - it is now
         return planned.allocated(journal.allocated.patterns), journal.allocated.report
 
-    def prune(self, planned: Plan, reactions: Reactions) -> list[FinishedBlock]:
+    def prune(self, planned: Plan, fisher: Fisher) -> list[FinishedBlock]:
         """Prune what an interrupted run has not finished, and record every block."""
-        asked, journal = self.asked, self.journal
+        context, journal = self.context, self.journal
         streams = 1 if planned.reconstruct_block is None else 2  # the dense one beside the pruned one
-        keep = self._keep(f"hidden-{asked.ranks.rank}", sum(map(len, self.mine)) * streams)
+        keep = self._keep(f"hidden-{context.ranks.rank}", sum(map(len, self.mine)) * streams)
         finished: list[FinishedBlock] = []
         reached = None
         total = _blocks(planned)
         if journal.finished:
             finished, reaching = journal.restore(self.access, keep)
             reached = Finished(journal.finished[-1], reaching)
-        asked.tell("prune", len(finished), total)
-        for block in prune_model(self.access, planned, self.mine, reached, keep, asked.ranks, reactions):
+        context.tell("prune", len(finished), total)
+        for block in prune_model(self.access, planned, self.mine, reached, keep, context.ranks, fisher):
             finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
             journal.add(self.access, finished[-1], block.masks, block.streams)
-            asked.tell("prune", len(finished), total)
-            if asked.ranks.first:
-                asked.plugins.manager.hook.compressx_block_pruned(report=block.report)
+            context.tell("prune", len(finished), total)
+            if context.ranks.first:
+                context.plugins.manager.hook.compressx_block_pruned(report=block.report)
             del block  # its masks are on disk
         return finished
 
     def _keep(self, name: str, windows: int) -> Keep:
         """Keep so many windows of hidden states, or what is as large, in files if they exceed the recipe's limit."""
-        calibration, model = self.asked.loaded.recipe.calibration, self.access.model
+        calibration, model = self.context.loaded.recipe.calibration, self.access.model
         if calibration is None or calibration.memory_limit is None:
             return in_memory
         size = windows * calibration.sequence_length * text_config(model).hidden_size * model.dtype.itemsize

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from compressx.errors import ArtifactError, CompressxError, RecipeError
 from compressx.models.access import Device
 from compressx.models.loading import load_tokenizer
-from compressx.pipeline.asked import Progress
+from compressx.pipeline.context import Progress
 from compressx.pipeline.preparation import prepare, read_all
 from compressx.pipeline.run import run
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe, load_recipe
 from compressx.recipe.yamlfile import parse_yaml, steps_of
+from compressx.runtime.errors import ArtifactError, CompressxError, RecipeError
 
 
 @dataclass(frozen=True, eq=False)

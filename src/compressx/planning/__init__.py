@@ -1,1 +1,1 @@
-"""A recipe and a model become a plan: each linear, its pruner, its pattern."""
+"""From a recipe to a plan: which rule takes which linear, with which pattern, on which text."""

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from compressx.errors import RecipeError, did_you_mean
-from compressx.patterns import NM, Unstructured, count_dropped, nearest
+from compressx.api.patterns import NM, Unstructured, count_dropped, nearest
+from compressx.api.pruner import PrunerSpec
+from compressx.planning.plan import PlannedLinear
 from compressx.planning.targets import first_matching, match_sparsities
-from compressx.pruner import PrunerSpec
 from compressx.recipe.document import Step
 from compressx.recipe.methods import ExplicitAllocation
 from compressx.recipe.schema import LoadedRecipe
-
-if TYPE_CHECKING:
-    from compressx.planning.plan import PlannedLinear
+from compressx.runtime.errors import RecipeError, did_you_mean
 
 
 def asked_patterns(

@@ -1,27 +1,18 @@
-"""Recipe + plugins + a model without weights -> the frozen plan: each linear, its pruner, its pattern.
-
-Every mistake that can be found without weights or text is found here, with the line of the recipe that made it.
-"""
+"""The plan of a run: each linear, its pruner, its pattern. Plain data, made by `make.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
-import torch
 from pydantic import BaseModel
 
-from compressx.architecture import Architecture, survey, text_config
-from compressx.errors import PluginError, RecipeError, blamed_on
-from compressx.patterns import NM, Unstructured, allocated_form
-from compressx.planning.budgets import asked_patterns, check_fits
-from compressx.planning.targets import match_targets
-from compressx.planning.text import check_text
-from compressx.plugins.manager import Plugins
-from compressx.pruner import Block, Loss, Pruner, PrunerSpec, statistic_of
+from compressx.api.patterns import NM, Unstructured, allocated_form
+from compressx.api.pruner import Loss, Pruner, PrunerSpec
 from compressx.recipe.methods import Allocation
-from compressx.recipe.schema import LoadedRecipe, ReconstructBlock, validate_options
+from compressx.recipe.schema import ReconstructBlock
+from compressx.runtime.errors import blamed_on
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,126 +155,3 @@ class Plan:
         allocation = {} if self.allocation is None else {"allocation": self.allocation.model_dump(mode="json")}
         skipped = [{"name": name, "reason": reason} for name, reason in self.skipped.items()]
         return {**allocation, "linears": linears, "skipped": skipped}
-
-
-def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module) -> Plan:
-    """Decide what happens to every linear of the model.
-
-    Args:
-        loaded: the recipe with its places in the file.
-        plugins: the pruners that recipes can name.
-        skeleton: the model; only shapes are read, so it may be on the meta device.
-
-    Raises:
-        RecipeError: a rule that is wrong, matches nothing or is shadowed, with file, line and column.
-        PluginError: a pruner that does not exist or could not be imported.
-        UnsupportedModelError: a model, or a pruner's way of pruning it, that is not supported.
-    """
-    architecture = survey(skeleton)
-    rules = tuple(_plan_rule(loaded, plugins, i) for i in range(len(loaded.recipe.prune)))
-    taken = match_targets(loaded, architecture)
-    patterns = asked_patterns(loaded, [rule.pruner for rule in rules], taken)
-    everything = {**architecture.linears, **architecture.outside}
-    linears = tuple(
-        PlannedLinear(
-            name,
-            architecture.block_of(name) if name in architecture.linears else "",
-            (linear.out_features, linear.in_features),
-            rules[taken[name]],
-            patterns[name],
-        )
-        for name, linear in everything.items()
-        if name in taken
-    )
-    for linear in linears:
-        check_fits(loaded, linear, linears)
-    skipped = {n: "no rule names it" for n in architecture.linears if n not in taken}
-    skipped |= {
-        n: "outside the decoder blocks; pruned only when a rule names it"
-        for n in architecture.outside
-        if n not in taken
-    }
-    skipped |= architecture.unprunable
-    allocation = loaded.recipe.allocation
-    reconstruct = loaded.recipe.reconstruct_block
-    if reconstruct is not None and not any(linear.block for linear in linears):
-        raise RecipeError(
-            f"{loaded.where('reconstruct_block')}: it would change nothing: all that the rules take lies outside "
-            "the decoder blocks; leave it out"
-        )
-    plan = Plan(
-        linears, skipped, rules,
-        needs_calibration=(allocation is not None and bool(allocation.measures)) or reconstruct is not None,
-        allocation=allocation, true_sequential=loaded.recipe.true_sequential, reconstruct_block=reconstruct,
-    )  # fmt: skip
-    observes = _check_blocks(loaded, plan, architecture, skeleton)
-    sensitive = any(plan.sensitive_to(loss) for loss in get_args(Loss))
-    check_text(loaded, skeleton, observes, sensitive)
-    return replace(plan, needs_calibration=plan.needs_calibration or observes or sensitive)
-
-
-def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRule:
-    rule = loaded.recipe.prune[index]
-    spec = _find(loaded, plugins, rule.pruner, index, "pruner")
-    options = validate_options(spec.options, rule.options, lambda *at: loaded.where("prune", index, "options", *at))
-    reconstructor = reconstructor_options = None
-    if rule.reconstruct is not None:
-        reconstructor = _find(loaded, plugins, rule.reconstruct.pruner, index, "reconstruct")
-        if not reconstructor.reconstructs:
-            able = ", ".join(sorted(s.name for s in plugins.pruners.values() if s.reconstructs))
-            raise RecipeError(
-                f"{loaded.where('prune', index, 'reconstruct')}: {reconstructor.name} only selects; "
-                f"pruners that reconstruct: {able}"
-            )
-        reconstructor_options = validate_options(
-            reconstructor.options,
-            rule.reconstruct.options,
-            lambda *at: loaded.where("prune", index, "reconstruct", "options", *at),
-        )
-        for name in reconstructor.selecting_options:
-            if getattr(reconstructor_options, name) != reconstructor.options.model_fields[name].default:
-                where = loaded.where("prune", index, "reconstruct", "options", name)
-                raise RecipeError(
-                    f"{where}: {name} changes how {reconstructor.name} selects, and does nothing to a mask that it is "
-                    "given; leave it out"
-                )
-    return PlannedRule(index, spec, options, reconstructor, reconstructor_options)
-
-
-def _find(loaded: LoadedRecipe, plugins: Plugins, name: str, index: int, key: str) -> PrunerSpec:
-    try:
-        return plugins.pruner(name)
-    except PluginError as error:
-        raise PluginError(f"{loaded.where('prune', index, key)}: {error}") from error
-
-
-def _check_blocks(loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleton: torch.nn.Module) -> bool:
-    """Let each pruner refuse blocks that it cannot prune, and hear whether any observes text."""
-    observes = False
-    config = text_config(skeleton)
-    for index, fqn in enumerate([*found.blocks, ""]):
-        linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")} if fqn else dict(found.outside)
-        module = found.blocks[fqn] if fqn else skeleton
-        block = Block(index, fqn, module, linears, (), config)
-        for rule, patterns in plan.in_block(fqn).items():
-            for key, spec in (("pruner", rule.pruner), ("reconstruct", rule.reconstructor)):
-                if spec is None or spec.check is None:
-                    continue
-                place = ("prune", rule.index) if key == "pruner" else ("prune", rule.index, key)
-                with loaded.at(*place), blamed_on(f"check of pruner {spec.name!r} failed on {fqn or 'the model'}"):
-                    spec.check(block, patterns)
-            if not observes:
-                with loaded.at("prune", rule.index):
-                    observes = _observes(rule, block, patterns)
-    return observes
-
-
-def _observes(rule: PlannedRule, block: Block, names: Iterable[str]) -> bool:
-    with torch.device("meta"):  # a Hessian that nobody fills should take no memory
-        pruners = zip((rule.pruner, rule.reconstructor), rule.build(), strict=True)
-        return any(
-            statistic_of(spec.name, pruner, block, n) is not None
-            for spec, pruner in pruners
-            if spec is not None and pruner is not None
-            for n in names
-        )

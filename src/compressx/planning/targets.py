@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from compressx.architecture import Architecture
-from compressx.errors import RecipeError, did_you_mean
+from compressx.models.architecture import Architecture
 from compressx.recipe.schema import LoadedRecipe
+from compressx.runtime.errors import RecipeError, did_you_mean
 
 _INTERVAL = re.compile(r"\[[^\]]*(\d\d+-|-\d\d)[^\]]*\]")
 

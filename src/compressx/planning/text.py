@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from compressx.architecture import text_config
-from compressx.errors import RecipeError
+from compressx.models.architecture import text_config
 from compressx.recipe.schema import LoadedRecipe
+from compressx.runtime.errors import RecipeError
 
 
 def check_text(loaded: LoadedRecipe, skeleton: nn.Module, observed: bool, sensitive: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which plugins there are, where they came from, and the manager that holds them."""
+"""Plugins: how they are found, loaded and checked, and a template for a new one."""
 
 from compressx.plugins.manager import PluginRecord, Plugins, load_plugins
 

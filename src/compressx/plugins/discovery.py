@@ -12,8 +12,8 @@ from typing import Literal, TypeAlias
 from packaging.specifiers import SpecifierSet
 
 from compressx._version import __version__
-from compressx.errors import PluginError, did_you_mean
 from compressx.plugins.file import MODULE, PluginsFile
+from compressx.runtime.errors import PluginError, did_you_mean
 
 Source: TypeAlias = Literal["entry point", "plugins.toml", "--plugin"]
 

@@ -25,9 +25,9 @@ from typing import Annotated, Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool
 
-from compressx.errors import PluginError
 from compressx.recipe.document import Step, one_line
 from compressx.recipe.validation import validated
+from compressx.runtime.errors import PluginError
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -19,12 +19,12 @@ from typing import Literal, TypeAlias
 
 import pluggy
 
-from compressx import hookspecs
-from compressx.errors import PluginError, did_you_mean
+from compressx.api import hooks
+from compressx.api.pruner import PrunerSpec
 from compressx.plugins.discovery import Candidate, Source, blocked_names, discover
 from compressx.plugins.file import PluginsFile, read_plugins_file
 from compressx.plugins.specs import check_spec
-from compressx.pruner import PrunerSpec
+from compressx.runtime.errors import PluginError, did_you_mean
 
 Status: TypeAlias = Literal["loaded", "blocked", "failed"]
 
@@ -127,7 +127,7 @@ def load_plugins(*, modules: Sequence[str] = (), blocked: Collection[str] = (), 
     found = discover(modules, file)
     left_out = blocked_names(found, blocked, file)
     manager = pluggy.PluginManager("compressx")
-    manager.add_hookspecs(hookspecs)
+    manager.add_hookspecs(hooks)
     for name in left_out:
         manager.set_blocked(name)
     records: list[PluginRecord] = []
@@ -234,8 +234,8 @@ def _on_sys_path(folder: Path | None) -> Iterator[None]:
 
 def _register(manager: pluggy.PluginManager, candidate: Candidate, plugin: object) -> None:
     """Register a plugin if all of its hooks are hooks of ours and marked as such."""
-    hooks = [name for name, _ in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("compressx_")]
-    implemented = list(_hooks_of(candidate, plugin, hooks))
+    known = [name for name, _ in inspect.getmembers(hooks, inspect.isfunction) if name.startswith("compressx_")]
+    implemented = list(_hooks_of(candidate, plugin, known))
     try:
         manager.register(plugin, candidate.name)
     except (pluggy.PluginValidationError, ValueError) as error:
@@ -248,7 +248,7 @@ def _written(manager: pluggy.PluginManager, hook: str) -> str:
     return f"{hook}({', '.join(spec.argnames)})"
 
 
-def _hooks_of(candidate: Candidate, plugin: object, hooks: Sequence[str]) -> Iterator[str]:
+def _hooks_of(candidate: Candidate, plugin: object, known: Sequence[str]) -> Iterator[str]:
     """Yield the hooks that a plugin implements; refuse what looks like a hook and would never be called."""
     for name in dir(plugin):
         found = inspect.getattr_static(plugin, name, None)
@@ -259,8 +259,8 @@ def _hooks_of(candidate: Candidate, plugin: object, hooks: Sequence[str]) -> Ite
         if marker is None and not name.startswith("compressx_"):
             continue
         hook = (marker and marker["specname"]) or name
-        if hook not in hooks:
-            raise PluginError(f"{candidate}: function {name!r} is no hook; {did_you_mean(hook, hooks)}")
+        if hook not in known:
+            raise PluginError(f"{candidate}: function {name!r} is no hook; {did_you_mean(hook, known)}")
         if marker is None:
             raise PluginError(f"{candidate}: function {name!r} lacks @compressx.hookimpl and would never be called")
         yield hook

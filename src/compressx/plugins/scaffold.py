@@ -6,8 +6,8 @@ import re
 import shutil
 from pathlib import Path
 
-from compressx.errors import ArtifactError, PluginError
-from compressx.files import atomic_write
+from compressx.runtime.errors import ArtifactError, PluginError
+from compressx.runtime.files import atomic_write
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 

@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from compressx.patterns import Group
-from compressx.pruner import PrunerSpec
+from compressx.api.patterns import Group
+from compressx.api.pruner import PrunerSpec
 
 
 def check_spec(spec: object) -> None:

@@ -1,1 +1,1 @@
-"""The pruners that come with compressx. Each is a plugin like any other and imports only the public API."""
+"""The built-in pruners; each module is a plugin."""

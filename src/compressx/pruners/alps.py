@@ -19,8 +19,8 @@ from compressx import (
     UnsupportedModelError,
     hookimpl,
 )
-from compressx.admm import Metric, prune
-from compressx.obs import NotPositiveDefiniteError
+from compressx.numerics.admm import Metric, prune
+from compressx.numerics.obs import NotPositiveDefiniteError
 
 
 class ALPSOptions(BaseModel):

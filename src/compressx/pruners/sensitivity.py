@@ -28,7 +28,7 @@ from compressx import (
     hookimpl,
     keep_masks,
 )
-from compressx.obs import Factors, sweep
+from compressx.numerics.obs import Factors, sweep
 
 
 class SensitivityOptions(BaseModel):

@@ -18,7 +18,7 @@ from compressx import (
     Statistic,
     hookimpl,
 )
-from compressx.obs import Factors, sweep
+from compressx.numerics.obs import Factors, sweep
 
 
 class SparseGPTOptions(BaseModel):

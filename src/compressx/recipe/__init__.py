@@ -1,1 +1,1 @@
-"""What a recipe may say, and where in the file it says it."""
+"""What a recipe may say: its schema, YAML with line numbers, and how mistakes are reported."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from compressx.errors import RecipeError
+from compressx.runtime.errors import RecipeError
 
 Scalar: TypeAlias = str | int | float | bool | None
 Step: TypeAlias = str | int

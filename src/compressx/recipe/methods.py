@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, StrictFloat, StrictInt, model_validator
 
-from compressx.errors import did_you_mean
 from compressx.recipe.document import shown
 from compressx.recipe.validation import Strict, conflict
+from compressx.runtime.errors import did_you_mean
 
 UnitKind: TypeAlias = Literal["block", "rule", "linear"]
 """What gets one sparsity: a decoder block, what one rule takes in it, or its linears of one kind."""

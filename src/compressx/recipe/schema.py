@@ -22,8 +22,7 @@ from pydantic import (
 )
 from typing_extensions import TypedDict  # pydantic asks for it before Python 3.12
 
-from compressx.errors import CompressxError, RecipeError
-from compressx.patterns import NM, Group
+from compressx.api.patterns import NM, Group
 from compressx.recipe.document import Node, Step, from_python
 from compressx.recipe.measuring import Evaluate
 from compressx.recipe.methods import AllocationField
@@ -32,6 +31,7 @@ from compressx.recipe.tuning import Finetune
 from compressx.recipe.validation import Strict, conflict, validated
 from compressx.recipe.validation import validate_options as validate_options  # noqa: PLC0414 - plan.py takes it from here
 from compressx.recipe.yamlfile import dump_yaml, override, read_yaml
+from compressx.runtime.errors import CompressxError, RecipeError
 
 
 def _pruner_from_text(value: object) -> object:

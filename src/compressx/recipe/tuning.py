@@ -1,8 +1,7 @@
-"""What a recipe says of fine-tuning, and what a run tells of it."""
+"""What a recipe may say about fine-tuning."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, model_validator
@@ -62,32 +61,3 @@ class Finetune(Strict):
         if round(self.warmup * self.steps) >= self.steps:
             raise conflict(f"warmup leaves none of the {self.steps} steps at the full learning rate", ["warmup"])
         return self
-
-
-@dataclass(frozen=True)
-class FinetuneReport:
-    """How a pruned model was fine-tuned.
-
-    Attributes:
-        teacher: `dense` or `none`.
-        trained: how many numbers were trained: weights that are kept, and gains and biases if these were too.
-        steps: optimizer steps.
-        windows: how many windows there were to train on, and tokens in each.
-        losses: of every step, on its own batch, before the step: KL divergence from the teacher per token times the
-            square of the temperature, or negative log-likelihood per token.
-    """
-
-    teacher: str
-    trained: int
-    steps: int
-    windows: tuple[int, int]
-    losses: tuple[float, ...]
-
-    def summary(self) -> str:
-        """Return one sentence."""
-        count, tokens = self.windows
-        loss = "next-token loss" if self.teacher == "none" else "divergence from the dense model"
-        return (
-            f"{self.steps} steps on {count} windows of {tokens} tokens, {self.trained / 1e6:.3g} M numbers trained: "
-            f"{loss} {self.losses[0]:.4g} at the first, {self.losses[-1]:.4g} at the last"
-        )

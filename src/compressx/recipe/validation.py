@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from compressx.errors import CompressxError, RecipeError, did_you_mean, nearest
 from compressx.recipe.document import Step, flow, path_text, shown
+from compressx.runtime.errors import CompressxError, RecipeError, did_you_mean, nearest
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Loc = tuple[Step, ...]

@@ -27,9 +27,9 @@ from ruamel.yaml.events import (
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from compressx.errors import RecipeError, did_you_mean
 from compressx.recipe.document import Node, Scalar, check_bounds, checked, from_python, one_line, put, shown
 from compressx.recipe.grammar import QUOTES, in_plain_words
+from compressx.runtime.errors import RecipeError, did_you_mean
 
 MAX_BYTES = 256 * 1024
 

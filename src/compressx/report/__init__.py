@@ -1,1 +1,1 @@
-"""What a run tells: its report, figures, and how they are written."""
+"""How the record of a run is rendered: report.md, report.html, figures, comparisons."""

@@ -17,11 +17,11 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from compressx.files import os_errors_named
-from compressx.quiet import quiet_libraries
+from compressx.api.record import BlockReport, LayerReport, in_short, kind_of, shared
 from compressx.report import plots
 from compressx.report.plots import Pooled
-from compressx.report.run import BlockReport, LayerReport, in_short, kind_of, shared
+from compressx.runtime.files import os_errors_named
+from compressx.runtime.quiet import quiet_libraries
 
 _Value = TypeVar("_Value")
 

@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from compressx.files import os_errors_named
+from compressx.api.record import SUMMARY_COLUMNS, BlockReport, LayerReport, RunReport, kind_of, total_sparsity
 from compressx.report.markdown import allocation_table, block_table, layer_rows, model_name, reconstruction_table
-from compressx.report.run import SUMMARY_COLUMNS, BlockReport, LayerReport, RunReport, kind_of, total_sparsity
+from compressx.runtime.files import os_errors_named
 
 _COLOURS = {"#ffffff": "none", "#000000": "currentColor", "#dddddd": "var(--line)"}
 """What a drawing's ground, lines and grid become, so that they follow the page."""

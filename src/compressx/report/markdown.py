@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from compressx.report.run import SUMMARY_COLUMNS, AllocationReport, BlockReport, RunReport, total_sparsity
+from compressx.api.record import SUMMARY_COLUMNS, AllocationReport, BlockReport, RunReport, total_sparsity
 
 
 def page(report: RunReport) -> str:

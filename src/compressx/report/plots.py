@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compressx.files import os_errors_named
+from compressx.runtime.files import os_errors_named
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

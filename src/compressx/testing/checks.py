@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from compressx.blocks.decide import write
-from compressx.patterns import NM, Unstructured, keep_masks, zeros_in
+from compressx.api.patterns import NM, Unstructured, keep_masks, zeros_in
+from compressx.api.pruner import Block, PruneResult, PrunerSpec, Sensitivity, Statistic
+from compressx.blocks.select import write
 from compressx.planning.plan import PlannedRule
-from compressx.pruner import Block, PruneResult, PrunerSpec, Sensitivity, Statistic
 from compressx.recipe.validation import validate_options
 from compressx.testing.models import tiny_tokens
 from compressx.testing.subject import NoSuchPromiseError, Scene, Subject, expect

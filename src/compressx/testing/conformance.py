@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from compressx.errors import CompressxError, UnsupportedModelError, did_you_mean
-from compressx.pruner import PrunerSpec
+from compressx.api.pruner import PrunerSpec
+from compressx.runtime.errors import CompressxError, UnsupportedModelError, did_you_mean
 from compressx.testing.checks import CHECKS, options_round_trip, plans, validated_options
 from compressx.testing.models import TINY_CONFIGS
 from compressx.testing.subject import NoSuchPromiseError, RefusedError, Subject

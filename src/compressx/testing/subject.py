@@ -13,16 +13,16 @@ from pydantic import BaseModel
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from compressx.architecture import survey, text_config
-from compressx.blocks.decide import decide, gather
-from compressx.blocks.reaction import of_model
+from compressx.api.patterns import NM, Unstructured
+from compressx.api.pruner import Block, Pruner, PruneResult, PrunerSpec, Sensitivity, Statistic
+from compressx.blocks.fisher import fisher_of
+from compressx.blocks.select import decide, gather
 from compressx.blocks.sensitivity import by_loss
-from compressx.errors import CompressxError
 from compressx.models.access import InMemory
+from compressx.models.architecture import survey, text_config
 from compressx.models.capture import capture_calls, replay
-from compressx.patterns import NM, Unstructured
 from compressx.planning.plan import PlannedRule
-from compressx.pruner import Block, Pruner, PruneResult, PrunerSpec, Sensitivity, Statistic
+from compressx.runtime.errors import CompressxError
 from compressx.testing.models import tiny_model, tiny_tokens
 
 
@@ -146,7 +146,7 @@ class Subject:
         reacting = {n: linears[n] for n in self.names} if losses else {}
         whole: Mapping[str, Sensitivity] = {}
         if "model" in losses:
-            whole = of_model(
+            whole = fisher_of(
                 InMemory(model), found, set(reacting), parts, tokens=self.rule.reads_tokens("model")
             ).linears
         sensitivities = by_loss(whole, reacting if "block" in losses else {}, runs, states)

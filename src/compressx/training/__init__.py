@@ -1,1 +1,1 @@
-"""Training what pruning left: one block at a time, or the whole model."""
+"""How surviving weights are trained: in one block, or in the whole model with its masks held."""

@@ -18,13 +18,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from compressx.calibration.windows import read_calibration
-from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
+from compressx.api.record import FinetuneReport
+from compressx.data.windows import read_calibration
 from compressx.masks.maskset import MaskSet
 from compressx.models.shards import read, write
-from compressx.quiet import quiet_libraries
 from compressx.recipe.schema import Recipe
-from compressx.recipe.tuning import Finetune, FinetuneReport
+from compressx.recipe.tuning import Finetune
+from compressx.runtime.errors import ArtifactError, CalibrationError, UnsupportedModelError
+from compressx.runtime.quiet import quiet_libraries
 from compressx.training.distillation import distillation_loss, next_token_loss
 from compressx.training.trainable import trainable
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from compressx.api.record import ReconstructionReport
 from compressx.masks.maskset import MaskEntry, MaskSet
-from compressx.ranks import ALONE, Ranks
+from compressx.numerics.output_error import channel_weights, relative_errors
 from compressx.recipe.schema import ReconstructBlock
-from compressx.relative import channel_weights, relative_errors
-from compressx.report.run import ReconstructionReport
+from compressx.runtime.ranks import ALONE, Ranks
 from compressx.training.trainable import trainable
 
 _BETAS = (0.9, 0.95)
@@ -109,7 +109,7 @@ class _Trained:
         """Train; yields after each pass over the text."""
         settings = self.settings
         per_step = max(1, settings.batch_size // (len(passages[0].enters) * ranks.size))
-        per_pass = max(ranks.everyones(math.ceil(len(passages) / per_step)))  # all take as many steps
+        per_pass = max(ranks.all_gather(math.ceil(len(passages) / per_step)))  # all take as many steps
         steps = per_pass * settings.passes
         groups = [
             {"params": [p], "lr": settings.learning_rate * size}
@@ -122,7 +122,7 @@ class _Trained:
             drawn = torch.randperm(len(passages), generator=generator).tolist()
             for i in range(per_pass):
                 mine = [passages[j] for j in drawn[i * per_step : (i + 1) * per_step]]
-                tokens = sum(ranks.everyones(sum(passage.tokens for passage in mine)))
+                tokens = sum(ranks.all_gather(sum(passage.tokens for passage in mine)))
                 with torch.enable_grad():
                     for passage in mine:
                         (passage.errors(self.channels).sum() / tokens).backward()
@@ -146,7 +146,7 @@ class _Trained:
         for parameter, dtype in self.parameters.items():
             parameter.copy_(parameter.to(dtype))
         mine = [float(p.errors(self.channels).sum(dtype=torch.float64)) for p in passages]
-        everyones = ranks.everyones((math.fsum(mine), sum(p.tokens for p in passages)))
+        everyones = ranks.all_gather((math.fsum(mine), sum(p.tokens for p in passages)))
         for parameter, value in zip(self.parameters, exact, strict=True):
             parameter.copy_(value)
         return math.fsum(error for error, _ in everyones) / sum(tokens for _, tokens in everyones)
@@ -156,7 +156,7 @@ class _Trained:
             for parameter in self.parameters:
                 if parameter.grad is None:  # this process had no text left
                     parameter.grad = torch.zeros_like(parameter)
-                ranks.add(parameter.grad)
+                ranks.all_reduce_(parameter.grad)
 
 
 def _rate(done: float) -> float:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from compressx import Unstructured, drop_lowest
-from compressx.obs import inverse_cholesky, sweep
+from compressx.numerics.obs import inverse_cholesky, sweep
 from compressx_attnprune.figure2 import descent
 
 Optimizer: TypeAlias = Literal["line-search", "momentum"]

@@ -15,15 +15,15 @@ from compressx import Block, Pattern, PluginError, PruneResult, PrunerSpec, Stat
 from compressx.allocation import methods as allocators
 from compressx.allocation.measure import Measured, measure, measure_outliers
 from compressx.allocation.units import units_of
-from compressx.architecture import survey
-from compressx.blocks.reaction import gradients, of_model
-from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
+from compressx.api.patterns import NM, Unstructured, keep_mask
+from compressx.api.statistics import FeatureNorms
+from compressx.blocks.fisher import fisher_of, gradients
 from compressx.models.access import InMemory
-from compressx.patterns import NM, Unstructured, keep_mask
+from compressx.models.architecture import survey
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude, sensitivity, sparsegpt, wanda
 from compressx.recipe.methods import ErrorAllocation
-from compressx.statistics import FeatureNorms
+from compressx.runtime.errors import ArtifactError, CalibrationError, UnsupportedModelError
 from compressx.testing import tiny_model, tiny_tokens
 from compressx_attnprune import plugin as attnprune
 
@@ -200,7 +200,7 @@ def test_units_are_the_linears_of_one_rule_in_one_block() -> None:
 @pytest.mark.slow
 def test_a_block_is_one_unit_whose_rules_prune_it_together_by_their_own_pruners() -> None:
     """The walk, asked to prune one block alone to the same sparsity, leaves the same output."""
-    from compressx.blocks.walk import prune_model
+    from compressx.blocks.prune import prune_model
 
     got = measured(tiny_model("llama"), mixed(tiny_model("llama")), 0.5, 0.7, kind="block")
     assert [(m.unit.block, m.unit.label) for m in got] == [
@@ -216,7 +216,7 @@ def test_a_block_is_one_unit_whose_rules_prune_it_together_by_their_own_pruners(
 
 
 def test_a_pruner_that_reads_the_blocks_own_loss_is_measured_with_it() -> None:
-    from compressx.blocks.walk import prune_model
+    from compressx.blocks.prune import prune_model
 
     (spec,) = sensitivity.compressx_pruners()
 
@@ -461,7 +461,7 @@ def test_sensitivities_of_tokens_are_those_of_the_windows_that_pruners_learn_fro
     found = survey(model)
     by_tokens = PlannedRule(0, spec, spec.options(tokens=0.5), None, None)
     planned = plan(model, (by_tokens, "layer", REST))
-    its = of_model(InMemory(model), found, planned.sensitive_to("model"), BATCHES).linears
+    its = fisher_of(InMemory(model), found, planned.sensitive_to("model"), BATCHES).linears
     windows = torch.cat(BATCHES)
 
     def of_blocks(*seen: torch.Tensor) -> list[float]:

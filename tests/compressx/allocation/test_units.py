@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from compressx.allocation.spread import Curve, cheapest
 from compressx.allocation.units import Unit, evenly, settled, spread, units_of, zeros_of
-from compressx.errors import RecipeError
-from compressx.patterns import NM, Unstructured, zeros_in
+from compressx.api.patterns import NM, Unstructured, zeros_in
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude
 from compressx.recipe.methods import (
@@ -25,6 +24,7 @@ from compressx.recipe.methods import (
     OwlAllocation,
     UniformAllocation,
 )
+from compressx.runtime.errors import RecipeError
 from compressx_attnprune import plugin as attnprune
 
 GRID = (0.3, 0.5, 0.7, 0.9)

@@ -8,21 +8,21 @@ from functools import partial
 
 import pytest
 import torch
-from tests.compressx.blocks.test_walk import batches, plan_all
+from tests.compressx.blocks.test_prune import batches, plan_all
 from tests.compressx.pruners.problems import correlated_inputs, one_linear
 from tests.compressx.references import channel_weights_reference
 
 from compressx import Block, CalibrationError, Sensitivity, UnsupportedModelError
-from compressx.architecture import survey
-from compressx.blocks.reaction import of_model
+from compressx.api.patterns import NM, Unstructured
+from compressx.blocks.fisher import fisher_of
+from compressx.blocks.prune import prune_model
 from compressx.blocks.sensitivity import Gathering, of_block
-from compressx.blocks.walk import prune_model
 from compressx.models.access import InMemory
+from compressx.models.architecture import survey
 from compressx.models.capture import capture_calls, replay
-from compressx.patterns import NM, Unstructured
 from compressx.planning.plan import PlannedRule
 from compressx.pruners import magnitude, sensitivity, sparsegpt
-from compressx.ranks import Ranks
+from compressx.runtime.ranks import Ranks
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 (SPEC,) = sensitivity.compressx_pruners()
@@ -114,7 +114,7 @@ def test_a_blocks_sensitivities_are_those_of_its_relative_change_by_the_whole_ja
 def test_experts_have_row_weights_and_no_token_weights():
     model = tiny_model("mixtral")
     found = survey(model)
-    measured = of_model(InMemory(model), found, found.linears, batches()).linears
+    measured = fisher_of(InMemory(model), found, found.linears, batches()).linears
     experts = {n: s for n, s in measured.items() if ".experts." in n}
     assert experts
     assert all(not s.tokens for s in experts.values())
@@ -187,8 +187,8 @@ def test_every_architecture_is_pruned_by_either_loss(architecture, loss, pattern
     rule = plan.rules[0]
     object.__setattr__(rule, "options", SPEC.options(loss=loss, tokens=0.5))
     assert plan.sensitive_to(loss) == set(found.linears)
-    given = of_model(InMemory(model), found, plan.sensitive_to("model"), batches()) if loss == "model" else None
-    pruned = list(prune_model(InMemory(model), plan, batches(), reactions=given))
+    given = fisher_of(InMemory(model), found, plan.sensitive_to("model"), batches()) if loss == "model" else None
+    pruned = list(prune_model(InMemory(model), plan, batches(), fisher=given))
     assert all(layer.sparsity == 0.5 for block in pruned for layer in block.report.layers)
 
 
@@ -221,8 +221,8 @@ def test_as_a_reconstructor_it_keeps_the_mask_of_the_other():
     model, plain = tiny_model("llama"), tiny_model("llama")
     found = survey(model)
     plan = plan_all(model, selects, HALF, reconstructor=SPEC)
-    given = of_model(InMemory(model), found, plan.sensitive_to("model"), batches())
-    first = next(iter(prune_model(InMemory(model), plan, batches(), reactions=given)))
+    given = fisher_of(InMemory(model), found, plan.sensitive_to("model"), batches())
+    first = next(iter(prune_model(InMemory(model), plan, batches(), fisher=given)))
     other = next(iter(prune_model(InMemory(plain), plan_all(plain, selects, HALF), batches())))
     for name, entry in first.masks.items():
         assert torch.equal(entry.keep, other.masks[name].keep)

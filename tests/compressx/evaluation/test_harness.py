@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from compressx.errors import CalibrationError, RecipeError
 from compressx.evaluation.harness import check_tasks, run_tasks
 from compressx.recipe.measuring import LmEval
+from compressx.runtime.errors import CalibrationError, RecipeError
 from compressx.testing import tiny_model
 
 DOCUMENTS = ["A pruned model\nstill talks.", "It loses  little."]

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from compressx.calibration.documents import documents
-from compressx.calibration.windows import evaluation_windows, token_ids
-from compressx.errors import CalibrationError, RecipeError
+from compressx.data.documents import documents
+from compressx.data.windows import evaluation_windows, token_ids
 from compressx.evaluation.perplexity import evaluate, evaluate_cached, read_texts, token_perplexity
 from compressx.models.access import InMemory
 from compressx.recipe.measuring import Evaluate
 from compressx.recipe.sources import DatasetSource
+from compressx.runtime.errors import CalibrationError, RecipeError
 from compressx.testing import tiny_model, tiny_tokens
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from compressx.errors import ArtifactError
 from compressx.masks.file import MaskEntry, join_masks, read_masks, weight_sha256, write_masks
+from compressx.runtime.errors import ArtifactError
 
 _SHA = "0123456789abcdef" * 4
 

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from compressx.errors import ArtifactError
+from compressx.api.patterns import NM, keep_mask
 from compressx.masks import maskset as masks
 from compressx.masks.maskset import Deviation, MaskEntry, MaskSet, weight_sha256
 from compressx.masks.maskset import squash as squash_held
-from compressx.patterns import NM, keep_mask
+from compressx.models.export import refuse_prepared
+from compressx.runtime.errors import ArtifactError
 from compressx.testing import tiny_model, tiny_tokens
 
 ARCHITECTURES = ["llama", "llama-tied", "gpt2", "opt"]
@@ -240,12 +241,12 @@ def test_a_set_is_a_mapping_that_later_changes_to_its_source_do_not_reach_and_th
 
 def test_a_parametrized_model_may_not_be_saved_and_the_error_says_what_to_do() -> None:
     model = tiny_model("llama")
-    masks.refuse_prepared(model)
+    refuse_prepared(model)
     sparsifier = two_of_four(model).to_torch_ao(model)
     with pytest.raises(ArtifactError, match=r"cannot be saved .*q_proj and 20 more\).*squash\(sparsifier\) first"):
-        masks.refuse_prepared(model)
+        refuse_prepared(model)
     masks.squash(sparsifier)
-    masks.refuse_prepared(model)
+    refuse_prepared(model)
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ from torch.ao.pruning import BaseSparsifier, WeightNormSparsifier
 from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
-from compressx.errors import ArtifactError
+from compressx.api.patterns import NM, keep_mask
 from compressx.masks.maskset import MaskEntry, MaskSet, squash
 from compressx.masks.sparsifier import MaskedWeight
-from compressx.patterns import NM, keep_mask
+from compressx.runtime.errors import ArtifactError
 from compressx.testing import tiny_model, tiny_tokens
 
 everywhere = pytest.mark.parametrize(

@@ -11,13 +11,13 @@ import psutil
 import pytest
 import torch
 
-from compressx.errors import ArtifactError, CompressxError
 from compressx.models.access import InMemory, device_for, weights_fingerprint
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.hidden import InFiles
 from compressx.models.loading import load_model
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import open_streamed
+from compressx.runtime.errors import ArtifactError, CompressxError
 from compressx.testing import tiny_model, tiny_tokens
 
 

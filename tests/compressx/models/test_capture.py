@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compressx.architecture import survey
-from compressx.errors import UnsupportedModelError
+from compressx.models.architecture import survey
 from compressx.models.capture import capture_calls, replay, run_around
+from compressx.runtime.errors import UnsupportedModelError
 from compressx.testing import tiny_model, tiny_tokens
 
 # Whose blocks return a tuple, and one whose blocks return their output alone.

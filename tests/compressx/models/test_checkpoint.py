@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from compressx.errors import ArtifactError, UnsupportedModelError
 from compressx.models.checkpoint import find_checkpoint
 from compressx.recipe.sources import ModelSource
+from compressx.runtime.errors import ArtifactError, UnsupportedModelError
 
 
 def source(**fields: object) -> ModelSource:

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from compressx.errors import ArtifactError
+from compressx.api.patterns import NM, keep_mask
 from compressx.masks.maskset import MaskEntry, MaskSet, squash
 from compressx.models.export import check_output, output_folder, save_model
-from compressx.patterns import NM, keep_mask
+from compressx.runtime.errors import ArtifactError
 from compressx.testing import tiny_model, tiny_tokens
 
 
@@ -406,7 +406,7 @@ def test_a_full_disk_is_an_error_that_names_the_path(tmp_path: Path) -> None:
 _LITTLE_ROOM = """
 import resource, sys
 from pathlib import Path
-from compressx.errors import ArtifactError
+from compressx.runtime.errors import ArtifactError
 from compressx.models.export import output_folder, save_model
 from compressx.testing import tiny_model
 model = tiny_model("llama")

@@ -9,11 +9,11 @@ import torch
 from gguf import GGUFWriter
 from safetensors.torch import save_file
 
-from compressx.errors import ArtifactError, UnsupportedModelError
 from compressx.models.checkpoint import Checkpoint, explained, find_checkpoint, local_folder
 from compressx.models.loading import _without_gguf, load_empty, load_model, load_skeleton, load_tokenizer
 from compressx.models.streaming import open_streamed
 from compressx.recipe.sources import ModelSource
+from compressx.runtime.errors import ArtifactError, UnsupportedModelError
 from compressx.testing import save_tiny_model, tiny_model, tiny_tokens
 
 

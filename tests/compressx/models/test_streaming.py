@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from compressx.architecture import find_blocks
-from compressx.errors import ArtifactError, UnsupportedModelError
 from compressx.models import streaming
+from compressx.models.architecture import find_blocks
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import load_model
 from compressx.models.shards import OUTSIDE, checkpoint_tensors, find_shards
 from compressx.models.streaming import open_streamed
+from compressx.runtime.errors import ArtifactError, UnsupportedModelError
 from compressx.testing import TINY_CONFIGS, tiny_model
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.compressx.blocks.test_walk import batches
+from tests.compressx.blocks.test_prune import batches
 
-from compressx.architecture import survey
-from compressx.blocks.reaction import of_model
-from compressx.blocks.walk import prune_model
+from compressx.api.patterns import NM, Unstructured
+from compressx.blocks.fisher import fisher_of
+from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
+from compressx.models.architecture import survey
 from compressx.models.capture import capture_calls, replay
-from compressx.patterns import NM, Unstructured
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.plugins.manager import load_plugins
 from compressx.testing import tiny_model
@@ -41,8 +41,10 @@ def pruned(pruners, selector, reconstructor, pattern):
     names = [f"{FQN}.self_attn.{x}_proj" for x in "qk"]
     linears = tuple(PlannedLinear(n, FQN, tuple(found.linears[n].weight.shape), rule, pattern) for n in names)
     plan = Plan(linears, {}, (rule,), needs_calibration=True)
-    given = of_model(InMemory(model), found, plan.sensitive_to("model"), tokens) if plan.sensitive_to("model") else None
-    (first,) = prune_model(InMemory(model), plan, tokens, reactions=given)
+    given = (
+        fisher_of(InMemory(model), found, plan.sensitive_to("model"), tokens) if plan.sensitive_to("model") else None
+    )
+    (first,) = prune_model(InMemory(model), plan, tokens, fisher=given)
     return first.masks, model, states, calls, dense
 
 

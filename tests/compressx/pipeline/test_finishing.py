@@ -14,13 +14,13 @@ import pytest
 import torch
 from tests.compressx.saved import save_tiny
 
-from compressx.errors import ArtifactError, CalibrationError, RecipeError, UnsupportedModelError
 from compressx.masks.maskset import MaskSet
 from compressx.models import streaming
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_model
 from compressx.pipeline.run import run
 from compressx.recipe.sources import ModelSource
+from compressx.runtime.errors import ArtifactError, CalibrationError, RecipeError, UnsupportedModelError
 
 TUNED = {"steps": 6, "learning_rate": 1e-3, "batch_size": 2, "checkpoint_every": 2}
 
@@ -184,7 +184,7 @@ def test_a_loss_that_is_not_finite_names_the_recipes_section(model: Path) -> Non
 
 
 def artifacts(folder: str) -> dict[str, Any]:
-    """Return every file of an output; of its report all but what is measured by the clock."""
+    """Return every file of an output; of its report all but what is measured by the timing."""
     found: dict[str, Any] = {
         str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()
     }

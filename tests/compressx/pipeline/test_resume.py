@@ -17,9 +17,9 @@ import pytest
 import torch
 from tests.compressx.saved import save_tiny
 
-from compressx.errors import ArtifactError
 from compressx.pipeline.run import run
 from compressx.plugins.manager import load_plugins
+from compressx.runtime.errors import ArtifactError
 
 RULES: list[dict[str, Any]] = [
     {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6},
@@ -81,7 +81,7 @@ def stopped(asked: dict[str, Any], after: int, modules: tuple[str, ...] = (), **
 
 
 def artifacts(folder: str) -> dict[str, bytes]:
-    """Return every file of an output; of its reports all but what is measured by the clock."""
+    """Return every file of an output; of its reports all but what is measured by the timing."""
     found = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
     report = json.loads(found.pop("report.json"))
     del found["report.md"], found["report.html"]  # the same content for people

@@ -18,9 +18,9 @@ from tests.compressx.saved import save_tiny
 
 import compressx
 from compressx.allocation.spread import Curve
-from compressx.blocks.reaction import Reactions
-from compressx.blocks.walk import prune_model
-from compressx.errors import ArtifactError, CalibrationError, RecipeError
+from compressx.api.record import BlockReport, RunReport
+from compressx.blocks.fisher import Fisher
+from compressx.blocks.prune import prune_model
 from compressx.masks.maskset import MaskSet
 from compressx.models import hidden
 from compressx.models.access import InMemory
@@ -29,7 +29,7 @@ from compressx.models.loading import load_model
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.sources import ModelSource
-from compressx.report.run import BlockReport, RunReport
+from compressx.runtime.errors import ArtifactError, CalibrationError, RecipeError
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_sensitivities_of_tokens_are_measured_for_a_recipe_that_reads_them(model
 def test_what_one_rule_reads_of_its_blocks_loss_changes_nothing_for_another(
     models: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compressx.blocks.reaction.ROW_WINDOWS", 2)  # of eight
+    monkeypatch.setattr("compressx.blocks.fisher.ROW_WINDOWS", 2)  # of eight
     masks = []
     for tokens in (0.0, 0.5):
         of_block = {"loss": "block", "tokens": tokens}
@@ -794,7 +794,7 @@ def test_block_reconstruction_goes_by_the_losss_reaction_whatever_prunes(
     asked = recipe(models("llama"), {"targets": ["*.up_proj"], "pruner": "wanda", "sparsity": 0.5})
     asked["reconstruct_block"] = {"passes": 1}
     whole = run(asked, plugins=plugins)
-    monkeypatch.setattr("compressx.pipeline.run.of_model", lambda *_, **__: Reactions())
+    monkeypatch.setattr("compressx.pipeline.run.fisher_of", lambda *_, **__: Fisher())
     without = run({**asked, "output": "without"}, plugins=plugins)
     for mine, others in zip(whole.blocks, without.blocks, strict=True):
         assert mine.reconstruction is not None

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from compressx.errors import CompressxError, PluginError, RecipeError, UnsupportedModelError
-from compressx.patterns import NM, Unstructured
-from compressx.planning.plan import Plan, make_plan
+from compressx.api.patterns import NM, Unstructured
+from compressx.planning.make import make_plan
+from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.schema import load_recipe
+from compressx.runtime.errors import CompressxError, PluginError, RecipeError, UnsupportedModelError
 from compressx.testing import tiny_model
 
 CALIBRATION = "calibration: {dataset: {text: calibration.txt}, samples: 4, sequence_length: 32}"

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import compressx.plugins.discovery
-from compressx.errors import PluginError
 from compressx.plugins.file import PluginsFile, read_plugins_file
 from compressx.plugins.manager import PluginRecord, code_digest, load_plugins
+from compressx.runtime.errors import PluginError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -189,7 +189,7 @@ def test_one_object_under_two_paths_is_an_error(site: Site) -> None:
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("x = 1\ndef f(:", "SyntaxError: invalid syntax (HERE/cx_bad.py, line 2)"),
-        ("raise __import__('compressx').PluginError('too old')", "compressx.errors.PluginError: too old"),
+        ("raise __import__('compressx').PluginError('too old')", "compressx.runtime.errors.PluginError: too old"),
         ("x = 1", "TypeError: it implements no hook; mark its functions with @compressx.hookimpl"),
     ],
 )

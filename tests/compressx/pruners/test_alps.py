@@ -9,7 +9,7 @@ from tests.compressx.saved import save_tiny
 
 import compressx
 from compressx import Hessian, RecipeError, UnsupportedModelError
-from compressx.patterns import NM, FixedMask, Unstructured
+from compressx.api.patterns import NM, FixedMask, Unstructured
 from compressx.plugins.manager import load_plugins
 
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ import torch
 from tests.compressx.pruners.problems import SPECS, correlated_inputs, one_linear, output_error, prune
 
 from compressx import UnsupportedModelError
-from compressx.patterns import NM, FixedMask, Unstructured, zeros_in
+from compressx.api.patterns import NM, FixedMask, Unstructured, zeros_in
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(0.5, "row"), Unstructured(0.7, "layer"), NM(2, 4)], ids=str)

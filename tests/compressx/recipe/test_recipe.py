@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from compressx.errors import RecipeError
-from compressx.patterns import NM
+from compressx.api.patterns import NM
 from compressx.recipe.document import MAX_DEPTH, flow, from_python
 from compressx.recipe.methods import AttentionAware
 from compressx.recipe.schema import LoadedRecipe, Recipe, Rule, load_recipe, recipe_from_dict, validate_options
 from compressx.recipe.yamlfile import MAX_BYTES, dump_yaml, parse_yaml
+from compressx.runtime.errors import RecipeError
 
 GOOD = """\
 model: org/model

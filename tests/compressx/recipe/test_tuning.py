@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from tests.compressx.saved import save_tiny
 
-from compressx.errors import CalibrationError, RecipeError
+from compressx.api.record import FinetuneReport
 from compressx.pipeline.run import plan
 from compressx.recipe.schema import load_recipe, recipe_from_dict
-from compressx.recipe.tuning import Finetune, FinetuneReport
+from compressx.recipe.tuning import Finetune
+from compressx.runtime.errors import CalibrationError, RecipeError
 
 RECIPE = """\
 model: {path: model, streaming: STREAMING}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from compressx.api.record import BlockReport, LayerReport
 from compressx.report import figures, plots
-from compressx.report.run import BlockReport, LayerReport
 
 
 def layer(name: str, info: Mapping[str, float] | None = None, history: Any = None, pruner: str = "mine") -> LayerReport:

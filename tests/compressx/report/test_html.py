@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from compressx.recipe.tuning import FinetuneReport
-from compressx.report import figures, html
-from compressx.report.run import (
+from compressx.api.record import (
     AllocationReport,
     BlockReport,
+    FinetuneReport,
     LayerReport,
     ReconstructionReport,
     RunReport,
     UnitReport,
     total_sparsity,
 )
+from compressx.report import figures, html
 
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

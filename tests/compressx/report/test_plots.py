@@ -12,8 +12,8 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 
-from compressx.errors import ArtifactError
 from compressx.report import plots
+from compressx.runtime.errors import ArtifactError
 
 BLOCKS = range(4)
 PANELS = {"q_proj, k_proj": {"attnprune": (BLOCKS, [0.01, 0.02, 0.04, 0.2]), "wanda": (BLOCKS, [0.1, 0.2, 0.4, 0.9])}}

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from compressx.recipe.tuning import FinetuneReport
-from compressx.report.markdown import page
-from compressx.report.run import (
+from compressx.api.record import (
     SUMMARY_COLUMNS,
     AllocationReport,
     BlockReport,
+    FinetuneReport,
     LayerReport,
     RunReport,
     UnitReport,
@@ -21,6 +20,7 @@ from compressx.report.run import (
     shared,
     total_sparsity,
 )
+from compressx.report.markdown import page
 
 
 def layer(name: str, *, pruner: str = "wanda", pattern: str = "50% row", rows: int = 4, sparsity: float = 0.5,

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressx.architecture import survey
-from compressx.calibration.documents import documents
-from compressx.calibration.windows import calibration_windows, token_ids
-from compressx.errors import ArtifactError, CalibrationError, UnsupportedModelError
+from compressx.api.record import FinetuneReport
+from compressx.data.documents import documents
+from compressx.data.windows import calibration_windows, token_ids
 from compressx.masks.maskset import MaskEntry, MaskSet, weight_sha256
+from compressx.models.architecture import survey
 from compressx.recipe.sources import DatasetSource
-from compressx.recipe.tuning import Finetune, FinetuneReport
+from compressx.recipe.tuning import Finetune
+from compressx.runtime.errors import ArtifactError, CalibrationError, UnsupportedModelError
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 from compressx.training import finetune as module
 from compressx.training.distillation import distillation_loss, next_token_loss

@@ -7,22 +7,22 @@ from functools import partial
 
 import pytest
 import torch
-from tests.compressx.blocks.test_walk import SPECS, batches, plan_all
+from tests.compressx.blocks.test_prune import SPECS, batches, plan_all
 from tests.compressx.references import mean_error, relative_errors_reference
 
-from compressx.architecture import survey
-from compressx.blocks.reaction import Reactions
-from compressx.blocks.walk import prune_model
-from compressx.calibration.documents import documents
-from compressx.calibration.windows import calibration_windows, evaluation_windows, token_ids
+from compressx.api.patterns import NM, Unstructured
+from compressx.blocks.fisher import Fisher
+from compressx.blocks.prune import prune_model
+from compressx.data.documents import documents
+from compressx.data.windows import calibration_windows, evaluation_windows, token_ids
 from compressx.evaluation.perplexity import token_perplexity
 from compressx.models.access import InMemory
+from compressx.models.architecture import survey
 from compressx.models.capture import capture_calls, replay
-from compressx.patterns import NM, Unstructured
-from compressx.ranks import Ranks
+from compressx.numerics.output_error import channel_weights
 from compressx.recipe.schema import ReconstructBlock
 from compressx.recipe.sources import DatasetSource
-from compressx.relative import channel_weights
+from compressx.runtime.ranks import Ranks
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 from compressx.training.reconstruct import Passage, _Trained, reconstruct
 
@@ -110,9 +110,9 @@ def test_channels_count_as_the_loss_reacts_to_them():
     model, dense = tiny_model("llama"), tiny_model("llama")
     fqn = "model.layers.0"
     channels = torch.rand(64, generator=torch.Generator().manual_seed(0)) ** 4
-    reactions = Reactions(channels={fqn: channels})
+    fisher = Fisher(channels={fqn: channels})
     settings = ReconstructBlock(passes=1, learning_rate=1e-9, held_out=0.99)
-    first, *_ = prune_model(InMemory(model), planned(model, settings=settings), batches(2), reactions=reactions)
+    first, *_ = prune_model(InMemory(model), planned(model, settings=settings), batches(2), fisher=fisher)
     states, calls = capture_calls(dense, survey(dense).blocks, batches(2))
     errors = []
     for state, call in list(zip(states, calls[fqn], strict=True))[1:]:  # the first is trained on

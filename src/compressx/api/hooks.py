@@ -1,0 +1,45 @@
+"""The hooks that a plugin may implement, all of them, each one typed function.
+
+Mark an implementation with `compressx.hookimpl`. An implementation may take fewer arguments than its spec, never
+others: pluggy refuses unknown ones when the plugin is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from compressx.api.pruner import PrunerSpec
+    from compressx.api.record import BlockReport, RunReport
+
+hookspec = pluggy.HookspecMarker("compressx")
+hookimpl = pluggy.HookimplMarker("compressx")
+
+
+@hookspec
+def compressx_pruners() -> Iterable[PrunerSpec]:  # type: ignore[empty-body]
+    """Offer pruners to recipes. Names must be unique over all plugins."""
+
+
+@hookspec
+def compressx_block_pruned(report: BlockReport) -> None:
+    """Hear that a decoder block was pruned and its successor's input computed.
+
+    Args:
+        report: which block, its layers' achieved sparsity, figures and seconds.
+    """
+
+
+@hookspec
+def compressx_run_finished(report: RunReport, output: Path) -> None:
+    """Hear that a run ended and its output folder is complete.
+
+    Args:
+        report: the whole report, as in `report.json`.
+        output: the finished folder; files that a plugin adds here are kept.
+    """

@@ -1,0 +1,248 @@
+"""What a pruner sees and returns: the contract between the host and every plugin.
+
+The host observes, applies and writes; a plugin only returns values. `prune` is given a *whole decoder block*, because
+some methods need several linears at once (attention pruning needs query and key together).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from compressx.api.patterns import Group, Pattern
+from compressx.runtime.errors import PluginError, blamed_on
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Reduction: TypeAlias = Literal["sum", "max", "cat"]
+
+
+@runtime_checkable
+class Statistic(Protocol):
+    """A running summary of what enters a linear; never a store of activations unless its name says so.
+
+    Two *fresh* statistics that compare equal (`==`) and see the same input are computed once and shared, so a
+    dataclass should leave its accumulators out of the comparison (`field(compare=False)`).
+    """
+
+    def update(self, x: Tensor) -> None:
+        """Take in one batch.
+
+        Args:
+            x: [batch, tokens, in_features] in the model's dtype; [batch * tokens, in_features] where the model
+                flattens it, and [tokens, in_features] behind a router.
+        """
+
+    def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
+        """Return what has been gathered, each with how it combines across processes.
+
+        `sum` and `max` are written into the returned tensor, which therefore has to be the accumulator itself; `cat`
+        is handed to `update` of a fresh statistic, process by process.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """One prunable weight, always seen as [out_features, in_features] however its module stores it.
+
+    Attributes:
+        name: fully qualified name in the model, such as `model.layers.0.self_attn.q_proj`; one of many fused experts
+            ends in its parameter and number, as in `model.layers.0.mlp.experts.down_proj.3`.
+        module: the module that owns the weight.
+        parameter: name of the weight in the module.
+        transposed: the module stores [in_features, out_features] (transformers' Conv1D, as in GPT-2).
+        expert: which slice of a fused [experts, out_features, in_features] parameter this is; None for a whole one.
+    """
+
+    name: str
+    module: nn.Module
+    parameter: str = "weight"
+    transposed: bool = False
+    expert: int | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as a view [out_features, in_features], without autograd history."""
+        stored: Tensor = getattr(self.module, self.parameter).detach()  # also while masks are held on it
+        if self.expert is not None:
+            return stored[self.expert]
+        return stored.T if self.transposed else stored
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias [out_features], or None."""
+        bias: Tensor | None = getattr(self.module, "bias", None) if self.expert is None else None
+        return None if bias is None else bias.detach()
+
+    @property
+    def out_features(self) -> int:
+        """Number of outputs."""
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Number of inputs."""
+        return self.weight.shape[1]
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """The arguments, besides the hidden states, with which the model calls a block for one batch.
+
+    Attributes:
+        args: positional arguments after the hidden states.
+        kwargs: keyword arguments: attention mask, rotary embeddings, position ids, cache flags.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+Loss: TypeAlias = Literal["model", "block"]
+"""The model's likelihood on the calibration text, or the error of the block's output, squared and relative to it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sensitivity:
+    """How strongly a loss reacts to what a linear gives: mean squares of the loss's gradient with respect to that.
+
+    Attributes:
+        rows: of each output, the mean over tokens, float32 [out_features].
+        tokens: of each token, the mean over outputs: float32 [batch, tokens] for each calibration batch, in the order
+            in which a statistic is updated. Empty behind a router, whose tokens have no place in their batch, and of
+            the model's loss where no pruner of the recipe reads them.
+    """
+
+    rows: Tensor
+    tokens: Sequence[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One decoder block.
+
+    Attributes:
+        index: position in the model, from 0.
+        fqn: fully qualified name, such as `model.layers.0`.
+        module: the block. A plugin reads it and never changes it.
+        linears: the block's prunable linears by fully qualified name.
+        calls: the block's other arguments, one entry for each calibration batch. Empty while a recipe is planned.
+        config: the transformers text config of the model.
+        sensitivities: of its linears by loss and name, those that a `PrunerSpec.sensitivity` asked for. Empty while a
+            recipe is planned.
+    """
+
+    index: int
+    fqn: str
+    module: nn.Module
+    linears: Mapping[str, Linear]
+    calls: Sequence[BlockCall]
+    config: Any
+    sensitivities: Mapping[Loss, Mapping[str, Sensitivity]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class PruneResult:
+    """What a pruner decided for one linear.
+
+    What several linears have in common, such as the attention of query and key, is said once by giving them the same
+    object as `info`, `images` or `history`.
+
+    Attributes:
+        keep: bool [out_features, in_features], True = keep.
+        weight: the surviving weights' new values [out_features, in_features] in any float dtype; None leaves them.
+        info: figures for the report, such as the damping that was needed. `error`, `error.wanda` and `error.dense`
+            are one family, which is drawn over the blocks; the bare name is the pruner's own.
+        images: small matrices [rows, columns] that a person should see, such as an attention matrix dense and pruned.
+        history: curves, one value for each of the solver's steps, such as its loss.
+    """
+
+    keep: Tensor
+    weight: Tensor | None = None
+    info: Mapping[str, float] = field(default_factory=dict)
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    history: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+class Pruner(Protocol):
+    """Selects which weights of a block survive, and may give the survivors new values."""
+
+    def observe(self, block: Block, name: str) -> Statistic | None:
+        """Return a fresh statistic for the linear `name`, or None when no calibration is needed for it."""
+
+    def prune(
+        self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic]
+    ) -> Mapping[str, PruneResult]:
+        """Decide for every linear named in `patterns`.
+
+        Args:
+            block: the still unpruned block.
+            patterns: what each linear has to become, by name.
+            stats: the statistics that `observe` asked for, by name, filled; not to be changed, since allocation asks
+                again with other patterns.
+
+        Returns:
+            One result for each name in `patterns`.
+        """
+
+
+@dataclass(frozen=True)
+class PrunerSpec:
+    """How a plugin offers a pruner to recipes.
+
+    Attributes:
+        name: what a recipe writes after `pruner:`.
+        summary: one line for `compressx plugins`.
+        options: pydantic model of the recipe's `options:`; unknown options are refused whatever its own config says.
+        build: makes the pruner from validated options.
+        groups: the budgets that it supports for unstructured sparsity, the first being its default.
+        nm: whether it supports N:M.
+        reconstructs: whether it accepts `FixedMask`, so that a recipe can name it after `reconstruct:`.
+        selecting_options: names of the options that change nothing for given masks, and are refused there.
+        separable: whether each linear is decided from its own weight and statistics, so that a block's linears can be
+            decided one at a time, or by several processes. Others may be pruned already then.
+        sensitivity: from options to the loss whose sensitivities the pruner reads in `Block.sensitivities`, or None.
+        reads_tokens: from options to whether `Sensitivity.tokens` are read; always when None. Without readers, the rows
+            of the model's loss are measured on a part of the text.
+        check: raises `UnsupportedModelError` when a block (without weights) cannot be pruned this way; called while
+            the recipe is planned, with the patterns of the linears that the rule took in that block.
+    """
+
+    name: str
+    summary: str
+    options: type[BaseModel]
+    build: Callable[[Any], Pruner]
+    groups: tuple[Group, ...] = ("row", "layer", "joint")
+    nm: bool = True
+    reconstructs: bool = False
+    selecting_options: tuple[str, ...] = ()
+    separable: bool = False
+    sensitivity: Callable[[Any], Loss | None] | None = None
+    reads_tokens: Callable[[Any], bool] | None = None
+    check: Callable[[Block, Mapping[str, Pattern]], None] | None = None
+
+
+def sparsity_of(keep: Tensor) -> float:
+    """Count the fraction of zeros in a mask."""
+    return 1.0 - torch.count_nonzero(keep).item() / keep.numel()
+
+
+def statistic_of(plugin: str, pruner: Pruner, block: Block, name: str) -> Statistic | None:
+    """Ask a pruner what it wants to observe of a linear.
+
+    Raises:
+        PluginError: any exception of the pruner's that is not for users, or what is no statistic.
+    """
+    with blamed_on(f"observe of pruner {plugin!r} failed on {name}"):
+        found = pruner.observe(block, name)
+    if found is not None and (isinstance(found, type) or not callable(getattr(found, "update", None))):
+        raise PluginError(
+            f"observe of pruner {plugin!r} on {name} must return a statistic, such as "
+            f"FeatureNorms(block.linears[name].in_features), or None; got {found!r:.80}"
+        )
+    return found

@@ -1,0 +1,312 @@
+"""What a run did, as values: written as `report.json`; `markdown.py` makes `report.md` of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from compressx.api.patterns import allocated_form
+
+_Item = TypeVar("_Item")
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One pruned linear.
+
+    Attributes:
+        name: fully qualified name.
+        pruner: which pruner selected, and after a `+` which one reconstructed.
+        pattern: as in the recipe, such as `2:4` or `50% row`.
+        shape: [out_features, in_features].
+        target: fraction of zeros that was asked for.
+        sparsity: fraction of zeros, counted in the mask.
+        seconds: this linear's share, by weights, of the time its rule took in its block.
+        info: figures that the pruner gave; linears that were given one object share it here, too.
+        history: curves over its solver's steps, by name; shared likewise.
+    """
+
+    name: str
+    pruner: str
+    pattern: str
+    shape: tuple[int, int]
+    target: float
+    sparsity: float
+    seconds: float
+    info: Mapping[str, float] = field(default_factory=dict)
+    history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReconstructionReport:
+    """What training a block's survivors did to the error of its output, on calibration text that it did not see.
+
+    Attributes:
+        before: mean over tokens of `numerics.output_error.relative_errors`, channels weighing as the dense model's
+            loss reacts to them, of the pruned block's output on the pruned stream from the dense one's on the dense
+            stream.
+        after: the same afterwards; that of the weights that were kept.
+        history: before the first pass, and after each.
+        seconds: that it took.
+    """
+
+    before: float
+    after: float
+    history: tuple[float, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """One pruned decoder block.
+
+    Attributes:
+        index: position in the model.
+        fqn: fully qualified name; empty for linears outside the blocks.
+        layers: its pruned linears.
+        seconds: for observing, pruning, training and computing the next block's input.
+        output_error: what its pruning alone did to its output on the pruned stream, before any reconstruction: the
+            mean over tokens of its error (`numerics.output_error`), on the first windows of the calibration text, which
+            the pruner saw too; None where there is no such text, and outside the blocks.
+        reconstruction: what training its survivors did; None when the recipe does not ask for it.
+    """
+
+    index: int
+    fqn: str
+    layers: tuple[LayerReport, ...]
+    seconds: float
+    output_error: float | None = None
+    reconstruction: ReconstructionReport | None = None
+
+    @property
+    def name(self) -> str:
+        """Its fully qualified name, or `outside` where that is empty."""
+        return self.fqn or "outside"
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """Linears of one block that were allocated one sparsity.
+
+    Attributes:
+        block: fully qualified name; empty outside the blocks, where the target is kept.
+        pruner: which pruner selects, and after a `+` which one reconstructs; several of several rules.
+        linears: their names.
+        weights: how many.
+        sparsity: fraction of zeros that they were given.
+        divergence: predicted for it from `divergences`; None outside the blocks, and where none were measured.
+        sparsities: that were measured.
+        divergences: of the model's predictions from the dense model's at each of them, with these linears alone pruned:
+            Kullback-Leibler, to second order, in nats, the mean over tokens.
+        outliers: fraction of their scores that are outliers; None where those were not measured.
+    """
+
+    block: str
+    pruner: str
+    linears: tuple[str, ...]
+    weights: int
+    sparsity: float
+    divergence: float | None = None
+    sparsities: tuple[float, ...] = ()
+    divergences: tuple[float, ...] = ()
+    outliers: float | None = None
+
+
+@dataclass(frozen=True)
+class AllocationReport:
+    """How sparsities were chosen.
+
+    Attributes:
+        method: by its name in the recipe.
+        target: fraction of zeros that was asked for; None of explicit sparsities without one.
+        unit: what was given one sparsity: a `block`, what a `rule` took in one, or the `linear`s of one kind.
+        scope: what shared the target, `model` or `block`.
+        weights: of all planned linears.
+        zeros: that were given to them.
+        units: what was given one sparsity, in the model's order.
+    """
+
+    method: str
+    target: float | None
+    unit: str
+    scope: str
+    weights: int
+    zeros: int
+    units: tuple[UnitReport, ...]
+
+    def rows(self) -> list[list[str]]:
+        """Return `[block, linears, pruner, sparsity, predicted divergence, outliers]` for every unit."""
+        return [
+            [
+                u.block or "outside",
+                ", ".join(dict.fromkeys(kind_of(name) for name in u.linears)),
+                u.pruner,
+                f"{u.sparsity:.2%}",
+                "" if u.divergence is None else f"{u.divergence:.3g}",
+                "" if u.outliers is None else f"{u.outliers:.3%}",
+            ]
+            for u in self.units
+        ]
+
+
+@dataclass(frozen=True)
+class FinetuneReport:
+    """How a pruned model was fine-tuned.
+
+    Attributes:
+        teacher: `dense` or `none`.
+        trained: how many numbers were trained: weights that are kept, and gains and biases if these were too.
+        steps: optimizer steps.
+        windows: how many windows there were to train on, and tokens in each.
+        losses: of every step, on its own batch, before the step: KL divergence from the teacher per token times the
+            square of the temperature, or negative log-likelihood per token.
+    """
+
+    teacher: str
+    trained: int
+    steps: int
+    windows: tuple[int, int]
+    losses: tuple[float, ...]
+
+    def summary(self) -> str:
+        """Return one sentence."""
+        count, tokens = self.windows
+        loss = "next-token loss" if self.teacher == "none" else "divergence from the dense model"
+        return (
+            f"{self.steps} steps on {count} windows of {tokens} tokens, {self.trained / 1e6:.3g} M numbers trained: "
+            f"{loss} {self.losses[0]:.4g} at the first, {self.losses[-1]:.4g} at the last"
+        )
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A whole run.
+
+    Attributes:
+        compressx: version of compressx.
+        model: the model source as the recipe gives it.
+        sparsity: fraction of zeros over all planned linears, counted.
+        blocks: every pruned block with its linears, in the model's order.
+        skipped: every linear or matrix that was not pruned, with the reason.
+        evaluation: `dense`, `pruned` and, after fine-tuning, `finetuned`, each a mapping from the number's full name
+            to its value; empty when the recipe evaluates nothing.
+        seconds: by stage: load, calibrate, allocate, prune, finetune, evaluate, total.
+        peak_memory_bytes: highest resident memory of the process, plus that of the accelerator if one was used.
+        plugins: name, version and source of every plugin that was loaded.
+        versions: of the libraries that decide the result.
+        figures: `file`, inside the output folder, and `caption` of each figure that was drawn.
+        allocation: how sparsities were chosen; None when the recipe's rules gave their own.
+        finetune: how the survivors were trained; None when they were not.
+    """
+
+    compressx: str
+    model: Mapping[str, Any]
+    sparsity: float
+    blocks: tuple[BlockReport, ...]
+    skipped: tuple[Mapping[str, str], ...]
+    evaluation: Mapping[str, Mapping[str, Any]]
+    seconds: Mapping[str, float]
+    peak_memory_bytes: int
+    plugins: tuple[Mapping[str, str | None], ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    figures: tuple[Mapping[str, str], ...] = ()
+    allocation: AllocationReport | None = None
+    finetune: FinetuneReport | None = None
+
+    @property
+    def layers(self) -> tuple[LayerReport, ...]:
+        """Every pruned linear."""
+        return tuple(layer for block in self.blocks for layer in block.layers)
+
+    def to_json(self) -> str:
+        """Return the content of `report.json`."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    def measures(self) -> dict[tuple[str, str], float]:
+        """Return every number that was measured, by its name and by the model: `dense`, `pruned` or `finetuned`."""
+        return {(name, of): value for of, values in self.evaluation.items() for name, value in _flat(values).items()}
+
+    def evaluation_rows(self) -> list[list[str]]:
+        """Return the cells under `evaluation_columns` for every number measured on all; changes are from dense."""
+        dense = _flat(self.evaluation.get("dense", {}))
+        others = [_flat(self.evaluation.get(name, {})) for name in self._changed()]
+        rows: list[list[str]] = []
+        for name, value in dense.items():
+            if all(name in other for other in others):
+                row = [name, f"{value:.4g}"]
+                for other in others:
+                    row += [f"{other[name]:.4g}", f"{other[name] / value - 1:+.1%}" if value else ""]
+                rows.append(row)
+        return rows
+
+    def evaluation_columns(self) -> list[str]:
+        """Name the columns of `evaluation_rows`."""
+        return ["", "dense", *(column for name in self._changed() for column in (name, "change"))]
+
+    def _changed(self) -> list[str]:
+        """Name the models that were evaluated beside the dense one."""
+        return ["pruned", *(["finetuned"] if "finetuned" in self.evaluation else [])]
+
+    def summary_rows(self) -> list[list[str]]:
+        """Return one row for each kind of module (last part of the name), pruner and pattern.
+
+        Allocated sparsities, which differ from layer to layer, are one pattern: `allocated row`, or `allocated N:4`.
+        """
+        groups: dict[tuple[str, str, str], list[LayerReport]] = defaultdict(list)
+        for layer in self.layers:
+            pattern = allocated_form(layer.pattern) if self.allocation else layer.pattern
+            groups[kind_of(layer.name), layer.pruner, pattern].append(layer)
+        rows = []
+        for (kind, pruner, pattern), members in groups.items():
+            weights = sum(m.shape[0] * m.shape[1] for m in members)
+            zeros = sum(m.sparsity * m.shape[0] * m.shape[1] for m in members)
+            seconds = sum(m.seconds for m in members)
+            rows.append([kind, pruner, pattern, str(len(members)), f"{zeros / weights:.2%}", f"{seconds:.1f}"])
+        return rows
+
+
+SUMMARY_COLUMNS = ["module", "pruner", "pattern", "layers", "sparsity", "seconds"]
+
+
+def total_sparsity(layers: Iterable[LayerReport]) -> float:
+    """Return the fraction of zeros over all weights of `layers`; 0 when there are none."""
+    counts = [(x.shape[0] * x.shape[1], x.sparsity) for x in layers]
+    weights = sum(n for n, _ in counts)
+    return sum(n * sparsity for n, sparsity in counts) / weights if weights else 0.0
+
+
+def kind_of(name: str) -> str:
+    """Return the last part of a linear's name; a fused expert's ends in its number, which is no kind."""
+    return re.sub(r"(\.\d+)+$", "", name).rsplit(".", 1)[-1]
+
+
+def in_short(names: Sequence[str]) -> str:
+    """Name several linears of one block by the first one's full name and the others' kinds."""
+    first, *others = names
+    kinds = dict.fromkeys(kind_of(name) for name in others)
+    return ", ".join([first, *kinds])
+
+
+def shared(values: Iterable[tuple[_Item, Mapping[str, _Value]]]) -> list[tuple[list[_Item], Mapping[str, _Value]]]:
+    """Group items that hold one and the same object, in order; what is empty is left out."""
+    groups: dict[int, tuple[list[_Item], Mapping[str, _Value]]] = {}
+    for item, value in values:
+        if value:
+            groups.setdefault(id(value), ([], value))[0].append(item)
+    return list(groups.values())
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name} ")
+        elif isinstance(value, int | float):
+            flat[f"{prefix}{name}"] = float(value)
+    return flat

@@ -1,0 +1,151 @@
+"""Streaming statistics of what enters a linear.
+
+Accumulators are float32 at least, whatever the model's dtype. Batches of any size give the same result up to float
+order. Statistics are dataclasses that compare by kind and shape only, so the walk shares them between linears with
+the same input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from compressx.api.pruner import Reduction
+
+
+@dataclass
+class FeatureNorms:
+    """Sum of squares of each input feature: ||X_j||^2 of Wanda (arXiv 2306.11695)."""
+
+    in_features: int
+    squares: Tensor = field(init=False, repr=False, compare=False)  # [in_features], float64
+    count: Tensor = field(init=False, repr=False, compare=False)  # of tokens, int64
+
+    def __post_init__(self) -> None:
+        self.squares = torch.zeros(self.in_features, dtype=torch.float64)
+        self.count = torch.zeros((), dtype=torch.int64)
+
+    def update(self, x: Tensor) -> None:
+        """Add a batch [..., in_features]."""
+        flat = x.reshape(-1, self.in_features)
+        self.squares = self.squares.to(flat.device) + flat.to(torch.float32, copy=True).square_().sum(dim=0)
+        self.count += flat.shape[0]
+
+    def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
+        """Return `squares` [in_features] and the number of tokens."""
+        return {"squares": (self.squares, "sum"), "count": (self.count, "sum")}
+
+    @property
+    def tokens(self) -> int:
+        """How many came, in all processes once they were combined."""
+        return int(self.count)
+
+    @property
+    def norms(self) -> Tensor:
+        """||X_j||_2 of each feature, float32 [in_features]."""
+        return self.squares.sqrt().float()
+
+
+_PANEL = 256
+"""Rows of X^T X in one product: enough for a fast one, few enough that little is computed below the diagonal."""
+
+
+@dataclass
+class Hessian:
+    """X^T X over all calibration tokens, the Hessian (up to a factor) of a linear's squared output error.
+
+    It is symmetric, so that only panels of rows from the diagonal on are gathered: little more than half of the
+    products. Each batch's product is float32; they are added up in float64, so that the order, and with it the number
+    of processes, does not matter: SparseGPT turns the rounding of a sum into other masks.
+    """
+
+    in_features: int
+    sums: Tensor = field(init=False, repr=False, compare=False)  # the panels one after the other, float64
+    count: Tensor = field(init=False, repr=False, compare=False)  # of tokens, int64
+
+    def __post_init__(self) -> None:
+        size = sum((stop - start) * (self.in_features - start) for start, stop in self._rows())
+        self.sums = torch.zeros(size, dtype=torch.float64)
+        self.count = torch.zeros((), dtype=torch.int64)
+
+    def update(self, x: Tensor) -> None:
+        """Add a batch [..., in_features]."""
+        flat = x.reshape(-1, self.in_features)
+        self.sums = self.sums.to(flat.device)
+        exact = flat.is_cuda and flat.dtype in (torch.float16, torch.bfloat16)  # products of halves, float32 sums
+        flat = flat if exact else flat.float()
+        for start, stop, panel in self._panels():
+            left, right = flat[:, start:stop].T, flat[:, start:]
+            panel += torch.mm(left, right, out_dtype=torch.float32) if exact else left @ right  # noqa: PLW2901
+        self.count += flat.shape[0]
+
+    def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
+        """Return `sums`, of which `matrix` is made, and the number of tokens."""
+        return {"sums": (self.sums, "sum"), "count": (self.count, "sum")}
+
+    @property
+    def tokens(self) -> int:
+        """How many came, in all processes once they were combined."""
+        return int(self.count)
+
+    @property
+    def matrix(self) -> Tensor:
+        """X^T X whole, float32 [in_features, in_features]; assembled anew each time."""
+        return self.assembled()
+
+    def assembled(self) -> Tensor:
+        """Return `matrix`, the caller's to overwrite."""
+        full = self.sums.new_empty(self.in_features, self.in_features, dtype=torch.float32)
+        for start, stop, panel in self._panels():
+            full[start:stop, start:] = panel
+            full[stop:, start:stop] = panel[:, stop - start :].T
+        return full
+
+    @property
+    def diagonal(self) -> Tensor:
+        """The squared norm of each feature, float64 [in_features]."""
+        return torch.cat([panel.diagonal() for _, _, panel in self._panels()])
+
+    def _rows(self) -> list[tuple[int, int]]:
+        """Return the first row of each panel and the one after its last."""
+        width = math.ceil(self.in_features / math.ceil(self.in_features / _PANEL))
+        return [(start, min(start + width, self.in_features)) for start in range(0, self.in_features, width)]
+
+    def _panels(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield each panel's rows and the panel [stop - start, in_features - start], which begins at the diagonal."""
+        end = 0
+        for start, stop in self._rows():
+            begin, end = end, end + (stop - start) * (self.in_features - start)
+            yield start, stop, self.sums[begin:end].view(stop - start, -1)
+
+
+@dataclass
+class SequenceSample:
+    """The first `limit` input sequences, kept whole in the model's dtype, for methods that need token order.
+
+    Unlike the other statistics this one stores activations: `limit * tokens * in_features` of them.
+    """
+
+    in_features: int
+    limit: int | None = None
+    batches: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def update(self, x: Tensor) -> None:
+        """Keep a batch [batch, tokens, in_features], up to the limit."""
+        have = sum(len(b) for b in self.batches)
+        room = len(x) if self.limit is None else min(len(x), self.limit - have)
+        if room > 0:
+            self.batches.append(x[:room].detach().clone())
+
+    def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
+        """Return `sequences` [sequences, tokens, in_features]."""
+        return {"sequences": (self.sequences, "cat")}
+
+    @property
+    def sequences(self) -> Tensor:
+        """All kept sequences [sequences, tokens, in_features]."""
+        return torch.cat(self.batches)

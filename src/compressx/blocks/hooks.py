@@ -1,0 +1,83 @@
+"""Hooks on a model's linears, wherever their weights are: what each is handed, and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from compressx.api.pruner import Linear
+
+Take: TypeAlias = Callable[[str, Tensor], None]
+"""Gets a linear's name, and [batch, tokens, features], or [tokens, features] behind a router."""
+
+
+@contextmanager
+def inputs_watched(linears: Mapping[str, Linear], take: Take) -> Iterator[None]:
+    """Hand the name and the input of each of some linears to `take` before it is called, for the length of a `with`."""
+    with ExitStack() as hooks:
+        for name, linear in _plain(linears).items():
+
+            def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+                take(name, args[0] if args else next(iter(kwargs.values())))
+
+            handle = linear.module.register_forward_pre_hook(before, with_kwargs=True)
+            hooks.callback(handle.remove)
+        hooks.enter_context(_experts_watched(linears, take, lambda _name, _output: None))
+        yield
+
+
+@contextmanager
+def outputs_watched(linears: Mapping[str, Linear], take: Take) -> Iterator[None]:
+    """Hand the name and the output of each of some linears to `take` once it is there, for the length of a `with`."""
+    with ExitStack() as hooks:
+        for name, linear in _plain(linears).items():
+
+            def after(_: nn.Module, _args: Any, output: Tensor, name: str = name) -> None:
+                take(name, output)
+
+            hooks.callback(linear.module.register_forward_hook(after).remove)
+        hooks.enter_context(_experts_watched(linears, lambda _name, _input: None, take))
+        yield
+
+
+def _plain(linears: Mapping[str, Linear]) -> dict[str, Linear]:
+    return {name: linear for name, linear in linears.items() if linear.expert is None}
+
+
+@contextmanager
+def _experts_watched(linears: Mapping[str, Linear], before: Take, after: Take) -> Iterator[None]:
+    """Watch the products with slices of fused expert parameters, if there are any.
+
+    Fused experts are no modules, so they have no hooks. Transformers' plain implementation multiplies with one slice
+    at a time through `torch.nn.functional.linear`, where the slice's address tells the expert.
+    """
+    experts = [linear for linear in linears.values() if linear.expert is not None]
+    if not experts:
+        yield
+        return
+    name_at = {linear.weight.data_ptr(): linear.name for linear in experts}
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = name_at.get(args[1].data_ptr()) if function is nn.functional.linear else None
+            if name is None:
+                return function(*args, **(kwargs or {}))
+            before(name, args[0])
+            output = function(*args, **(kwargs or {}))
+            after(name, output)
+            return output
+
+    configs = {id(c): c for linear in experts if (c := getattr(linear.module, "config", None)) is not None}
+    implementations = {key: config._experts_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._experts_implementation = "eager"
+        with Watch():
+            yield
+    finally:
+        for key, config in configs.items():
+            config._experts_implementation = implementations[key]

@@ -1,0 +1,246 @@
+"""What a recipe's rules do in one block: gather statistics, ask the pruners, check their answers, write weights.
+
+The walk decides once for each block; allocation asks again and again at other sparsities, and puts the weights back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from compressx.api.patterns import NM, FixedMask, Unstructured
+from compressx.api.pruner import Block, Linear, Pruner, PruneResult, Statistic, statistic_of
+from compressx.blocks.contract import Checksums, ask
+from compressx.blocks.exchange import combine, exchange
+from compressx.blocks.observe import observe, refuse_missed
+from compressx.planning.plan import PlannedRule
+from compressx.runtime.errors import UnsupportedModelError
+from compressx.runtime.finite import refuse_damage
+from compressx.runtime.ranks import ALONE, Ranks, assign
+
+Built: TypeAlias = Mapping[PlannedRule, tuple[Pruner, Pruner | None]]
+"""The pruners of each rule: the selecting one, and the reconstructing one if there is one."""
+
+ByRule: TypeAlias = Mapping[PlannedRule, Mapping[str, Unstructured | NM]]
+"""What each of a rule's linears in one block has to become, by name."""
+
+_ROLES = ("selects", "reconstructs")
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """What was decided for a linear: by which rule, what, and its share of the seconds that this took."""
+
+    rule: PlannedRule
+    result: PruneResult
+    seconds: float
+
+
+def gather(
+    block: Block, by_rule: Mapping[PlannedRule, Iterable[str]], pruners: Built, passes: Sequence[Callable[[], Any]],
+    ranks: Ranks = ALONE,
+) -> dict[str, dict[str, Statistic]]:  # fmt: skip
+    """Run a block and gather the statistics that its rules' pruners ask for.
+
+    Args:
+        block: the block.
+        by_rule: the names of the linears that each rule took in it.
+        pruners: of each rule.
+        passes: each runs the block on one batch.
+        ranks: the processes, each with batches of its own; statistics are those of all.
+
+    Returns:
+        By linear name, then by the role that asked.
+
+    Raises:
+        ArtifactError: a weight that is not finite; the message names it.
+        CalibrationError: an input that is not finite, or a linear that no batch reached.
+    """
+    refuse_damage(block.module, block.fqn)
+    wanted: dict[str, dict[str, Statistic]] = {}
+    asking: dict[tuple[str, str], Callable[[], Statistic | None]] = {}
+    for rule, names in by_rule.items():
+        for name in names:
+            specs = (rule.pruner, rule.reconstructor)
+            ask = {
+                role: partial(statistic_of, spec.name, pruner, block, name)
+                for role, spec, pruner in zip(_ROLES, specs, pruners[rule], strict=True)
+                if spec is not None and pruner is not None
+            }
+            wanted[name] = {role: s for role, observed in ask.items() if (s := observed()) is not None}
+            asking |= {(name, role): observed for role, observed in ask.items()}
+    reached = observe(block.linears, wanted, passes)
+    if ranks.size > 1:
+        reached = set().union(*ranks.all_gather(reached))
+        _combine(block, wanted, asking, ranks)
+    refuse_missed([name for name, stats in wanted.items() if stats], reached)
+    return wanted
+
+
+def _combine(
+    block: Block, wanted: dict[str, dict[str, Statistic]],
+    asking: Mapping[tuple[str, str], Callable[[], Statistic | None]], ranks: Ranks,
+) -> None:  # fmt: skip
+    """Replace every statistic by that of all processes."""
+    holders: dict[int, list[tuple[str, str]]] = {}
+    for name, stats in wanted.items():
+        for role, statistic in stats.items():
+            holders.setdefault(id(statistic), []).append((name, role))
+    groups = list(holders.values())
+    if any(other != groups for other in ranks.all_gather(groups)):
+        raise UnsupportedModelError(
+            f"{block.fqn}: its linears share inputs in one process and not in another, so that statistics cannot be "
+            "added up; use one process"
+        )
+    for group in groups:
+        name, role = group[0]
+        merged = combine(ranks, wanted[name][role], asking[name, role])
+        for name, role in group:
+            wanted[name][role] = merged
+
+
+def decide_all(
+    block: Block,
+    by_rule: ByRule,
+    pruners: Built,
+    stats: dict[str, dict[str, Statistic]],
+    ranks: Ranks,
+) -> Iterator[tuple[str, Decision]]:
+    """Decide for all linears of a block, each process for its share of them.
+
+    What pruners need to see whole is decided first. The other decisions are yielded one by one, so that a caller who
+    writes each at once holds one new weight at a time.
+
+    Args:
+        block: the block; its weights may be changed to what was yielded.
+        by_rule: what each of a rule's linears in the block has to become.
+        pruners: of each rule.
+        stats: what `gather` returned; those of a linear are given up when it is decided.
+        ranks: the processes; all get to know every decision.
+
+    Yields:
+        Each linear's name and what was decided for it.
+
+    Raises:
+        PluginError: as `decide`, or a pruner has changed what it was not asked about.
+    """
+    tasks = [(rule, names) for rule, patterns in by_rule.items() for names in _apart(rule, patterns, stats)]
+    tasks.sort(key=lambda task: task[0].separable)
+    first = sum(not rule.separable for rule, _ in tasks)
+    turns = [tasks[:first], *([task] for task in tasks[first:])] if ranks.size == 1 else [tasks]
+    plugins = [rule.label for rule in by_rule]
+    untouched = Checksums(block)
+    for turn in turns:
+        untouched.refuse_changes(plugins, [name for _, names in turn for name in names])
+        for name, decision in _in_turn(block, turn, by_rule, pruners, stats, ranks):
+            yield name, decision
+            untouched.renew(name)  # it was written
+    untouched.refuse_changes(plugins)
+
+
+def _in_turn(
+    block: Block, tasks: Sequence[tuple[PlannedRule, Sequence[str]]],
+    by_rule: ByRule, pruners: Built,
+    stats: dict[str, dict[str, Statistic]], ranks: Ranks,
+) -> Iterator[tuple[str, Decision]]:  # fmt: skip
+    """Decide some tasks, each on one process, and only then yield what was decided."""
+    sizes = [sum(block.linears[n].weight.numel() for n in names) for _, names in tasks]
+    owners = assign(sizes, ranks.size)
+    mine: dict[int, Mapping[str, PruneResult]] = {}
+    seconds = [0.0] * len(tasks)
+    for i, (rule, names) in enumerate(tasks):
+        if owners[i] == ranks.rank:
+            started = time.perf_counter()
+            mine[i] = decide(rule, pruners[rule], block, {n: by_rule[rule][n] for n in names}, stats)
+            seconds[i] = time.perf_counter() - started
+        for name in names:
+            del stats[name]
+    seconds = [sum(each) for each in zip(*ranks.all_gather(seconds), strict=True)]
+    device = next(iter(block.linears.values())).weight.device
+    for i, results in enumerate(exchange(ranks, owners, mine, device)):
+        for name, result in results.items():
+            part = seconds[i] * block.linears[name].weight.numel() / sizes[i]
+            yield name, Decision(tasks[i][0], result, part)
+
+
+def _apart(
+    rule: PlannedRule, patterns: Mapping[str, Unstructured | NM], stats: Mapping[str, Mapping[str, Statistic]]
+) -> list[list[str]]:
+    """Part a rule's linears so that each part can be decided by itself; those that share statistics stay together."""
+    if not is_apart(rule, patterns):
+        return [list(patterns)]
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name in patterns:
+        key = tuple(id(s) for s in stats[name].values()) or (id(name),)
+        groups.setdefault(key, []).append(name)
+    return list(groups.values())
+
+
+def is_apart(rule: PlannedRule, patterns: Mapping[str, Unstructured | NM]) -> bool:
+    """Say whether each of a rule's linears in a block may be decided without the others."""
+    joint = any(isinstance(p, Unstructured) and p.group == "joint" for p in patterns.values())
+    return rule.separable and not joint
+
+
+def decide(
+    rule: PlannedRule,
+    built: tuple[Pruner, Pruner | None],
+    block: Block,
+    patterns: Mapping[str, Unstructured | NM],
+    stats: Mapping[str, Mapping[str, Statistic]],
+) -> Mapping[str, PruneResult]:
+    """Ask a rule's selector, then its reconstructor if it has one, and check each answer.
+
+    Args:
+        rule: the rule.
+        built: its pruners.
+        block: the unpruned block.
+        patterns: what each of the rule's linears in the block has to become, by name.
+        stats: what `gather` returned.
+
+    Returns:
+        One result for each name in `patterns`.
+
+    Raises:
+        PluginError: an answer that breaks the contract of `compressx.Pruner`; the message names plugin and linear.
+    """
+    selector, reconstructor = built
+    selected = ask(rule.pruner.name, selector, block, patterns, {n: s.get("selects") for n, s in stats.items()})
+    if reconstructor is None:
+        return selected
+    fixed = {n: FixedMask(r.keep, patterns[n]) for n, r in selected.items()}
+    assert rule.reconstructor is not None  # noqa: S101 - built together
+    rebuilt = ask(
+        rule.reconstructor.name, reconstructor, block, fixed, {n: s.get("reconstructs") for n, s in stats.items()}
+    )
+    return _joined(selected, rebuilt)
+
+
+def _joined(selected: Mapping[str, PruneResult], rebuilt: Mapping[str, PruneResult]) -> dict[str, PruneResult]:
+    """Add to the reconstructor's answer what the selector told; what linears share they still share."""
+    made: dict[tuple[int, int], Any] = {}
+
+    def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> Any:
+        if not (first and second):
+            return first or second
+        return made.setdefault((id(first), id(second)), {**first, **second})
+
+    return {
+        n: PruneResult(r.keep, r.weight, join(s.info, r.info), join(s.images, r.images), join(s.history, r.history))
+        for n, r in rebuilt.items()
+        for s in [selected[n]]
+    }
+
+
+def write(linear: Linear, result: PruneResult) -> None:
+    """Write the surviving weights in the model's dtype, and plain zeros (never -0.0) everywhere else."""
+    weight = linear.weight
+    new = weight if result.weight is None else result.weight.to(weight.device, weight.dtype)
+    weight.copy_(
+        torch.where(result.keep.to(weight.device), new, torch.zeros((), dtype=weight.dtype, device=weight.device))
+    )

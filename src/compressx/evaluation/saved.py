@@ -1,0 +1,162 @@
+"""Models and masks that were written: measured again, and masks put on another checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from compressx.data.documents import check_dataset
+from compressx.evaluation.harness import check_tasks
+from compressx.evaluation.perplexity import Figures, Progress, evaluate, read_texts
+from compressx.masks.maskset import Deviation, MaskSet
+from compressx.models.access import Access, Device, device_for
+from compressx.models.architecture import survey, text_config
+from compressx.models.checkpoint import find_checkpoint
+from compressx.models.export import output_folder, save_model
+from compressx.models.loading import load_model, load_skeleton, load_tokenizer
+from compressx.models.streaming import open_model
+from compressx.recipe.document import Node, from_python
+from compressx.recipe.measuring import Evaluate
+from compressx.recipe.schema import load_recipe
+from compressx.recipe.sources import ModelField, ModelSource
+from compressx.recipe.validation import Strict, validated
+from compressx.recipe.yamlfile import override
+from compressx.runtime.errors import ArtifactError, RecipeError
+from compressx.runtime.files import os_errors_named
+
+_SOURCE: TypeAdapter[ModelSource] = TypeAdapter(ModelField)
+_USUAL: Mapping[str, Any] = {"token_perplexity": {"dataset": "wikitext", "sequence_length": 2048}}
+
+
+class _Asked(Strict):
+    evaluate: Evaluate
+
+
+def source_of(
+    model: str, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False
+) -> ModelSource:
+    """Read what a command line calls a model: an output folder, a model's folder, a .gguf file or a hub id.
+
+    Raises:
+        RecipeError: a revision of what is no model on the hub.
+    """
+    inner = Path(model).expanduser() / "model"
+    name = str(inner) if (inner / "config.json").is_file() else model
+    source = _SOURCE.validate_python(name)
+    if revision is not None and source.id is None:
+        raise RecipeError(f"--revision {revision}: only a model on the hub has revisions, and {model} is a path")
+    told = {"dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
+    return source.model_copy(update=told)
+
+
+def measures(recipe: Path | None, overrides: Sequence[str]) -> Evaluate:
+    """Return what is to be measured: a recipe's `evaluate` section, or token perplexity on WikiText-2.
+
+    Args:
+        recipe: a recipe with that section.
+        overrides: `evaluate.KEY=VALUE`, as `--set` takes them.
+
+    Raises:
+        RecipeError: what is wrong with them, or a recipe without that section.
+        CalibrationError: local text that is not there.
+    """
+    if recipe is not None:
+        settings = load_recipe(recipe, overrides).recipe.evaluate
+        if settings is None:
+            raise RecipeError(f"{recipe}: it has no evaluate section; add one, or leave --recipe out")
+    else:
+        root: Node = from_python({"evaluate": dict(_USUAL)}, "--set")
+        for assignment in overrides:
+            root = override(root, assignment)
+        settings = validated(_Asked, root.plain(), root.where).evaluate
+    if settings.token_perplexity is None and settings.lm_eval is None:
+        raise RecipeError(f"{recipe or '--set'}: evaluate asks for nothing; give it token_perplexity, lm_eval, or both")
+    for dataset in settings.datasets().values():
+        check_dataset(dataset)
+    if settings.lm_eval is not None:
+        check_tasks(settings.lm_eval)
+    return settings
+
+
+def evaluate_saved(
+    source: ModelSource,
+    settings: Evaluate,
+    *,
+    masks: Path | None = None,
+    device: Device = "auto",
+    progress: Progress | None = None,
+) -> Figures:
+    """Measure a model, with masks put on it first if there are some; the model is then loaded whole.
+
+    Args:
+        source: the model.
+        settings: what to measure.
+        masks: a file of masks to apply.
+        device: where the model runs.
+        progress: as for `evaluate`.
+
+    Returns:
+        The figures by name.
+
+    Raises:
+        CompressxError: anything that the user can mend.
+    """
+    where = device_for(device)
+    checkpoint = find_checkpoint(source)
+    tokenizer = load_tokenizer(checkpoint)
+    positions = getattr(text_config(load_skeleton(checkpoint)), "max_position_embeddings", None)
+    texts = read_texts(settings, tokenizer, max_positions=positions)
+    loaded = None if masks is None else MaskSet.load(masks)
+    access: Access = open_model(checkpoint, False if loaded is not None else source.streaming, where)
+    if loaded is not None:
+        loaded.apply(access.model)
+    return evaluate(access, tokenizer, settings, texts, progress=progress)
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What putting masks on a model changed.
+
+    Attributes:
+        masked: how many linears have a mask.
+        linears: how many the model has in its blocks, and masks outside of them.
+        before: by name, how many weights the masks dropped that were not zero before, and how many were zero that they
+            keep; names without either are left out.
+    """
+
+    masked: int
+    linears: int
+    before: Mapping[str, Deviation]
+
+
+def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: bool = False) -> Applied:
+    """Put saved masks on a model of the same shapes, such as a fine-tuned one, and save it in a folder of its own.
+
+    Args:
+        masks: the file of masks.
+        source: the model.
+        output: the folder to make: `model/` with its tokenizer, and `masks.safetensors`, as a run leaves them.
+        original: also require that the weights are those that were pruned, byte for byte.
+
+    Raises:
+        ArtifactError: masks that do not fit the model, an output that is there already, files that cannot be written.
+    """
+    output = output.expanduser()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ArtifactError(f"output {output} exists; name a new folder")
+    loaded = MaskSet.load(masks)
+    checkpoint = find_checkpoint(source)
+    tokenizer = load_tokenizer(checkpoint)
+    model = load_model(checkpoint)
+    before = loaded.deviations(model)
+    loaded.apply(model, original=original)
+    with output_folder(output) as folder:
+        save_model(model, tokenizer, folder / "model")
+        with os_errors_named("copy", masks):
+            shutil.copyfile(masks, folder / "masks.safetensors")
+    return Applied(len(loaded), len({*survey(model).linears, *loaded}), before)

@@ -1,0 +1,147 @@
+"""Where a transformers model keeps its decoder blocks and prunable linears, found from the module tree."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from compressx.api.pruner import Linear
+from compressx.runtime.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, eq=False)
+class Architecture:
+    """What a model holds.
+
+    Attributes:
+        blocks: the decoder blocks in order, by fully qualified name.
+        linears: every prunable linear in a block, by fully qualified name, in the model's order.
+        outside: linears outside the blocks (`lm_head`, input and output projections), pruned only when named.
+        unprunable: weights that are no linears or cannot be pruned, with the reason.
+    """
+
+    blocks: Mapping[str, nn.Module]
+    linears: Mapping[str, Linear]
+    outside: Mapping[str, Linear]
+    unprunable: Mapping[str, str]
+
+    def block_of(self, name: str) -> str:
+        """Return the fully qualified name of the block that holds the linear `name`."""
+        return next(fqn for fqn in self.blocks if name.startswith(f"{fqn}."))
+
+
+def survey(model: nn.Module) -> Architecture:
+    """Find a model's decoder blocks, prunable linears, and everything else that holds a matrix.
+
+    Args:
+        model: a transformers causal language model, on any device, `meta` included.
+
+    Raises:
+        UnsupportedModelError: when no list of decoder blocks, or more than one, is found.
+    """
+    blocks = find_blocks(model)
+    linears: dict[str, Linear] = {}
+    outside: dict[str, Linear] = {}
+    unprunable: dict[str, str] = {}
+    tied = _tied_parameters(model)
+    for name, module in model.named_modules():
+        if not any(True for _ in _matrices(module)):
+            continue
+        in_block = any(name.startswith(f"{fqn}.") for fqn in blocks)
+        reason = _why_not_prunable(module)
+        if reason is None and (others := tied.get(f"{name}.weight")):
+            reason = f"its weight is tied to {', '.join(others)}; pruning it would prune both"
+        if reason is not None:
+            unprunable[name] = reason
+        else:
+            (linears if in_block else outside).update({x.name: x for x in linears_of(name, module)})
+    return Architecture(blocks, linears, outside, unprunable)
+
+
+def linears_of(name: str, module: nn.Module) -> list[Linear]:
+    """Return the linears that a module itself is or holds: one, or one for each fused expert; none for other modules.
+
+    Args:
+        name: the module's fully qualified name.
+        module: any module.
+    """
+    if isinstance(module, nn.Linear) or _is_conv1d(module):
+        return [Linear(name, module, transposed=_is_conv1d(module))]
+    if not _is_fused_experts(module):
+        return []
+    return [
+        Linear(f"{name}.{parameter}.{expert}", module, parameter, expert=expert)
+        for parameter, stored in _matrices(module)
+        for expert in range(len(stored))
+    ]
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Find the decoder blocks: the outermost ModuleList as long as the config's number of layers.
+
+    Raises:
+        UnsupportedModelError: when none or several fit; the message lists what was found.
+    """
+    config = text_config(model)
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outermost = {n: m for n, m in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
+    depth = getattr(config, "num_hidden_layers", None)
+    fitting = {n: m for n, m in outermost.items() if len(m) == depth and any(True for _ in m.parameters())}
+    if len(fitting) != 1:
+        found = ", ".join(f"{n} ({len(m)})" for n, m in outermost.items()) or "none"
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: expected one list of {depth} decoder blocks (config.num_hidden_layers), found "
+            f"{len(fitting)}; module lists in the model: {found}. compressx prunes decoder-only language models"
+        )
+    ((name, modules),) = fitting.items()
+    return {f"{name}.{i}": module for i, module in enumerate(modules)}
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the config of the model's language part."""
+    config: Any = model.config
+    return config.get_text_config(decoder=True)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Say whether the module stores [in_features, out_features]; a model can only do so if transformers is loaded."""
+    home = sys.modules.get("transformers.pytorch_utils")
+    return home is not None and isinstance(module, home.Conv1D)
+
+
+def _matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the module's own parameters of two or more dimensions."""
+    return ((n, p) for n, p in module.named_parameters(recurse=False) if p.dim() >= 2)
+
+
+def _is_fused_experts(module: nn.Module) -> bool:
+    """Say whether the module holds one [experts, out_features, in_features] parameter for each linear of its experts.
+
+    These are the attributes by which transformers' own expert kernels know the layout.
+    """
+    plain = getattr(module, "is_transposed", None) is False and getattr(module, "has_bias", None) is False
+    return plain and all(p.dim() == 3 and n in {"gate_up_proj", "up_proj", "down_proj"} for n, p in _matrices(module))
+
+
+def _why_not_prunable(module: nn.Module) -> str | None:
+    if isinstance(module, nn.Embedding):
+        return "an embedding, not a linear"
+    if not isinstance(module, nn.Linear) and not _is_conv1d(module) and not _is_fused_experts(module):
+        held = ", ".join(f"{n} {list(p.shape)}" for n, p in _matrices(module))
+        return f"not a linear: {type(module).__name__} holds {held}"
+    for _, weight in _matrices(module):
+        if not weight.dtype.is_floating_point or weight.element_size() < 2:
+            return f"its weight is quantized ({weight.dtype}); prune before quantizing"
+    return None
+
+
+def _tied_parameters(model: nn.Module) -> dict[str, list[str]]:
+    """Map the name of each parameter that several modules own to its other names."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    return {name: [n for n in names if n != name] for names in owners.values() if len(names) > 1 for name in names}

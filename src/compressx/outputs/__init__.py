@@ -1,1 +1,0 @@
-"""What is done with a pruned model and its files afterwards: inspected, measured, masked again, compared."""

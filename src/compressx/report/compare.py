@@ -1,0 +1,192 @@
+"""Several runs side by side: what each reached, at what cost."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from compressx.api.record import RunReport
+from compressx.report import plots
+from compressx.report.markdown import markdown_table, model_name
+from compressx.runtime.errors import ArtifactError
+from compressx.runtime.files import atomic_write, os_errors_named
+
+_REPORT: TypeAdapter[RunReport] = TypeAdapter(RunReport)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One run.
+
+    Attributes:
+        name: of its folder, as short as it can be among the others.
+        report: what it did.
+        measures: by name and model (`dense`, `pruned`, `finetuned`), every number that it measured.
+    """
+
+    name: str
+    report: RunReport
+    measures: dict[tuple[str, str], float]
+
+    @property
+    def pruners(self) -> str:
+        """Name the pruners that it used."""
+        return ", ".join(dict.fromkeys(layer.pruner for layer in self.report.layers))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several runs.
+
+    Attributes:
+        runs: in the order given.
+        warnings: why their numbers may not be comparable.
+    """
+
+    runs: tuple[Compared, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def measures(self) -> list[tuple[str, str]]:
+        """Name what was measured, and of which model, in any run."""
+        return list(dict.fromkeys(key for run in self.runs for key in run.measures))
+
+    def columns(self) -> list[str]:
+        """Name the columns of `rows`."""
+        measures = [f"{name.replace('_', ' ')}, {of}" for name, of in self.measures]
+        return ["run", "pruners", "sparsity", *measures, "seconds", "GiB"]
+
+    def rows(self) -> list[list[str]]:
+        """Return one row for each run; what it did not measure is empty."""
+        return [
+            [
+                run.name,
+                run.pruners,
+                f"{run.report.sparsity:.2%}",
+                *(f"{run.measures[key]:.4g}" if key in run.measures else "" for key in self.measures),
+                f"{run.report.seconds.get('total', 0.0):.0f}",
+                f"{run.report.peak_memory_bytes / 2**30:.1f}",
+            ]
+            for run in self.runs
+        ]
+
+    def markdown(self) -> str:
+        """Return the table and the warnings in Markdown."""
+        return "\n".join([*markdown_table(self.columns(), self.rows()), *(f"\n{w}" for w in self.warnings)]) + "\n"
+
+    def csv(self) -> str:
+        """Return the table for programs, numbers in full."""
+        stream = io.StringIO()
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(["run", "pruners", "sparsity", *map(".".join, self.measures), "seconds", "peak_memory_bytes"])
+        for run in self.runs:
+            values = [run.measures.get(key, "") for key in self.measures]
+            memory, seconds = run.report.peak_memory_bytes, run.report.seconds.get("total", 0.0)
+            writer.writerow([run.name, run.pruners, run.report.sparsity, *values, seconds, memory])
+        return stream.getvalue()
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write `compare.md`, `compare.csv` and, where the runs measured something, `compare.svg`.
+
+        Raises:
+            ArtifactError: when they cannot be written.
+        """
+        written = [folder / "compare.md", folder / "compare.csv"]
+        atomic_write(written[0], self.markdown().encode())
+        atomic_write(written[1], self.csv().encode())
+        if self.measures:
+            written.append(folder / "compare.svg")
+            plots.measures_by_sparsity(written[-1], self._panels())
+        return written
+
+    def _panels(self) -> dict[str, dict[str, list[tuple[float, float]]]]:
+        """Give each measure a panel, and in it each combination of pruners a line of (sparsity in percent, value).
+
+        Runs of one combination that share a sparsity differ in something else, and no line joins them.
+        """
+        panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for name, of in self.measures:
+            if name.endswith("stderr"):
+                continue
+            lines = panels.setdefault(name.replace("_", " "), {})
+            for run in self.runs:
+                if (name, of) not in run.measures:
+                    continue
+                value, share = run.measures[name, of], 100 * run.report.sparsity
+                if of == "dense":
+                    lines.setdefault("dense", []).append((0.0, value))
+                    continue
+                label = run.pruners + (", fine-tuned" if of == "finetuned" else "")
+                alike = [x for x in self.runs if x.pruners == run.pruners and (name, of) in x.measures]
+                if len({x.report.sparsity for x in alike}) < len(alike):
+                    label = f"{run.name}: {label}"
+                lines.setdefault(label, []).append((share, value))
+        return {
+            title: {label: list(dict.fromkeys(points)) for label, points in lines.items()}
+            for title, lines in panels.items()
+        }
+
+
+def compare(folders: Sequence[Path]) -> Comparison:
+    """Read the reports of several runs.
+
+    Args:
+        folders: output folders, or `report.json` files.
+
+    Raises:
+        ArtifactError: a folder without a report, or one that this version cannot read.
+    """
+    reports = [read_report(folder) for folder in folders]
+    names = _short([folder.parent if folder.name == "report.json" else folder for folder in folders])
+    runs = tuple(Compared(name, report, report.measures()) for name, report in zip(names, reports, strict=True))
+    return Comparison(runs, tuple(_warnings(runs)))
+
+
+def read_report(folder: Path) -> RunReport:
+    """Read a run's `report.json`.
+
+    Raises:
+        ArtifactError: no such file, or another content than this version writes.
+    """
+    path = folder if folder.name == "report.json" else folder / "report.json"
+    if not path.is_file():
+        raise ArtifactError(f"{folder}: it holds no report.json; expected the output folder of a finished run")
+    with os_errors_named("read", path):
+        content = path.read_bytes()
+    try:
+        return _REPORT.validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise ArtifactError(f"{path}: {place}: {first['msg']}; was it written by this version of compressx?") from None
+
+
+def _short(folders: Sequence[Path]) -> list[str]:
+    """Name folders by as many of their last parts as tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-length:]) for p in parts]
+        if len(set(names)) == len({*parts}):
+            break
+    return names
+
+
+def _warnings(runs: Sequence[Compared]) -> list[str]:
+    """Say what makes numbers of different runs differ besides pruning."""
+    said = []
+    models = {model_name(run.report.model) for run in runs}
+    if len(models) > 1:
+        said.append(f"Different models: {', '.join(sorted(models))}.")
+    for name, of in dict.fromkeys(key for run in runs for key in run.measures):
+        values = {f"{run.measures[name, of]:.6g}" for run in runs if (name, of) in run.measures}
+        if of == "dense" and len(values) > 1 and len(models) == 1:
+            said.append(
+                f"The dense model's {name.replace('_', ' ')} differs ({', '.join(sorted(values))}): it was measured in "
+                "different ways, such as on another text, so the others are not comparable either."
+            )
+    return said

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compressx.api.pruner import Statistic
+from compressx.api.statistics import FeatureNorms, Hessian, SequenceSample
+
+
+@pytest.mark.parametrize("kind", [FeatureNorms, Hessian])
+@pytest.mark.parametrize("sizes", [[12], [5, 7], [1] * 12])
+def test_batches_of_any_size_give_the_float64_sum(kind, sizes):
+    x = torch.randn(12, 6, 10, generator=torch.Generator().manual_seed(0))
+    statistic = kind(10)
+    for batch in x.split(sizes):
+        statistic.update(batch)
+    flat = x.reshape(-1, 10).double()
+    expected = flat.T @ flat if kind is Hessian else flat.square().sum(dim=0)
+    value, count = statistic.tensors().values()
+    assert value[1] == count[1] == "sum"
+    value = statistic.matrix if kind is Hessian else value[0]
+    assert statistic.tokens == 72
+    torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [FeatureNorms, Hessian])
+def test_bfloat16_inputs_are_summed_in_float32_at_least(kind):
+    x = torch.full((1, 4096, 2), 0.1, dtype=torch.bfloat16)
+    statistic = kind(2)
+    statistic.update(x)
+    value, _ = statistic.tensors()["squares" if kind is FeatureNorms else "sums"]
+    expected = 4096 * float(x[0, 0, 0]) ** 2
+    assert value.dtype in (torch.float32, torch.float64)
+    assert float(value.flatten()[0]) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("width", [1, 255, 256, 257, 600])
+def test_a_hessian_of_any_width_is_whole_though_half_of_it_is_gathered(width):
+    x = torch.randn(3, 7, width, generator=torch.Generator().manual_seed(0))
+    hessian = Hessian(width)
+    for batch in x:
+        hessian.update(batch[None])
+    flat = x.reshape(-1, width).double()
+    torch.testing.assert_close(hessian.matrix.double(), flat.T @ flat, rtol=1e-5, atol=1e-4)
+    assert torch.equal(hessian.matrix, hessian.matrix.T)
+    torch.testing.assert_close(hessian.diagonal, flat.square().sum(dim=0), rtol=1e-5, atol=1e-4)
+    assert hessian.sums.numel() <= width * (width + 256) / 2
+    assert hessian.assembled().data_ptr() != hessian.assembled().data_ptr()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_products_of_bfloat16_are_summed_in_float32():
+    x = torch.randn(2, 500, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    hessian = Hessian(300)
+    hessian.update(x.cuda())
+    flat = x.reshape(-1, 300).double()
+    torch.testing.assert_close(hessian.matrix.double().cpu(), flat.T @ flat, rtol=1e-4, atol=1e-2)
+
+
+def test_feature_norms_are_the_square_roots():
+    statistic = FeatureNorms(2)
+    statistic.update(torch.tensor([[[3.0, 0.0], [4.0, 2.0]]]))
+    assert statistic.norms.tolist() == [5.0, 2.0]
+
+
+def test_norms_add_many_small_batches_to_a_large_one():
+    statistic = FeatureNorms(1)
+    statistic.update(torch.tensor([[[1e4]]]))
+    for _ in range(100):
+        statistic.update(torch.ones(1, 1, 1))
+    assert statistic.tensors()["squares"][0].tolist() == [1e8 + 100]
+
+
+def test_a_sequence_sample_keeps_the_first_sequences_up_to_its_limit():
+    x = torch.randn(7, 3, 4)
+    sample = SequenceSample(4, limit=5)
+    for batch in x.split(2):
+        sample.update(batch)
+    assert torch.equal(sample.sequences, x[:5])
+    x.zero_()
+    assert sample.sequences.abs().sum() > 0
+
+
+def test_fresh_statistics_of_one_kind_and_size_compare_equal_so_that_the_walk_shares_them():
+    assert Hessian(4) == Hessian(4)
+    assert Hessian(4) != Hessian(5)
+    assert Hessian(4) != FeatureNorms(4)
+    assert SequenceSample(4, 2) != SequenceSample(4, 3)
+    filled = Hessian(4)
+    filled.update(torch.randn(1, 2, 4))
+    assert filled == Hessian(4)
+
+
+@pytest.mark.parametrize("statistic", [FeatureNorms(2), Hessian(2), SequenceSample(2)])
+def test_every_statistic_fits_the_protocol(statistic):
+    assert isinstance(statistic, Statistic)

@@ -1,0 +1,252 @@
+"""What the command line does with pruned models and with several runs: eval, apply, inspect, compare, sweep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from tests.compressx.saved import save_tiny
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
+
+from compressx.cli import cli
+from compressx.masks import MaskSet
+from compressx.report.compare import read_report
+
+RECIPE = """\
+model: {path: model, dtype: float32}
+calibration: {dataset: {text: text.txt}, samples: 4, sequence_length: 32}
+prune:
+  - {targets: ["*.down_proj"], pruner: wanda, sparsity: 0.5}
+  - {targets: ["*"], pruner: magnitude, pattern: "2:4"}
+evaluate:
+  token_perplexity: {dataset: {text: text.txt}, sequence_length: 32, samples: 4}
+output: out
+"""
+TEXT = "evaluate.token_perplexity={dataset: {text: text.txt}, sequence_length: 32, samples: 4}"
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments), catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, a text, a recipe and the output of its run."""
+    folder = tmp_path_factory.mktemp("finished")
+    save_tiny(folder / "model", "llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMPRESSX_CACHE", str(folder / "cache"))
+        patch.chdir(folder)
+        Path("r.yaml").write_text(RECIPE)
+        assert invoke("run", "-q", "r.yaml").exit_code == 0
+    return folder
+
+
+@pytest.fixture
+def work(finished: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for source in finished.iterdir():
+        (project / source.name).symlink_to(source)
+    monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
+    return project
+
+
+def measured(name: str) -> float:
+    return json.loads(Path("out/report.json").read_text())["evaluation"][name]["token_perplexity"]
+
+
+@pytest.mark.parametrize("model", ["out", "out/model"])
+def test_eval_gives_the_figure_that_the_run_gave(work, model):
+    done = invoke("eval", model, "--recipe", "r.yaml", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["token_perplexity"] == pytest.approx(measured("pruned"), rel=1e-6)
+
+
+def test_eval_measures_a_dense_model_with_masks_as_masked_and_without_as_dense(work):
+    plain = invoke("eval", "model", "--set", TEXT, "--json")
+    assert json.loads(plain.stdout)["token_perplexity"] == pytest.approx(measured("dense"), rel=1e-6)
+    masked = invoke("eval", "model", "--masks", "out/masks.safetensors", "--set", TEXT, "--json")
+    assert json.loads(masked.stdout)["token_perplexity"] == pytest.approx(measured("pruned"), rel=1e-6)
+
+
+def test_eval_prints_a_table(work):
+    done = invoke("eval", "out", "--recipe", "r.yaml")
+    assert "token_perplexity" in done.stdout
+    assert f"{measured('pruned'):.6g}"[:5] in done.stdout
+
+
+def test_eval_says_what_is_wrong(work):
+    Path("bare.yaml").write_text(RECIPE[: RECIPE.index("evaluate:")] + "output: other\n")
+    for arguments, complaint in (
+        (["eval", "nowhere/at/all/model.gguf"], "model.gguf"),
+        (["eval", "out", "--recipe", "bare.yaml"], "bare.yaml: it has no evaluate section"),
+        (["eval", "out", "--set", "evaluate.token_perplexty.samples=4"], "did you mean 'token_perplexity'?"),
+        (["eval", "out", "--set", "evaluate.token_perplexity.dataset={text: no.txt}"], "no file matches 'no.txt'"),
+        (["eval", "model", "--masks", "r.yaml", "--set", TEXT], "r.yaml"),
+        (["eval", "out", "--revision", "abc"], "--revision abc: only a model on the hub has revisions"),
+        (
+            ["eval", "out", "--set", "evaluate.token_perplexity=null"],
+            "--set: evaluate asks for nothing",
+        ),
+        (
+            ["eval", "model", "--set", TEXT.replace("samples: 4", "samples: 99")],
+            "evaluation needs 99 windows of 32 tok",
+        ),
+        (["eval", "model", "--set", TEXT.replace("h: 32", "h: 129")], "longer than the model's 128 positions"),
+    ):
+        done = invoke(*arguments)
+        assert done.exit_code == 2
+        assert complaint in done.stderr, done.stderr
+
+
+def test_apply_puts_masks_on_another_checkpoint_of_the_same_shapes(work):
+    tuned = AutoModelForCausalLM.from_pretrained("model")
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter.add_(0.01)
+    tuned.save_pretrained("tuned")
+    AutoTokenizer.from_pretrained("model").save_pretrained("tuned")
+    done = invoke("apply", "out/masks.safetensors", "tuned", "--output", "masked")
+    assert done.exit_code == 0, done.output
+    masks = MaskSet.load("out/masks.safetensors")
+    masked = AutoModelForCausalLM.from_pretrained("masked/model")
+    dropped = 0
+    for name, entry in masks.items():
+        weight = masked.get_submodule(name).weight
+        assert torch.equal(weight != 0, entry.keep)
+        assert torch.equal(weight, torch.where(entry.keep, tuned.get_submodule(name).weight, 0.0))
+        dropped += int((~entry.keep).sum())
+    assert done.stdout.startswith(f"masks on 21 of 21 linears: {dropped} weights became zero")
+    assert AutoTokenizer.from_pretrained("masked/model")("w1 w2")["input_ids"]
+    assert MaskSet.load("masked/masks.safetensors").keys() == masks.keys()
+
+
+def test_apply_can_insist_on_the_weights_that_were_pruned(work):
+    fine = invoke("apply", "out/masks.safetensors", "model", "--output", "one", "--original")
+    assert fine.exit_code == 0, fine.output
+    other = invoke("apply", "out/masks.safetensors", "out/model", "--output", "two", "--original")
+    assert other.exit_code == 2
+    assert "load the model that was pruned" in other.stderr
+    assert not Path("two").exists()
+
+
+def test_a_folder_in_place_of_masks_is_told_which_file_is_meant(work):
+    done = invoke("apply", "out", "model", "--output", "masked")
+    assert done.exit_code == 2
+    assert "out is a folder, expected a file of masks, such as out/masks.safetensors" in done.stderr
+
+
+def test_apply_says_how_much_of_a_larger_model_has_masks(work):
+    larger = AutoConfig.from_pretrained("model", num_hidden_layers=5)
+    AutoModelForCausalLM.from_config(larger).save_pretrained("larger")
+    AutoTokenizer.from_pretrained("model").save_pretrained("larger")
+    done = invoke("apply", "out/masks.safetensors", "larger", "--output", "masked")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("masks on 21 of 35 linears: ")
+
+
+def test_apply_replaces_nothing(work):
+    done = invoke("apply", "out/masks.safetensors", "model", "--output", "model")
+    assert done.exit_code == 2
+    assert "output model exists; name a new folder" in done.stderr
+
+
+def test_inspect_counts_what_the_run_says_it_pruned(work):
+    done = invoke("inspect", "out", "--json")
+    assert done.exit_code == 0, done.output
+    found = {x["name"]: x for x in json.loads(done.stdout)["linears"]}
+    for layer in read_report(Path("out")).layers:
+        mine = found[layer.name]
+        assert mine["sparsity"] == layer.sparsity
+        assert mine["pattern"] == layer.pattern
+        assert mine["two_four"] is (layer.pattern == "2:4")
+        assert mine["off_mask"] == 0
+    table = invoke("inspect", "out").stdout
+    assert "compared with" in table
+    assert "2:4 holds for 18" in table
+    assert "sparsity 50.00% of 21 linears" in table
+
+
+def test_inspect_of_a_dense_model_says_so(work):
+    done = invoke("inspect", "model")
+    assert "sparsity 0.00% of 21 linears; 2:4 holds for 0" in done.stdout
+    assert "dense" in done.stdout
+
+
+def test_a_pruned_folder_answers_a_prompt_through_transformers_pipeline(work):
+    ask = pipeline("text-generation", model="out/model", device="cpu")
+    told = ask("w1 w2 w3", min_new_tokens=4, max_new_tokens=4, do_sample=False, return_tensors=True)
+    assert len(told[0]["generated_token_ids"]) == 3 + 4
+
+
+@pytest.mark.slow
+def test_sweep_runs_every_combination_compares_them_and_goes_on_where_it_stopped(work):
+    arguments = ["sweep", "r.yaml", "--grid", "prune.0.sparsity=0.25,0.5", "--grid", "prune.1.pattern=2:4,1:4"]
+    done = invoke(*arguments, "--output", "grid")
+    assert done.exit_code == 0, done.output
+    names = [f"sparsity={s}_pattern={p}" for s in ("0.25", "0.5") for p in ("2-4", "1-4")]
+    assert sorted(p.name for p in Path("grid").iterdir() if p.is_dir()) == sorted(names)
+    for name in names:
+        kinds = {x.pruner: x.sparsity for x in read_report(Path("grid") / name).layers}
+        assert kinds == {"wanda": float(name[9:].split("_")[0]), "magnitude": 0.5 if name.endswith("2-4") else 0.75}
+        assert name in done.stdout
+    table = Path("grid/compare.md").read_text()
+    assert table.count("| sparsity=") == 4
+    assert Path("grid/compare.svg").is_file()
+
+    (work / "grid" / names[1] / "report.json").rename(work / "kept.json")
+    for path in sorted((work / "grid" / names[1]).rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    again = invoke(*arguments, "--output", "grid")
+    assert again.exit_code == 0, again.output
+    assert again.stdout.count("finished before") == 3
+    old: dict[str, Any] = json.loads((work / "kept.json").read_text())
+    new = json.loads((work / "grid" / names[1] / "report.json").read_text())
+    assert new["evaluation"] == old["evaluation"]
+
+
+def test_sweep_finds_every_mistake_before_it_runs_anything(work):
+    for axes, complaint in (
+        (["prune.0.sparsity=0.5,1.5"], "--grid prune.0.sparsity=1.5: prune[0].sparsity is 1.5"),
+        (["prune.0.sparsity"], "expected KEY=VALUE,VALUE..."),
+        (["prune.0.sparsity=0.5,0.5"], "a value is given twice"),
+        (["prune.0.sparsity=0.5", "prune.0.sparsity=0.6"], "list all its values once"),
+        (["prune.0.sparsity=0.5", "prune[0].sparsity=0.6"], "list all its values once"),
+        (["output=a,b"], "--grid output=a,b: every run of a sweep has a folder of its own"),
+        (["prune.0.sparsty=0.5"], "--grid prune.0.sparsty=0.5: unknown key 'sparsty'"),
+        (["prune.0.sparsty=0.5"], "did you mean 'sparsity'?"),
+        (['prune.0.targets=["*.nothing"]'], "matches no linear"),
+        (["calibration.samples=4,1000"], "calibration.samples=1000: r.yaml:2:1: calibration needs 1000 windows of 32"),
+        (["evaluate.token_perplexity.samples=4,900"], "evaluate.token_perplexity.samples=900: r.yaml:6:1: "),
+    ):
+        done = invoke("sweep", "r.yaml", *[x for axis in axes for x in ("--grid", axis)], "--output", "never")
+        assert done.exit_code == 2, done.output
+        assert complaint in done.stderr, done.stderr
+        assert not Path("never").exists()
+
+
+def test_sweep_refuses_a_key_that_is_set_for_all_runs_and_varied(work):
+    axis, fixed = "prune.0.sparsity=0.5", "prune[0].sparsity=0.6"
+    done = invoke("sweep", "r.yaml", "--grid", axis, "--set", fixed, "--output", "never")
+    assert done.exit_code == 2
+    assert f"--set {fixed}: --grid gives the same key its values" in done.stderr
+    assert not Path("never").exists()
+
+
+def test_sweep_does_not_take_another_recipes_run_for_its_own(work):
+    arguments = ["sweep", "r.yaml", "-q", "--grid", "prune.0.sparsity=0.5", "--output", "grid"]
+    assert invoke(*arguments).exit_code == 0
+    done = invoke(*arguments, "--set", "calibration.samples=5")
+    assert done.exit_code == 2
+    assert "was made by another recipe than prune.0.sparsity=0.5" in done.stderr
+
+
+def test_compare_prints_runs_and_writes_where_it_is_told(work):
+    done = invoke("compare", "out", "out", "--output", "sides")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count("magnitude, wanda") == 2
+    assert {p.name for p in Path("sides").iterdir()} == {"compare.md", "compare.csv", "compare.svg"}
+    assert invoke("compare", "model").exit_code == 2

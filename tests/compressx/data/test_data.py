@@ -1,0 +1,361 @@
+"""Datasets to documents, documents to token ids, token ids to windows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compressx.data.documents import check_dataset, documents
+from compressx.data.windows import beginning, calibration_windows, evaluation_windows, fingerprint, token_ids
+from compressx.recipe.sources import DatasetSource
+from compressx.runtime.errors import CalibrationError
+
+
+def source(**values: Any) -> DatasetSource:
+    return DatasetSource.model_validate(values)
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    """Words by number, with a beginning-of-sequence token, for models of four positions."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<s>": 0, "\n\n": 1, "one": 2, "two": 3, "three": 4}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))  # noqa: S106
+    backend.pre_tokenizer = pre_tokenizers.Split("\n\n", "isolated")
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", model_max_length=4)  # noqa: S106
+
+
+class TestTextFiles:
+    def test_a_glob_gives_one_document_for_each_file_in_sorted_order(self, project: Path) -> None:
+        (project / "deep").mkdir()
+        for name, text in {"b.txt": "second", "a.txt": "first", "deep/c.txt": "third", "d.md": "no"}.items():
+            (project / name).write_text(text)
+        assert documents(source(text="**/*.txt"), "calibration") == ["first", "second", "third"]
+        assert documents(source(text=str(project / "*.txt")), "calibration") == ["first", "second"]
+
+    def test_a_name_with_brackets_is_a_name_and_not_a_glob(self, project: Path) -> None:
+        (project / "wiki[1].txt").write_text("text")
+        assert documents(source(text="wiki[1].txt"), "evaluation") == ["text"]
+
+    def test_a_pattern_without_files_is_named_together_with_the_working_folder(self, project: Path) -> None:
+        with pytest.raises(CalibrationError, match=r"no file matches 'none-\*\.txt'") as caught:
+            documents(source(text="none-*.txt"), "calibration")
+        assert str(Path.cwd()) in str(caught.value)
+
+    def test_a_byte_that_is_not_utf8_is_named_with_its_offset(self, project: Path) -> None:
+        (project / "latin.txt").write_bytes("ab é".encode("latin-1"))
+        with pytest.raises(CalibrationError, match=r"latin\.txt: not UTF-8 at byte 3 \(0xe9"):
+            documents(source(text="latin.txt"), "calibration")
+
+    def test_a_byte_order_mark_is_no_text(self, project: Path) -> None:
+        (project / "marked.txt").write_bytes(b"\xef\xbb\xbftext")
+        assert documents(source(text="marked.txt"), "calibration") == ["text"]
+
+    def test_the_ends_of_lines_do_not_depend_on_where_a_file_was_written(self, project: Path) -> None:
+        (project / "windows.txt").write_bytes(b"one\r\n\r\ntwo\rthree\n")
+        assert documents(source(text="windows.txt"), "calibration") == ["one\n\ntwo\nthree\n"]
+
+    def test_files_of_blanks_are_no_text(self, project: Path) -> None:
+        (project / "blank.txt").write_text(" \n\n")
+        with pytest.raises(CalibrationError, match=r"text 'blank\.txt' holds no text for calibration"):
+            documents(source(text="blank.txt"), "calibration")
+
+
+class TestWhatIsSeenWithoutReading:
+    def test_files_that_are_all_empty_are_refused(self, project: Path) -> None:
+        for name in ("a.txt", "b.txt"):
+            (project / name).touch()
+        with pytest.raises(CalibrationError, match=r"^text: 'a\.txt' holds no text: the file is empty$"):
+            check_dataset(source(text="a.txt"))
+        with pytest.raises(CalibrationError, match=r"^json: '\*\.txt' holds no text: all its 2 files are empty$"):
+            check_dataset(source(json="*.txt", field="text"))
+        (project / "b.txt").write_text("text")
+        check_dataset(source(text="*.txt"))
+
+    def test_a_folder_is_refused_with_how_to_name_its_files(self, project: Path) -> None:
+        (project / "corpus").mkdir()
+        (project / "corpus" / "a.txt").write_text("text")
+        with pytest.raises(
+            CalibrationError, match=r"^text: 'corpus' is a folder; name the files in it, such as "
+        ) as error:
+            check_dataset(source(text="corpus"))
+        check_dataset(source(text=str(error.value).split("'")[3]))
+        with pytest.raises(CalibrationError, match=r"such as 'corpus/\*\*/\*\.jsonl'$"):
+            check_dataset(source(json="corpus", field="text"))
+
+    def test_a_file_that_is_given_as_a_name_is_refused_with_how_to_write_it(self, project: Path) -> None:
+        for name, way in (("a.txt", r"\{text: a\.txt\}"), ("a.jsonl", r"\{json: a\.jsonl, field: NAME\}")):
+            (project / name).write_text("text")
+            with pytest.raises(
+                CalibrationError, match=rf"^dataset '{name}' is a file, not a dataset's name; write {way}$"
+            ):
+                check_dataset(source(name=name))
+
+    @pytest.mark.parametrize(
+        ("name", "meant"),
+        [("wikitxt", "wikitext"), ("WikiText2", "wikitext"), ("C4", "c4"), ("python_docs", "python-docs")],
+    )
+    def test_a_misspelt_short_name_is_refused_with_the_nearest(self, project: Path, name: str, meant: str) -> None:
+        with pytest.raises(
+            CalibrationError, match=rf"^no dataset '{name}'; did you mean '{meant}'\? valid: c4, python-d"
+        ):
+            check_dataset(source(name=name))
+
+    @pytest.mark.parametrize("name", ["wikitext", "c4", "python-docs", "imdb", "org/wikitxt", "wikitext_tl39"])
+    def test_what_may_be_on_the_hub_is_left_to_it(self, project: Path, name: str) -> None:
+        check_dataset(source(name=name))
+
+
+class TestJsonLines:
+    def test_each_line_is_a_document_and_blank_lines_are_none(self, project: Path) -> None:
+        (project / "b.jsonl").write_text('{"body": "third"}\n')
+        (project / "a.jsonl").write_bytes(b'{"body": "first\\n", "id": 1}\r\n\n{"body": "second"}')
+        assert documents(source(json="*.jsonl", field="body"), "calibration") == ["first\n", "second", "third"]
+
+    @pytest.mark.parametrize(
+        ("line", "complaint"),
+        [
+            ("{broken", "not JSON"),
+            ("[1]", "expected a JSON object, got list"),
+            ('{"content": "x"}', "no field 'contents'; did you mean 'content'"),
+            ("{}", "no field 'contents'; it has none"),
+            ('{"contents": 3}', "field 'contents' holds int, expected text"),
+        ],
+    )
+    def test_a_bad_line_is_named_by_file_and_number(self, project: Path, line: str, complaint: str) -> None:
+        (project / "a.jsonl").write_text('{"contents": "fine"}\n\n' + line)
+        with pytest.raises(CalibrationError, match=r"^a\.jsonl:3: ") as caught:
+            documents(source(json="a.jsonl", field="contents"), "calibration")
+        assert complaint in str(caught.value)
+
+    @pytest.mark.slow
+    @given(st.lists(st.text(), min_size=1).filter(lambda texts: any(t.strip() for t in texts)))
+    def test_any_text_comes_back_as_it_was(self, tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+        path = tmp_path_factory.mktemp("json") / "a.jsonl"
+        lines = [json.dumps({"text": t}, ensure_ascii=not t.isprintable()) for t in texts]
+        path.write_text("\n".join(lines), encoding="utf-8")
+        assert documents(source(json=str(path), field="text"), "calibration") == texts
+
+
+class TestPythonDocs:
+    def test_calibration_and_evaluation_share_no_topic_and_no_paragraph(self) -> None:
+        from pydoc_data.topics import topics
+
+        read = {p: documents(source(name="python-docs"), p) for p in ("calibration", "evaluation")}
+        assert len(read["calibration"]) + len(read["evaluation"]) == len(topics)
+        paragraphs = {p: {x.strip() for d in read[p] for x in d.split("\n\n")} - {""} for p in read}
+        assert paragraphs["evaluation"]
+        assert not paragraphs["calibration"] & paragraphs["evaluation"]
+
+    def test_the_side_of_a_topic_depends_on_its_name_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("pydoc_data.topics.topics", {"with": "WITH", "if": "IF", "new": "NEW", "del": "DEL"})
+        assert documents(source(name="python-docs"), "evaluation") == ["DEL", "WITH"]
+        assert "IF" in documents(source(name="python-docs"), "calibration")
+
+    def test_settings_of_hub_datasets_are_refused(self) -> None:
+        with pytest.raises(CalibrationError, match="takes no split"):
+            documents(source(name="python-docs", split="train"), "calibration")
+
+
+class TestDatasets:
+    @pytest.fixture
+    def folder(self, project: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+        """A dataset as it lies in a folder of its own."""
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", project / "cache")
+        (project / "set").mkdir()
+        for split in ("train", "test"):
+            rows = [{"text": f"{split} {i}" if i != 1 else "", "body": f"{split} body", "id": i} for i in range(3)]
+            (project / "set" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return "./set"
+
+    def test_calibration_reads_train_and_evaluation_reads_test(self, folder: str) -> None:
+        assert documents(source(name=folder), "calibration") == ["train 0", "", "train 2"]
+        assert documents(source(name=folder), "evaluation") == ["test 0", "", "test 2"]
+
+    def test_split_and_field_are_the_ones_asked_for(self, folder: str) -> None:
+        assert documents(source(name=folder, split="train[:2]", field="body"), "evaluation") == ["train body"] * 2
+
+    def test_a_missing_field_is_named_with_the_fields_there_are(self, folder: str) -> None:
+        with pytest.raises(CalibrationError, match=r"no field 'txt'; did you mean 'text'\? valid: body, id, text"):
+            documents(source(name=folder, field="txt"), "calibration")
+
+    def test_a_field_that_is_not_text_is_named_with_its_row(self, folder: str) -> None:
+        with pytest.raises(CalibrationError, match=r"row 0: field 'id' holds int, expected text"):
+            documents(source(name=folder, field="id"), "calibration")
+
+    def test_a_missing_split_is_named_with_the_splits_there_are(self, folder: str) -> None:
+        with pytest.raises(CalibrationError, match=r"split 'valid'.*could not be fetched.*train.*test"):
+            documents(source(name=folder, split="valid"), "calibration")
+
+    def test_loading_shows_no_progress_bar(self, folder: str, capfd: pytest.CaptureFixture[str]) -> None:
+        documents(source(name=folder), "calibration")
+        assert capfd.readouterr() == ("", "")
+
+    def test_an_unreachable_dataset_is_named_with_ways_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+        with pytest.raises(
+            CalibrationError, match=r"dataset 'wikitxt' \(split 'train'\) could not be fetched"
+        ) as caught:
+            documents(source(name="wikitxt"), "calibration")
+        for advice in ("did you mean 'wikitext'?", "{text: PATH}", "{json: PATH, field: NAME}", "python-docs"):
+            assert advice in str(caught.value)
+
+    def test_wikitext_is_the_raw_wikitext_2(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = []
+
+        def load_dataset(*args: Any, **kwargs: Any) -> datasets.Dataset:
+            calls.append((*args, kwargs["split"], kwargs["revision"]))
+            return datasets.Dataset.from_dict({"text": ["", " = Title = \n"]})
+
+        monkeypatch.setattr("datasets.load_dataset", load_dataset)
+        assert documents(source(name="wikitext"), "calibration") == ["", " = Title = \n"]
+        documents(source(name="wikitext", revision="abc"), "evaluation")
+        documents(source(name="wikitext", config="wikitext-103-raw-v1", split="validation"), "evaluation")
+        assert calls == [
+            ("Salesforce/wikitext", "wikitext-2-raw-v1", "train", None),
+            ("Salesforce/wikitext", "wikitext-2-raw-v1", "test", "abc"),
+            ("Salesforce/wikitext", "wikitext-103-raw-v1", "validation", None),
+        ]
+
+    def test_c4_streams_the_beginning_of_one_shard(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def rows() -> Iterator[dict[str, Any]]:
+            for i in range(9000):  # datasets looks a little ahead
+                yield {"text": f"page {i}", "url": ""}
+            raise AssertionError("read further than needed")
+
+        calls = []
+
+        def load_dataset(*args: Any, **kwargs: Any) -> datasets.IterableDataset:
+            calls.append((args, kwargs["data_files"], kwargs["streaming"]))
+            return datasets.IterableDataset.from_generator(rows)
+
+        monkeypatch.setattr("datasets.load_dataset", load_dataset)
+        assert documents(source(name="c4"), "calibration")[-1] == "page 8191"
+        assert documents(source(name="c4"), "evaluation")[-1] == "page 1099"
+        assert calls == [
+            (("allenai/c4",), {"train": "en/c4-train.00000-of-01024.json.gz"}, True),
+            (("allenai/c4",), {"validation": "en/c4-validation.00000-of-00008.json.gz"}, True),
+        ]
+
+    def test_c4_refuses_a_configuration_that_it_would_ignore(self) -> None:
+        with pytest.raises(CalibrationError, match=r"takes no config.*allenai/c4"):
+            documents(source(name="c4", config="realnewslike"), "calibration")
+
+
+class TestTokenIds:
+    def test_documents_are_joined_by_blank_lines_and_tokenized_once(self, tokenizer: Any) -> None:
+        ids = token_ids(["one", "two", "three"], tokenizer)
+        assert ids.dtype == torch.int64
+        assert ids.tolist() == [0, 2, 1, 3, 1, 4]  # one <s> at the very beginning
+
+    def test_text_longer_than_the_model_gives_no_warning(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        warned: list[str] = []
+        monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", warned.append)
+        token_ids(["one"] * 10, tokenizer)
+        assert warned == []
+        tokenizer("\n\n".join(["one"] * 10))
+        assert warned, "the tokenizer warns of its own accord"
+
+    def test_text_without_tokens_is_refused(self, tokenizer: Any) -> None:
+        tokenizer.backend_tokenizer.post_processor = None
+        with pytest.raises(CalibrationError, match="no tokens"):
+            token_ids([""], tokenizer)
+
+
+class TestWindows:
+    @given(tokens=st.integers(20, 200), length=st.integers(2, 9), seed=st.integers(0, 2**32), part=st.floats(0.01, 1))
+    def test_calibration_windows_are_distinct_pieces_of_the_text(
+        self, tokens: int, length: int, seed: int, part: float
+    ) -> None:
+        samples = max(1, int(part * (tokens // length)))
+        windows = calibration_windows(torch.arange(tokens), samples, length, seed)
+        assert windows.shape == (samples, length)
+        starts = windows[:, 0].tolist()
+        assert len(set(starts)) == samples
+        assert all(start % length == 0 for start in starts)
+        assert torch.equal(windows, windows[:, :1] + torch.arange(length))
+
+    def test_the_seed_decides_the_draw(self) -> None:
+        first, again, other = (calibration_windows(torch.arange(1000), 5, 10, seed) for seed in (3, 3, 4))
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+    def test_windows_are_drawn_from_the_whole_text(self) -> None:
+        starts = [int(calibration_windows(torch.arange(1000), 1, 10, seed)[0, 0]) for seed in range(40)]
+        assert min(starts) < 250
+        assert max(starts) >= 750
+
+    def test_the_global_random_state_is_left_alone(self) -> None:
+        before = torch.get_rng_state()
+        calibration_windows(torch.arange(100), 5, 10, 0)
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_evaluation_windows_are_the_first_in_order(self) -> None:
+        assert evaluation_windows(torch.arange(11), 2, 3).tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert evaluation_windows(torch.arange(11), None, 3).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+    def test_a_token_that_every_window_begins_with_takes_a_place_of_its_text(self) -> None:
+        ids = torch.arange(1, 12)
+        assert evaluation_windows(ids, None, 5, bos=0).tolist() == [[0, 1, 2, 3, 4], [0, 5, 6, 7, 8]]
+        drawn = calibration_windows(ids, 2, 5, seed=0, bos=0)
+        assert sorted(drawn.tolist()) == [[0, 1, 2, 3, 4], [0, 5, 6, 7, 8]]
+
+    def test_the_token_that_the_tokenizer_puts_before_the_whole_text_is_not_there_twice(self, tokenizer: Any) -> None:
+        ids = token_ids(["one", "two", "three"], tokenizer)
+        windows = evaluation_windows(ids, None, 3, bos=beginning(tokenizer, True))
+        assert windows.tolist() == [[0, 2, 1], [0, 3, 1]]
+        assert beginning(tokenizer, False) is None
+
+    def test_of_its_own_accord_only_gemma_has_it(self, tokenizer: Any) -> None:
+        from transformers import GemmaTokenizer
+
+        assert beginning(tokenizer, "auto") is None
+        assert beginning(GemmaTokenizer(vocab={"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3}), "auto") == 2
+
+    def test_a_tokenizer_without_such_a_token_is_refused(self, tokenizer: Any) -> None:
+        tokenizer.bos_token = None
+        with pytest.raises(CalibrationError, match="bos: the tokenizer has no BOS token"):
+            beginning(tokenizer, True)
+
+    @pytest.mark.parametrize("samples", [4, 100])
+    def test_too_few_windows_are_counted_together_with_the_tokens(self, samples: int) -> None:
+        expected = f"needs {samples} windows of 3 tokens; the text has 11 tokens, which is 3 windows"
+        with pytest.raises(CalibrationError, match=f"^calibration {expected}"):
+            calibration_windows(torch.arange(11), samples, 3, 0)
+        with pytest.raises(CalibrationError, match=f"^evaluation {expected}"):
+            evaluation_windows(torch.arange(11), samples, 3)
+
+    def test_evaluating_everything_needs_one_window_at_least(self) -> None:
+        with pytest.raises(CalibrationError, match="2 tokens, which is 0 windows"):
+            evaluation_windows(torch.arange(2), None, 3)
+
+    def test_windows_longer_than_the_model_are_refused(self) -> None:
+        ids = torch.arange(100)
+        assert calibration_windows(ids, 1, 8, 0, max_positions=8).shape == (1, 8)
+        with pytest.raises(CalibrationError, match="sequence_length 9 is longer than the model's 8 positions"):
+            calibration_windows(ids, 1, 9, 0, max_positions=8)
+        with pytest.raises(CalibrationError, match="sequence_length 9 is longer than the model's 8 positions"):
+            evaluation_windows(ids, 1, 9, max_positions=8)
+
+
+class TestFingerprint:
+    def test_the_same_ids_have_the_same_fingerprint_in_any_integer_type_and_layout(self) -> None:
+        ids = torch.arange(12).view(3, 4)
+        assert fingerprint(ids) == fingerprint(ids.int()) == fingerprint(ids.T.contiguous().T)
+        assert len(fingerprint(ids)) == 64
+
+    def test_order_shape_and_values_all_change_it(self) -> None:
+        ids = torch.arange(12)
+        assert len({fingerprint(x) for x in (ids, ids.flip(0), ids.view(3, 4), ids.view(4, 3), ids[:-1], ids + 1)}) == 6

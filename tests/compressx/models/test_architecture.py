@@ -1,0 +1,154 @@
+"""Where models keep their blocks and linears, for every architecture that is supported."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compressx.models.architecture import find_blocks, linears_of, survey, text_config
+from compressx.runtime.errors import UnsupportedModelError
+from compressx.testing import TINY_CONFIGS, tiny_model
+
+_LLAMA = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+          "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("llama", "llama-mha", "llama-mqa", "llama-tied", "llama-theta", "llama-3", "llama-yarn", "mistral",
+                     "qwen2", "qwen3", "gemma2", "gemma3", "stablelm", "olmo2", "cohere"), ("model.layers", _LLAMA)),
+    "glm": ("model.layers", (*_LLAMA[:4], "mlp.gate_up_proj", "mlp.down_proj")),
+    "phi": ("model.layers", (*_LLAMA[:3], "self_attn.dense", "mlp.fc1", "mlp.fc2")),
+    "opt": ("model.decoder.layers", ("self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj", "self_attn.out_proj",
+                                     "fc1", "fc2")),
+    "gpt2": ("transformer.h", ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
+    "gpt-neox": ("gpt_neox.layers", ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h",
+                                     "mlp.dense_4h_to_h")),
+    "falcon": ("transformer.h", ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h",
+                                 "mlp.dense_4h_to_h")),
+    "bloom": ("transformer.h", ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h",
+                                "mlp.dense_4h_to_h")),
+    "gptj": ("transformer.h", ("attn.k_proj", "attn.v_proj", "attn.q_proj", "attn.out_proj", "mlp.fc_in",
+                               "mlp.fc_out")),
+    "phi3": ("model.layers", ("self_attn.o_proj", "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")),
+    "mixtral": ("model.layers", (*_LLAMA[:4], *(f"mlp.experts.{p}.{e}" for p in ("gate_up_proj", "down_proj")
+                                                for e in range(4)))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+def test_every_block_and_linear_is_found(architecture: str) -> None:
+    found = survey(tiny_model(architecture))
+    blocks, kinds = EXPECTED[architecture]
+    assert list(found.blocks) == [f"{blocks}.{i}" for i in range(3)]
+    assert set(found.linears) == {f"{blocks}.{i}.{kind}" for i in range(3) for kind in kinds}
+    for name, linear in found.linears.items():
+        assert name.startswith(f"{found.block_of(name)}.")
+        assert tuple(linear.weight.shape) == (linear.out_features, linear.in_features)
+
+
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+def test_every_matrix_is_accounted_for_once(architecture: str) -> None:
+    """Nothing is silently left out: pruned weights, heads and refused weights together are all of the model's."""
+    model = tiny_model(architecture)
+    found = survey(model)
+    owners = {
+        name for name, module in model.named_modules() if any(p.dim() >= 2 for p in module.parameters(recurse=False))
+    }
+    fused = {name for name in owners if any(n.startswith(f"{name}.") for n in found.linears)}
+    assert {*found.outside, *found.unprunable, *fused, *(n for n in found.linears if n in owners)} == owners
+    assert not set(found.linears) & set(found.unprunable)
+    counted = sum(x.out_features * x.in_features for x in found.linears.values())
+    stored = sum(p.numel() for b in found.blocks.values() for n, p in b.named_parameters() if p.dim() >= 2)
+    router = sum(
+        p.numel() for n, p in model.named_parameters() if n.rsplit(".", 1)[0] in found.unprunable and ".layers." in n
+    )
+    assert counted == stored - router
+
+
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+def test_a_skeleton_without_weights_gives_the_same(architecture: str) -> None:
+    found = survey(tiny_model(architecture))
+    with torch.device("meta"):
+        skeleton = tiny_model(architecture)
+    bare = survey(skeleton)
+    assert all(p.is_meta for p in skeleton.parameters())
+    assert list(bare.linears) == list(found.linears)
+    assert list(bare.outside) == list(found.outside)
+    assert bare.unprunable == found.unprunable
+
+
+def test_a_head_of_its_own_is_outside_the_blocks() -> None:
+    found = survey(tiny_model("llama"))
+    assert list(found.outside) == ["lm_head"]
+    assert found.unprunable["model.embed_tokens"] == "an embedding, not a linear"
+
+
+def test_a_tied_head_is_unprunable_and_says_to_what_it_is_tied() -> None:
+    found = survey(tiny_model("llama-tied"))
+    assert not found.outside
+    assert "tied to model.embed_tokens.weight" in found.unprunable["lm_head"]
+
+
+def test_a_router_of_experts_is_unprunable() -> None:
+    found = survey(tiny_model("mixtral"))
+    gate = found.unprunable["model.layers.0.mlp.gate"]
+    assert gate.startswith("not a linear: ")
+    assert "[4, 64]" in gate
+
+
+def test_conv1d_and_linear_have_the_same_orientation() -> None:
+    model = tiny_model("gpt2")
+    (linear,) = linears_of("transformer.h.0.mlp.c_fc", model.transformer.h[0].mlp.c_fc)
+    assert (linear.out_features, linear.in_features) == (256, 64)
+    assert torch.equal(linear.weight, model.transformer.h[0].mlp.c_fc.weight.T)
+
+
+def test_a_quantized_weight_is_unprunable() -> None:
+    model = tiny_model("llama")
+    down = model.model.layers[0].mlp.down_proj
+    down.weight = nn.Parameter(down.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    found = survey(model)
+    assert "model.layers.0.mlp.down_proj" not in found.linears
+    assert (
+        "quantized (torch.float8_e4m3fn); prune before quantizing" in found.unprunable["model.layers.0.mlp.down_proj"]
+    )
+
+
+class _Model(nn.Module):
+    """A model with the module lists that are given, and a config of three layers."""
+
+    def __init__(self, **lists: int) -> None:
+        super().__init__()
+        text: Any = SimpleNamespace(num_hidden_layers=3)
+        self.config = SimpleNamespace(get_text_config=lambda decoder: text)
+        for name, length in lists.items():
+            setattr(self, name, nn.ModuleList(nn.Linear(4, 4) for _ in range(length)))
+
+
+def test_the_blocks_are_the_list_as_long_as_the_config_says() -> None:
+    assert list(find_blocks(_Model(encoder=2, layers=3))) == ["layers.0", "layers.1", "layers.2"]
+    assert text_config(_Model()).num_hidden_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("lists", "complaint"),
+    [
+        ({"layers": 2}, "found 0; module lists in the model: layers (2)"),
+        ({"encoder": 3, "decoder": 3}, "found 2; module lists in the model: encoder (3), decoder (3)"),
+        ({}, "found 0; module lists in the model: none"),
+    ],
+)
+def test_a_model_without_one_list_of_blocks_is_refused_with_what_it_has(lists: dict[str, int], complaint: str) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        find_blocks(_Model(**lists))
+    assert "expected one list of 3 decoder blocks" in str(caught.value)
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", ["gpt-neox", "gpt2", "opt"])
+def test_the_output_embedding_is_never_in_a_block(architecture: str) -> None:
+    found = survey(tiny_model(architecture))
+    head = next(n for n in ("embed_out", "lm_head") if n in {*found.outside, *found.unprunable})
+    assert head not in found.linears

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compressx.api.patterns import NM, FixedMask, Unstructured, zeros_in
+from compressx.api.statistics import Hessian
+from compressx.numerics.obs import Factors, NotPositiveDefiniteError, inverse_cholesky, sweep
+
+
+def problem(rows: int, columns: int, tokens: int = 400, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight and strongly correlated inputs, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, columns, generator=generator, dtype=torch.float64)
+    mix = torch.eye(columns, dtype=torch.float64) + 0.6 * torch.randn(
+        columns, columns, generator=generator, dtype=torch.float64
+    )
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64), x @ mix
+
+
+def one_weight_at_a_time(weight: torch.Tensor, hessian: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """The update written out as in the paper's derivation: before each column, invert the Hessian of what is left."""
+    w = weight.clone()
+    columns = w.shape[1]
+    for j in range(columns):
+        rest = torch.linalg.inv(hessian[j:, j:])
+        for r in range(w.shape[0]):
+            if not keep[r, j]:
+                w[r, j:] = w[r, j:] - w[r, j] / rest[0, 0] * rest[0]
+                w[r, j] = 0.0
+    return w
+
+
+@pytest.mark.parametrize("columns", [1, 12, 256, 257, 700])
+def test_the_factor_is_the_upper_cholesky_factor_of_the_damped_inverse(columns):
+    _, x = problem(1, columns, tokens=2 * columns + 10)
+    hessian = x.T @ x
+    before = hessian.clone()
+    factor, damping = inverse_cholesky(hessian, 0.01)
+    assert torch.equal(hessian, before)
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
+    assert damping == 0.01
+    assert torch.equal(factor, factor.triu())
+    torch.testing.assert_close(factor.T @ factor, torch.linalg.inv(damped), rtol=1e-9, atol=1e-12)
+
+
+def test_a_factor_in_float32_is_as_good_as_one_that_inverts_in_float64(monkeypatch):
+    monkeypatch.setattr("compressx.numerics.obs._CHUNK", 1000)
+    _, x = problem(1, 300, tokens=600)
+    hessian = x.T @ x
+    expected, _ = inverse_cholesky(hessian)
+    factor, _ = inverse_cholesky(hessian.float())
+    assert factor.dtype == torch.float32
+    assert (factor - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_a_sweep_over_a_fixed_mask_equals_the_update_derived_one_weight_at_a_time():
+    weight, x = problem(7, 20)
+    hessian = x.T @ x
+    keep = torch.rand(7, 20, generator=torch.Generator().manual_seed(3)) > 0.4
+    factor, damping = inverse_cholesky(hessian, 1e-8)
+    damped = hessian + damping * hessian.diagonal().mean() * torch.eye(20, dtype=torch.float64)
+    got_keep, got = sweep(weight, factor, FixedMask(keep, Unstructured(0.4)))
+    assert torch.equal(got_keep, keep)
+    torch.testing.assert_close(got, one_weight_at_a_time(weight, damped, keep), rtol=1e-8, atol=1e-10)
+
+
+def test_column_blocks_do_not_change_the_update(monkeypatch):
+    weight, x = problem(5, 33)
+    factor, _ = inverse_cholesky(x.T @ x)
+    fixed = FixedMask(torch.rand(5, 33, generator=torch.Generator().manual_seed(1)) > 0.5, Unstructured(0.5))
+    whole = sweep(weight, factor, fixed)[1]
+    monkeypatch.setattr("compressx.numerics.obs.BLOCK_COLUMNS", 8)
+    torch.testing.assert_close(sweep(weight, factor, fixed)[1], whole, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("pattern", [
+    Unstructured(0.5, "row"), Unstructured(0.37, "layer"), Unstructured(0.999, "row"), Unstructured(0.9, "layer"),
+    NM(2, 4), NM(1, 3), NM(4, 8), NM(3, 3),
+])  # fmt: skip
+@pytest.mark.parametrize("columns", [129, 264, 24])
+def test_budgets_are_exact_over_column_blocks(pattern, columns):
+    if isinstance(pattern, NM):
+        columns = columns // pattern.of * pattern.of
+    weight, x = problem(6, columns, tokens=300)
+    keep, new = sweep(weight, inverse_cholesky(x.T @ x)[0], pattern)
+    assert int((~keep).sum()) == zeros_in(pattern, 6, columns)
+    assert torch.equal(new == 0, ~keep)
+    if isinstance(pattern, NM):
+        assert (keep.view(6, -1, pattern.of).sum(dim=2) == pattern.keep).all()
+    elif pattern.group == "row":
+        assert len(set(keep.sum(dim=1).tolist())) == 1
+
+
+def test_sparsity_zero_returns_the_weight_bit_for_bit():
+    weight, x = problem(6, 140)
+    weight = weight.bfloat16()
+    keep, new = sweep(weight, inverse_cholesky((x.T @ x).float())[0], Unstructured(0.0, "layer"))
+    assert keep.all()
+    assert torch.equal(new.bfloat16(), weight)
+
+
+def test_features_that_never_fire_are_dropped_first_and_disturb_nothing():
+    weight, x = problem(6, 16)
+    x[:, 3] = 0
+    x[:, 9] = 0
+    hessian = x.T @ x
+    keep, _ = sweep(weight, inverse_cholesky(hessian)[0], Unstructured(2 / 16, "row"), hessian.diagonal() == 0)
+    assert (~keep).nonzero()[:, 1].unique().tolist() == [3, 9]
+
+
+def test_of_every_group_of_n_m_features_that_never_fire_are_dropped_first():
+    weight, x = problem(6, 16)
+    dead = [1, 3, 4, 7, 8, 9, 14, 15]  # two of every four
+    x[:, dead] = 0
+    weight[:, dead] *= 100
+    hessian = x.T @ x
+    keep, _ = sweep(weight, inverse_cholesky(hessian)[0], NM(2, 4), hessian.diagonal() == 0)
+    assert (~keep).nonzero()[:, 1].unique().tolist() == dead
+
+
+def test_features_that_never_fire_do_not_water_the_damping_down():
+    _, x = problem(1, 12)
+    x[:, :6] = 0
+    hessian = x.T @ x
+    factor, _ = inverse_cholesky(hessian, 0.1)
+    live = hessian[6:, 6:]
+    damped = live + 0.1 * live.diagonal().mean() * torch.eye(6, dtype=torch.float64)
+    torch.testing.assert_close((factor.T @ factor)[6:, 6:], torch.linalg.inv(damped), rtol=1e-9, atol=1e-12)
+
+
+def test_each_linear_gets_the_factor_of_its_own_hessian():
+    factors, hessians = Factors(0.01), {}
+    for seed, name in enumerate("ab"):
+        hessians[name] = Hessian(12)
+        hessians[name].update(problem(1, 12, seed=seed)[1])
+    for name in "aba":
+        assert torch.equal(factors.of(name, hessians[name])[0], inverse_cholesky(hessians[name].matrix)[0])
+
+
+def test_the_damping_is_raised_until_the_factor_exists_and_is_reported():
+    bad = torch.diag(torch.tensor([1.0, 1.0, -0.3]))
+    _, damping = inverse_cholesky(bad, 0.01)
+    assert damping == pytest.approx(1.0)
+
+
+def test_the_damping_is_raised_while_the_factor_is_beyond_float32():
+    """A Cholesky factor with 2^-10 beside ones, exact in float32, whose inverse reaches 2^160."""
+    root = 2.0**-10 * torch.eye(16) + torch.diag(torch.ones(15), -1)
+    factor, damping = inverse_cholesky((root @ root.T).flip(0, 1), 1e-14)
+    assert factor.isfinite().all()
+    assert damping > 1e-14
+
+
+def test_a_hessian_that_no_damping_mends_is_refused_with_the_damping_tried():
+    with pytest.raises(NotPositiveDefiniteError, match="damping 1 "):
+        inverse_cholesky(torch.diag(torch.tensor([1.0, 1.0, -5.0])), 1e-5)
+
+
+def test_a_hessian_with_nan_is_refused():
+    with pytest.raises(NotPositiveDefiniteError, match="NaN"):
+        inverse_cholesky(torch.full((2, 2), float("nan")))
+
+
+def test_a_sweep_refuses_features_that_do_not_divide_by_m():
+    with pytest.raises(ValueError, match="in_features 6 is not divisible by 4"):
+        sweep(torch.rand(2, 6), torch.eye(6), NM(2, 4))

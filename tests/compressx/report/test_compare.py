@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import csv
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from compressx import ArtifactError
+from compressx.api.record import BlockReport, LayerReport, RunReport
+from compressx.report.compare import compare
+
+
+def saved(folder: Path, sparsity: float, pruned: float, dense: float = 20.0, pruner: str = "wanda", **fields) -> Path:
+    layer = LayerReport("model.layers.0.q", pruner, "50% row", (4, 4), sparsity, sparsity, 1.0, {"error": 0.1})
+    report = RunReport(
+        compressx="0.1.0", model={"id": "a/b"}, sparsity=sparsity, skipped=(),
+        blocks=(BlockReport(0, "", (layer,), 1.0),),
+        evaluation={"dense": {"token_perplexity": dense}, "pruned": {"token_perplexity": pruned}},
+        seconds={"total": 12.3}, peak_memory_bytes=2**30,
+    )  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / "report.json").write_text(dataclasses.replace(report, **fields).to_json())
+    return folder
+
+
+def test_runs_stand_side_by_side_with_what_each_measured(tmp_path):
+    tuned = {"dense": {"token_perplexity": 20.0}, "finetuned": {"token_perplexity": 22.5}}
+    found = compare(
+        [saved(tmp_path / "a", 0.5, 30.0), saved(tmp_path / "b", 0.6, 0.0, pruner="alps", evaluation=tuned)]
+    )
+    assert found.columns() == ["run", "pruners", "sparsity", "token perplexity, dense", "token perplexity, pruned",
+                               "token perplexity, finetuned", "seconds", "GiB"]  # fmt: skip
+    assert found.rows() == [
+        ["a", "wanda", "50.00%", "20", "30", "", "12", "1.0"],
+        ["b", "alps", "60.00%", "20", "", "22.5", "12", "1.0"],
+    ]
+    assert found.warnings == ()
+
+
+def test_table_numbers_and_plot_are_written(tmp_path):
+    found = compare([saved(tmp_path / "a", 0.5, 30.0), saved(tmp_path / "b", 0.6, 40.123456)])
+    assert [p.name for p in found.write(tmp_path / "out")] == ["compare.md", "compare.csv", "compare.svg"]
+    assert "| a | wanda | 50.00% | 20 | 30 | 12 | 1.0 |" in (tmp_path / "out" / "compare.md").read_text()
+    with (tmp_path / "out" / "compare.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(r["token_perplexity.pruned"]) for r in rows] == [30.0, 40.123456]
+    drawn = (tmp_path / "out" / "compare.svg").read_text()
+    assert "token perplexity" in drawn
+    assert "wanda" in drawn
+
+
+def test_runs_without_an_evaluation_have_a_table_and_no_plot(tmp_path):
+    found = compare([saved(tmp_path / "a", 0.5, 30.0, evaluation={})])
+    assert [p.name for p in found.write(tmp_path / "out")] == ["compare.md", "compare.csv"]
+
+
+def test_folders_of_one_name_are_told_apart_by_those_above(tmp_path):
+    found = compare([saved(tmp_path / "x" / "run", 0.5, 30.0), saved(tmp_path / "y" / "run", 0.5, 30.0)])
+    assert [run.name for run in found.runs] == ["x/run", "y/run"]
+
+
+def test_a_report_may_be_named_itself(tmp_path):
+    folder = saved(tmp_path / "a", 0.5, 30.0)
+    assert [run.name for run in compare([folder / "report.json"]).runs] == ["a"]
+
+
+def test_dense_figures_that_differ_are_said_to_make_the_others_incomparable(tmp_path):
+    found = compare([saved(tmp_path / "a", 0.5, 30.0), saved(tmp_path / "b", 0.5, 31.0, dense=21.0)])
+    (warning,) = found.warnings
+    assert "token perplexity differs (20, 21)" in warning
+    other = compare([saved(tmp_path / "c", 0.5, 30.0), saved(tmp_path / "d", 0.5, 31.0, 21.0, model={"id": "c/d"})])
+    assert other.warnings == ("Different models: a/b, c/d.",)
+
+
+def test_runs_that_differ_in_something_else_than_sparsity_are_not_joined_by_a_line(tmp_path):
+    found = compare(
+        [saved(tmp_path / "a", 0.5, 30.0), saved(tmp_path / "b", 0.5, 31.0), saved(tmp_path / "c", 0.6, 35.0)]
+    )
+    panels = found._panels()["token perplexity"]
+    assert panels == {"dense": [(0.0, 20.0)], "a: wanda": [(50.0, 30.0)], "b: wanda": [(50.0, 31.0)],
+                      "c: wanda": [(60.0, 35.0)]}  # fmt: skip
+
+
+def test_standard_errors_are_in_the_table_and_not_in_the_plot(tmp_path):
+    task = {"arc": {"acc": 0.5, "acc_stderr": 0.1}}
+    found = compare([saved(tmp_path / "a", 0.5, 30.0, evaluation={"dense": task, "pruned": task})])
+    assert "arc acc stderr, pruned" in found.columns()
+    assert list(found._panels()) == ["arc acc"]
+
+
+def test_a_folder_without_a_report_and_a_report_of_another_version_are_refused(tmp_path):
+    with pytest.raises(ArtifactError, match=r"holds no report.json; expected the output folder of a finished run"):
+        compare([tmp_path])
+    folder = saved(tmp_path / "a", 0.5, 30.0)
+    text = (folder / "report.json").read_text()
+    (folder / "report.json").write_text(text.replace('"sparsity": 0.5', '"sparsity": "half"', 1))
+    with pytest.raises(ArtifactError, match=r"report.json: sparsity: .*; was it written by this version"):
+        compare([folder])
+    (folder / "report.json").write_text("{")
+    with pytest.raises(ArtifactError, match=r"the file: Invalid JSON"):
+        compare([folder])
