@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 RECIPE ?= recipes/quickstart.yaml
 
-.PHONY: quickstart test check format docs clean
+.PHONY: quickstart test check format planted docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/compressx run $(RECIPE)
@@ -31,6 +31,10 @@ lint: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Plants the faults of tests/planted one by one; the fast tests have to catch each. Half an hour; not in CI.
+planted: $(VENV)/.installed-dev
+	$(BIN)/python tests/planted/planted.py
 
 # The site of the documentation, in build/site; `mkdocs serve` shows it while you write.
 docs: $(VENV)/.installed-dev

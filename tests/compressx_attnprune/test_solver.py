@@ -10,7 +10,8 @@ import torch
 from tests.compressx_attnprune.pruning import few_steps
 from torch import Tensor
 
-from compressx import NM, FixedMask, Pattern, Unstructured, obs
+from compressx import NM, FixedMask, Pattern, Unstructured
+from compressx.numerics import obs
 from compressx_attnprune import kronecker, solver, training
 from compressx_attnprune.baselines import Inputs
 from compressx_attnprune.geometry import Attention, Projection
