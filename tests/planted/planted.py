@@ -1,8 +1,8 @@
 """Plant each fault of faults.json in a copy of the project and see whether the fast tests catch it: `make planted`.
 
-Each row names a file, a text that stands in it once, what to put in its place, and the tests that guard it. `--slow` runs
-the tests that are marked slow, too, and `--all` the whole suite instead of those that a row names. The exit status is 1
-if a fault survives or if the text of a row is not there: then the row is to be changed with the code, not dropped.
+Each row names a file, a text that stands in it once, what to put in its place, and the tests that guard it. `--slow`
+runs the tests that are marked slow, too, and `--all` the whole suite instead of those that a row names. The exit status
+is 1 if a fault survives or if the text of a row is not there: such a row is to be changed with the code, not dropped.
 """
 
 from __future__ import annotations
