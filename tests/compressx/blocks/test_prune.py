@@ -8,6 +8,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 from tests.compressx.references import mean_error
+from tests.pairs import pairs
 
 from compressx import Linear, PluginError, PruneResult, PrunerSpec, UnsupportedModelError
 from compressx.api.patterns import NM, FixedMask, Pattern, Unstructured, keep_mask
@@ -89,10 +90,11 @@ def test_replaying_the_blocks_one_by_one_gives_what_the_model_computes(architect
     assert torch.equal(state, first(seen["out"]))
 
 
-@pytest.mark.parametrize("architecture", TINY_CONFIGS)
-@pytest.mark.parametrize("pruner", SPECS)
-@pytest.mark.parametrize("pattern", [Unstructured(0.5, "row"), NM(2, 4)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "pruner", "pattern", "dtype"),
+    pairs(TINY_CONFIGS, SPECS, [Unstructured(0.5, "row"), NM(2, 4)], [torch.float32, torch.bfloat16]),
+    ids=str,
+)
 def test_every_architecture_is_pruned_to_the_exact_count_and_keeps_its_dtype(architecture, pruner, pattern, dtype):
     model = tiny_model(architecture, dtype=dtype)
     plan = plan_all(model, SPECS[pruner], pattern)
