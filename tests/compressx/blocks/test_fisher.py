@@ -238,8 +238,8 @@ def test_channels_alone_take_a_few_windows(monkeypatch):
 
 def test_of_several_processes_each_takes_its_part_of_the_windows_that_rows_come_from(monkeypatch):
     monkeypatch.setattr("compressx.blocks.fisher.ROW_WINDOWS", 4)
-    monkeypatch.setattr(Ranks, "add", lambda self, tensor: None)  # the others say nothing
-    monkeypatch.setattr(Ranks, "everyones", lambda self, value: [value])
+    monkeypatch.setattr(Ranks, "all_reduce_", lambda self, tensor: None)  # the others say nothing
+    monkeypatch.setattr(Ranks, "all_gather", lambda self, value: [value])
     model, told = tiny_model("llama"), []
     found, parts = survey(model), tiny_tokens(sequences=8).split(2)
     got = fisher_of(
@@ -254,12 +254,12 @@ def test_shares_of_channels_are_those_of_all_processes_tokens(monkeypatch):
     model = tiny_model("llama")
     found, parts = survey(model), tiny_tokens(sequences=8).split(2)
     added = []
-    monkeypatch.setattr(Ranks, "everyones", lambda self, value: [value])
-    monkeypatch.setattr(Ranks, "add", lambda self, tensor: added.append(tensor.clone()))
+    monkeypatch.setattr(Ranks, "all_gather", lambda self, value: [value])
+    monkeypatch.setattr(Ranks, "all_reduce_", lambda self, tensor: added.append(tensor.clone()))
     other = fisher_of(InMemory(model), found, (), parts[1:2])
     theirs = iter([*added])
     mine = fisher_of(InMemory(model), found, (), parts[:1])
-    monkeypatch.setattr(Ranks, "add", lambda self, tensor: tensor.add_(next(theirs)))
+    monkeypatch.setattr(Ranks, "all_reduce_", lambda self, tensor: tensor.add_(next(theirs)))
     got = fisher_of(InMemory(model), found, (), parts[:1], Ranks(0, 2))
     for fqn, its in got.channels.items():  # as many tokens on either
         torch.testing.assert_close(its, (mine.channels[fqn] + other.channels[fqn]) / 2)

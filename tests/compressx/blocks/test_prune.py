@@ -326,7 +326,7 @@ def test_no_hook_and_no_replaced_forward_is_left_even_when_a_pruner_fails():
         def prune(self, block, patterns, stats):
             raise RuntimeError("boom")
 
-    with pytest.raises(PluginError, match=r"on model\.layers\.0: RuntimeError: boom \(.*test_walk\.py, line \d+\)$"):
+    with pytest.raises(PluginError, match=r"on model\.layers\.0: RuntimeError: boom \(.*test_prune\.py, line \d+\)$"):
         list(prune_model(InMemory(model), plan_all(model, spec_of(Broken()), Unstructured(0.5)), batches()))
     for module in model.modules():
         assert not module._forward_pre_hooks
@@ -568,7 +568,7 @@ def test_a_linear_that_shares_its_input_only_later_keeps_a_statistic_of_its_own(
 
 def test_linears_that_share_their_input_in_one_process_only_are_refused(monkeypatch):
     model = tiny_model("llama")
-    monkeypatch.setattr(Ranks, "everyones", lambda self, told: [told, told if isinstance(told, set) else []])
+    monkeypatch.setattr(Ranks, "all_gather", lambda self, told: [told, told if isinstance(told, set) else []])
     with pytest.raises(UnsupportedModelError, match="share inputs in one process and not in another"):
         list(prune_model(InMemory(model), plan_all(model, SPECS["wanda"], HALF), batches(), ranks=Ranks(0, 2)))
 

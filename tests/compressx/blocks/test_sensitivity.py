@@ -54,8 +54,8 @@ def test_rows_are_means_over_the_tokens_of_all_processes(monkeypatch):
         return made
 
     others = gathered(6, 3.0).sums["q"]
-    monkeypatch.setattr(Ranks, "add", lambda self, tensor: tensor.add_(others.rows))
-    monkeypatch.setattr(Ranks, "everyones", lambda self, value: [value, others.count])
+    monkeypatch.setattr(Ranks, "all_reduce_", lambda self, tensor: tensor.add_(others.rows))
+    monkeypatch.setattr(Ranks, "all_gather", lambda self, value: [value, others.count])
     for tokens, expected in ((2, 7.0), (0, 9.0)):  # (2 * 1 + 6 * 9) / 8; reached in the other process only
         assert gathered(tokens, 1.0).result(Ranks(0, 2))["q"].rows.tolist() == [expected] * 64
 

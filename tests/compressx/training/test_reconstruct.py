@@ -135,8 +135,8 @@ def test_a_steps_gradient_is_the_mean_over_the_tokens_of_all_processes(monkeypat
     def everyones(self, value):  # the other takes the one step, too, with three times the tokens
         return [value] if self.size == 1 else [value, value if value == 1 else 3 * value]
 
-    monkeypatch.setattr(Ranks, "everyones", everyones)
-    monkeypatch.setattr(Ranks, "add", lambda self, tensor: None)  # and without any error
+    monkeypatch.setattr(Ranks, "all_gather", everyones)
+    monkeypatch.setattr(Ranks, "all_reduce_", lambda self, tensor: None)  # and without any error
     gradients = []
     monkeypatch.setattr(torch.optim.Adam, "step", lambda o: gradients.append([p.grad.clone() for p in parameters]))
     for ranks in (Ranks(), Ranks(0, 2)):
