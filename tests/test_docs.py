@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -172,21 +173,29 @@ def test_every_key_of_the_report_is_named_in_the_recipe_page() -> None:
     assert keys - _code_spans(_RECIPE_MD) == set()
 
 
-def _rooms(section: str) -> Iterator[str]:
-    """Yield the files of `src` that the tables of a section name."""
-    package, folder = "", ""
+def _places(section: str) -> Iterator[str]:
+    """Yield the files of `src` that the tables of a section name; a folder without files stands for all in it."""
+    package = ""
     for line in section.splitlines():
         if said := re.match(r"`src/(\w+)`", line):
-            package = said[1]
-        if line.startswith("|"):
-            *others, place = line.strip("|").split("|")
-            folder = "".join(re.findall("`(.+)`", others[0])) or folder if len(others) == 2 else ""
-            yield from (f"{package}/{folder}{name}" for name in re.findall(r"`([\w./]+\.(?:py|jinja))`", place))
+            package = f"{said[1]}/"
+        elif line.startswith("|"):
+            spans = re.findall(r"`([\w./]+(?:\.py|\.jinja|/))`", line.strip("|").split("|")[1])
+            folder = ""
+            for span, following in pairwise([*spans, "/"]):
+                if not span.endswith("/"):
+                    yield f"{package}{span if '/' in span else folder + span}"
+                    continue
+                folder = span
+                if following.endswith("/"):
+                    yield from (
+                        f"{package}{folder}{path.name}" for path in (_ROOT / "src" / package / folder).glob("*.py")
+                    )
 
 
-def test_every_module_is_found_in_the_rooms_of_the_design_page() -> None:
-    section = _DESIGN_MD.partition("\n## Rooms\n")[2].partition("\n## ")[0]
-    named, source = set(_rooms(section)), _ROOT / "src"
+def test_every_module_has_its_place_in_the_design_page() -> None:
+    section = _DESIGN_MD.partition("\n## Where things are\n")[2].partition("\n## ")[0]
+    named, source = {place for place in _places(section) if not place.endswith("__init__.py")}, _ROOT / "src"
     modules = {str(path.relative_to(source)) for path in source.rglob("*.py") if path.name != "__init__.py"}
 
     assert modules - named == set()
