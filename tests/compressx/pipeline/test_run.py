@@ -140,9 +140,6 @@ def test_a_pruner_that_reads_sensitivities_alone_is_given_text(models: Any, plug
     del asked["calibration"]
     with pytest.raises(RecipeError, match="the recipe has no calibration, and its pruners need one"):
         plan(asked, plugins=plugins)
-    asked = {**recipe(models("llama"), *asked["prune"]), "true_sequential": True}
-    with pytest.raises(RecipeError, match="true_sequential: it would change nothing"):
-        plan(asked, plugins=plugins)
 
 
 @pytest.mark.slow
@@ -202,20 +199,6 @@ def test_the_same_recipe_twice_gives_the_same_bits(models: Any, plugins: Plugins
     assert Path("a/masks.safetensors").read_bytes() == Path("b/masks.safetensors").read_bytes()
     first, second = weights("a/model"), weights("b/model")
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_true_sequential_that_would_change_nothing_is_refused_before_anything_is_measured(
-    models: Any, plugins: Plugins
-) -> None:
-    """As of best-50: one joint rule, which decides a block at once."""
-    rest = {"targets": ["*"], "pruner": "sensitivity", "group": "joint"}
-    asked = recipe(models("llama"), {k: v for k, v in ATTNPRUNE.items() if k != "sparsity"}, rest)
-    asked |= {"allocation": {"method": "attention-aware", "target": 0.5}, "true_sequential": True}
-    stages: list[str] = []
-    with pytest.raises(RecipeError, match=r"it would change nothing.*jointly, by attnprune and by sensitivity"):
-        run(asked, plugins=plugins, progress=lambda *told: stages.append(told[0]))
-    assert set(stages) <= {"load", "calibrate"}
-    assert not Path("out").exists()
 
 
 def test_another_seed_calibrates_on_other_windows(models: Any, plugins: Plugins) -> None:
