@@ -166,7 +166,6 @@ class _Pruning:
         """Prune what lies outside the blocks: run the model around them, the last block giving its recorded output."""
         started = time.perf_counter()
         block = Block(len(found.blocks), OUTSIDE, self.model, found.outside, (), text_config(self.model))
-
         observing = [
             lambda ids=ids, state=state: run_around(self.model, found.blocks, ids, state.to(ids.device))
             for ids, state in zip(batches, states, strict=True)

@@ -13,7 +13,7 @@ from tests.pairs import pairs
 from compressx import Linear, PluginError, PruneResult, PrunerSpec, UnsupportedModelError
 from compressx.api.patterns import NM, FixedMask, Pattern, Unstructured, keep_mask
 from compressx.api.statistics import FeatureNorms, Hessian
-from compressx.blocks import prune as walk
+from compressx.blocks import prune
 from compressx.blocks.prune import prune_model
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
@@ -201,7 +201,7 @@ def test_batches_of_any_size_give_the_same_masks(size):
 @pytest.mark.parametrize("tokens", [10**6, 100], ids=["all", "first-batch"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "mixtral"])
 def test_a_blocks_error_is_that_of_its_output_on_the_pruned_stream(architecture, tokens, monkeypatch):
-    monkeypatch.setattr(walk, "_MEASURED_TOKENS", tokens)
+    monkeypatch.setattr(prune, "_MEASURED_TOKENS", tokens)
     dense, model = tiny_model(architecture), tiny_model(architecture)
     plan = plan_all(model, wanda.compressx_pruners()[0], Unstructured(0.5, "row"))
     reports = [block.report for block in prune_model(InMemory(model), plan, batches())]
@@ -545,7 +545,7 @@ def test_a_linear_that_shares_its_input_on_some_batches_only_is_refused_instead_
     def copy_later(module, args):
         return args if len(args[0]) == 5 else (args[0].clone(),)
 
-    # Runs before the walk's own hook, so that hook sees the copy.
+    # Runs before the host's own hook, so that hook sees the copy.
     model.model.layers[0].self_attn.k_proj.register_forward_pre_hook(copy_later)
     with pytest.raises(
         UnsupportedModelError, match=r"self_attn\.k_proj shared its input with another linear on the first"
