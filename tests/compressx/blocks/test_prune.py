@@ -224,6 +224,19 @@ def test_a_blocks_error_is_that_of_its_output_on_the_pruned_stream(architecture,
     assert all(report.output_error > 0 for report in reports)
 
 
+def test_pruning_goes_on_after_the_last_finished_block():
+    whole, parted = tiny_model("llama"), tiny_model("llama")
+    plan = plan_all(whole, SPECS["sparsegpt"], Unstructured(0.5, "row"))
+    expected = [block.report.fqn for block in prune_model(InMemory(whole), plan, batches())]
+    stopped = prune_model(InMemory(parted), plan, batches())
+    first = next(stopped)
+    stopped.close()
+    reached = prune.Finished(first.report.fqn, first.streams)
+    rest = prune_model(InMemory(parted), plan, batches(), reached)
+    assert [first.report.fqn, *(block.report.fqn for block in rest)] == expected
+    assert all(torch.equal(now, parted.state_dict()[name]) for name, now in whole.state_dict().items())
+
+
 def test_without_calibration_a_block_has_no_error():
     model = tiny_model("llama")
     plan = plan_all(model, magnitude.compressx_pruners()[0], Unstructured(0.5, "row"))
