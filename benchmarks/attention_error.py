@@ -19,7 +19,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,9 @@ from torch import Tensor
 
 from compressx import Block, SequenceSample, Unstructured
 from compressx.blocks.observe import observe
-from compressx.models.architecture import survey, text_config
-from compressx.models.capture import capture_calls, replay
+from compressx.models.access import InMemory
+from compressx.models.architecture import survey
+from compressx.models.blockwise import advance, capture, each_block, passes
 from compressx_attnprune import baselines, layer, solver, training
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair, relative_errors
 from compressx_attnprune.options import AttnPruneOptions
@@ -149,18 +149,14 @@ def windows(arguments: argparse.Namespace, tokenizer: Any) -> tuple[Tensor, Tens
 @torch.no_grad()
 def layers(model: torch.nn.Module, calibration: Tensor, evaluation: Tensor) -> Iterator[tuple[int, Block, Tensor]]:
     """Run the dense model block by block; yield each block and the inputs of its queries on all windows."""
-    found = survey(model)
-    batches = [*torch.split(calibration, 8), *torch.split(evaluation, 8)]
-    states, calls = capture_calls(model, found.blocks, batches)
-    for index, (fqn, module) in enumerate(found.blocks.items()):
-        linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
-        block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
+    access, found = InMemory(model), survey(model)
+    states, calls = capture(access, found, [*torch.split(calibration, 8), *torch.split(evaluation, 8)])
+    for block, runs in each_block(access, found, calls):
         query = layer.find_projections(block).query
         inputs = SequenceSample(query.linear.in_features)
-        runs = [partial(replay, module, x, c) for x, c in zip(states, calls[fqn], strict=True)]
-        observe(linears, {query.name: {"inputs": inputs}}, runs)
-        yield index, block, inputs.sequences
-        states = [run() for run in runs]
+        observe(block.linears, {query.name: {"inputs": inputs}}, passes(runs, states))
+        yield block.index, block, inputs.sequences
+        advance(block.fqn, runs, states)
 
 
 def measure(

@@ -19,8 +19,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,9 @@ from torch import Tensor
 
 from compressx import NM, Block, Hessian, PrunerSpec, Statistic, Unstructured
 from compressx.blocks.observe import observe
-from compressx.models.architecture import survey, text_config
-from compressx.models.capture import capture_calls, replay
+from compressx.models.access import InMemory
+from compressx.models.architecture import survey
+from compressx.models.blockwise import advance, capture, each_block, passes
 from compressx.plugins.manager import load_plugins
 from loaded import load
 
@@ -62,28 +62,27 @@ def blocks(
     model: torch.nn.Module, texts: Sequence[Tensor], pruners: Sequence[PrunerSpec], indices: Sequence[int] | None
 ) -> Iterator[Observed]:
     """Run the dense model block by block and yield the observed ones; `texts` are the seen and the unseen windows."""
-    found = survey(model)
+    access, found = InMemory(model), survey(model)
     batches = [torch.split(text, 8) for text in texts]
-    states, calls = capture_calls(model, found.blocks, [x for split in batches for x in split])
+    states, calls = capture(access, found, [x for split in batches for x in split])
     seen = len(batches[0])
     built = {spec.name: spec.build(spec.options()) for spec in pruners}
-    for index, (fqn, module) in enumerate(found.blocks.items()):
-        if indices is not None and index > max(indices):
+    for whole, runs in each_block(access, found, calls):
+        if indices is not None and whole.index > max(indices):
             return
-        linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
-        block = Block(index, fqn, module, linears, tuple(calls[fqn][:seen]), text_config(model))
-        runs = [partial(replay, module, x, c) for x, c in zip(states, calls[fqn], strict=True)]
-        if indices is None or index in indices:
+        if indices is None or whole.index in indices:
+            block, running = replace(whole, calls=whole.calls[:seen]), passes(runs, states)
+            linears = block.linears
             wanted: dict[str, dict[str, Statistic]] = {
                 n: {SEEN: Hessian(x.in_features)}
                 | {name: s for name, p in built.items() if (s := p.observe(block, n)) is not None}
                 for n, x in linears.items()
             }
             unseen: dict[str, dict[str, Statistic]] = {n: {UNSEEN: Hessian(x.in_features)} for n, x in linears.items()}
-            observe(linears, wanted, runs[:seen])
-            observe(linears, unseen, runs[seen:])
+            observe(linears, wanted, running[:seen])
+            observe(linears, unseen, running[seen:])
             yield Observed(block, {n: wanted[n] | unseen[n] for n in linears})
-        states = [run() for run in runs]
+        advance(whole.fqn, runs, states)
 
 
 def squares(change: Tensor, matrix: Tensor) -> float:

@@ -24,23 +24,21 @@ import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from compressx import Block, Sensitivity, Unstructured
-from compressx.api.pruner import Linear, Loss
-from compressx.blocks.fisher import Fisher, divergences, fisher_of, gradients
+from compressx import Block, Linear, Unstructured
+from compressx.blocks.fisher import FisherDiagonal, divergences, fisher_diagonal, gradients
 from compressx.blocks.hooks import inputs_watched
 from compressx.blocks.select import decide, gather, write
 from compressx.data.windows import calibration_windows, token_ids
 from compressx.evaluation.perplexity import token_perplexity
 from compressx.models.access import InMemory
-from compressx.models.architecture import Architecture, survey, text_config
-from compressx.models.capture import capture_calls, replay
+from compressx.models.architecture import survey
+from compressx.models.blockwise import Run, advance, capture, each_block, passes
 from compressx.numerics.output_error import channel_weights
 from compressx.numerics.output_error import relative_errors as of_outputs
 from compressx.planning.plan import PlannedRule
@@ -62,12 +60,13 @@ class Dense:
     """What a dense block does with text that no pruner sees."""
 
     block: Block
+    runs: Sequence[Run]
     states: Sequence[Tensor]
     inputs: Mapping[str, Sequence[Tensor]]  # of each linear, by batch
     weights: Mapping[str, Tensor]
     attention: Sequence[Tensor]  # what the attention's last linear gives
     outputs: Sequence[Tensor]
-    fisher: Fisher
+    fisher: FisherDiagonal
     gradients: Sequence[Tensor]  # of the model's loss, at the outputs
 
     def errors(self) -> dict[str, float]:
@@ -76,11 +75,11 @@ class Dense:
         for name, linear in self.block.linears.items():
             changed, size = self._of_linear(name, linear)
             found["linear"] += float(changed.sum() / size) / len(self.weights)
-            rows = self.fisher.linears[name].rows.double()
+            rows = self.fisher.linears[name].double()
             found["weighted"] += float((rows * changed).sum())
             found["weighted, root"] += float((rows.sqrt() * changed).sum())
         found["matrix"] = self._of_matrices()
-        attention, outputs, _ = watched(self.block, self.states)
+        attention, outputs, _ = watched(self.block, self.runs, self.states)
         found["attention"] = _mean(attention, self.attention)
         each = zip(outputs, self.outputs, self.gradients, strict=True)
         moved = torch.cat([divergences(now.float() - was.float(), g).flatten() for now, was, g in each])
@@ -110,7 +109,9 @@ class Dense:
         return error
 
 
-def watched(block: Block, states: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
+def watched(
+    block: Block, runs: Sequence[Run], states: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
     """Run a block; returns what its attention and it itself give, and what its linears are handed, batch by batch."""
     attention: list[Tensor] = []
     inputs: dict[str, list[Tensor]] = {name: [] for name in block.linears}
@@ -118,7 +119,7 @@ def watched(block: Block, states: Sequence[Tensor]) -> tuple[list[Tensor], list[
     last = next(x for n, x in block.linears.items() if n.endswith(ends))
     hook = last.module.register_forward_hook(lambda _module, _args, out: attention.append(out))
     with inputs_watched(block.linears, lambda name, x: inputs[name].append(x)):
-        outputs = [replay(block.module, x, c) for x, c in zip(states, block.calls, strict=True)]
+        outputs = [run() for run in passes(runs, states)]
     hook.remove()
     return attention, outputs, inputs
 
@@ -152,51 +153,44 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
     seen, others = drawn[: arguments.samples], drawn[arguments.samples :]
     held_out, evaluation = others[: arguments.held_out], others[arguments.held_out :]
     base = token_perplexity(access, evaluation)
-    fisher = fisher_of(access, found, found.linears, torch.split(seen, 4))
+    fisher = fisher_diagonal(access, found, found.linears, torch.split(seen, 4))
     studied = [fqn for index, fqn in enumerate(found.blocks) if index in arguments.blocks]
     output_gradients = gradients(access, found, studied, torch.split(held_out, 4))
     plugins = load_plugins()
     streams = [*torch.split(seen, 4), *torch.split(held_out, 4)]
     learnt = math.ceil(len(seen) / 4)
-    states, calls = capture_calls(model, found.blocks, streams)
-    for index, (fqn, module) in enumerate(found.blocks.items()):
+    states, calls = capture(access, found, streams)
+    for block, runs in each_block(access, found, calls):
         wanted = [
-            (str(index), m, str(s)) for m in METHODS for s in arguments.sparsities
-            if index in arguments.blocks and (str(index), m, str(s)) not in done
+            (str(block.index), m, str(s)) for m in METHODS for s in arguments.sparsities
+            if block.index in arguments.blocks and (str(block.index), m, str(s)) not in done
         ]  # fmt: skip
         if wanted:
-            linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
-            given: dict[Loss, Mapping[str, Sensitivity]] = {"model": fisher.linears}
-            block = Block(index, fqn, module, linears, tuple(calls[fqn][:learnt]), text_config(model), given)
-            unseen = Block(index, fqn, module, linears, tuple(calls[fqn][learnt:]), text_config(model))
-            attention, outputs, inputs = watched(unseen, states[learnt:])
+            linears = block.linears
+            known = replace(block, calls=block.calls[:learnt], sensitivities=fisher.linears)
+            unseen = (replace(block, calls=block.calls[learnt:]), runs[learnt:], states[learnt:])
+            attention, outputs, inputs = watched(*unseen)
             weights = {n: w.clone() for n, w in _weights(block).items()}
-            dense = Dense(unseen, states[learnt:], inputs, weights, attention, outputs, fisher, output_gradients[fqn])
+            dense = Dense(*unseen, inputs, weights, attention, outputs, fisher, output_gradients[block.fqn])
             for method in dict.fromkeys(m for _, m, _ in wanted):
                 spec = plugins.pruner(method)
                 rule = PlannedRule(0, spec, spec.options(), None, None)
                 built = rule.build()
-                passes = [partial(replay, module, x, c) for x, c in zip(states, block.calls, strict=False)]
-                stats = gather(block, {rule: list(linears)}, {rule: built}, passes)
+                stats = gather(known, {rule: list(linears)}, {rule: built}, passes(runs[:learnt], states[:learnt]))
                 for sparsity in (float(s) for _, m, s in wanted if m == method):
                     pattern = Unstructured(sparsity, spec.groups[0])
                     with restored(block):
-                        for name, result in decide(rule, built, block, dict.fromkeys(linears, pattern), stats).items():
+                        for name, result in decide(rule, built, known, dict.fromkeys(linears, pattern), stats).items():
                             write(linears[name], result)
                         growth = math.log(token_perplexity(access, evaluation) / base)
                         yield {
-                            "index": index,
+                            "index": block.index,
                             "method": method,
                             "sparsity": sparsity,
                             "growth": growth,
                             **dense.errors(),
                         }
-        _advance(states, calls[fqn], found, fqn)
-
-
-def _advance(states: list[Tensor], calls: Sequence[object], found: Architecture, fqn: str) -> None:
-    for state, call in zip(states, calls, strict=True):
-        state.copy_(replay(found.blocks[fqn], state, call))  # type: ignore[arg-type]
+        advance(block.fqn, runs, states)
 
 
 def markdown(rows: Sequence[Mapping[str, float]]) -> str:

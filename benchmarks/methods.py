@@ -28,7 +28,7 @@ def best(budget: str) -> dict[str, Any]:
 
     path = RECIPES / ("best-2of4.yaml" if ":" in budget else f"best-{budget.rstrip('%')}.yaml")
     told = load_recipe(path).recipe.model_dump(mode="json", exclude_none=True)
-    kept = ("prune", "allocation", "true_sequential", "reconstruct_block")
+    kept = ("prune", "allocation", "reconstruct_block")
     sections: dict[str, Any] = {k: told[k] for k in kept if k in told}
     if ":" in budget:
         sections["prune"] = [{**rule, "pattern": budget} for rule in sections["prune"]]
@@ -65,13 +65,11 @@ def best_but(budget: str, *, without: Sequence[str] = (), **sections: Any) -> di
 INGREDIENTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "+ sensitivity weights": partial(best_but, without=("allocation", "reconstruct_block")),
     "+ allocation": partial(best_but, without=("reconstruct_block",)),
-    "+ true-sequential": partial(best_but, true_sequential=True),
 }
-OF_NM = ("+ true-sequential",)  # would change nothing at other budgets
 OF_PERCENTAGES = ("+ sensitivity weights", "+ allocation")  # which best has nothing of at N:M
 UNTUNED = {"best, fine-tuned": "best"}  # the row that the same run measures before
 
 
 def applies(method: str, budget: str) -> bool:
     """Say whether a method is one of its own at a budget."""
-    return method not in (OF_PERCENTAGES if ":" in budget else OF_NM)
+    return ":" not in budget or method not in OF_PERCENTAGES

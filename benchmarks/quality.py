@@ -8,9 +8,8 @@ settings goes on where the first one stopped, in the middle of a row after its l
 `--methods` and `--budgets` choose rows. `best` is what `recipes/best-*.yaml` do, and `best, fine-tuned` the same with
 `finetune` after it: one run measures both rows, so that the memory of both is the higher one. What `best` is made of,
 one thing added at a time: SparseGPT, ALPS, `attnprune + ALPS`, `+ sensitivity weights`, `+ allocation`, `best`, which
-adds block reconstruction, and `+ true-sequential`, which recipes leave out; those with a plus are measured when they
-are named, the last of them of N:M only, since the joint rule of the others decides a block at once. llm-compressor is
-installed into `OUTPUT/llm-compressor` when its rows are asked for, unless `--peer` names a Python that has it.
+adds block reconstruction; those with a plus are measured when they are named. llm-compressor is installed into
+`OUTPUT/llm-compressor` when its rows are asked for, unless `--peer` names a Python that has it.
 
 OUTPUT gets `quality.csv`, `quality.md` and `quality.svg`, in `reports/` a folder with the report of every row, as
 `compressx compare` takes them, and in `unfinished/` what the row at work has so far.

@@ -59,11 +59,10 @@ def test_each_ingredient_adds_one_thing_to_those_before_it(quality):
         (["attnprune", "sensitivity"], ["allocation"]),
         (["attnprune", "sensitivity"], ["allocation", "reconstruct_block"]),
     ]
-    ladder = ["SparseGPT", *steps[:-1], "best", "+ true-sequential"]
+    ladder = ["SparseGPT", *steps]
     for budget in quality.BUDGETS:
         told = [methods[step](budget) for step in ladder if quality.applies(step, budget)]
         assert all(one != other for one, other in combinations(told, 2)), budget
-    assert methods["+ true-sequential"]("2:4") == {**methods["best"]("2:4"), "true_sequential": True}
 
 
 def test_rows_are_kept_and_gone_on_with_and_other_settings_are_refused(quality, settings, tmp_path):

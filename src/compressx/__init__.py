@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         keep_mask,
         keep_masks,
     )
-    from compressx.api.pruner import Block, BlockCall, Linear, Pruner, PruneResult, PrunerSpec, Sensitivity, Statistic
+    from compressx.api.pruner import Block, BlockCall, Linear, Pruner, PruneResult, PrunerSpec, Statistic
     from compressx.api.record import BlockReport, LayerReport, RunReport
     from compressx.api.statistics import FeatureNorms, Hessian, SequenceSample
     from compressx.pipeline.run import plan, run
@@ -43,7 +43,7 @@ _HOME = {
     "api.patterns": ["NM", "FixedMask", "Pattern", "Unstructured", "count_dropped", "drop_lowest", "keep_mask",
                  "keep_masks"],
     "plugins.manager": ["Plugins", "load_plugins"],
-    "api.pruner": ["Block", "BlockCall", "Linear", "PruneResult", "Pruner", "PrunerSpec", "Sensitivity",
+    "api.pruner": ["Block", "BlockCall", "Linear", "PruneResult", "Pruner", "PrunerSpec",
                "Statistic"],
     "api.record": ["BlockReport", "LayerReport", "RunReport"],
     "pipeline.run": ["plan", "run"],
@@ -72,7 +72,6 @@ __all__ = [
     "PrunerSpec",
     "RecipeError",
     "RunReport",
-    "Sensitivity",
     "SequenceSample",
     "Statistic",
     "Unstructured",

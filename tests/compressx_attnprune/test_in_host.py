@@ -51,7 +51,7 @@ def plan(
 
 
 def pruned_weights(model: Any, planned: Plan) -> tuple[list[PrunedBlock], dict[str, torch.Tensor]]:
-    """Prune a model and return what the walk told, and the weights that were planned, as they are now."""
+    """Prune a model and return what was reported, and the weights that were planned, as they are now."""
     pruned = list(prune_model(InMemory(model), planned, BATCHES))
     linears = survey(model).linears
     return pruned, {x.name: linears[x.name].weight.clone() for x in planned.linears}

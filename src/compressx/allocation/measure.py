@@ -1,8 +1,9 @@
 """What allocation measures on the dense model, block by block: what sparsity costs the predictions, and outliers.
 
-The machinery is the walk's: observe the block, let the unit's own pruners decide, write, run the block. Then weights
-are put back, so that the next block's input is the dense block's output and every unit is measured alone. What the
-change of the block's output does to the predictions is read off gradients, so that no later block is run.
+What happens to a unit is what pruning does to it: observe the block, let the unit's own pruners decide, write. Then the
+block is run, and its weights are put back, so that the next block's input is the dense block's output and every unit is
+measured alone. What the change of the block's output does to the predictions is read off gradients, so that no later
+block is run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
@@ -21,19 +22,18 @@ from torch import Tensor
 from compressx.allocation.owl import outlier_ratio
 from compressx.allocation.units import Unit
 from compressx.api.patterns import NM, Unstructured
-from compressx.api.pruner import Block, Linear, Sensitivity, Statistic
+from compressx.api.pruner import Block, Linear, Statistic
 from compressx.api.statistics import FeatureNorms
 from compressx.blocks.fisher import divergences, gradients
 from compressx.blocks.observe import observe, refuse_missed
-from compressx.blocks.prune import capture, replay_at
 from compressx.blocks.select import Decision, decide_all, gather, write
-from compressx.blocks.sensitivity import by_loss
 from compressx.models.access import Access
-from compressx.models.architecture import survey, text_config
+from compressx.models.architecture import survey
+from compressx.models.blockwise import Run, advance, capture, each_block, passes
 from compressx.models.hidden import Keep, in_memory
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import CalibrationError
-from compressx.runtime.finite import finite, refuse_damage
+from compressx.runtime.finite import refuse_damage
 from compressx.runtime.ranks import ALONE
 
 Patterns: TypeAlias = Mapping[PlannedRule, Mapping[str, Unstructured | NM]]
@@ -60,7 +60,7 @@ class Measured:
 
 def measure(
     access: Access, units: Sequence[Unit], seen: Sequence[Tensor], held_out: Sequence[Tensor],
-    sparsities: Sequence[float], sensitivities: Mapping[str, Sensitivity] = MappingProxyType({}),
+    sparsities: Sequence[float], sensitivities: Mapping[str, Tensor] = MappingProxyType({}),
     keep: Keep = in_memory, progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Iterator[tuple[Measured, ...]]:  # fmt: skip
     """Measure every unit in the decoder blocks; afterwards, and whatever happens, all weights are as they were.
@@ -71,8 +71,7 @@ def measure(
         seen: token ids that the pruners learn from, each [batch, tokens].
         held_out: those that divergences are measured on; on its own text a pruner that overfits looks too good.
         sparsities: to measure; of N:M the nearest that can be had.
-        sensitivities: of the model's loss, that pruners read, by linear; those of tokens on text that begins with
-            `seen`.
+        sensitivities: that pruners read, by linear, as `Block` has them.
         keep: where hidden states are kept, before and after a block, and gradients, those of `held_out` for all blocks.
         progress: called with the windows of `held_out` whose gradients are there, and with how many there are, before
             the first block.
@@ -89,7 +88,6 @@ def measure(
     """
     inside = [x for u in units if u.block for x in u.linears]
     pruners = {rule: rule.build() for rule in dict.fromkeys(x.rule for x in inside)}
-    of_linears = {name: _of_first(its, [len(ids) for ids in seen]) for name, its in sensitivities.items()}
     blocks = {u.block for u in units if u.block}
     output_gradients = gradients(access, survey(access.model), blocks, held_out, keep, progress)
 
@@ -99,9 +97,7 @@ def measure(
         for linear in (x for u in mine for x in u.linears):
             by_rule.setdefault(linear.rule, []).append(linear.name)
         learnt = len(seen)
-        reacting = {n: dense.block.linears[n] for rule, ns in by_rule.items() if "block" in rule.losses for n in ns}
-        sensitive = by_loss(of_linears, reacting, dense.runs[:learnt], dense.states[:learnt])
-        block = replace(dense.block, sensitivities=sensitive)
+        block = replace(dense.block, sensitivities=sensitivities)
         stats = gather(block, by_rule, pruners, dense.passes[:learnt])
         held_out_stream = _Stream(dense.passes[learnt:], dense.outputs[learnt:], output_gradients.pop(block.fqn))
 
@@ -153,19 +149,18 @@ class _Dense:
 
     block: Block
     states: Sequence[Tensor]
-    runs: Sequence[Callable[[Tensor], Tensor]]
+    runs: Sequence[Run]
     room: Sequence[Tensor]
 
     @cached_property
     def passes(self) -> list[Callable[[], Tensor]]:
         """Run the block on what enters it, batch by batch."""
-        return [partial(run, x) for run, x in zip(self.runs, self.states, strict=True)]
+        return passes(self.runs, self.states)
 
     @cached_property
     def outputs(self) -> Sequence[Tensor]:
         """What leaves it."""
-        for out, run in zip(self.room, self.passes, strict=True):
-            out.copy_(finite(run(), self.block.fqn))
+        advance(self.block.fqn, self.runs, self.states, self.room)
         return self.room
 
 
@@ -173,19 +168,16 @@ def _over_blocks(
     access: Access, wanted: Collection[str], batches: Sequence[Tensor], visit: Callable[[_Dense], _T], keep: Keep
 ) -> Iterator[_T]:
     """Run the dense model block by block and yield what `visit` returns for each block that is wanted."""
-    model = access.model
-    found = survey(model)
+    found = survey(access.model)
     states: Sequence[Tensor]
-    states, calls = capture(access, found, [b.to(access.device) for b in batches], keep)
+    states, calls = capture(access, found, batches, keep)
     room: Sequence[Tensor] = [keep(torch.empty_like(x)) for x in states]
     last = max((i for i, fqn in enumerate(found.blocks) if fqn in wanted), default=-1)
-    for index, fqn in enumerate(list(found.blocks)[: last + 1]):
-        with torch.no_grad(), access.materialise(fqn) as module:
-            linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
-            block = Block(index, fqn, module, linears, tuple(calls[fqn]), text_config(model))
-            dense = _Dense(block, states, [partial(replay_at, access, module, call=c) for c in calls[fqn]], room)
-            results = [visit(dense)] if fqn in wanted else []
-            if index < last:
+    for block, runs in each_block(access, found, calls, list(found.blocks)[: last + 1]):
+        with torch.no_grad():
+            dense = _Dense(block, states, runs, room)
+            results = [visit(dense)] if block.fqn in wanted else []
+            if block.index < last:
                 states, room = dense.outputs, states
         yield from results
 
@@ -230,13 +222,6 @@ def _measure(
                 "of the predictions is not finite; leave that sparsity out of allocation.sparsities"
             )
     return Measured(unit, tuple(found), tuple(found.values()))
-
-
-def _of_first(its: Sensitivity, sizes: Sequence[int]) -> Sensitivity:
-    """Return it with the tokens of the first windows only, in batches of these sizes."""
-    if not its.tokens:
-        return its
-    return replace(its, tokens=torch.split(torch.cat([*its.tokens])[: sum(sizes)], [*sizes]))
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from compressx.allocation.measure import Measured, measure, measure_outliers
 from compressx.allocation.owl import sparsities
 from compressx.allocation.spread import Curve, cheapest
 from compressx.allocation.units import Unit, spread, units_of, zeros_of
-from compressx.api.pruner import Sensitivity
 from compressx.api.record import AllocationReport, UnitReport
 from compressx.models.access import Access
 from compressx.models.hidden import Keep, in_memory
@@ -27,7 +26,7 @@ def allocate(
     plan: Plan,
     settings: MeasuredAllocation,
     batches: Sequence[Tensor],
-    sensitivities: Mapping[str, Sensitivity] = MappingProxyType({}),
+    sensitivities: Mapping[str, Tensor] = MappingProxyType({}),
     progress: Callable[[int, int, str], None] = lambda _done, _total, _note: None,
     keep: Keep = in_memory,
 ) -> tuple[Plan, AllocationReport]:
@@ -38,7 +37,7 @@ def allocate(
         plan: the plan, its sparsities still open.
         settings: as the recipe has them.
         batches: calibration token ids, each [batch, tokens].
-        sensitivities: of the dense model's loss on them, as `measure` takes them.
+        sensitivities: as `measure` takes them.
         progress: called with how many blocks are measured, how many there are, and what else there is to say.
         keep: as `measure` takes it.
 
@@ -90,7 +89,7 @@ def _unit_report(unit: Unit, tell: Callable[[Unit, float], Mapping[str, Any]]) -
 
 def _by_error(
     access: Access, plan: Plan, settings: ErrorAllocation | AttentionAware, units: Sequence[Unit],
-    batches: Sequence[Tensor], sensitivities: Mapping[str, Sensitivity], tell: Callable[..., None], keep: Keep,
+    batches: Sequence[Tensor], sensitivities: Mapping[str, Tensor], tell: Callable[..., None], keep: Keep,
 ) -> tuple[Plan, AllocationReport]:  # fmt: skip
     """Take zeros where they raise the summed divergence least."""
     seen, held_out = _parts(batches, settings.samples)

@@ -103,25 +103,6 @@ class BlockCall:
     kwargs: Mapping[str, Any]
 
 
-Loss: TypeAlias = Literal["model", "block"]
-"""The model's likelihood on the calibration text, or the error of the block's output, squared and relative to it."""
-
-
-@dataclass(frozen=True, eq=False)
-class Sensitivity:
-    """How strongly a loss reacts to what a linear gives: mean squares of the loss's gradient with respect to that.
-
-    Attributes:
-        rows: of each output, the mean over tokens, float32 [out_features].
-        tokens: of each token, the mean over outputs: float32 [batch, tokens] for each calibration batch, in the order
-            in which a statistic is updated. Empty behind a router, whose tokens have no place in their batch, and of
-            the model's loss where no pruner of the recipe reads them.
-    """
-
-    rows: Tensor
-    tokens: Sequence[Tensor]
-
-
 @dataclass(frozen=True, eq=False)
 class Block:
     """One decoder block.
@@ -133,8 +114,9 @@ class Block:
         linears: the block's prunable linears by fully qualified name.
         calls: the block's other arguments, one entry for each calibration batch. Empty while a recipe is planned.
         config: the transformers text config of the model.
-        sensitivities: of its linears by loss and name, those that a `PrunerSpec.sensitivity` asked for. Empty while a
-            recipe is planned.
+        sensitivities: by linear name, how strongly the dense model's likelihood reacts to each of its outputs: the
+            mean over tokens of the squared gradient, float32 [out_features]. There for pruners that read them
+            (`PrunerSpec.reads_sensitivities`), and not while a recipe is planned.
     """
 
     index: int
@@ -143,7 +125,7 @@ class Block:
     linears: Mapping[str, Linear]
     calls: Sequence[BlockCall]
     config: Any
-    sensitivities: Mapping[Loss, Mapping[str, Sensitivity]] = field(default_factory=dict)
+    sensitivities: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,9 +188,7 @@ class PrunerSpec:
         selecting_options: names of the options that change nothing for given masks, and are refused there.
         separable: whether each linear is decided from its own weight and statistics, so that a block's linears can be
             decided one at a time, or by several processes. Others may be pruned already then.
-        sensitivity: from options to the loss whose sensitivities the pruner reads in `Block.sensitivities`, or None.
-        reads_tokens: from options to whether `Sensitivity.tokens` are read; always when None. Without readers, the rows
-            of the model's loss are measured on a part of the text.
+        reads_sensitivities: whether it reads `Block.sensitivities`, which are then measured before anything is pruned.
         check: raises `UnsupportedModelError` when a block (without weights) cannot be pruned this way; called while
             the recipe is planned, with the patterns of the linears that the rule took in that block.
     """
@@ -222,8 +202,7 @@ class PrunerSpec:
     reconstructs: bool = False
     selecting_options: tuple[str, ...] = ()
     separable: bool = False
-    sensitivity: Callable[[Any], Loss | None] | None = None
-    reads_tokens: Callable[[Any], bool] | None = None
+    reads_sensitivities: bool = False
     check: Callable[[Block, Mapping[str, Pattern]], None] | None = None
 
 

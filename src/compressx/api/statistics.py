@@ -1,7 +1,7 @@
 """Streaming statistics of what enters a linear.
 
 Accumulators are float32 at least, whatever the model's dtype. Batches of any size give the same result up to float
-order. Statistics are dataclasses that compare by kind and shape only, so the walk shares them between linears with
+order. Statistics are dataclasses that compare by kind and shape only, so the host shares them between linears with
 the same input.
 """
 

@@ -1,25 +1,25 @@
-"""How the dense model's loss reacts to what its linears and its blocks give.
+"""Mean squared gradients of the dense model's loss with respect to what its linears and its blocks give.
 
-The loss is the model's likelihood, labels drawn from its own predictions, so that its Fisher matrix is the curvature of
-the model's divergence from itself. Gradients go backwards through one block at a time: the activations of one block
-are held, and of one batch the hidden states between all blocks. `gradients` keeps those it returns besides.
+The loss is the model's likelihood, labels drawn from its own predictions, so that these means are diagonals of its
+Fisher matrix, the curvature of the model's divergence from itself. Gradients go backwards through one block at a time:
+the activations of one block are held, and of one batch the hidden states between all blocks. `gradients` keeps those it
+returns besides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compressx.api.pruner import Sensitivity
-from compressx.blocks.sensitivity import Gathering
+from compressx.blocks.sensitivity import SquaredGradients
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
-from compressx.models.capture import capture_calls, replay, run_around
+from compressx.models.blockwise import capture, each_block
+from compressx.models.capture import run_around
 from compressx.models.hidden import Keep, in_memory
 from compressx.models.shards import OUTSIDE
 from compressx.numerics.output_error import shares_of
@@ -28,7 +28,7 @@ from compressx.runtime.finite import all_finite, finite, refuse_damage
 from compressx.runtime.ranks import ALONE, Ranks
 
 ROW_WINDOWS = 32
-"""Windows that rows of the model's loss are measured on where nobody reads tokens."""
+"""Windows that linears' outputs are measured on: a mean over tokens, of which these hold thousands."""
 
 CHANNEL_WINDOWS = 8
 """Windows that channels are measured on where nobody reads sensitivities of linears; 24 others differ by 3%."""
@@ -38,35 +38,33 @@ _TOKENS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Fisher:
-    """How strongly the dense model's loss reacts to what its parts give.
+class FisherDiagonal:
+    """Mean squared gradients of the dense model's loss: diagonals of its Fisher matrix.
 
     Attributes:
-        linears: sensitivities, by linear.
+        linears: of each output of each linear, by linear: the mean over tokens, float32 [out_features].
         channels: of what leaves each block, by block: each channel's share of a token's squared gradient, the mean
             over tokens, float32 [width]. Of shares, since the gradients of a few tokens are thousands of times larger
             or smaller than the others'. Of all blocks, or of none where they were not measured.
     """
 
-    linears: Mapping[str, Sensitivity] = field(default_factory=dict)
+    linears: Mapping[str, Tensor] = field(default_factory=dict)
     channels: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def fisher_of(
+def fisher_diagonal(
     access: Access, found: Architecture, names: Collection[str], batches: Sequence[Tensor], ranks: Ranks = ALONE,
-    *, tokens: bool = True, progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> Fisher:  # fmt: skip
-    """Return diagonals of the Fisher matrix: mean squared gradients of the likelihood of labels drawn from the model.
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> FisherDiagonal:  # fmt: skip
+    """Measure mean squared gradients of the likelihood of labels drawn from the model.
 
     Args:
         access: the model, its weights still dense.
         found: its blocks and linears.
-        names: of the linears whose sensitivities are wanted, all inside the blocks.
-        batches: token ids, each [batch, tokens].
+        names: of the linears that are measured, all inside the blocks.
+        batches: token ids, each [batch, tokens]. The first `ROW_WINDOWS` windows are read, or as many more as it takes
+            to reach every linear; without names `CHANNEL_WINDOWS`.
         ranks: the processes.
-        tokens: whether those of tokens are wanted. Without them the first `ROW_WINDOWS` windows do, or as many more as
-            it takes to reach every linear: a row's value is a mean over tokens, of which these hold thousands. Without
-            names `CHANNEL_WINDOWS` do.
         progress: called with how many windows are done, and how many there are at least.
 
     Raises:
@@ -75,37 +73,26 @@ def fisher_of(
         UnsupportedModelError: a model whose blocks cannot be run one at a time, whose numbers or gradients are not
             finite, or whose loss does not react to a block at all.
     """
+    device = access.device
     wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, so that processes agree
-    tokens = tokens and bool(wanted)
-    windows = ROW_WINDOWS if wanted else CHANNEL_WINDOWS
-    enough = sum(map(len, batches)) if tokens else max(1, windows // ranks.size)
-    if not tokens:  # the same windows for every batch size
-        batches = [part for batch in _parted(batches, enough) for part in torch.split(batch, len(batches[0]))]
-    shapes = [batch.shape for batch in batches] if tokens else []
-    gatherings = {
-        fqn: Gathering({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}, shapes, access.device)
+    at = {
+        fqn: SquaredGradients({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}, device)
         for fqn in found.blocks
     }
     width = text_config(access.model).hidden_size
-    shares = {fqn: torch.zeros(width, dtype=torch.float64, device=access.device) for fqn in found.blocks}
-    generator = torch.Generator(access.device).manual_seed(0)
-    seen = 0
-    for batch in batches:
-        if seen >= enough and all(gathering.reached for gathering in gatherings.values()):
+    shares = {fqn: torch.zeros(width, dtype=torch.float64, device=device) for fqn in found.blocks}
+    generator = torch.Generator(device).manual_seed(0)
+    enough = max(1, (ROW_WINDOWS if wanted else CHANNEL_WINDOWS) // ranks.size)
+    enough, seen = min(enough, sum(map(len, batches))), 0
+    for batch in _parted(batches, enough):
+        if seen >= enough and all(its.reached for its in at.values()):
             break
         progress(min(seen, enough), enough)
         seen += len(batch)
-        for fqn, gradient in _backwards(access, found, batch, generator, gatherings):
+        for fqn, gradient in _backwards(access, found, batch, generator, at):
             shares[fqn] += shares_of(gradient.float()).sum(dim=(0, 1), dtype=torch.float64)
-    linears = {name: its for gathering in gatherings.values() for name, its in gathering.result(ranks).items()}
-    for fqn, sums in shares.items():
-        ranks.all_reduce_(sums)
-        if not sums.any():
-            raise UnsupportedModelError(
-                f"{fqn}: the model's loss does not react to its output on the calibration text, all gradients are "
-                "zero; if the model is not broken, model.dtype may be too narrow"
-            )
-    return Fisher(linears, {fqn: (sums / sums.sum()).float() for fqn, sums in shares.items()})
+    linears = {name: mean for its in at.values() for name, mean in its.means(ranks).items()}
+    return FisherDiagonal(linears, {fqn: _total_share(fqn, sums, ranks) for fqn, sums in shares.items()})
 
 
 def gradients(
@@ -130,15 +117,15 @@ def gradients(
         UnsupportedModelError: a model whose blocks cannot be run one at a time, whose numbers or gradients are not
             finite, or a block with gradients that are zero at half of the tokens or more.
     """
-    nothing_gathered = {fqn: Gathering({}, (), access.device) for fqn in found.blocks}
+    at = {fqn: SquaredGradients({}, access.device) for fqn in found.blocks}
     generator = torch.Generator(access.device).manual_seed(0)
     names = [fqn for fqn in found.blocks if fqn in wanted]
     shape, dtype = (text_config(access.model).hidden_size,), access.model.dtype
-    # All room at once, as in `sensitivity`.
+    # All room at once: small tensors made among large ones that go would leave the heap full of holes.
     kept = {fqn: [keep(torch.empty(batch.shape + shape, dtype=dtype)) for batch in batches] for fqn in names}
     for number, batch in enumerate(batches if names else ()):
         progress(sum(map(len, batches[:number])), sum(map(len, batches)))
-        for fqn, gradient in _backwards(access, found, batch, generator, nothing_gathered):
+        for fqn, gradient in _backwards(access, found, batch, generator, at):
             if fqn in kept:
                 kept[fqn][number].copy_(gradient)
             if fqn == names[0]:
@@ -191,41 +178,59 @@ def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _parted(batches: Sequence[Tensor], first: int) -> list[Tensor]:
-    """Return the first windows, and then each of the others by itself."""
+    """Return the first windows in batches of the same size, and then each of the others by itself."""
     windows = torch.cat(list(batches)) if batches else torch.empty(0)
-    return [windows[:first], *torch.split(windows[first:], 1)] if len(windows) > first else list(batches)
+    if len(windows) <= first:
+        return list(batches)
+    return [*torch.split(windows[:first], len(batches[0])), *torch.split(windows[first:], 1)]
+
+
+def _total_share(fqn: str, sums: Tensor, ranks: Ranks) -> Tensor:
+    """Return each channel's share of the squared gradients of all processes, from the sums of this one.
+
+    Raises:
+        UnsupportedModelError: gradients that are all zero.
+    """
+    ranks.all_reduce_(sums)
+    if not sums.any():
+        raise UnsupportedModelError(
+            f"{fqn}: the model's loss does not react to its output on the calibration text, all gradients are zero; "
+            "if the model is not broken, model.dtype may be too narrow"
+        )
+    return (sums / sums.sum()).float()
 
 
 def _backwards(
-    access: Access, found: Architecture, batch: Tensor, generator: torch.Generator, gatherings: Mapping[str, Gathering]
+    access: Access, found: Architecture, batch: Tensor, generator: torch.Generator, at: Mapping[str, SquaredGradients]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each block, the last first, with the gradient of a batch with respect to what leaves it.
 
     Raises:
         UnsupportedModelError: numbers or gradients that are not finite.
     """
+    order = list(found.blocks)
     ids = batch.to(access.device)
-    with access.materialise(OUTSIDE):
-        (state,), calls = capture_calls(access.model, found.blocks, [ids])
-    runs = {fqn: partial(replay, module, call=calls[fqn][0]) for fqn, module in found.blocks.items()}
-    states = [state]
-    for fqn, run in runs.items():
-        with torch.no_grad(), access.materialise(fqn):
-            states.append(finite(run(states[-1]), fqn, found.blocks[fqn]))
+    states, calls = capture(access, found, [ids])
+    for block, (run,) in each_block(access, found, calls):
+        with torch.no_grad():
+            states.append(finite(run(states[-1]), block.fqn, block.module))
     with access.materialise(OUTSIDE):
         gradient = _of_likelihood(access.model, found.blocks, ids, states.pop(), generator)
-    for fqn, run in reversed(runs.items()):
-        if not all_finite(gradient):
-            raise UnsupportedModelError(
-                f"{fqn}: the gradient of the model's loss with respect to its output has NaN or infinite values on "
-                "the calibration text; model.dtype may be too narrow"
-            )
-        yield fqn, gradient
-        with access.materialise(fqn):
-            gradient = gatherings[fqn].backward(run, states.pop(), partial(_given, gradient))
+    yield order[-1], _checked(gradient, order[-1])
+    for block, (run,) in each_block(access, found, calls, reversed(order)):
+        gradient = at[block.fqn].backward(run, states.pop(), gradient)
+        if block.index > 0:
+            before = order[block.index - 1]
+            yield before, _checked(gradient, before)
 
 
-def _given(gradient: Tensor, _: Tensor) -> Tensor:
+def _checked(gradient: Tensor, fqn: str) -> Tensor:
+    """Return the gradient with respect to a block's output, or refuse it."""
+    if not all_finite(gradient):
+        raise UnsupportedModelError(
+            f"{fqn}: the gradient of the model's loss with respect to its output has NaN or infinite values on the "
+            "calibration text; model.dtype may be too narrow"
+        )
     return gradient
 
 
@@ -234,9 +239,8 @@ def _of_likelihood(
 ) -> Tensor:
     """Return the gradient of the loss with respect to what leaves the last block [batch, tokens, width]."""
     of_windows = []
-    for window, hidden in zip(
-        torch.split(ids, 1), torch.split(state, 1), strict=True
-    ):  # the logits of one are large enough
+    # One window at a time: its logits are large enough.
+    for window, hidden in zip(torch.split(ids, 1), torch.split(state, 1), strict=True):
         x = hidden.detach().requires_grad_(True)
         with torch.enable_grad():
             logits = run_around(model, blocks, window, x).logits[0].float()

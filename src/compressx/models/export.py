@@ -71,23 +71,7 @@ def output_folder(target: Path, *, resume: bool = False, restart: bool = False) 
     """
     check_output(target)
     folder = _resolved(target)
-    with os_errors_named("make", folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if running := [p for p in _partials(folder) if _is_locked(p) is True]:
-            raise ArtifactError(
-                f"a run for output {folder} is going on, in {running[0]}; wait for its end, or name another output"
-            )
-        left = _interrupted(folder)
-        if left and not resume and not restart:
-            raise ArtifactError(
-                f"an earlier run for output {folder} was interrupted, and what it finished is kept in {left[-1]}; "
-                "go on with --resume, or begin anew with --restart"
-            )
-        building = left[-1] if left and resume else _sibling(folder, "partial", secrets.token_hex(4))
-        _clear_leftovers(folder, building)
-        building.mkdir(exist_ok=True)
-        for part in building.glob(".*.partial"):  # of a file that a killed process was writing
-            part.unlink()
+    building = _made(folder, resume=resume, restart=restart)
     earlier = _sibling(folder, "earlier", building.name.rpartition("-")[2])
     try:
         with _locked(building):
@@ -107,6 +91,28 @@ def output_folder(target: Path, *, resume: bool = False, restart: bool = False) 
         if not (building / STATE).exists():
             shutil.rmtree(building, ignore_errors=True)
         _settle(earlier, folder)
+
+
+def _made(folder: Path, *, resume: bool, restart: bool) -> Path:
+    """Return a folder beside the output to fill: a new one, or what an interrupted run left."""
+    with os_errors_named("make", folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if running := [p for p in _partials(folder) if _is_locked(p) is True]:
+            raise ArtifactError(
+                f"a run for output {folder} is going on, in {running[0]}; wait for its end, or name another output"
+            )
+        left = _interrupted(folder)
+        if left and not resume and not restart:
+            raise ArtifactError(
+                f"an earlier run for output {folder} was interrupted, and what it finished is kept in {left[-1]}; "
+                "go on with --resume, or begin anew with --restart"
+            )
+        building = left[-1] if left and resume else _sibling(folder, "partial", secrets.token_hex(4))
+        _clear_leftovers(folder, building)
+        building.mkdir(exist_ok=True)
+        for part in building.glob(".*.partial"):  # of a file that a killed process was writing
+            part.unlink()
+    return building
 
 
 def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from compressx.models import shards
 from compressx.models.access import Access, InMemory, block_file
-from compressx.models.architecture import find_blocks, text_config
-from compressx.models.capture import capture_calls, replay, run_around
+from compressx.models.architecture import find_blocks, survey, text_config
+from compressx.models.blockwise import capture, each_block
+from compressx.models.capture import run_around
 from compressx.models.checkpoint import Checkpoint, local_folder
 from compressx.models.export import save_model
 from compressx.models.hidden import InFiles, in_memory
@@ -88,12 +89,12 @@ class StreamedModel:
         large = width * sum(batch.numel() for batch in batches) > _HIDDEN_SHARE * _free_memory(self.device)
         with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
             keep = InFiles(Path(folder)) if large else in_memory
-            with self.materialise(OUTSIDE):
-                states, calls = capture_calls(self.model, self.blocks, [b.to(self.device) for b in batches], keep)
-            for fqn in self.blocks:
-                with self.materialise(fqn) as module, torch.no_grad():
-                    for state, call in zip(states, calls[fqn], strict=True):
-                        state.copy_(replay(module, state.to(self.device), call))
+            found = survey(self.model)
+            states, calls = capture(self, found, batches, keep)
+            for _, runs in each_block(self, found, calls):
+                with torch.no_grad():
+                    for state, run in zip(states, runs, strict=True):
+                        state.copy_(run(state))
             with self.materialise(OUTSIDE):
                 for batch, state in zip(batches, states, strict=True):
                     ids = batch.to(self.device)

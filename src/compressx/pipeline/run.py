@@ -16,8 +16,8 @@ import torch
 from compressx._version import __version__
 from compressx.allocation.methods import allocate, report_on, windows_kept
 from compressx.api.record import AllocationReport, RunReport
-from compressx.blocks.fisher import Fisher, fisher_of
-from compressx.blocks.prune import Finished, prune_model, refuse_one_stage
+from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
+from compressx.blocks.prune import Finished, prune_model
 from compressx.data.windows import fingerprint as fingerprint_of
 from compressx.evaluation.perplexity import evaluate_cached
 from compressx.models.access import Access, Device, config_fingerprint, device_for, weights_fingerprint
@@ -30,6 +30,8 @@ from compressx.pipeline.context import Progress, RunContext
 from compressx.pipeline.finishing import Pruned, finish
 from compressx.pipeline.journal import Allocated, FinishedBlock, Journal
 from compressx.pipeline.preparation import (
+    Prepared,
+    RunTexts,
     loaded_recipe,
     prepare,
     read_all,
@@ -111,7 +113,54 @@ def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | Non
     """Go through the stages; the report is the first process's, which alone writes and evaluates."""
     loaded, timing, ranks = context.loaded, context.timing, context.ranks
     forget_peaks()
-    settings = loaded.recipe.evaluate
+    given = _read(context)
+    with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
+        fingerprint = ranks.broadcast(_fingerprint(context, given) if ranks.first else {})
+        journal = Journal(folder, fingerprint, ranks, timing)
+        evaluation = _evaluate_dense(context, given, fingerprint["model"])
+        pruning = _Pruning(context, given.access, given.batches, given.mine, journal)
+        planned = given.prepared.plan
+        with timing.stage("calibrate"):
+            fisher = pruning.fisher(planned)
+        with timing.stage("allocate"), loaded.at("allocation"):
+            final, allocation = pruning.allocate(planned, fisher)
+        with timing.stage("prune"):
+            finished = pruning.prune(final, fisher)
+        if not ranks.first:
+            return None
+        pruned = Pruned(
+            given.prepared.checkpoint, given.tokenizer, given.access, final, allocation, finished, evaluation,
+            given.texts.evaluation, given.texts.training,
+        )  # fmt: skip
+        report = finish(context, pruned, journal, folder)
+    context.plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output.expanduser())
+    return report
+
+
+@dataclass(frozen=True, eq=False)
+class _Inputs:
+    """What a run works on.
+
+    Attributes:
+        prepared: the plan, and where the model was found.
+        tokenizer: of the model.
+        texts: as token ids.
+        batches: calibration token ids, each [batch, tokens].
+        mine: this process's part of them.
+        access: the model.
+    """
+
+    prepared: Prepared
+    tokenizer: Any
+    texts: RunTexts
+    batches: Sequence[torch.Tensor]
+    mine: Sequence[torch.Tensor]
+    access: Access
+
+
+def _read(context: RunContext) -> _Inputs:
+    """Check the recipe, then read text, and the model last."""
+    loaded, timing, ranks = context.loaded, context.timing, context.ranks
     with timing.stage("load"):
         context.tell("load", 0, 1)
         refuse_uneven_steps(loaded, ranks.size)
@@ -129,41 +178,20 @@ def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | Non
         access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, context.device)
     if isinstance(access, StreamedModel):
         refuse_streamed(loaded)
-    with timing.stage("calibrate"), loaded.at("true_sequential"):
-        refuse_one_stage(access, prepared.plan, mine)
-    with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
-        fingerprint = ranks.broadcast(_fingerprint(context, prepared.plan, access, windows) if ranks.first else {})
-        journal = Journal(folder, fingerprint, ranks, timing)
-        evaluation: dict[str, Any] = {}
-        if settings is not None and texts.evaluation is not None:
-            with timing.stage("evaluate"), loaded.at("evaluate"):
-                evaluation["dense"] = evaluate_cached(
-                    access, tokenizer, settings, texts.evaluation, fingerprint["model"],
-                    progress=lambda i, n: context.tell("evaluate dense", i, n),
-                )  # fmt: skip
-        pruning = _Pruning(context, access, batches, mine, journal)
-        with timing.stage("calibrate"):
-            fisher = pruning.fisher(prepared.plan)
-        with timing.stage("allocate"), loaded.at("allocation"):
-            final, allocation = pruning.allocate(prepared.plan, fisher)
-        with timing.stage("prune"):
-            finished = pruning.prune(final, fisher)
-        if not ranks.first:
-            return None
-        pruned = Pruned(
-            prepared.checkpoint,
-            tokenizer,
-            access,
-            final,
-            allocation,
-            finished,
-            evaluation,
-            texts.evaluation,
-            texts.training,
-        )
-        report = finish(context, pruned, journal, folder)
-    context.plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output.expanduser())
-    return report
+    return _Inputs(prepared, tokenizer, texts, batches, mine, access)
+
+
+def _evaluate_dense(context: RunContext, given: _Inputs, model: str) -> dict[str, Any]:
+    """Measure the dense model, whose weights have the fingerprint `model`, if the recipe asks for that."""
+    settings = context.loaded.recipe.evaluate
+    if settings is None or given.texts.evaluation is None:
+        return {}
+    with context.timing.stage("evaluate"), context.loaded.at("evaluate"):
+        dense = evaluate_cached(
+            given.access, given.tokenizer, settings, given.texts.evaluation, model,
+            progress=lambda i, n: context.tell("evaluate dense", i, n),
+        )  # fmt: skip
+    return {"dense": dense}
 
 
 @contextlib.contextmanager
@@ -181,8 +209,9 @@ def _batches(settings: Calibration | None, windows: torch.Tensor | None) -> Sequ
     return () if settings is None or windows is None else torch.split(windows, settings.batch_size)
 
 
-def _fingerprint(context: RunContext, planned: Plan, access: Access, windows: torch.Tensor | None) -> dict[str, Any]:
+def _fingerprint(context: RunContext, given: _Inputs) -> dict[str, Any]:
     """Return what decides the pruned blocks, by names that a user knows."""
+    planned, access, windows = given.prepared.plan, given.access, given.texts.calibration
     used = {spec.name for rule in planned.rules for spec in (rule.pruner, rule.reconstructor) if spec is not None}
     recipe = context.loaded.recipe.model_dump(mode="json", exclude_none=True)
     plugins = [p for p in context.plugins.records if p.status == "loaded" and used & {*p.pruners}]
@@ -191,7 +220,6 @@ def _fingerprint(context: RunContext, planned: Plan, access: Access, windows: to
         "model config": config_fingerprint(access.model),
         "prune": recipe["prune"],
         "allocation": recipe.get("allocation"),
-        "true_sequential": recipe["true_sequential"],
         "reconstruct_block": recipe.get("reconstruct_block"),
         "calibration tokens": None if windows is None else fingerprint_of(windows),
         "calibration batch_size": None if windows is None else recipe["calibration"]["batch_size"],
@@ -223,23 +251,18 @@ class _Pruning:
     mine: Sequence[torch.Tensor]
     journal: Journal
 
-    def fisher(self, planned: Plan) -> Fisher:
-        """Measure how the dense model's loss reacts, if pruning that is not done yet reads it."""
-        names = planned.sensitive_to("model")
+    def fisher(self, planned: Plan) -> FisherDiagonal:
+        """Measure mean squared gradients of the dense model's loss, if pruning that is not done yet reads them."""
+        names = planned.sensitive
         wanted = names or planned.reconstruct_block is not None
         if not wanted or len(self.journal.finished) == _blocks(planned):
-            return Fisher()
-        return fisher_of(
-            self.access,
-            survey(self.access.model),
-            names,
-            self.mine,
-            self.context.ranks,
-            tokens=any(rule.reads_tokens("model") for rule in planned.rules),
+            return FisherDiagonal()
+        return fisher_diagonal(
+            self.access, survey(self.access.model), names, self.mine, self.context.ranks,
             progress=lambda i, n: self.context.tell("calibrate", i, n),
-        )
+        )  # fmt: skip
 
-    def allocate(self, planned: Plan, fisher: Fisher) -> tuple[Plan, AllocationReport | None]:
+    def allocate(self, planned: Plan, fisher: FisherDiagonal) -> tuple[Plan, AllocationReport | None]:
         """Give every linear its sparsity where the recipe leaves that open; the first process measures, on any text."""
         context, journal = self.context, self.journal
         if not isinstance(planned.allocation, MeasuredAllocation):
@@ -248,12 +271,11 @@ class _Pruning:
         if journal.allocated is None:
             allocated = None
             if context.ranks.first:
-                # Of tokens it knows the sensitivities where they are its own.
-                text = self.mine if any(its.tokens for its in fisher.linears.values()) else self.batches
-                keep = self._keep("allocation", windows_kept(planned, planned.allocation, sum(map(len, text))))
+                windows = sum(map(len, self.batches))
+                keep = self._keep("allocation", windows_kept(planned, planned.allocation, windows))
                 try:
                     final, report = allocate(
-                        self.access, planned, planned.allocation, text, fisher.linears,
+                        self.access, planned, planned.allocation, self.batches, fisher.linears,
                         progress=partial(context.tell, "allocate"), keep=keep,
                     )  # fmt: skip
                 finally:
@@ -265,7 +287,7 @@ class _Pruning:
         assert journal.allocated is not None  # noqa: S101 - it is now
         return planned.allocated(journal.allocated.patterns), journal.allocated.report
 
-    def prune(self, planned: Plan, fisher: Fisher) -> list[FinishedBlock]:
+    def prune(self, planned: Plan, fisher: FisherDiagonal) -> list[FinishedBlock]:
         """Prune what an interrupted run has not finished, and record every block."""
         context, journal = self.context, self.journal
         streams = 1 if planned.reconstruct_block is None else 2  # the dense one beside the pruned one

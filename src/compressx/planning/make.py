@@ -5,13 +5,12 @@ Every mistake that can be found without weights or text is found here, with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import get_args
 
 import torch
 
-from compressx.api.pruner import Block, Loss, PrunerSpec, statistic_of
+from compressx.api.pruner import Block, PrunerSpec, statistic_of
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.planning.budgets import asked_patterns, check_fits
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
@@ -53,29 +52,34 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     )
     for linear in linears:
         check_fits(loaded, linear, linears)
-    skipped = {n: "no rule names it" for n in architecture.linears if n not in taken}
-    skipped |= {
-        n: "outside the decoder blocks; pruned only when a rule names it"
-        for n in architecture.outside
-        if n not in taken
+    _check_reconstruction(loaded, linears)
+    plan = Plan(
+        linears, _skipped(architecture, taken), rules, needs_calibration=False,
+        allocation=loaded.recipe.allocation, reconstruct_block=loaded.recipe.reconstruct_block,
+    )  # fmt: skip
+    needed = _check_blocks(loaded, plan, architecture, skeleton) or bool(plan.sensitive)
+    check_text(loaded, skeleton, needed)
+    measures = plan.allocation is not None and bool(plan.allocation.measures)
+    return replace(plan, needs_calibration=needed or measures or plan.reconstruct_block is not None)
+
+
+def _skipped(architecture: Architecture, taken: Collection[str]) -> dict[str, str]:
+    """Return what is left alone, with the reason."""
+    outside = "outside the decoder blocks; pruned only when a rule names it"
+    return {
+        **{n: "no rule names it" for n in architecture.linears if n not in taken},
+        **{n: outside for n in architecture.outside if n not in taken},
+        **architecture.unprunable,
     }
-    skipped |= architecture.unprunable
-    allocation = loaded.recipe.allocation
-    reconstruct = loaded.recipe.reconstruct_block
-    if reconstruct is not None and not any(linear.block for linear in linears):
+
+
+def _check_reconstruction(loaded: LoadedRecipe, linears: Iterable[PlannedLinear]) -> None:
+    """Refuse block reconstruction where no block is pruned."""
+    if loaded.recipe.reconstruct_block is not None and not any(linear.block for linear in linears):
         raise RecipeError(
             f"{loaded.where('reconstruct_block')}: it would change nothing: all that the rules take lies outside "
             "the decoder blocks; leave it out"
         )
-    plan = Plan(
-        linears, skipped, rules,
-        needs_calibration=(allocation is not None and bool(allocation.measures)) or reconstruct is not None,
-        allocation=allocation, true_sequential=loaded.recipe.true_sequential, reconstruct_block=reconstruct,
-    )  # fmt: skip
-    observes = _check_blocks(loaded, plan, architecture, skeleton)
-    sensitive = any(plan.sensitive_to(loss) for loss in get_args(Loss))
-    check_text(loaded, skeleton, observes, sensitive)
-    return replace(plan, needs_calibration=plan.needs_calibration or observes or sensitive)
 
 
 def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRule:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
 
 from compressx.api.patterns import NM, Unstructured, allocated_form
-from compressx.api.pruner import Loss, Pruner, PrunerSpec
+from compressx.api.pruner import Pruner, PrunerSpec
 from compressx.recipe.methods import Allocation
 from compressx.recipe.schema import ReconstructBlock
 from compressx.runtime.errors import blamed_on
@@ -36,30 +36,21 @@ class PlannedRule:
     @property
     def separable(self) -> bool:
         """Whether its pruners decide each linear apart."""
-        return all(spec.separable for spec in (self.pruner, self.reconstructor) if spec is not None)
+        return all(spec.separable for spec in self._specs)
 
     @property
     def label(self) -> str:
         """The pruner's name, and after a `+` the reconstructor's."""
-        return self.pruner.name + (f"+{self.reconstructor.name}" if self.reconstructor else "")
+        return "+".join(spec.name for spec in self._specs)
 
     @property
-    def losses(self) -> set[Loss]:
-        """The losses whose sensitivities its pruners read."""
-        asked = {spec.sensitivity(options) for spec, options in self._sensitive() if spec.sensitivity is not None}
-        return {loss for loss in asked if loss is not None}
+    def reads_sensitivities(self) -> bool:
+        """Whether one of its pruners reads `Block.sensitivities`."""
+        return any(spec.reads_sensitivities for spec in self._specs)
 
-    def reads_tokens(self, loss: Loss) -> bool:
-        """Whether its pruners read the sensitivities of single tokens to a loss."""
-        return any(
-            spec.reads_tokens is None or spec.reads_tokens(options)
-            for spec, options in self._sensitive()
-            if spec.sensitivity is not None and spec.sensitivity(options) == loss
-        )
-
-    def _sensitive(self) -> Iterator[tuple[PrunerSpec, BaseModel | None]]:
-        pairs = ((self.pruner, self.options), (self.reconstructor, self.reconstructor_options))
-        return ((spec, options) for spec, options in pairs if spec is not None and spec.sensitivity is not None)
+    @property
+    def _specs(self) -> list[PrunerSpec]:
+        return [spec for spec in (self.pruner, self.reconstructor) if spec is not None]
 
     def build(self) -> tuple[Pruner, Pruner | None]:
         """Make the selecting pruner and the reconstructing one."""
@@ -107,7 +98,6 @@ class Plan:
         needs_calibration: whether calibration text is read.
         allocation: how sparsities are chosen, once there are weights if that needs measuring; each linear's pattern is
             what is nearest to the target until then. None when the patterns are final.
-        true_sequential: whether a linear is observed after those before it in its block were pruned.
         reconstruct_block: how the survivors of each block are trained; None when they are not.
     """
 
@@ -116,7 +106,6 @@ class Plan:
     rules: tuple[PlannedRule, ...]
     needs_calibration: bool
     allocation: Allocation | None = None
-    true_sequential: bool = False
     reconstruct_block: ReconstructBlock | None = None
 
     def in_block(self, fqn: str) -> dict[PlannedRule, dict[str, Unstructured | NM]]:
@@ -127,9 +116,10 @@ class Plan:
                 by_rule.setdefault(linear.rule, {})[linear.name] = linear.pattern
         return by_rule
 
-    def sensitive_to(self, loss: Loss) -> set[str]:
-        """Return the names of the linears in blocks whose pruners read the sensitivities of a loss."""
-        return {x.name for x in self.linears if x.block and loss in x.rule.losses}
+    @property
+    def sensitive(self) -> set[str]:
+        """The names of the linears in blocks whose sensitivities a pruner reads."""
+        return {x.name for x in self.linears if x.block and x.rule.reads_sensitivities}
 
     def allocated(self, patterns: Mapping[str, Unstructured | NM]) -> Plan:
         """Return the final plan: every linear with the pattern that an allocation gave it, by name."""

@@ -9,18 +9,17 @@ from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.errors import RecipeError
 
 
-def check_text(loaded: LoadedRecipe, skeleton: nn.Module, observed: bool, sensitive: bool) -> None:
+def check_text(loaded: LoadedRecipe, skeleton: nn.Module, needed: bool) -> None:
     """Refuse a recipe without the calibration that it needs, or with text that it cannot use.
 
     Args:
         loaded: the recipe with its places in the file.
         skeleton: the model; only its config is read.
-        observed: whether a pruner of the recipe observes text.
-        sensitive: whether one reads the sensitivities of a loss on text, which are measured once for each block.
+        needed: whether a pruner of the recipe observes text, or reads sensitivities, which are measured on it.
 
     Raises:
-        RecipeError: calibration that is missing, windows longer than the model's positions, training steps that are no
-            whole number of batches, `true_sequential` where nobody observes; with file, line and column.
+        RecipeError: calibration that is missing, windows longer than the model's positions, or training steps that are
+            no whole number of batches; with file, line and column.
     """
     recipe = loaded.recipe
     if recipe.calibration is None and recipe.allocation is not None and recipe.allocation.measures:
@@ -29,13 +28,8 @@ def check_text(loaded: LoadedRecipe, skeleton: nn.Module, observed: bool, sensit
             "calibration text, and the recipe has no calibration; add one, such as calibration: {dataset: wikitext, "
             "samples: 32}"
         )
-    if recipe.calibration is None and (observed or sensitive):
+    if recipe.calibration is None and needed:
         raise RecipeError(f"{loaded.where()}: the recipe has no calibration, and its pruners need one")
-    if recipe.true_sequential and not observed:
-        raise RecipeError(
-            f"{loaded.where('true_sequential')}: it would change nothing, since no pruner of this recipe observes "
-            "what enters its linears; leave it out"
-        )
     if recipe.calibration is None and recipe.reconstruct_block is not None:
         raise RecipeError(
             f"{loaded.where('reconstruct_block')}: blocks are trained on calibration text, and the recipe has no "

@@ -33,9 +33,8 @@ def check_spec(spec: object) -> None:
             f"pruner {name!r} has groups {groups!r:.80}; expected a tuple of {', '.join(get_args(Group))}, such as "
             "('row',)"
         )
-    for attribute in ("sensitivity", "reads_tokens", "check"):
-        if (given := getattr(spec, attribute)) is not None and not callable(given):
-            raise TypeError(f"pruner {name!r} has {attribute} {given!r:.80}, which is not callable")
+    if spec.check is not None and not callable(spec.check):
+        raise TypeError(f"pruner {name!r} has check {spec.check!r:.80}, which is not callable")
     if unknown := {*spec.selecting_options} - {*options.model_fields}:
         raise TypeError(f"pruner {name!r} has selecting_options {sorted(unknown)}, which are no options of it")
     if not callable(spec.build):

@@ -158,11 +158,6 @@ class Recipe(Strict):
         description="chooses the rules' sparsities; else each has its own",
         examples=[{"method": "attention-aware", "target": 0.5}],
     )
-    true_sequential: StrictBool = Field(
-        False,
-        description="whether a linear is observed after those that come before it in its block were pruned, instead of "
-        "in the unpruned block",
-    )
     reconstruct_block: ReconstructBlock | None = Field(
         None,
         description="trains the survivors of each block after it was pruned; not done when absent",

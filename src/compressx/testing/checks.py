@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel
 
 from compressx.api.patterns import NM, Unstructured, keep_masks, zeros_in
-from compressx.api.pruner import Block, PruneResult, PrunerSpec, Sensitivity, Statistic
+from compressx.api.pruner import Block, PruneResult, PrunerSpec, Statistic
 from compressx.blocks.select import write
 from compressx.planning.plan import PlannedRule
 from compressx.recipe.validation import validate_options
@@ -155,11 +155,7 @@ def _processes(subject: Subject) -> None:
     whole = subject.gathered(scene)
     halves: list[dict[str, dict[str, Statistic]]] = []
     for half in (0, 1):
-        reacting = {
-            loss: {n: Sensitivity(s.rows, s.tokens[half : half + 1]) for n, s in by_name.items()}
-            for loss, by_name in scene.block.sensitivities.items()
-        }
-        block = replace(scene.block, calls=scene.block.calls[half : half + 1], sensitivities=reacting)
+        block = replace(scene.block, calls=scene.block.calls[half : half + 1])
         halves.append(subject.gathered(Scene(scene.model, block, scene.passes[half : half + 1])))
     merged: dict[int, Statistic] = {}
     selector, _ = scene.pruners(subject.rule)

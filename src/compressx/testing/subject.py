@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from compressx.api.patterns import NM, Unstructured
-from compressx.api.pruner import Block, Pruner, PruneResult, PrunerSpec, Sensitivity, Statistic
-from compressx.blocks.fisher import fisher_of
+from compressx.api.pruner import Block, Pruner, PruneResult, PrunerSpec, Statistic
+from compressx.blocks.fisher import fisher_diagonal
 from compressx.blocks.select import decide, gather
-from compressx.blocks.sensitivity import by_loss
 from compressx.models.access import InMemory
-from compressx.models.architecture import survey, text_config
-from compressx.models.capture import capture_calls, replay
+from compressx.models.architecture import survey
+from compressx.models.blockwise import capture, each_block, passes
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import CompressxError
 from compressx.testing.models import tiny_model, tiny_tokens
@@ -132,26 +131,17 @@ class Subject:
         if change is not None:
             with torch.no_grad():
                 change(model)
-        found = survey(model)
-        fqn, module = next(iter(found.blocks.items()))
-        linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
+        access, found = InMemory(model), survey(model)
         if not weights:
             model.to("meta")
-            return Scene(model, Block(0, fqn, module, linears, (), text_config(model)), ())
+            block, _ = next(each_block(access, found, dict.fromkeys(found.blocks, ())))
+            return Scene(model, block, ())
         parts = torch.split(tiny_tokens() if tokens is None else tokens, list(batches))
-        with torch.no_grad():
-            states, calls = capture_calls(model, found.blocks, parts)
-        runs = [partial(lambda x, call: replay(module, x, call), call=call) for call in calls[fqn]]
-        losses = self.rule.losses
-        reacting = {n: linears[n] for n in self.names} if losses else {}
-        whole: Mapping[str, Sensitivity] = {}
-        if "model" in losses:
-            whole = fisher_of(
-                InMemory(model), found, set(reacting), parts, tokens=self.rule.reads_tokens("model")
-            ).linears
-        sensitivities = by_loss(whole, reacting if "block" in losses else {}, runs, states)
-        block = Block(0, fqn, module, linears, tuple(calls[fqn]), text_config(model), sensitivities)
-        return Scene(model, block, [partial(run, x) for run, x in zip(runs, states, strict=True)])
+        states, calls = capture(access, found, parts)
+        block, runs = next(each_block(access, found, calls))
+        if self.spec.reads_sensitivities:
+            block = replace(block, sensitivities=fisher_diagonal(access, found, self.names, parts).linears)
+        return Scene(model, block, passes(runs, states))
 
     @torch.no_grad()
     def gathered(self, scene: Scene, rule: PlannedRule | None = None) -> dict[str, dict[str, Statistic]]:

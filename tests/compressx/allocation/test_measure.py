@@ -17,7 +17,7 @@ from compressx.allocation.measure import Measured, measure, measure_outliers
 from compressx.allocation.units import units_of
 from compressx.api.patterns import NM, Unstructured, keep_mask
 from compressx.api.statistics import FeatureNorms
-from compressx.blocks.fisher import fisher_of, gradients
+from compressx.blocks.fisher import fisher_diagonal, gradients
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
@@ -199,7 +199,7 @@ def test_units_are_the_linears_of_one_rule_in_one_block() -> None:
 
 @pytest.mark.slow
 def test_a_block_is_one_unit_whose_rules_prune_it_together_by_their_own_pruners() -> None:
-    """The walk, asked to prune one block alone to the same sparsity, leaves the same output."""
+    """`prune_model`, asked to prune one block alone to the same sparsity, leaves the same output."""
     from compressx.blocks.prune import prune_model
 
     got = measured(tiny_model("llama"), mixed(tiny_model("llama")), 0.5, 0.7, kind="block")
@@ -215,22 +215,19 @@ def test_a_block_is_one_unit_whose_rules_prune_it_together_by_their_own_pruners(
         assert unit.divergences[0] == pytest.approx(divergence(model, index), rel=1e-3)
 
 
-def test_a_pruner_that_reads_the_blocks_own_loss_is_measured_with_it() -> None:
+def test_a_pruner_that_reads_sensitivities_is_measured_with_those_that_are_given() -> None:
     from compressx.blocks.prune import prune_model
 
     (spec,) = sensitivity.compressx_pruners()
-
-    def by_block(model: Any) -> Plan:
-        return plan(model, (PlannedRule(0, spec, spec.options(loss="block"), None, None), "layer", REST))
-
     model = tiny_model("llama")
-    units = units_of(by_block(model), "rule")
-    got = [m for block in measure(InMemory(model), units, BATCHES, BATCHES, [0.5]) for m in block]
+    planned = plan(model, (rule(0, spec), "layer", REST))
+    fisher = fisher_diagonal(InMemory(model), survey(model), planned.sensitive, BATCHES)
+    units = units_of(planned, "rule")
+    got = [m for block in measure(InMemory(model), units, BATCHES, BATCHES, [0.5], fisher.linears) for m in block]
     for index, unit in enumerate(got):
         model = tiny_model("llama")
-        planned = by_block(model)
         alone = tuple(x for x in planned.linears if x.block == f"model.layers.{index}")
-        list(prune_model(InMemory(model), replace(planned, linears=alone), BATCHES))
+        list(prune_model(InMemory(model), replace(planned, linears=alone), BATCHES, fisher=fisher))
         assert unit.divergences[0] == pytest.approx(divergence(model, index), rel=1e-3)
 
 
@@ -452,22 +449,3 @@ def test_a_pruner_that_breaks_its_contract_is_named() -> None:
     spec = PrunerSpec("silent", "for a test", NoOptions, lambda _: Silent())
     with pytest.raises(PluginError, match=r"'silent' on model\.layers\.0: expected results"):
         measured(model, plan(model, (rule(0, spec), "layer", ("q_proj",))), 0.5)
-
-
-def test_sensitivities_of_tokens_are_those_of_the_windows_that_pruners_learn_from() -> None:
-    """They were gathered on more windows, in other batches than those that a unit is measured on."""
-    (spec,) = sensitivity.compressx_pruners()
-    model = tiny_model("llama")
-    found = survey(model)
-    by_tokens = PlannedRule(0, spec, spec.options(tokens=0.5), None, None)
-    planned = plan(model, (by_tokens, "layer", REST))
-    its = fisher_of(InMemory(model), found, planned.sensitive_to("model"), BATCHES).linears
-    windows = torch.cat(BATCHES)
-
-    def of_blocks(*seen: torch.Tensor) -> list[float]:
-        units = units_of(planned, "rule")
-        measured = measure(InMemory(model), units, list(seen), [windows[4:]], (0.5,), its)
-        return [unit.divergences[0] for (unit,) in measured]
-
-    assert of_blocks(windows[:3], windows[3:4]) == pytest.approx(of_blocks(windows[:1], windows[1:4]), rel=1e-4)
-    assert of_blocks(windows[:3], windows[3:4]) != pytest.approx(of_blocks(windows[1:4], windows[:1]), rel=1e-4)

@@ -10,7 +10,7 @@ from tests.compressx.blocks.test_prune import batches
 from torch.nn import functional
 
 from compressx import ArtifactError, UnsupportedModelError
-from compressx.blocks.fisher import _of_likelihood, divergences, drawn_labels, fisher_of, gradients
+from compressx.blocks.fisher import _of_likelihood, divergences, drawn_labels, fisher_diagonal, gradients
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ def test_the_models_sensitivities_are_mean_squares_of_the_gradients_that_autogra
     model = tiny_model(architecture)
     found = survey(model)
     parts = tiny_tokens(sequences=4).split(2)
-    measured = fisher_of(InMemory(model), found, found.linears, parts).linears
+    measured = fisher_diagonal(InMemory(model), found, found.linears, parts).linears
     generator = torch.Generator().manual_seed(0)
     squares = {name: [] for name in found.linears}
     for ids in parts:
@@ -52,10 +52,8 @@ def test_the_models_sensitivities_are_mean_squares_of_the_gradients_that_autogra
         for name, gradient in output_gradients(model, ids, likelihood).items():
             squares[name].append(gradient.double().square())
     for name, expected in squares.items():
-        rows, tokens = torch.cat(expected).flatten(0, -2).mean(dim=0), [x.mean(dim=-1) for x in expected]
-        torch.testing.assert_close(measured[name].rows.double(), rows, rtol=1e-3, atol=1e-3 * float(rows.max()))
-        for mine, its in zip(measured[name].tokens, tokens, strict=True):  # OPT's MLP sees them without their batch
-            torch.testing.assert_close(mine.double(), its.view(2, -1), rtol=1e-3, atol=1e-3 * float(its.max()))
+        rows = torch.cat(expected).flatten(0, -2).mean(dim=0)
+        torch.testing.assert_close(measured[name].double(), rows, rtol=1e-3, atol=1e-3 * float(rows.max()))
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -85,7 +83,7 @@ def test_gradients_at_blocks_and_shares_of_channels_in_them_are_those_of_autogra
     model = tiny_model(architecture)
     found = survey(model)
     parts = tiny_tokens(sequences=5).split(2)
-    measured = fisher_of(InMemory(model), found, (), parts)
+    measured = fisher_diagonal(InMemory(model), found, (), parts)
     got = gradients(InMemory(model), found, found.blocks, parts)
     assert measured.linears == {}
     assert list(measured.channels) == list(found.blocks)
@@ -117,7 +115,7 @@ def test_a_loss_that_does_not_react_is_refused():
     model = tiny_model("llama")
     model.lm_head.weight.data.zero_()
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0: the model's loss does not react"):
-        fisher_of(InMemory(model), survey(model), (), batches())
+        fisher_diagonal(InMemory(model), survey(model), (), batches())
 
 
 @pytest.mark.parametrize(("share", "refused"), [(0.5, True), (0.4, False)])
@@ -166,14 +164,14 @@ def test_gradients_that_are_not_finite_name_the_block_whose_output_they_are_of(m
 
     model.model.layers[1].register_forward_hook(overflowing)
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0: the gradient .* has NaN or infinite values"):
-        fisher_of(InMemory(model), survey(model), (), batches())
+        fisher_diagonal(InMemory(model), survey(model), (), batches())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_16_bit_models_reactions_are_near_those_of_float32(dtype):
     narrow, wide = (tiny_model("llama", dtype=d) for d in (dtype, torch.float32))
     got, expected = (
-        fisher_of(InMemory(m), survey(m), (), tiny_tokens(sequences=8).split(4)).channels for m in (narrow, wide)
+        fisher_diagonal(InMemory(m), survey(m), (), tiny_tokens(sequences=8).split(4)).channels for m in (narrow, wide)
     )
     for fqn, its in expected.items():
         torch.testing.assert_close(got[fqn], its, rtol=0.2, atol=1e-3)
@@ -208,29 +206,28 @@ def test_numbers_that_are_not_finite_are_an_error_that_names_the_weight(part):
     weight.data[0, 0] = torch.nan
     name = "model.layers.1.mlp.down_proj.weight" if part == "block" else "lm_head.weight"
     with pytest.raises(ArtifactError, match=rf"^{name} has NaN"):
-        fisher_of(InMemory(model), found, found.linears, batches())
+        fisher_diagonal(InMemory(model), found, found.linears, batches())
     weight.data[0, 0] = torch.finfo(torch.float32).max
     with pytest.raises(UnsupportedModelError, match="on the calibration text"):
-        fisher_of(InMemory(model), found, found.linears, batches())
+        fisher_diagonal(InMemory(model), found, found.linears, batches())
 
 
-def test_without_tokens_the_rows_come_from_the_first_windows(monkeypatch):
+def test_rows_come_from_the_first_windows(monkeypatch):
     monkeypatch.setattr("compressx.blocks.fisher.ROW_WINDOWS", 4)
     model = tiny_model("llama")
     found, parts = survey(model), tiny_tokens(sequences=8).split(2)
-    few = fisher_of(InMemory(model), found, found.linears, parts, tokens=False).linears
-    first = fisher_of(InMemory(model), found, found.linears, parts[:2]).linears
+    few = fisher_diagonal(InMemory(model), found, found.linears, parts).linears
+    first = fisher_diagonal(InMemory(model), found, found.linears, parts[:2]).linears
     for name, its in few.items():
-        assert torch.equal(its.rows, first[name].rows)
-        assert its.tokens == ()
+        assert torch.equal(its, first[name])
 
 
 def test_channels_alone_take_a_few_windows(monkeypatch):
     monkeypatch.setattr("compressx.blocks.fisher.CHANNEL_WINDOWS", 2)
     model, told = tiny_model("llama"), []
     found, parts = survey(model), tiny_tokens(sequences=8).split(4)
-    few = fisher_of(InMemory(model), found, (), parts, progress=lambda *counts: told.append(counts))
-    first = fisher_of(InMemory(model), found, found.linears, [parts[0][:2]])
+    few = fisher_diagonal(InMemory(model), found, (), parts, progress=lambda *counts: told.append(counts))
+    first = fisher_diagonal(InMemory(model), found, found.linears, [parts[0][:2]])
     assert told == [(0, 2)]
     assert list(few.channels) == list(found.blocks)
     assert all(torch.equal(its, first.channels[fqn]) for fqn, its in few.channels.items())
@@ -242,12 +239,12 @@ def test_of_several_processes_each_takes_its_part_of_the_windows_that_rows_come_
     monkeypatch.setattr(Ranks, "all_gather", lambda self, value: [value])
     model, told = tiny_model("llama"), []
     found, parts = survey(model), tiny_tokens(sequences=8).split(2)
-    got = fisher_of(
-        InMemory(model), found, found.linears, parts, Ranks(0, 2), tokens=False, progress=lambda *x: told.append(x)
+    got = fisher_diagonal(
+        InMemory(model), found, found.linears, parts, Ranks(0, 2), progress=lambda *x: told.append(x)
     ).linears
-    first = fisher_of(InMemory(model), found, found.linears, parts[:1]).linears
+    first = fisher_diagonal(InMemory(model), found, found.linears, parts[:1]).linears
     assert told == [(0, 2)]
-    assert all(torch.equal(its.rows, first[name].rows) for name, its in got.items())
+    assert all(torch.equal(its, first[name]) for name, its in got.items())
 
 
 def test_shares_of_channels_are_those_of_all_processes_tokens(monkeypatch):
@@ -256,11 +253,11 @@ def test_shares_of_channels_are_those_of_all_processes_tokens(monkeypatch):
     added = []
     monkeypatch.setattr(Ranks, "all_gather", lambda self, value: [value])
     monkeypatch.setattr(Ranks, "all_reduce_", lambda self, tensor: added.append(tensor.clone()))
-    other = fisher_of(InMemory(model), found, (), parts[1:2])
+    other = fisher_diagonal(InMemory(model), found, (), parts[1:2])
     theirs = iter([*added])
-    mine = fisher_of(InMemory(model), found, (), parts[:1])
+    mine = fisher_diagonal(InMemory(model), found, (), parts[:1])
     monkeypatch.setattr(Ranks, "all_reduce_", lambda self, tensor: tensor.add_(next(theirs)))
-    got = fisher_of(InMemory(model), found, (), parts[:1], Ranks(0, 2))
+    got = fisher_diagonal(InMemory(model), found, (), parts[:1], Ranks(0, 2))
     for fqn, its in got.channels.items():  # as many tokens on either
         torch.testing.assert_close(its, (mine.channels[fqn] + other.channels[fqn]) / 2)
 
@@ -269,7 +266,7 @@ def test_windows_are_added_until_every_expert_is_reached(monkeypatch):
     monkeypatch.setattr("compressx.blocks.fisher.ROW_WINDOWS", 1)
     model, told = tiny_model("mixtral"), []
     found, parts = survey(model), tiny_tokens(sequences=64, length=2).split(4)  # of two tokens: few of the experts
-    got = fisher_of(InMemory(model), found, found.linears, parts, tokens=False, progress=lambda *x: told.append(x))
+    got = fisher_diagonal(InMemory(model), found, found.linears, parts, progress=lambda *x: told.append(x))
     assert set(got.linears) == set(found.linears)
     assert 1 < len(told) < 64
     assert set(told[1:]) == {(1, 1)}
@@ -278,7 +275,7 @@ def test_windows_are_added_until_every_expert_is_reached(monkeypatch):
 def test_only_the_linears_that_are_wanted_are_measured():
     model = tiny_model("llama")
     name = "model.layers.1.mlp.up_proj"
-    assert set(fisher_of(InMemory(model), survey(model), [name], batches()).linears) == {name}
+    assert set(fisher_diagonal(InMemory(model), survey(model), [name], batches()).linears) == {name}
 
 
 def test_progress_is_told_in_windows():
@@ -286,7 +283,7 @@ def test_progress_is_told_in_windows():
     told = []
     linears = survey(model).linears
     parts = tiny_tokens(sequences=4).split(2)
-    fisher_of(InMemory(model), survey(model), linears, parts, progress=lambda *counts: told.append(counts))
+    fisher_diagonal(InMemory(model), survey(model), linears, parts, progress=lambda *counts: told.append(counts))
     assert told == [(0, 4), (2, 4)]
 
 
@@ -295,11 +292,10 @@ def test_a_streamed_models_sensitivities_are_those_of_the_loaded_one(tmp_path):
     model.save_pretrained(tmp_path)
     streamed = open_streamed(Checkpoint(str(tmp_path)))
     assert all(p.is_meta for p in streamed.model.parameters())
-    loaded = fisher_of(InMemory(model), survey(model), survey(model).linears, batches())
-    got = fisher_of(streamed, survey(streamed.model), survey(streamed.model).linears, batches())
+    loaded = fisher_diagonal(InMemory(model), survey(model), survey(model).linears, batches())
+    got = fisher_diagonal(streamed, survey(streamed.model), survey(streamed.model).linears, batches())
     for name, its in loaded.linears.items():
-        assert torch.equal(got.linears[name].rows, its.rows)
-        assert all(torch.equal(a, b) for a, b in zip(got.linears[name].tokens, its.tokens, strict=True))
+        assert torch.equal(got.linears[name], its)
     assert list(got.channels) == list(survey(model).blocks)
     assert all(torch.equal(got.channels[fqn], its) for fqn, its in loaded.channels.items())
     at = [gradients(x, survey(x.model), list(got.channels), batches()) for x in (InMemory(model), streamed)]

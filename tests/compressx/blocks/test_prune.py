@@ -13,7 +13,7 @@ from tests.pairs import pairs
 from compressx import Linear, PluginError, PruneResult, PrunerSpec, UnsupportedModelError
 from compressx.api.patterns import NM, FixedMask, Pattern, Unstructured, keep_mask
 from compressx.api.statistics import FeatureNorms, Hessian
-from compressx.blocks import prune as walk
+from compressx.blocks import prune
 from compressx.blocks.prune import prune_model
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
@@ -201,7 +201,7 @@ def test_batches_of_any_size_give_the_same_masks(size):
 @pytest.mark.parametrize("tokens", [10**6, 100], ids=["all", "first-batch"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "mixtral"])
 def test_a_blocks_error_is_that_of_its_output_on_the_pruned_stream(architecture, tokens, monkeypatch):
-    monkeypatch.setattr(walk, "_MEASURED_TOKENS", tokens)
+    monkeypatch.setattr(prune, "_MEASURED_TOKENS", tokens)
     dense, model = tiny_model(architecture), tiny_model(architecture)
     plan = plan_all(model, wanda.compressx_pruners()[0], Unstructured(0.5, "row"))
     reports = [block.report for block in prune_model(InMemory(model), plan, batches())]
@@ -222,6 +222,19 @@ def test_a_blocks_error_is_that_of_its_output_on_the_pruned_stream(architecture,
             after = torch.cat([first(output) for *_, output in seen[report.fqn]])
             assert report.output_error == pytest.approx(mean_error(after, before), rel=1e-3)
     assert all(report.output_error > 0 for report in reports)
+
+
+def test_pruning_goes_on_after_the_last_finished_block():
+    whole, parted = tiny_model("llama"), tiny_model("llama")
+    plan = plan_all(whole, SPECS["sparsegpt"], Unstructured(0.5, "row"))
+    expected = [block.report.fqn for block in prune_model(InMemory(whole), plan, batches())]
+    stopped = prune_model(InMemory(parted), plan, batches())
+    first = next(stopped)
+    stopped.close()
+    reached = prune.Finished(first.report.fqn, first.streams)
+    rest = prune_model(InMemory(parted), plan, batches(), reached)
+    assert [first.report.fqn, *(block.report.fqn for block in rest)] == expected
+    assert all(torch.equal(now, parted.state_dict()[name]) for name, now in whole.state_dict().items())
 
 
 def test_without_calibration_a_block_has_no_error():
@@ -545,7 +558,7 @@ def test_a_linear_that_shares_its_input_on_some_batches_only_is_refused_instead_
     def copy_later(module, args):
         return args if len(args[0]) == 5 else (args[0].clone(),)
 
-    # Runs before the walk's own hook, so that hook sees the copy.
+    # Runs before the host's own hook, so that hook sees the copy.
     model.model.layers[0].self_attn.k_proj.register_forward_pre_hook(copy_later)
     with pytest.raises(
         UnsupportedModelError, match=r"self_attn\.k_proj shared its input with another linear on the first"

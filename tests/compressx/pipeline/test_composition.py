@@ -7,11 +7,11 @@ import torch
 from tests.compressx.blocks.test_prune import batches
 
 from compressx.api.patterns import NM, Unstructured
-from compressx.blocks.fisher import fisher_of
+from compressx.blocks.fisher import fisher_diagonal
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
-from compressx.models.capture import capture_calls, replay
+from compressx.models.blockwise import capture, each_block, passes
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.plugins.manager import load_plugins
 from compressx.testing import tiny_model
@@ -27,35 +27,33 @@ def pruners():
 
 
 def pruned(pruners, selector, reconstructor, pattern):
-    """Prune query and key of the first block; returns the masks, the model, and the stream through the dense block."""
-    model = tiny_model("llama")
-    found = survey(model)
-    tokens = batches()
-    states, calls = capture_calls(model, found.blocks, tokens)
-    block = found.blocks[FQN]
+    """Prune query and key of the first block; returns the masks, the model, how to run the block, and what it gave."""
+    model, tokens = tiny_model("llama"), batches()
+    access, found = InMemory(model), survey(model)
+    states, calls = capture(access, found, tokens)
+    _, runs = next(each_block(access, found, calls))
+    running = passes(runs, states)
     with torch.no_grad():
-        dense = [replay(block, x, c) for x, c in zip(states, calls[FQN], strict=True)]
+        dense = [run() for run in running]
     specs = [pruners[selector], pruners[reconstructor] if reconstructor else None]
     options = [spec and spec.options() for spec in specs]
     rule = PlannedRule(0, specs[0], options[0], specs[1], options[1])
     names = [f"{FQN}.self_attn.{x}_proj" for x in "qk"]
     linears = tuple(PlannedLinear(n, FQN, tuple(found.linears[n].weight.shape), rule, pattern) for n in names)
     plan = Plan(linears, {}, (rule,), needs_calibration=True)
-    given = (
-        fisher_of(InMemory(model), found, plan.sensitive_to("model"), tokens) if plan.sensitive_to("model") else None
-    )
-    (first,) = prune_model(InMemory(model), plan, tokens, fisher=given)
-    return first.masks, model, states, calls, dense
+    fisher = fisher_diagonal(access, found, plan.sensitive, tokens) if plan.sensitive else None
+    (first,) = prune_model(access, plan, tokens, fisher=fisher)
+    return first.masks, model, running, dense
 
 
-def errors(model, states, calls, dense) -> tuple[float, float]:
+def errors(model, running, dense) -> tuple[float, float]:
     """Return the squared error of what query and key give on the dense block's inputs, and of the block's output."""
     found, untouched = survey(model), survey(tiny_model("llama")).linears
-    block, names = found.blocks[FQN], [f"{FQN}.self_attn.{x}_proj" for x in "qk"]
+    names = [f"{FQN}.self_attn.{x}_proj" for x in "qk"]
     inputs: list[torch.Tensor] = []
     hook = found.linears[names[0]].module.register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
     with torch.no_grad():
-        outputs = [replay(block, x, c) for x, c in zip(states, calls[FQN], strict=True)]
+        outputs = [run() for run in running]
     hook.remove()
     changes = [found.linears[n].weight - untouched[n].weight for n in names]
     linear = sum(float((x @ change.T).square().sum()) for x in inputs for change in changes)

@@ -117,7 +117,7 @@ def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(
 ):
     asked = recipe(model, streaming=streaming, allocated=allocated)
     if trained:
-        asked |= {"reconstruct_block": {"passes": 2}, "true_sequential": True}
+        asked |= {"reconstruct_block": {"passes": 2}}
     run({**asked, "output": "whole"})
     stopped(asked, after)
     (left,) = leftovers()
@@ -207,7 +207,6 @@ def test_finished_blocks_are_not_thrown_away_unasked(model: Path):
         ({"calibration": {"samples": 7}}, "calibration tokens: was"),
         ({"calibration": {"batch_size": 3}}, "calibration batch_size: was"),
         ({"model": {"dtype": "bfloat16"}}, "model: was"),
-        ({"true_sequential": True}, "true_sequential: was false, is true"),
         ({"reconstruct_block": {"passes": 1}}, "reconstruct_block: was null"),
     ],
     ids=lambda x: x if isinstance(x, str) else next(iter(x)),
@@ -283,7 +282,7 @@ def test_a_refusal_leaves_the_run_to_be_resumed_and_what_is_evaluated_decides_no
     asked = {**recipe(model), "prune": QUICK}
     stopped(asked, 1)
     with pytest.raises(ArtifactError, match="cannot be resumed"):
-        run({**asked, "true_sequential": True}, resume=True)
+        run({**asked, "reconstruct_block": {"passes": 1}}, resume=True)
     run({**asked, "evaluate": None}, resume=True)
     assert Path("out/report.json").is_file()
 

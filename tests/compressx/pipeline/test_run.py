@@ -19,7 +19,7 @@ from tests.compressx.saved import save_tiny
 import compressx
 from compressx.allocation.spread import Curve
 from compressx.api.record import BlockReport, RunReport
-from compressx.blocks.fisher import Fisher
+from compressx.blocks.fisher import FisherDiagonal
 from compressx.blocks.prune import prune_model
 from compressx.masks.maskset import MaskSet
 from compressx.models import hidden
@@ -82,66 +82,26 @@ def weights(folder: str | Path) -> dict[str, torch.Tensor]:
 # --- what a run does
 
 
-@pytest.mark.slow
-def test_sensitivities_of_tokens_are_measured_for_a_recipe_that_reads_them(models: Any, plugins: Plugins) -> None:
-    for output, tokens in (("without", 0.0), ("with", 0.5)):
-        rule = {"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5, "options": {"tokens": tokens}}
-        run(recipe(models("llama"), rule, output=output), plugins=plugins)
-    assert Path("with/masks.safetensors").read_bytes() != Path("without/masks.safetensors").read_bytes()
-
-
-@pytest.mark.slow
-def test_what_one_rule_reads_of_its_blocks_loss_changes_nothing_for_another(
-    models: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("compressx.blocks.fisher.ROW_WINDOWS", 2)  # of eight
-    masks = []
-    for tokens in (0.0, 0.5):
-        of_block = {"loss": "block", "tokens": tokens}
-        rules = (
-            {"targets": ["*.self_attn.*"], "pruner": "sensitivity", "sparsity": 0.5},
-            {"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5, "options": of_block},
-        )
-        told: list[tuple[Any, ...]] = []
-        asked = recipe(models("llama"), *rules, output=f"tokens-{tokens}")
-        run(asked, plugins=plugins, progress=lambda *step, told=told: told.append(step))
-        assert next(total for stage, _, total, *_ in told if stage == "calibrate") == 1  # batch, of those two
-        masks.append(MaskSet.load(f"tokens-{tokens}/masks.safetensors"))
-    for name in ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"):
-        assert torch.equal(masks[0][name].keep, masks[1][name].keep)
-    assert not torch.equal(*(its["model.layers.0.mlp.up_proj"].keep for its in masks))
-
-
 class Reacting:
     """Taylor expansion: what the loss says of each weight's change alone, with no statistic of the inputs."""
-
-    def __init__(self, loss: Any) -> None:
-        self.loss = loss
 
     def observe(self, block: Any, name: str) -> None:
         return None
 
     def prune(self, block: Any, patterns: Any, stats: Any) -> Any:
-        of = block.sensitivities[self.loss]
-        scores = {n: block.linears[n].weight.float().square() * of[n].rows[:, None] for n in patterns}
+        of = block.sensitivities
+        scores = {n: block.linears[n].weight.float().square() * of[n][:, None] for n in patterns}
         return {n: compressx.PruneResult(keep) for n, keep in compressx.keep_masks(scores, patterns).items()}
 
 
-@pytest.mark.parametrize("loss", ["model", "block"])
-def test_a_pruner_that_reads_sensitivities_alone_is_given_text(models: Any, plugins: Plugins, loss: Any) -> None:
-    spec = compressx.PrunerSpec(
-        "reacting", "by the loss", NoOptions, lambda _: Reacting(loss), sensitivity=lambda _: loss,
-        reads_tokens=lambda _: False,
-    )  # fmt: skip
+def test_a_pruner_that_reads_sensitivities_alone_is_given_text(models: Any, plugins: Plugins) -> None:
+    spec = compressx.PrunerSpec("reacting", "by the loss", NoOptions, lambda _: Reacting(), reads_sensitivities=True)
     plugins = dataclasses.replace(plugins, pruners={**plugins.pruners, "reacting": spec})
     asked = recipe(models("llama"), {"targets": ["*"], "pruner": "reacting", "pattern": "2:4"})
     report = run(asked, plugins=plugins)
     assert {layer.sparsity for layer in report.layers} == {0.5}
     del asked["calibration"]
     with pytest.raises(RecipeError, match="the recipe has no calibration, and its pruners need one"):
-        plan(asked, plugins=plugins)
-    asked = {**recipe(models("llama"), *asked["prune"]), "true_sequential": True}
-    with pytest.raises(RecipeError, match="true_sequential: it would change nothing"):
         plan(asked, plugins=plugins)
 
 
@@ -202,20 +162,6 @@ def test_the_same_recipe_twice_gives_the_same_bits(models: Any, plugins: Plugins
     assert Path("a/masks.safetensors").read_bytes() == Path("b/masks.safetensors").read_bytes()
     first, second = weights("a/model"), weights("b/model")
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_true_sequential_that_would_change_nothing_is_refused_before_anything_is_measured(
-    models: Any, plugins: Plugins
-) -> None:
-    """As of best-50: one joint rule, which decides a block at once."""
-    rest = {"targets": ["*"], "pruner": "sensitivity", "group": "joint"}
-    asked = recipe(models("llama"), {k: v for k, v in ATTNPRUNE.items() if k != "sparsity"}, rest)
-    asked |= {"allocation": {"method": "attention-aware", "target": 0.5}, "true_sequential": True}
-    stages: list[str] = []
-    with pytest.raises(RecipeError, match=r"it would change nothing.*jointly, by attnprune and by sensitivity"):
-        run(asked, plugins=plugins, progress=lambda *told: stages.append(told[0]))
-    assert set(stages) <= {"load", "calibrate"}
-    assert not Path("out").exists()
 
 
 def test_another_seed_calibrates_on_other_windows(models: Any, plugins: Plugins) -> None:
@@ -794,7 +740,7 @@ def test_block_reconstruction_goes_by_the_losss_reaction_whatever_prunes(
     asked = recipe(models("llama"), {"targets": ["*.up_proj"], "pruner": "wanda", "sparsity": 0.5})
     asked["reconstruct_block"] = {"passes": 1}
     whole = run(asked, plugins=plugins)
-    monkeypatch.setattr("compressx.pipeline.run.fisher_of", lambda *_, **__: Fisher())
+    monkeypatch.setattr("compressx.pipeline.run.fisher_diagonal", lambda *_, **__: FisherDiagonal())
     without = run({**asked, "output": "without"}, plugins=plugins)
     for mine, others in zip(whole.blocks, without.blocks, strict=True):
         assert mine.reconstruction is not None

@@ -432,13 +432,6 @@ def test_block_reconstruction_needs_calibration_whatever_the_pruners_need(planne
     assert plan.reconstruct_block.passes == 2
 
 
-def test_true_sequential_is_refused_where_no_pruner_observes_anything(planned: Any, refusal: Any) -> None:
-    asked = f"{CALIBRATION}\nreconstruct_block: {{passes: 2}}\ntrue_sequential: true"
-    message = refusal(RecipeError, 'targets: ["*"], pruner: magnitude, sparsity: 0.5', calibration=asked)
-    assert message.startswith("r.yaml:4:1: it would change nothing, since no pruner of this recipe observes")
-    assert planned('targets: ["*"], pruner: wanda, sparsity: 0.5', calibration=asked).true_sequential
-
-
 def test_reconstruction_of_blocks_that_nothing_is_pruned_in_is_refused(refusal: Any) -> None:
     rule, asked = 'targets: ["lm_head"], pruner: magnitude, sparsity: 0.5', f"{CALIBRATION}\nreconstruct_block: {{}}"
     message = refusal(RecipeError, rule, calibration=asked)

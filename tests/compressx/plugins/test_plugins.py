@@ -369,8 +369,8 @@ def listen(report):
             "TypeError: pruner 'x' has selecting_options ['stepz'], which are no options of it",
         ),
         (
-            "[spec('x', Options, reads_tokens=True)]",
-            "TypeError: pruner 'x' has reads_tokens True, which is not callable",
+            "[spec('x', Options, check=True)]",
+            "TypeError: pruner 'x' has check True, which is not callable",
         ),
         ("[spec('x', Options, None)]", "TypeError: pruner 'x' has build None, which is not callable"),
         ("[spec('x', Options), spec('x', Options)]", "ValueError: compressx_pruners offers a pruner twice: x, x"),

@@ -320,17 +320,6 @@ def test_what_sparsity_costs_is_measured_by_the_first_of_several_processes_as_by
 
 
 @pytest.mark.slow
-def test_an_allocation_that_reads_sensitivities_of_tokens_is_measured_on_the_first_processs_own(
-    model: Path, tmp_path: Path
-):
-    told = allocations(model, tmp_path, pruner="sensitivity", group="joint", options={"tokens": 0.5})
-    assert told[0]["zeros"] == told[1]["zeros"]
-    measured = [[unit["divergences"] for unit in allocation["units"]] for allocation in told]
-    assert all(low < high for divergences in measured for low, high in divergences)
-    assert measured[0] != measured[1]  # half the windows
-
-
-@pytest.mark.slow
 def test_the_first_of_two_processes_fine_tunes_as_one_does(model: Path, tmp_path: Path):
     losses = []
     for processes in (1, 2):
@@ -344,7 +333,7 @@ def test_the_first_of_two_processes_fine_tunes_as_one_does(model: Path, tmp_path
 
 @pytest.mark.slow
 def test_two_processes_train_blocks_on_both_their_texts_and_end_with_one_model(model: Path, tmp_path: Path):
-    rules = [{"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5, "group": "joint", "options": {"tokens": 0.5}}]
+    rules = [{"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5, "group": "joint"}]
     reports = []
     for processes in (1, 2):
         folder = tmp_path / str(processes)

@@ -11,7 +11,7 @@ from tests.compressx.blocks.test_prune import SPECS, batches, plan_all
 from tests.compressx.references import mean_error, relative_errors_reference
 
 from compressx.api.patterns import NM, Unstructured
-from compressx.blocks.fisher import Fisher
+from compressx.blocks.fisher import FisherDiagonal
 from compressx.blocks.prune import prune_model
 from compressx.data.documents import documents
 from compressx.data.windows import calibration_windows, evaluation_windows, token_ids
@@ -110,7 +110,7 @@ def test_channels_count_as_the_loss_reacts_to_them():
     model, dense = tiny_model("llama"), tiny_model("llama")
     fqn = "model.layers.0"
     channels = torch.rand(64, generator=torch.Generator().manual_seed(0)) ** 4
-    fisher = Fisher(channels={fqn: channels})
+    fisher = FisherDiagonal(channels={fqn: channels})
     settings = ReconstructBlock(passes=1, learning_rate=1e-9, held_out=0.99)
     first, *_ = prune_model(InMemory(model), planned(model, settings=settings), batches(2), fisher=fisher)
     states, calls = capture_calls(dense, survey(dense).blocks, batches(2))

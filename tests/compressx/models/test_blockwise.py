@@ -1,0 +1,117 @@
+"""The block loop: it computes what the model computes, and holds the weights of one block at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from compressx.models.access import Access, InMemory
+from compressx.models.architecture import survey
+from compressx.models.blockwise import advance, capture, each_block, passes
+from compressx.models.capture import run_around
+from compressx.models.checkpoint import Checkpoint
+from compressx.models.streaming import open_streamed
+from compressx.runtime.errors import UnsupportedModelError
+from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
+
+
+def streamed(tmp_path: Path) -> Access:
+    tiny_model("llama").save_pretrained(tmp_path)
+    return open_streamed(Checkpoint(str(tmp_path)))
+
+
+def held(access: Access) -> set[str]:
+    """Return which blocks have their weights."""
+    blocks = survey(access.model).blocks.items()
+    return {fqn for fqn, module in blocks if not any(p.is_meta for p in module.parameters())}
+
+
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+def test_states_that_go_through_each_block_come_out_as_the_models_logits(architecture: str):
+    access = InMemory(tiny_model(architecture))
+    found, batches = survey(access.model), tiny_tokens(sequences=3).split(2)
+    states, calls = capture(access, found, batches)
+    with torch.no_grad():
+        for block, runs in each_block(access, found, calls):
+            advance(block.fqn, runs, states)
+        for ids, state in zip(batches, states, strict=True):
+            logits = run_around(access.model, found.blocks, ids, state).logits
+            assert torch.equal(logits, access.model(ids, use_cache=False).logits)
+
+
+def test_a_block_comes_with_its_own_linears_and_calls_in_any_order():
+    access = InMemory(tiny_model("llama"))
+    found = survey(access.model)
+    _, calls = capture(access, found, tiny_tokens().split(4))
+    order = list(found.blocks)
+    given = [block for block, _ in each_block(access, found, calls, reversed(order))]
+    assert [(block.index, block.fqn) for block in given] == [(2, order[2]), (1, order[1]), (0, order[0])]
+    for block in given:
+        assert set(block.linears) == {n for n in found.linears if found.block_of(n) == block.fqn}
+        assert block.module is found.blocks[block.fqn]
+        assert list(block.calls) == calls[block.fqn]
+
+
+def test_of_a_streamed_model_one_block_at_a_time_has_its_weights(tmp_path: Path):
+    access = streamed(tmp_path)
+    found = survey(access.model)
+    states, calls = capture(access, found, [tiny_tokens()])
+    assert held(access) == set()
+    for block, _ in each_block(access, found, calls, list(found.blocks)[1:]):
+        assert held(access) == {block.fqn}
+    assert held(access) == set()
+    assert len(states) == 1
+
+
+def left_early(_fqn: str) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("leave", [left_early, lambda _fqn: None], ids=["by an error", "by break"])
+def test_a_loop_that_is_left_early_gives_the_weights_back(tmp_path: Path, leave: Callable[[str], None]):
+    access = streamed(tmp_path)
+    found = survey(access.model)
+
+    def first() -> None:
+        for block, _ in each_block(access, found, {fqn: [] for fqn in found.blocks}):
+            leave(block.fqn)
+            break
+
+    if leave is left_early:
+        with pytest.raises(ZeroDivisionError):
+            first()
+    else:
+        first()
+    assert held(access) == set()
+
+
+def test_without_text_no_weight_is_read():
+    access = InMemory(tiny_model("llama").to("meta"))
+    found = survey(access.model)
+    assert capture(access, found, []) == ([], {fqn: [] for fqn in found.blocks})
+
+
+def test_what_leaves_a_block_goes_where_it_is_wanted_and_what_enters_it_stays():
+    access = InMemory(tiny_model("llama"))
+    found = survey(access.model)
+    states, calls = capture(access, found, tiny_tokens().split(4))
+    before, room = [x.clone() for x in states], [torch.empty_like(x) for x in states]
+    block, runs = next(each_block(access, found, calls))
+    with torch.no_grad():
+        advance(block.fqn, runs, states, room)
+        expected = [run() for run in passes(runs, states)]
+    assert all(torch.equal(a, b) for a, b in zip(states, before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(room, expected, strict=True))
+
+
+def test_an_output_that_is_not_finite_is_refused_by_the_blocks_name():
+    access = InMemory(tiny_model("llama"))
+    found = survey(access.model)
+    states, calls = capture(access, found, [tiny_tokens()])
+    found.linears["model.layers.0.mlp.down_proj"].weight[0, 0] = torch.inf
+    block, runs = next(each_block(access, found, calls))
+    with torch.no_grad(), pytest.raises(UnsupportedModelError, match=r"^model\.layers\.0: its output has NaN or inf"):
+        advance(block.fqn, runs, states)
