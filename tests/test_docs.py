@@ -31,7 +31,7 @@ from compressx.api.record import (
 )
 from compressx.plugins.file import LoadTable, PluginTable
 from compressx.plugins.manager import load_plugins
-from compressx.recipe.methods import AttentionAware, ErrorAllocation, OwlAllocation
+from compressx.recipe.methods import AttentionAware, DivergenceAllocation, OwlAllocation
 from compressx.recipe.schema import Calibration, Recipe, ReconstructBlock, load_recipe
 from compressx.recipe.tuning import Finetune
 
@@ -113,7 +113,7 @@ def test_every_key_of_a_recipe_is_named_in_the_recipe_page() -> None:
     [
         ("calibration", Calibration),
         ("allocation", OwlAllocation),
-        ("allocation", ErrorAllocation),
+        ("allocation", DivergenceAllocation),
         ("allocation", AttentionAware),
         ("reconstruct_block", ReconstructBlock),
         ("finetune", Finetune),

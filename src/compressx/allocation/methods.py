@@ -18,7 +18,7 @@ from compressx.api.record import AllocationReport, UnitReport
 from compressx.models.access import Access
 from compressx.models.hidden import Keep, in_memory
 from compressx.planning.plan import Plan
-from compressx.recipe.methods import Allocation, AttentionAware, ErrorAllocation, MeasuredAllocation, OwlAllocation
+from compressx.recipe.methods import Allocation, AttentionAware, DivergenceAllocation, MeasuredAllocation, OwlAllocation
 
 
 def allocate(
@@ -56,7 +56,7 @@ def allocate(
     tell(0)
     if isinstance(settings, OwlAllocation):
         return _by_outliers(access, plan, settings, units, batches, tell, keep)
-    return _by_error(access, plan, settings, units, batches, sensitivities, tell, keep)
+    return _by_divergence(access, plan, settings, units, batches, sensitivities, tell, keep)
 
 
 def report_on(
@@ -87,8 +87,8 @@ def _unit_report(unit: Unit, tell: Callable[[Unit, float], Mapping[str, Any]]) -
     return UnitReport(unit.block, unit.label, names, unit.weights, sparsity, **tell(unit, sparsity))
 
 
-def _by_error(
-    access: Access, plan: Plan, settings: ErrorAllocation | AttentionAware, units: Sequence[Unit],
+def _by_divergence(
+    access: Access, plan: Plan, settings: DivergenceAllocation | AttentionAware, units: Sequence[Unit],
     batches: Sequence[Tensor], sensitivities: Mapping[str, Tensor], tell: Callable[..., None], keep: Keep,
 ) -> tuple[Plan, AllocationReport]:  # fmt: skip
     """Take zeros where they raise the summed divergence least."""

@@ -106,17 +106,17 @@ class _Measuring(Strict):
         return self
 
 
-class ErrorAllocation(_Measuring):
+class DivergenceAllocation(_Measuring):
     """Sparsity where the model's predictions diverge least for it, by the changes of its decoder blocks' outputs."""
 
-    method: Literal["error"] = Field(description=_METHOD)
+    method: Literal["divergence"] = Field(description=_METHOD)
     unit: UnitKind = Field(
         "block",
         description="what gets one sparsity: a block, what one rule takes in a block, or a block's linears of one kind",
     )
 
     @model_validator(mode="after")
-    def _something_to_choose(self) -> ErrorAllocation:
+    def _something_to_choose(self) -> DivergenceAllocation:
         if self.unit == self.scope == "block":
             raise conflict(
                 "with scope block each block has the target by itself, and with unit block nothing is left to choose; "
@@ -127,24 +127,26 @@ class ErrorAllocation(_Measuring):
 
 
 class AttentionAware(_Measuring):
-    """Method `error` with units of what one rule takes in a block: query and key apart from the rest."""
+    """Method `divergence` with units of what one rule takes in a block: query and key apart from the rest."""
 
     method: Literal["attention-aware"] = Field(description=_METHOD)
 
     unit: ClassVar[UnitKind] = "rule"
 
 
-MeasuredAllocation: TypeAlias = OwlAllocation | ErrorAllocation | AttentionAware
+MeasuredAllocation: TypeAlias = OwlAllocation | DivergenceAllocation | AttentionAware
 Allocation: TypeAlias = UniformAllocation | ExplicitAllocation | MeasuredAllocation
 
-_NAMES = ("uniform", "owl", "error", "attention-aware", "explicit")
+_NAMES = ("uniform", "owl", "divergence", "attention-aware", "explicit")
 
 
 def _known_method(value: object) -> object:
     if isinstance(value, Mapping):
         if "method" not in value:
             raise conflict(f"missing key 'method': {_METHOD}; valid: {', '.join(sorted(_NAMES))}", [])
-        if (method := value["method"]) not in _NAMES:
+        if (method := value["method"]) == "error":
+            raise conflict("method error was renamed; use divergence", ["method"])
+        if method not in _NAMES:
             raise conflict(f"no method {shown(method)}; {did_you_mean(str(method), _NAMES)}", ["method"])
     return value
 

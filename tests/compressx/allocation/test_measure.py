@@ -22,7 +22,7 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude, sensitivity, sparsegpt, wanda
-from compressx.recipe.methods import ErrorAllocation
+from compressx.recipe.methods import DivergenceAllocation
 from compressx.runtime.errors import ArtifactError, CalibrationError, UnsupportedModelError
 from compressx.testing import tiny_model, tiny_tokens
 from compressx_attnprune import plugin as attnprune
@@ -131,7 +131,7 @@ def test_what_is_measured_is_near_the_divergence_of_the_models_predictions(archi
 
 def test_a_block_that_the_loss_reacts_to_more_keeps_more_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = plan(tiny_model("llama"), (rule(0, SPECS["magnitude"]), "layer", REST))
-    settings = ErrorAllocation(method="error", target=0.5, sparsities=(0.3, 0.6), unit="block")
+    settings = DivergenceAllocation(method="divergence", target=0.5, sparsities=(0.3, 0.6), unit="block")
 
     def sparsities(*factors: float) -> list[float]:
         def scaled(*given: Any) -> dict[str, list[torch.Tensor]]:

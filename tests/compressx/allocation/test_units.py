@@ -19,7 +19,7 @@ from compressx.pruners import magnitude
 from compressx.recipe.methods import (
     MAX_SPARSITY,
     AttentionAware,
-    ErrorAllocation,
+    DivergenceAllocation,
     ExplicitAllocation,
     OwlAllocation,
     UniformAllocation,
@@ -357,7 +357,7 @@ def test_zeros_are_counted_as_masks_will_have_them() -> None:
 @pytest.mark.parametrize(
     ("settings", "targets"),
     [(AttentionAware(method="attention-aware", target=0.5, scope="block"), 3),
-     (ErrorAllocation(method="error", target=0.5, unit="rule", scope="block"), 3)],
+     (DivergenceAllocation(method="divergence", target=0.5, unit="rule", scope="block"), 3)],
     ids=str,
 )  # fmt: skip
 def test_an_allocation_that_would_have_nothing_to_choose_is_refused(settings: AttentionAware, targets: int) -> None:

@@ -137,7 +137,7 @@ MISTAKES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "sparsity and allocation": ("output: out", "allocation: {method: attention-aware, target: 0.5}\noutput: out",
                                 "r.yaml:5", ("prune[1] has sparsity 0.5", "drop sparsity here, or drop allocation")),
     "an unknown allocation": ("output: out", "output: out\nallocation: {method: owll, target: 0.5}", "r.yaml:9",
-                              ("no method 'owll'", "did you mean 'owl'? valid: attention-aware, error")),
+                              ("no method 'owll'", "did you mean 'owl'? valid: attention-aware, divergence")),
     "an output that is a file": ("output: out", "output: text.txt", "r.yaml:8", ("is a file; name a folder",)),
 }  # fmt: skip
 TIED = "a tied head"
@@ -502,8 +502,9 @@ EXPLICIT = "{method: explicit, sparsities: {%s}}"
         ("{method: owl, target: 0.9}", "", "9:1", ("from 0.82 to 0.98", "at most 0.05 fits")),
         ("{method: owl, target: 0.5, lambda: 0.1}", "", "9:40",
          ("unknown key 'lambda'", "valid: method, outlier_threshold, samples, spread, target")),
-        ("{method: error, target: 0.5, scope: block}", "", "9:42", ("nothing is left to choose",)),
-        ("{method: error, target: 0.5, unit: layer}", "", "9:42", ("'block', 'rule' or 'linear'",)),
+        ("{method: divergence, target: 0.5, scope: block}", "", "9:42", ("nothing is left to choose",)),
+        ("{method: divergence, target: 0.5, unit: layer}", "", "9:42", ("'block', 'rule' or 'linear'",)),
+        ("{method: error, target: 0.5}", "", "9:14", ("method error was renamed; use divergence",)),
         ("{method: attention-aware, target: 0.5, unit: rule}", "", "9:52",
          ("unknown key 'unit'", "valid: method, samples, scope, sparsities, target")),
         ("owl", "", "9:1", ("allocation is 'owl'; expected a mapping",)),

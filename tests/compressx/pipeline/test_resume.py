@@ -135,7 +135,7 @@ def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(
 @pytest.mark.parametrize(
     "allocation",
     [{"method": "owl", "target": 0.55}, {"method": "uniform", "target": 0.55},
-     {"method": "error", "target": 0.55, "sparsities": [0.3, 0.7]},
+     {"method": "divergence", "target": 0.55, "sparsities": [0.3, 0.7]},
      {"method": "explicit", "sparsities": {"*.layers.1.*": 0.25, "*": 0.5}}],
     ids=lambda x: x["method"],
 )  # fmt: skip

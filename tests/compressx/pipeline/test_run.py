@@ -286,8 +286,8 @@ def test_progress_tells_of_every_block_that_is_measured(models: Any, plugins: Pl
 METHODS: dict[str, dict[str, Any]] = {
     "uniform": {},
     "owl": {"outlier_threshold": 2.0, "spread": 0.1, "samples": 4},
-    "error": {"sparsities": [0.3, 0.7], "samples": 4},
-    "error of linears": {"unit": "linear", "sparsities": [0.3, 0.7], "samples": 4},
+    "divergence": {"sparsities": [0.3, 0.7], "samples": 4},
+    "divergence of linears": {"unit": "linear", "sparsities": [0.3, 0.7], "samples": 4},
     "attention-aware": {"sparsities": [0.3, 0.7], "samples": 4},
     "explicit": {"sparsities": {"*.layers.0.*": 0.25, "*.layers.1.*": 0.5, "*": 0.75}},
 }

@@ -167,7 +167,7 @@ def test_only_what_measures_needs_calibration(planned: Any, refusal: Any) -> Non
 
 def test_a_plan_with_allocation_fixes_m_and_leaves_n_open(planned: Any) -> None:
     rules = ('targets: ["*.mlp.*"], pruner: wanda, pattern: "2:4"', 'targets: ["*"], pruner: wanda, pattern: "4:8"')
-    plan = planned(*rules, calibration=f"{CALIBRATION}\nallocation: {{method: error, target: 0.72}}")
+    plan = planned(*rules, calibration=f"{CALIBRATION}\nallocation: {{method: divergence, target: 0.72}}")
     assert {plan.shown_pattern(x) for x in plan.linears} == {"allocated N:4", "allocated N:8"}
     assert {str(x.pattern) for x in plan.linears} == {"1:4", "2:8"}
 

@@ -430,18 +430,18 @@ def test_without_allocation_every_rule_needs_a_budget_and_each_that_has_none_is_
             "attention-aware",
             "atention_aware",
             "r.yaml:6:14: allocation: no method 'atention_aware'; did you mean 'attention-aware'? "
-            "valid: attention-aware, error, explicit, owl, uniform",
+            "valid: attention-aware, divergence, explicit, owl, uniform",
         ),
         (
             "attention-aware",
             "3",
-            "r.yaml:6:14: allocation: no method 3; valid: attention-aware, error, explicit, owl, uniform",
+            "r.yaml:6:14: allocation: no method 3; valid: attention-aware, divergence, explicit, owl, uniform",
         ),
         (
             "method: attention-aware, ",
             "",
             "r.yaml:6:1: allocation: missing key 'method': how sparsities are chosen; "
-            "valid: attention-aware, error, explicit, owl, uniform",
+            "valid: attention-aware, divergence, explicit, owl, uniform",
         ),
         (
             ", target: 0.5",

@@ -295,13 +295,13 @@ def test_two_processes_end_as_one_does(model: Path, rules: str, streaming: bool,
     assert linears[0] == linears[1]
 
 
-def allocations(model: Path, tmp_path: Path, method: str = "error", **rule: Any) -> list[dict[str, Any]]:
+def allocations(model: Path, tmp_path: Path, method: str = "divergence", **rule: Any) -> list[dict[str, Any]]:
     """Return what one process and two report of an allocation that they measured."""
     told = []
     for processes in (1, 2):
         folder = tmp_path / str(processes)
         folder.mkdir()
-        allocation = {"method": method, "target": 0.5, **({"sparsities": [0.3, 0.7]} if method == "error" else {})}
+        allocation = {"method": method, "target": 0.5, **({"sparsities": [0.3, 0.7]} if method == "divergence" else {})}
         asked = write_recipe(model, [{"targets": ["*"], **rule}], folder, allocation=allocation, evaluate=None)
         told.append(report_of(asked, processes)["allocation"])
     return told
