@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compressx.api.pruner import PruneResult, Statistic
 from compressx.runtime.ranks import Ranks
@@ -48,42 +50,72 @@ def exchange(
 ) -> Iterator[Mapping[str, PruneResult]]:
     """Yield the results of every task, each from the process that decided it.
 
+    What several linears of a task share (an `info`, `images` or `history`) is sent once, and shared on arrival.
+
     Args:
         ranks: the processes.
         owners: rank by task.
         decided: this process's results by task.
-        device: where the results of the others go.
+        device: where masks and weights of the others go; their images go to the CPU.
     """
     for task, owner in enumerate(owners):
-        if ranks.size == 1:
-            yield decided[task]
-            continue
-        described = ranks.broadcast(_described(decided[task]) if owner == ranks.rank else {}, owner)
-        results = {}
-        for name, (shape, dtype, rest) in described.items():
-            mine = decided[task][name] if owner == ranks.rank else None
-            keep = torch.empty(shape, dtype=torch.uint8, device=device)
-            if mine is not None:
-                keep.copy_(mine.keep)
-            ranks.broadcast_(keep, owner)
-            weight = None
-            if dtype is not None:
-                weight = torch.empty(shape, dtype=dtype, device=device)
-                if mine is not None and mine.weight is not None:
-                    weight.copy_(mine.weight)
-                ranks.broadcast_(weight, owner)
-            results[name] = PruneResult(keep.bool(), weight, *rest)
+        if owner == ranks.rank:
+            results = decided[task]
+            ranks.broadcast(_described(results), owner)
+        else:
+            results = _allocated(ranks.broadcast({}, owner), device)
+        for tensor in _tensors(results):
+            ranks.broadcast_(tensor, owner)
         yield results
 
 
-def _described(results: Mapping[str, PruneResult]) -> dict[str, tuple[Any, ...]]:
-    """Return all of some results but their large tensors; what they share they still share when it arrives."""
-    on_cpu = {id(r.images): {name: image.cpu() for name, image in r.images.items()} for r in results.values()}
+def _described(results: Mapping[str, PruneResult]) -> dict[str, Any]:
+    """Describe results in plain data: of every tensor its shape and dtype, and what linears share once, by number."""
+    shared = _shared(results)
+    numbers = {key: number for number, key in enumerate(shared)}
     return {
-        name: (
-            tuple(result.keep.shape),
-            None if result.weight is None else result.weight.dtype,
-            (result.info, on_cpu[id(result.images)], result.history),
-        )
-        for name, result in results.items()
+        "shared": [{name: _plain(value) for name, value in values.items()} for values in shared.values()],
+        "results": {
+            name: [_plain(r.keep), _plain(r.weight), *(numbers[id(x)] for x in (r.info, r.images, r.history))]
+            for name, r in results.items()
+        },
     }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    if value is None or isinstance(value, Real):
+        return value if value is None else float(value)
+    return [float(x) for x in value]
+
+
+def _allocated(described: Mapping[str, Any], device: torch.device) -> dict[str, PruneResult]:
+    """Return the results that `_described` describes, their tensors still to be filled."""
+
+    def made(value: Any, device: torch.device) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device=device)
+
+    cpu = torch.device("cpu")
+    shared = [{name: made(value, cpu) for name, value in values.items()} for values in described["shared"]]
+    return {
+        name: PruneResult(made(keep, device), made(weight, device), *(shared[number] for number in numbers))
+        for name, (keep, weight, *numbers) in described["results"].items()
+    }
+
+
+def _tensors(results: Mapping[str, PruneResult]) -> Iterator[Tensor]:
+    """Yield every tensor of some results, in the order in which all processes send and receive them."""
+    for result in results.values():
+        yield result.keep
+        if result.weight is not None:
+            yield result.weight
+    for values in _shared(results).values():
+        yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
+
+def _shared(results: Mapping[str, PruneResult]) -> dict[int, Mapping[str, Any]]:
+    """Return what results say beside mask and weight, each object once, by its identity."""
+    return {id(values): values for r in results.values() for values in (r.info, r.images, r.history)}

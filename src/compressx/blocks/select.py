@@ -76,7 +76,7 @@ def gather(
             asking |= {(name, role): observed for role, observed in ask.items()}
     reached = observe(block.linears, wanted, passes)
     if ranks.size > 1:
-        reached = set().union(*ranks.all_gather(reached))
+        reached = set().union(*ranks.all_gather(sorted(reached)))
         _combine(block, wanted, asking, ranks)
     refuse_missed([name for name, stats in wanted.items() if stats], reached)
     return wanted
@@ -92,7 +92,8 @@ def _combine(
         for role, statistic in stats.items():
             holders.setdefault(id(statistic), []).append((name, role))
     groups = list(holders.values())
-    if any(other != groups for other in ranks.all_gather(groups)):
+    named = [[f"{role} {name}" for name, role in group] for group in groups]
+    if any(other != named for other in ranks.all_gather(named)):
         raise UnsupportedModelError(
             f"{block.fqn}: its linears share inputs in one process and not in another, so that statistics cannot be "
             "added up; use one process"

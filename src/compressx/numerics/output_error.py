@@ -33,7 +33,7 @@ def channel_weights(targets: Iterable[Tensor], ranks: Ranks = ALONE) -> Tensor:
         float32 [width].
     """
     sums = torch.stack([shares_of(x.float()).sum(dim=(0, 1), dtype=torch.float64) for x in targets]).sum(dim=0)
-    total = torch.stack(ranks.all_gather(sums.cpu())).sum(dim=0)
+    total = torch.stack(ranks.gathered(sums.cpu())).sum(dim=0)
     share = total / total.sum().clamp_min(1.0)
     # A channel that is always zero is not worth more than the least that float32 can tell from nothing beside others.
     return share.clamp_min(torch.finfo(torch.float32).eps).rsqrt().float()

@@ -46,7 +46,8 @@ class Allocated:
     report: AllocationReport
 
 
-_ALLOCATED = TypeAdapter(Allocated)
+ALLOCATED = TypeAdapter(Allocated)
+"""Makes an `Allocated` of the plain data of one, as `state.json` holds it and processes exchange it."""
 
 
 class Journal:
@@ -149,7 +150,7 @@ class Journal:
             with os_errors_named("read", self.state):
                 told = json.loads(self.state.read_text(encoding="utf-8"))
             earlier, self.finished = dict(told["fingerprint"]), list(told["finished"])
-            self.allocated = None if told["allocated"] is None else _ALLOCATED.validate_python(told["allocated"])
+            self.allocated = None if told["allocated"] is None else ALLOCATED.validate_python(told["allocated"])
             spent = {str(stage): float(seconds) for stage, seconds in told["seconds"].items()}
         except (ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"{self.state} is damaged ({error!r}); begin anew with --restart") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from compressx._version import __version__
 from compressx.allocation.methods import allocate, report_on, windows_kept
@@ -28,7 +30,7 @@ from compressx.models.loading import load_tokenizer
 from compressx.models.streaming import StreamedModel, open_model
 from compressx.pipeline.context import Progress, RunContext
 from compressx.pipeline.finishing import Pruned, finish
-from compressx.pipeline.journal import Allocated, FinishedBlock, Journal
+from compressx.pipeline.journal import ALLOCATED, Allocated, FinishedBlock, Journal
 from compressx.pipeline.preparation import (
     Prepared,
     RunTexts,
@@ -46,6 +48,8 @@ from compressx.recipe.schema import Calibration, LoadedRecipe
 from compressx.report import figures
 from compressx.runtime.ranks import Ranks, joined_ranks
 from compressx.runtime.timing import forget_peaks
+
+_REPORT = TypeAdapter(RunReport)
 
 
 def plan(
@@ -104,9 +108,8 @@ def run(
             ranks=ranks,
         )
         report = _run(context, resume=resume, restart=restart)
-        report = ranks.broadcast(report)
-        assert report is not None  # noqa: S101 - the first has one
-        return report
+        told = ranks.broadcast({} if report is None else dataclasses.asdict(report))
+        return _REPORT.validate_python(told) if report is None else report
 
 
 def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | None:
@@ -198,10 +201,10 @@ def _evaluate_dense(context: RunContext, given: _Inputs, model: str) -> dict[str
 def _folder(output: Path, *, resume: bool, restart: bool, ranks: Ranks) -> Iterator[Path]:
     """Give the folder that the first process fills."""
     if not ranks.first:
-        yield ranks.broadcast(Path())
+        yield Path(ranks.broadcast(""))
         return
     with output_folder(output, resume=resume, restart=restart) as folder:
-        ranks.broadcast(folder)
+        ranks.broadcast(str(folder))
         yield folder
 
 
@@ -281,9 +284,8 @@ class _Pruning:
                 finally:
                     shutil.rmtree(journal.blocks / "allocation", ignore_errors=True)
                 allocated = Allocated({x.name: x.pattern for x in final.linears}, report)
-            allocated = context.ranks.broadcast(allocated)
-            assert allocated is not None  # noqa: S101 - the first has one
-            journal.allocate(allocated)
+            told = context.ranks.broadcast({} if allocated is None else dataclasses.asdict(allocated))
+            journal.allocate(ALLOCATED.validate_python(told) if allocated is None else allocated)
         assert journal.allocated is not None  # noqa: S101 - it is now
         return planned.allocated(journal.allocated.patterns), journal.allocated.report
 

@@ -5,20 +5,22 @@ Every process goes through the same blocks in the same order, each with its own 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
 
 from compressx.runtime.errors import CalibrationError
 
-_Value = TypeVar("_Value")
+_Plain = TypeVar("_Plain", bound="str | int | float | list[Any] | dict[str, Any] | None")
+"""Data that JSON knows, with infinity and NaN. A tuple would arrive as a list, and keys are strings."""
 
 _groups = count()
 """Numbers for the groups of a process's runs, since the keys of earlier ones are still in the store of `torchrun`."""
@@ -54,21 +56,23 @@ class Ranks:
             raise CalibrationError(f"{len(windows)} calibration windows are fewer than the {self.size} processes")
         return torch.tensor_split(windows, self.size)[self.rank]
 
-    def broadcast(self, value: _Value, source: int = 0) -> _Value:
-        """Return the value of the process `source`; on the others the argument is ignored."""
+    def broadcast(self, value: _Plain, source: int = 0) -> _Plain:
+        """Return the plain data of the process `source`; on the others the argument is ignored."""
         if self.size == 1:
             return value
-        box = [value]
-        distributed.broadcast_object_list(box, src=source)
-        return box[0]
+        encoded = _encoded(value)
+        length = torch.tensor(len(encoded))
+        self.broadcast_(length, source)
+        if source != self.rank:
+            encoded = torch.empty(int(length), dtype=torch.uint8)
+        self.broadcast_(encoded, source)
+        return cast("_Plain", _decoded(encoded))
 
-    def all_gather(self, value: _Value) -> list[_Value]:
-        """Return every process's value, in their order."""
+    def all_gather(self, value: _Plain) -> list[_Plain]:
+        """Return every process's plain data, in their order."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        distributed.all_gather_object(values, value)
-        return values
+        return [cast("_Plain", _decoded(part)) for part in self.gathered(_encoded(value))]
 
     def barrier(self) -> None:
         """Wait until all processes are here."""
@@ -86,18 +90,24 @@ class Ranks:
 
     def broadcast_(self, tensor: Tensor, source: int) -> None:
         """Replace a tensor by that of the process `source`; all have one of its shape and dtype."""
-        if self.size > 1:
-            distributed.broadcast(tensor, src=source)
+        if self.size == 1:
+            return
+        ours = _exchangeable(tensor).contiguous()
+        distributed.broadcast(ours.view(-1).view(torch.uint8), src=source)  # bytes: backends know few dtypes
+        if ours is not tensor and source != self.rank:
+            tensor.copy_(ours)
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
-        """Return every process's tensor, which may differ in their first dimension."""
+        """Return every process's tensor, on the device of this one's; they may differ in their first dimension."""
         if self.size == 1:
             return [tensor]
-        tensor, parts = _exchangeable(tensor), []
-        for rank, shape in enumerate(self.all_gather(tuple(tensor.shape))):
-            part = tensor.contiguous() if rank == self.rank else tensor.new_empty(shape)
-            distributed.broadcast(part, src=rank)
-            parts.append(part)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(tensor)
+        self.all_reduce_(lengths)
+        parts = [tensor.new_empty(length, *tensor.shape[1:]) for length in lengths.tolist()]
+        parts[self.rank] = tensor
+        for rank, part in enumerate(parts):
+            self.broadcast_(part, rank)
         return parts
 
 
@@ -141,3 +151,12 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
 def _exchangeable(tensor: Tensor) -> Tensor:
     """Put a tensor where processes can exchange it: NCCL knows GPUs only, and what saw no input is on the CPU still."""
     return tensor.cuda() if distributed.get_backend() == "nccl" else tensor
+
+
+def _encoded(value: object) -> Tensor:
+    """Write plain data as JSON in a tensor of bytes: nothing that arrives is unpickled."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decoded(encoded: Tensor) -> object:
+    return json.loads(encoded.numpy().tobytes())

@@ -146,7 +146,7 @@ class _Trained:
         for parameter, dtype in self.parameters.items():
             parameter.copy_(parameter.to(dtype))
         mine = [float(p.errors(self.channels).sum(dtype=torch.float64)) for p in passages]
-        everyones = ranks.all_gather((math.fsum(mine), sum(p.tokens for p in passages)))
+        everyones = ranks.all_gather([math.fsum(mine), sum(p.tokens for p in passages)])
         for parameter, value in zip(self.parameters, exact, strict=True):
             parameter.copy_(value)
         return math.fsum(error for error, _ in everyones) / sum(tokens for _, tokens in everyones)
