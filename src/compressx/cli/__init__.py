@@ -1,7 +1,7 @@
 """The command line: `compressx run | plan | schema | sweep | compare | eval | apply | inspect | plugins`.
 
 Exit status: 0 done, 2 an error that the user can mend (one message, no traceback), 1 a defect (with its traceback) or a
-check that failed, 130 interrupted. Output is plain when standard output is not a terminal.
+check that failed, 130 interrupted, 143 terminated. Output is plain when standard output is not a terminal.
 """
 
 from __future__ import annotations

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from threading import current_thread, main_thread
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
@@ -57,10 +60,40 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which `timeout`, SLURM and Kubernetes send, and which ends a command as Ctrl-C does."""
+
+
+@contextmanager
+def terminated_by_sigterm() -> Iterator[None]:
+    """Raise `Terminated` at SIGTERM, for the length of a `with`, unless the signal is ignored or handled already.
+
+    Of several processes SIGTERM ends each at once, as by default: one that waits for another runs no handler.
+    """
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    if several or current_thread() is not main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def terminate(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut the clearing up
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def errors_for_users(command: _Command) -> _Command:
-    """Print a `CompressxError` as one message and exit with 2; let everything else show its traceback."""
+    """Print a `CompressxError` as one message and exit with 2; let everything else show its traceback.
+
+    Ctrl-C exits with 130 and SIGTERM with 143, and the first process says how to go on.
+    """
 
     @wraps(command)
+    @terminated_by_sigterm()
     def wrapped(*args: Any, **kwargs: Any) -> None:
         from compressx.runtime.errors import CompressxError
 
@@ -69,13 +102,15 @@ def errors_for_users(command: _Command) -> _Command:
         except CompressxError as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(2)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stopped:
+            word, status = ("terminated", 143) if isinstance(stopped, Terminated) else ("interrupted", 130)
             told = {
                 "run": "; finished blocks are kept, and --resume goes on after them",
                 "sweep": "; finished runs and blocks are kept, and the same command goes on after them",
             }
-            click.echo(f"interrupted{told.get(command.__name__, '')}", err=True)
-            sys.exit(130)
+            if is_first():
+                click.echo(f"{word}{told.get(command.__name__, '')}", err=True)
+            sys.exit(status)
 
     return wrapped  # type: ignore[return-value]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor, distributed
 
-from compressx.runtime.errors import CalibrationError
+from compressx.runtime.errors import CalibrationError, CompressxError
 
 _Plain = TypeVar("_Plain", bound="str | int | float | list[Any] | dict[str, Any] | None")
 """Data that JSON knows, with infinity and NaN. A tuple would arrive as a list, and keys are strings."""
@@ -27,6 +28,10 @@ _groups = count()
 
 _PATIENCE = timedelta(days=1)
 """How long a process waits for the others. One may evaluate or solve for hours; `torchrun` ends all when one dies."""
+
+
+_LOST = re.compile("Connection (closed|reset) by peer|Broken pipe|remote process exited")
+"""What the backends say when the process at the other end is gone."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,11 @@ def assign(weights: Sequence[int], size: int) -> list[int]:
 
 @contextmanager
 def joined_ranks(device: torch.device) -> Iterator[Ranks]:
-    """Join the processes that `torchrun` started, for the length of a `with`; one process is alone."""
+    """Join the processes that `torchrun` started, for the length of a `with`; one process is alone.
+
+    Raises:
+        CompressxError: another process has ended, so that this one waits for it in vain.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or "RANK" not in os.environ:
         yield Ranks()
@@ -144,6 +153,10 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
     try:
         yield Ranks(distributed.get_rank(), distributed.get_world_size())
+    except RuntimeError as error:
+        if not _LOST.search(str(error)):
+            raise
+        raise CompressxError("another process of this run has ended, and only its own message says why") from error
     finally:
         distributed.destroy_process_group()
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,6 @@ def work(saved: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     return project
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "compressx", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def compressx(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -384,30 +379,59 @@ def test_a_defect_shows_its_traceback_and_ends_with_status_1(work: Path) -> None
     assert not Path("out").exists()
 
 
-@pytest.mark.slow
-def test_an_interrupt_ends_with_status_130_and_the_run_goes_on_with_resume(work: Path) -> None:
-    body = "import pathlib, time; pathlib.Path('reached').touch(); time.sleep(60)"
-    write_plugin("slow", f"compressx_block_pruned(report):\n    {body}")
-    process = start("--plugin", "slow", "run", "r.yaml")
-    try:
-        limit = time.monotonic() + 120
-        while not Path("reached").exists() and process.poll() is None and time.monotonic() < limit:
-            time.sleep(0.05)
-        assert [p for p in Path().iterdir() if p.name.startswith(".out.partial")], "the run was under way"
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=180)
-    finally:
-        process.kill()
-    assert process.returncode == 130
-    assert out == ""
-    assert err.splitlines()[-1] == "interrupted; finished blocks are kept, and --resume goes on after them"
-    assert "Traceback" not in err
+@pytest.fixture
+def stop(work: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Make a plugin `stopping` that sends the process a signal after each block; 0 is none.
+
+    The process has the signals of one in the foreground: what a shell starts in the background ignores Ctrl-C.
+    """
+    write_plugin(
+        "stopping", "compressx_block_pruned(report):\n    import os; os.kill(os.getpid(), int(os.environ['STOP']))"
+    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield lambda by: monkeypatch.setenv("STOP", str(int(by)))
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGTERM, before[1])
+
+
+@pytest.mark.parametrize(
+    ("by", "word", "status"), [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "terminated", 143)]
+)
+def test_a_run_that_ctrl_c_or_sigterm_ends_goes_on_with_resume(
+    stop: Callable[[int], None], by: signal.Signals, word: str, status: int
+) -> None:
+    stop(by)
+    done = invoke("--plugin", "stopping", "run", "r.yaml")
+    assert (done.exit_code, done.stdout) == (status, "")
+    assert done.stderr.splitlines()[-1] == f"{word}; finished blocks are kept, and --resume goes on after them"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert not Path("out").exists()
-    again = invoke("run", "r.yaml")
-    assert again.exit_code == 2
-    assert "go on with --resume, or begin anew with --restart" in again.stderr
-    assert invoke("run", "r.yaml", "--resume").exit_code == 0  # the plugin that slowed it down decides nothing
+    assert "go on with --resume, or begin anew with --restart" in invoke("run", "r.yaml").stderr
+    stop(0)
+    assert (
+        invoke("--plugin", "stopping", "run", "r.yaml", "--resume").exit_code == 0
+    )  # a plugin that only looks on decides nothing
     assert Path("out/report.json").is_file()
+
+
+def test_a_sweep_that_sigterm_ends_goes_on_with_the_same_command(
+    stop: Callable[[int], None],
+) -> None:
+    stop(signal.SIGTERM)
+    sweep = ["--plugin", "stopping", "sweep", "r.yaml", "--grid", "prune.1.sparsity=0.4"]
+    done = invoke(*sweep)
+    assert (done.exit_code, done.stdout) == (143, "")
+    assert done.stderr.endswith("finished runs and blocks are kept, and the same command goes on after them\n")
+    stop(0)
+    assert invoke(*sweep).exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_program_that_sigterm_ends_has_status_143(stop: Callable[[int], None]) -> None:
+    stop(signal.SIGTERM)
+    done = compressx("--plugin", "stopping", "run", "r.yaml")
+    assert done.returncode == 143
+    assert done.stderr == "terminated; finished blocks are kept, and --resume goes on after them\n"
 
 
 # --- plan, plugins, version

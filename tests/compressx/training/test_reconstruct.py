@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.compressx.blocks.test_prune import SPECS, batches, plan_all
+from tests.compressx.processes import in_two, joined
 from tests.compressx.references import mean_error, relative_errors_reference
 
 from compressx.api.patterns import NM, Unstructured
@@ -16,6 +19,7 @@ from compressx.blocks.prune import prune_model
 from compressx.data.documents import documents
 from compressx.data.windows import calibration_windows, evaluation_windows, token_ids
 from compressx.evaluation.perplexity import token_perplexity
+from compressx.masks.file import MaskEntry
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.capture import capture_calls, replay
@@ -350,3 +354,35 @@ def test_blocks_of_smollm2_cost_less_perplexity_when_they_are_reconstructed(smol
         perplexities[passes] = token_perplexity(InMemory(model), other)
     dense = token_perplexity(InMemory(smollm2.model), other)
     assert dense < perplexities[3] < dense + 0.8 * (perplexities[0] - dense)
+
+
+_SEEN, _HELD_OUT = [[0, 1, 2], [3, 4, 5]], [[6], [7]]  # of each process
+
+
+def _reconstructed(ranks: Ranks) -> dict[str, Any]:
+    model = tiny_model("llama")
+    mine = [0, 1] if ranks.size == 1 else [ranks.rank]
+    order = [window for parts in (_SEEN, _HELD_OUT) for rank in mine for window in parts[rank]]
+    states, calls = capture_calls(model, survey(model).blocks, tiny_tokens(sequences=8).split(1))
+    fqn, block = next(iter(survey(model).blocks.items()))
+    with torch.no_grad():
+        targets = [replay(block, x, call) for x, call in zip(states, calls[fqn], strict=True)]
+    masks = {}
+    for name, module in block.named_modules(prefix=fqn):
+        if isinstance(module, torch.nn.Linear):
+            keep = module.weight.abs() > module.weight.abs().median()
+            module.weight.data.mul_(keep)
+            masks[name] = MaskEntry(keep, "50%", "magnitude", "")
+    passages = [Passage(states[i], targets[i], partial(replay, block, call=calls[fqn][i])) for i in order]
+    settings = ReconstructBlock(passes=3, learning_rate=0.03, held_out=0.25, batch_size=6)
+    report = reconstruct(model, fqn, masks, passages, settings, ranks)
+    return {"history": list(report.history), **{n: p.detach() for n, p in block.named_parameters()}}
+
+
+@pytest.mark.slow
+def test_two_processes_train_a_block_as_one_does_on_both_their_texts(tmp_path: Path):
+    alone = _reconstructed(Ranks())
+    assert alone["history"][-1] < 0.9 * alone["history"][0]
+    for found in in_two(partial(joined, _reconstructed), tmp_path):
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)

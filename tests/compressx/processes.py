@@ -1,0 +1,59 @@
+"""Two processes, as `torchrun` starts them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compressx.runtime.ranks import Ranks, joined_ranks
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _member(action: Callable[[], Any], environment: dict[str, str], folder: str) -> None:
+    os.environ |= environment
+    torch.set_num_threads(1)
+    torch.save(action(), Path(folder, f"{environment['RANK']}.pt"))
+
+
+def in_two(action: Callable[[], Any], folder: Path, ends: tuple[int, int] = (0, 0)) -> list[Any]:
+    """Run something in two processes, and return what each made of it; None of one that was to end otherwise."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.compressx.preloaded"])
+    group = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    members = [
+        context.Process(target=_member, args=(action, {**group, "RANK": str(rank)}, str(folder))) for rank in range(2)
+    ]
+    for member in members:
+        member.start()
+    for member in members:
+        member.join()
+    assert tuple(member.exitcode for member in members) == ends
+    return [None if end else torch.load(folder / f"{rank}.pt", weights_only=True) for rank, end in enumerate(ends)]
+
+
+def joined(action: Callable[[Ranks], Any]) -> Any:
+    """Do something with the processes as they know one another."""
+    with joined_ranks(torch.device("cpu")) as ranks:
+        return action(ranks)
+
+
+def torchrun(
+    recipe: Path, *options: str, plugins: tuple[str, ...] = (), command: str = "run"
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    whole = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}",
+             "-m", "compressx", *(f"--plugin={name}" for name in plugins), command, str(recipe), *options]  # fmt: skip
+    return subprocess.run(whole, env=environment, capture_output=True, text=True, check=False, timeout=300)
