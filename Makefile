@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 RECIPE ?= recipes/quickstart.yaml
 
-.PHONY: quickstart test check format planted docs clean
+.PHONY: quickstart test check format planted versions docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/compressx run $(RECIPE)
@@ -35,6 +35,12 @@ format: $(VENV)/.installed-dev
 # Plants the faults of tests/planted one by one; the fast tests have to catch each. Half an hour; not in CI.
 planted: $(VENV)/.installed-dev
 	$(BIN)/python tests/planted/planted.py
+
+# Tests the versions of transformers between which pyproject.toml allows any; not in CI. A new one, before its bound is
+# raised: make versions VERSIONS="transformers==5.24.0"
+VERSIONS ?= transformers==5.16.0 transformers==5.23.0
+versions: $(VENV)/.installed-dev
+	$(BIN)/python tests/versions.py $(VERSIONS)
 
 # The site of the documentation, in build/site; `mkdocs serve` shows it while you write.
 docs: $(VENV)/.installed-dev

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tests.compressx.processes import in_two, joined
-from torch import distributed
 
 from compressx import PruneResult
 from compressx.api.statistics import FeatureNorms, Hessian, SequenceSample
@@ -24,24 +23,23 @@ def test_a_process_alone_has_its_own_statistics_and_results():
     assert list(exchange(Ranks(), [0], {0: {"a": result}}, torch.device("cpu"))) == [{"a": result}]
 
 
-class Highest:
-    """A statistic that is no sum."""
+class Gathered:
+    """A statistic with a sum and a highest."""
 
     def __init__(self) -> None:
-        self.highest = torch.tensor([1.0, 5.0])
+        self.sum, self.highest = torch.tensor([1.0, 5.0]), torch.tensor([1.0, 5.0])
 
     def tensors(self) -> dict[str, tuple[torch.Tensor, str]]:
-        return {"highest": (self.highest, "max")}
+        return {"sum": (self.sum, "sum"), "highest": (self.highest, "max")}
 
 
-def test_of_a_statistic_that_is_a_highest_the_highest_of_all_processes_is_taken(monkeypatch: pytest.MonkeyPatch):
+def test_statistics_become_the_sum_and_the_highest_of_all_processes(monkeypatch: pytest.MonkeyPatch):
     others = torch.tensor([3.0, 2.0])
-    reduce = {distributed.ReduceOp.MAX: torch.maximum, distributed.ReduceOp.SUM: torch.add}
-    monkeypatch.setattr(distributed, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(
-        distributed, "all_reduce", lambda x, op=distributed.ReduceOp.SUM: x.copy_(reduce[op](x, others))
-    )
-    assert combine(Ranks(0, 2), Highest(), Highest).highest.tolist() == [3.0, 5.0]  # type: ignore[arg-type]
+    reduce = {"sum": torch.add, "max": torch.maximum}
+    monkeypatch.setattr(Ranks, "all_reduce_", lambda self, x, by="sum": x.copy_(reduce[by](x, others)))
+    combined = combine(Ranks(0, 2), Gathered(), Gathered)  # type: ignore[arg-type]
+    assert combined.sum.tolist() == [4.0, 7.0]
+    assert combined.highest.tolist() == [3.0, 5.0]
 
 
 def inputs() -> torch.Tensor:
@@ -69,12 +67,13 @@ def _exchanged(ranks: Ranks) -> list[Any]:
         if task % 2 == ranks.rank:
             keep = torch.arange(6).view(2, 3) % (task + 2) == 0
             weight = None if task == 1 else torch.full((2, 3), float(task))
-            images, history = {"map": torch.ones(2, 2)}, {"loss": (1.0, 0.5)}
+            images, history = {"map": torch.arange(4).view(2, 2).T.bfloat16()}, {"loss": (1.0, 0.5)}
             decided[task] = dict.fromkeys("ab", PruneResult(keep, weight, info, images, history))
     told = []
     for results in exchange(ranks, [0, 1, 0], decided, torch.device("cpu")):
         assert results["a"].info is results["b"].info
         assert results["a"].images is results["b"].images
+        assert results["a"].history is results["b"].history
         told.append([[n, r.keep, r.weight, dict(r.info), r.images["map"], list(r.history["loss"])]
                      for n, r in results.items()])  # fmt: skip
     return told
@@ -110,4 +109,5 @@ def test_every_process_gets_every_result_and_what_linears_share(tmp_path: Path):
             assert torch.equal(mine[1], torch.arange(6).view(2, 3) % (task + 2) == 0)
             assert (mine[2] is None and theirs[2] is None) if task == 1 else torch.equal(mine[2], theirs[2])
             assert mine[3] == theirs[3] == {"error": 0.5}
+            assert torch.equal(mine[4], theirs[4])
             assert mine[5] == theirs[5] == [1.0, 0.5]

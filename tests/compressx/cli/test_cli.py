@@ -414,6 +414,7 @@ def test_a_run_that_ctrl_c_or_sigterm_ends_goes_on_with_resume(
     assert Path("out/report.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_sweep_that_sigterm_ends_goes_on_with_the_same_command(
     stop: Callable[[int], None],
 ) -> None:

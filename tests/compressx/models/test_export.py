@@ -383,11 +383,11 @@ def test_a_prepared_model_is_not_saved_until_it_is_squashed(tmp_path: Path) -> N
 def test_a_model_that_claims_to_be_quantized_is_refused_before_anything_is_written(
     as_object: bool, tmp_path: Path
 ) -> None:
-    from transformers import GgufConfig
+    from transformers import FineGrainedFP8Config
 
     model, _ = pruned("llama")
-    model.config.quantization_config = GgufConfig() if as_object else {"quant_method": "gguf"}
-    with pytest.raises(ArtifactError, match=r"cannot be saved to .*model: its config says .* quantized \(gguf\)"):
+    model.config.quantization_config = FineGrainedFP8Config() if as_object else {"quant_method": "fp8"}
+    with pytest.raises(ArtifactError, match=r"cannot be saved to .*model: its config says .* quantized \(fp8\)"):
         save_model(model, None, tmp_path / "model")
     assert names_in(tmp_path) == []
 
