@@ -70,17 +70,17 @@ def child(tool: str, task: dict[str, Any], python: str) -> dict[str, float]:
         return {**json.loads(result.read_text(encoding="utf-8")), "command": time.perf_counter() - started}
 
 
-def rate(dtype: str) -> float:
+def rate(dtype: str, size: int = 2048) -> float:
     """Measure the FLOP/s of a large matrix product."""
     import torch
 
-    a, b = (torch.randn(2048, 2048).to(getattr(torch, dtype)) for _ in range(2))
+    a, b = (torch.randn(size, size).to(getattr(torch, dtype)) for _ in range(2))
     seconds = []
     for _ in range(20):
         started = time.perf_counter()
         a @ b
         seconds.append(time.perf_counter() - started)
-    return 2 * 2048**3 / min(seconds)
+    return 2 * size**3 / min(seconds)
 
 
 def floor(model: str, dtype: str, method: str, calibration: dict[str, Any]) -> float:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import csv
 import importlib
-import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
+import torch
 from tests.compressx.saved import save_tiny
 
 pytestmark = pytest.mark.slow
-_FOLDER = Path(__file__).parents[1] / "benchmarks"
+Benchmark: TypeAlias = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -25,23 +28,22 @@ def text(model: Path) -> Path:
     return model.with_name("text.txt")
 
 
-def started(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(_FOLDER / name), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+@pytest.fixture
+def benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Benchmark:
+    """Run one in this process; gives what it prints, and raises the exit of one that refuses."""
+    monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path / "cache"))
 
+    def run(name: str, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        try:
+            with torch.enable_grad():  # which some turn off
+                importlib.import_module(name).main()
+        except SystemExit as ended:
+            if ended.code:
+                raise
+        return capsys.readouterr().out
 
-def benchmark(name: str, *arguments: object) -> str:
-    """Run one; returns what it prints."""
-    done = started(name, *arguments)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def refusal(name: str, *arguments: object) -> str:
-    """Run one that refuses what is asked; returns what it says."""
-    done = started(name, *arguments)
-    assert done.returncode == 1
-    return done.stderr
+    return run
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -56,16 +58,16 @@ def cells(printed: str) -> dict[str, list[str]]:
 
 
 def test_attention_error_measures_every_layer_on_other_text_and_goes_on_where_it_stopped(
-    model: Path, text: Path, tmp_path: Path
+    model: Path, text: Path, tmp_path: Path, benchmark: Benchmark
 ):
     asked = (model, "--calibration", text, "--evaluation", text, "--output", tmp_path, "--samples", 8, "--windows", 2,
              "--length", 32, "--sparsities", 0.5, "--methods", "wanda", "sparsegpt", "gauss-newton")  # fmt: skip
-    benchmark("attention_error.py", *asked, "--layers", 0)
+    benchmark("attention_error", *asked, "--layers", 0)
     assert {row["layer"] for row in rows(tmp_path / "errors.csv")} == {"0"}
     first = (tmp_path / "errors.csv").read_text()
-    other = refusal("attention_error.py", *asked, "--seed", 7)
-    assert "measured otherwise: seed '0', now '7'; name another output" in other
-    benchmark("attention_error.py", *asked)
+    with pytest.raises(SystemExit, match="measured otherwise: seed '0', now '7'; name another output"):
+        benchmark("attention_error", *asked, "--seed", 7)
+    benchmark("attention_error", *asked)
     measured = rows(tmp_path / "errors.csv")
     assert (tmp_path / "errors.csv").read_text().startswith(first)
     assert [row["layer"] for row in measured] == ["0"] * 3 + ["1"] * 3 + ["2"] * 3
@@ -75,15 +77,17 @@ def test_attention_error_measures_every_layer_on_other_text_and_goes_on_where_it
     assert (tmp_path / "errors.svg").is_file()
 
 
-def test_attention_gradient_compares_time_and_memory_of_both():
-    printed = cells(benchmark("attention_gradient.py", "--tokens", 64, 128, "--repeats", 1))
+def test_attention_gradient_compares_time_and_memory_of_both(benchmark: Benchmark):
+    printed = cells(benchmark("attention_gradient", "--tokens", 64, 128, "--repeats", 1))
     for tokens in ("64", "128"):
         ours, theirs, ratio = (float(cell) for cell in printed[tokens][:3])
         assert ratio == pytest.approx(theirs / ours, rel=0.1)
 
 
-def test_layer_error_measures_every_linear_to_every_pattern(model: Path, text: Path, tmp_path: Path):
-    benchmark("layer_error.py", "--model", model, "--text", text, "--output", tmp_path, "--samples", 8,
+def test_layer_error_measures_every_linear_to_every_pattern(
+    model: Path, text: Path, tmp_path: Path, benchmark: Benchmark
+):
+    benchmark("layer_error", "--model", model, "--text", text, "--output", tmp_path, "--samples", 8,
               "--held-out", 4, "--sequence-length", 32, "--sparsities", 0.5)  # fmt: skip
     measured = rows(tmp_path / "layer-error.csv")
     assert len(measured) == 3 * 7 * 2 * 2
@@ -91,11 +95,13 @@ def test_layer_error_measures_every_linear_to_every_pattern(model: Path, text: P
     assert "21 of 21" in (tmp_path / "layer-error.md").read_text()
 
 
-def test_loss_study_correlates_every_error_with_perplexity(model: Path, text: Path, tmp_path: Path):
+def test_loss_study_correlates_every_error_with_perplexity(
+    model: Path, text: Path, tmp_path: Path, benchmark: Benchmark
+):
     asked = (model, "--text", text, "--output", tmp_path, "--samples", 8, "--held-out", 2, "--windows", 6,
              "--length", 32)  # fmt: skip
-    benchmark("loss_study.py", *asked, "--blocks", 1, "--sparsities", 0.5)
-    benchmark("loss_study.py", *asked, "--blocks", 0, 1, "--sparsities", 0.5, 0.7)
+    benchmark("loss_study", *asked, "--blocks", 1, "--sparsities", 0.5)
+    benchmark("loss_study", *asked, "--blocks", 0, 1, "--sparsities", 0.5, 0.7)
     measured = rows(tmp_path / "losses.csv")
     assert len(measured) == len({(r["index"], r["method"], r["sparsity"]) for r in measured}) == 2 * 5 * 2
     losses = [name for name in measured[0] if name not in ("index", "method", "sparsity", "growth")]
@@ -109,17 +115,21 @@ def test_loss_study_correlates_every_error_with_perplexity(model: Path, text: Pa
     assert all(-1 <= float(table[loss][0]) <= 1 for loss in losses)
 
 
-def test_streaming_holds_the_peak_against_its_bound(tmp_path: Path):
-    printed = cells(benchmark("streaming.py", tmp_path, "--gigabytes", 0.002, "--width", 64, "--inner", 128,
-                              "--vocabulary", 100, "--samples", 2, "--length", 32))  # fmt: skip
-    for name in ("wanda 2:4", "sparsegpt 50%"):
-        _, peak, bound, sparsity = printed[name]
-        assert 0 < float(peak) < float(bound)
-        assert sparsity == "50.00%"
+def test_streaming_holds_the_peak_against_its_bound(tmp_path: Path, benchmark: Benchmark):
+    printed = cells(benchmark("streaming", tmp_path, "--gigabytes", 0.002, "--width", 64, "--inner", 128,
+                              "--vocabulary", 100, "--samples", 2, "--length", 32,
+                              "--methods", "wanda 2:4"))  # fmt: skip
+    _, peak, bound, sparsity = printed["wanda 2:4"]
+    assert 0 < float(peak) < float(bound)
+    assert sparsity == "50.00%"
 
 
-def test_speed_measures_pruning_against_the_floor(model: Path, text: Path):
-    printed = benchmark("speed.py", model, "--text", text, "--dtype", "float32", "--samples", 4, "--length", 32,
+def test_speed_measures_pruning_against_the_floor(
+    model: Path, text: Path, benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch
+):
+    speed = importlib.import_module("speed")
+    monkeypatch.setattr(speed, "rate", partial(speed.rate, size=64))
+    printed = benchmark("speed", model, "--text", text, "--dtype", "float32", "--samples", 4, "--length", 32,
                         "--rounds", 1, "--methods", "wanda")  # fmt: skip
     tools = [line.split("|")[2].strip() for line in printed.splitlines() if line.startswith("| wanda")]
     assert tools == ["compressx", "compressx, streamed", "floor"]
@@ -127,16 +137,19 @@ def test_speed_measures_pruning_against_the_floor(model: Path, text: Path):
 
 
 def test_growth_keeps_the_points_of_axes_that_are_not_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, benchmark: Benchmark
 ):
     growth = importlib.import_module("growth")
-    monkeypatch.setattr(growth, "SIZE", {"tokens": 512, "width": 64, "depth": 1})
+    size = {"tokens": 512, "width": 64, "depth": 1}
+    seconds, added = growth.point(size, "wanda", 1)  # one is measured; more would be the same at other sizes
+    assert seconds > 0
+    assert added > 0
+    monkeypatch.setattr(growth, "point", lambda of, *_: (seconds * of["tokens"], added * of["depth"]))
+    monkeypatch.setattr(growth, "SIZE", size)
     monkeypatch.setattr(growth, "AXES", {"tokens": (512, 1024), "depth": (1, 2)})
     monkeypatch.setattr(growth, "METHODS", ("wanda",))
     for axis in ("tokens", "depth"):
-        monkeypatch.setattr(sys, "argv", ["growth.py", "--output", str(tmp_path), "--axes", axis])
-        growth.main()
-        assert f"| {axis} | wanda | " in capsys.readouterr().out
+        assert f"| {axis} | wanda | " in benchmark("growth", "--output", tmp_path, "--axes", axis)
     assert [(row["axis"], row["value"]) for row in rows(tmp_path / "growth.csv")] == [
         ("tokens", "512.0"), ("tokens", "1024.0"), ("depth", "1"), ("depth", "2")
     ]  # fmt: skip

@@ -6,6 +6,7 @@ import importlib
 import sys
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -80,15 +81,20 @@ def test_rows_are_kept_and_gone_on_with_and_other_settings_are_refused(quality, 
 
 @pytest.fixture
 def measure(quality, settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path / "cache"))
     told = {"model": settings.model, "calibration": settings.calibration, "evaluation": settings.evaluation,
             "samples": "8", "sequence-length": "32", "windows": "2", "output": str(tmp_path / "q")}  # fmt: skip
     common = [part for name, value in told.items() for part in (f"--{name}", value)]
+    in_process = lambda command: run(Path(command[4]), resume=command[5:] == ["--resume"])  # noqa: E731 - seconds less
 
-    def run(*arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["quality.py", *common, *arguments])
-        quality.main()
+    def measure(*arguments: str, by_process: bool = False) -> None:
+        with monkeypatch.context() as patch:
+            if not by_process:
+                patch.setattr(quality, "_run", in_process)
+            patch.setattr(sys, "argv", ["quality.py", *common, *arguments])
+            quality.main()
 
-    return run
+    return measure
 
 
 @pytest.mark.slow
@@ -122,7 +128,7 @@ def test_a_row_that_was_cut_is_gone_on_with(quality, settings, measure, tmp_path
     told = state.read_text()
     state.write_text(told.replace('"finished"', '"finish"'))
     with pytest.raises(SystemExit, match="failed"):
-        measure(*row)
+        measure(*row, by_process=True)
     assert "state.json is damaged" in capfd.readouterr().err.replace("\n", "")
     state.write_text(told)
     measure(*row)

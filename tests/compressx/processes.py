@@ -31,7 +31,7 @@ def _member(action: Callable[[], Any], environment: dict[str, str], folder: str)
 def in_two(action: Callable[[], Any], folder: Path, ends: tuple[int, int] = (0, 0)) -> list[Any]:
     """Run something in two processes, and return what each made of it; None of one that was to end otherwise."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.compressx.preloaded"])
+    context.set_forkserver_preload(["compressx.pipeline.run", "transformers.models.llama.modeling_llama"])
     group = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     members = [
         context.Process(target=_member, args=(action, {**group, "RANK": str(rank)}, str(folder))) for rank in range(2)

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from tests.compressx.cli.commands import invoke
+from tests.compressx.saved import save_tiny
 
 from compressx import __version__
-from compressx.cli import cli
+from compressx.cli import main
 
 RECIPE = """\
 model: {path: model}
@@ -35,14 +36,8 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREA
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with two saved tiny models, each with a tokenizer of whole words, and a text of those words."""
-    from compressx.testing import save_tiny_model, tiny_text
-
-    folder = tmp_path_factory.mktemp("saved")
-    for name, architecture in (("model", "llama"), ("tied", "llama-tied")):
-        save_tiny_model(folder / name, architecture)
-    (folder / "text.txt").write_text(tiny_text())
-    return folder
+    """Make a folder with a saved tiny model, its tokenizer of whole words, and a text of those words."""
+    return save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama").parent
 
 
 @pytest.fixture
@@ -62,20 +57,10 @@ def compressx(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def invoke(*arguments: str) -> Result:
-    """Run a command in this process, which is faster; an exception that is no exit is raised."""
-    return CliRunner().invoke(cli, list(arguments), catch_exceptions=False)
-
-
 def test_going_on_and_beginning_anew_are_not_asked_for_at_once(work: Path) -> None:
     done = invoke("run", "r.yaml", "--resume", "--restart")
     assert done.exit_code == 2
     assert "--restart begins it anew; give one" in done.stderr
-
-
-def edit(old: str, new: str) -> None:
-    assert RECIPE.count(old) >= 1, old
-    Path("r.yaml").write_text(RECIPE.replace(old, new, 1))
 
 
 def write_plugin(name: str, body: str) -> None:
@@ -88,18 +73,10 @@ WANDA = '{targets: ["*"], pruner: wanda, sparsity: 0.5}'
 MISTAKES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     # what is replaced, by what, the place, what the message says
     "a misspelt key": ("prune:", "prnue:", "r.yaml:3", ("unknown key 'prnue'", "did you mean 'prune'?")),
-    "a misspelt key of a rule": (WANDA, '{target: ["*"], pruner: wanda, sparsity: 0.5}', "r.yaml:5",
-                                 ("unknown key 'target'", "did you mean 'targets'?")),
     "a target without a linear": ('"*.q_proj", "*.k_proj"', '"*.q_prj"', "r.yaml:4",
                                   ("'*.q_prj' matches no linear", "did you mean '*.q_proj'?")),
-    "sparsity above one": (WANDA, WANDA.replace("0.5", "1.7"), "r.yaml:5",
-                           ("prune[1].sparsity is 1.7", "less than 1", "fraction of zeros in [0, 1)")),
-    "negative sparsity": (WANDA, WANDA.replace("0.5", "-0.5"), "r.yaml:5", ("prune[1].sparsity is -0.5", "at least 0")),
     "sparsity in percent": (WANDA, WANDA.replace("0.5", "50%"), "r.yaml:5",
                             ("prune[1].sparsity is '50%'", "a number", "0.5 is 50%")),
-    "sparsity and pattern": (WANDA, WANDA.replace("0.5", '0.9, pattern: "2:4"'), "r.yaml:5",
-                             ("sparsity and pattern exclude each other; keep one",)),
-    "a key given twice": ("output: out", "output: out\noutput: other", "r.yaml:9", ("output",)),
     "a rule's key given twice": (WANDA, WANDA.replace("0.5", "0.5, sparsity: 0.6"), "r.yaml:5", ("sparsity",)),
     "an unknown pruner": (WANDA, WANDA.replace("wanda", "wandas"), "r.yaml:5",
                           ("no pruner 'wandas'", "did you mean 'wanda'?")),
@@ -109,45 +86,26 @@ MISTAKES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
                         ("of prune[2] is shadowed", "by prune[1] at r.yaml:5", "put the narrower rule first")),
     "a model that is not there": ("path: model", "path: modle", "r.yaml:1",
                                   ("model path modle does not exist; did you mean 'model'? looked in ",)),
-    "a pattern that keeps more than all": (WANDA, WANDA.replace("sparsity: 0.5", 'pattern: "5:4"'), "r.yaml:5",
-                                           ("5:4 keeps 5 of 4", "1 <= N < M")),
-    "a pattern that keeps all": (WANDA, WANDA.replace("sparsity: 0.5", "pattern: 4:4"), "r.yaml:5",
-                                 ("4:4 keeps 4 of 4", "1 <= N < M", "left out of targets")),
-    "a section that is a word": ("output: out", "output: out\nallocation: owl", "r.yaml:9",
-                                 ("such as {method: attention-aware, target: 0.5}",)),
-    "a pattern that is none": (WANDA, WANDA.replace("sparsity: 0.5", "pattern: half"), "r.yaml:5", ("'half'", '"2:4"')),
     "text that is not there": ("text: text.txt", "text: txet.txt", "r.yaml:2",
                                ("no file matches 'txet.txt'; did you mean 'text.txt'? looked in ",)),
-    "text that is a folder": ("text: text.txt", "text: model", "r.yaml:2", ("'model' is a folder", "'model/**/*.txt'")),
     "a misspelt dataset": ("{text: text.txt}", "wikitxt", "r.yaml:2",
                            ("no dataset 'wikitxt'", "did you mean 'wikitext'?")),
-    "an input not divisible": (WANDA, WANDA.replace("sparsity: 0.5", 'pattern: "3:7"'), "r.yaml:5",
-                               ("has 64 input features, not divisible by 7",)),
-    "an ignored head": (WANDA, WANDA.replace("sparsity", "ignore: [lm_head], sparsity"), "r.yaml:5",
-                        ("unknown key 'ignore'",)),
     "attnprune on the values": ('"*.q_proj", "*.k_proj"', '"*.q_proj", "*.v_proj"', "r.yaml:4",
                                 ("also takes model.layers.0.self_attn.v_proj", 'targets: ["*.q_proj", "*.k_proj"]')),
-    "no calibration": ("calibration: {dataset: {text: text.txt}, samples: 8, sequence_length: 32}\n", "", "r.yaml",
-                       ("the recipe has no calibration",)),
-    "sparsity and allocation": ("output: out", "allocation: {method: attention-aware, target: 0.5}\noutput: out",
-                                "r.yaml:5", ("prune[1] has sparsity 0.5", "drop sparsity here, or drop allocation")),
     "an unknown allocation": ("output: out", "output: out\nallocation: {method: owll, target: 0.5}", "r.yaml:9",
                               ("no method 'owll'", "did you mean 'owl'? valid: attention-aware, divergence")),
     "an output that is a file": ("output: out", "output: text.txt", "r.yaml:8", ("is a file; name a folder",)),
 }  # fmt: skip
-TIED = "a tied head"
-MISTAKES[TIED] = ('path: model', 'path: tied', "r.yaml:5",
-                  ("lm_head, which is not prunable", "tied to model.embed_tokens"))  # fmt: skip
-SILENT_ELSEWHERE = ["a misspelt key", "a target without a linear", "sparsity above one", "sparsity and pattern",
-                    "a rule's key given twice", TIED, "an unknown pruner", "text that is not there"]  # fmt: skip
+
+
+def edit(old: str, new: str) -> None:
+    assert RECIPE.count(old) >= 1, old
+    Path("r.yaml").write_text(RECIPE.replace(old, new, 1))
 
 
 def make(mistake: str) -> None:
     old, new, *_ = MISTAKES[mistake]
     edit(old, new)
-    if mistake == TIED:
-        text = Path("r.yaml").read_text()
-        Path("r.yaml").write_text(text.replace('["*"]', '["lm_head"]'))
 
 
 def assert_refused(status: int, out: str, err: str, mistake: str) -> None:
@@ -164,35 +122,18 @@ def assert_refused(status: int, out: str, err: str, mistake: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", SILENT_ELSEWHERE)
-def test_a_mistake_ends_a_run_with_one_message_and_status_2(work: Path, mistake: str) -> None:
-    make(mistake)
+def test_a_mistake_ends_a_process_with_one_message_and_status_2(work: Path) -> None:
+    make("a target without a linear")
     done = compressx("run", "r.yaml")
-    assert_refused(done.returncode, done.stdout, done.stderr, mistake)
+    assert_refused(done.returncode, done.stdout, done.stderr, "a target without a linear")
 
 
-@pytest.mark.parametrize("command", ["run", "plan"])
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_every_mistake_is_named_with_place_value_and_remedy(work: Path, mistake: str, command: str) -> None:
+def test_every_mistake_is_named_with_place_value_and_remedy(work: Path, mistake: str) -> None:
     make(mistake)
-    done = invoke(command, "r.yaml")
-    assert_refused(done.exit_code, done.stdout, done.stderr, mistake)
-
-
-def test_several_mistakes_are_told_at_once(work: Path) -> None:
-    Path("r.yaml").write_text(RECIPE.replace("samples: 8", "samples: 0").replace("output:", "ouput:"))
-    done = invoke("plan", "r.yaml")
-    assert done.exit_code == 2
-    places = [line.removeprefix("error: ").split(" ")[0] for line in done.stderr.splitlines()]
-    assert len([p for p in places if p.startswith("r.yaml:2:")]) == 1
-    assert len([p for p in places if p.startswith("r.yaml:8:")]) == 1
-
-
-@pytest.mark.parametrize("command", ["run", "plan"])
-def test_a_recipe_that_is_not_there_is_named(work: Path, command: str) -> None:
-    done = invoke(command, "nowhere.yaml")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert "nowhere.yaml" in done.stderr
+    for command in ("plan", "run"):
+        done = invoke(command, "r.yaml")
+        assert_refused(done.exit_code, done.stdout, done.stderr, mistake)
 
 
 @pytest.mark.parametrize(
@@ -226,16 +167,6 @@ def test_a_blocked_plugin_is_the_reason_that_its_pruner_is_missing(work: Path) -
 
 # --- a whole run
 
-LOAD = """
-import json, sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained("out/model")
-assert "compressx" not in sys.modules
-zeros = {n: [p.dtype.is_floating_point, (p == 0).flatten().nonzero().flatten().tolist()]
-         for n, p in model.named_parameters() if p.dim() == 2}
-print(json.dumps({"zeros": zeros, "ids": AutoTokenizer.from_pretrained("out/model")("w0 w7 w8")["input_ids"]}))
-"""
-
 
 @pytest.fixture(scope="module")
 def finished(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
@@ -253,14 +184,14 @@ def finished(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return folder, done
 
 
-@pytest.mark.slow
 def test_a_run_leaves_all_of_its_files_and_nothing_else(finished: Any) -> None:
     folder, _ = finished
     left = {p.name for p in (folder / "out").iterdir()}
     assert left == {"model", "masks.safetensors", "recipe.yaml", "plan.json", "report.json", "report.md", "report.html",
                     "plots"}  # fmt: skip
     assert {p.name for p in (folder / "out/model").iterdir()} >= {"model.safetensors", "config.json", "tokenizer.json"}
-    assert {p.name for p in folder.iterdir()} == {"r.yaml", "model", "tied", "text.txt", "cache", "out"}
+    assert {p.name for p in folder.iterdir()} == {"r.yaml", "model", "text.txt", "cache", "out"}
+    assert "samples: 6" in (folder / "out/recipe.yaml").read_text(), "what --set gave"
 
 
 def test_a_run_prints_perplexities_layers_and_where_it_wrote(finished: Any) -> None:
@@ -272,6 +203,31 @@ def test_a_run_prints_perplexities_layers_and_where_it_wrote(finished: Any) -> N
     assert len([x for x in lines if x.startswith("model.layers.") and "  sparsity 0." in x]) == 21
     assert any("attention_error" in x for x in lines)
     assert lines[-1] == "written to out"
+
+
+def test_a_run_writes_the_report_of_the_schema(finished: Any) -> None:
+    folder, _ = finished
+    report = json.loads((folder / "out/report.json").read_text())
+    assert report["compressx"] == __version__
+    assert {p["name"] for p in report["plugins"]} >= {"magnitude", "wanda", "sparsegpt", "attnprune"}
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["model"]["path"] == "model"
+    assert report["sparsity"] == pytest.approx(0.5, abs=1e-3)
+    layers = [layer for block in report["blocks"] for layer in block["layers"]]
+    assert len(layers) == 21
+    for layer in layers:
+        assert {"name", "pruner", "pattern", "target", "sparsity", "seconds", "info"} <= set(layer)
+        assert layer["target"] == 0.5
+    assert layers[0]["shape"] == [64, 64]
+    assert {s["name"] for s in report["skipped"]} == {"lm_head", "model.embed_tokens"}
+    assert all(s["reason"] for s in report["skipped"])
+    for kind in ("dense", "pruned"):
+        assert 1 < report["evaluation"][kind]["token_perplexity"] < 1e6
+    seconds = report["seconds"]
+    assert set(seconds) == {"load", "calibrate", "allocate", "prune", "finetune", "evaluate", "total"}
+    assert 0 < sum(v for k, v in seconds.items() if k != "total") <= seconds["total"]
+    assert report["peak_memory_bytes"] > 2**26
+    assert "| token_perplexity |" in (folder / "out/report.md").read_text()
 
 
 CURVES = """
@@ -298,8 +254,8 @@ def compressx_pruners():
 def test_verbose_prints_the_curves_of_query_and_key_as_one_line(work: Path) -> None:
     Path("learner.py").write_text(CURVES)
     edit("attnprune", "learn")
-    done = compressx("--plugin", "learner", "run", "r.yaml", "-v")
-    assert (done.returncode, done.stderr) == (0, "")
+    done = invoke("--plugin", "learner", "run", "r.yaml", "-v")
+    assert (done.exit_code, done.stderr) == (0, "")
     assert [x for x in done.stdout.splitlines() if "loss" in x] == [
         f"model.layers.{i}.self_attn.q_proj, k_proj  loss 0.04 ... 0.0025 ... 0.00129 ... 0.00087 ... 0.000656 "
         "(61 steps); lr 0.5 0.25 (2 steps)"
@@ -308,57 +264,11 @@ def test_verbose_prints_the_curves_of_query_and_key_as_one_line(work: Path) -> N
     assert Path("out/plots/steps_q_proj_k_proj.svg").is_file()
 
 
-def test_a_run_writes_the_report_of_the_schema(finished: Any) -> None:
-    folder, _ = finished
-    report = json.loads((folder / "out/report.json").read_text())
-    assert report["compressx"] == __version__
-    assert report["model"]["path"] == "model"
-    assert report["sparsity"] == pytest.approx(0.5, abs=1e-3)
-    layers = [layer for block in report["blocks"] for layer in block["layers"]]
-    assert len(layers) == 21
-    for layer in layers:
-        assert {"name", "pruner", "pattern", "target", "sparsity", "seconds", "info"} <= set(layer)
-        assert layer["target"] == 0.5
-    assert {s["name"] for s in report["skipped"]} == {"lm_head", "model.embed_tokens"}
-    assert all(s["reason"] for s in report["skipped"])
-    for kind in ("dense", "pruned"):
-        assert 1 < report["evaluation"][kind]["token_perplexity"] < 1e6
-    assert set(report["seconds"]) == {"load", "calibrate", "allocate", "prune", "finetune", "evaluate", "total"}
-    assert report["peak_memory_bytes"] > 2**26
-    assert "| token_perplexity |" in (folder / "out/report.md").read_text()
-
-
-def test_what_set_gave_is_in_the_written_recipe(finished: Any) -> None:
-    folder, _ = finished
-    assert "samples: 6" in (folder / "out/recipe.yaml").read_text()
-
-
 @pytest.mark.slow
-def test_the_model_loads_without_compressx_and_its_zeros_are_the_masks(finished: Any) -> None:
-    from compressx.masks.maskset import MaskSet
-
-    folder, _ = finished
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD],
-        cwd=folder, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
-    loaded = json.loads(done.stdout)
-    masks = MaskSet.load(folder / "out/masks.safetensors")
-    assert len(masks) == 21
-    for name, entry in masks.items():
-        dropped = (~entry.keep).flatten().nonzero().flatten().tolist()
-        assert loaded["zeros"].pop(f"{name}.weight") == [True, dropped], name
-    assert {name: zeros for name, (_, zeros) in loaded["zeros"].items()} == {
-        "lm_head.weight": [],
-        "model.embed_tokens.weight": [],
-    }
-    assert loaded["ids"] == [3, 10, 11]
-
-
-@pytest.mark.slow
-def test_quiet_prints_nothing(work: Path) -> None:
-    done = compressx("run", "r.yaml", "-q")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+def test_quiet_prints_nothing(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "r.yaml", "-q"])
+    assert (ended.value.code, *capfd.readouterr()) == (0, "", "")
     assert Path("out/report.json").is_file()
 
 
@@ -368,14 +278,11 @@ def test_quiet_still_prints_errors(work: Path) -> None:
     assert_refused(done.exit_code, done.stdout, done.stderr, "an unknown pruner")
 
 
-@pytest.mark.slow
-def test_a_defect_shows_its_traceback_and_ends_with_status_1(work: Path) -> None:
+def test_a_defect_is_not_hidden_behind_a_message(work: Path) -> None:
+    """Python then shows the traceback and ends with status 1."""
     write_plugin("broken", "compressx_block_pruned(report):\n    raise ZeroDivisionError('in a hook')")
-    done = compressx("--plugin", "broken", "run", "r.yaml")
-    assert done.returncode == 1
-    assert done.stderr.startswith("Traceback")
-    assert done.stderr.rstrip().endswith("ZeroDivisionError: in a hook")
-    assert "broken.py" in done.stderr
+    with pytest.raises(ZeroDivisionError, match="in a hook"):
+        main(["--plugin", "broken", "run", "r.yaml"])
     assert not Path("out").exists()
 
 
@@ -519,20 +426,13 @@ EXPLICIT = "{method: explicit, sparsities: {%s}}"
          ("0.9999999 is no N:8", "the nearest are 0.75 (2:8) and 0.875 (1:8)")),
         ('{method: explicit, sparsities: {"*": 0.5}, target: 0.6}', "", "9:56",
          ("come to 50.00% of the planned weights, and target is 60.00%", "drop target")),
-        ("{method: explicit, sparsities: 0.5}", "", "9:32", ("allocation.sparsities is 0.5; expected a mapping",)),
-        ("{method: uniform}", "", "9:1", ("missing key 'target'",)),
         ("{method: uniform, target: 0.75}", '{targets: ["*"], pruner: wanda, pattern: "2:4"}', "", ()),
         ("{method: uniform, target: 0.9}", '{targets: ["*"], pruner: wanda, pattern: "2:4"}', "9:31",
          ("target 0.9 cannot be reached", "v_proj allow at most 0.75")),
         ("{method: owl, target: 0.9}", "", "9:1", ("from 0.82 to 0.98", "at most 0.05 fits")),
-        ("{method: owl, target: 0.5, lambda: 0.1}", "", "9:40",
-         ("unknown key 'lambda'", "valid: method, outlier_threshold, samples, spread, target")),
         ("{method: divergence, target: 0.5, scope: block}", "", "9:42", ("nothing is left to choose",)),
         ("{method: divergence, target: 0.5, unit: layer}", "", "9:42", ("'block', 'rule' or 'linear'",)),
         ("{method: error, target: 0.5}", "", "9:14", ("method error was renamed; use divergence",)),
-        ("{method: attention-aware, target: 0.5, unit: rule}", "", "9:52",
-         ("unknown key 'unit'", "valid: method, samples, scope, sparsities, target")),
-        ("owl", "", "9:1", ("allocation is 'owl'; expected a mapping",)),
     ],
 )  # fmt: skip
 def test_a_mistake_in_an_allocation_has_its_place(
@@ -562,7 +462,7 @@ def test_a_plan_as_json_obeys_set(work: Path) -> None:
     assert {x["name"] for x in planned["skipped"]} == {"lm_head", "model.embed_tokens"}
 
 
-def test_plugins_as_json_say_what_loaded_and_what_is_blocked(work: Path) -> None:
+def test_plugins_say_what_loaded_and_what_is_blocked(work: Path) -> None:
     done = invoke("-p", "no:wanda", "plugins", "--json")
     records = {r["name"]: r for r in json.loads(done.stdout)}
     assert {name: r["status"] for name, r in records.items()} == {
@@ -571,13 +471,9 @@ def test_plugins_as_json_say_what_loaded_and_what_is_blocked(work: Path) -> None
     }  # fmt: skip
     assert records["attnprune"]["pruners"] == ["attnprune"]
     assert records["attnprune"]["module"] == "compressx_attnprune.plugin"
-
-
-def test_plugins_as_a_table_names_every_pruner(work: Path) -> None:
-    done = invoke("plugins")
-    assert done.exit_code == 0
-    for name in ("alps", "attnprune", "magnitude", "sensitivity", "sparsegpt", "wanda"):
-        assert any(line.split()[:1] == [name] and "loaded" in line for line in done.stdout.splitlines())
+    table = invoke("plugins").stdout.splitlines()
+    for name in records:
+        assert any(line.split()[:1] == [name] and "loaded" in line for line in table)
 
 
 def test_version_and_help_need_no_recipe(work: Path) -> None:

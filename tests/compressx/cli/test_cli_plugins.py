@@ -5,13 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
-
-from compressx.cli import cli
-
-
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, list(arguments), catch_exceptions=False)
+from tests.compressx.cli.commands import invoke
 
 
 @pytest.fixture(autouse=True)
@@ -79,23 +73,19 @@ def test_a_plugin_that_fails_to_load_is_warned_of(tmp_path, monkeypatch):
     assert "ears" not in invoke("-p", "no:ears", "plugins", "check", "wanda", "--architecture", "llama").stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
+def test_a_mistake_is_named():
+    for arguments, complaint in (
         (["check", "wnda"], "did you mean 'wanda'?"),
         (["check", "wanda", "--architecture", "lama"], "no tiny model 'lama'; did you mean 'llama'?"),
         (["check", "attnprune", "--set", "modus=joint"], "--set modus: unknown option 'modus'; did you mean 'mode'?"),
         (["check", "attnprune", "--set", "mode"], "expected KEY"),
         (["new", "Not A Name"], "no plugin can be named 'Not A Name'"),
         (["new", "wanda"], "there is a plugin or pruner 'wanda' already"),
-    ],
-    ids=str,
-)
-def test_a_mistake_is_named(arguments, complaint):
-    done = invoke("plugins", *arguments)
-    assert done.exit_code == 2
-    assert complaint in done.stderr, done.stderr
-    assert list(Path().iterdir()) == []
+    ):
+        done = invoke("plugins", *arguments)
+        assert done.exit_code == 2
+        assert complaint in done.stderr, done.stderr
+        assert list(Path().iterdir()) == []
 
 
 def test_new_writes_a_package_once():

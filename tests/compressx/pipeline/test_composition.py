@@ -18,6 +18,8 @@ from compressx.testing import tiny_model
 
 SELECTORS = ["magnitude", "wanda", "sparsegpt", "alps", "sensitivity", "attnprune"]
 RECONSTRUCTORS = ["sparsegpt", "alps", "sensitivity", "attnprune"]
+PATTERNS = [Unstructured(0.5, "layer"), Unstructured(0.5, "row"), NM(2, 4)]
+CASES = [(s, r, PATTERNS[(i + j) % 3]) for i, s in enumerate(SELECTORS) for j, r in enumerate(RECONSTRUCTORS)]
 FQN = "model.layers.0"
 
 
@@ -60,9 +62,7 @@ def errors(model, running, dense) -> tuple[float, float]:
     return linear, sum(float((o - d).square().sum()) for o, d in zip(outputs, dense, strict=True))
 
 
-@pytest.mark.parametrize("pattern", [Unstructured(0.5, "layer"), Unstructured(0.5, "row"), NM(2, 4)], ids=str)
-@pytest.mark.parametrize("reconstructor", RECONSTRUCTORS)
-@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize(("selector", "reconstructor", "pattern"), CASES, ids=str)
 def test_the_mask_is_the_selectors_and_what_the_reconstructor_cares_for_is_nearer(
     pruners, selector, reconstructor, pattern
 ):

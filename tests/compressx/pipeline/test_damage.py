@@ -10,17 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.compressx.saved import save_tiny
 
 from compressx import ArtifactError, RecipeError, run
 
 UP = "model.layers.1.mlp.up_proj.weight"
 QUERY_KEY = ["*.q_proj", "*.k_proj"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama")
 
 
 def tampered(model: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
@@ -45,12 +39,14 @@ def prune(model: Path, tmp_path: Path) -> Callable[..., Any]:
     return lambda damaged=model, **rule: run(asked(damaged, model.with_name("text.txt"), tmp_path / "out", **rule))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-@pytest.mark.parametrize("pruner", ["magnitude", "wanda", "sparsegpt", "alps", "attnprune"])
+@pytest.mark.parametrize(
+    ("pruner", "value", "streaming"),
+    [("magnitude", "nan", True), ("wanda", "-inf", False), ("sparsegpt", "nan", False), ("alps", "-inf", True),
+     ("attnprune", "nan", False)],
+)  # fmt: skip
 def test_a_weight_that_is_not_finite_is_named_whatever_the_pruner(pruner, value, streaming, model, prune, tmp_path):
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[UP][3, 5] = value
+        tensors[UP][3, 5] = float(value)
 
     damaged = tampered(model, tmp_path / "damaged", spoil)
     targets = {"targets": QUERY_KEY} if pruner == "attnprune" else {}

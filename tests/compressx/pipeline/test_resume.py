@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -15,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compressx.pipeline.runs import artifacts, leftovers, recipe, stopped
 from tests.compressx.saved import save_tiny
 
 from compressx.pipeline.run import run
 from compressx.plugins.manager import load_plugins
+from compressx.report import figures
 from compressx.runtime.errors import ArtifactError
 
 RULES: list[dict[str, Any]] = [
@@ -29,106 +32,44 @@ QUICK: list[dict[str, Any]] = [{"targets": [t], "pruner": "wanda", "sparsity": 0
 ALLOCATED = [{k: v for k, v in rule.items() if k != "sparsity"} for rule in RULES]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama")
-
-
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path / "cache"))
-
-
-def recipe(model: Path, *, streaming: bool = False, allocated: bool = False, output: str = "out") -> dict[str, Any]:
-    text = {"text": str(model.with_name("text.txt"))}
-    whole: dict[str, Any] = {
-        "model": {"path": str(model), "streaming": streaming},
-        "calibration": {"dataset": text, "samples": 8, "sequence_length": 32},
-        "prune": ALLOCATED if allocated else RULES,
-        "evaluate": {"token_perplexity": {"dataset": text, "sequence_length": 32, "samples": 4}},
-        "output": output,
-    }
-    if allocated:
-        whole["allocation"] = {"method": "attention-aware", "target": 0.5}
-    return whole
-
-
 def quick(model: Path) -> dict[str, Any]:
-    return {**recipe(model), "prune": QUICK, "evaluate": None}
+    return recipe(model, *QUICK)
 
 
-class Stopping:
-    """A plugin that stops a run after so many blocks."""
-
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def compressx_block_pruned(self, report: Any) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
+def go_on(asked: dict[str, Any]) -> list[tuple[str, int]]:
+    """Resume a run; returns the stages and steps that it tells of."""
+    told: list[tuple[str, int]] = []
+    run(asked, resume=True, progress=lambda stage, done, *_: told.append((stage, done)))
+    return told
 
 
-def stopped(asked: dict[str, Any], after: int, modules: tuple[str, ...] = (), **options: Any) -> None:
-    from compressx import hookimpl
-
-    plugins = load_plugins(modules=modules)
-    Stopping.compressx_block_pruned = hookimpl(Stopping.compressx_block_pruned)  # type: ignore[method-assign]
-    plugins.manager.register(Stopping(after), name="stopping")
-    with pytest.raises(KeyboardInterrupt):
-        run(asked, plugins=plugins, **options)
-
-
-def artifacts(folder: str) -> dict[str, bytes]:
-    """Return every file of an output; of its reports all but what is measured by the timing."""
-    found = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
-    report = json.loads(found.pop("report.json"))
-    del found["report.md"], found["report.html"]  # the same content for people
-    for name in ("seconds", "peak_memory_bytes"):
-        del report[name]
-    for block in report["blocks"]:
-        for timed in (block, *block["layers"]):
-            del timed["seconds"]
-        if block["reconstruction"] is not None:
-            del block["reconstruction"]["seconds"]
-    found["recipe.yaml"] = found["recipe.yaml"].replace(folder.encode(), b"out")
-    return {**found, "report": json.dumps(report).encode()}
+def resumed(asked: dict[str, Any], after: int) -> None:
+    """Check that a run that was stopped after so many blocks ends as one that was not."""
+    run({**asked, "output": "whole"})
+    left = stopped(asked, after)
+    assert json.loads((left / "state.json").read_text())["finished"] == [f"model.layers.{i}" for i in range(after)]
+    assert not Path("out").exists()
+    told = go_on(asked)
+    assert [done for stage, done in told if stage == "prune"] == list(range(after, 4))
+    assert all(stage != "allocate" for stage, _ in told)
+    assert artifacts("out") == artifacts("whole")
+    assert not leftovers()
 
 
-def leftovers() -> list[Path]:
-    return sorted(Path().glob(".out.partial-*"))
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model: Path, streaming: bool):
+    """With what a block leaves for the next: both streams of block reconstruction, and the sensitivities."""
+    rule = {"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5}
+    asked = recipe(model, rule, evaluated=True, reconstruct_block={"passes": 1})
+    asked["model"]["streaming"] = streaming
+    resumed(asked, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("streaming", "allocated", "trained", "after"),
-    [
-        (False, False, False, 1),
-        (False, True, True, 2),
-        (False, False, False, 3),
-        (True, True, False, 1),
-        (True, False, True, 2),
-        (True, False, False, 3),
-    ],
-)
-def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(
-    model: Path, streaming: bool, allocated: bool, trained: bool, after: int
-):
-    asked = recipe(model, streaming=streaming, allocated=allocated)
-    if trained:
-        asked |= {"reconstruct_block": {"passes": 2}}
-    run({**asked, "output": "whole"})
-    stopped(asked, after)
-    (left,) = leftovers()
-    assert json.loads((left / "state.json").read_text())["finished"] == [f"model.layers.{i}" for i in range(after)]
-    assert not Path("out").exists()
-    told: list[tuple[str, int, int]] = []
-    run(asked, resume=True, progress=lambda *x: told.append(x[:3]))
-    assert [done for stage, done, _ in told if stage == "prune"] == list(range(after, 4))
-    assert all(stage != "allocate" for stage, _, _ in told)
-    assert artifacts("out") == artifacts("whole")
-    assert not leftovers()
+def test_a_resumed_run_of_attnprune_ends_with_the_same_allocation_and_figures(model: Path, drawn: None):
+    allocation = {"method": "attention-aware", "target": 0.5}
+    resumed(recipe(model, *ALLOCATED, allocation=allocation), 2)
+    assert len([*Path("out/plots").iterdir()]) > 3
 
 
 @pytest.mark.slow
@@ -141,56 +82,44 @@ def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(
 )  # fmt: skip
 def test_what_an_allocation_chose_for_n_m_and_other_patterns_is_kept(model: Path, allocation: dict[str, Any]):
     patterned = [{"targets": ["*.mlp.*"], "pruner": "wanda", "pattern": "2:4"}, {"targets": ["*"], "pruner": "wanda"}]
-    asked = {**recipe(model), "prune": patterned, "allocation": allocation}
-    run({**asked, "output": "whole"})
-    stopped(asked, 1)
-    told: list[str] = []
-    run(asked, resume=True, progress=lambda stage, *_: told.append(stage))
-    assert "allocate" not in told
-    assert artifacts("out") == artifacts("whole")
+    asked = recipe(model, *patterned, allocation=allocation)
+    resumed(asked, 1)
     asked["allocation"] = {"method": "uniform", "target": 0.6}
     stopped(asked, 1, restart=True)
     with pytest.raises(ArtifactError, match=r"the result differs: allocation\.target: was 0\.6, is 0\.61"):
         run({**asked, "allocation": {"method": "uniform", "target": 0.61}}, resume=True)
 
 
-@pytest.mark.slow
 def test_a_run_can_be_interrupted_again_and_again(model: Path):
-    asked = recipe(model)
+    asked = quick(model)
     run({**asked, "output": "whole"})
     stopped(asked, 1)
-    stopped(asked, 1, resume=True)
-    stopped(asked, 1, resume=True)
+    for _ in range(2):
+        stopped(asked, 1, resume=True)
     run(asked, resume=True)
     assert artifacts("out") == artifacts("whole")
 
 
-@pytest.mark.slow
 def test_what_lies_outside_the_blocks_is_not_pruned_again(model: Path):
     asked = quick(model)
     run({**asked, "output": "whole"})
     stopped(asked, 4)
-    told: list[tuple[int, int]] = []
-    run(asked, resume=True, progress=lambda stage, *x: told.append(x[:2]) if stage == "prune" else None)
-    assert told == [(4, 4)]
+    assert [done for stage, done in go_on(asked) if stage == "prune"] == [4]
     assert artifacts("out") == artifacts("whole")
 
 
 def test_hidden_states_of_the_last_finished_block_alone_are_kept(model: Path):
-    stopped(quick(model), 2)
-    (left,) = leftovers()
+    left = stopped(quick(model), 2)
     assert [p.name for p in left.glob("blocks/states-*")] == ["states-2.0.safetensors"]
 
 
-@pytest.mark.slow
 def test_with_nothing_to_resume_a_run_begins(model: Path):
-    run(recipe(model), resume=True)
+    run(quick(model), resume=True)
     assert Path("out/report.json").is_file()
 
 
-@pytest.mark.slow
 def test_finished_blocks_are_not_thrown_away_unasked(model: Path):
-    asked = recipe(model)
+    asked = quick(model)
     stopped(asked, 2)
     with pytest.raises(ArtifactError, match=r"was interrupted.*go on with --resume, or begin anew with --restart"):
         run(asked)
@@ -200,23 +129,24 @@ def test_finished_blocks_are_not_thrown_away_unasked(model: Path):
     assert Path("out/report.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"prune": [QUICK[0], {**QUICK[1], "sparsity": 0.6}]}, r"prune\[1\]\.sparsity: was 0\.5, is 0\.6"),
-        ({"calibration": {"samples": 7}}, "calibration tokens: was"),
-        ({"calibration": {"batch_size": 3}}, "calibration batch_size: was"),
-        ({"model": {"dtype": "bfloat16"}}, "model: was"),
-        ({"reconstruct_block": {"passes": 1}}, "reconstruct_block: was null"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else next(iter(x)),
-)
-def test_another_run_is_not_resumed_and_what_differs_is_named(model: Path, changed: dict[str, Any], named: str):
+CHANGED: list[tuple[dict[str, Any], str]] = [
+    ({"prune": [QUICK[0], {**QUICK[1], "sparsity": 0.6}]}, r"prune\[1\]\.sparsity: was 0\.5, is 0\.6"),
+    ({"calibration": {"samples": 7}}, "calibration tokens: was"),
+    ({"calibration": {"batch_size": 3}}, "calibration batch_size: was"),
+    ({"model": {"dtype": "bfloat16"}}, "model: was"),
+    ({"reconstruct_block": {"passes": 1}}, "reconstruct_block: was null"),
+]
+
+
+def test_another_run_is_not_resumed_and_what_differs_is_named(model: Path):
     asked = quick(model)
     stopped(asked, 1)
-    other = {k: {**asked.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changed.items()}
-    with pytest.raises(ArtifactError, match=f"cannot be resumed.*{named}"):
-        run({**asked, **other}, resume=True)
+    for changed, named in CHANGED:
+        other = {k: {**asked.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changed.items()}
+        with pytest.raises(ArtifactError, match=f"cannot be resumed.*{named}"):
+            run({**asked, **other}, resume=True)
+    run({**asked, "evaluate": recipe(model, evaluated=True)["evaluate"]}, resume=True)
+    assert Path("out/report.json").is_file(), "a refusal leaves the run, and what is evaluated decides nothing of it"
 
 
 def test_a_run_of_another_version_is_not_resumed(model: Path, monkeypatch: pytest.MonkeyPatch):
@@ -265,32 +195,21 @@ def test_a_run_is_not_resumed_with_a_plugin_that_was_edited(model: Path, monkeyp
     run(asked, plugins=plugins, resume=True)
 
 
-@pytest.mark.parametrize(("name", "was"), [("processes", 2), ("device", "tpu")])
-def test_a_run_of_other_processes_or_on_another_device_is_not_resumed(model: Path, name: str, was: Any):
+def test_a_run_of_other_processes_or_on_another_device_is_not_resumed(model: Path):
     asked = quick(model)
-    stopped(asked, 1)
-    state = leftovers()[0] / "state.json"
+    state = stopped(asked, 1) / "state.json"
     told = json.loads(state.read_text())
-    now = told["fingerprint"][name]
-    state.write_text(json.dumps({**told, "fingerprint": {**told["fingerprint"], name: was}}))
-    with pytest.raises(ArtifactError, match=rf"cannot be resumed.*{name}: was {json.dumps(was)}, is {json.dumps(now)}"):
-        run(asked, resume=True)
+    for name, was in (("processes", 2), ("device", "tpu")):
+        now = told["fingerprint"][name]
+        state.write_text(json.dumps({**told, "fingerprint": {**told["fingerprint"], name: was}}))
+        change = rf"{name}: was {json.dumps(was)}, is {json.dumps(now)}"
+        with pytest.raises(ArtifactError, match=f"cannot be resumed.*{change}"):
+            run(asked, resume=True)
 
 
-@pytest.mark.slow
-def test_a_refusal_leaves_the_run_to_be_resumed_and_what_is_evaluated_decides_nothing_of_its_result(model: Path):
-    asked = {**recipe(model), "prune": QUICK}
-    stopped(asked, 1)
-    with pytest.raises(ArtifactError, match="cannot be resumed"):
-        run({**asked, "reconstruct_block": {"passes": 1}}, resume=True)
-    run({**asked, "evaluate": None}, resume=True)
-    assert Path("out/report.json").is_file()
-
-
-@pytest.mark.slow
 def test_a_model_with_another_config_is_another_model(tmp_path: Path):
     model = save_tiny(tmp_path / "model", "llama")
-    asked = recipe(model)
+    asked = quick(model)
     stopped(asked, 1)
     config = json.loads((model / "config.json").read_text())
     config["rms_norm_eps"] = 1e-3
@@ -299,11 +218,9 @@ def test_a_model_with_another_config_is_another_model(tmp_path: Path):
         run(asked, resume=True)
 
 
-@pytest.mark.slow
 def test_seconds_are_those_of_the_interrupted_run_too_and_nothing_half_written_stays(model: Path):
-    asked = recipe(model)
-    stopped(asked, 2)
-    (left,) = leftovers()
+    asked = quick(model)
+    left = stopped(asked, 2)
     spent = json.loads((left / "state.json").read_text())["seconds"]
     (left / ".masks.safetensors.0123abcd.partial").write_text("half")
     told = json.loads((left / "state.json").read_text())
@@ -321,16 +238,17 @@ IN_BLOCKS = ("0.json", "0.safetensors", "0.masks.safetensors")
 DAMAGED = ["state.json", "blocks/states-1.0.safetensors", *(f"blocks/model.layers.{name}" for name in IN_BLOCKS)]
 
 
-@pytest.mark.parametrize("damaged", DAMAGED)
-def test_a_damaged_record_is_named_and_not_gone_on_with(model: Path, damaged: str):
-    asked = recipe(model)
-    stopped(asked, 1)
-    file = leftovers()[0] / damaged
-    file.write_bytes(file.read_bytes()[:-20])
+def test_a_damaged_record_is_named_and_not_gone_on_with(model: Path):
+    asked = quick(model)
+    left = stopped(asked, 1)
     told: list[str] = []
-    with pytest.raises(ArtifactError, match=file.name.replace(".", r"\.")):
-        run(asked, resume=True, progress=lambda stage, *_: told.append(stage))
-    assert "prune" not in told, "masks that are damaged would otherwise be noticed when all blocks are done"
+    for damaged in DAMAGED:
+        whole = (left / damaged).read_bytes()
+        (left / damaged).write_bytes(whole[:-20])
+        with pytest.raises(ArtifactError, match=re.escape(Path(damaged).name)):
+            run(asked, resume=True, progress=lambda stage, *_: told.append(stage))
+        assert "prune" not in told, "masks that are damaged would otherwise be noticed when all blocks are done"
+        (left / damaged).write_bytes(whole)
 
 
 # --- killed
@@ -338,6 +256,7 @@ def test_a_damaged_record_is_named_and_not_gone_on_with(model: Path, damaged: st
 
 def _run(asked: dict[str, Any], resume: bool, limit: int | None) -> None:
     torch.set_num_threads(1)
+    figures.draw = lambda *_: ()
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -352,16 +271,19 @@ def _run(asked: dict[str, Any], resume: bool, limit: int | None) -> None:
 def start(asked: dict[str, Any], *, resume: bool = False, limit: int | None = None) -> Any:
     """Start a run in a process of its own, forked from one that has imported what it needs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.compressx.preloaded"])
+    context.set_forkserver_preload(["compressx.pipeline.run", "transformers.models.llama.modeling_llama"])
     process = context.Process(target=_run, args=(asked, resume, limit))
     process.start()
     return process
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [False, True], ids=["fine-tuned", "streamed"])
 def test_killed_at_random_moments_a_run_still_ends_with_the_same_files(model: Path, streaming: bool):
-    asked = recipe(model, streaming=streaming)
+    asked = recipe(model, *RULES)
+    asked["model"]["streaming"] = streaming
+    if not streaming:
+        asked["finetune"] = {"steps": 8, "batch_size": 2, "checkpoint_every": 2}
     start({**asked, "output": "warm"}).join()  # the server imports what it needs
     started = time.perf_counter()
     whole = start({**asked, "output": "whole"})
@@ -369,9 +291,9 @@ def test_killed_at_random_moments_a_run_still_ends_with_the_same_files(model: Pa
     assert whole.exitcode == 0
     length = time.perf_counter() - started
     choice = random.Random(0)  # noqa: S311 - moments, no secret
-    kills = finished = 0
+    kills = 0
     left: list[list[str]] = []  # the blocks that a killed run had finished
-    while kills < 5:
+    while kills < 4 or not any(left):  # some between the first block and the end
         process = start(asked, resume=True)
         process.join(choice.uniform(0.2, 1.1) * length)
         if process.exitcode is None:
@@ -382,25 +304,23 @@ def test_killed_at_random_moments_a_run_still_ends_with_the_same_files(model: Pa
         else:
             assert process.exitcode == 0
             assert artifacts("out") == artifacts("whole")
-            finished += 1
     last = start(asked, resume=True)
     last.join()
     assert last.exitcode == 0
     assert artifacts("out") == artifacts("whole")
-    assert any(left), "some run was killed between its first block and its end"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [2_000, 40_000, 60_000, 120_000])
 def test_a_full_disk_is_an_error_with_the_file_and_after_it_a_run_goes_on(model: Path, limit: int):
     """A limit on the size of files stands in: the larger it is, the later the write that fails."""
-    asked = recipe(model)
+    asked = quick(model)
     process = start(asked, limit=limit)
     process.join()
     assert process.exitcode == 2
     message = Path("error.txt").read_text()
     assert message.startswith("cannot ")
     assert not Path("out").exists()
-    run({**asked, "output": "whole"})
     run(asked, resume=True)
+    run({**asked, "output": "whole"})
     assert artifacts("out") == artifacts("whole")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 from safetensors.torch import save_file
+from tests.compressx.pipeline.runs import recipe, weights
 from tests.compressx.saved import save_tiny
 
 import compressx
@@ -24,31 +25,9 @@ from compressx.blocks.prune import prune_model
 from compressx.masks.maskset import MaskSet
 from compressx.models import hidden
 from compressx.models.access import InMemory
-from compressx.models.checkpoint import find_checkpoint
-from compressx.models.loading import load_model
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import Plugins, load_plugins
-from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, CalibrationError, RecipeError
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Give the folder of a saved tiny model by its architecture, made once."""
-    saved: dict[str, Path] = {}
-
-    def get(name: str, dtype: torch.dtype = torch.float32) -> Path:
-        key = f"{name}-{dtype}"
-        if key not in saved:
-            saved[key] = save_tiny(tmp_path_factory.mktemp("saved") / "model", name, dtype)
-        return saved[key]
-
-    return get
-
-
-@pytest.fixture(autouse=True)
-def _in_tmp(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
 
 
 @pytest.fixture
@@ -56,27 +35,19 @@ def plugins() -> Plugins:
     return load_plugins()
 
 
-def recipe(model: Path, *rules: dict[str, Any], evaluated: bool = False, output: str = "out") -> dict[str, Any]:
-    text = {"text": str(model.with_name("text.txt"))}
-    whole: dict[str, Any] = {
-        "model": {"path": str(model)},
-        "calibration": {"dataset": text, "samples": 8, "sequence_length": 32},
-        "prune": list(rules) or [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}],
-        "output": output,
-    }
-    if evaluated:
-        whole["evaluate"] = {"token_perplexity": {"dataset": text, "sequence_length": 32, "samples": 4}}
-    return whole
-
-
 ATTNPRUNE = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6}
 MIXED = (ATTNPRUNE, {"targets": ["*.v_proj"], "pruner": "wanda", "sparsity": 0.5, "reconstruct": "sparsegpt"},
          {"targets": ["*"], "pruner": "sparsegpt", "pattern": "2:4"})  # fmt: skip
 
 
-def weights(folder: str | Path) -> dict[str, torch.Tensor]:
-    model = load_model(find_checkpoint(ModelSource(path=Path(folder))))
-    return dict(model.state_dict())
+@pytest.fixture(scope="module")
+def mixed(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prune a Llama once by several rules; returns the output, which tests only read."""
+    output = tmp_path_factory.mktemp("mixed") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compressx.report.figures.draw", lambda *_: ())
+        run(recipe(models("llama"), *MIXED, evaluated=True, output=str(output)))
+    return output
 
 
 # --- what a run does
@@ -105,8 +76,7 @@ def test_a_pruner_that_reads_sensitivities_alone_is_given_text(models: Any, plug
         plan(asked, plugins=plugins)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "opt"])
+@pytest.mark.parametrize("architecture", ["gemma3", "opt"])
 def test_attention_and_the_rest_are_pruned_by_their_own_rules(models: Any, plugins: Plugins, architecture: str) -> None:
     source = models(architecture)
     report = run(recipe(source, *MIXED), plugins=plugins)
@@ -135,7 +105,6 @@ def test_attention_and_the_rest_are_pruned_by_their_own_rules(models: Any, plugi
     assert all(torch.equal(dense[name], pruned[name]) for name in untouched)
 
 
-@pytest.mark.slow
 def test_attention_in_one_fused_weight_is_pruned_beside_the_rest(models: Any, plugins: Plugins) -> None:
     source = models("gpt2")
     attention = {"targets": ["*.c_attn"], "pruner": "attnprune", "sparsity": 0.6}
@@ -147,21 +116,12 @@ def test_attention_in_one_fused_weight_is_pruned_beside_the_rest(models: Any, pl
         weight, keep = pruned[f"{layer.name}.weight"], masks[layer.name].keep
         assert torch.equal(weight.T != 0, keep), layer.name  # GPT-2 stores [in_features, out_features]
         assert torch.equal(weight, dense[f"{layer.name}.weight"] * keep.T) == (layer not in fused)
+        assert layer in fused or (keep.view(-1, 4).sum(dim=1) == 2).all(), "along the inputs"
     for layer in fused:
         keep = masks[layer.name].keep
         assert int((~keep).sum()) == round(0.6 * 192 * 64)
         assert int((~keep[128:]).sum()) == round(0.6 * 64 * 64), "the values take their share"
         assert 0 < layer.info["output_error"] <= layer.info["output_error.sparsegpt"]
-
-
-@pytest.mark.slow
-def test_the_same_recipe_twice_gives_the_same_bits(models: Any, plugins: Plugins) -> None:
-    source = models("llama")
-    for output in ("a", "b"):
-        run(recipe(source, *MIXED, output=output), plugins=plugins)
-    assert Path("a/masks.safetensors").read_bytes() == Path("b/masks.safetensors").read_bytes()
-    first, second = weights("a/model"), weights("b/model")
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_another_seed_calibrates_on_other_windows(models: Any, plugins: Plugins) -> None:
@@ -174,16 +134,6 @@ def test_another_seed_calibrates_on_other_windows(models: Any, plugins: Plugins)
     assert any(not torch.equal(a[n].keep, b[n].keep) for n in a)
 
 
-@pytest.mark.slow
-def test_a_bfloat16_model_stays_bfloat16(models: Any, plugins: Plugins) -> None:
-    run(recipe(models("llama", torch.bfloat16), *MIXED), plugins=plugins)
-    pruned, masks = weights("out/model"), MaskSet.load("out/masks.safetensors")
-    assert {t.dtype for t in pruned.values()} == {torch.bfloat16}
-    for name, entry in masks.items():
-        assert not pruned[f"{name}.weight"][~entry.keep].any()
-        assert torch.isfinite(pruned[f"{name}.weight"]).all()
-
-
 def test_magnitude_reads_no_text(models: Any, plugins: Plugins) -> None:
     given = recipe(models("llama"), {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5})
     Path("short.txt").write_text("w1")  # any pruner that observes would refuse it
@@ -191,22 +141,6 @@ def test_magnitude_reads_no_text(models: Any, plugins: Plugins) -> None:
     assert run(given, plugins=plugins).sparsity == 0.5
     del given["calibration"]
     assert run(given, plugins=plugins).sparsity == 0.5
-
-
-def test_conv1d_weights_are_pruned_along_their_inputs(models: Any, plugins: Plugins) -> None:
-    run(recipe(models("gpt2"), {"targets": ["*"], "pruner": "sparsegpt", "pattern": "2:4"}), plugins=plugins)
-    stored = weights("out/model")["transformer.h.0.mlp.c_fc.weight"]  # [in_features, out_features]
-    assert ((stored.T.reshape(-1, 4) != 0).sum(dim=1) == 2).all()
-
-
-def test_the_head_is_pruned_when_named_and_only_then(models: Any, plugins: Plugins) -> None:
-    source = models("llama")
-    rule = {"pruner": "wanda", "sparsity": 0.5}
-    report = run(recipe(source, {"targets": ["*"], **rule}, output="a"), plugins=plugins)
-    assert "lm_head" in {s["name"] for s in report.skipped}
-    assert torch.equal(weights("a/model")["lm_head.weight"], weights(source)["lm_head.weight"])
-    run(recipe(source, {"targets": ["lm_head"], **rule}, output="b"), plugins=plugins)
-    assert float((weights("b/model")["lm_head.weight"] == 0).float().mean()) == 0.5
 
 
 # --- allocation
@@ -219,10 +153,11 @@ def allocated(model: Path, target: float = 0.5, **settings: Any) -> dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", ["model", "block"])
-def test_allocation_reaches_its_target_to_the_weight_and_says_how(models: Any, plugins: Plugins, scope: str) -> None:
-    target = 0.537
-    report = run(allocated(models("llama"), target, scope=scope), plugins=plugins)
+def test_allocation_reaches_its_target_to_the_weight_and_says_how(models: Any, plugins: Plugins) -> None:
+    """On the way it tells of every block that is measured, and what it chose is in the plan and the reports."""
+    target, told = 0.537, []
+    asked = allocated(models("llama"), target)
+    report = run(asked, plugins=plugins, progress=lambda *step: told.append(step))
     masks = MaskSet.load("out/masks.safetensors")
     weights = sum(entry.keep.numel() for entry in masks.values())
     zeros = {name: int((~entry.keep).sum()) for name, entry in masks.items()}
@@ -235,28 +170,43 @@ def test_allocation_reaches_its_target_to_the_weight_and_says_how(models: Any, p
         assert unit.divergence is not None
         assert unit.divergence == pytest.approx(Curve(unit.sparsities, unit.divergences).error(unit.sparsity))
     assert len({round(u.sparsity, 3) for u in report.allocation.units}) == 6, "each unit has its own"
-    for i in range(3):
-        block = [n for n in masks if n.startswith(f"model.layers.{i}.")]
-        reached = sum(zeros[n] for n in block) / sum(masks[n].keep.numel() for n in block)
-        assert (abs(reached - target) < 1e-4) == (scope == "block")
+    assert not any(reached_in(masks, block, target) for block in range(3))
 
+    assert list(dict.fromkeys(stage for stage, *_ in told)) == ["load", "calibrate", "allocate", "prune", "save"]
+    first, gradients, *blocks = (step for stage, *step in told if stage == "allocate")
+    assert (first, gradients) == ([0, 3, ""], [0, 3, "gradients at 0 of 2 windows"])
+    assert blocks == [[i, 3, ""] for i in range(1, 4)]
+    assert report.seconds["allocate"] > 0
 
-@pytest.mark.slow
-def test_the_plan_and_the_report_on_disk_hold_the_allocated_sparsities(models: Any, plugins: Plugins) -> None:
-    report = run(allocated(models("llama"), sparsities=[0.4, 0.8], samples=3), plugins=plugins)
     planned = json.loads(Path("out/plan.json").read_text())
     given = {x["name"]: x["sparsity"] for x in planned["linears"]}
     assert "allocation" not in planned
     assert given == {x.name: x.target for x in report.layers}
-    unit = json.loads(Path("out/report.json").read_text())["allocation"]["units"][0]
-    assert unit["linears"] == [f"model.layers.0.self_attn.{n}_proj" for n in "qk"]
-    assert given[unit["linears"][0]] == unit["sparsity"]
-    assert unit["sparsities"] == [0.4, 0.8]
-    assert unit["divergences"][0] < unit["divergences"][1]
+    written = json.loads(Path("out/report.json").read_text())["allocation"]["units"][0]
+    assert written["linears"] == [f"model.layers.0.self_attn.{n}_proj" for n in "qk"]
+    assert given[written["linears"][0]] == written["sparsity"]
+    assert written["sparsities"] == sorted(written["sparsities"])
+    assert written["divergences"] == sorted(written["divergences"])
     text = Path("out/report.md").read_text()
-    row = f"| model.layers.0 | q_proj, k_proj | attnprune | {unit['sparsity']:.2%} | {unit['divergence']:.3g} |"
+    row = f"| model.layers.0 | q_proj, k_proj | attnprune | {written['sparsity']:.2%} | {written['divergence']:.3g} |"
     assert row in text
     assert "| q_proj | attnprune | allocated joint | 3 |" in text
+
+
+def reached_in(masks: MaskSet, block: int, target: float) -> bool:
+    """Whether the linears of one block have the target between them."""
+    keeps = [entry.keep for name, entry in masks.items() if name.startswith(f"model.layers.{block}.")]
+    zeros, total = sum(int((~keep).sum()) for keep in keeps), sum(keep.numel() for keep in keeps)
+    return abs(zeros / total - target) < 1e-4
+
+
+@pytest.mark.slow
+def test_within_blocks_allocation_gives_each_block_the_target(models: Any, plugins: Plugins) -> None:
+    report = run(allocated(models("llama"), 0.537, scope="block", sparsities=[0.2, 0.4, 0.6, 0.8]), plugins=plugins)
+    masks = MaskSet.load("out/masks.safetensors")
+    assert all(reached_in(masks, block, 0.537) for block in range(3))
+    assert report.allocation is not None
+    assert len({round(u.sparsity, 3) for u in report.allocation.units}) == 6
 
 
 def test_allocation_measures_on_the_dense_model_and_leaves_it_dense(models: Any, plugins: Plugins) -> None:
@@ -268,19 +218,6 @@ def test_allocation_measures_on_the_dense_model_and_leaves_it_dense(models: Any,
     again = run(recipe(source, *rules, output="again"), plugins=plugins)
     assert Path("out/masks.safetensors").read_bytes() == Path("again/masks.safetensors").read_bytes()
     assert again.allocation is None
-
-
-@pytest.mark.slow
-def test_progress_tells_of_every_block_that_is_measured(models: Any, plugins: Plugins) -> None:
-    told: list[tuple[str, int, int, str]] = []
-    report = run(allocated(models("llama"), samples=2), plugins=plugins, progress=lambda *step: told.append(step))
-    stages = list(dict.fromkeys(stage for stage, *_ in told))
-    assert stages == ["load", "calibrate", "allocate", "prune", "save"]
-    first, gradients, *blocks = (step for stage, *step in told if stage == "allocate")
-    assert first == [0, 3, ""]
-    assert gradients == [0, 3, "gradients at 0 of 1 windows"]
-    assert blocks == [[i, 3, ""] for i in range(1, 4)]
-    assert report.seconds["allocate"] > 0
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -308,6 +245,7 @@ PRUNERS: dict[str, tuple[dict[str, Any], ...]] = {
         {"targets": ["*"], "pruner": "magnitude"},
     ),
 }
+PAIRS = [*zip(itertools.cycle(METHODS), PRUNERS), ("owl", "N:M and not"), ("attention-aware", "attnprune")]
 SLACK = {"wanda by row": 16, "wanda N:M": 32 * 64 // 8, "sparsegpt N:M": 32 * 64 // 16}
 """Zeros by which a total may miss its target: half of the finest step. All else is exact."""
 
@@ -320,9 +258,8 @@ def by_method(source: Path, method: str, pruner: str, **settings: Any) -> dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pruner", PRUNERS)
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_reaches_its_total_with_every_pruner(
+@pytest.mark.parametrize(("method", "pruner"), PAIRS)
+def test_every_method_and_every_pruner_reaches_its_total(
     models: Any, plugins: Plugins, method: str, pruner: str
 ) -> None:
     report = run(by_method(models("llama"), method, pruner), plugins=plugins)
@@ -408,6 +345,8 @@ def test_the_dense_evaluation_is_cached_and_the_pruned_is_not(
     assert first.evaluation == second.evaluation
     dense, pruned = (first.evaluation[k]["token_perplexity"] for k in ("dense", "pruned"))
     assert 1 < dense != pruned > 1
+    other = run(given | {"model": {"path": str(Path("out/model").resolve())}, "output": "other"}, plugins=plugins)
+    assert other.evaluation["dense"] == first.evaluation["pruned"], "what is cached is of one model's weights"
 
 
 def test_progress_tells_every_stage_to_its_end(models: Any, plugins: Plugins) -> None:
@@ -443,27 +382,16 @@ def test_hooks_hear_of_every_block_and_of_the_end(
     assert finished == [(report, Path.cwd() / "out", True)]
 
 
-def test_the_report_says_what_ran_and_where_the_time_went(models: Any, plugins: Plugins) -> None:
-    report = run(recipe(models("llama"), evaluated=True), plugins=plugins)
-    assert report.compressx == compressx.__version__
-    assert {p["name"] for p in report.plugins} >= {"magnitude", "wanda", "sparsegpt", "attnprune"}
-    assert report.versions["torch"] == torch.__version__
-    assert 0 < sum(v for k, v in report.seconds.items() if k != "total") <= report.seconds["total"]
-    assert report.peak_memory_bytes > 2**26
-    read = json.loads(Path("out/report.json").read_text())
-    assert read["sparsity"] == pytest.approx(0.5)
-    assert read["blocks"][0]["layers"][0]["shape"] == [64, 64]
-
-
 @pytest.mark.slow
-def test_the_written_recipe_and_plan_repeat_the_run(models: Any, plugins: Plugins) -> None:
-    report = run(recipe(models("llama"), *MIXED), plugins=plugins)
-    planned = json.loads(Path("out/plan.json").read_text())
-    assert [x["name"] for x in planned["linears"]] == [x["name"] for x in plan("out/recipe.yaml").to_dict()["linears"]]
+def test_the_written_recipe_and_plan_repeat_the_run_to_the_bit(mixed: Path, plugins: Plugins) -> None:
+    planned = json.loads((mixed / "plan.json").read_text())
+    again = plan(mixed / "recipe.yaml").to_dict()
+    assert [x["name"] for x in planned["linears"]] == [x["name"] for x in again["linears"]]
+    report = run(mixed / "recipe.yaml", plugins=plugins, overrides=["output=again"])
     assert {x["name"] for x in planned["linears"]} == {x.name for x in report.layers}
-    before = Path("out/masks.safetensors").read_bytes()
-    run(Path("out/recipe.yaml"), plugins=plugins, overrides=["output=again"])
-    assert Path("again/masks.safetensors").read_bytes() == before
+    assert Path("again/masks.safetensors").read_bytes() == (mixed / "masks.safetensors").read_bytes()
+    first, second = weights(mixed / "model"), weights("again/model")
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 # --- figures
@@ -491,7 +419,7 @@ class Showing:
 
 
 @pytest.mark.slow
-def test_figures_are_drawn_and_embedded_once_for_query_and_key(models: Any, plugins: Plugins) -> None:
+def test_figures_are_drawn_and_embedded_once_for_query_and_key(models: Any, plugins: Plugins, drawn: None) -> None:
     spec = compressx.PrunerSpec("showing", "for a test", NoOptions, Showing)
     with_showing = dataclasses.replace(plugins, pruners={**plugins.pruners, "showing": spec})
     rule = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "showing", "sparsity": 0.5}
@@ -508,7 +436,7 @@ def test_figures_are_drawn_and_embedded_once_for_query_and_key(models: Any, plug
 
 
 def test_a_run_with_nothing_to_show_has_no_plots_and_does_without_matplotlib(
-    models: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+    models: Any, plugins: Plugins, drawn: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it would fail
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -519,22 +447,6 @@ def test_a_run_with_nothing_to_show_has_no_plots_and_does_without_matplotlib(
 
 
 # --- the output folder, and what is refused
-
-
-def test_the_output_of_an_earlier_run_is_replaced(models: Any, plugins: Plugins) -> None:
-    for sparsity in (0.5, 0.25):
-        rule = {"targets": ["*"], "pruner": "magnitude", "sparsity": sparsity}
-        run(recipe(models("llama"), rule), plugins=plugins)
-        assert MaskSet.load("out/masks.safetensors").sparsity() == sparsity
-    assert {p.name for p in Path().iterdir()} == {"out"}
-
-
-def test_a_foreign_folder_is_refused_and_left_as_it_is(models: Any, plugins: Plugins) -> None:
-    Path("out").mkdir()
-    Path("out/thesis.tex").write_text("years of work")
-    with pytest.raises(ArtifactError, match="is no earlier output of compressx"):
-        run(recipe(models("llama")), plugins=plugins)
-    assert [p.name for p in Path("out").iterdir()] == ["thesis.tex"]
 
 
 def broken_plugin(error: BaseException) -> types.ModuleType:
@@ -563,14 +475,6 @@ def test_a_run_that_fails_half_way_leaves_the_earlier_output_and_keeps_finished_
     assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
     (kept,) = (p for p in Path().iterdir() if p.name != "out")
     assert json.loads((kept / "state.json").read_text())["finished"] == ["model.layers.0", "model.layers.1"]
-
-
-def test_calibration_text_that_is_too_short_says_how_short(models: Any, plugins: Plugins) -> None:
-    given = recipe(models("llama"))
-    given["calibration"]["samples"] = 1000
-    with pytest.raises(CalibrationError, match=r"needs 1000 windows of 32 tokens; the text has 600 tokens"):
-        run(given, plugins=plugins)
-    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize("section", ["calibration", "evaluation"])
@@ -610,12 +514,6 @@ def test_a_recipe_that_a_program_made_takes_no_overrides(models: Any, plugins: P
         plan(recipe(models("llama")), plugins=plugins, overrides=["output=x"])
 
 
-def test_a_model_that_is_not_there_is_named_with_its_place(project: Path, plugins: Plugins) -> None:
-    (project / "text.txt").write_text("text")
-    with pytest.raises(ArtifactError, match=r"<dict>:model.*does not exist"):
-        plan(recipe(project / "nowhere"), plugins=plugins)
-
-
 def test_an_output_that_would_replace_the_model_it_is_made_from_is_refused(project: Path):
     model = save_tiny(project / "out" / "model", "llama")
     for name in ("report.json", "recipe.yaml"):  # as an earlier run would have left it
@@ -633,9 +531,7 @@ STREAMED = {
     "llama": MIXED,
     "llama-tied": ({"targets": ["*.1.*"], "pruner": "sparsegpt", "sparsity": 0.5},),
     "gpt2": ({"targets": ["*"], "pruner": "wanda", "pattern": "2:4"},),
-    "mixtral": ({"targets": ["*"], "pruner": "wanda", "sparsity": 0.5},),
-    "gemma3": ({"targets": ["*.up_proj"], "pruner": "magnitude", "sparsity": 0.5},),
-    "qwen3": ({"targets": ["lm_head"], "pruner": "sparsegpt", "sparsity": 0.5},),
+    "mixtral": ({"targets": ["lm_head"], "pruner": "sparsegpt", "sparsity": 0.5},),
 }
 
 
@@ -720,20 +616,20 @@ def in_files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 def test_hidden_states_in_files_give_the_same_bits(
-    models: Any, plugins: Plugins, streaming: bool, in_files: list[int]
+    models: Any, plugins: Plugins, streaming: bool, in_files: list[int], mixed: Path
 ) -> None:
-    for name, limit in (("above", "65KB"), ("below", "66KB"), ("memory", None)):  # 8 x 32 x 64 floats are 65.5 KB
-        asked = recipe(models("llama"), *MIXED, output=name)
-        asked["model"]["streaming"] = streaming
-        asked["calibration"]["memory_limit"] = limit
-        run(asked, plugins=plugins)
+    asked = recipe(models("llama"), *MIXED)
+    asked["model"]["streaming"] = streaming
+    asked["calibration"]["memory_limit"] = "65KB"  # 8 x 32 x 64 floats are 65.5 KB
+    run(asked, plugins=plugins)
     assert sum(in_files) == 8 * 32 * 64 * 4
-    for name in ("above", "below"):
-        assert Path(name, "masks.safetensors").read_bytes() == Path("memory/masks.safetensors").read_bytes()
-        assert not list(Path(name).rglob("*.states"))
+    assert Path("out/masks.safetensors").read_bytes() == (mixed / "masks.safetensors").read_bytes()
+    assert not list(Path("out").rglob("*.states"))
+    asked["calibration"]["memory_limit"] = "66KB"
+    run(asked | {"prune": recipe(models("llama"))["prune"]}, plugins=plugins)
+    assert sum(in_files) == 8 * 32 * 64 * 4, "what fits stays in memory"
 
 
-@pytest.mark.slow
 def test_block_reconstruction_goes_by_the_losss_reaction_whatever_prunes(
     models: Any, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -748,7 +644,6 @@ def test_block_reconstruction_goes_by_the_losss_reaction_whatever_prunes(
         assert mine.reconstruction.before != pytest.approx(others.reconstruction.before, rel=1e-4)
 
 
-@pytest.mark.slow
 def test_both_streams_of_block_reconstruction_count_against_the_memory_limit(
     models: Any, plugins: Plugins, in_files: list[int]
 ) -> None:

@@ -1,0 +1,82 @@
+"""What the tests of whole runs share: a recipe for a tiny model, and what a run leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compressx import hookimpl
+from compressx.models.checkpoint import find_checkpoint
+from compressx.models.loading import load_model
+from compressx.pipeline.run import run
+from compressx.plugins.manager import load_plugins
+from compressx.recipe.sources import ModelSource
+
+
+def recipe(
+    model: Path, *rules: dict[str, Any], evaluated: bool = False, output: str = "out", **sections: Any
+) -> dict[str, Any]:
+    """Return a recipe for a saved model and the text beside it; without rules, wanda prunes half of everything."""
+    text = {"text": str(model.with_name("text.txt"))}
+    whole: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "calibration": {"dataset": text, "samples": 8, "sequence_length": 32},
+        "prune": list(rules) or [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}],
+        "output": output,
+    }
+    if evaluated:
+        whole["evaluate"] = {"token_perplexity": {"dataset": text, "sequence_length": 32, "samples": 4}}
+    return whole | sections
+
+
+def weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a saved model."""
+    return dict(load_model(find_checkpoint(ModelSource(path=Path(folder)))).state_dict())
+
+
+def artifacts(folder: str) -> dict[str, bytes]:
+    """Return every file of an output; of its reports all but what is measured by the timing."""
+    found = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
+    report = json.loads(found.pop("report.json"))
+    del found["report.md"], found["report.html"]  # the same content for people
+    for name in ("seconds", "peak_memory_bytes"):
+        del report[name]
+    for block in report["blocks"]:
+        for timed in (block, *block["layers"]):
+            del timed["seconds"]
+        if block["reconstruction"] is not None:
+            del block["reconstruction"]["seconds"]
+    found["recipe.yaml"] = found["recipe.yaml"].replace(folder.encode(), b"out")
+    return {**found, "report": json.dumps(report).encode()}
+
+
+def leftovers() -> list[Path]:
+    """Return what interrupted runs into `out` have left."""
+    return sorted(Path().glob(".out.partial-*"))
+
+
+class _Stopping:
+    """A plugin that stops a run after so many blocks."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    @hookimpl
+    def compressx_block_pruned(self, report: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+def stopped(asked: dict[str, Any], after: int, modules: tuple[str, ...] = (), **options: Any) -> Path:
+    """Interrupt a run after so many blocks; returns what it left."""
+    plugins = load_plugins(modules=modules)
+    plugins.manager.register(_Stopping(after), name="stopping")
+    with pytest.raises(KeyboardInterrupt):
+        run(asked, plugins=plugins, **options)
+    (left,) = leftovers()
+    return left
