@@ -43,7 +43,7 @@ def test_a_recipe_evaluates_on_the_kind_of_text_that_it_calibrates_on(path: Path
 
 @pytest.mark.slow
 def test_a_recipe_plans_every_linear_of_the_real_model(path: Path, project: Path) -> None:
-    planned = plan(path, plugins=load_plugins(toml=_ROOT / "plugins.toml"))
+    planned = plan(path, plugins=load_plugins())
 
     alone = path.stem.startswith("qk-")  # query and key, and nothing else
     assert len(planned.linears) == 30 * (2 if alone else 7)

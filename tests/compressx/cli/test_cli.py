@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from tests.compressx.built_in import BUILT_IN
 
 from compressx import __version__
 from compressx.cli import cli
@@ -539,10 +540,9 @@ def test_a_plan_as_json_obeys_set(work: Path) -> None:
 def test_plugins_as_json_say_what_loaded_and_what_is_blocked(work: Path) -> None:
     done = invoke("-p", "no:wanda", "plugins", "--json")
     records = {r["name"]: r for r in json.loads(done.stdout)}
-    assert {name: r["status"] for name, r in records.items()} == {
-        "alps": "loaded", "attnprune": "loaded", "magnitude": "loaded", "sensitivity": "loaded", "sparsegpt": "loaded",
-        "wanda": "blocked",
-    }  # fmt: skip
+    assert {name: r["status"] for name, r in records.items()} == dict.fromkeys(BUILT_IN, "loaded") | {
+        "wanda": "blocked"
+    }
     assert records["attnprune"]["pruners"] == ["attnprune"]
     assert records["attnprune"]["module"] == "compressx_attnprune.plugin"
 
@@ -550,7 +550,7 @@ def test_plugins_as_json_say_what_loaded_and_what_is_blocked(work: Path) -> None
 def test_plugins_as_a_table_names_every_pruner(work: Path) -> None:
     done = invoke("plugins")
     assert done.exit_code == 0
-    for name in ("alps", "attnprune", "magnitude", "sensitivity", "sparsegpt", "wanda"):
+    for name in BUILT_IN:
         assert any(line.split()[:1] == [name] and "loaded" in line for line in done.stdout.splitlines())
 
 
