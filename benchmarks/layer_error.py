@@ -31,6 +31,7 @@ from compressx.blocks.observe import observe
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import advance, capture, each_block, passes
+from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import load_plugins
 from loaded import load
 
@@ -157,7 +158,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
     plugins = load_plugins()
-    pruners = [plugins.pruner(name) for name in arguments.pruners]
+    pruners = [plugins.find(PRUNER, name) for name in arguments.pruners]
     patterns: list[Unstructured | NM] = [*(Unstructured(s, arguments.group) for s in arguments.sparsities), NM(2, 4)]
     model, tokenizer = load(arguments.model)
     texts = windows(

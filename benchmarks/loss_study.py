@@ -42,6 +42,7 @@ from compressx.models.blockwise import Run, advance, capture, each_block, passes
 from compressx.numerics.output_error import channel_weights
 from compressx.numerics.output_error import relative_errors as of_outputs
 from compressx.planning.plan import PlannedRule
+from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import load_plugins
 from compressx_attnprune import layer
 from compressx_attnprune.losses import MatrixLoss, relative_errors
@@ -173,7 +174,7 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
             weights = {n: w.clone() for n, w in _weights(block).items()}
             dense = Dense(*unseen, inputs, weights, attention, outputs, fisher, output_gradients[block.fqn])
             for method in dict.fromkeys(m for _, m, _ in wanted):
-                spec = plugins.pruner(method)
+                spec = plugins.find(PRUNER, method)
                 rule = PlannedRule(0, spec, spec.options(), None, None)
                 built = rule.build()
                 stats = gather(known, {rule: list(linears)}, {rule: built}, passes(runs[:learnt], states[:learnt]))

@@ -46,7 +46,7 @@ def _options() -> str:
     from compressx import load_plugins
 
     told = []
-    for name, spec in load_plugins(toml=ROOT / "plugins.toml").pruners.items():
+    for name, spec in load_plugins().offers["pruners"].items():
         groups = ", ".join(f"`{group}`" for group in spec.groups)
         also = [f"Groups: {groups}.", *(["N:M."] if spec.nm else []), *(["Reconstructs."] if spec.reconstructs else [])]
         table = _table(spec.options) if spec.options.model_fields else "No options."

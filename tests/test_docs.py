@@ -30,7 +30,7 @@ from compressx.api.record import (
     RunReport,
     UnitReport,
 )
-from compressx.plugins.file import LoadTable, PluginTable
+from compressx.plugins.file import LoadTable, plugin_table
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.methods import AttentionAware, DivergenceAllocation, OwlAllocation
 from compressx.recipe.schema import Calibration, Recipe, ReconstructBlock, load_recipe
@@ -96,7 +96,7 @@ def test_every_hook_and_its_arguments_are_named_in_the_plugin_guide() -> None:
 def test_every_key_of_plugins_toml_is_shown_in_the_plugin_guide() -> None:
     shown = "\n".join(_blocks(_WRITE_MD, "toml"))
 
-    fields = {**LoadTable.model_fields, **PluginTable.model_fields}
+    fields = {**LoadTable.model_fields, **plugin_table().model_fields}
     for key in (field.alias or name for name, field in fields.items()):
         assert re.search(rf"^{key} = ", shown, flags=re.MULTILINE), key
 
@@ -153,7 +153,7 @@ def test_every_command_and_option_is_named_in_the_page_of_the_command_line() -> 
 
 def test_every_pruner_has_its_default_group_and_its_options_in_the_recipe_page() -> None:
     spans = _code_spans(_RECIPE_MD)
-    for name, spec in load_plugins(toml=_ROOT / "plugins.toml").pruners.items():
+    for name, spec in load_plugins().offers["pruners"].items():
         row = next(line for line in _RECIPE_MD.splitlines() if line.startswith(f"| `{name}` |"))
         assert re.findall(r"`(\w+)`", row.split("|")[3]) == list(spec.groups)
         assert set(_keys(spec.options)) <= spans, name

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tests.compressx.built_in import BUILT_IN
 from tests.compressx.cli.commands import invoke
 from tests.compressx.saved import save_tiny
 
@@ -71,7 +72,7 @@ def test_the_wheel_ships_both_packages_their_types_and_the_licence(wheels):
 
 def test_every_plugin_arrives_through_its_entry_point(fresh, tmp_path):
     records = {r["name"]: r for r in json.loads(compressx(fresh, tmp_path, "plugins", "--json").stdout)}
-    ours = dict.fromkeys(("alps", "attnprune", "magnitude", "sensitivity", "sparsegpt", "wanda"), "compressx")
+    ours = dict.fromkeys(BUILT_IN, "compressx")
     expected = {**ours, "random": "compressx-plugin-random", "my-scores": "compressx-my-scores"}
     assert {name: record["distribution"] for name, record in records.items()} == expected
     for name, record in records.items():

@@ -23,4 +23,4 @@ def test_another_seed_gives_another_mask():
 
 
 def test_installing_the_package_makes_the_pruner_known():
-    assert "random" in load_plugins().pruners
+    assert "random" in load_plugins().offers["pruners"]

@@ -179,7 +179,7 @@ class PrunerSpec:
 
     Attributes:
         name: what a recipe writes after `pruner:`.
-        summary: one line for `compressx plugins`.
+        summary: one line for people.
         options: pydantic model of the recipe's `options:`; unknown options are refused whatever its own config says.
         build: makes the pruner from validated options.
         groups: the budgets that it supports for unstructured sparsity, the first being its default.

@@ -17,16 +17,14 @@ from compressx.cli.common import PATH, Host, errors_for_users
 @click.pass_context
 @errors_for_users
 def plugins(context: click.Context, as_json: bool) -> None:
-    """Show every plugin: where it came from, whether it loaded, and its pruners."""
+    """Show every plugin: where it came from, whether it loaded, and what it offers."""
     if context.invoked_subcommand is not None:
         return
     from compressx.cli import terminal
 
     records = context.obj.plugins(told=False).records
     if as_json:
-        import dataclasses
-
-        click.echo(json.dumps([dataclasses.asdict(r) for r in records], indent=1))
+        click.echo(json.dumps([r.as_json() for r in records], indent=1))
     else:
         terminal.print_plugins(records)
 
@@ -43,7 +41,7 @@ def plugins_new(host: Host, name: str, folder: Path) -> None:
 
     check_name(name)
     loaded = host.plugins()
-    if name in loaded.pruners or any(name == r.name for r in loaded.records):
+    if name in loaded.offers["pruners"] or any(name == r.name for r in loaded.records):
         raise PluginError(f"there is a plugin or pruner {name!r} already, and no two may share a name; choose another")
     written = new_plugin(name, folder)
     where = written if written.is_absolute() else f"./{written.as_posix()}"  # to pip a bare name is one of PyPI's
@@ -61,16 +59,17 @@ def plugins_new(host: Host, name: str, folder: Path) -> None:
 def plugins_check(host: Host, name: str, options: tuple[str, ...], architectures: tuple[str, ...]) -> None:
     """Put the pruner NAME, or every pruner of the plugin NAME, through what a pruner promises; 1 when a check fails."""
     from compressx.cli import terminal
+    from compressx.plugins.kinds import PRUNER
     from compressx.recipe.validation import validate_options
     from compressx.recipe.yamlfile import assignments
     from compressx.testing.conformance import conformance, known_architectures
 
     loaded = host.plugins()
-    offered = next((r.pruners for r in loaded.records if r.name == name and r.status == "loaded"), ())
+    offered = next((r.offers["pruners"] for r in loaded.records if r.name == name and r.status == "loaded"), ())
     chosen = known_architectures(architectures)
     given = assignments(options)
     failed = False
-    specs = [loaded.pruner(pruner) for pruner in offered or (name,)]
+    specs = [loaded.find(PRUNER, pruner) for pruner in offered or (name,)]
     for spec in specs:
         validate_options(spec.options, given, lambda *loc: f"--set {'.'.join(map(str, loc))}")
     for spec in specs:

@@ -72,7 +72,7 @@ def schema(host: Host) -> None:
     """Print the JSON schema of recipes, with the options of every pruner that is loaded, for editors."""
     from compressx.recipe.jsonschema import json_schema, text_of
 
-    options = {name: spec.options for name, spec in host.plugins().pruners.items()}
+    options = {name: spec.options for name, spec in host.plugins().offers["pruners"].items()}
     click.echo(text_of(json_schema(options)), nl=False)
 
 

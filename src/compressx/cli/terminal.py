@@ -18,7 +18,8 @@ from compressx.api.hooks import hookimpl
 from compressx.api.record import SUMMARY_COLUMNS, BlockReport, RunReport, in_short, shared
 from compressx.pipeline.context import Progress as Tell
 from compressx.planning.plan import Plan
-from compressx.plugins.manager import PluginRecord
+from compressx.plugins import kinds
+from compressx.plugins.record import PluginRecord
 from compressx.recipe.methods import MeasuredAllocation
 
 if TYPE_CHECKING:
@@ -129,8 +130,13 @@ def print_plan(plan: Plan) -> None:
 def print_plugins(records: Sequence[PluginRecord]) -> None:
     """Print one row for each plugin, and below it why those that failed did."""
     console = _console()
-    columns = ["name", "version", "source", "status", "pruners", "distribution"]
-    rows = [[r.name, r.version or "", r.source, r.status, ", ".join(r.pruners), r.distribution or ""] for r in records]
+    keys = [kind.key for kind in kinds.KINDS]
+    columns = ["name", "version", "source", "status", *keys, "distribution"]
+    offers = [[", ".join(r.offers.get(key, ())) for key in keys] for r in records]
+    rows = [
+        [r.name, r.version or "", r.source, r.status, *offered, r.distribution or ""]
+        for r, offered in zip(records, offers, strict=True)
+    ]
     console.print(_table(columns, rows, left=len(columns)))
     for record in records:
         if record.error:

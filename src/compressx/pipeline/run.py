@@ -42,7 +42,8 @@ from compressx.pipeline.preparation import (
     refuse_uneven_steps,
 )
 from compressx.planning.plan import Plan
-from compressx.plugins.manager import Plugins, code_digest, load_plugins
+from compressx.plugins.manager import Plugins, load_plugins
+from compressx.plugins.record import code_digest
 from compressx.recipe.methods import MeasuredAllocation
 from compressx.recipe.schema import Calibration, LoadedRecipe
 from compressx.report import figures
@@ -217,7 +218,7 @@ def _fingerprint(context: RunContext, given: _Inputs) -> dict[str, Any]:
     planned, access, windows = given.prepared.plan, given.access, given.texts.calibration
     used = {spec.name for rule in planned.rules for spec in (rule.pruner, rule.reconstructor) if spec is not None}
     recipe = context.loaded.recipe.model_dump(mode="json", exclude_none=True)
-    plugins = [p for p in context.plugins.records if p.status == "loaded" and used & {*p.pruners}]
+    plugins = [p for p in context.plugins.records if p.status == "loaded" and used & {*p.offers["pruners"]}]
     return {
         "model": weights_fingerprint(access),
         "model config": config_fingerprint(access.model),

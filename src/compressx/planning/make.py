@@ -16,6 +16,7 @@ from compressx.planning.budgets import asked_patterns, check_fits
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.planning.targets import match_targets
 from compressx.planning.text import check_text
+from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe, validate_options
 from compressx.runtime.errors import PluginError, RecipeError, blamed_on
@@ -90,7 +91,7 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
     if rule.reconstruct is not None:
         reconstructor = _find(loaded, plugins, rule.reconstruct.pruner, index, "reconstruct")
         if not reconstructor.reconstructs:
-            able = ", ".join(sorted(s.name for s in plugins.pruners.values() if s.reconstructs))
+            able = ", ".join(sorted(s.name for s in plugins.offers["pruners"].values() if s.reconstructs))
             raise RecipeError(
                 f"{loaded.where('prune', index, 'reconstruct')}: {reconstructor.name} only selects; "
                 f"pruners that reconstruct: {able}"
@@ -112,7 +113,7 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
 
 def _find(loaded: LoadedRecipe, plugins: Plugins, name: str, index: int, key: str) -> PrunerSpec:
     try:
-        return plugins.pruner(name)
+        return plugins.find(PRUNER, name)
     except PluginError as error:
         raise PluginError(f"{loaded.where('prune', index, key)}: {error}") from error
 

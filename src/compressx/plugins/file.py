@@ -1,32 +1,22 @@
-"""`plugins.toml`: which plugins a project loads, with line numbers for its mistakes.
-
-[load]
-entry_points = true            # also what is installed
-disabled = ["demo"]            # never imported
-required = ["wanda"]           # an error when it cannot be loaded
-
-[[plugin]]
-name = "mine"
-module = "mine.plugin"
-path = "src"                   # put first on sys.path while the module is imported
-requires-host = ">=0.1,<0.3"   # versions of compressx that it works with
-pruners = ["mine"]             # what it has to register
-"""
+"""`plugins.toml`: which plugins a project loads, with line numbers for its mistakes."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool
+from pydantic import AfterValidator, Field, StrictBool, create_model
 
+from compressx.plugins import kinds
+from compressx.plugins.record import PluginRecord
 from compressx.recipe.document import Step, one_line
-from compressx.recipe.validation import validated
+from compressx.recipe.validation import Strict, validated
 from compressx.runtime.errors import PluginError
 
 if sys.version_info >= (3, 11):
@@ -38,11 +28,7 @@ _HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]")
 _KEY = re.compile(r"\s*([\w\"'.-]+)\s*=")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class LoadTable(_Strict):
+class LoadTable(Strict):
     """`[load]`: what is loaded besides the plugins listed, and what is not."""
 
     entry_points: StrictBool = Field(True, description="whether installed plugins are loaded")
@@ -62,22 +48,20 @@ MODULE = r"^[A-Za-z_][\w.]*(:[A-Za-z_][\w.]*)?$"
 """How a plugin's module is written, an object in it after a colon."""
 
 
-class PluginTable(_Strict):
-    """One `[[plugin]]`."""
-
+class _PluginTable(Strict):
     name: str = Field(min_length=1, description="what `-p no:NAME` and messages call it")
     module: str = Field(pattern=MODULE, description="MODULE or MODULE:OBJECT")
     requires_host: Annotated[str, AfterValidator(_specifier)] | None = Field(
         None, alias="requires-host", description="versions of compressx that it works with, such as >=0.1,<0.3"
     )
     path: str | None = Field(None, description="folder inside the project, on sys.path during the import")
-    pruners: list[str] | None = Field(None, description="names that it has to register, no more and no fewer")
     summary: str = Field("", description="one line for people")
 
 
-class _Content(_Strict):
-    load: LoadTable = Field(default_factory=LoadTable)
-    plugin: list[PluginTable] = Field(default_factory=list)
+def plugin_table() -> type[_PluginTable]:
+    """Return the schema of one `[[plugin]]`, in which names of each kind can be declared."""
+    names: Any = (list[str] | None, Field(None, description="names that it has to register, no more and no fewer"))
+    return create_model("PluginTable", __base__=_PluginTable, **{kind.key: names for kind in kinds.KINDS})
 
 
 @dataclass(frozen=True)
@@ -87,18 +71,18 @@ class PluginsFile:
     Attributes:
         load: the table `[load]`.
         plugins: the `[[plugin]]` tables in order.
-        folders: of each of them, its `path` resolved, or None.
         places: `file:line` by location.
     """
 
     load: LoadTable = field(default_factory=LoadTable)
-    plugins: tuple[PluginTable, ...] = ()
-    folders: tuple[Path | None, ...] = ()
+    plugins: tuple[PluginRecord, ...] = ()
     places: Mapping[tuple[Step, ...], str] = field(default_factory=lambda: {(): "plugins.toml"})
 
     def where(self, *loc: Step) -> str:
         """Return the place of a key or table, or of the nearest one around it."""
-        return _nearest(self.places, loc)
+        while loc not in self.places:
+            loc = loc[:-1]
+        return self.places[loc]
 
 
 def read_plugins_file(path: Path) -> PluginsFile:
@@ -110,13 +94,10 @@ def read_plugins_file(path: Path) -> PluginsFile:
     """
     name = one_line(str(path))
     text = _read(path, name)
-    places = _places(text, name)
-    content = validated(_Content, _parse(text, name), lambda *loc: _nearest(places, loc), error=PluginError)
-    folders = tuple(
-        None if p.path is None else _inside(path.parent, p.path, _nearest(places, ("plugin", i, "path")))
-        for i, p in enumerate(content.plugin)
-    )
-    file = PluginsFile(content.load, tuple(content.plugin), folders, places)
+    file = PluginsFile(places=_places(text, name))
+    tables: Any = (list[plugin_table()], Field(default_factory=list))  # type: ignore[misc]
+    schema = create_model("Content", __base__=Strict, load=(LoadTable, LoadTable()), plugin=tables)
+    content: Any = validated(schema, _parse(text, name), file.where, error=PluginError)
     first: dict[str, int] = {}
     for i, plugin in enumerate(content.plugin):
         if first.setdefault(plugin.name, i) != i:
@@ -124,7 +105,22 @@ def read_plugins_file(path: Path) -> PluginsFile:
             raise PluginError(f"{file.where('plugin', i, 'name')}: plugin {plugin.name!r} also stands at {earlier}")
     if both := sorted({*content.load.disabled} & {*content.load.required}):
         raise PluginError(f"{file.where('load', 'required')}: {both[0]!r} is both required and disabled; keep one")
-    return file
+    records = (_record(table, path.parent, partial(file.where, "plugin", i)) for i, table in enumerate(content.plugin))
+    return replace(file, load=content.load, plugins=tuple(records))
+
+
+def _record(table: Any, project: Path, where: Callable[..., str]) -> PluginRecord:
+    declared = {kind.key: getattr(table, kind.key) for kind in kinds.KINDS}
+    return PluginRecord(
+        name=table.name,
+        module=table.module,
+        source="plugins.toml",
+        place=where(),
+        summary=table.summary,
+        folder=None if table.path is None else _inside(project, table.path, where("path")),
+        requires_host=table.requires_host,
+        offers={key: tuple(names) for key, names in declared.items() if names is not None},
+    )
 
 
 def _read(path: Path, name: str) -> str:
@@ -183,9 +179,3 @@ def _places(text: str, name: str) -> dict[tuple[Step, ...], str]:
 
 def _keys(dotted: str) -> tuple[Step, ...]:
     return tuple(part.strip().strip("\"'") for part in dotted.split("."))
-
-
-def _nearest(places: Mapping[tuple[Step, ...], str], loc: tuple[Step, ...]) -> str:
-    while loc not in places:
-        loc = loc[:-1]
-    return places[loc]

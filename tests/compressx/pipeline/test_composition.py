@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.compressx.blocks.test_prune import batches
+from tests.compressx.built_in import BUILT_IN
 
 from compressx.api.patterns import NM, Unstructured
 from compressx.blocks.fisher import fisher_diagonal
@@ -13,22 +14,15 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import capture, each_block, passes
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.plugins.manager import load_plugins
 from compressx.testing import tiny_model
 
-SELECTORS = ["magnitude", "wanda", "sparsegpt", "alps", "sensitivity", "attnprune"]
-RECONSTRUCTORS = ["sparsegpt", "alps", "sensitivity", "attnprune"]
+RECONSTRUCTORS = [name for name, spec in BUILT_IN.items() if spec.reconstructs]
 PATTERNS = [Unstructured(0.5, "layer"), Unstructured(0.5, "row"), NM(2, 4)]
-CASES = [(s, r, PATTERNS[(i + j) % 3]) for i, s in enumerate(SELECTORS) for j, r in enumerate(RECONSTRUCTORS)]
+CASES = [(s, r, PATTERNS[(i + j) % 3]) for i, s in enumerate(BUILT_IN) for j, r in enumerate(RECONSTRUCTORS)]
 FQN = "model.layers.0"
 
 
-@pytest.fixture(scope="module")
-def pruners():
-    return load_plugins().pruners
-
-
-def pruned(pruners, selector, reconstructor, pattern):
+def pruned(selector, reconstructor, pattern):
     """Prune query and key of the first block; returns the masks, the model, how to run the block, and what it gave."""
     model, tokens = tiny_model("llama"), batches()
     access, found = InMemory(model), survey(model)
@@ -37,7 +31,7 @@ def pruned(pruners, selector, reconstructor, pattern):
     running = passes(runs, states)
     with torch.no_grad():
         dense = [run() for run in running]
-    specs = [pruners[selector], pruners[reconstructor] if reconstructor else None]
+    specs = [BUILT_IN[selector], BUILT_IN[reconstructor] if reconstructor else None]
     options = [spec and spec.options() for spec in specs]
     rule = PlannedRule(0, specs[0], options[0], specs[1], options[1])
     names = [f"{FQN}.self_attn.{x}_proj" for x in "qk"]
@@ -63,11 +57,9 @@ def errors(model, running, dense) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("selector", "reconstructor", "pattern"), CASES, ids=str)
-def test_the_mask_is_the_selectors_and_what_the_reconstructor_cares_for_is_nearer(
-    pruners, selector, reconstructor, pattern
-):
-    alone, *_ = pruned(pruners, selector, None, pattern)
-    masks, model, *stream = pruned(pruners, selector, reconstructor, pattern)
+def test_the_mask_is_the_selectors_and_what_the_reconstructor_cares_for_is_nearer(selector, reconstructor, pattern):
+    alone, *_ = pruned(selector, None, pattern)
+    masks, model, *stream = pruned(selector, reconstructor, pattern)
     linears, untouched = survey(model).linears, survey(tiny_model("llama")).linears
     for name, entry in masks.items():
         assert torch.equal(entry.keep, alone[name].keep)

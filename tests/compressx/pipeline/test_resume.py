@@ -153,7 +153,7 @@ def test_a_run_of_another_version_is_not_resumed(model: Path, monkeypatch: pytes
     asked = quick(model)
     stopped(asked, 1)
     plugins = load_plugins()
-    records = tuple(replace(r, version="99") if "wanda" in r.pruners else r for r in plugins.records)
+    records = tuple(replace(r, version="99") if "wanda" in r.offers["pruners"] else r for r in plugins.records)
     with pytest.raises(ArtifactError, match=r"cannot be resumed.*plugins\.\S+: was"):
         run(asked, plugins=replace(plugins, records=records), resume=True)
     monkeypatch.setattr("compressx.pipeline.run.__version__", "99")

@@ -67,7 +67,7 @@ class Reacting:
 
 def test_a_pruner_that_reads_sensitivities_alone_is_given_text(models: Any, plugins: Plugins) -> None:
     spec = compressx.PrunerSpec("reacting", "by the loss", NoOptions, lambda _: Reacting(), reads_sensitivities=True)
-    plugins = dataclasses.replace(plugins, pruners={**plugins.pruners, "reacting": spec})
+    plugins = dataclasses.replace(plugins, offers={"pruners": {**plugins.offers["pruners"], "reacting": spec}})
     asked = recipe(models("llama"), {"targets": ["*"], "pruner": "reacting", "pattern": "2:4"})
     report = run(asked, plugins=plugins)
     assert {layer.sparsity for layer in report.layers} == {0.5}
@@ -421,7 +421,7 @@ class Showing:
 @pytest.mark.slow
 def test_figures_are_drawn_and_embedded_once_for_query_and_key(models: Any, plugins: Plugins, drawn: None) -> None:
     spec = compressx.PrunerSpec("showing", "for a test", NoOptions, Showing)
-    with_showing = dataclasses.replace(plugins, pruners={**plugins.pruners, "showing": spec})
+    with_showing = dataclasses.replace(plugins, offers={"pruners": {**plugins.offers["pruners"], "showing": spec}})
     rule = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "showing", "sparsity": 0.5}
     report = run(recipe(models("llama"), rule), plugins=with_showing)
     heat = [f"plots/matrices_model.layers.{i}.self_attn.q_proj.png" for i in range(3)]

@@ -15,6 +15,7 @@ import torch
 from compressx.api.patterns import NM, Unstructured
 from compressx.planning.make import make_plan
 from compressx.planning.plan import Plan
+from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.schema import load_recipe
 from compressx.runtime.errors import CompressxError, PluginError, RecipeError, UnsupportedModelError
@@ -348,7 +349,7 @@ def test_a_pruner_that_only_selects_cannot_reconstruct(refusal: Any) -> None:
 def test_what_a_pruner_raises_while_planning_names_rule_and_pruner(
     broken: dict[str, Any], complaint: str, plugins: Plugins, refusal: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(plugins.pruners, "wanda", replace(plugins.pruner("wanda"), **broken))
+    monkeypatch.setitem(plugins.offers["pruners"], "wanda", replace(plugins.find(PRUNER, "wanda"), **broken))
     message = refusal(PluginError, 'targets: ["*"], pruner: wanda, sparsity: 0.5')
     assert re.search(r"^r\.yaml:4:\d+: .*" + complaint, message), message
 
@@ -510,7 +511,7 @@ def test_attnprune_as_a_reconstructor_of_other_linears_is_refused_in_the_plan(re
 def test_n_m_is_refused_where_the_pruner_has_none(
     plugins: Plugins, refusal: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(plugins.pruners, "wanda", replace(plugins.pruner("wanda"), nm=False))  # type: ignore[arg-type]
+    monkeypatch.setitem(plugins.offers["pruners"], "wanda", replace(plugins.find(PRUNER, "wanda"), nm=False))  # type: ignore[arg-type]
     message = refusal(RecipeError, 'targets: ["*"], pruner: wanda, pattern: "2:4"')
     assert message.startswith("r.yaml:4:")
     assert "wanda does not prune N:M (got 2:4); give sparsity instead" in message

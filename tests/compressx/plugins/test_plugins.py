@@ -6,18 +6,22 @@ import dataclasses
 import importlib
 import importlib.metadata
 import json
+import re
+import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.compressx.plugins.conftest import OFFERS, Site, refusal
 
-import compressx.plugins.discovery
+import compressx
 from compressx.plugins.file import PluginsFile, read_plugins_file
-from compressx.plugins.manager import PluginRecord, code_digest, load_plugins
+from compressx.plugins.kinds import PRUNER
+from compressx.plugins.manager import load_plugins
+from compressx.plugins.record import PluginRecord, code_digest
 from compressx.runtime.errors import PluginError
 
 if sys.version_info >= (3, 11):
@@ -26,70 +30,6 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[3]
-OFFERS = """
-from pydantic import BaseModel
-import compressx
-
-class Options(BaseModel):
-    pass
-
-@compressx.hookimpl
-def compressx_pruners():
-    return [compressx.PrunerSpec(name, "a test", Options, lambda options: None) for name in {names!r}]
-"""
-
-
-class Site:
-    """A folder on sys.path with modules and distributions in it, the only ones whose entry points are seen."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.modules: set[str] = set()
-
-    def module(self, name: str, body: str, folder: str = ".") -> None:
-        path = self.folder / folder / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(body)
-        self.modules.add(name)
-        importlib.invalidate_caches()
-
-    def offers(self, module: str, *pruners: str, folder: str = ".") -> None:
-        self.module(module, OFFERS.format(names=pruners), folder)
-
-    def install(self, distribution: str, **points: str) -> None:
-        info = self.folder / f"{distribution}-1.2.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
-        lines = [f"{name.replace('_', '-')} = {value}" for name, value in points.items()]
-        (info / "entry_points.txt").write_text("\n".join(["[compressx]", *lines]))
-
-    def toml(self, text: str) -> None:
-        (self.folder / "plugins.toml").write_text(text)
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    site = Site(tmp_path)
-
-    def installed_here(**wanted: str) -> importlib.metadata.EntryPoints:
-        found = importlib.metadata.distributions(path=[str(tmp_path)])
-        points = [point for distribution in found for point in distribution.entry_points]
-        return importlib.metadata.EntryPoints(points).select(**wanted)
-
-    monkeypatch.setattr(compressx.plugins.discovery, "entry_points", installed_here)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield site
-    for name in site.modules:
-        sys.modules.pop(name, None)
-
-
-def refusal(load: Callable[[], object]) -> str:
-    with pytest.raises(PluginError) as caught:
-        load()
-    return str(caught.value)
-
-
 # --- finding and loading
 
 
@@ -97,10 +37,11 @@ def test_an_installed_plugin_is_loaded_with_its_distribution_and_pruners(site: S
     site.offers("cx_alps", "alps", "alps-fast")
     site.install("compressx-alps", alps="cx_alps")
     plugins = load_plugins()
-    assert plugins.records == (
-        PluginRecord("alps", "compressx-alps", "1.2", "entry point", "cx_alps", "loaded", None, ("alps", "alps-fast")),
-    )
-    assert plugins.pruner("alps-fast").name == "alps-fast"
+    place = "entry point of compressx-alps 1.2"
+    found = PluginRecord("alps", "cx_alps", "entry point", place, "compressx-alps", "1.2")
+    offers = {"pruners": ("alps", "alps-fast")}
+    assert plugins.records == (dataclasses.replace(found, status="loaded", offers=offers),)
+    assert plugins.find(PRUNER, "alps-fast").name == "alps-fast"
     assert plugins.manager.get_plugin("alps") is sys.modules["cx_alps"]
 
 
@@ -120,8 +61,10 @@ def test_the_sources_come_in_their_order(site: Site) -> None:
 
 def test_records_can_be_written_as_json(site: Site) -> None:
     site.offers("cx_a", "a")
-    record = json.loads(json.dumps(dataclasses.asdict(load_plugins(modules=["cx_a"]).records[0])))
-    assert (record["name"], record["status"], record["pruners"]) == ("cx_a", "loaded", ["a"])
+    assert json.loads(json.dumps(load_plugins(modules=["cx_a"]).records[0].as_json())) == {
+        "name": "cx_a", "distribution": None, "version": None, "source": "--plugin", "module": "cx_a",
+        "status": "loaded", "error": None, "summary": "", "pruners": ["a"],
+    }  # fmt: skip
 
 
 def test_an_object_of_a_module_can_be_a_plugin(site: Site) -> None:
@@ -129,14 +72,14 @@ def test_an_object_of_a_module_can_be_a_plugin(site: Site) -> None:
     site.module(
         "cx_object", body.replace("\ndef", "\n  def").replace("\n    return", "\n      return") + "\nplugin = Plugin()"
     )
-    assert list(load_plugins(modules=["cx_object:plugin"]).pruners) == ["x"]
+    assert list(load_plugins(modules=["cx_object:plugin"]).offers["pruners"]) == ["x"]
 
 
 def test_two_loads_share_nothing(site: Site) -> None:
     site.offers("cx_a", "a")
     first, second = load_plugins(modules=["cx_a"]), load_plugins()
     assert first.manager is not second.manager
-    assert (list(first.pruners), list(second.pruners)) == (["a"], [])
+    assert (list(first.offers["pruners"]), list(second.offers["pruners"])) == (["a"], [])
 
 
 def test_without_entry_points_only_the_listed_plugins_are_loaded(site: Site) -> None:
@@ -202,7 +145,7 @@ def test_a_plugin_that_fails_is_recorded_and_the_others_go_on(site: Site, body: 
         ("bad", "failed", error.replace("HERE", str(site.folder))),
         ("good", "loaded", None),
     ]
-    assert list(plugins.pruners) == ["good"]
+    assert list(plugins.offers["pruners"]) == ["good"]
 
 
 def test_a_required_plugin_that_fails_is_an_error_with_its_cause(site: Site) -> None:
@@ -336,7 +279,7 @@ def listen(report):
     plugins.manager.hook.compressx_run_finished(report=None, output="folder")
     plugins.manager.hook.compressx_block_pruned(report="block 3")
     assert sys.modules["cx_listener"].heard == ["folder", "block 3"]
-    assert plugins.records[0].pruners == ()
+    assert plugins.records[0].offers == {"pruners": ()}
 
 
 @pytest.mark.parametrize(
@@ -373,7 +316,7 @@ def listen(report):
             "TypeError: pruner 'x' has check True, which is not callable",
         ),
         ("[spec('x', Options, None)]", "TypeError: pruner 'x' has build None, which is not callable"),
-        ("[spec('x', Options), spec('x', Options)]", "ValueError: compressx_pruners offers a pruner twice: x, x"),
+        ("[spec('x', Options), spec('x', Options)]", "ValueError: compressx_pruners offers the pruner 'x' twice"),
     ],
 )
 def test_a_plugin_that_offers_nonsense_fails_and_hears_nothing(site: Site, returned: str, error: str) -> None:
@@ -395,7 +338,7 @@ def compressx_block_pruned(report):
     plugins = load_plugins()
     assert [(r.status, r.error) for r in plugins.records] == [("failed", error)]
     plugins.manager.hook.compressx_block_pruned(report=None)
-    assert plugins.pruners == {}
+    assert plugins.offers == {"pruners": {}}
 
 
 def test_each_pruner_has_one_owner(site: Site) -> None:
@@ -413,11 +356,11 @@ def test_each_pruner_has_one_owner(site: Site) -> None:
 
 def test_an_unknown_pruner_names_the_nearest_one(site: Site) -> None:
     site.offers("cx_a", "wanda", "alps")
-    assert refusal(lambda: load_plugins(modules=["cx_a"]).pruner("wnada")) == (
+    assert refusal(lambda: load_plugins(modules=["cx_a"]).find(PRUNER, "wnada")) == (
         "no pruner 'wnada'; did you mean 'wanda'? valid: alps, wanda; compressx plugins lists what is installed"
     )
     assert (
-        refusal(lambda: load_plugins().pruner("wanda"))
+        refusal(lambda: load_plugins().find(PRUNER, "wanda"))
         == "no pruner 'wanda'; none is loaded; compressx plugins lists what is installed"
     )
 
@@ -426,18 +369,18 @@ def test_a_pruner_whose_plugin_failed_says_why(site: Site) -> None:
     site.module("cx_alps", "import flash_attn_9")
     site.install("compressx-alps", fast="cx_alps")
     plugins = load_plugins()
-    assert refusal(lambda: plugins.pruner("alps")) == (
+    assert refusal(lambda: plugins.find(PRUNER, "alps")) == (
         "no pruner 'alps': plugin 'fast' (entry point) failed to load: ModuleNotFoundError: "
         "No module named 'flash_attn_9'"
     )
-    assert refusal(lambda: plugins.pruner("owl")) == (
+    assert refusal(lambda: plugins.find(PRUNER, "owl")) == (
         "no pruner 'owl'; none is loaded; plugins that failed to load: fast; compressx plugins lists what is installed"
     )
 
 
 def test_a_pruner_whose_plugin_is_blocked_says_so(site: Site) -> None:
     site.toml('[[plugin]]\nname = "mine"\nmodule = "cx_mine"\npruners = ["owl"]\n')
-    assert refusal(lambda: load_plugins(blocked=["mine"]).pruner("owl")) == (
+    assert refusal(lambda: load_plugins(blocked=["mine"]).find(PRUNER, "owl")) == (
         "no pruner 'owl': plugin 'mine' (plugins.toml) is blocked; drop -p no:mine, or its name from [load] disabled"
     )
 
@@ -449,7 +392,7 @@ def test_a_folder_of_the_project_is_on_sys_path_only_during_the_import(site: Sit
     site.offers("cx_inside", "inside", folder="lib/deep")
     site.toml('[[plugin]]\nname = "inside"\nmodule = "cx_inside"\npath = "lib/deep"\n')
     before = list(sys.path)
-    assert list(load_plugins().pruners) == ["inside"]
+    assert list(load_plugins().offers["pruners"]) == ["inside"]
     assert sys.path == before
 
 
@@ -489,7 +432,7 @@ def test_declared_pruners_have_to_be_those_that_are_registered(site: Site) -> No
         "plugin 'a' (plugins.toml:1) registers the pruners one, two, but plugins.toml says one"
     )
     site.toml('[[plugin]]\nname = "a"\nmodule = "cx_a"\npruners = ["two", "one"]\n')
-    assert load_plugins().records[0].pruners == ("one", "two")
+    assert load_plugins().records[0].offers["pruners"] == ("one", "two")
 
 
 @pytest.mark.parametrize("versions", [">=0.0.1", "<1000", "!=0.0.0,>=0"])
@@ -506,7 +449,7 @@ def test_a_plugin_for_other_versions_is_never_imported_and_says_which_it_needs(s
     (record,) = load_plugins().records
     assert record.status == "failed"
     assert record.error == f"it needs compressx >=99, and this is {compressx.__version__}; update one of the two"
-    assert "it needs compressx >=99" in refusal(lambda: load_plugins().pruner("mine"))
+    assert "it needs compressx >=99" in refusal(lambda: load_plugins().find(PRUNER, "mine"))
     site.toml('[load]\nrequired = ["mine"]\n' + listed)
     assert "'mine' (plugins.toml:3) is required and failed to load: it needs compressx >=99" in refusal(load_plugins)
 
@@ -580,12 +523,19 @@ def test_a_plugins_file_that_is_not_utf_8_names_the_line(site: Site) -> None:
     assert refusal(load_plugins) == "plugins.toml:2: byte 0xff is not UTF-8; save the file as UTF-8"
 
 
-def test_the_repositorys_own_file_lists_its_entry_points() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    file = read_plugins_file(ROOT / "plugins.toml")
-    assert {p.name: p.module for p in file.plugins} == project["entry-points"]["compressx"]
-    assert set(file.load.required) == {p.name for p in file.plugins}
-    assert all(p.pruners and p.summary for p in file.plugins)
+def test_the_repositorys_own_file_loads_what_the_package_installs() -> None:
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["compressx"]
+    records = [r for r in load_plugins(toml=ROOT / "plugins.toml").records if r.distribution == "compressx"]
+    assert {r.name: r.module for r in records} == points
+    assert {r.status for r in records} == {"loaded"}
+
+
+def test_the_example_in_the_repositorys_own_file_loads(site: Site) -> None:
+    shutil.copytree(ROOT / "examples", site.folder / "examples")
+    site.toml(re.sub(r"^# (?=\[\[|\w+ = )", "", (ROOT / "plugins.toml").read_text(), flags=re.MULTILINE))
+    (record,) = load_plugins().records
+    site.modules.add(record.module)
+    assert record.offers["pruners"] == ("random",)
 
 
 # --- fuzzing
@@ -680,7 +630,11 @@ def test_arbitrary_tables_are_read_as_written_or_refused_with_a_line(
     outcome = read(path)
     if isinstance(outcome, PluginsFile):
         assert outcome.load.model_dump(exclude_unset=True) == load
-        assert [p.model_dump(exclude_unset=True) for p in outcome.plugins] == plugins
+        for record, table in zip(outcome.plugins, plugins, strict=True):
+            declared = {"pruners": tuple(table["pruners"])} if "pruners" in table else {}
+            assert (record.name, record.module, record.offers) == (table["name"], table["module"], declared)
+            assert record.summary == table.get("summary", "")
+            assert record.folder == ((tmp_path / table["path"]).resolve() if "path" in table else None)
     else:
         places = [line.removeprefix(f"{path}:").split(": ")[0] for line in outcome.split("\n")]
         assert all(lines[int(place) - 1] for place in places)

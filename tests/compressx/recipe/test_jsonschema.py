@@ -27,7 +27,7 @@ def committed() -> Draft202012Validator:
 
 
 def test_the_committed_schema_is_that_of_the_code():
-    options = {name: spec.options for name, spec in load_plugins().pruners.items()}
+    options = {name: spec.options for name, spec in load_plugins().offers["pruners"].items()}
     assert COMMITTED.read_text() == text_of(json_schema(options)), (
         "the recipe has changed; write its schema anew: compressx schema > recipes/recipe.schema.json"
     )
