@@ -431,8 +431,8 @@ EXPLICIT = "{method: explicit, sparsities: {%s}}"
         ("{method: uniform, target: 0.9}", '{targets: ["*"], pruner: wanda, pattern: "2:4"}', "9:31",
          ("target 0.9 cannot be reached", "v_proj allow at most 0.75")),
         ("{method: owl, target: 0.9}", "", "9:1", ("from 0.82 to 0.98", "at most 0.05 fits")),
-        ("{method: divergence, target: 0.5, scope: block}", "", "9:42", ("nothing is left to choose",)),
-        ("{method: divergence, target: 0.5, unit: layer}", "", "9:42", ("'block', 'rule' or 'linear'",)),
+        ("{method: divergence, target: 0.5, scope: block}", "", "9:47", ("nothing is left to choose",)),
+        ("{method: divergence, target: 0.5, unit: layer}", "", "9:47", ("'block', 'rule' or 'linear'",)),
         ("{method: error, target: 0.5}", "", "9:14", ("method error was renamed; use divergence",)),
     ],
 )  # fmt: skip
