@@ -636,7 +636,7 @@ def test_block_reconstruction_goes_by_the_losss_reaction_whatever_prunes(
     asked = recipe(models("llama"), {"targets": ["*.up_proj"], "pruner": "wanda", "sparsity": 0.5})
     asked["reconstruct_block"] = {"passes": 1}
     whole = run(asked, plugins=plugins)
-    monkeypatch.setattr("compressx.pipeline.run.fisher_diagonal", lambda *_, **__: FisherDiagonal())
+    monkeypatch.setattr("compressx.pipeline.pruning.fisher_diagonal", lambda *_, **__: FisherDiagonal())
     without = run({**asked, "output": "without"}, plugins=plugins)
     for mine, others in zip(whole.blocks, without.blocks, strict=True):
         assert mine.reconstruction is not None
@@ -661,7 +661,7 @@ def test_what_an_allocation_measures_with_counts_against_the_memory_limit_and_go
 ) -> None:
     left: list[Path] = []
     monkeypatch.setattr(
-        "compressx.pipeline.run.prune_model",
+        "compressx.pipeline.pruning.prune_model",
         lambda *given: left.extend(Path().rglob("allocation")) or prune_model(*given),
     )
     window = 32 * 64 * 4
