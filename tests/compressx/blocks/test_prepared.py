@@ -98,7 +98,7 @@ def test_a_failure_to_prepare_names_the_plugin_the_linear_and_the_line():
         list(prune_model(InMemory(model), plan_all(model, spec_of(Broken()), HALF), batches()))
 
 
-@pytest.mark.parametrize(("separable", "reads"), [(True, 4), (False, 2)])
+@pytest.mark.parametrize(("separable", "reads"), [(True, 5), (False, 2)])
 def test_weights_are_summed_no_more_often_than_a_pruner_could_have_changed_them(separable, reads, monkeypatch):
     """Before any pruner is asked, after its own; and where others are asked in between, before, and at the end."""
     read: list[int] = []
@@ -108,4 +108,4 @@ def test_weights_are_summed_no_more_often_than_a_pruner_could_have_changed_them(
     plan = plan_all(model, spec_of(Preparing(), separable=separable), HALF, only="layers.0.")
     list(prune_model(InMemory(model), plan, batches()))
     weights = sum(x.weights for x in plan.linears)
-    assert sum(read) <= reads * weights + (weights if separable else 0)
+    assert (reads - 1) * weights < sum(read) <= reads * weights
