@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from compressx import Block, SequenceSample, Unstructured
-from compressx.blocks.observe import observe
+from compressx.blocks.observe import Observed, observe
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import advance, capture, each_block, passes
@@ -154,7 +154,7 @@ def layers(model: torch.nn.Module, calibration: Tensor, evaluation: Tensor) -> I
     for block, runs in each_block(access, found, calls):
         query = layer.find_projections(block).query
         inputs = SequenceSample(query.linear.in_features)
-        observe(block.linears, {query.name: {"inputs": inputs}}, passes(runs, states))
+        observe(block.linears, {query.name: {"inputs": Observed(inputs)}}, passes(runs, states))
         yield block.index, block, inputs.sequences
         advance(block.fqn, runs, states)
 

@@ -26,8 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressx import NM, Block, Hessian, PrunerSpec, Statistic, Unstructured
-from compressx.blocks.observe import observe
+from compressx import NM, Block, Hessian, PrunerSpec, Unstructured
+from compressx.blocks.observe import Observed, observe
+from compressx.blocks.prepared import answer_of
+from compressx.blocks.select import Stats
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import advance, capture, each_block, passes
@@ -41,11 +43,11 @@ Row = dict[str, str]
 
 
 @dataclass(frozen=True, eq=False)
-class Observed:
+class ObservedBlock:
     """One dense block and the statistics of its linears: by linear, then by pruner, `SEEN` or `UNSEEN`."""
 
     block: Block
-    stats: dict[str, dict[str, Statistic]]
+    stats: Stats
 
 
 def windows(tokenizer: Any, text: Path, samples: int, held_out: int, length: int, seed: int) -> tuple[Tensor, ...]:
@@ -61,7 +63,7 @@ def windows(tokenizer: Any, text: Path, samples: int, held_out: int, length: int
 
 def blocks(
     model: torch.nn.Module, texts: Sequence[Tensor], pruners: Sequence[PrunerSpec], indices: Sequence[int] | None
-) -> Iterator[Observed]:
+) -> Iterator[ObservedBlock]:
     """Run the dense model block by block and yield the observed ones; `texts` are the seen and the unseen windows."""
     access, found = InMemory(model), survey(model)
     batches = [torch.split(text, 8) for text in texts]
@@ -74,15 +76,15 @@ def blocks(
         if indices is None or whole.index in indices:
             block, running = replace(whole, calls=whole.calls[:seen]), passes(runs, states)
             linears = block.linears
-            wanted: dict[str, dict[str, Statistic]] = {
-                n: {SEEN: Hessian(x.in_features)}
-                | {name: s for name, p in built.items() if (s := p.observe(block, n)) is not None}
+            wanted: Stats = {
+                n: {SEEN: Observed(Hessian(x.in_features))}
+                | {name: Observed(s) for name, p in built.items() if (s := p.observe(block, n)) is not None}
                 for n, x in linears.items()
             }
-            unseen: dict[str, dict[str, Statistic]] = {n: {UNSEEN: Hessian(x.in_features)} for n, x in linears.items()}
+            unseen: Stats = {n: {UNSEEN: Observed(Hessian(x.in_features))} for n, x in linears.items()}
             observe(linears, wanted, running[:seen])
             observe(linears, unseen, running[seen:])
-            yield Observed(block, {n: wanted[n] | unseen[n] for n in linears})
+            yield ObservedBlock(block, {n: wanted[n] | unseen[n] for n in linears})
         advance(whole.fqn, runs, states)
 
 
@@ -91,18 +93,20 @@ def squares(change: Tensor, matrix: Tensor) -> float:
     return float(((change @ matrix) * change).sum())
 
 
-def measure(observed: Observed, patterns: Sequence[Unstructured | NM], pruners: Sequence[PrunerSpec]) -> Iterator[Row]:
+def measure(
+    observed: ObservedBlock, patterns: Sequence[Unstructured | NM], pruners: Sequence[PrunerSpec]
+) -> Iterator[Row]:
     """Prune each linear of a block to each pattern with each pruner."""
     for name, linear in observed.block.linears.items():
         stats = observed.stats[name]
         dense = linear.weight.double()
-        matrices = [h.matrix.double() for text in (SEEN, UNSEEN) if isinstance(h := stats[text], Hessian)]
+        matrices = [h.matrix.double() for text in (SEEN, UNSEEN) if isinstance(h := stats[text].statistic, Hessian)]
         whole = [squares(dense, matrix) for matrix in matrices]
         for pattern, spec in itertools.product(patterns, pruners):
             pruner = spec.build(spec.options())
             own = {name: stats[spec.name]} if spec.name in stats else {}
             started = time.perf_counter()
-            result = pruner.prune(observed.block, {name: pattern}, own)[name]
+            result = answer_of(spec.name, pruner, observed.block, {name: pattern}, own)[name]
             seconds = time.perf_counter() - started
             new = dense if result.weight is None else result.weight.double()
             change = torch.where(result.keep, new, 0.0) - dense

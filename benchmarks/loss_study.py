@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from compressx import Block, Linear, Unstructured
+from compressx.blocks.contract import Checksums
 from compressx.blocks.fisher import FisherDiagonal, divergences, fisher_diagonal, gradients
 from compressx.blocks.hooks import inputs_watched
 from compressx.blocks.select import decide, gather, write
@@ -181,7 +182,8 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
                 for sparsity in (float(s) for _, m, s in wanted if m == method):
                     pattern = Unstructured(sparsity, spec.groups[0])
                     with restored(block):
-                        for name, result in decide(rule, built, known, dict.fromkeys(linears, pattern), stats).items():
+                        untouched, patterns = Checksums(known, [method]), dict.fromkeys(linears, pattern)
+                        for name, result in decide(rule, built, known, patterns, stats, untouched).items():
                             write(linears[name], result)
                         growth = math.log(token_perplexity(access, evaluation) / base)
                         yield {

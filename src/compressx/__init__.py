@@ -23,7 +23,16 @@ if TYPE_CHECKING:
         keep_mask,
         keep_masks,
     )
-    from compressx.api.pruner import Block, BlockCall, Linear, Pruner, PruneResult, PrunerSpec, Statistic
+    from compressx.api.pruner import (
+        Block,
+        BlockCall,
+        Linear,
+        PreparingPruner,
+        Pruner,
+        PruneResult,
+        PrunerSpec,
+        Statistic,
+    )
     from compressx.api.record import BlockReport, LayerReport, RunReport
     from compressx.api.statistics import FeatureNorms, Hessian, SequenceSample
     from compressx.pipeline.run import plan, run
@@ -43,7 +52,7 @@ _HOME = {
     "api.patterns": ["NM", "FixedMask", "Pattern", "Unstructured", "count_dropped", "drop_lowest", "keep_mask",
                  "keep_masks"],
     "plugins.manager": ["Plugins", "load_plugins"],
-    "api.pruner": ["Block", "BlockCall", "Linear", "PruneResult", "Pruner", "PrunerSpec",
+    "api.pruner": ["Block", "BlockCall", "Linear", "PreparingPruner", "PruneResult", "Pruner", "PrunerSpec",
                "Statistic"],
     "api.record": ["BlockReport", "LayerReport", "RunReport"],
     "pipeline.run": ["plan", "run"],
@@ -67,6 +76,7 @@ __all__ = [
     "Pattern",
     "PluginError",
     "Plugins",
+    "PreparingPruner",
     "PruneResult",
     "Pruner",
     "PrunerSpec",

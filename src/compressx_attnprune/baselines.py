@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compressx import NM, FixedMask, Pattern, Unstructured
 from compressx.numerics.obs import inverse_cholesky, sweep
+from compressx.numerics.wanda import wanda_scores
 from compressx_attnprune.losses import Pair, parts
 
 Choose = Callable[[Pair], Pair]
@@ -67,7 +68,7 @@ def wanda(weights: Pair, inputs: Inputs, choose: Choose) -> tuple[Pair, Pair]:
     Returns:
         Masks and weights.
     """
-    query, key = (_row_ranks(w.double().abs() * inputs.norms) for w in weights)
+    query, key = (_row_ranks(wanda_scores(w, inputs.norms)) for w in weights)
     keeps = choose((query, key))
     return keeps, (weights[0] * keeps[0], weights[1] * keeps[1])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -40,7 +39,6 @@ HEAT_MAP_TOKENS = 64
 class _Prepared:
     """What pruning a block needs and no budget changes."""
 
-    block: Block
     projections: Projections
     layer: Layer
     losses: Mapping[str, Loss]
@@ -51,49 +49,16 @@ class AttnPrune:
 
     def __init__(self, options: AttnPruneOptions) -> None:
         self.options = options
-        # For when a block is asked for again at another budget: as long as the host holds its statistics, no longer.
-        self._prepared: tuple[weakref.ref[SequenceSample], _Prepared] | None = None
 
     def observe(self, block: Block, name: str) -> SequenceSample:
         """Ask for whole input sequences; query and key have the same input, so the host keeps one sample."""
         return SequenceSample(block.linears[name].in_features, self.options.sequences)
 
     @torch.no_grad()
-    def prune(
-        self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic]
-    ) -> dict[str, PruneResult]:
-        """Choose both masks and, but in mask mode, the survivors' new values.
-
-        `info` holds, measured on the held-out sequences, `attention_error`, ||P~ - P||_F^2 / ||P||_F^2, and
-        `output_error`, the same ratio of *squared* norms for what the attention adds to the residual stream; with
-        `.wanda` and `.sparsegpt` those of the two methods under the same budget. Both are of pruned queries and keys
-        alone: the value rows of a fused weight count as dense.
-        """
-        layer.check(block, patterns)
-        prepared = self._prepare(block, stats)
-        budget = _budget(prepared.projections, patterns)
-        try:
-            solution = solver.solve(prepared.layer, budget, self.options)
-        except NotPositiveDefiniteError as error:
-            raise CalibrationError(f"{prepared.projections.query.name}: {error}") from error
-        info = _errors(prepared, solution)
-        if solution.fell_back:
-            info["fell_back"] = 1.0
-        images = _heat_maps(prepared.layer, solution) if self.options.heat_map else {}
-        keeps, weights = _assemble(prepared, patterns, solution)
-        return {
-            name: PruneResult(keeps[name], weights[name], info, images=images, history=solution.histories)
-            for name in patterns
-        }
-
-    def _prepare(self, block: Block, stats: Mapping[str, Statistic]) -> _Prepared:
+    def prepare(self, block: Block, name: str, sample: SequenceSample) -> _Prepared:  # noqa: ARG002 - the protocol
+        """Read the attention off the block and hold it against the block's own; its curvature follows when needed."""
         projections = layer.find_projections(block)
-        if self._prepared is not None:
-            of_sample, last = self._prepared
-            if last.block is block and of_sample() is stats.get(projections.query.name):
-                return last
-        self._forget()  # before the next one is measured: two would need twice the memory
-        sample, x = _shared_input(projections, stats)
+        x = sample.sequences
         attention = layer.describe(block)
         layer.verify(block, attention, x)
         losses: dict[str, Loss] = {
@@ -108,17 +73,42 @@ class AttnPrune:
         held_out = min(len(x) - 1, max(1, round(self.options.held_out * len(x))))
         text = Text(x[:-held_out], x[-held_out:]) if held_out else Text(x, x)
         dense = (projections.query.weight.clone(), projections.key.weight.clone())
-        of = Layer(losses[self.options.objective], text, dense, self.options.damping)
-        prepared = _Prepared(block, projections, of, losses)
-        self._prepared = (weakref.ref(sample, self._forget), prepared)
-        return prepared
+        return _Prepared(projections, Layer(losses[self.options.objective], text, dense, self.options.damping), losses)
 
-    def _forget(self, _gone: object = None) -> None:
-        self._prepared = None
+    @torch.no_grad()
+    def prune(
+        self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic],
+        prepared: Mapping[str, _Prepared],
+    ) -> dict[str, PruneResult]:  # fmt: skip
+        """Choose both masks and, but in mask mode, the survivors' new values.
+
+        `info` holds, measured on the held-out sequences, `attention_error`, ||P~ - P||_F^2 / ||P||_F^2, and
+        `output_error`, the same ratio of *squared* norms for what the attention adds to the residual stream; with
+        `.wanda` and `.sparsegpt` those of the two methods under the same budget. Both are of pruned queries and keys
+        alone: the value rows of a fused weight count as dense.
+        """
+        layer.check(block, patterns)
+        projections = layer.find_projections(block)
+        _refuse_unlike_inputs(projections, stats)
+        ready = prepared[projections.query.name]
+        budget = _budget(projections, patterns)
+        try:
+            solution = solver.solve(ready.layer, budget, self.options)
+        except NotPositiveDefiniteError as error:
+            raise CalibrationError(f"{projections.query.name}: {error}") from error
+        info = _errors(ready, solution)
+        if solution.fell_back:
+            info["fell_back"] = 1.0
+        images = _heat_maps(ready.layer, solution) if self.options.heat_map else {}
+        keeps, weights = _assemble(ready, patterns, solution)
+        return {
+            name: PruneResult(keeps[name], weights[name], info, images=images, history=solution.histories)
+            for name in patterns
+        }
 
 
-def _shared_input(projections: Projections, stats: Mapping[str, Statistic]) -> tuple[SequenceSample, Tensor]:
-    """Return the input sequences [sequences, tokens, in_features] of both projections, which must be the same."""
+def _refuse_unlike_inputs(projections: Projections, stats: Mapping[str, Statistic]) -> None:
+    """Refuse projections without input sequences [sequences, tokens, in_features], or with different ones."""
     samples: list[SequenceSample] = []
     for rows in (projections.query, projections.key):
         sample = stats.get(rows.name)
@@ -128,13 +118,12 @@ def _shared_input(projections: Projections, stats: Mapping[str, Statistic]) -> t
                 f"{'none' if sample is None else f'an empty {type(sample).__name__}'}; add calibration to the recipe"
             )
         samples.append(sample)
-    x = samples[0].sequences
-    if samples[0] is not samples[1] and not torch.equal(x, other := samples[1].sequences):
+    query, key = samples
+    if query is not key and not torch.equal(x := query.sequences, other := key.sequences):
         raise CalibrationError(
             f"{projections.query.name} and {projections.key.name} were handed different inputs, {tuple(x.shape)} and "
             f"{tuple(other.shape)}, and attention pruning needs queries and keys of the same sequences"
         )
-    return samples[0], x
 
 
 def _budget(projections: Projections, patterns: Mapping[str, Pattern]) -> Budget:

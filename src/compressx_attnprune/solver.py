@@ -15,6 +15,7 @@ from functools import cached_property
 from torch import Tensor
 
 from compressx import NM, FixedMask, Pattern, Unstructured, keep_masks
+from compressx.numerics.wanda import wanda_scores
 from compressx_attnprune import baselines, curvature, kronecker, training
 from compressx_attnprune.baselines import Inputs
 from compressx_attnprune.curvature import Curvature
@@ -235,7 +236,7 @@ def ranked(masks: Pair, inputs: Inputs, weights: Pair) -> Pair:
     Returns:
         Scores in float64, of the weights' shapes, comparable between the two.
     """
-    second = [w.double().abs() * inputs.norms for w in weights]
+    second = [wanda_scores(w, inputs.norms) for w in weights]
     largest = max(float(s.max()) for s in second) or 1.0
     # Below the spacing of float32 numbers up to one, so that it orders ties and nothing else.
     query, key = (m.double() + s / largest * 2.0**-40 for m, s in zip(masks, second, strict=True))

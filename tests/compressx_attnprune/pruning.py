@@ -10,7 +10,9 @@ from tests.compressx_attnprune import blocks
 
 from compressx import NM, FixedMask, Pattern, PruneResult, Unstructured
 from compressx.api.patterns import keep_mask, zeros_in
-from compressx.api.pruner import Block, Statistic
+from compressx.api.pruner import Block
+from compressx.blocks.observe import Observed
+from compressx.blocks.prepared import answer_of
 from compressx_attnprune import plugin
 
 SPEC = plugin.compressx_pruners()[0]
@@ -30,14 +32,20 @@ def few_steps(mode: str, steps: int) -> dict[str, int]:
     return {} if mode == "gauss-newton" else {"steps": steps}
 
 
-def observed(recorded: blocks.Recorded, pruner: Any) -> dict[str, Statistic]:
+def observed(recorded: blocks.Recorded, pruner: Any) -> dict[str, Observed]:
     """Fill what the pruner asks for, one sample shared by both projections as the host does."""
     names = blocks.targets(recorded.block)
     sample = pruner.observe(recorded.block, names[0])
     assert sample == pruner.observe(recorded.block, names[-1])  # equal when fresh, so the host shares it
     for batch in recorded.x.split(2):
         sample.update(batch)
-    return dict.fromkeys(names, sample)
+    return dict.fromkeys(names, Observed(sample))
+
+
+def asked(
+    pruner: Any, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Observed], kept: Any = None
+) -> dict[str, PruneResult]:
+    return dict(answer_of(SPEC.name, pruner, block, patterns, stats, kept))
 
 
 def prune(
@@ -45,7 +53,7 @@ def prune(
 ) -> dict[str, PruneResult]:
     pruner = SPEC.build(SPEC.options(**few_steps(options.get("mode", "gauss-newton"), 5), **options))
     patterns = pattern if isinstance(pattern, Mapping) else dict.fromkeys(blocks.targets(recorded.block), pattern)
-    return dict(pruner.prune(recorded.block, patterns, observed(recorded, pruner)))
+    return asked(pruner, recorded.block, patterns, observed(recorded, pruner))
 
 
 def given_masks(block: Block, chosen_as: Unstructured | NM) -> dict[str, Pattern]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from compressx import NM, Block, FixedMask, Linear, Pattern, Pruner, PruneResult, Unstructured, keep_masks
+from compressx.blocks.observe import Observed
+from compressx.blocks.prepared import answer_of
 from compressx.numerics.obs import NotPositiveDefiniteError
 from compressx.pruners.sparsegpt import SparseGPT, SparseGPTOptions
 from compressx.pruners.wanda import Wanda
@@ -53,10 +55,11 @@ def prune(pruner: Pruner, weights: Pair, x: Tensor, patterns: tuple[Pattern, Pat
         module.weight = nn.Parameter(weight.clone())
         linears[name] = Linear(name, module)
     block = Block(0, "", nn.Module(), linears, (), None)
-    statistic = pruner.observe(block, "q")
+    observed = Observed(pruner.observe(block, "q"))
     for batch in x.split(2):
-        statistic.update(batch)
-    results = pruner.prune(block, dict(zip(linears, patterns, strict=True)), dict.fromkeys(linears, statistic))
+        observed.statistic.update(batch)
+    asked = dict(zip(linears, patterns, strict=True))
+    results = answer_of("host", pruner, block, asked, dict.fromkeys(linears, observed))
     return [results[name] for name in linears]
 
 

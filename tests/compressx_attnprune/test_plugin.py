@@ -15,6 +15,7 @@ from tests.compressx_attnprune.pruning import (
     PATTERNS,
     SEQUENCES,
     SPEC,
+    asked,
     assert_as_asked,
     observed,
     prune,
@@ -22,6 +23,7 @@ from tests.compressx_attnprune.pruning import (
 from torch import Tensor
 
 from compressx import NM, CalibrationError, Hessian, Pattern, SequenceSample, Unstructured
+from compressx.blocks.observe import Observed
 from compressx.numerics.obs import NotPositiveDefiniteError
 from compressx.runtime.errors import RecipeError
 from compressx_attnprune import baselines, layer, plugin, solver
@@ -212,7 +214,7 @@ def test_a_sequence_that_is_the_only_one_is_learnt_from_and_measured_on(monkeypa
 
 def test_only_the_asked_for_sequences_are_kept(llama: blocks.Recorded):
     pruner = SPEC.build(SPEC.options(sequences=3))
-    sample = next(iter(observed(llama, pruner).values()))
+    sample = next(iter(observed(llama, pruner).values())).statistic
     assert torch.equal(sample.sequences, llama.x[:3])
 
 
@@ -247,46 +249,47 @@ def test_pruning_leaves_the_block_and_its_statistics_alone(llama: blocks.Recorde
     before = {n: p.clone() for n, p in llama.block.module.named_parameters()}
     pruner = SPEC.build(SPEC.options(mode="joint", steps=3, refit=2))
     stats = observed(llama, pruner)
-    results = pruner.prune(llama.block, dict.fromkeys(stats, HALF), stats)
+    results = asked(pruner, llama.block, dict.fromkeys(stats, HALF), stats)
     for result in results.values():
         result.weight.zero_()  # nor is any of it the module's own memory
     assert all(torch.equal(p, before[n]) for n, p in llama.block.module.named_parameters())
-    assert torch.equal(next(iter(stats.values())).sequences, llama.x)
+    assert torch.equal(next(iter(stats.values())).statistic.sequences, llama.x)
 
 
 def test_missing_calibration_is_an_error_that_names_the_layer(llama: blocks.Recorded):
     query, key = blocks.targets(llama.block)
     pruner = SPEC.build(SPEC.options())
     patterns = dict.fromkeys((query, key), HALF)
-    for stats in ({}, {query: SequenceSample(64), key: SequenceSample(64)}, {query: Hessian(64), key: Hessian(64)}):
+    for kind in (None, SequenceSample, Hessian):
+        stats = {n: Observed(kind(64)) for n in (query, key) if kind}
         with pytest.raises(CalibrationError, match=rf"{query}: attnprune needs calibration sequences"):
-            pruner.prune(llama.block, patterns, stats)
+            asked(pruner, llama.block, patterns, stats)
     with pytest.raises(CalibrationError, match=rf"{key}: attnprune needs calibration sequences and got none"):
-        pruner.prune(llama.block, patterns, {query: observed(llama, pruner)[query]})
+        asked(pruner, llama.block, patterns, {query: observed(llama, pruner)[query]})
 
 
 def test_different_inputs_of_query_and_key_are_refused(llama: blocks.Recorded):
     query, key = blocks.targets(llama.block)
     pruner = SPEC.build(SPEC.options())
-    stats = {**observed(llama, pruner), key: SequenceSample(64)}
-    stats[key].update(llama.x + 1)
+    stats = {**observed(llama, pruner), key: Observed(SequenceSample(64))}
+    stats[key].statistic.update(llama.x + 1)
     with pytest.raises(CalibrationError, match=f"{query} and {key} were handed different inputs"):
-        pruner.prune(llama.block, dict.fromkeys((query, key), HALF), stats)
+        asked(pruner, llama.block, dict.fromkeys((query, key), HALF), stats)
 
 
 def test_equal_inputs_in_two_samples_are_as_good_as_one(llama: blocks.Recorded):
     query, key = blocks.targets(llama.block)
     pruner = SPEC.build(SPEC.options())
-    stats = {**observed(llama, pruner), key: SequenceSample(64)}
-    stats[key].update(llama.x)
-    results = pruner.prune(llama.block, dict.fromkeys((query, key), HALF), stats)
+    stats = {**observed(llama, pruner), key: Observed(SequenceSample(64))}
+    stats[key].statistic.update(llama.x)
+    results = asked(pruner, llama.block, dict.fromkeys((query, key), HALF), stats)
     assert torch.equal(results[key].weight, prune(llama, HALF)[key].weight)
 
 
 def test_wrong_targets_are_refused_while_pruning_too(llama: blocks.Recorded):
     query, _ = blocks.targets(llama.block)
     with pytest.raises(RecipeError, match="does not take"):
-        SPEC.build(SPEC.options()).prune(llama.block, {query: HALF}, {})
+        asked(SPEC.build(SPEC.options()), llama.block, {query: HALF}, {})
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])

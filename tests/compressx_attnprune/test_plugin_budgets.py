@@ -15,6 +15,7 @@ from tests.compressx_attnprune.pruning import (
     PATTERNS,
     SEQUENCES,
     SPEC,
+    asked,
     assert_as_asked,
     few_steps,
     given_masks,
@@ -176,19 +177,19 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @each_mode
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_another_sparsity_of_the_same_block_measures_nothing_again_and_gives_what_a_fresh_pruner_gives(
+def test_another_sparsity_of_the_same_block_measures_nothing_again_and_gives_what_preparing_anew_gives(
     architecture: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ):
     recorded = blocks.record(architecture, sequences=SEQUENCES)
     calls = counted(monkeypatch)
     pruner = SPEC.build(SPEC.options(mode=mode, **few_steps(mode, 5)))
-    stats = observed(recorded, pruner)
+    stats, kept = observed(recorded, pruner), {}
     for sparsity in (0.8, 0.4, 0.6):
         patterns = dict.fromkeys(stats, Unstructured(sparsity, "joint"))
-        again = pruner.prune(recorded.block, patterns, stats)
+        again = asked(pruner, recorded.block, patterns, stats, kept)
         once = sorted(calls)
         assert once == (["verify"] if mode == "mask" else ["measure", "verify"])  # masks need no curvature
-        fresh = SPEC.build(SPEC.options(mode=mode, **few_steps(mode, 5))).prune(recorded.block, patterns, stats)
+        fresh = asked(pruner, recorded.block, patterns, stats)
         del calls[len(once) :]
         for name in patterns:
             assert torch.equal(again[name].keep, fresh[name].keep)
@@ -200,30 +201,18 @@ def test_weights_that_are_written_in_between_do_not_matter(llama: blocks.Recorde
     """Allocation writes each result to see what it costs, and puts the dense weights back before the next."""
     recorded = blocks.record("llama", sequences=SEQUENCES)
     pruner = SPEC.build(SPEC.options())
-    stats = observed(recorded, pruner)
+    stats, kept = observed(recorded, pruner), {}
     dense = {n: recorded.block.linears[n].weight.clone() for n in stats}
-    first = pruner.prune(recorded.block, dict.fromkeys(stats, HALF), stats)
+    first = asked(pruner, recorded.block, dict.fromkeys(stats, HALF), stats, kept)
     for name, result in first.items():
         write(recorded.block.linears[name], result)
         recorded.block.linears[name].weight.copy_(dense[name])
-    second = pruner.prune(recorded.block, dict.fromkeys(stats, HALF), stats)
+    second = asked(pruner, recorded.block, dict.fromkeys(stats, HALF), stats, kept)
     assert all(torch.equal(first[n].weight, second[n].weight) for n in stats)
     assert all(torch.equal(recorded.block.linears[n].weight, dense[n]) for n in stats)
 
 
-def test_another_block_or_other_text_is_measured_anew(llama: blocks.Recorded, monkeypatch: pytest.MonkeyPatch):
-    other = blocks.record("llama", index=2, sequences=SEQUENCES)
-    calls = counted(monkeypatch)
-    pruner = SPEC.build(SPEC.options())
-    for recorded in (llama, other, other):  # the third time with a new sample
-        stats = observed(recorded, pruner)
-        results = pruner.prune(recorded.block, dict.fromkeys(stats, HALF), stats)
-        fresh = prune(recorded, HALF)
-        assert all(torch.equal(results[n].weight, fresh[n].weight) for n in stats)
-    assert calls.count("measure") == calls.count("verify") == 6
-
-
-def test_what_a_block_needed_goes_with_its_statistics(llama: blocks.Recorded, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_block_needed_is_not_held_by_the_pruner(llama: blocks.Recorded, monkeypatch: pytest.MonkeyPatch):
     """Its sequences and curvature are copies, and would lie in memory beside the rest of the block and of the run."""
     needed: list[weakref.ref[Any]] = []
     solve = solver.solve
@@ -235,23 +224,12 @@ def test_what_a_block_needed_goes_with_its_statistics(llama: blocks.Recorded, mo
     monkeypatch.setattr(solver, "solve", spy)
     pruner = SPEC.build(SPEC.options())
     stats = observed(llama, pruner)
-    results = pruner.prune(llama.block, dict.fromkeys(stats, HALF), stats)
+    kept: dict[Any, Any] = {}
+    results = asked(pruner, llama.block, dict.fromkeys(stats, HALF), stats, kept)
     assert needed[0]() is not None
-    stats.clear()
+    kept.clear()
     assert needed[0]() is None
     assert len(results) == 2
-
-
-def test_another_block_is_measured_anew_even_with_the_same_statistics(llama: blocks.Recorded):
-    twin = blocks.record("llama", sequences=SEQUENCES)  # its names, other weights
-    for name in blocks.targets(twin.block):
-        twin.block.linears[name].weight.mul_(1.3)
-    pruner = SPEC.build(SPEC.options())
-    stats = observed(llama, pruner)
-    patterns = dict.fromkeys(stats, HALF)
-    pruner.prune(llama.block, patterns, stats)
-    second, fresh = (p.prune(twin.block, patterns, stats) for p in (pruner, SPEC.build(SPEC.options())))
-    assert all(torch.equal(second[n].weight, fresh[n].weight) for n in stats)
 
 
 @each_mode

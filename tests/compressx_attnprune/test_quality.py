@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from tests.compressx_attnprune import blocks
+from tests.compressx_attnprune.pruning import asked
 from torch import Tensor, nn
 
 from compressx import Block, PruneResult, SequenceSample, Unstructured
 from compressx.api.pruner import BlockCall
+from compressx.blocks.observe import Observed
 from compressx_attnprune import plugin
 
 LAYERS = (3, 10)
@@ -93,7 +95,9 @@ def test_the_closed_form_leaves_a_fraction_of_the_attention_error_of_wanda_and_s
     block = recorded[layer][0]
     names = blocks.targets(block)
     pattern = Unstructured(sparsity, "joint")
-    results = pruners[layer].prune(block, dict.fromkeys(names, pattern), dict.fromkeys(names, samples[layer]))
+    results = asked(
+        pruners[layer], block, dict.fromkeys(names, pattern), dict.fromkeys(names, Observed(samples[layer]))
+    )
     assert figures(results)[1] <= at_most
     zeros = sum(int((~r.keep).sum()) for r in results.values())
     assert zeros == round(sparsity * sum(r.keep.numel() for r in results.values()))
@@ -104,8 +108,8 @@ def test_a_refit_lowers_the_attention_error_on_text_it_has_not_seen(recorded: An
     layer = LAYERS[-1]
     block = recorded[layer][0]
     names = blocks.targets(block)
-    asked = (dict.fromkeys(names, Unstructured(0.9, "joint")), dict.fromkeys(names, samples[layer]))
-    without, refitted = (of.prune(block, *asked) for of in (pruners[layer], pruner(refit=30)))
+    patterns, stats = dict.fromkeys(names, Unstructured(0.9, "joint")), dict.fromkeys(names, Observed(samples[layer]))
+    without, refitted = (asked(of, block, patterns, stats) for of in (pruners[layer], pruner(refit=30)))
     for name in names:
         assert torch.equal(refitted[name].keep, without[name].keep)
     assert figures(refitted)[0] < 0.85 * figures(without)[0]

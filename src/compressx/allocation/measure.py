@@ -22,11 +22,11 @@ from torch import Tensor
 from compressx.allocation.owl import outlier_ratio
 from compressx.allocation.units import Unit
 from compressx.api.patterns import NM, Unstructured
-from compressx.api.pruner import Block, Linear, Statistic
+from compressx.api.pruner import Block, Linear
 from compressx.api.statistics import FeatureNorms
 from compressx.blocks.fisher import divergences, gradients
-from compressx.blocks.observe import observe, refuse_missed
-from compressx.blocks.select import Decision, decide_all, gather, write
+from compressx.blocks.observe import Observed, observe, refuse_missed
+from compressx.blocks.select import Decision, Kept, decide_all, gather, write
 from compressx.models.access import Access
 from compressx.models.architecture import survey
 from compressx.models.blockwise import Run, advance, capture, each_block, passes
@@ -101,8 +101,11 @@ def measure(
         stats = gather(block, by_rule, pruners, dense.passes[:learnt])
         held_out_stream = _Stream(dense.passes[learnt:], dense.outputs[learnt:], output_gradients.pop(block.fqn))
 
+        prepared: Kept = {}
+
         def ask(patterns: Patterns) -> Iterator[tuple[str, Decision]]:
-            return decide_all(block, patterns, pruners, dict(stats), ALONE)  # it gives up statistics as it goes
+            # It gives up statistics as it goes.
+            return decide_all(block, patterns, pruners, dict(stats), ALONE, prepared)
 
         return tuple(_measure(unit, sparsities, block.linears, ask, held_out_stream) for unit in mine)
 
@@ -131,11 +134,11 @@ def measure_outliers(
         (unit,) = (u for u in units if u.block == dense.block.fqn)
         linears = {x.name: dense.block.linears[x.name] for x in unit.linears}
         refuse_damage(dense.block.module, dense.block.fqn)
-        norms: dict[str, dict[str, Statistic]] = {n: {"norms": FeatureNorms(x.in_features)} for n, x in linears.items()}
+        norms = {n: {"norms": Observed(FeatureNorms(x.in_features))} for n, x in linears.items()}
         refuse_missed(linears, observe(linears, norms, dense.passes))
         pairs = []
         for name, linear in linears.items():
-            statistic = norms[name]["norms"]
+            statistic = norms[name]["norms"].statistic
             assert isinstance(statistic, FeatureNorms)  # noqa: S101 - equal statistics may have been shared
             pairs.append((linear.weight, statistic.norms))
         return unit, outlier_ratio(pairs, threshold)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from compressx.numerics.wanda import wanda_scores
+
 
 def outlier_ratio(pairs: Sequence[tuple[Tensor, Tensor]], threshold: float) -> float:
     """Return the fraction of scores |W_ij| * ||X_j||_2 above so many times their mean.
@@ -25,12 +27,8 @@ def outlier_ratio(pairs: Sequence[tuple[Tensor, Tensor]], threshold: float) -> f
         In [0, 1]: an entry of the paper's layerwise outlier distribution, which it gives in percent.
     """
     weights = sum(weight.numel() for weight, _ in pairs)
-    total = sum(float(_scores(*pair).sum(dtype=torch.float64)) for pair in pairs)
-    return sum(int((_scores(*pair) > threshold * total / weights).sum()) for pair in pairs) / weights
-
-
-def _scores(weight: Tensor, norms: Tensor) -> Tensor:
-    return weight.float().abs() * norms.float().to(weight.device)
+    total = sum(float(wanda_scores(*pair).sum(dtype=torch.float64)) for pair in pairs)
+    return sum(int((wanda_scores(*pair) > threshold * total / weights).sum()) for pair in pairs) / weights
 
 
 def sparsities(ratios: Sequence[float], weights: Sequence[int], target: float, spread: float) -> list[float]:

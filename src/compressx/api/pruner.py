@@ -173,6 +173,51 @@ class Pruner(Protocol):
         """
 
 
+@runtime_checkable
+class PreparingPruner(Protocol):
+    """A `Pruner` that computes something from a statistic once, for all sparsities: the factor of a Hessian.
+
+    An allocation asks for the same linears at several sparsities, and linears with the same input share one statistic.
+    """
+
+    def observe(self, block: Block, name: str) -> Statistic | None:
+        """As `Pruner.observe`."""
+
+    def prepare(self, block: Block, name: str, statistic: Any, /) -> Any:
+        """Compute what `prune` needs of a statistic and no pattern changes.
+
+        Args:
+            block: the block; its other linears may be pruned already.
+            name: a linear that has the statistic, the first of those that share it. For messages: what is returned
+                serves the others, too.
+            statistic: what `observe` returned for it, filled; not to be changed.
+
+        Returns:
+            Anything, which `prune` does not change either.
+        """
+
+    def prune(
+        self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic],
+        prepared: Mapping[str, Any],
+    ) -> Mapping[str, PruneResult]:  # fmt: skip
+        """Decide as `Pruner.prune` does.
+
+        Args:
+            block: as there.
+            patterns: as there.
+            stats: as there.
+            prepared: what `prepare` returned, by name. The host calls `prepare` when a value is first looked up. Unless
+                an allocation will ask again it holds one value at a time, and iterating yields linears that share one
+                in turn.
+
+        Returns:
+            As there.
+        """
+
+
+AnyPruner: TypeAlias = Pruner | PreparingPruner
+
+
 @dataclass(frozen=True)
 class PrunerSpec:
     """How a plugin offers a pruner to recipes.
@@ -196,7 +241,7 @@ class PrunerSpec:
     name: str
     summary: str
     options: type[BaseModel]
-    build: Callable[[Any], Pruner]
+    build: Callable[[Any], AnyPruner]
     groups: tuple[Group, ...] = ("row", "layer", "joint")
     nm: bool = True
     reconstructs: bool = False
@@ -211,7 +256,7 @@ def sparsity_of(keep: Tensor) -> float:
     return 1.0 - torch.count_nonzero(keep).item() / keep.numel()
 
 
-def statistic_of(plugin: str, pruner: Pruner, block: Block, name: str) -> Statistic | None:
+def statistic_of(plugin: str, pruner: AnyPruner, block: Block, name: str) -> Statistic | None:
     """Ask a pruner what it wants to observe of a linear.
 
     Raises:

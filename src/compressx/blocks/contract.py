@@ -1,9 +1,10 @@
-"""The contract of `compressx.Pruner`: `prune` is called here, and an answer that breaks it is refused."""
+"""The contract of `compressx.Pruner`: an answer that breaks it is refused."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -11,14 +12,17 @@ import torch
 from torch import Tensor
 
 from compressx.api.patterns import FixedMask, Pattern, count_dropped, zeros_in
-from compressx.api.pruner import Block, Linear, Pruner, PruneResult, Statistic
-from compressx.runtime.errors import PluginError, blamed_on
+from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult
+from compressx.blocks.observe import Observed
+from compressx.blocks.prepared import answer_of
+from compressx.runtime.errors import PluginError
 from compressx.runtime.finite import all_finite
 
 
 def ask(
-    plugin: str, pruner: Pruner, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic | None]
-) -> Mapping[str, PruneResult]:
+    plugin: str, pruner: AnyPruner, block: Block, patterns: Mapping[str, Pattern], observed: Mapping[str, Observed],
+    untouched: Checksums, kept: dict[Observed, Any] | None = None,
+) -> Mapping[str, PruneResult]:  # fmt: skip
     """Call a pruner, and refuse an answer that breaks its contract.
 
     Args:
@@ -26,7 +30,9 @@ def ask(
         pruner: to ask.
         block: the block.
         patterns: what each linear has to become, by name.
-        stats: what the pruner asked for, by name; None where it asked for nothing.
+        observed: what the pruner asked for, by name; without those where it asked for nothing.
+        untouched: the sums of what the block holds.
+        kept: what the pruner has prepared in this block and will be handed again; nothing is kept when absent.
 
     Returns:
         One result for each name in `patterns`.
@@ -36,10 +42,9 @@ def ask(
             weights of another shape or dtype, another number of zeros, numbers that are not finite, figures that cannot
             be drawn, or asked-for weights that it changed itself. The message names plugin and linear.
     """
-    before = Checksums(block, patterns)
-    with blamed_on(f"pruner {plugin!r} failed on {block.fqn}"):
-        results = pruner.prune(block, patterns, {n: s for n in patterns if (s := stats[n]) is not None})
-    before.refuse_changes([plugin])
+    untouched.before_asking(patterns)
+    results = answer_of(plugin, pruner, block, patterns, observed, kept)
+    untouched.refuse_changes(patterns, [plugin])
     if not isinstance(results, Mapping):
         raise PluginError(
             f"pruner {plugin!r} on {block.fqn}: prune must return a mapping from linear names to PruneResult, got "
@@ -61,47 +66,62 @@ def ask(
 
 
 class Checksums:
-    """Sums of the bits of what pruners must leave alone.
+    """Sums of the bits of what pruners must leave alone; what no pruner can have changed is not read again.
 
     Args:
         block: the block.
-        only: the linears whose weights are summed; everything that the block holds when absent.
+        plugins: those that will be asked about it.
     """
 
-    def __init__(self, block: Block, only: Collection[str] | None = None) -> None:
-        self.block = block
-        self._weights = {name: linear for name, linear in block.linears.items() if only is None or name in only}
-        self._others: dict[str, Tensor] = {}
-        if only is None:
-            owned = {id(getattr(x.module, x.parameter)) for x in block.linears.values()}
-            held = [*block.module.named_parameters(), *block.module.named_buffers()]
-            self._others = {name: x for name, x in held if id(x) not in owned and not x.is_meta}
-        self._sums = self._now(self._weights, self._others)
+    def __init__(self, block: Block, plugins: Iterable[str]) -> None:
+        self._block, self._plugins = block, tuple(plugins)
+        owned = {id(getattr(x.module, x.parameter)) for x in block.linears.values()}
+        held = [*block.module.named_parameters(), *block.module.named_buffers()]
+        self._tensors: dict[str, Callable[[], Tensor]] = {
+            **{self._shown(name): partial(getattr, linear, "weight") for name, linear in block.linears.items()},
+            **{name: x.detach for name, x in held if id(x) not in owned and not x.is_meta},
+        }
+        self._sums: dict[str, int] = {}
+        self._doubtful: set[str] = set()  # what a pruner may have changed since it was last read
 
-    def renew(self, name: str) -> None:
-        """Take the weight of a linear as it now is."""
-        self._sums |= self._now([name])
+    def before_asking(self, about: Iterable[str]) -> None:
+        """Sum what was not summed yet, since a pruner is about to be asked.
 
-    def refuse_changes(self, plugins: Iterable[str], only: Iterable[str] | None = None) -> None:
+        Args:
+            about: the linears that it is asked about.
+
+        Raises:
+            PluginError: a pruner that was asked before has changed one of those.
+        """
+        self.refuse_changes(about)
+        self._sums |= {name: _bits(of()) for name, of in self._tensors.items() if name not in self._sums}
+        self._doubtful = set(self._sums)
+
+    def written(self, name: str) -> None:
+        """Forget the weight of a linear that the host has written."""
+        self._sums.pop(self._shown(name), None)
+        self._doubtful.discard(self._shown(name))
+
+    def refuse_changes(self, linears: Iterable[str] | None = None, plugins: Iterable[str] | None = None) -> None:
         """Compare with what is there now.
 
         Args:
-            plugins: those that were asked meanwhile.
-            only: the linears whose weights are compared; everything when absent.
+            linears: whose weights are compared; everything when absent.
+            plugins: those that may have changed them; all when absent.
 
         Raises:
             PluginError: something has changed; the message names it.
         """
-        now = self._now(self._weights, self._others) if only is None else self._now(only)
-        if changed := [name for name, checksum in now.items() if self._sums[name] != checksum]:
+        doubted = self._doubtful & (self._doubtful if linears is None else {*map(self._shown, linears)})
+        if changed := [n for n, of in self._tensors.items() if n in doubted and _bits(of()) != self._sums[n]]:
             raise PluginError(
-                f"pruner {' or '.join(map(repr, plugins))} changed {changed[0]} of {self.block.fqn or 'the model'} "
-                "itself; a pruner returns new weights, and compressx writes them"
+                f"pruner {' or '.join(map(repr, plugins or self._plugins))} changed {changed[0]} of "
+                f"{self._block.fqn or 'the model'} itself; a pruner returns new weights, and compressx writes them"
             )
+        self._doubtful -= doubted
 
-    def _now(self, names: Iterable[str], others: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        weights = {f"{n}.weight".removeprefix(f"{self.block.fqn}."): self._weights[n].weight for n in names}
-        return {name: _bits(tensor) for name, tensor in (*weights.items(), *(others or {}).items())}
+    def _shown(self, linear: str) -> str:
+        return f"{linear}.weight".removeprefix(f"{self._block.fqn}.")
 
 
 def _bits(tensor: Tensor) -> int:

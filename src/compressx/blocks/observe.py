@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -14,15 +15,22 @@ from compressx.runtime.errors import CalibrationError, UnsupportedModelError
 from compressx.runtime.finite import all_finite
 
 
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """A statistic. Linears that share it hold one `Observed`, which is the key to what they share."""
+
+    statistic: Statistic
+
+
 def observe(
     linears: Mapping[str, Linear],
-    wanted: dict[str, dict[str, Statistic]],
+    wanted: dict[str, dict[str, Observed]],
     passes: Sequence[Callable[[], Any]],
 ) -> set[str]:
     """Run a block and fill the statistics that its linears' pruners asked for.
 
     Linears that are handed the same tensor (query, key and value; gate and up) share every statistic that compares
-    equal: `wanted` is updated in place so that they hold one object.
+    equal: `wanted` is updated in place so that they hold one `Observed`.
 
     Args:
         linears: by name.
@@ -69,13 +77,13 @@ class _AllObservedError(Exception):
 class _Feed:
     """Hands each input to the statistics of its linear, once for all linears that share both."""
 
-    def __init__(self, wanted: dict[str, dict[str, Statistic]]) -> None:
+    def __init__(self, wanted: dict[str, dict[str, Observed]]) -> None:
         self.wanted = wanted
         self.reached: set[str] = set()
         self.followers: set[str] = set()  # linears whose statistic is another's, since both were handed one tensor
         # Of the batch that is running: each distinct input and the statistics that have taken it in. Inputs are held
         # so that no two are ever one address.
-        self.batch: list[tuple[Tensor, list[Statistic]]] = []
+        self.batch: list[tuple[Tensor, list[Observed]]] = []
         self.calls: list[str] = []  # of the batch that is running
         self.once = False  # whether every linear was called exactly once in the batch before
 
@@ -96,13 +104,13 @@ class _Feed:
         others = list(took)  # of linears before this one, not of another of its own roles
         self.reached.add(name)
         for role, mine in self.wanted[name].items():
-            if any(mine is s for s in took):
+            if mine in took:
                 continue
             # Only fresh statistics are alike when they compare equal, so sharing is settled at the first batch.
-            twin = next((s for s in took if first and s == mine), None)
+            twin = next((s for s in took if first and s.statistic == mine.statistic), None)
             if twin is not None:
                 self.wanted[name][role] = twin
-                if any(twin is s for s in others):
+                if twin in others:
                     self.followers.add(name)
             elif name in self.followers:
                 raise UnsupportedModelError(
@@ -110,7 +118,7 @@ class _Feed:
                     "one; give it a recipe rule with another pruner"
                 )
             else:
-                mine.update(x)
+                mine.statistic.update(x)
                 took.append(mine)
 
     def forget_batch(self) -> None:

@@ -13,21 +13,27 @@ from typing import Any, TypeAlias
 
 import torch
 
-from compressx.api.patterns import NM, FixedMask, Unstructured
-from compressx.api.pruner import Block, Linear, Pruner, PruneResult, Statistic, statistic_of
+from compressx.api.patterns import NM, FixedMask, Pattern, Unstructured
+from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult, Statistic, statistic_of
 from compressx.blocks.contract import Checksums, ask
 from compressx.blocks.exchange import combine, exchange
-from compressx.blocks.observe import observe, refuse_missed
+from compressx.blocks.observe import Observed, observe, refuse_missed
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.finite import refuse_damage
 from compressx.runtime.ranks import ALONE, Ranks, assign
 
-Built: TypeAlias = Mapping[PlannedRule, tuple[Pruner, Pruner | None]]
+Built: TypeAlias = Mapping[PlannedRule, tuple[AnyPruner, AnyPruner | None]]
 """The pruners of each rule: the selecting one, and the reconstructing one if there is one."""
 
 ByRule: TypeAlias = Mapping[PlannedRule, Mapping[str, Unstructured | NM]]
 """What each of a rule's linears in one block has to become, by name."""
+
+Stats: TypeAlias = dict[str, dict[str, Observed]]
+"""What the pruners of a block observed, by linear name, then by the role that asked."""
+
+Kept: TypeAlias = dict[tuple[PlannedRule, str], dict[Observed, Any]]
+"""What the pruners of a block have prepared, by rule and role, kept for when they are asked again."""
 
 _ROLES = ("selects", "reconstructs")
 
@@ -44,7 +50,7 @@ class Decision:
 def gather(
     block: Block, by_rule: Mapping[PlannedRule, Iterable[str]], pruners: Built, passes: Sequence[Callable[[], Any]],
     ranks: Ranks = ALONE,
-) -> dict[str, dict[str, Statistic]]:  # fmt: skip
+) -> Stats:  # fmt: skip
     """Run a block and gather the statistics that its rules' pruners ask for.
 
     Args:
@@ -62,7 +68,7 @@ def gather(
         CalibrationError: an input that is not finite, or a linear that no batch reached.
     """
     refuse_damage(block.module, block.fqn)
-    wanted: dict[str, dict[str, Statistic]] = {}
+    wanted: Stats = {}
     asking: dict[tuple[str, str], Callable[[], Statistic | None]] = {}
     for rule, names in by_rule.items():
         for name in names:
@@ -72,8 +78,8 @@ def gather(
                 for role, spec, pruner in zip(_ROLES, specs, pruners[rule], strict=True)
                 if spec is not None and pruner is not None
             }
-            wanted[name] = {role: s for role, observed in ask.items() if (s := observed()) is not None}
-            asking |= {(name, role): observed for role, observed in ask.items()}
+            wanted[name] = {role: Observed(s) for role, fresh in ask.items() if (s := fresh()) is not None}
+            asking |= {(name, role): fresh for role, fresh in ask.items()}
     reached = observe(block.linears, wanted, passes)
     if ranks.size > 1:
         reached = set().union(*ranks.all_gather(sorted(reached)))
@@ -83,14 +89,13 @@ def gather(
 
 
 def _combine(
-    block: Block, wanted: dict[str, dict[str, Statistic]],
-    asking: Mapping[tuple[str, str], Callable[[], Statistic | None]], ranks: Ranks,
-) -> None:  # fmt: skip
+    block: Block, wanted: Stats, asking: Mapping[tuple[str, str], Callable[[], Statistic | None]], ranks: Ranks
+) -> None:
     """Replace every statistic by that of all processes."""
-    holders: dict[int, list[tuple[str, str]]] = {}
+    holders: dict[Observed, list[tuple[str, str]]] = {}
     for name, stats in wanted.items():
-        for role, statistic in stats.items():
-            holders.setdefault(id(statistic), []).append((name, role))
+        for role, observed in stats.items():
+            holders.setdefault(observed, []).append((name, role))
     groups = list(holders.values())
     named = [[f"{role} {name}" for name, role in group] for group in groups]
     if any(other != named for other in ranks.all_gather(named)):
@@ -98,9 +103,8 @@ def _combine(
             f"{block.fqn}: its linears share inputs in one process and not in another, so that statistics cannot be "
             "added up; use one process"
         )
-    for group in groups:
-        name, role = group[0]
-        merged = combine(ranks, wanted[name][role], asking[name, role])
+    for observed, group in holders.items():
+        merged = Observed(combine(ranks, observed.statistic, asking[group[0]]))
         for name, role in group:
             wanted[name][role] = merged
 
@@ -109,8 +113,9 @@ def decide_all(
     block: Block,
     by_rule: ByRule,
     pruners: Built,
-    stats: dict[str, dict[str, Statistic]],
+    stats: Stats,
     ranks: Ranks,
+    kept: Kept | None = None,
 ) -> Iterator[tuple[str, Decision]]:
     """Decide for all linears of a block, each process for its share of them.
 
@@ -123,6 +128,7 @@ def decide_all(
         pruners: of each rule.
         stats: what `gather` returned; those of a linear are given up when it is decided.
         ranks: the processes; all get to know every decision.
+        kept: what pruners have prepared in this block, for when they are asked again; nothing is kept when absent.
 
     Yields:
         Each linear's name and what was decided for it.
@@ -134,20 +140,17 @@ def decide_all(
     tasks.sort(key=lambda task: task[0].separable)
     first = sum(not rule.separable for rule, _ in tasks)
     turns = [tasks[:first], *([task] for task in tasks[first:])] if ranks.size == 1 else [tasks]
-    plugins = [rule.label for rule in by_rule]
-    untouched = Checksums(block)
+    untouched = Checksums(block, [rule.label for rule in by_rule])
     for turn in turns:
-        untouched.refuse_changes(plugins, [name for _, names in turn for name in names])
-        for name, decision in _in_turn(block, turn, by_rule, pruners, stats, ranks):
+        for name, decision in _in_turn(block, turn, by_rule, pruners, stats, untouched, ranks, kept):
             yield name, decision
-            untouched.renew(name)  # it was written
-    untouched.refuse_changes(plugins)
+            untouched.written(name)
+    untouched.refuse_changes()
 
 
 def _in_turn(
     block: Block, tasks: Sequence[tuple[PlannedRule, Sequence[str]]],
-    by_rule: ByRule, pruners: Built,
-    stats: dict[str, dict[str, Statistic]], ranks: Ranks,
+    by_rule: ByRule, pruners: Built, stats: Stats, untouched: Checksums, ranks: Ranks, kept: Kept | None,
 ) -> Iterator[tuple[str, Decision]]:  # fmt: skip
     """Decide some tasks, each on one process, and only then yield what was decided."""
     sizes = [sum(block.linears[n].weight.numel() for n in names) for _, names in tasks]
@@ -157,7 +160,8 @@ def _in_turn(
     for i, (rule, names) in enumerate(tasks):
         if owners[i] == ranks.rank:
             started = time.perf_counter()
-            mine[i] = decide(rule, pruners[rule], block, {n: by_rule[rule][n] for n in names}, stats)
+            patterns = {n: by_rule[rule][n] for n in names}
+            mine[i] = decide(rule, pruners[rule], block, patterns, stats, untouched, kept)
             seconds[i] = time.perf_counter() - started
         for name in names:
             del stats[name]
@@ -169,16 +173,13 @@ def _in_turn(
             yield name, Decision(tasks[i][0], result, part)
 
 
-def _apart(
-    rule: PlannedRule, patterns: Mapping[str, Unstructured | NM], stats: Mapping[str, Mapping[str, Statistic]]
-) -> list[list[str]]:
+def _apart(rule: PlannedRule, patterns: Mapping[str, Unstructured | NM], stats: Stats) -> list[list[str]]:
     """Part a rule's linears so that each part can be decided by itself; those that share statistics stay together."""
     if not is_apart(rule, patterns):
         return [list(patterns)]
-    groups: dict[tuple[int, ...], list[str]] = {}
+    groups: dict[tuple[object, ...], list[str]] = {}
     for name in patterns:
-        key = tuple(id(s) for s in stats[name].values()) or (id(name),)
-        groups.setdefault(key, []).append(name)
+        groups.setdefault(tuple(stats[name].values()) or (name,), []).append(name)
     return list(groups.values())
 
 
@@ -190,10 +191,12 @@ def is_apart(rule: PlannedRule, patterns: Mapping[str, Unstructured | NM]) -> bo
 
 def decide(
     rule: PlannedRule,
-    built: tuple[Pruner, Pruner | None],
+    built: tuple[AnyPruner, AnyPruner | None],
     block: Block,
     patterns: Mapping[str, Unstructured | NM],
-    stats: Mapping[str, Mapping[str, Statistic]],
+    stats: Stats,
+    untouched: Checksums,
+    kept: Kept | None = None,
 ) -> Mapping[str, PruneResult]:
     """Ask a rule's selector, then its reconstructor if it has one, and check each answer.
 
@@ -203,6 +206,8 @@ def decide(
         block: the unpruned block.
         patterns: what each of the rule's linears in the block has to become, by name.
         stats: what `gather` returned.
+        untouched: the sums of what the block holds.
+        kept: as for `decide_all`.
 
     Returns:
         One result for each name in `patterns`.
@@ -210,16 +215,19 @@ def decide(
     Raises:
         PluginError: an answer that breaks the contract of `compressx.Pruner`; the message names plugin and linear.
     """
+
+    def asked(role: str, plugin: str, pruner: AnyPruner, patterns: Mapping[str, Pattern]) -> Mapping[str, PruneResult]:
+        observed = {n: stats[n][role] for n in patterns if role in stats[n]}
+        mine = None if kept is None else kept.setdefault((rule, role), {})
+        return ask(plugin, pruner, block, patterns, observed, untouched, mine)
+
     selector, reconstructor = built
-    selected = ask(rule.pruner.name, selector, block, patterns, {n: s.get("selects") for n, s in stats.items()})
+    selected = asked("selects", rule.pruner.name, selector, patterns)
     if reconstructor is None:
         return selected
     fixed = {n: FixedMask(r.keep, patterns[n]) for n, r in selected.items()}
     assert rule.reconstructor is not None  # noqa: S101 - built together
-    rebuilt = ask(
-        rule.reconstructor.name, reconstructor, block, fixed, {n: s.get("reconstructs") for n, s in stats.items()}
-    )
-    return _joined(selected, rebuilt)
+    return _joined(selected, asked("reconstructs", rule.reconstructor.name, reconstructor, fixed))
 
 
 def _joined(selected: Mapping[str, PruneResult], rebuilt: Mapping[str, PruneResult]) -> dict[str, PruneResult]:

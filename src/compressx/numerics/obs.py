@@ -7,7 +7,8 @@ mask and a Hessian can use the sweep as its weight update.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -100,30 +101,23 @@ def inverse_cholesky_of(fresh: Callable[[], Tensor], damping: float = 0.01) -> t
     )
 
 
-class Factors:
-    """The inverse Cholesky factors of a block's Hessians: one is held, for the linears that share it in turn.
+def factored(name: str, hessian: Hessian, damping: float) -> tuple[Tensor, float]:
+    """Return what `inverse_cholesky` returns, of a statistic.
 
-    Args:
-        damping: as for `inverse_cholesky`.
+    Raises:
+        UnsupportedModelError: when there is no factor; the message begins with the linear's name.
     """
+    with refused(name):
+        return inverse_cholesky_of(hessian.assembled, damping)
 
-    def __init__(self, damping: float) -> None:
-        self.damping = damping
-        self._last: tuple[Hessian, tuple[Tensor, float]] | None = None
 
-    def of(self, name: str, hessian: Hessian) -> tuple[Tensor, float]:
-        """Return what `inverse_cholesky` returns for a statistic.
-
-        Raises:
-            UnsupportedModelError: when there is none; the message begins with the linear's name.
-        """
-        if self._last is None or self._last[0] is not hessian:
-            self._last = None  # before the next takes as much room
-            try:
-                self._last = hessian, inverse_cholesky_of(hessian.assembled, self.damping)
-            except NotPositiveDefiniteError as error:
-                raise UnsupportedModelError(f"{name}: {error}") from error
-        return self._last[1]
+@contextmanager
+def refused(name: str) -> Iterator[None]:
+    """Tell users of which linear's Hessian a `NotPositiveDefiniteError` is."""
+    try:
+        yield
+    except NotPositiveDefiniteError as error:
+        raise UnsupportedModelError(f"{name}: {error}") from error
 
 
 def damp_(matrix: Tensor, damping: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from compressx.api.patterns import NM, Unstructured, allocated_form
-from compressx.api.pruner import Pruner, PrunerSpec
+from compressx.api.pruner import AnyPruner, PrunerSpec
 from compressx.recipe.methods import Allocation
 from compressx.recipe.schema import ReconstructBlock
 from compressx.runtime.errors import blamed_on
@@ -52,13 +52,13 @@ class PlannedRule:
     def _specs(self) -> list[PrunerSpec]:
         return [spec for spec in (self.pruner, self.reconstructor) if spec is not None]
 
-    def build(self) -> tuple[Pruner, Pruner | None]:
+    def build(self) -> tuple[AnyPruner, AnyPruner | None]:
         """Make the selecting pruner and the reconstructing one."""
         selector = _built(self.pruner, self.options)
         return selector, _built(self.reconstructor, self.reconstructor_options) if self.reconstructor else None
 
 
-def _built(spec: PrunerSpec, options: BaseModel | None) -> Pruner:
+def _built(spec: PrunerSpec, options: BaseModel | None) -> AnyPruner:
     with blamed_on(f"pruner {spec.name!r} could not be built"):
         return spec.build(options)
 

@@ -16,11 +16,10 @@ from compressx import (
     PruneResult,
     PrunerSpec,
     Statistic,
-    UnsupportedModelError,
     hookimpl,
 )
 from compressx.numerics.admm import Metric, prune
-from compressx.numerics.obs import NotPositiveDefiniteError
+from compressx.numerics.obs import refused
 
 
 class ALPSOptions(BaseModel):
@@ -55,23 +54,22 @@ class ALPS:
         """Ask for X^T X."""
         return Hessian(block.linears[name].in_features)
 
+    def prepare(self, block: Block, name: str, hessian: Hessian) -> Metric:
+        """Damp and scale the Hessian."""
+        with refused(name):
+            return Metric.of(hessian.assembled().to(block.linears[name].weight.device), self.options.damping)
+
     def prune(
-        self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic]
-    ) -> dict[str, PruneResult]:
-        """Solve each linear; linears with the same input share its scaled Hessian."""
-        metrics: dict[int, Metric] = {}
+        self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic],  # noqa: ARG002
+        prepared: Mapping[str, Metric],
+    ) -> dict[str, PruneResult]:  # fmt: skip
+        """Solve each linear."""
         results = {}
         limits = self.options.model_dump(exclude={"damping"})
-        for name, pattern in patterns.items():
-            hessian = stats[name]
-            assert isinstance(hessian, Hessian)  # noqa: S101 - it is what observe asked for
+        for name, metric in prepared.items():
             weight = block.linears[name].weight
-            try:
-                if id(hessian) not in metrics:
-                    metrics[id(hessian)] = Metric.of(hessian.assembled().to(weight.device), self.options.damping)
-                solution = prune(weight, metrics[id(hessian)], pattern, **limits)
-            except NotPositiveDefiniteError as error:
-                raise UnsupportedModelError(f"{name}: {error}") from error
+            with refused(name):
+                solution = prune(weight, metric, patterns[name], **limits)
             info = {
                 "linear_error": solution.error,
                 "steps": float(solution.steps),

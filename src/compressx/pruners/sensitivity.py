@@ -25,7 +25,7 @@ from compressx import (
     hookimpl,
     keep_masks,
 )
-from compressx.numerics.obs import Factors, sweep
+from compressx.numerics.obs import factored, sweep
 
 
 class SensitivityOptions(BaseModel):
@@ -57,10 +57,15 @@ class SensitivityPruner:
         """Ask for the Hessian."""
         return Hessian(block.linears[name].in_features)
 
+    def prepare(self, block: Block, name: str, hessian: Hessian) -> tuple[Tensor, float]:  # noqa: ARG002 - the protocol
+        """Factor the inverse of the Hessian."""
+        return factored(name, hessian, self.options.damping)
+
     def prune(
-        self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic]
-    ) -> dict[str, PruneResult]:
-        """Choose masks by cost, then sweep; linears with the same statistic share one factorisation."""
+        self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic],
+        prepared: Mapping[str, tuple[Tensor, float]],
+    ) -> dict[str, PruneResult]:  # fmt: skip
+        """Choose masks by cost, then sweep."""
         hessians: dict[str, Hessian] = {}
         for name in patterns:
             hessian = stats[name]
@@ -69,11 +74,8 @@ class SensitivityPruner:
         chosen = {n: p for n, p in patterns.items() if not isinstance(p, FixedMask)}
         keeps = {n: p.keep for n, p in patterns.items() if isinstance(p, FixedMask)}
         keeps |= keep_masks({n: self._costs(block, n, hessians[n]) for n in chosen}, chosen)
-        factors = Factors(self.options.damping)
         results = {}
-        order = [id(hessian) for hessian in hessians.values()]
-        for name in sorted(hessians, key=lambda n: order.index(id(hessians[n]))):  # those that share in turn
-            factor, damping = factors.of(name, hessians[name])
+        for name, (factor, damping) in prepared.items():
             weight = block.linears[name].weight
             keep = keeps[name]
             _, updated = sweep(weight, factor.to(weight.device), _fixed(keep, patterns[name]))

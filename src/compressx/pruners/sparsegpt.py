@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
 
 from compressx import (
     Block,
@@ -18,7 +19,7 @@ from compressx import (
     Statistic,
     hookimpl,
 )
-from compressx.numerics.obs import Factors, sweep
+from compressx.numerics.obs import factored, sweep
 
 
 class SparseGPTOptions(BaseModel):
@@ -43,19 +44,22 @@ class SparseGPT:
         """Ask for X^T X."""
         return Hessian(block.linears[name].in_features)
 
+    def prepare(self, block: Block, name: str, hessian: Hessian) -> tuple[Tensor, float]:  # noqa: ARG002 - the protocol
+        """Factor the inverse of the Hessian."""
+        return factored(name, hessian, self.damping)
+
     def prune(
-        self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic]
-    ) -> dict[str, PruneResult]:
-        """Sweep each linear; linears with the same input share one factorisation."""
-        factors = Factors(self.damping)
+        self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic],
+        prepared: Mapping[str, tuple[Tensor, float]],
+    ) -> dict[str, PruneResult]:  # fmt: skip
+        """Sweep each linear."""
         results = {}
-        for name, pattern in patterns.items():
+        for name, (factor, damping) in prepared.items():
             hessian = stats[name]
             assert isinstance(hessian, Hessian)  # noqa: S101 - it is what observe asked for
-            factor, damping = factors.of(name, hessian)
             dead = hessian.diagonal == 0
             weight = block.linears[name].weight
-            keep, updated = sweep(weight, factor.to(weight.device), pattern, dead.to(weight.device))
+            keep, updated = sweep(weight, factor.to(weight.device), patterns[name], dead.to(weight.device))
             results[name] = PruneResult(keep, updated.to(weight.dtype), {"damping": damping})
         return results
 

@@ -5,28 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
 from compressx import Block, FeatureNorms, Pattern, PruneResult, PrunerSpec, Statistic, hookimpl, keep_masks
+from compressx.numerics.wanda import wanda_scores
 
 
 class WandaOptions(BaseModel):
     """Wanda has no options."""
 
     model_config = ConfigDict(extra="forbid")
-
-
-def wanda_scores(weight: Tensor, feature_norms: Tensor) -> Tensor:
-    """Score each weight by its share of the output's magnitude.
-
-    Args:
-        weight: [out_features, in_features].
-        feature_norms: ||X_j||_2 over all calibration tokens [in_features].
-
-    Returns:
-        |W_ij| * ||X_j||_2, float32 [out_features, in_features] (equation 1 of the paper).
-    """
-    return weight.float().abs() * feature_norms.float()
 
 
 class Wanda:
@@ -44,8 +31,7 @@ class Wanda:
         for name in patterns:
             norms = stats[name]
             assert isinstance(norms, FeatureNorms)  # noqa: S101 - it is what observe asked for
-            weight = block.linears[name].weight
-            scores[name] = wanda_scores(weight, norms.norms.to(weight.device))
+            scores[name] = wanda_scores(block.linears[name].weight, norms.norms)
         return {name: PruneResult(keep) for name, keep in keep_masks(scores, patterns).items()}
 
 

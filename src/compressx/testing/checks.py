@@ -11,8 +11,9 @@ import torch
 from pydantic import BaseModel
 
 from compressx.api.patterns import NM, Unstructured, keep_masks, zeros_in
-from compressx.api.pruner import Block, PruneResult, PrunerSpec, Statistic
-from compressx.blocks.select import write
+from compressx.api.pruner import Block, PreparingPruner, PruneResult, PrunerSpec, Statistic
+from compressx.blocks.observe import Observed
+from compressx.blocks.select import Kept, Stats, write
 from compressx.planning.plan import PlannedRule
 from compressx.recipe.validation import validate_options
 from compressx.testing.models import tiny_tokens
@@ -139,6 +140,19 @@ def _repeatable(subject: Subject) -> None:
     _expect_equal(first, again, "asked again with the same statistics, as allocation does, it")
 
 
+def _prepared(subject: Subject) -> None:
+    scene = subject.scene()
+    if not isinstance(scene.pruners(subject.rule)[0], PreparingPruner):
+        raise NoSuchPromiseError("it prepares nothing")
+    stats = subject.gathered(scene)
+    first, last = subject.patterns[0], subject.patterns[-1]
+    fresh = {pattern: subject.decided(scene, pattern, stats) for pattern in (first, last)}
+    kept: Kept = {}
+    for pattern in (first, last, first):
+        again = subject.decided(scene, pattern, stats, kept=kept)
+        _expect_equal(fresh[pattern], again, f"{pattern}: with what it had prepared it")
+
+
 def _batches(subject: Subject) -> None:
     pattern = subject.patterns[0]
     tokens = tiny_tokens()
@@ -153,18 +167,19 @@ def _processes(subject: Subject) -> None:
     """Gather two halves apart and add them up, as two processes do."""
     scene = subject.scene(batches=(4, 4))
     whole = subject.gathered(scene)
-    halves: list[dict[str, dict[str, Statistic]]] = []
+    halves: list[Stats] = []
     for half in (0, 1):
         block = replace(scene.block, calls=scene.block.calls[half : half + 1])
         halves.append(subject.gathered(Scene(scene.model, block, scene.passes[half : half + 1])))
-    merged: dict[int, Statistic] = {}
+    merged: dict[Observed, Observed] = {}
     selector, _ = scene.pruners(subject.rule)
     for name, stats in halves[0].items():
         for role, mine in stats.items():
-            if id(mine) not in merged:
-                merged[id(mine)] = _added(mine, halves[1][name][role], partial(selector.observe, scene.block, name))
+            if mine not in merged:
+                other, fresh = halves[1][name][role].statistic, partial(selector.observe, scene.block, name)
+                merged[mine] = Observed(_added(mine.statistic, other, fresh))
     pattern = subject.patterns[0]
-    both = {name: {role: merged[id(mine)] for role, mine in stats.items()} for name, stats in halves[0].items()}
+    both = {name: {role: merged[mine] for role, mine in stats.items()} for name, stats in halves[0].items()}
     added = subject.decided(scene, pattern, both)
     _expect_alike(subject.decided(scene, pattern, whole), added, "statistics of two processes, added up,")
 
@@ -259,6 +274,7 @@ CHECKS: Mapping[str, Callable[[Subject], None]] = {
     "bfloat16 and float16": _dtypes,
     "deterministic": _deterministic,
     "leaves statistics as they are": _repeatable,
+    "leaves what it prepared as it is": _prepared,
     "the same for every batch size": _batches,
     "the same for several processes": _processes,
     "separable": _separable,

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from compressx.api.patterns import NM, Unstructured
-from compressx.api.pruner import Block, Pruner, PruneResult, PrunerSpec, Statistic
+from compressx.api.pruner import AnyPruner, Block, PruneResult, PrunerSpec
+from compressx.blocks.contract import Checksums
 from compressx.blocks.fisher import fisher_diagonal
-from compressx.blocks.select import decide, gather
+from compressx.blocks.select import Kept, Stats, decide, gather
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import capture, each_block, passes
@@ -46,9 +47,9 @@ class Scene:
     model: Any
     block: Block
     passes: Sequence[Callable[[], Any]]
-    built: dict[PlannedRule, tuple[Pruner, Pruner | None]] = field(default_factory=dict)
+    built: dict[PlannedRule, tuple[AnyPruner, AnyPruner | None]] = field(default_factory=dict)
 
-    def pruners(self, rule: PlannedRule) -> tuple[Pruner, Pruner | None]:
+    def pruners(self, rule: PlannedRule) -> tuple[AnyPruner, AnyPruner | None]:
         """Return a rule's pruners, the same ones each time."""
         if rule not in self.built:
             self.built[rule] = rule.build()
@@ -144,20 +145,21 @@ class Subject:
         return Scene(model, block, passes(runs, states))
 
     @torch.no_grad()
-    def gathered(self, scene: Scene, rule: PlannedRule | None = None) -> dict[str, dict[str, Statistic]]:
+    def gathered(self, scene: Scene, rule: PlannedRule | None = None) -> Stats:
         """Return the statistics that the pruner asks for."""
         rule = rule or self.rule
         return gather(scene.block, {rule: self.names}, {rule: scene.pruners(rule)}, scene.passes)
 
     @torch.no_grad()
     def decided(
-        self, scene: Scene, pattern: Unstructured | NM, stats: Mapping[str, Mapping[str, Statistic]] | None = None,
-        *, names: Collection[str] | None = None, rule: PlannedRule | None = None,
+        self, scene: Scene, pattern: Unstructured | NM, stats: Stats | None = None, *,
+        names: Collection[str] | None = None, rule: PlannedRule | None = None, kept: Kept | None = None,
     ) -> Mapping[str, PruneResult]:  # fmt: skip
         """Ask the pruner, as the host does."""
         rule = rule or self.rule
         stats = self.gathered(scene, rule) if stats is None else stats
         patterns = dict.fromkeys(names or self.names, pattern)
-        results = decide(rule, scene.pruners(rule), scene.block, patterns, {n: stats[n] for n in patterns})
+        untouched = Checksums(scene.block, [rule.label])
+        results = decide(rule, scene.pruners(rule), scene.block, patterns, stats, untouched, kept)
         expect(not torch.is_grad_enabled(), "it leaves gradients switched on")
         return results

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from compressx import Unstructured, drop_lowest
 from compressx.numerics.obs import inverse_cholesky, sweep
+from compressx.numerics.wanda import wanda_scores
 from compressx_attnprune.figure2 import descent
 
 Optimizer: TypeAlias = Literal["line-search", "momentum"]
@@ -256,7 +257,7 @@ def wanda_factors(drawn: Sample, sparsity: float) -> Tensor:
 
 
 def _wanda(weight: Tensor, norms: Tensor, sparsity: float) -> Tensor:
-    scores = (weight.abs() * norms).flatten(0, 1)  # [seeds * out, in]
+    scores = wanda_scores(weight, norms).flatten(0, 1)  # [seeds * out, in]
     return weight * drop_lowest(scores, round(sparsity * scores.shape[1])).view(weight.shape)
 
 

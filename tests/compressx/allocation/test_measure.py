@@ -390,6 +390,30 @@ def test_statistics_are_gathered_once_for_all_sparsities() -> None:
     assert [id(x) for x in asked] == [id(x) for x in asked[::3] for _ in range(3)]
 
 
+@pytest.mark.parametrize("kind", ["linear", "rule"])
+def test_each_hessian_is_factored_once_for_all_sparsities_and_units(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    factored: list[str] = []
+    factor = sparsegpt.factored
+
+    def spy(name: str, *given: Any) -> Any:
+        factored.append(name.rpartition(".")[2])
+        return factor(name, *given)
+
+    monkeypatch.setattr(sparsegpt, "factored", spy)
+    model = tiny_model("llama")
+    measured(model, plan(model, (rule(0, SPECS["sparsegpt"]), "layer", (*ATTENTION, *REST))), 0.3, 0.5, 0.7, kind=kind)
+    assert factored == ["q_proj", "o_proj", "gate_proj", "down_proj"] * 3  # blocks
+
+
+def test_two_rules_that_share_a_hessian_each_prepare_their_own() -> None:
+    model = tiny_model("llama")
+    strong = PlannedRule(1, SPECS["sparsegpt"], SPECS["sparsegpt"].options(damping=10.0), None, None)
+    both = plan(model, (rule(0, SPECS["sparsegpt"]), "layer", ("q_proj",)), (strong, "layer", ("v_proj",)))
+    alone = plan(model, (strong, "layer", ("v_proj",)))
+    together = [m for m in measured(model, both, 0.5) if m.unit.linears[0].rule is strong]
+    assert [m.divergences for m in together] == [m.divergences for m in measured(model, alone, 0.5)]
+
+
 def test_a_unit_outside_the_blocks_is_not_measured() -> None:
     model = tiny_model("llama")
     planned = plan(model, (rule(0, SPECS["magnitude"]), "layer", ("down_proj",)))

@@ -422,6 +422,30 @@ def test_a_pruner_that_writes_weights_which_others_decide_is_refused(moment: int
     assert {name.split(".")[2] for name in asked} == {"0"}
 
 
+def test_a_pruner_is_not_asked_about_weights_that_another_changed():
+    """Both see their linears of the block whole; which of the two it was cannot be told."""
+    model = tiny_model("llama")
+    asked: list[str] = []
+
+    class Writes(Spy):
+        def prune(self, block, patterns, stats):
+            asked.extend(patterns)
+            model.model.layers[0].mlp.up_proj.weight.data[1, 3] += 1e-3
+            return super().prune(block, patterns, stats)
+
+    rules = [PlannedRule(i, spec_of(Writes(), name), NoOptions(), None, None) for i, name in enumerate(("one", "two"))]
+    linears = tuple(
+        PlannedLinear(n, "model.layers.0", tuple(x.weight.shape), rules["mlp" in n], Unstructured(0.5))
+        for n, x in survey(model).linears.items()
+        if n.startswith("model.layers.0.")
+    )
+    with pytest.raises(
+        PluginError, match=r"pruner 'one' or 'two' changed mlp\.up_proj\.weight of model\.layers\.0 itself"
+    ):
+        list(prune_model(InMemory(model), Plan(linears, {}, tuple(rules), needs_calibration=True), batches()))
+    assert not any("mlp" in name for name in asked)
+
+
 def test_a_pruner_that_forgets_a_linear_is_refused():
     model = tiny_model("llama")
     with pytest.raises(PluginError, match=r"expected results for .*q_proj.*, got \[\]"):

@@ -13,6 +13,8 @@ from tests.compressx.pruners.problems import correlated_inputs, one_linear
 from compressx import Block, CalibrationError, UnsupportedModelError
 from compressx.api.patterns import NM, Unstructured
 from compressx.blocks.fisher import fisher_diagonal
+from compressx.blocks.observe import Observed
+from compressx.blocks.prepared import answer_of
 from compressx.blocks.prune import prune_model
 from compressx.blocks.sensitivity import SquaredGradients
 from compressx.models.access import InMemory
@@ -78,7 +80,7 @@ def prune(block: Block, x: torch.Tensor, pattern, **options):
     statistic = pruner.observe(block, "fc")
     for part in x.split(2):
         statistic.update(part)
-    return pruner.prune(block, {"fc": pattern}, {"fc": statistic})["fc"], statistic
+    return answer_of("sensitivity", pruner, block, {"fc": pattern}, {"fc": Observed(statistic)})["fc"], statistic
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
@@ -147,10 +149,10 @@ def test_the_scale_of_a_linear_that_a_norm_follows_does_not_matter_to_a_joint_ch
             linears[name], its[name] = linear, gradients.square()
         block = Block(0, "block", torch.nn.Module(), linears, (), None, its)
         pruner = SPEC.build(SPEC.options(rows=rows))
-        stats = {name: pruner.observe(block, name) for name in linears}
-        for statistic in stats.values():
-            statistic.update(inputs)
-        results = pruner.prune(block, dict.fromkeys(linears, Unstructured(0.5, "joint")), stats)
+        stats = {name: Observed(pruner.observe(block, name)) for name in linears}
+        for observed in stats.values():
+            observed.statistic.update(inputs)
+        results = answer_of("sensitivity", pruner, block, dict.fromkeys(linears, Unstructured(0.5, "joint")), stats)
         return torch.stack([results[name].keep for name in linears])
 
     assert torch.equal(kept(1.0), kept(8.0))

@@ -5,7 +5,7 @@ import torch
 
 from compressx.api.patterns import NM, FixedMask, Unstructured, zeros_in
 from compressx.api.statistics import Hessian
-from compressx.numerics.obs import Factors, NotPositiveDefiniteError, inverse_cholesky, sweep
+from compressx.numerics.obs import NotPositiveDefiniteError, factored, inverse_cholesky, sweep
 
 
 def problem(rows: int, columns: int, tokens: int = 400, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,13 +129,10 @@ def test_features_that_never_fire_do_not_water_the_damping_down():
     torch.testing.assert_close((factor.T @ factor)[6:, 6:], torch.linalg.inv(damped), rtol=1e-9, atol=1e-12)
 
 
-def test_each_linear_gets_the_factor_of_its_own_hessian():
-    factors, hessians = Factors(0.01), {}
-    for seed, name in enumerate("ab"):
-        hessians[name] = Hessian(12)
-        hessians[name].update(problem(1, 12, seed=seed)[1])
-    for name in "aba":
-        assert torch.equal(factors.of(name, hessians[name])[0], inverse_cholesky(hessians[name].matrix)[0])
+def test_the_factor_of_a_statistic_is_that_of_its_matrix():
+    hessian = Hessian(12)
+    hessian.update(problem(1, 12)[1])
+    assert torch.equal(factored("fc", hessian, 0.01)[0], inverse_cholesky(hessian.matrix)[0])
 
 
 def test_the_damping_is_raised_until_the_factor_exists_and_is_reported():

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from compressx import Block, Linear
+from compressx.blocks.observe import Observed
+from compressx.blocks.prepared import answer_of
 from compressx.pruners import alps, magnitude, sparsegpt, wanda
 
 SPECS = {s.name: s for m in (magnitude, wanda, sparsegpt, alps) for s in m.compressx_pruners()}
@@ -39,9 +41,9 @@ def prune(name: str, block: Block, pattern, x: torch.Tensor, **options):
         if statistic is not None:
             for part in x.split(1):
                 statistic.update(part)
-            stats[linear] = statistic
+            stats[linear] = Observed(statistic)
     patterns = pattern if isinstance(pattern, dict) else dict.fromkeys(block.linears, pattern)
-    return pruner.prune(block, patterns, stats)
+    return answer_of(name, pruner, block, patterns, stats)
 
 
 def output_error(block: Block, result, x: torch.Tensor, name: str = "fc") -> float:

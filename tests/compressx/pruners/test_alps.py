@@ -10,6 +10,8 @@ from tests.compressx.saved import save_tiny
 import compressx
 from compressx import Hessian, RecipeError, UnsupportedModelError
 from compressx.api.patterns import NM, FixedMask, Unstructured
+from compressx.blocks.observe import Observed
+from compressx.blocks.prepared import answer_of
 from compressx.plugins.manager import load_plugins
 
 ROOT = Path(__file__).parents[3]
@@ -63,7 +65,8 @@ def test_linears_with_one_input_share_its_scaled_hessian_and_come_out_as_apart(m
     assembled = []
     monkeypatch.setattr(Hessian, "assembled", lambda h, f=Hessian.assembled: assembled.append(h) or f(h))
     pruner = SPECS["alps"].build(SPECS["alps"].options())
-    together = pruner.prune(block, dict.fromkeys(("q", "k"), NM(2, 4)), dict.fromkeys(("q", "k"), shared))
+    stats = dict.fromkeys(("q", "k"), Observed(shared))
+    together = answer_of("alps", pruner, block, dict.fromkeys(stats, NM(2, 4)), stats)
     assert assembled == [shared]
     for name in ("q", "k"):
         assert torch.equal(together[name].weight, apart[name].weight)

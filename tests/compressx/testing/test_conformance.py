@@ -49,9 +49,17 @@ def failures(of: PrunerSpec, **given) -> dict[str, str]:
 
 def test_a_pruner_that_keeps_every_promise_passes_every_check():
     outcomes = list(conformance(spec(separable=True), architectures=["llama"]))
-    assert {o.check for o in outcomes if o.status == "skipped"} == {"reconstructs", "refusals name the layer"}
+    assert {o.check for o in outcomes if o.status == "skipped"} == {
+        "reconstructs", "refusals name the layer", "leaves what it prepared as it is"
+    }  # fmt: skip
     assert {o.status for o in outcomes} == {"passed", "skipped"}
     assert len({o.check for o in outcomes}) >= 13
+
+
+def test_a_pruner_that_prepares_passes_too_and_is_checked_for_it():
+    outcomes = {o.check: o.status for o in conformance(spec(Prepares, separable=True), architectures=["llama"])}
+    assert outcomes["leaves what it prepared as it is"] == "passed"
+    assert "failed" not in outcomes.values()
 
 
 class Approximate(Base):
@@ -154,6 +162,23 @@ class SeesOthers(Base):
         return {n: s + torch.arange(s.shape[1]) * (whole % 7) for n, s in scores.items()}
 
 
+class Prepares(Base):
+    def prepare(self, block, name, statistic):
+        return statistic.norms.pow(self.power)
+
+    def prune(self, block, patterns, stats, prepared):
+        scores = {n: block.linears[n].weight.float().abs() * norms for n, norms in prepared.items()}
+        return {n: PruneResult(keep) for n, keep in keep_masks(scores, patterns).items()}
+
+
+class UsesUpWhatItPrepared(Prepares):
+    def prune(self, block, patterns, stats, prepared):
+        results = super().prune(block, patterns, stats, prepared)
+        for norms in prepared.values():
+            norms.fill_(0.0).index_fill_(0, torch.arange(8), 1.0)
+        return results
+
+
 class Remembers(Base):
     """Draws from a generator of its own, which goes on from call to call."""
 
@@ -237,6 +262,7 @@ SHARED = FeatureNorms(64)
         (spec(Together, separable=True), "separable", "decided after the others it gave another mask"),
         (spec(SeesOthers, separable=True), "separable", "decided after the others it gave another mask"),
         (spec(Remembers), "leaves statistics as they are", "asked again with the same statistics"),
+        (spec(UsesUpWhatItPrepared), "leaves what it prepared as it is", "with what it had prepared"),
         (spec(KeepsWeights, reconstructs=True), "reconstructs", "returns no new weights"),
         (spec(GradientsOn), "exact sparsity for every pattern", "leaves gradients switched on"),
         (spec(OtherMask, reconstructs=True), "reconstructs", "must return the mask that it was given"),

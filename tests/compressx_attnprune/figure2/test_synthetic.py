@@ -251,9 +251,11 @@ def test_the_baselines_on_factors_are_the_projects_own_pruners(sparsity: float):
         expected = masked["q"].T @ masked["k"]
         torch.testing.assert_close(synthetic.wanda_factors(drawn, sparsity)[seed], expected)
 
-        by_sparsegpt = SparseGPT(SparseGPTOptions()).prune(
-            block, dict.fromkeys(weights, Unstructured(sparsity, "layer")), dict.fromkeys(weights, hessian)
-        )
+        sparsegpt = SparseGPT(SparseGPTOptions())
+        by_sparsegpt = sparsegpt.prune(
+            block, dict.fromkeys(weights, Unstructured(sparsity, "layer")), dict.fromkeys(weights, hessian),
+            dict.fromkeys(weights, sparsegpt.prepare(block, "q", hessian)),
+        )  # fmt: skip
         expected = (by_sparsegpt["q"].weight.T @ by_sparsegpt["k"].weight).double()
         torch.testing.assert_close(synthetic.sparsegpt_factors(drawn, sparsity)[seed], expected, rtol=1e-3, atol=1e-4)
 
