@@ -90,7 +90,7 @@ def show(*sections: Section) -> None:
         if not section.brief:
             _print(console, section)
     if reference := [f"{section.title.lower()} ({section.brief})" for section in sections if section.brief]:
-        console.print(f"in the report: {', '.join(reference)}", markup=False)
+        console.print(f"in the report: {'; '.join(reference)}", markup=False)
 
 
 def _print(console: Console, section: Section) -> None:
@@ -108,10 +108,8 @@ def _print(console: Console, section: Section) -> None:
 
 def _table(shown: Table) -> rich.table.Table:
     laid_out = rich.table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(shown.names))
-    for (
-        column
-    ) in shown.columns:  # what is too long for the terminal goes on below, since a name cut short names nothing
-        number = bool(column.form)
+    for column in shown.columns:
+        number = bool(column.form)  # text that is too long goes on below, since a name cut short names nothing
         laid_out.add_column(column.name, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for row in shown.texts:
         laid_out.add_row(*map(Text, row))

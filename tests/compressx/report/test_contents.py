@@ -165,6 +165,6 @@ def test_the_terminal_names_what_is_for_reference_and_shows_the_rest(capsys) -> 
     assert "token_perplexity 10 12.5 +25.0%" in lines
     assert not any("model.layers" in line for line in lines)
     assert lines[-1] == (
-        "in the report: sparsity by layer and module (1 block), by block (1 block), layers (3 pruned linears), "
-        "not pruned (1 weight), recipe (2 lines)"
+        "in the report: sparsity by layer and module (1 block); by block (1 block); layers (3 pruned linears); "
+        "not pruned (1 weight); recipe (2 lines)"
     )
