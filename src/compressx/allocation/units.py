@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from compressx.allocation.spread import PIECES, Curve, fitted, in_steps, shares
+from compressx.api.names import kind_of
 from compressx.api.patterns import NM, Unstructured, nearest, zeros_in
-from compressx.api.record import kind_of
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.recipe.methods import MAX_SPARSITY, ExplicitAllocation, Scope, UniformAllocation, UnitKind
 from compressx.runtime.errors import RecipeError

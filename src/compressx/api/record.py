@@ -1,16 +1,12 @@
-"""What a run did, as values: written as `report.json`; `markdown.py` makes `report.md` of them."""
+"""What a run did, as values: written as `report.json`; `report/` shows them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-from compressx.api.patterns import allocated_form
 
 _Item = TypeVar("_Item")
 _Value = TypeVar("_Value")
@@ -84,11 +80,6 @@ class BlockReport:
     output_error: float | None = None
     reconstruction: ReconstructionReport | None = None
 
-    @property
-    def name(self) -> str:
-        """Its fully qualified name, or `outside` where that is empty."""
-        return self.fqn or "outside"
-
 
 @dataclass(frozen=True)
 class UnitReport:
@@ -140,20 +131,6 @@ class AllocationReport:
     zeros: int
     units: tuple[UnitReport, ...]
 
-    def rows(self) -> list[list[str]]:
-        """Return `[block, linears, pruner, sparsity, predicted divergence, outliers]` for every unit."""
-        return [
-            [
-                u.block or "outside",
-                ", ".join(dict.fromkeys(kind_of(name) for name in u.linears)),
-                u.pruner,
-                f"{u.sparsity:.2%}",
-                "" if u.divergence is None else f"{u.divergence:.3g}",
-                "" if u.outliers is None else f"{u.outliers:.3%}",
-            ]
-            for u in self.units
-        ]
-
 
 @dataclass(frozen=True)
 class FinetuneReport:
@@ -173,15 +150,6 @@ class FinetuneReport:
     steps: int
     windows: tuple[int, int]
     losses: tuple[float, ...]
-
-    def summary(self) -> str:
-        """Return one sentence."""
-        count, tokens = self.windows
-        loss = "next-token loss" if self.teacher == "none" else "divergence from the dense model"
-        return (
-            f"{self.steps} steps on {count} windows of {tokens} tokens, {self.trained / 1e6:.3g} M numbers trained: "
-            f"{loss} {self.losses[0]:.4g} at the first, {self.losses[-1]:.4g} at the last"
-        )
 
 
 @dataclass(frozen=True)
@@ -232,47 +200,6 @@ class RunReport:
         """Return every number that was measured, by its name and by the model: `dense`, `pruned` or `finetuned`."""
         return {(name, of): value for of, values in self.evaluation.items() for name, value in _flat(values).items()}
 
-    def evaluation_rows(self) -> list[list[str]]:
-        """Return the cells under `evaluation_columns` for every number measured on all; changes are from dense."""
-        dense = _flat(self.evaluation.get("dense", {}))
-        others = [_flat(self.evaluation.get(name, {})) for name in self._changed()]
-        rows: list[list[str]] = []
-        for name, value in dense.items():
-            if all(name in other for other in others):
-                row = [name, f"{value:.4g}"]
-                for other in others:
-                    row += [f"{other[name]:.4g}", f"{other[name] / value - 1:+.1%}" if value else ""]
-                rows.append(row)
-        return rows
-
-    def evaluation_columns(self) -> list[str]:
-        """Name the columns of `evaluation_rows`."""
-        return ["", "dense", *(column for name in self._changed() for column in (name, "change"))]
-
-    def _changed(self) -> list[str]:
-        """Name the models that were evaluated beside the dense one."""
-        return ["pruned", *(["finetuned"] if "finetuned" in self.evaluation else [])]
-
-    def summary_rows(self) -> list[list[str]]:
-        """Return one row for each kind of module (last part of the name), pruner and pattern.
-
-        Allocated sparsities, which differ from layer to layer, are one pattern: `allocated row`, or `allocated N:4`.
-        """
-        groups: dict[tuple[str, str, str], list[LayerReport]] = defaultdict(list)
-        for layer in self.layers:
-            pattern = allocated_form(layer.pattern) if self.allocation else layer.pattern
-            groups[kind_of(layer.name), layer.pruner, pattern].append(layer)
-        rows = []
-        for (kind, pruner, pattern), members in groups.items():
-            weights = sum(m.shape[0] * m.shape[1] for m in members)
-            zeros = sum(m.sparsity * m.shape[0] * m.shape[1] for m in members)
-            seconds = sum(m.seconds for m in members)
-            rows.append([kind, pruner, pattern, str(len(members)), f"{zeros / weights:.2%}", f"{seconds:.1f}"])
-        return rows
-
-
-SUMMARY_COLUMNS = ["module", "pruner", "pattern", "layers", "sparsity", "seconds"]
-
 
 def total_sparsity(layers: Iterable[LayerReport]) -> float:
     """Return the fraction of zeros over all weights of `layers`; 0 when there are none."""
@@ -281,20 +208,12 @@ def total_sparsity(layers: Iterable[LayerReport]) -> float:
     return sum(n * sparsity for n, sparsity in counts) / weights if weights else 0.0
 
 
-def kind_of(name: str) -> str:
-    """Return the last part of a linear's name; a fused expert's ends in its number, which is no kind."""
-    return re.sub(r"(\.\d+)+$", "", name).rsplit(".", 1)[-1]
-
-
-def in_short(names: Sequence[str]) -> str:
-    """Name several linears of one block by the first one's full name and the others' kinds."""
-    first, *others = names
-    kinds = dict.fromkeys(kind_of(name) for name in others)
-    return ", ".join([first, *kinds])
-
-
 def shared(values: Iterable[tuple[_Item, Mapping[str, _Value]]]) -> list[tuple[list[_Item], Mapping[str, _Value]]]:
-    """Group items that hold one and the same object, in order; what is empty is left out."""
+    """Group items that hold one and the same object, in order; what is empty is left out.
+
+    Identity is what a pruner says this with: it returns one object for several linears. A second value that names the
+    groups would have to be made from identities, too, and to agree with what each layer holds in `report.json`.
+    """
     groups: dict[int, tuple[list[_Item], Mapping[str, _Value]]] = {}
     for item, value in values:
         if value:

@@ -37,7 +37,7 @@ def evaluate(
 
     Without --recipe it is the token perplexity on WikiText-2; --set evaluate.KEY=VALUE says otherwise, as in a recipe.
     """
-    from compressx.cli import terminal
+    from compressx.cli import tables, terminal
     from compressx.evaluation.saved import evaluate_saved, measures, source_of
 
     settings = measures(recipe, overrides)
@@ -50,7 +50,7 @@ def evaluate(
     if as_json:
         click.echo(json.dumps(figures, indent=1))
     else:
-        terminal.print_figures(figures)
+        terminal.show(*tables.of_figures(figures))
 
 
 @click.command()
@@ -66,11 +66,11 @@ def apply(
     masks: Path, model: str, output: Path, original: bool, dtype: str, revision: str | None, trust_remote_code: bool
 ) -> None:
     """Put saved MASKS on MODEL, any checkpoint of the same shapes, and save it."""
-    from compressx.cli import terminal
+    from compressx.cli import tables, terminal
     from compressx.evaluation.saved import apply_masks, source_of
 
     source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
-    terminal.print_applied(apply_masks(masks, source, output, original=original), output)
+    terminal.show(*tables.of_applied(apply_masks(masks, source, output, original=original), output))
 
 
 @click.command()
@@ -82,7 +82,7 @@ def apply(
 @errors_for_users
 def inspect(model: str, masks: Path | None, revision: str | None, trust_remote_code: bool, as_json: bool) -> None:
     """Count the zeros of MODEL, layer by layer: sparsity, pattern, whether 2:4 holds."""
-    from compressx.cli import terminal
+    from compressx.cli import tables, terminal
     from compressx.evaluation.saved import source_of
     from compressx.masks.inspect import inspect as look
 
@@ -90,4 +90,4 @@ def inspect(model: str, masks: Path | None, revision: str | None, trust_remote_c
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=1))
     else:
-        terminal.print_inspection(found)
+        terminal.show(*tables.of_inspection(found))

@@ -20,13 +20,13 @@ def plugins(context: click.Context, as_json: bool) -> None:
     """Show every plugin: where it came from, whether it loaded, and what it offers."""
     if context.invoked_subcommand is not None:
         return
-    from compressx.cli import terminal
+    from compressx.cli import tables, terminal
 
     records = context.obj.plugins(told=False).records
     if as_json:
         click.echo(json.dumps([r.as_json() for r in records], indent=1))
     else:
-        terminal.print_plugins(records)
+        terminal.show(*tables.of_plugins(records))
 
 
 @plugins.command("new")
@@ -58,7 +58,7 @@ def plugins_new(host: Host, name: str, folder: Path) -> None:
 @errors_for_users
 def plugins_check(host: Host, name: str, options: tuple[str, ...], architectures: tuple[str, ...]) -> None:
     """Put the pruner NAME, or every pruner of the plugin NAME, through what a pruner promises; 1 when a check fails."""
-    from compressx.cli import terminal
+    from compressx.cli import tables, terminal
     from compressx.plugins.kinds import PRUNER
     from compressx.recipe.validation import validate_options
     from compressx.recipe.yamlfile import assignments
@@ -73,6 +73,8 @@ def plugins_check(host: Host, name: str, options: tuple[str, ...], architectures
     for spec in specs:
         validate_options(spec.options, given, lambda *loc: f"--set {'.'.join(map(str, loc))}")
     for spec in specs:
-        failed |= terminal.print_conformance(spec.name, conformance(spec, options=given, architectures=chosen))
+        found = terminal.checked(spec.name, conformance(spec, options=given, architectures=chosen))
+        terminal.show(*tables.of_checks(spec.name, found))
+        failed |= any(outcome.status == "failed" for outcome in found)
     if failed:
         sys.exit(1)

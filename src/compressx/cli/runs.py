@@ -32,6 +32,7 @@ def run(
     from compressx.cli import terminal
     from compressx.pipeline.run import run as run_recipe
     from compressx.recipe.schema import load_recipe
+    from compressx.report.contents import sections
 
     loaded = load_recipe(recipe, overrides)
     plugins = host.plugins()
@@ -44,7 +45,8 @@ def run(
             resume=resume, restart=restart,
         )  # fmt: skip
     if not quiet:
-        terminal.print_summary(report, loaded.recipe.output)
+        terminal.show(*sections(report))
+        click.echo(f"written to {loaded.recipe.output}")
 
 
 @click.command()
@@ -55,14 +57,14 @@ def run(
 @errors_for_users
 def plan(host: Host, recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Check RECIPE and show what would happen to every linear, without loading weights."""
-    from compressx.cli import terminal
+    from compressx.cli import tables, terminal
     from compressx.pipeline.run import plan as plan_recipe
 
     planned = plan_recipe(recipe, plugins=host.plugins(), overrides=overrides)
     if as_json:
         click.echo(json.dumps(planned.to_dict(), indent=1))
     else:
-        terminal.print_plan(planned)
+        terminal.show(*tables.of_plan(planned))
 
 
 @click.command()
@@ -86,7 +88,9 @@ def compare(runs: tuple[Path, ...], output: Path | None) -> None:
     from compressx.report.compare import compare as side_by_side
 
     found = side_by_side(runs)
-    terminal.print_comparison(found, found.write(output) if output is not None else [])
+    terminal.show(*found.sections())
+    if output is not None:
+        click.echo(f"written to {', '.join(map(str, found.write(output)))}")
 
 
 @click.command()
@@ -127,4 +131,5 @@ def sweep(
     if not is_first():
         return
     found = side_by_side([cell.output for cell in cells])
-    terminal.print_comparison(found, found.write(cells[0].output.parent))
+    terminal.show(*found.sections())
+    click.echo(f"written to {', '.join(map(str, found.write(cells[0].output.parent)))}")

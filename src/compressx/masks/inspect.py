@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressx.api.record import kind_of
 from compressx.masks.file import MaskEntry, read_masks
 from compressx.models.architecture import survey
 from compressx.models.checkpoint import find_checkpoint
@@ -25,9 +24,6 @@ _GROUPS = (4, 8, 16, 32)
 
 _FULL = 0.98
 """Fraction of a pattern's groups that hold exactly N weights, for the pattern to be what was meant."""
-
-_SHOWN = 3
-"""Patterns of one kind of linear that are listed."""
 
 
 @dataclass(frozen=True)
@@ -75,39 +71,18 @@ class Inspection:
     @property
     def sparsity(self) -> float:
         """Fraction of zeros over all linears."""
-        return sum(x.zeros for x in self.linears) / sum(x.shape[0] * x.shape[1] for x in self.linears)
-
-    def columns(self) -> list[str]:
-        """Name the columns of `rows`."""
-        return ["linear", "pattern", "2:4", *(["mask", "off mask"] if self.masks else []), "sparsity"]
-
-    def rows(self) -> list[list[str]]:
-        """Return one row for each linear."""
-        rows = []
-        for x in self.linears:
-            told = [x.mask or "none", "" if x.off_mask is None else str(x.off_mask)] if self.masks else []
-            rows.append([x.name, x.pattern, "yes" if x.two_four else "no", *told, f"{x.sparsity:.2%}"])
-        return rows
-
-    def kind_rows(self) -> list[list[str]]:
-        """Return `[kind, patterns, linears, sparsity]` for each kind of linear, such as `q_proj`."""
-        kinds: dict[str, list[Inspected]] = {}
-        for linear in self.linears:
-            kinds.setdefault(kind_of(linear.name), []).append(linear)
-        rows = []
-        for kind, members in kinds.items():
-            weights = sum(x.shape[0] * x.shape[1] for x in members)
-            zeros = sum(x.zeros for x in members)
-            patterns = list(dict.fromkeys(x.pattern for x in members))
-            if len(patterns) > _SHOWN:  # an allocation gives each its own
-                patterns = [*patterns[:2], f"{len(patterns) - 2} others"]
-            rows.append([kind, ", ".join(patterns), str(len(members)), f"{zeros / weights:.2%}"])
-        return rows
+        return sparsity_of(self.linears)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
         linears = [{**dataclasses.asdict(x), "sparsity": x.sparsity} for x in self.linears]
         return {"folder": self.folder, "masks": self.masks, "sparsity": self.sparsity, "linears": linears}
+
+
+def sparsity_of(linears: Iterable[Inspected]) -> float:
+    """Return the fraction of zeros over all weights of some linears."""
+    counts = [(x.zeros, x.shape[0] * x.shape[1]) for x in linears]
+    return sum(zeros for zeros, _ in counts) / sum(weights for _, weights in counts)
 
 
 def pattern_of(zero: Tensor) -> str:

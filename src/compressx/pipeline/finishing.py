@@ -28,6 +28,7 @@ from compressx.pipeline.journal import FinishedBlock, Journal
 from compressx.planning.plan import Plan
 from compressx.recipe.tuning import Finetune
 from compressx.report import figures, html, markdown
+from compressx.report.contents import sections
 from compressx.runtime.files import atomic_write
 from compressx.runtime.timing import peak_memory_bytes
 from compressx.training.finetune import finetune
@@ -85,11 +86,13 @@ def finish(context: RunContext, pruned: Pruned, journal: Journal, folder: Path) 
         access = open_streamed(pruned.checkpoint.at(folder / "model"), access.device)
     evaluation |= _evaluated(context, pruned, access, "pruned" if tuned is None else "finetuned")
     report = _report(context, pruned, evaluation, tuned, drawn)
+    recipe = context.loaded.to_yaml()
+    shown = sections(report, recipe)
     for name, text in {
-        "recipe.yaml": context.loaded.to_yaml(),
+        "recipe.yaml": recipe,
         "plan.json": json.dumps(pruned.plan.to_dict(), indent=1) + "\n",
-        "report.md": markdown.page(report),
-        "report.html": html.page(report, context.loaded.to_yaml(), folder),
+        "report.md": markdown.page(shown),
+        "report.html": html.page(shown, folder),
         "report.json": report.to_json(),
     }.items():
         atomic_write(folder / name, text.encode())

@@ -11,8 +11,9 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from compressx.api.record import RunReport
-from compressx.report import plots
-from compressx.report.markdown import markdown_table, model_name
+from compressx.report import markdown, plots
+from compressx.report.contents import model_name
+from compressx.report.section import Column, Section, table
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import atomic_write, os_errors_named
 
@@ -38,6 +39,11 @@ class Compared:
         """Name the pruners that it used."""
         return ", ".join(dict.fromkeys(layer.pruner for layer in self.report.layers))
 
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.report.seconds.get("total", 0.0)
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -56,28 +62,19 @@ class Comparison:
         """Name what was measured, and of which model, in any run."""
         return list(dict.fromkeys(key for run in self.runs for key in run.measures))
 
-    def columns(self) -> list[str]:
-        """Name the columns of `rows`."""
-        measures = [f"{name.replace('_', ' ')}, {of}" for name, of in self.measures]
-        return ["run", "pruners", "sparsity", *measures, "seconds", "GiB"]
-
-    def rows(self) -> list[list[str]]:
-        """Return one row for each run; what it did not measure is empty."""
-        return [
-            [
-                run.name,
-                run.pruners,
-                f"{run.report.sparsity:.2%}",
-                *(f"{run.measures[key]:.4g}" if key in run.measures else "" for key in self.measures),
-                f"{run.report.seconds.get('total', 0.0):.0f}",
-                f"{run.report.peak_memory_bytes / 2**30:.1f}",
-            ]
+    def sections(self) -> tuple[Section, ...]:
+        """Return a table with a row for each run, what it did not measure being empty, and the warnings."""
+        measures = [Column(f"{name.replace('_', ' ')}, {of}", ".4g") for name, of in self.measures]
+        rows = [
+            (run.name, run.pruners, run.report.sparsity, *(run.measures.get(key) for key in self.measures), run.seconds,
+             run.report.peak_memory_bytes / 2**30)
             for run in self.runs
-        ]
-
-    def markdown(self) -> str:
-        """Return the table and the warnings in Markdown."""
-        return "\n".join([*markdown_table(self.columns(), self.rows()), *(f"\n{w}" for w in self.warnings)]) + "\n"
+        ]  # fmt: skip
+        found = table(
+            ["run", "pruners", Column("sparsity", ".2%"), *measures, Column("seconds", ".0f"), Column("GiB", ".1f")],
+            rows,
+        )
+        return Section(table=found), *(Section(note=f"warning: {text}") for text in self.warnings)
 
     def csv(self) -> str:
         """Return the table for programs, numbers in full."""
@@ -86,8 +83,8 @@ class Comparison:
         writer.writerow(["run", "pruners", "sparsity", *map(".".join, self.measures), "seconds", "peak_memory_bytes"])
         for run in self.runs:
             values = [run.measures.get(key, "") for key in self.measures]
-            memory, seconds = run.report.peak_memory_bytes, run.report.seconds.get("total", 0.0)
-            writer.writerow([run.name, run.pruners, run.report.sparsity, *values, seconds, memory])
+            memory = run.report.peak_memory_bytes
+            writer.writerow([run.name, run.pruners, run.report.sparsity, *values, run.seconds, memory])
         return stream.getvalue()
 
     def write(self, folder: Path) -> list[Path]:
@@ -97,7 +94,7 @@ class Comparison:
             ArtifactError: when they cannot be written.
         """
         written = [folder / "compare.md", folder / "compare.csv"]
-        atomic_write(written[0], self.markdown().encode())
+        atomic_write(written[0], markdown.page(self.sections()).encode())
         atomic_write(written[1], self.csv().encode())
         if self.measures:
             written.append(folder / "compare.svg")

@@ -17,7 +17,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from compressx.api.record import BlockReport, LayerReport, in_short, kind_of, shared
+from compressx.api.names import in_short, kind_of
+from compressx.api.record import BlockReport, LayerReport, shared
 from compressx.report import plots
 from compressx.report.plots import Pooled
 from compressx.runtime.files import os_errors_named

@@ -10,7 +10,7 @@ from compressx import NM, ArtifactError, Unstructured, keep_mask
 from compressx.evaluation.saved import source_of
 from compressx.masks import MaskSet
 from compressx.masks.file import MaskEntry
-from compressx.masks.inspect import Inspected, Inspection, fits_two_four, inspect, pattern_of
+from compressx.masks.inspect import fits_two_four, inspect, pattern_of
 from compressx.testing import tiny_model
 
 
@@ -104,12 +104,3 @@ def test_masks_of_another_model_are_refused(folder):
     MaskSet({"model.layers.9.q_proj": entry}).save(folder / "other.safetensors")
     with pytest.raises(ArtifactError, match=r"it names model.layers.9.q_proj, which .* does not have"):
         inspect(source_of(str(folder)), folder / "other.safetensors")
-
-
-def test_kinds_are_summed_up_and_many_patterns_are_counted():
-    def one(block: int, kind: str, zeros: int) -> Inspected:
-        return Inspected(f"model.layers.{block}.mlp.{kind}", (10, 10), zeros, f"{zeros}%", two_four=False)
-
-    found = Inspection("here", (*(one(i, "up", 10 * i) for i in range(5)), one(0, "down", 50)), None)
-    assert found.columns() == ["linear", "pattern", "2:4", "sparsity"]
-    assert found.kind_rows() == [["up", "0%, 10%, 3 others", "5", "20.00%"], ["down", "50%", "1", "50.00%"]]

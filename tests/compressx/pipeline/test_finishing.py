@@ -55,12 +55,10 @@ def test_what_is_measured_before_and_after_stands_side_by_side(model: Path) -> N
     assert report.evaluation["dense"] == alone.evaluation["dense"]
     pruned, finetuned = (report.evaluation[k]["token_perplexity"] for k in ("pruned", "finetuned"))
     assert finetuned < 0.9 * pruned
-    assert report.evaluation_columns() == ["", "dense", "pruned", "change", "finetuned", "change"]
-    [row] = report.evaluation_rows()
-    assert (row[0], row[2], row[4]) == ("token_perplexity", f"{pruned:.4g}", f"{finetuned:.4g}")
-    header, _, cells = Path("out/report.md").read_text().splitlines()[4:7]
-    assert header == "|  | dense | pruned | change | finetuned | change |"
-    assert cells == f"| {' | '.join(row)} |"
+    lines = Path("out/report.md").read_text().splitlines()
+    header = lines.index("| measure | dense | pruned | change | finetuned | change |")
+    cells = [cell.strip() for cell in lines[header + 2].split("|")[1:-1]]
+    assert (cells[0], cells[2], cells[4]) == ("token_perplexity", f"{pruned:.4g}", f"{finetuned:.4g}")
 
 
 def test_the_saved_model_is_the_one_that_was_measured(model: Path) -> None:
@@ -81,7 +79,7 @@ def test_reports_hold_the_losses_and_a_figure_shows_them(model: Path, drawn: Non
     assert read["seconds"]["finetune"] > 0
     assert report.figures[0]["file"] == "plots/finetune.svg"
     assert ">fine-tuning<" in Path("out/plots/finetune.svg").read_text()
-    assert f"## Fine-tuning\n\n{report.finetune.summary()}.\n" in Path("out/report.md").read_text()
+    assert "## Fine-tuning\n\n6 steps on 8 windows of 32 tokens, " in Path("out/report.md").read_text()
 
 
 def test_progress_tells_of_every_step_with_its_loss(model: Path) -> None:

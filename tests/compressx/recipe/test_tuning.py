@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from tests.compressx.saved import save_tiny
 
-from compressx.api.record import FinetuneReport
 from compressx.pipeline.run import plan
 from compressx.recipe.schema import load_recipe, recipe_from_dict
 from compressx.recipe.tuning import Finetune
@@ -106,15 +105,6 @@ def test_text_and_windows_of_its_own_are_checked_while_the_recipe_is_planned() -
         plan(written("{dataset: {text: text.txt}, sequence_length: 129}"))
     with pytest.raises(RecipeError, match=r"5:\d+: sequence_length 2048 is longer than the model's 128 positions"):
         plan(written("{dataset: {text: text.txt}}"))
-
-
-def test_a_report_says_in_a_sentence_what_was_done() -> None:
-    report = FinetuneReport("dense", 2_500_000, 2, (8, 512), (0.75, 0.5))
-    assert report.summary() == (
-        "2 steps on 8 windows of 512 tokens, 2.5 M numbers trained: divergence from the dense model 0.75 at the first, "
-        "0.5 at the last"
-    )
-    assert "next-token loss 0.75" in FinetuneReport("none", 1, 2, (8, 512), (0.75, 0.5)).summary()
 
 
 def test_a_program_gives_it_as_a_dict() -> None:

@@ -29,9 +29,10 @@ def test_runs_stand_side_by_side_with_what_each_measured(tmp_path):
     found = compare(
         [saved(tmp_path / "a", 0.5, 30.0), saved(tmp_path / "b", 0.6, 0.0, pruner="alps", evaluation=tuned)]
     )
-    assert found.columns() == ["run", "pruners", "sparsity", "token perplexity, dense", "token perplexity, pruned",
+    shown = found.sections()[0].table
+    assert shown.names == ["run", "pruners", "sparsity", "token perplexity, dense", "token perplexity, pruned",
                                "token perplexity, finetuned", "seconds", "GiB"]  # fmt: skip
-    assert found.rows() == [
+    assert shown.texts == [
         ["a", "wanda", "50.00%", "20", "30", "", "12", "1.0"],
         ["b", "alps", "60.00%", "20", "", "22.5", "12", "1.0"],
     ]
@@ -85,7 +86,7 @@ def test_runs_that_differ_in_something_else_than_sparsity_are_not_joined_by_a_li
 def test_standard_errors_are_in_the_table_and_not_in_the_plot(tmp_path):
     task = {"arc": {"acc": 0.5, "acc_stderr": 0.1}}
     found = compare([saved(tmp_path / "a", 0.5, 30.0, evaluation={"dense": task, "pruned": task})])
-    assert "arc acc stderr, pruned" in found.columns()
+    assert "arc acc stderr, pruned" in found.sections()[0].table.names
     assert list(found._panels()) == ["arc acc"]
 
 

@@ -22,6 +22,7 @@ from compressx.api.record import (
     total_sparsity,
 )
 from compressx.report import figures, html
+from compressx.report.contents import sections
 
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -76,7 +77,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunReport, Path]:
     folder = tmp_path_factory.mktemp("run")
     report = run_in(folder)
     path = folder / "report.html"
-    path.write_text(html.page(report, "model: m\nprune: [<all>]\n", folder), encoding="utf-8")
+    path.write_text(html.page(sections(report, "model: m\nprune: [<all>]\n"), folder), encoding="utf-8")
     return report, path
 
 
@@ -156,9 +157,9 @@ def test_experts_are_averaged_by_their_weights_and_what_lies_outside_has_a_row_o
         finetune=None,
         evaluation={},
     )
-    text = html.page(report, "", tmp_path)
-    rows = re.findall(r"<tr><th>(\w+)</th>(.*?)</tr>", text)
-    heat = {block: re.findall(r">([\d.]+%)<", cells) for block, cells in rows if "cell" in cells}
+    text = html.page(sections(report), tmp_path)
+    rows = re.findall(r'<tr><th scope="row">(\w+)</th>(.*?)</tr>', text)
+    heat = {block: re.findall(r">([\d.]+%)<", cells) for block, cells in rows if 'class="heat"' in cells}
     assert heat == {"0": ["50.0%"], "outside": ["50.0%"]}
     for absent in ("Allocation", "Block reconstruction", "Fine-tuning", "Errors and curves", "Dense against pruned"):
         assert f"<h2>{absent}" not in text
@@ -175,7 +176,7 @@ OVERLAPS = """
     if (e.children.length === 0 && !inside(e) && e.scrollWidth > e.clientWidth + 1 && e.clientWidth)
       found.push(`${e.tagName} cuts off ${e.textContent.slice(0, 40)}`);
   }
-  const blocks = [...document.querySelectorAll('h1, h2, .card, figure, .scroll, .bars tr, pre, summary, main p')];
+  const blocks = [...document.querySelectorAll('h1, h2, .card, figure, tr, .scroll, pre, summary, main p')];
   const boxes = blocks.map(e => [e, e.getBoundingClientRect()]).filter(([, b]) => b.width && b.height);
   for (let i = 0; i < boxes.length; i++) for (let j = i + 1; j < boxes.length; j++) {
     const [a, p] = boxes[i], [b, q] = boxes[j];

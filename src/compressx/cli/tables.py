@@ -1,0 +1,124 @@
+"""What the commands print, as sections; those of a run's report are made in `report/contents.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from compressx.allocation.units import zeros_of
+from compressx.api.names import kind_of
+from compressx.masks.inspect import sparsity_of
+from compressx.plugins import kinds
+from compressx.recipe.methods import MeasuredAllocation
+from compressx.report.section import Column, Section, table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from compressx.evaluation.perplexity import Figures
+    from compressx.evaluation.saved import Applied
+    from compressx.masks.inspect import Inspected, Inspection
+    from compressx.planning.plan import Plan
+    from compressx.plugins.record import PluginRecord
+    from compressx.testing.conformance import Outcome
+
+_SPARSITY = Column("sparsity", ".2%")
+
+
+def of_plan(plan: Plan) -> Iterator[Section]:
+    """Yield every linear with its pruner, pattern and shape, and what is skipped and why."""
+    rows = [(x.name, x.rule.label, plan.shown_pattern(x), f"{x.shape[0]} x {x.shape[1]}") for x in plan.linears]
+    yield Section(table=table(["linear", "pruner", "pattern", Column("shape", "s")], rows))
+    yield Section(table=table(["not pruned", "reason"], plan.skipped.items()))
+    weights = sum(x.weights for x in plan.linears)
+    sparsity = f"sparsity {zeros_of(plan.linears) / weights:.2%}"
+    if plan.allocation is not None:
+        sparsity = f"target sparsity {plan.allocation.target:.2%}"
+    yield Section(note=f"{len(plan.linears)} linears, {weights / 1e6:.1f} M weights, {sparsity}")
+    if isinstance(settings := plan.allocation, MeasuredAllocation):
+        yield Section(
+            note=f"{settings.method} measures {settings.measures} when the recipe is run, and chooses sparsities then "
+            f"(unit {settings.unit}, scope {settings.scope}, {settings.samples} samples)"
+        )
+
+
+def of_plugins(records: Sequence[PluginRecord]) -> Iterator[Section]:
+    """Yield one row for each plugin, and below it why those that failed did."""
+    keys = [kind.key for kind in kinds.KINDS]
+    rows = [
+        (r.name, r.version, r.source, r.status, *(", ".join(r.offers.get(key, ())) for key in keys), r.distribution)
+        for r in records
+    ]
+    yield Section(table=table(["name", "version", "source", "status", *keys, "distribution"], rows))
+    yield from (Section(note=f"{record.name}: {record.error}") for record in records if record.error)
+
+
+def of_figures(figures: Figures) -> Iterator[Section]:
+    """Yield what was measured, each number under its full name."""
+    rows = [
+        (f"{name} {metric}".rstrip(), value)
+        for name, values in figures.items()
+        for metric, value in (values.items() if isinstance(values, dict) else [("", values)])
+    ]
+    yield Section(table=table(["measure", Column("value", ".6g")], rows))
+
+
+def of_applied(applied: Applied, output: Path) -> Iterator[Section]:
+    """Yield what putting masks on a model changed."""
+    dropped = sum(x.dropped_not_zero for x in applied.before.values())
+    zero = sum(x.kept_zero for x in applied.before.values())
+    also = f"; {zero} weights that the masks keep were zero" if zero else ""
+    on = f"masks on {applied.masked} of {applied.linears} linears"
+    yield Section(note=f"{on}: {dropped} weights became zero{also}; written to {output}")
+
+
+def of_inspection(found: Inspection) -> Iterator[Section]:
+    """Yield one row for each linear, then the sum by kind."""
+    compared: list[Column | str] = ["mask", Column("off mask", "d")] if found.masks else []
+    rows = []
+    for x in found.linears:
+        mask = (x.mask or "none", x.off_mask) if found.masks else ()
+        rows.append((x.name, x.pattern, "yes" if x.two_four else "no", *mask, x.sparsity))
+    yield Section(table=table(["linear", "pattern", "2:4", *compared, _SPARSITY], rows))
+    kinds: dict[str, list[Inspected]] = {}
+    for linear in found.linears:
+        kinds.setdefault(kind_of(linear.name), []).append(linear)
+    sums = [(kind, _patterns(some), len(some), sparsity_of(some)) for kind, some in kinds.items()]
+    yield Section(table=table(["module", "patterns", Column("linears", "d"), _SPARSITY], sums))
+    fits = sum(x.two_four for x in found.linears)
+    off = sum(x.off_mask or 0 for x in found.linears)
+    also = f"; compared with {found.masks}, {off} weights are not zero that it drops" if found.masks else ""
+    counted = f"sparsity {found.sparsity:.2%} of {len(found.linears)} linears; 2:4 holds for {fits}"
+    yield Section(note=f"{found.folder}: {counted}{also}")
+
+
+def _patterns(linears: Sequence[Inspected]) -> str:
+    """Name the patterns of some linears, three at most: an allocation gives each its own."""
+    patterns = list(dict.fromkeys(x.pattern for x in linears))
+    return ", ".join(patterns if len(patterns) <= 3 else [*patterns[:2], f"{len(patterns) - 2} others"])
+
+
+def of_checks(pruner: str, found: Sequence[Outcome]) -> Iterator[Section]:
+    """Yield what each check of a pruner found on each architecture, and why those that failed did."""
+    architectures = list(dict.fromkeys(o.architecture for o in found if o.architecture))
+    by_place = {(o.check, o.architecture): o for o in found}
+    refused = {o.architecture for o in found if o.status == "refused"}
+    words = {"passed": "ok", "failed": "FAILED", "refused": "refused", "skipped": "-"}
+    rows = []
+    for check in dict.fromkeys(o.check for o in found):
+        if (check, "") in by_place:
+            cells = [words[by_place[check, ""].status]] * max(1, len(architectures))
+        else:
+            cells = [
+                words[by_place[check, a].status] if (check, a) in by_place else "refused" if a in refused else ""
+                for a in architectures
+            ]
+        rows.append((check, *cells))
+    yield Section(table=table([pruner, *(architectures or [""])], rows))
+    for outcome in found:
+        if outcome.status in ("failed", "refused"):
+            where = f" ({outcome.architecture})" if outcome.architecture else ""
+            yield Section(note=f"{words[outcome.status]}: {outcome.check}{where}: {outcome.detail}")
+    passed, failed = (sum(o.status == status for o in found) for status in ("passed", "failed"))
+    also = f", {len(refused)} architectures refused" if refused else ""
+    yield Section(note=f"{pruner}: {passed} checks passed, {failed} failed{also}")

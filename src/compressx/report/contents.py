@@ -1,0 +1,225 @@
+"""The sections of a run's report, in order. To add one, write a function and name it in `BUILDERS`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, TypeAlias
+
+from compressx.api.names import kind_of
+from compressx.api.patterns import allocated_form
+from compressx.api.record import BlockReport, FinetuneReport, LayerReport, RunReport, total_sparsity
+from compressx.report.section import Column, Section, Value, table
+
+Builder: TypeAlias = Callable[[RunReport], Iterator[Section]]
+
+_SECONDS = Column("seconds", ".1f")
+_SPARSITY = Column("sparsity", ".2%")
+
+
+def sections(report: RunReport, recipe: str = "") -> tuple[Section, ...]:
+    """Return every section that there is something for; the first is the head.
+
+    Args:
+        report: what the run did.
+        recipe: the recipe as resolved, YAML.
+    """
+    found = [section for build in BUILDERS for section in build(report)]
+    if recipe:
+        found.append(Section("Recipe", text=recipe, brief=_count(recipe.splitlines(), "line")))
+    return tuple(found)
+
+
+def model_name(model: Mapping[str, Any]) -> str:
+    """Return what a model source is called."""
+    return str(model.get("id") or model.get("path") or model.get("file"))
+
+
+def _head(report: RunReport) -> Iterator[Section]:
+    """Yield what matters most: name, value, note."""
+    rows = [("sparsity", f"{report.sparsity:.2%}", f"of {len(report.layers)} linears")]
+    measured = [row for row in _changes(report) if not str(row[0]).endswith("stderr")]
+    for name, dense, *_, value, change in measured[:2]:
+        changed = "" if change is None else f", {change:+.1%}"
+        rows.append((str(name).replace("_", " "), f"{value:.4g}", f"dense {dense:.4g}{changed}"))
+    total = report.seconds.get("total", sum(report.seconds.values()))
+    took = f"{total / 60:.1f} min" if total >= 120 else f"{total:.0f} s"
+    rows.append(("time", took, ", ".join(dict.fromkeys(layer.pruner for layer in report.layers))))
+    rows.append(("peak memory", f"{report.peak_memory_bytes / 2**30:.1f} GiB", ""))
+    yield Section(f"Pruned {model_name(report.model)}", f"compressx {report.compressx}", table(["", "", ""], rows))
+
+
+def _evaluation(report: RunReport) -> Iterator[Section]:
+    """Yield what was measured of all models."""
+    if rows := _changes(report):
+        changed = [c for of in _changed(report) for c in (Column(of, ".4g"), Column("change", "+.1%"))]
+        yield Section("Dense against pruned", table=table(["measure", Column("dense", ".4g"), *changed], rows))
+
+
+def _changed(report: RunReport) -> list[str]:
+    """Name the models that were measured beside the dense one."""
+    return [of for of in ("pruned", "finetuned") if of in report.evaluation]
+
+
+def _changes(report: RunReport) -> list[list[Any]]:
+    """Return `[measure, dense, pruned, change, finetuned, change]` of what was measured of all; changes from dense."""
+    measured, changed = report.measures(), _changed(report)
+    rows = []
+    for name, of in measured:
+        if of == "dense" and changed and all((name, other) in measured for other in changed):
+            dense = measured[name, of]
+            values = [measured[name, other] for other in changed]
+            rows.append([name, dense, *(x for v in values for x in (v, v / dense - 1 if dense else None))])
+    return rows
+
+
+def _modules(report: RunReport) -> Iterator[Section]:
+    """Yield a row for each kind of linear, pruner and pattern.
+
+    Allocated sparsities, which differ from linear to linear, are one pattern: `allocated row`, or `allocated N:4`.
+    """
+    groups: dict[tuple[str, str, str], list[LayerReport]] = defaultdict(list)
+    for layer in report.layers:
+        pattern = allocated_form(layer.pattern) if report.allocation else layer.pattern
+        groups[kind_of(layer.name), layer.pruner, pattern].append(layer)
+    rows = [(*key, len(some), total_sparsity(some), sum(x.seconds for x in some)) for key, some in groups.items()]
+    found = table(["module", "pruner", "pattern", Column("layers", "d"), _SPARSITY, _SECONDS], rows)
+    yield Section("By module", table=found)
+
+
+def _heat(report: RunReport) -> Iterator[Section]:
+    """Yield a row for each block and a column for each kind of linear; experts are averaged."""
+    kinds = list(dict.fromkeys(kind_of(layer.name) for layer in report.layers))
+    rows: list[list[Value]] = []
+    for block in report.blocks:
+        alike: dict[str, list[LayerReport]] = defaultdict(list)
+        for layer in block.layers:
+            alike[kind_of(layer.name)].append(layer)
+        rows.append([_number(block), *(total_sparsity(alike[k]) if k in alike else None for k in kinds)])
+    found = table(["block", *(Column(kind, ".1%", "heat") for kind in kinds)], rows)
+    yield Section("Sparsity by layer and module", table=found, brief=_count(rows, "block"))
+
+
+def _curves(report: RunReport) -> Iterator[Section]:
+    if figures := tuple(f for f in report.figures if f["file"].endswith(".svg")):
+        yield Section("Errors and curves", figures=figures, brief=_count(figures, "figure"))
+
+
+def _blocks(report: RunReport) -> Iterator[Section]:
+    """Yield what pruning did to each block's output, and how long it took."""
+    error, seconds = Column("output error", "#.3g", "bar"), Column("seconds", ".1f", "bar")
+    rows = [(_number(x), len(x.layers), total_sparsity(x.layers), x.output_error, x.seconds) for x in report.blocks]
+    yield Section(
+        "By block",
+        "Output error: what a block's pruning alone changes in its output, squared and relative, large channels "
+        "counting less, the mean over the first tokens of the calibration text, before any reconstruction. Seconds: "
+        "observing, pruning, reconstructing.",
+        table(["block", Column("linears", "d"), _SPARSITY, error, seconds], rows),
+        brief=_count(rows, "block"),
+    )
+
+
+def _stages(report: RunReport) -> Iterator[Section]:
+    yield Section("Seconds by stage", table=table(["stage", _SECONDS], report.seconds.items()))
+
+
+def _allocation(report: RunReport) -> Iterator[Section]:
+    """Yield how sparsities were chosen, and every unit."""
+    if (chosen := report.allocation) is None:
+        return
+    target = "" if chosen.target is None else f", target {chosen.target:.2%}"
+    note = (f"{chosen.method}, by {chosen.unit}, scope {chosen.scope}{target}: {chosen.zeros} zeros of "
+            f"{chosen.weights} weights.")  # fmt: skip
+    if any(unit.divergence is not None for unit in chosen.units):
+        note += (
+            " The divergence is that of the model's predictions from the dense model's when these linears alone are "
+            "pruned, estimated to second order on held-out text, in nats, the mean over tokens; the sum was made least."
+        )
+    if any(unit.outliers is not None for unit in chosen.units):
+        note += (
+            " Outliers are the fraction of weights whose size times the norm of their input feature is far above the "
+            "block's mean."
+        )
+    divergence, outliers = Column("predicted divergence", ".3g"), Column("outliers", ".3%")
+    rows = [
+        (unit.block or "outside", ", ".join(dict.fromkeys(map(kind_of, unit.linears))), unit.pruner, unit.sparsity,
+         unit.divergence, unit.outliers)
+        for unit in chosen.units
+    ]  # fmt: skip
+    found = table(["block", "linears", "pruner", _SPARSITY, divergence, outliers], rows)
+    yield Section("Allocation", note, found, brief=_count(rows, "unit"))
+
+
+def _reconstruction(report: RunReport) -> Iterator[Section]:
+    """Yield what training did to the error of each block's output."""
+    rows = [
+        (_number(block), x.before, x.after, f"{x.history.index(x.after)} of {len(x.history) - 1}", x.seconds)
+        for block in report.blocks
+        if (x := block.reconstruction) is not None
+    ]
+    if rows:
+        before, after = Column("before", ".4g"), Column("after", ".4g")
+        yield Section(
+            "Block reconstruction",
+            "Squared relative error of each block's output on calibration text that was held out, before and after its "
+            "survivors were trained: what the pruned blocks give against what the dense ones gave, channels counting "
+            "as the model's loss reacts to them, the mean over tokens.",
+            table(["block", before, after, Column("best pass", "s"), _SECONDS], rows),
+            brief=_count(rows, "block"),
+        )
+
+
+def _finetuning(report: RunReport) -> Iterator[Section]:
+    if (tuned := report.finetune) is not None:
+        yield Section("Fine-tuning", _told(tuned))
+
+
+def _told(tuned: FinetuneReport) -> str:
+    count, tokens = tuned.windows
+    loss = "next-token loss" if tuned.teacher == "none" else "divergence from the dense model"
+    return (
+        f"{tuned.steps} steps on {count} windows of {tokens} tokens, {tuned.trained / 1e6:.3g} M numbers trained: "
+        f"{loss} {tuned.losses[0]:.4g} at the first, {tuned.losses[-1]:.4g} at the last."
+    )
+
+
+def _matrices(report: RunReport) -> Iterator[Section]:
+    if figures := tuple(f for f in report.figures if not f["file"].endswith(".svg")):
+        yield Section("Matrices, dense and pruned", figures=figures, brief=_count(figures, "figure"))
+
+
+def _layers(report: RunReport) -> Iterator[Section]:
+    """Yield every pruned linear, and every weight that was not."""
+    sparsity, seconds = Column("sparsity", ".4f"), Column("seconds", ".2f")
+    rows = [
+        (x.name, x.pruner, x.pattern, x.sparsity, x.seconds, ", ".join(f"{k} {v:.4g}" for k, v in x.info.items()))
+        for x in report.layers
+    ]
+    found = table(["layer", "pruner", "pattern", sparsity, seconds, "figures"], rows)
+    yield Section("Layers", table=found, brief=_count(rows, "pruned linear"))
+    if skipped := [(s["name"], s["reason"]) for s in report.skipped]:
+        yield Section("Not pruned", table=table(["weight", "reason"], skipped), brief=_count(skipped, "weight"))
+
+
+def _software(report: RunReport) -> Iterator[Section]:
+    """Yield the libraries and the plugins."""
+    if versions := report.versions.items():
+        yield Section("Versions", table=table(["library", "version"], versions), brief=_count(versions, "package"))
+    columns = ["name", "version", "source", "module"]
+    if rows := [[plugin[column] for column in columns] for plugin in report.plugins]:
+        yield Section("Plugins", table=table(["plugin", *columns[1:]], rows), brief=f"{len(rows)} loaded")
+
+
+def _count(what: Sized, name: str) -> str:
+    """Count things, such as `1 block` or `2 blocks`."""
+    return f"{len(what)} {name}" + ("" if len(what) == 1 else "s")
+
+
+def _number(block: BlockReport) -> str:
+    return str(block.index) if block.fqn else "outside"
+
+
+BUILDERS: tuple[Builder, ...] = (
+    _head, _evaluation, _modules, _heat, _curves, _blocks, _stages, _allocation, _reconstruction, _finetuning,
+    _matrices, _layers, _software,
+)  # fmt: skip

@@ -1,0 +1,82 @@
+"""A section of a report: one value, which the terminal, Markdown and HTML show without knowing what it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Value: TypeAlias = str | float | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        name: its heading.
+        form: how its values are written, such as `.2%`; they are set right then. Empty for text, which is set left.
+        look: what a page in colour adds to its numbers: `heat` shades a fraction of one, `bar` draws a bar as long as
+            the number is in proportion to the column's largest.
+    """
+
+    name: str
+    form: str = ""
+    look: Literal["", "heat", "bar"] = ""
+
+    def text(self, value: Value) -> str:
+        """Write a value; None is empty."""
+        return "" if value is None else format(value, self.form)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of values, one for each column."""
+
+    columns: tuple[Column, ...] = ()
+    rows: tuple[tuple[Value, ...], ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The headings."""
+        return [column.name for column in self.columns]
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """The rows as they are written."""
+        return [[c.text(value) for c, value in zip(self.columns, row, strict=True)] for row in self.rows]
+
+
+def table(columns: Sequence[Column | str], rows: Iterable[Sequence[Value]]) -> Table:
+    """Make a table; columns that are empty in every row are left out.
+
+    Args:
+        columns: a name alone is a column of text.
+        rows: one value for each column; None where there is none.
+    """
+    listed = list(rows)
+    shown = [i for i in range(len(columns)) if any(row[i] not in (None, "") for row in listed)]
+    named = [Column(c) if isinstance(c, str) else c for c in columns]
+    return Table(tuple(named[i] for i in shown), tuple(tuple(row[i] for i in shown) for row in listed))
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section; what is empty is not shown.
+
+    Attributes:
+        title: the first section's is the page's. Backticks mark code in `title`, `note` and captions.
+        note: a sentence or a few, above the table.
+        table: of values.
+        figures: `file`, inside the output folder, and `caption` of each.
+        text: shown as it is, line by line.
+        brief: what it holds, such as `210 linears`, of a section for reference: the terminal shows this in its place,
+            and a page folds it when it is long.
+    """
+
+    title: str = ""
+    note: str = ""
+    table: Table = Table()
+    figures: tuple[Mapping[str, str], ...] = ()
+    text: str = ""
+    brief: str = ""
