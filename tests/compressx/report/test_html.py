@@ -128,7 +128,8 @@ def test_every_element_is_closed_and_no_two_share_an_id(shown):
 def test_everything_a_run_tells_is_on_the_page(shown):
     report, path = shown
     text = Page(path).text
-    for word in ("29.16", "36.63", "+25.6%", "attnprune", "model.layers.11.mlp.down_proj", "error, by block", "torch"):
+    words = ("29.16", "36.63", "+25.6%", "attnprune", "model.layers.11.mlp.down_proj", "divergence, by block", "torch")
+    for word in words:
         assert word in text, word
     assert "Held-out error of each decoder block's output" in text
     assert "attention_error by decoder block" in text
