@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,34 +30,66 @@ class Loaded:
     tokenizer: Any
 
 
-@pytest.fixture(scope="session")
-def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The real SmolLM2-135M-Instruct as safetensors: converted once, since that takes far longer than loading it."""
+def _made_once(temporary: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return a folder that one worker of the session makes and all read."""
     from filelock import FileLock
 
+    base = temporary.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            make(folder)
+    return folder
+
+
+def _loaded(folder: Path) -> Loaded:
     from compressx.models.checkpoint import find_checkpoint
     from compressx.models.loading import load_model, load_tokenizer
     from compressx.recipe.sources import ModelSource
 
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "smollm2"
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            packaged = find_checkpoint(ModelSource(**SMOLLM2))
-            load_tokenizer(packaged).save_pretrained(folder)
-            load_model(packaged).save_pretrained(folder)
-    return folder
+    checkpoint = find_checkpoint(ModelSource(path=folder))
+    return Loaded(load_model(checkpoint), load_tokenizer(checkpoint))
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real SmolLM2-135M-Instruct as safetensors: converted once, since that takes far longer than loading it."""
+    from compressx.models.checkpoint import find_checkpoint
+    from compressx.models.loading import load_model, load_tokenizer
+    from compressx.recipe.sources import ModelSource
+
+    def convert(folder: Path) -> None:
+        packaged = find_checkpoint(ModelSource(**SMOLLM2))
+        load_tokenizer(packaged).save_pretrained(folder)
+        load_model(packaged).save_pretrained(folder)
+
+    return _made_once(tmp_path_factory, "smollm2", convert)
+
+
+@pytest.fixture(scope="session")
+def smollm2_short_folder(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its first four blocks, between the same embedding and head: really trained weights at an eighth of the time."""
+
+    def cut(folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        whole = _loaded(smollm2_folder)
+        whole.tokenizer.save_pretrained(folder)
+        AutoModelForCausalLM.from_pretrained(smollm2_folder, num_hidden_layers=4).save_pretrained(folder)
+
+    return _made_once(tmp_path_factory, "smollm2-short", cut)
 
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_folder: Path) -> Loaded:
-    """The same, loaded in float32. Tests that change it work on a deepcopy."""
-    from compressx.models.checkpoint import find_checkpoint
-    from compressx.models.loading import load_model, load_tokenizer
-    from compressx.recipe.sources import ModelSource
+    """The whole model in float32. Tests that change it work on a deepcopy."""
+    return _loaded(smollm2_folder)
 
-    converted = find_checkpoint(ModelSource(path=smollm2_folder))
-    return Loaded(load_model(converted), load_tokenizer(converted))
+
+@pytest.fixture(scope="session")
+def smollm2_short(smollm2_short_folder: Path) -> Loaded:
+    """The model of four blocks in float32. Tests that change it work on a deepcopy."""
+    return _loaded(smollm2_short_folder)
 
 
 QUICK = {"llama", "gpt2", "gemma3", "mixtral", "phi3"}
