@@ -267,7 +267,7 @@ def test_inputs_of_query_and_key_that_are_equal_in_two_samples_are_as_good_as_on
     stats[key].update(llama.x)
     results = pruner.prune(llama.block, dict.fromkeys((query, key), HALF), stats)
     assert torch.equal(results[key].weight, prune(llama, HALF)[key].weight)
-    stats = {query: stats[query], key: SequenceSample(64)}
+    stats = {**observed(llama, pruner), key: SequenceSample(64)}
     stats[key].update(llama.x + 1)
     with pytest.raises(CalibrationError, match=f"{query} and {key} were handed different inputs"):
         pruner.prune(llama.block, dict.fromkeys((query, key), HALF), stats)
