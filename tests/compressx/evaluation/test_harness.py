@@ -101,14 +101,10 @@ class TestCheckTasks:
 
     @pytest.mark.parametrize(
         ("text", "complaint"),
-        [
-            (None, r"no such file: mine\.yaml \(looked in "),
-            ("a: [", "is not the YAML of a task"),
-            ("- a", "is not the YAML of a task"),
-            ("", "is not the YAML of a task"),
-            ("dataset_path: x", "names no task: expected the key task, group or include"),
-        ],
-    )
+        [(None, r"no such file: mine\.yaml \(looked in "), ("a: [", "is not the YAML of a task"),
+         ("- a", "is not the YAML of a task"), ("", "is not the YAML of a task"),
+         ("dataset_path: x", "names no task: expected the key task, group or include")],
+    )  # fmt: skip
     def test_a_file_that_is_no_task_is_named(self, project: Path, text: str | None, complaint: str) -> None:
         if text is not None:
             (project / "mine.yaml").write_text(text)

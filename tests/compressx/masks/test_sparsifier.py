@@ -271,13 +271,9 @@ def test_squashing_a_sparsifier_of_torch_aos_own_leaves_no_negative_zeros() -> N
 
 @pytest.mark.parametrize(
     ("dtype", "layout"),
-    [
-        (torch.float64, "rows"),
-        (torch.float32, "transposed"),
-        (torch.bfloat16, "strided"),
-    ],
+    [(torch.float64, "rows"), (torch.float32, "transposed"), (torch.bfloat16, "strided")],
     ids=str,
-)
+)  # fmt: skip
 def test_a_masked_weight_is_selected_to_the_bit_whatever_was_dropped(dtype, layout):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 10, generator=generator, dtype=torch.float64).to(dtype)

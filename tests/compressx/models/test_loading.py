@@ -178,14 +178,10 @@ def test_a_streamed_model_has_the_generation_config_and_the_dtype_of_its_checkpo
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
-    [
-        ({"hidden_size": 64.0}, "hidden_size"),
-        ({"num_key_value_heads": "2"}, "num_key_value_heads"),
-        ({"hidden_act": "nope"}, "a value that transformers does not know: 'nope'"),
-        ({"dtype": "float99"}, "float99"),
-    ],
+    [({"hidden_size": 64.0}, "hidden_size"), ({"num_key_value_heads": "2"}, "num_key_value_heads"),
+     ({"hidden_act": "nope"}, "a value that transformers does not know: 'nope'"), ({"dtype": "float99"}, "float99")],
     ids=str,
-)
+)  # fmt: skip
 def test_a_config_that_transformers_cannot_use_is_an_error_that_names_the_model(
     changed: dict[str, object], reason: str, saved: Path
 ):
