@@ -47,8 +47,7 @@ def test_dense_attention_matrices_are_the_models_own(architecture: str):
 
 
 @pytest.mark.parametrize(
-    ("rotary_dim", "interleaved", "centered", "whole", "own", "shifted"),
-    pairs([0, 4, HEAD_DIM], *[[False, True]] * 5),
+    ("rotary_dim", "interleaved", "centered", "whole", "own", "shifted"), pairs([0, 4, HEAD_DIM], *[[False, True]] * 5)
 )
 def test_every_norm_under_every_rotary_embedding_has_the_gradient_of_autograd(
     rotary_dim: int, interleaved: bool, centered: bool, whole: bool, own: bool, shifted: bool
@@ -108,11 +107,3 @@ def test_values_have_a_size_of_their_own_and_a_head_for_each_key_head():
         rows = slice(5 * head, 5 * head + 5)
         torch.testing.assert_close(got[:, head], x @ weight[rows].T + bias[rows])
     torch.testing.assert_close(geometry.values(attention, x, weight, None)[:, 1], x @ weight[5:].T)
-
-
-def test_another_dtype_reaches_every_tensor():
-    attention = layer.describe(blocks.record("phi").block, torch.float64)
-    for side in (attention.query, attention.key):
-        assert side.norm is not None
-        held = (side.bias, side.norm.gain, side.norm.shift, *(attention.rotary or ()))
-        assert [t.dtype for t in held if t is not None] == [torch.float64] * 5

@@ -107,9 +107,7 @@ def test_what_query_and_key_have_in_common_is_told_once():
     pairs(["llama", "gpt2"], [WANDA, MAGNITUDE], [Unstructured(0.5, "row"), NM(2, 4)]),
     ids=str,
 )
-def test_the_selection_of_another_pruner_is_kept_and_reconstructed(
-    architecture: str, selector: PrunerSpec, pattern: Pattern
-):
+def test_the_selection_of_another_pruner_is_kept_and_reconstructed(architecture, selector, pattern):
     model, alone = (tiny_model(architecture) for _ in range(2))
     pruned, rebuilt = pruned_weights(model, plan(model, pattern, selector=selector, reconstructor=SPEC))
     _, selected = pruned_weights(alone, plan(alone, pattern, selector=selector))

@@ -41,9 +41,7 @@ def prune(recorded: blocks.Recorded, sparsity: float, **options: Any) -> list[Pr
 
 
 @pytest.mark.parametrize(("sparsity", "at_most"), [(0.5, 0.25), (0.7, 0.25), (0.9, 0.35)])
-def test_the_closed_form_leaves_a_fraction_of_the_attention_error_of_wanda_and_sparsegpt(
-    recorded: blocks.Recorded, sparsity: float, at_most: float
-):
+def test_the_closed_form_leaves_a_fraction_of_the_attention_error_of_wanda_and_sparsegpt(recorded, sparsity, at_most):
     results = prune(recorded, sparsity)
     info = results[0].info
     assert "fell_back" not in info

@@ -327,9 +327,7 @@ def test_a_mode_that_fails_gives_way_to_the_better_start(own: float, better: str
     [(0.003, [0.003], False), (0.03, [0.003, 0.03], False), (0.3, [0.003, 0.03, 0.3], False),
      (3.0, [0.003, 0.03, 0.3], True), (3.0, [0.1, 0.3], True)],
 )  # fmt: skip
-def test_a_closed_form_that_loses_is_tried_with_more_damping(
-    enough: float, tried: list[float], fell_back: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_closed_form_that_loses_is_tried_with_more_damping(enough, tried, fell_back, monkeypatch):
     layer, dampings = replace(make_layer(), damping=tried[0]), []
 
     def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None = None) -> tuple[Pair, Pair]:

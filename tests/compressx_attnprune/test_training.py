@@ -85,9 +85,7 @@ def by_magnitude(dense: Pair, text: Text, pattern: Pattern = HALF) -> Trained:
 
 
 @pytest.mark.parametrize(("steps", "learning_rate"), [(1, 0.3), (3, 10.0), (9, 0.01), (9, 1e30)])
-def test_a_refit_is_never_worse_on_the_held_out_text_than_its_start(
-    steps: int, learning_rate: float, dense: Pair, text: Text
-):
+def test_a_refit_is_never_worse_on_the_held_out_text_than_its_start(steps, learning_rate, dense, text):
     start = by_magnitude(dense, text)
     done = training.refit(LOSS, text, dense, start, steps=steps, learning_rate=learning_rate)
     assert done.error <= start.error
@@ -108,9 +106,7 @@ def test_a_refit_lowers_the_error_on_text_it_never_saw(dense: Pair, text: Text):
 @pytest.mark.parametrize(
     ("measured", "best"), [([3.0, 2.0, 1.0, 2.0], 2), ([math.nan, 3.0, 4.0, 5.0], 1), ([9.0, math.nan, 8.0, 7.0], None)]
 )
-def test_of_the_weights_on_the_way_those_that_measure_best_are_returned(
-    measured: list[float], best: int | None, dense: Pair
-):
+def test_of_the_weights_on_the_way_those_that_measure_best_are_returned(measured, best, dense):
     candidates: list[Pair] = []
 
     class Scripted(Distance):

@@ -58,9 +58,7 @@ class TestTextFiles:
         with pytest.raises(CalibrationError, match=r"latin\.txt: not UTF-8 at byte 3 \(0xe9"):
             documents(source(text="latin.txt"), "calibration")
 
-    def test_the_ends_of_lines_and_a_byte_order_mark_do_not_depend_on_where_a_file_was_written(
-        self, project: Path
-    ) -> None:
+    def test_the_ends_of_lines_and_a_byte_order_mark_do_not_depend_on_where_a_file_was_written(self, project):
         (project / "windows.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\rthree\n")
         assert documents(source(text="windows.txt"), "calibration") == ["one\n\ntwo\nthree\n"]
 
@@ -167,9 +165,7 @@ class TestDatasets:
             (project / "set" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         return "./set"
 
-    def test_calibration_reads_train_and_evaluation_reads_test_without_a_progress_bar(
-        self, folder: str, capfd: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_calibration_reads_train_and_evaluation_reads_test_without_a_progress_bar(self, folder, capfd):
         assert documents(source(name=folder), "calibration") == ["train 0", "", "train 2"]
         assert documents(source(name=folder), "evaluation") == ["test 0", "", "test 2"]
         assert capfd.readouterr() == ("", "")
@@ -192,9 +188,7 @@ class TestDatasets:
          ({"split": "valid"}, r"split 'valid'.*could not be fetched.*train.*test")],
         ids=str,
     )  # fmt: skip
-    def test_a_field_or_split_that_is_not_there_is_named_with_those_that_are(
-        self, folder: str, given: dict[str, str], message: str
-    ) -> None:
+    def test_a_field_or_split_that_is_not_there_is_named_with_those_that_are(self, folder, given, message):
         with pytest.raises(CalibrationError, match=message):
             documents(source(name=folder, **given), "calibration")
 
@@ -269,9 +263,7 @@ class TestTokenIds:
 class TestWindows:
     @settings(max_examples=40)
     @given(tokens=st.integers(20, 200), length=st.integers(2, 9), seed=st.integers(0, 2**32), part=st.floats(0.01, 1))
-    def test_calibration_windows_are_distinct_pieces_of_the_text(
-        self, tokens: int, length: int, seed: int, part: float
-    ) -> None:
+    def test_calibration_windows_are_distinct_pieces_of_the_text(self, tokens, length, seed, part):
         samples = max(1, int(part * (tokens // length)))
         windows = calibration_windows(torch.arange(tokens), samples, length, seed)
         assert windows.shape == (samples, length)

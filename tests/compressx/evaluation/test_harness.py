@@ -59,9 +59,7 @@ def few_tasks(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class TestCheckTasks:
-    def test_names_groups_files_and_datasets_of_ours_pass_and_the_index_is_built_once(
-        self, few_tasks: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_names_groups_files_and_datasets_of_ours_pass_and_the_index_is_built_once(self, few_tasks, monkeypatch):
         check_tasks(settings("letters_easy", "tasks/letters_hard.yaml", rolling("docs")))
         monkeypatch.delattr("lm_eval.tasks.TaskManager")
         check_tasks(settings("letters", rolling("docs")))
@@ -79,8 +77,7 @@ class TestCheckTasks:
         check_tasks(settings("tasks/letters.yaml", rolling("docs")))
 
     @pytest.mark.parametrize(
-        "tasks",
-        [("letters", "letters"), ("letters", rolling("letters")), ("letters_easy", "tasks/letters_easy.yaml")],
+        "tasks", [("letters", "letters"), ("letters", rolling("letters")), ("letters_easy", "tasks/letters_easy.yaml")]
     )
     def test_a_name_may_occur_only_once(self, few_tasks: Path, tasks: tuple[Any, ...]) -> None:
         with pytest.raises(RecipeError, match=r"'letters(_easy)?' occurs 2 times"):
@@ -166,9 +163,7 @@ class TestRunTasks:
         }  # fmt: skip
 
     @pytest.mark.slow
-    def test_a_group_from_a_file_finds_its_tasks_beside_it(
-        self, few_tasks: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_group_from_a_file_finds_its_tasks_beside_it(self, few_tasks, tokenizer, monkeypatch):
         def without_defaults(include_path: list[str] | None, include_defaults: bool) -> Any:
             assert include_defaults  # where other members are
             return real(include_path=include_path, include_defaults=False)

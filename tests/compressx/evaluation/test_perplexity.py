@@ -45,9 +45,7 @@ class TestTokenPerplexity:
         assert token_perplexity(InMemory(model), windows) == pytest.approx(loss.exp().item(), rel=1e-5)
 
     @pytest.mark.parametrize(("batch_size", "logits"), [(3, 1 << 20), (100, 1), (8, 128 * 7)])
-    def test_neither_the_batch_size_nor_the_logits_held_in_float32_change_it(
-        self, batch_size: int, logits: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_neither_the_batch_size_nor_the_logits_held_in_float32_change_it(self, batch_size, logits, monkeypatch):
         model, windows = tiny_model("llama"), tiny_tokens()
         whole = token_perplexity(InMemory(model), windows)
         monkeypatch.setattr("compressx.evaluation.perplexity._LOGITS_IN_FLOAT32", logits)
@@ -130,9 +128,7 @@ class TestEvaluate:
         }
 
     @pytest.mark.slow
-    def test_each_figure_carries_its_name_and_documents_of_blanks_count_no_words(
-        self, text: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_each_figure_carries_its_name_and_documents_of_blanks_count_no_words(self, text, tokenizer, capfd):
         """Nor does git complain where there is no repository, and the training mode is put back."""
         model = tiny_model("llama").train()
         asked = settings(token_perplexity=TOKENS, lm_eval={"tasks": [DOCS]})
@@ -201,9 +197,7 @@ class TestEvaluateCached:
         )
         assert model.runs == 2 * runs  # only `evaluate` ran it again
 
-    def test_whatever_decides_the_result_decides_the_key(
-        self, text: Path, tokenizer: Any, model: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_whatever_decides_the_result_decides_the_key(self, text, tokenizer, model, monkeypatch):
         from tokenizers import normalizers
 
         def runs(asked: Evaluate, fingerprint: str = "dense") -> int:

@@ -61,9 +61,7 @@ def written(folder: Path) -> tuple[dict[str, MaskEntry], bytes]:
 
 @settings(max_examples=20, deadline=None)
 @given(entries=_entries())
-def test_masks_of_any_name_and_shape_come_back_as_they_were_and_in_order(
-    entries: dict[str, MaskEntry], folder: Path
-) -> None:
+def test_masks_of_any_name_and_shape_come_back_as_they_were_and_in_order(entries, folder):
     path = folder / "round-trip.safetensors"
     write_masks(path, entries)
     assert _same(read_masks(path), entries)
@@ -86,9 +84,7 @@ def test_masks_stay_packed_until_they_are_asked_for_one_by_one(tmp_path: Path) -
 
 @settings(max_examples=15, deadline=None)
 @given(entries=_entries(), parts=st.integers(1, 4))
-def test_masks_joined_from_several_files_are_the_bytes_of_one_and_safetensors_reads_them(
-    entries: dict[str, MaskEntry], parts: int, folder: Path
-) -> None:
+def test_masks_joined_from_several_files_are_the_bytes_of_one_and_safetensors_reads_them(entries, parts, folder):
     names = list(entries)
     size = -(-len(names) // parts) or 1
     for i in range(parts):
@@ -112,9 +108,7 @@ def test_a_damaged_part_is_named_and_nothing_is_joined(tmp_path: Path) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_a_changed_byte_is_an_error_that_names_the_file_or_changes_nothing(
-    data: st.DataObject, written: tuple[dict[str, MaskEntry], bytes], folder: Path
-) -> None:
+def test_a_changed_byte_is_an_error_that_names_the_file_or_changes_nothing(data, written, folder):
     entries, good = written
     at = data.draw(st.integers(0, len(good) - 1))
     bad = bytearray(good)
@@ -129,9 +123,7 @@ def test_a_changed_byte_is_an_error_that_names_the_file_or_changes_nothing(
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_a_truncated_lengthened_or_foreign_file_is_an_error_that_names_it(
-    data: st.DataObject, written: tuple[dict[str, MaskEntry], bytes], folder: Path
-) -> None:
+def test_a_truncated_lengthened_or_foreign_file_is_an_error_that_names_it(data, written, folder):
     good = written[1]
     path = folder / "foreign.safetensors"
     path.write_bytes(
@@ -180,9 +172,7 @@ def _mask(**changes: object) -> dict[str, object]:
      ({"masks": {"k": _mask()["masks"]["q"]}}, "k.mask, q.mask")],  # type: ignore[index]
     ids=str,
 )  # fmt: skip
-def test_a_header_that_is_wrong_is_an_error_that_says_where(
-    changes: dict[str, object], message: str, tmp_path: Path
-) -> None:
+def test_a_header_that_is_wrong_is_an_error_that_says_where(changes, message, tmp_path):
     path = tmp_path / "m.safetensors"
     write_masks(path, {"q": MaskEntry(torch.ones(3, 5, dtype=torch.bool), "2:4", "wanda", _SHA)})
     with pytest.raises(ArtifactError, match=message) as raised:
@@ -197,9 +187,7 @@ def test_a_header_that_is_wrong_is_an_error_that_says_where(
      (torch.zeros(2), r"mask of q is stored as .*, expected U8 \[2\]")],
     ids=["bits", "bool", "float32"],
 )  # fmt: skip
-def test_bits_after_the_last_element_and_a_mask_of_another_dtype_are_errors(
-    stored: torch.Tensor, message: str, tmp_path: Path
-) -> None:
+def test_bits_after_the_last_element_and_a_mask_of_another_dtype_are_errors(stored, message, tmp_path):
     path = tmp_path / "m.safetensors"
     write_masks(path, {"q": MaskEntry(torch.zeros(3, 5, dtype=torch.bool), "2:4", "wanda", _SHA)})
     save_file({"q.mask": stored}, path, metadata={"compressx": json.dumps(_header_of(path))})
@@ -216,9 +204,7 @@ def test_another_safetensors_file_a_missing_one_and_a_folder_are_errors_that_nam
             read_masks(path)
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "m.safetensors"
     write_masks(path, {"q": _entry(2, 8)})
     before = path.read_bytes()

@@ -4,7 +4,6 @@ import copy
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,9 +38,7 @@ def unchanged(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
 
 
 @everywhere
-def test_applied_masks_make_exact_zeros_where_they_drop_and_touch_nothing_else(
-    architecture: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_applied_masks_make_exact_zeros_where_they_drop_and_touch_nothing_else(architecture, dtype, tmp_path):
     model, dense = tiny_model(architecture, dtype=dtype), tiny_model(architecture, dtype=dtype)
     found = two_of_four(model)
     found.apply(model)

@@ -38,9 +38,7 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("architecture", TINY_CONFIGS)
-def test_every_block_and_linear_is_found_with_and_without_weights_and_every_matrix_accounted_for(
-    architecture: str,
-) -> None:
+def test_every_block_and_linear_is_found_with_and_without_weights_and_every_matrix_accounted_for(architecture):
     """Nothing is silently left out: pruned weights, heads and refused weights together are all of the model's."""
     model = tiny_model(architecture)
     found = survey(model)

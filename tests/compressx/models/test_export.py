@@ -70,9 +70,7 @@ def test_an_earlier_output_is_replaced_only_at_the_end_and_wholly(earlier: Path)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_any_exception_removes_what_was_built_and_leaves_the_earlier_output(
-    error: type[BaseException], earlier: Path
-) -> None:
+def test_any_exception_removes_what_was_built_and_leaves_the_earlier_output(error, earlier):
     with pytest.raises(error), output_folder(earlier) as building:  # noqa: PT012 - the block is the test
         write_output(building, "new")
         raise error
@@ -82,9 +80,7 @@ def test_any_exception_removes_what_was_built_and_leaves_the_earlier_output(
 
 @pytest.mark.parametrize("failing", [1, 2])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")], ids=["ctrl-c", "full"])
-def test_a_failure_between_the_two_renames_puts_the_earlier_output_back(
-    error: BaseException, failing: int, earlier: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_between_the_two_renames_puts_the_earlier_output_back(error, failing, earlier, monkeypatch):
     real, calls = Path.rename, []
 
     def rename(self: Path, target: Path) -> Path:
@@ -103,9 +99,7 @@ def test_a_failure_between_the_two_renames_puts_the_earlier_output_back(
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EBUSY, "Device or resource busy"), KeyboardInterrupt()], ids=repr)
-def test_what_a_run_finished_is_kept_when_the_last_rename_fails(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_run_finished_is_kept_when_the_last_rename_fails(error, tmp_path, monkeypatch):
     real = Path.rename
 
     def rename(self: Path, target: Path) -> Path:
@@ -203,9 +197,7 @@ def test_the_current_folder_and_those_above_it_are_refused(tmp_path: Path, monke
     check_output(Path("out"))
 
 
-def test_a_place_that_may_not_be_written_is_refused_when_planning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_may_not_be_written_is_refused_when_planning(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != tmp_path)
     with pytest.raises(ArtifactError, match=rf"a/out cannot be made: {tmp_path} is no folder that you may write to"):
         check_output(tmp_path / "a" / "out")
@@ -320,9 +312,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, torch.dt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_transformers_alone_loads_what_was_saved_with_the_zeros_of_the_masks(
-    kind: tuple[str, torch.dtype], loaded: dict[tuple[str, torch.dtype], dict[str, Any]]
-) -> None:
+def test_transformers_alone_loads_what_was_saved_with_the_zeros_of_the_masks(kind, loaded):
     model, masks = pruned(*kind)
     assert loaded[kind]["class"] == type(model).__name__
     again = tiny_model(kind[0], dtype=kind[1], seed=9)
@@ -339,9 +329,7 @@ def test_transformers_alone_loads_what_was_saved_with_the_zeros_of_the_masks(
     torch.testing.assert_close(loaded[kind]["logits"], logits, atol=tolerance, rtol=tolerance)
 
 
-def test_what_is_saved_is_dense_safetensors_that_others_may_read_and_saving_prints_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_saved_is_dense_safetensors_that_others_may_read_and_saving_prints_nothing(tmp_path, capfd):
     model, _ = pruned("llama-tied")
     save_model(model, None, tmp_path / "model")
     assert capfd.readouterr() == ("", "")
@@ -366,9 +354,7 @@ def test_a_prepared_model_is_not_saved_until_it_is_squashed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("as_object", [False, True])
-def test_a_model_that_claims_to_be_quantized_is_refused_before_anything_is_written(
-    as_object: bool, tmp_path: Path
-) -> None:
+def test_a_model_that_claims_to_be_quantized_is_refused_before_anything_is_written(as_object, tmp_path):
     from transformers import GgufConfig
 
     model, _ = pruned("llama")

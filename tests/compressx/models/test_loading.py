@@ -182,9 +182,7 @@ def test_a_streamed_model_has_the_generation_config_and_the_dtype_of_its_checkpo
      ({"hidden_act": "nope"}, "a value that transformers does not know: 'nope'"), ({"dtype": "float99"}, "float99")],
     ids=str,
 )  # fmt: skip
-def test_a_config_that_transformers_cannot_use_is_an_error_that_names_the_model(
-    changed: dict[str, object], reason: str, saved: Path
-):
+def test_a_config_that_transformers_cannot_use_is_an_error_that_names_the_model(changed, reason, saved):
     config = json.loads((saved / "config.json").read_text()) | changed
     (saved / "config.json").write_text(json.dumps(config))
     checkpoint = find_checkpoint(source(path=str(saved)))

@@ -33,9 +33,7 @@ CASES += [("llama", torch.bfloat16, "float32"), ("mixtral", torch.float32, "auto
 
 
 @pytest.mark.parametrize(("architecture", "stored", "wanted"), CASES, ids=str)
-def test_each_block_gets_the_weights_that_transformers_loads(
-    architecture: str, stored: torch.dtype, wanted: str, tmp_path: Path
-):
+def test_each_block_gets_the_weights_that_transformers_loads(architecture, stored, wanted, tmp_path):
     checkpoint = Checkpoint(str(saved(tmp_path, architecture, stored)), dtype=wanted)
     expected = load_model(checkpoint).state_dict()
     streamed = open_streamed(checkpoint)
@@ -77,9 +75,7 @@ def test_an_embedding_that_is_the_head_too_takes_memory_once(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("processes", [1, 4])
-def test_a_models_share_of_the_memory_is_that_of_its_process_within_its_container(
-    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_models_share_of_the_memory_is_that_of_its_process_within_its_container(processes, tmp_path, monkeypatch):
     size = sum(p.numel() * 4 for p in tiny_model("llama").parameters())
     checkpoint, cpu = Checkpoint(str(saved(tmp_path / "model", "llama"))), torch.device("cpu")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * size * processes))

@@ -192,9 +192,7 @@ ALLOCATED = {"calibration": f"{CALIBRATION}\n{ALLOCATION}"}
       {"model": "bloom", "kind": UnsupportedModelError},
       r"h\.0\.self_attention \(BloomAttention\) adds ALiBi to its scores.*sparsegpt or wanda")],
 )  # fmt: skip
-def test_a_rule_that_cannot_be_right_is_refused_with_its_line(
-    rule: str, more: dict[str, Any], complaint: str, refusal: Any
-) -> None:
+def test_a_rule_that_cannot_be_right_is_refused_with_its_line(rule, more, complaint, refusal):
     rule = rule if rule.startswith("targets") else f'targets: ["*"], {rule}'
     message = refusal(more.get("kind", RecipeError), rule, **{k: v for k, v in more.items() if k != "kind"})
     assert re.search(rf"^r\.yaml:\d+:.*{complaint}", message, re.DOTALL), message
@@ -216,9 +214,7 @@ def test_a_target_without_a_linear_names_the_nearest(refusal: Any) -> None:
      ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj"),
      ("layers.2.*", "model.layers.2.self_attn.q_proj")],
 )  # fmt: skip
-def test_a_target_that_is_nearly_a_whole_name_is_told_what_names_look_like(
-    refusal: Any, target: str, meant: str
-) -> None:
+def test_a_target_that_is_nearly_a_whole_name_is_told_what_names_look_like(refusal, target, meant):
     message = refusal(RecipeError, f'targets: ["{target}"], pruner: magnitude, sparsity: 0.5')
     assert f"matches no linear; did you mean {meant!r}?" in message
     assert message.endswith("whole names go from model.layers.0.self_attn.q_proj to lm_head")
@@ -294,9 +290,7 @@ def test_reconstruction_is_built_with_its_own_options(planned: Any) -> None:
      ({"build": lambda _: SimpleNamespace(observe=lambda *_: 5)}, r"must return a statistic, such as .*; got 5$"),
      ({"check": lambda _: None}, r"check of pruner 'wanda' failed on model\.layers\.0: TypeError: .*2 were given")],
 )  # fmt: skip
-def test_what_a_pruner_raises_while_planning_names_rule_and_pruner(
-    broken: dict[str, Any], complaint: str, plugins: Plugins, refusal: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_pruner_raises_while_planning_names_rule_and_pruner(broken, complaint, plugins, refusal, monkeypatch):
     monkeypatch.setitem(plugins.pruners, "wanda", replace(plugins.pruner("wanda"), **broken))
     message = refusal(PluginError, 'targets: ["*"], pruner: wanda, sparsity: 0.5')
     assert re.search(r"^r\.yaml:4:\d+: .*" + complaint, message), message
@@ -404,9 +398,7 @@ def test_a_training_step_is_a_whole_number_of_calibration_batches(refusal: Any) 
     ("model", "fused", "shape"),
     [("gpt2", "c_attn", (192, 64)), ("gpt-neox", "query_key_value", (192, 64)), ("phi3", "qkv_proj", (128, 64))],
 )
-def test_attnprune_takes_a_weight_that_fuses_query_key_and_value(
-    planned: Any, refusal: Any, model: str, fused: str, shape: tuple[int, int]
-) -> None:
+def test_attnprune_takes_a_weight_that_fuses_query_key_and_value(planned, refusal, model, fused, shape):
     plan = planned(f'targets: ["*.{fused}"], pruner: attnprune, sparsity: 0.5', model=model)
     assert {(x.name.rpartition(".")[2], x.shape) for x in plan.linears} == {(fused, shape)}
     assert len(plan.linears) == 3
@@ -415,9 +407,7 @@ def test_attnprune_takes_a_weight_that_fuses_query_key_and_value(
     assert f'write targets: ["*.{fused}"]' in message
 
 
-def test_n_m_is_refused_where_the_pruner_has_none(
-    plugins: Plugins, refusal: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_n_m_is_refused_where_the_pruner_has_none(plugins, refusal, monkeypatch):
     monkeypatch.setitem(plugins.pruners, "wanda", replace(plugins.pruner("wanda"), nm=False))  # type: ignore[arg-type]
     message = refusal(RecipeError, 'targets: ["*"], pruner: wanda, pattern: "2:4"')
     assert message.startswith("r.yaml:4:")

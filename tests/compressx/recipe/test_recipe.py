@@ -682,9 +682,7 @@ def test_arbitrary_text_and_bytes_raise_nothing_but_recipe_error(text: str | byt
 @pytest.mark.slow
 @fuzz
 @given(tree=st.dictionaries(keys, trees, max_size=6))
-def test_arbitrary_trees_come_back_equal_and_raise_nothing_but_recipe_error_from_dict_and_file(
-    tree: dict[str, Any],
-) -> None:
+def test_arbitrary_trees_come_back_equal_and_raise_nothing_but_recipe_error_from_dict_and_file(tree):
     try:
         node = from_python(tree, "<dict>")
     except RecipeError:

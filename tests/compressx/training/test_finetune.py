@@ -348,9 +348,7 @@ def stop_after(step: int) -> Callable[[int, int, float], None]:
 
 
 @pytest.mark.parametrize(("architecture", "every", "stopped_at"), [("llama", 2, 4), ("gpt2", 3, 5)])
-def test_an_interrupted_one_goes_on_to_the_same_bits(
-    architecture: str, every: int, stopped_at: int, tmp_path: Path
-) -> None:
+def test_an_interrupted_one_goes_on_to_the_same_bits(architecture, every, stopped_at, tmp_path):
     """GPT-2 drops units, so the random state has to be that of the step too."""
     given = {"steps": 8, "checkpoint_every": every, "norms": True}
     whole, _, expected = tuned(architecture, **given)

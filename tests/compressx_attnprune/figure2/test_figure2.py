@@ -10,6 +10,7 @@ import sys
 import xml.etree.ElementTree as ET
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -113,24 +114,20 @@ def test_confidence_intervals_use_students_t(freedom: int, quantile: float):
         assert point.half_width == pytest.approx(quantile * math.sqrt(2.5 / 5), rel=1e-9)
 
 
-def test_a_failure_while_writing_leaves_nothing_behind(tiny: Figure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full_disk(*args: object) -> None:
-        raise OSError(28, "No space left on device")
+def test_a_failure_while_writing_and_an_interrupt_leave_nothing_behind(tiny, tmp_path, monkeypatch):
+    def raising(error: BaseException) -> Any:
+        def fail(*args: object) -> None:
+            raise error
 
-    monkeypatch.setattr(figure2_output, "plot", full_disk)
+        return fail
+
+    monkeypatch.setattr(figure2_output, "plot", raising(OSError(28, "No space left on device")))
     with (
         pytest.raises(ArtifactError, match=r"cannot write .*No space left"),
         figure2_output.output_folder(tmp_path / "out") as folder,
     ):
         figure2_output.write(tiny, folder)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def interrupt(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(figure2, "measure", interrupt)
+    monkeypatch.setattr(figure2, "measure", raising(KeyboardInterrupt()))
     result = CliRunner().invoke(cli.cli, ["figure2", "--output", str(tmp_path / "out")])
     assert result.exit_code == 130
     assert "nothing was written" in result.stderr
