@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 import torch
@@ -57,11 +56,13 @@ class Recording:
         return self.probes[-1][1]
 
 
-@pytest.mark.parametrize("probes", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "probes"), [("matrix", 1), ("output", 3)])
 def test_the_factors_are_sums_over_all_tokens_of_the_probes_gradients(kind: str, probes: int, x: Tensor, weights: Pair):
     recording = Recording(make(kind))
     measured = curvature.measure(recording, x, weights, probes=probes, tokens=1.0)
+    again, other = (curvature.measure(make(kind), x, weights, probes=probes, tokens=1.0, seed=s) for s in (0, 1))
+    assert torch.equal(again[0].inputs, measured[0].inputs), "the seed decides the signs"
+    assert not torch.equal(other[0].inputs, measured[0].inputs)
     assert [len(part) for part, _ in recording.probes] == [4] * 2 * probes + [2] * probes
     for i, side in enumerate(measured):
         heads = (4, 2)[i]
@@ -100,10 +101,9 @@ def test_over_all_signs_the_factors_are_mean_and_trace_weighted_sum_of_the_gauss
         torch.testing.assert_close(side.inputs, h, rtol=1e-3, atol=1e-4 * float(h.max()))
 
 
-@pytest.mark.slow
 def test_a_sample_of_the_tokens_has_the_sum_over_all_as_its_expectation(x: Tensor, weights: Pair):
     recording = Recording(make("matrix"))
-    samples = 400
+    samples = 100
     mean = torch.zeros(4, WIDTH, WIDTH)
     for seed in range(samples):
         sampled = curvature.measure(recording, x, weights, tokens=0.4, seed=seed)[0]
@@ -134,26 +134,6 @@ def test_every_token_counts_in_expectation_what_it_weighs_the_light_ones_too():
     chosen, importance = curvature._sample(drawn, 8, torch.Generator().manual_seed(0))
     mean = torch.zeros_like(drawn).scatter_(1, chosen, importance).mean(dim=0)
     torch.testing.assert_close(mean, weights, rtol=0.25, atol=0.0)
-
-
-def test_tokens_without_weight_count_for_nothing():
-    chosen, importance = curvature._sample(torch.zeros(1, 6), 3, torch.Generator())
-    assert len(set(chosen[0].tolist())) == 3
-    assert not importance.any()
-
-
-def test_more_probes_measure_the_same_size(x: Tensor, weights: Pair):
-    loss = make("matrix")
-    one, many = (curvature.measure(loss, x, weights, probes=probes) for probes in (1, 30))
-    for a, b in zip(one, many, strict=True):
-        ratio = a.inputs.diagonal(dim1=1, dim2=2).sum() / b.inputs.diagonal(dim1=1, dim2=2).sum()
-        assert 0.7 < ratio < 1.4
-
-
-def test_the_seed_decides_the_signs(x: Tensor, weights: Pair):
-    first, again, other = (curvature.measure(make("matrix"), x, weights, seed=s)[0].inputs for s in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,9 +189,6 @@ def test_damping_adds_a_fraction_of_the_mean_diagonal_and_ten_times_that_to_the_
             expected = before + fraction * before.trace() / len(before) * torch.eye(len(before))
             torch.testing.assert_close(after, expected)
     assert torch.equal(measured.rows, spd(3, 4, seed=0))
-
-
-def test_damping_a_factor_of_zeros_makes_it_the_identity():
     zeros = Curvature(torch.zeros(1, 4, 4), torch.zeros(1, 6, 6)).damped(0.01)
     assert torch.equal(zeros.rows[0], torch.eye(4))
     assert torch.equal(zeros.inputs[0], torch.eye(6))
@@ -223,26 +200,3 @@ def test_the_scale_is_the_root_of_the_kronecker_products_diagonal():
     for head in range(2):
         product = torch.kron(measured.rows[head], measured.inputs[head])
         torch.testing.assert_close(scale[head].flatten(), product.diagonal().sqrt())
-
-
-def test_the_product_of_the_factors_predicts_what_a_small_change_of_the_weights_costs(weights: Pair):
-    """Not exactly, since tokens' G_i are not alike, but to a factor of 1.5 over random changes of one head."""
-    x = normal(40, TOKENS, WIDTH, seed=0) * 0.5
-    loss = make("matrix")
-    sides = curvature.measure(loss, x, weights, probes=8)
-    for i, side in enumerate(sides):
-        predicted, true = 0.0, 0.0
-        for seed in range(12):
-            change = 1e-2 * normal(4, WIDTH, seed=100 + seed)
-            moved = [w.clone() for w in weights]
-            moved[i][:4] += change
-            true += loss.errors(x, weights, [(moved[0], moved[1])])[0][0]
-            predicted += float((change * (side.rows[0] @ change @ side.inputs[0])).sum())
-        assert 1 / 1.5 < predicted / true < 1.5
-
-
-def test_measuring_leaves_weights_and_inputs_as_they_were(x: Tensor, weights: Pair):
-    before = [t.clone() for t in (x, *weights)]
-    for measure in (partial(curvature.measure, make(kind)) for kind in KINDS):
-        measure(x, weights)
-    assert all(torch.equal(a, b) for a, b in zip(before, (x, *weights), strict=True))

@@ -95,36 +95,6 @@ def test_reconstruction_is_the_least_squares_solution_on_the_kept_weights(patter
     assert_solved(of, keeps, kronecker.reconstruct(of, keeps, iterations=300))
 
 
-def test_reconstruction_from_any_start_ends_at_the_same_weights():
-    of = problem(1)
-    keeps = magnitude(of, by(PATTERNS[0]))
-    start = [normal(*w.shape, seed=77) for w in of.dense]
-    # Iterations stop relative to where they started, and this is far.
-    assert_solved(of, keeps, kronecker.reconstruct(of, keeps, start, iterations=300), excess=1e-5)
-
-
-def test_rows_that_do_not_interact_are_regressed_one_by_one():
-    """With R the identity it is the regression of each output on its kept inputs, as for a linear layer."""
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(50, COLUMNS, generator=generator, dtype=torch.float64) @ normal(COLUMNS, COLUMNS, seed=4)
-    dense = normal(1, ROWS, COLUMNS, seed=5)
-    identity = torch.eye(ROWS, dtype=torch.float64)[None]
-    of = Problem.of([dense], [Curvature(identity, (x.T @ x)[None])], 1e-12)
-    (keep,) = by(Unstructured(0.5, "row"))([dense.abs()])
-    (got,) = kronecker.reconstruct(of, [keep], iterations=500)
-    for row in range(ROWS):
-        kept = keep[0, row]
-        wanted = torch.linalg.lstsq(x[:, kept], x @ dense[0, row]).solution
-        torch.testing.assert_close(got[0, row, kept], wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_a_mask_that_keeps_everything_returns_the_dense_weights():
-    of = problem(2)
-    everything = [torch.ones_like(w, dtype=torch.bool) for w in of.dense]
-    for got, dense in zip(kronecker.reconstruct(of, everything), of.dense, strict=True):
-        assert torch.equal(got, dense)
-
-
 def test_each_head_is_solved_whatever_the_others_need():
     """One head keeps all, one nothing, the others half: their step sizes are their own."""
     of = problem(3)
@@ -167,11 +137,10 @@ def test_a_selection_meets_the_budget_exactly_and_drops_to_zero(pattern: Pattern
         assert all(((~k).sum(dim=2) == round(pattern.sparsity * COLUMNS)).all() for k in keeps)
 
 
-@pytest.mark.parametrize("iterations", [2, 24])
 @each_pattern
-def test_a_selection_takes_the_steps_of_admm_with_the_dual_as_published(pattern: Pattern, iterations: int):
+def test_a_selection_takes_the_steps_of_admm_with_the_dual_as_published(pattern: Pattern):
     """A linear system for W, a projection for Z, the dual V itself, which a rise of the penalty does not change."""
-    of, choose = problem(0), by(pattern)
+    of, choose, iterations = problem(0), by(pattern), 24
     metrics = [torch.stack([torch.kron(r, h) for r, h in zip(c.rows, c.inputs, strict=True)]) for c in of.curvatures]
     units = [m.diagonal(dim1=1, dim2=2).sqrt() for m in metrics]
     grams = [m / u[:, :, None] / u[:, None, :] for m, u in zip(metrics, units, strict=True)]
@@ -195,19 +164,12 @@ def test_a_selection_takes_the_steps_of_admm_with_the_dual_as_published(pattern:
         assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("seed", range(5))
-@each_pattern
-def test_a_selection_beats_magnitude_in_the_metric_even_when_that_is_reconstructed_exactly(pattern: Pattern, seed: int):
+@pytest.mark.parametrize(("seed", "pattern"), enumerate(PATTERNS), ids=str)
+def test_a_selection_beats_magnitude_reconstructed_exactly_and_is_all_but_the_best_on_its_mask(seed, pattern):
     of, choose = problem(seed), by(pattern)
-    cost_of_magnitude = cost(of, exact(of, magnitude(of, choose)))
-    assert cost(of, kronecker.select(of, choose)[1]) < 0.8 * cost_of_magnitude
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_weights_of_a_selection_are_all_but_the_best_on_its_mask(seed: int):
-    of = problem(seed)
-    keeps, weights = kronecker.select(of, by(PATTERNS[0]))
-    assert cost(of, exact(of, keeps)) <= cost(of, weights) <= 1.01 * cost(of, exact(of, keeps))
+    keeps, weights = kronecker.select(of, choose)
+    assert cost(of, weights) < 0.8 * cost(of, exact(of, magnitude(of, choose)))
+    assert cost(of, exact(of, keeps)) <= cost(of, weights) * (1 + 1e-9) <= 1.01 * cost(of, exact(of, keeps))
 
 
 def test_a_selection_is_near_the_best_of_all_masks():
@@ -229,11 +191,10 @@ def test_a_selection_is_near_the_best_of_all_masks():
     assert sum(of_magnitude) / len(of_magnitude) > 1.8
 
 
-@pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.8])
-def test_with_diagonal_factors_a_selection_costs_what_dropping_the_cheapest_does(sparsity: float):
+def test_with_diagonal_factors_a_selection_costs_what_dropping_the_cheapest_does():
     """The optimum is known then. The first penalties let weights about as cheap change places, for a percent."""
-    choose = by(Unstructured(sparsity, "joint"))
-    for seed in range(3):
+    for seed, sparsity in enumerate((0.3, 0.5, 0.8)):
+        choose = by(Unstructured(sparsity, "joint"))
         dense = [normal(h, ROWS, COLUMNS, seed=10 * seed + h) for h in HEADS]
         curvatures = [
             Curvature(*(torch.diag_embed(normal(h, n, seed=h + n).exp()) for n in (ROWS, COLUMNS))) for h in HEADS
@@ -247,22 +208,6 @@ def test_with_diagonal_factors_a_selection_costs_what_dropping_the_cheapest_does
             torch.testing.assert_close(w, d * k, rtol=1e-6, atol=1e-9)
 
 
-def test_with_diagonal_factors_and_costs_far_apart_the_cheapest_are_dropped():
-    choose = by(Unstructured(0.5, "joint"))
-    dense = [torch.ones(h, ROWS, COLUMNS, dtype=torch.float64) for h in HEADS]
-    for w in dense:
-        w.view(-1)[::2] = 0.1
-    ones = [Curvature(*(torch.eye(n).double().expand(h, n, n) for n in (ROWS, COLUMNS))) for h in HEADS]
-    keeps, _ = kronecker.select(Problem.of(dense, ones, DAMPING), choose)
-    assert all(torch.equal(keep, w > 0.5) for keep, w in zip(keeps, dense, strict=True))
-
-
-def test_a_selection_is_the_same_each_time():
-    first, again = (kronecker.select(problem(0), by(PATTERNS[0])) for _ in range(2))
-    for a, b in zip((*first[0], *first[1]), (*again[0], *again[1]), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_a_budget_of_all_weights_returns_the_dense_ones():
     of = problem(0)
     keeps, weights = kronecker.select(of, by(Unstructured(0.0, "joint")))
@@ -270,9 +215,9 @@ def test_a_budget_of_all_weights_returns_the_dense_ones():
     torch.testing.assert_close(weights, list(of.dense), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_weights_without_any_curvature_are_dropped_first_whatever_the_damping_says(dtype: torch.dtype):
+def test_weights_without_any_curvature_are_dropped_first_whatever_the_damping_says():
     """Inputs that never fire, a row that nothing depends on, a head that the attention does without."""
+    dtype = torch.float32
     of, dead = problem(0), [torch.zeros(h, ROWS, COLUMNS, dtype=torch.bool) for h in HEADS]
     curvatures = []
     for c, d in zip(of.measured, dead, strict=True):
@@ -297,16 +242,11 @@ def test_weights_without_any_curvature_are_dropped_first_whatever_the_damping_sa
     for keep, w, dense, d in zip(keeps, weights, of.dense, dead, strict=True):
         assert keep[~d].all()
         torch.testing.assert_close(w[~d], dense[~d], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_no_curvature_at_all_still_gives_finite_weights_within_the_budget(dtype: torch.dtype):
-    dense = [normal(h, ROWS, COLUMNS, seed=h).to(dtype) for h in HEADS]
-    nothing = [Curvature(*(torch.zeros(h, n, n, dtype=dtype) for n in (ROWS, COLUMNS))) for h in HEADS]
-    keeps, weights = kronecker.select(Problem.of(dense, nothing, DAMPING), by(PATTERNS[0]))
+    nothing = [Curvature(torch.zeros_like(c.rows), torch.zeros_like(c.inputs)) for c in curvatures]
+    keeps, weights = kronecker.select(Problem.of(of.dense, nothing, DAMPING), by(PATTERNS[0]))
     assert sum(int(k.sum()) for k in keeps) == sum(k.numel() for k in keeps) // 2
-    for keep, w, d in zip(keeps, weights, dense, strict=True):
-        torch.testing.assert_close(w, d * keep)
+    for keep, w, dense in zip(keeps, weights, of.dense, strict=True):
+        torch.testing.assert_close(w, dense * keep)
 
 
 def test_float32_finds_what_float64_finds():
@@ -321,18 +261,6 @@ def test_float32_finds_what_float64_finds():
     assert ours == pytest.approx(double, rel=0.02)
 
 
-def test_a_given_mask_is_kept_and_its_weights_are_the_reconstruction():
-    of = problem(0)
-    given = magnitude(of, by(PATTERNS[0]))
-
-    def choose(_: Sequence[Tensor]) -> list[Tensor]:
-        return given
-
-    keeps, weights = kronecker.select(of, choose)
-    assert all(torch.equal(a, b) for a, b in zip(keeps, given, strict=True))
-    assert cost(of, weights) <= 1.01 * cost(of, exact(of, given))
-
-
 def test_another_damping_starts_from_what_was_measured():
     of = problem(0)
     again = of.damped(0.1).damped(DAMPING)
@@ -341,13 +269,3 @@ def test_another_damping_starts_from_what_was_measured():
         assert torch.equal(before.rows, after.rows)
         assert torch.equal(before.inputs, after.inputs)
     assert (of.damped(0.1).curvatures[0].inputs - of.curvatures[0].inputs).norm() > 0
-
-
-def test_heavier_damping_moves_the_kept_weights_less():
-    of = problem(0)
-    keeps = magnitude(of, by(PATTERNS[0]))
-    moves = []
-    for damping in (1e-3, 1e-1, 1e3):
-        weights = kronecker.reconstruct(of.damped(damping), keeps, iterations=300)
-        moves.append(sum(float((w - d * k).norm()) for w, d, k in zip(weights, of.dense, keeps, strict=True)))
-    assert moves[0] > moves[1] > 100 * moves[2]

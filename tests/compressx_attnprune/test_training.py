@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressx import NM, Pattern, Unstructured, keep_masks
+from compressx import Pattern, Unstructured, keep_masks
 from compressx_attnprune import training
 from compressx_attnprune.geometry import Attention, Projection
 from compressx_attnprune.losses import MatrixLoss, Pair, relative_error
@@ -84,11 +84,8 @@ def by_magnitude(dense: Pair, text: Text, pattern: Pattern = HALF) -> Trained:
     return Trained(weights, keeps, relative_error(LOSS, text.held_out, dense, weights))
 
 
-@pytest.mark.parametrize("learning_rate", [0.01, 0.3, 10.0, 1e30])
-@pytest.mark.parametrize("steps", [1, 3, 9])
-def test_a_refit_is_never_worse_on_the_held_out_text_than_its_start(
-    steps: int, learning_rate: float, dense: Pair, text: Text
-):
+@pytest.mark.parametrize(("steps", "learning_rate"), [(1, 0.3), (3, 10.0), (9, 0.01), (9, 1e30)])
+def test_a_refit_is_never_worse_on_the_held_out_text_than_its_start(steps, learning_rate, dense, text):
     start = by_magnitude(dense, text)
     done = training.refit(LOSS, text, dense, start, steps=steps, learning_rate=learning_rate)
     assert done.error <= start.error
@@ -106,48 +103,10 @@ def test_a_refit_lowers_the_error_on_text_it_never_saw(dense: Pair, text: Text):
     assert sum(done.losses[-5:]) < 0.2 * sum(done.losses[:5])
 
 
-def test_a_refit_finds_weights_that_lose_nothing_where_there_are_such(dense: Pair, text: Text):
-    """The dense weights have the mask's zeros themselves, and the start is somewhere beside them."""
-    keeps = by_magnitude(dense, text).keeps
-    sparse = (dense[0] * keeps[0], dense[1] * keeps[1])
-    beside = (sparse[0] + 0.3 * normal(8, WIDTH, seed=5) * keeps[0], sparse[1] + 0.3 * normal(4, 8, seed=6) * keeps[1])
-    start = Trained(beside, keeps, relative_error(LOSS, text.held_out, sparse, beside))
-    done = training.refit(LOSS, text, sparse, start, steps=150, learning_rate=0.05)
-    assert start.error > 0.01
-    assert done.error < 0.02 * start.error
-    assert done.losses[-1] < 0.02 * done.losses[0]
-
-
-def test_a_refit_holds_the_masks_and_leaves_its_start_alone(dense: Pair, text: Text):
-    start = by_magnitude(dense, text)
-    before = [w.clone() for w in start.weights]
-    done = training.refit(LOSS, text, dense, start, steps=20, learning_rate=0.05)
-    for weight, keep, given, wanted in zip(done.weights, done.keeps, start.keeps, before, strict=True):
-        assert torch.equal(keep, given)
-        assert not weight[~keep].any()
-        assert (weight != wanted)[keep].all()
-    assert all(torch.equal(a, b) for a, b in zip(before, start.weights, strict=True))
-
-
-def test_the_held_out_text_decides_and_not_the_one_that_is_trained_on(dense: Pair):
-    """Training goes towards the dense weights; the held-out text wants zero, or the same."""
-    halves = (0.5 * dense[0], 0.5 * dense[1])
-    everything = (torch.ones_like(dense[0], dtype=torch.bool), torch.ones_like(dense[1], dtype=torch.bool))
-    for wanted, improves in ((0.0, False), (1.0, True)):
-        text, loss = Text(towards(1.0), towards(wanted)), Distance()
-        start = Trained(halves, everything, relative_error(loss, text.held_out, dense, halves))
-        done = training.refit(loss, text, dense, start, steps=12, learning_rate=0.02)
-        assert done.losses[-1] < done.losses[0]
-        assert (done.error < start.error) == improves
-        assert (done.weights is halves) != improves
-
-
 @pytest.mark.parametrize(
     ("measured", "best"), [([3.0, 2.0, 1.0, 2.0], 2), ([math.nan, 3.0, 4.0, 5.0], 1), ([9.0, math.nan, 8.0, 7.0], None)]
 )
-def test_of_the_weights_on_the_way_those_that_measure_best_are_returned(
-    measured: list[float], best: int | None, dense: Pair
-):
+def test_of_the_weights_on_the_way_those_that_measure_best_are_returned(measured, best, dense):
     candidates: list[Pair] = []
 
     class Scripted(Distance):
@@ -166,16 +125,6 @@ def test_of_the_weights_on_the_way_those_that_measure_best_are_returned(
     assert done.error == (4.5 if best is None else measured[best])
     for got, wanted in zip(done.weights, dense if best is None else candidates[best], strict=True):
         assert torch.equal(got, wanted)
-
-
-def test_the_first_step_moves_every_kept_weight_by_the_learning_rate_in_units_of_the_root_mean_square(dense: Pair):
-    zeros = (torch.zeros_like(dense[0]), torch.zeros_like(dense[1]))
-    keeps = (dense[0] > 0, dense[1] > 0)
-    done = training.refit(
-        Distance(), Text(towards(1.0), towards(1.0)), dense, Trained(zeros, keeps, 2.0), steps=1, learning_rate=0.01
-    )
-    for moved, keep, d in zip(done.weights, keeps, dense, strict=True):
-        torch.testing.assert_close(moved, 0.01 * float(d.square().mean().sqrt()) * keep, rtol=1e-4, atol=1e-8)
 
 
 def test_losses_are_those_of_each_steps_sequences_before_the_step(dense: Pair, text: Text):
@@ -202,37 +151,8 @@ def test_steps_go_through_all_sequences_again_and_again_in_order(train: str, den
     assert all(seen.dtype == torch.float32 for seen in loss.seen)
 
 
-def test_fewer_sequences_than_a_batch_are_all_seen_in_every_step(dense: Pair):
-    loss = Distance()
-    training.learn_masks(loss, towards(1.0, sequences=2), dense, regularization=0.0, steps=3, learning_rate=0.01)
-    assert [len(seen) for seen in loss.seen] == [2, 2, 2]
-
-
 def ones(dense: Pair) -> Pair:
     return torch.ones_like(dense[0]), torch.ones_like(dense[1])
-
-
-@pytest.mark.parametrize("pattern", [HALF, Unstructured(0.9, "joint"), Unstructured(0.75, "row"), NM(2, 4)], ids=str)
-@pytest.mark.parametrize("steps", [1, 2, 7, 20])
-def test_joint_training_ends_within_the_budget_exactly(steps: int, pattern: Pattern, dense: Pair, text: Text):
-    done = training.joint(LOSS, text, dense, ones(dense), by(pattern), steps=steps, learning_rate=0.03)
-    kept = torch.cat(done.keeps)
-    if isinstance(pattern, NM):
-        assert (kept.view(-1, 4).sum(dim=1) == 2).all()
-    else:
-        assert int((~kept).sum()) == round(pattern.sparsity * kept.numel())
-        if pattern.group == "row":
-            assert ((~kept).sum(dim=1) == 6).all()
-    assert all(not w[~k].any() for w, k in zip(done.weights, done.keeps, strict=True))
-    assert done.error == relative_error(LOSS, text.held_out, dense, done.weights)
-    assert len(done.losses) == steps
-
-
-def test_joint_training_ends_below_magnitude_and_the_dense_weights_stay_what_they_were(dense: Pair, text: Text):
-    before = [w.clone() for w in dense]
-    done = training.joint(LOSS, text, dense, ones(dense), by(HALF), steps=60, learning_rate=0.03)
-    assert done.error < 0.3 * by_magnitude(dense, text).error
-    assert all(torch.equal(a, b) for a, b in zip(before, dense, strict=True))
 
 
 def test_the_share_of_the_budget_rises_along_a_cubic_curve_over_six_tenths_of_the_steps(dense: Pair, text: Text):
@@ -317,6 +237,7 @@ def learn_by_hand(x: Tensor, dense: Pair, regularization: float, steps: int, lea
 def test_a_refit_takes_the_steps_that_are_taken_by_hand(dense: Pair, text: Text):
     text = Text(text.train, text.train)
     start = by_magnitude(dense, text)
+    before = [w.clone() for w in start.weights]
 
     def gradients(batch: Tensor, weights: Pair) -> Pair:
         _, (query, key) = LOSS.gradients(batch, dense, weights)
@@ -328,9 +249,15 @@ def test_a_refit_takes_the_steps_that_are_taken_by_hand(dense: Pair, text: Text)
     assert done.error < start.error
     for weight, by_hand in zip(done.weights, wanted, strict=True):
         torch.testing.assert_close(weight, by_hand, rtol=1e-5, atol=1e-6)
+    for keep, given, weight, same, was in zip(
+        done.keeps, start.keeps, done.weights, start.weights, before, strict=True
+    ):
+        assert torch.equal(keep, given)
+        assert not weight[~keep].any()
+        assert torch.equal(same, was), "the start is left alone"
 
 
-@pytest.mark.parametrize("regularization", [0.01, 0.1, 10.0])
+@pytest.mark.parametrize("regularization", [0.01, 10.0])
 def test_masks_are_learnt_as_by_hand(regularization: float, dense: Pair, text: Text):
     got, losses = training.learn_masks(
         LOSS, text.train, dense, regularization=regularization, steps=12, learning_rate=0.05
@@ -342,23 +269,6 @@ def test_masks_are_learnt_as_by_hand(regularization: float, dense: Pair, text: T
         torch.testing.assert_close(mask, wanted, rtol=1e-3, atol=1e-3)
     assert len(losses) == 12
     assert losses[0] == pytest.approx(0.0, abs=1e-12)  # all ones: the dense weights
-
-
-def test_the_steps_of_the_masks_descend_the_published_objective(dense: Pair, text: Text):
-    """1/2 error / norm + lambda/2 (mean M_Q^2 + mean M_K^2), by the same text before and after."""
-    x = text.train[:4]
-
-    def objective(masks: Pair) -> float:
-        error = relative_error(LOSS, x, dense, (masks[0] * dense[0], masks[1] * dense[1]))
-        return error / 2 + 0.1 / 2 * sum(float(m.square().mean()) for m in masks)
-
-    masks, _ = training.learn_masks(LOSS, x, dense, regularization=0.1, steps=60, learning_rate=0.05)
-    assert objective(masks) < 0.6 * objective(ones(dense))
-    for i in range(2):
-        for factor in (0.9, 0.97):  # a minimum along the scale of either mask, about
-            scaled = [m.clone() for m in masks]
-            scaled[i] = scaled[i] * factor
-            assert objective((scaled[0], scaled[1])) > objective(masks) - 2e-4
 
 
 @dataclass
@@ -380,20 +290,6 @@ def test_the_steps_of_the_masks_do_not_depend_on_the_size_of_their_gradients(den
     ]
     for large, small in zip(*learnt, strict=True):
         torch.testing.assert_close(small, large, rtol=1e-3, atol=1e-3)
-
-
-def test_a_larger_regularization_drives_more_of_a_mask_to_zero(dense: Pair, text: Text):
-    means = []
-    for regularization in (0.001, 0.1, 10.0):
-        masks, _ = training.learn_masks(
-            LOSS, text.train, dense, regularization=regularization, steps=60, learning_rate=0.05
-        )
-        assert all(0.0 <= float(m.min()) <= float(m.max()) <= 1.0 for m in masks)
-        means.append(sum(float(m.mean()) for m in masks))
-    assert all((m == 0.0).any() for m in masks)  # the strongest pull overshoots, and is clipped
-    assert means[0] > means[1] + 0.1
-    assert means[1] > means[2] + 0.1
-    assert means[2] < 0.2
 
 
 def test_inputs_in_bfloat16_train_in_float32(dense: Pair, text: Text):

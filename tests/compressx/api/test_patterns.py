@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressx.api.patterns import (
@@ -25,6 +25,7 @@ def random_scores(rows: int, columns: int, seed: int, levels: int) -> torch.Tens
     return torch.randint(0, levels, (rows, columns), generator=generator).float()
 
 
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 12),
     columns=st.integers(1, 40),
@@ -46,6 +47,7 @@ def test_an_unstructured_mask_drops_exactly_its_budget_even_among_ties(rows, col
             assert not k.any() or k.all() or s[~k].max() <= s[k].min()
 
 
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 6),
     groups=st.integers(1, 5),
@@ -65,6 +67,7 @@ def test_an_n_m_mask_keeps_the_n_highest_of_every_m_input_features(rows, groups,
     assert int((~mask).sum()) == zeros_in(pattern, *scores.shape)
 
 
+@settings(max_examples=40)
 @given(rows=st.integers(1, 9), columns=st.integers(1, 9), levels=st.integers(1, 5), part=st.integers(1, 30),
        seed=st.integers(0, 9999), data=st.data())  # fmt: skip
 def test_what_is_dropped_is_what_sorting_by_score_and_then_position_puts_first(rows, columns, levels, part, seed, data):
@@ -77,10 +80,6 @@ def test_what_is_dropped_is_what_sorting_by_score_and_then_position_puts_first(r
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("compressx.api.patterns._PART", part)
         assert torch.equal(drop_lowest(scores, count), keep)
-
-
-def test_among_equal_scores_the_first_is_dropped():
-    assert drop_lowest(torch.tensor([[1.0, 0.0, 0.0, 0.0, 2.0]]), 2).tolist() == [[True, False, False, True, True]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64], ids=str)

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressx.data.documents import check_dataset, documents
@@ -58,12 +58,8 @@ class TestTextFiles:
         with pytest.raises(CalibrationError, match=r"latin\.txt: not UTF-8 at byte 3 \(0xe9"):
             documents(source(text="latin.txt"), "calibration")
 
-    def test_a_byte_order_mark_is_no_text(self, project: Path) -> None:
-        (project / "marked.txt").write_bytes(b"\xef\xbb\xbftext")
-        assert documents(source(text="marked.txt"), "calibration") == ["text"]
-
-    def test_the_ends_of_lines_do_not_depend_on_where_a_file_was_written(self, project: Path) -> None:
-        (project / "windows.txt").write_bytes(b"one\r\n\r\ntwo\rthree\n")
+    def test_the_ends_of_lines_and_a_byte_order_mark_do_not_depend_on_where_a_file_was_written(self, project):
+        (project / "windows.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\rthree\n")
         assert documents(source(text="windows.txt"), "calibration") == ["one\n\ntwo\nthree\n"]
 
     def test_files_of_blanks_are_no_text(self, project: Path) -> None:
@@ -102,19 +98,17 @@ class TestWhatIsSeenWithoutReading:
             ):
                 check_dataset(source(name=name))
 
-    @pytest.mark.parametrize(
-        ("name", "meant"),
-        [("wikitxt", "wikitext"), ("WikiText2", "wikitext"), ("C4", "c4"), ("python_docs", "python-docs")],
-    )
-    def test_a_misspelt_short_name_is_refused_with_the_nearest(self, project: Path, name: str, meant: str) -> None:
-        with pytest.raises(
-            CalibrationError, match=rf"^no dataset '{name}'; did you mean '{meant}'\? valid: c4, python-d"
-        ):
-            check_dataset(source(name=name))
+    def test_a_misspelt_short_name_is_refused_with_the_nearest(self, project: Path) -> None:
+        misspelt = {"wikitxt": "wikitext", "WikiText2": "wikitext", "C4": "c4", "python_docs": "python-docs"}
+        for name, meant in misspelt.items():
+            with pytest.raises(
+                CalibrationError, match=rf"^no dataset '{name}'; did you mean '{meant}'\? valid: c4, python-d"
+            ):
+                check_dataset(source(name=name))
 
-    @pytest.mark.parametrize("name", ["wikitext", "c4", "python-docs", "imdb", "org/wikitxt", "wikitext_tl39"])
-    def test_what_may_be_on_the_hub_is_left_to_it(self, project: Path, name: str) -> None:
-        check_dataset(source(name=name))
+    def test_what_may_be_on_the_hub_is_left_to_it(self, project: Path) -> None:
+        for name in ("wikitext", "c4", "python-docs", "imdb", "org/wikitxt", "wikitext_tl39"):
+            check_dataset(source(name=name))
 
 
 class TestJsonLines:
@@ -125,21 +119,17 @@ class TestJsonLines:
 
     @pytest.mark.parametrize(
         ("line", "complaint"),
-        [
-            ("{broken", "not JSON"),
-            ("[1]", "expected a JSON object, got list"),
-            ('{"content": "x"}', "no field 'contents'; did you mean 'content'"),
-            ("{}", "no field 'contents'; it has none"),
-            ('{"contents": 3}', "field 'contents' holds int, expected text"),
-        ],
-    )
+        [("{broken", "not JSON"), ("[1]", "expected a JSON object, got list"),
+         ('{"content": "x"}', "no field 'contents'; did you mean 'content'"),
+         ("{}", "no field 'contents'; it has none"), ('{"contents": 3}', "field 'contents' holds int, expected text")],
+    )  # fmt: skip
     def test_a_bad_line_is_named_by_file_and_number(self, project: Path, line: str, complaint: str) -> None:
         (project / "a.jsonl").write_text('{"contents": "fine"}\n\n' + line)
         with pytest.raises(CalibrationError, match=r"^a\.jsonl:3: ") as caught:
             documents(source(json="a.jsonl", field="contents"), "calibration")
         assert complaint in str(caught.value)
 
-    @pytest.mark.slow
+    @settings(max_examples=30)
     @given(st.lists(st.text(), min_size=1).filter(lambda texts: any(t.strip() for t in texts)))
     def test_any_text_comes_back_as_it_was(self, tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
         path = tmp_path_factory.mktemp("json") / "a.jsonl"
@@ -163,10 +153,6 @@ class TestPythonDocs:
         assert documents(source(name="python-docs"), "evaluation") == ["DEL", "WITH"]
         assert "IF" in documents(source(name="python-docs"), "calibration")
 
-    def test_settings_of_hub_datasets_are_refused(self) -> None:
-        with pytest.raises(CalibrationError, match="takes no split"):
-            documents(source(name="python-docs", split="train"), "calibration")
-
 
 class TestDatasets:
     @pytest.fixture
@@ -179,28 +165,32 @@ class TestDatasets:
             (project / "set" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         return "./set"
 
-    def test_calibration_reads_train_and_evaluation_reads_test(self, folder: str) -> None:
+    def test_calibration_reads_train_and_evaluation_reads_test_without_a_progress_bar(self, folder, capfd):
         assert documents(source(name=folder), "calibration") == ["train 0", "", "train 2"]
         assert documents(source(name=folder), "evaluation") == ["test 0", "", "test 2"]
+        assert capfd.readouterr() == ("", "")
+
+    def test_settings_that_would_be_ignored_are_refused(self) -> None:
+        for wrong, message in (
+            ({"name": "python-docs", "split": "train"}, "takes no split"),
+            ({"name": "c4", "config": "realnewslike"}, r"takes no config.*allenai/c4"),
+        ):
+            with pytest.raises(CalibrationError, match=message):
+                documents(source(**wrong), "calibration")
 
     def test_split_and_field_are_the_ones_asked_for(self, folder: str) -> None:
         assert documents(source(name=folder, split="train[:2]", field="body"), "evaluation") == ["train body"] * 2
 
-    def test_a_missing_field_is_named_with_the_fields_there_are(self, folder: str) -> None:
-        with pytest.raises(CalibrationError, match=r"no field 'txt'; did you mean 'text'\? valid: body, id, text"):
-            documents(source(name=folder, field="txt"), "calibration")
-
-    def test_a_field_that_is_not_text_is_named_with_its_row(self, folder: str) -> None:
-        with pytest.raises(CalibrationError, match=r"row 0: field 'id' holds int, expected text"):
-            documents(source(name=folder, field="id"), "calibration")
-
-    def test_a_missing_split_is_named_with_the_splits_there_are(self, folder: str) -> None:
-        with pytest.raises(CalibrationError, match=r"split 'valid'.*could not be fetched.*train.*test"):
-            documents(source(name=folder, split="valid"), "calibration")
-
-    def test_loading_shows_no_progress_bar(self, folder: str, capfd: pytest.CaptureFixture[str]) -> None:
-        documents(source(name=folder), "calibration")
-        assert capfd.readouterr() == ("", "")
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [({"field": "txt"}, r"no field 'txt'; did you mean 'text'\? valid: body, id, text"),
+         ({"field": "id"}, r"row 0: field 'id' holds int, expected text"),
+         ({"split": "valid"}, r"split 'valid'.*could not be fetched.*train.*test")],
+        ids=str,
+    )  # fmt: skip
+    def test_a_field_or_split_that_is_not_there_is_named_with_those_that_are(self, folder, given, message):
+        with pytest.raises(CalibrationError, match=message):
+            documents(source(name=folder, **given), "calibration")
 
     def test_an_unreachable_dataset_is_named_with_ways_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -249,10 +239,6 @@ class TestDatasets:
             (("allenai/c4",), {"validation": "en/c4-validation.00000-of-00008.json.gz"}, True),
         ]
 
-    def test_c4_refuses_a_configuration_that_it_would_ignore(self) -> None:
-        with pytest.raises(CalibrationError, match=r"takes no config.*allenai/c4"):
-            documents(source(name="c4", config="realnewslike"), "calibration")
-
 
 class TestTokenIds:
     def test_documents_are_joined_by_blank_lines_and_tokenized_once(self, tokenizer: Any) -> None:
@@ -275,10 +261,9 @@ class TestTokenIds:
 
 
 class TestWindows:
+    @settings(max_examples=40)
     @given(tokens=st.integers(20, 200), length=st.integers(2, 9), seed=st.integers(0, 2**32), part=st.floats(0.01, 1))
-    def test_calibration_windows_are_distinct_pieces_of_the_text(
-        self, tokens: int, length: int, seed: int, part: float
-    ) -> None:
+    def test_calibration_windows_are_distinct_pieces_of_the_text(self, tokens, length, seed, part):
         samples = max(1, int(part * (tokens // length)))
         windows = calibration_windows(torch.arange(tokens), samples, length, seed)
         assert windows.shape == (samples, length)
@@ -288,7 +273,9 @@ class TestWindows:
         assert torch.equal(windows, windows[:, :1] + torch.arange(length))
 
     def test_the_seed_decides_the_draw(self) -> None:
+        before = torch.get_rng_state()
         first, again, other = (calibration_windows(torch.arange(1000), 5, 10, seed) for seed in (3, 3, 4))
+        assert torch.equal(torch.get_rng_state(), before), "and not the global random state"
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
 
@@ -296,11 +283,6 @@ class TestWindows:
         starts = [int(calibration_windows(torch.arange(1000), 1, 10, seed)[0, 0]) for seed in range(40)]
         assert min(starts) < 250
         assert max(starts) >= 750
-
-    def test_the_global_random_state_is_left_alone(self) -> None:
-        before = torch.get_rng_state()
-        calibration_windows(torch.arange(100), 5, 10, 0)
-        assert torch.equal(torch.get_rng_state(), before)
 
     def test_evaluation_windows_are_the_first_in_order(self) -> None:
         assert evaluation_windows(torch.arange(11), 2, 3).tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -336,8 +318,6 @@ class TestWindows:
             calibration_windows(torch.arange(11), samples, 3, 0)
         with pytest.raises(CalibrationError, match=f"^evaluation {expected}"):
             evaluation_windows(torch.arange(11), samples, 3)
-
-    def test_evaluating_everything_needs_one_window_at_least(self) -> None:
         with pytest.raises(CalibrationError, match="2 tokens, which is 0 windows"):
             evaluation_windows(torch.arange(2), None, 3)
 

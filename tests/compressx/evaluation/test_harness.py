@@ -20,7 +20,7 @@ from compressx.recipe.measuring import LmEval
 from compressx.runtime.errors import CalibrationError, RecipeError
 from compressx.testing import tiny_model
 
-DOCUMENTS = ["A pruned model\nstill talks.", "It loses  little."]
+DOCUMENTS = ["A pruned model\nstill talks.", "It loses  {{ little }}."]
 
 
 def settings(*tasks: Any, **values: Any) -> LmEval:
@@ -29,19 +29,6 @@ def settings(*tasks: Any, **values: Any) -> LmEval:
 
 def rolling(name: str) -> dict[str, Any]:
     return {"name": name, "dataset": "python-docs"}
-
-
-@pytest.fixture
-def tokenizer() -> Any:
-    """One token for each ASCII character, as many as a tiny model knows, and no padding token."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {chr(i): i for i in range(3, 128)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token=None, model_max_length=16)  # noqa: S106
 
 
 @pytest.fixture
@@ -72,8 +59,9 @@ def few_tasks(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class TestCheckTasks:
-    def test_names_groups_files_and_datasets_of_ours_pass(self, few_tasks: Path) -> None:
+    def test_names_groups_files_and_datasets_of_ours_pass_and_the_index_is_built_once(self, few_tasks, monkeypatch):
         check_tasks(settings("letters_easy", "tasks/letters_hard.yaml", rolling("docs")))
+        monkeypatch.delattr("lm_eval.tasks.TaskManager")
         check_tasks(settings("letters", rolling("docs")))
 
     def test_an_unknown_name_is_answered_with_the_nearest_ones(self, few_tasks: Path) -> None:
@@ -84,18 +72,12 @@ class TestCheckTasks:
         with pytest.raises(RecipeError, match="no name is near"):
             check_tasks(settings("qqqqq"))
 
-    def test_the_index_is_built_once(self, few_tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_tasks(settings("letters"))
-        monkeypatch.delattr("lm_eval.tasks.TaskManager")
-        check_tasks(settings("letters_easy"))
-
     def test_files_and_datasets_of_ours_need_no_index(self, few_tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr("lm_eval.tasks.TaskManager")
         check_tasks(settings("tasks/letters.yaml", rolling("docs")))
 
     @pytest.mark.parametrize(
-        "tasks",
-        [("letters", "letters"), ("letters", rolling("letters")), ("letters_easy", "tasks/letters_easy.yaml")],
+        "tasks", [("letters", "letters"), ("letters", rolling("letters")), ("letters_easy", "tasks/letters_easy.yaml")]
     )
     def test_a_name_may_occur_only_once(self, few_tasks: Path, tasks: tuple[Any, ...]) -> None:
         with pytest.raises(RecipeError, match=r"'letters(_easy)?' occurs 2 times"):
@@ -116,14 +98,10 @@ class TestCheckTasks:
 
     @pytest.mark.parametrize(
         ("text", "complaint"),
-        [
-            (None, r"no such file: mine\.yaml \(looked in "),
-            ("a: [", "is not the YAML of a task"),
-            ("- a", "is not the YAML of a task"),
-            ("", "is not the YAML of a task"),
-            ("dataset_path: x", "names no task: expected the key task, group or include"),
-        ],
-    )
+        [(None, r"no such file: mine\.yaml \(looked in "), ("a: [", "is not the YAML of a task"),
+         ("- a", "is not the YAML of a task"), ("", "is not the YAML of a task"),
+         ("dataset_path: x", "names no task: expected the key task, group or include")],
+    )  # fmt: skip
     def test_a_file_that_is_no_task_is_named(self, project: Path, text: str | None, complaint: str) -> None:
         if text is not None:
             (project / "mine.yaml").write_text(text)
@@ -143,10 +121,21 @@ class TestCheckTasks:
 
 
 class TestRunTasks:
-    @pytest.mark.slow
-    def test_a_rolling_task_scores_every_token_after_the_beginning_of_sequence(self, tokenizer: Any) -> None:
+    def test_a_rolling_task_scores_every_token_after_the_beginning_of_sequence_of_the_first_documents(
+        self, tokenizer: Any, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """Whatever the batch size, in silence, and without a trace in random states or the tokenizer."""
         model = tiny_model("llama")
-        measured = run_tasks(model, tokenizer, settings(rolling("docs")), {"docs": DOCUMENTS})["docs"]
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            asked = settings(rolling("docs"), limit=2, batch_size=4)
+            measured = run_tasks(model, tokenizer, asked, {"docs": [*DOCUMENTS, "and no further"]})["docs"]
+        sys.stdout.write("afterwards\n")
+        assert capfd.readouterr() == ("afterwards\n", "")
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+        assert tokenizer.pad_token is None
         loss = 0.0
         for document in DOCUMENTS:
             ids = torch.tensor([1, *document.encode()])
@@ -161,47 +150,20 @@ class TestRunTasks:
         }
 
     @pytest.mark.slow
-    def test_text_that_looks_like_a_template_is_text(self, tokenizer: Any) -> None:
-        model = tiny_model("llama")
-        plain, template = (
-            run_tasks(model, tokenizer, settings(rolling("t")), {"t": [text]})["t"]["byte_perplexity"]
-            for text in ("x", "{{ 'x' }}")
-        )
-        assert plain != template
-
-    @pytest.mark.slow
-    def test_the_limit_takes_the_first_documents(self, tokenizer: Any) -> None:
-        model = tiny_model("llama")
-        limited = run_tasks(model, tokenizer, settings(rolling("t"), limit=1), {"t": DOCUMENTS})
-        assert limited == run_tasks(model, tokenizer, settings(rolling("t")), {"t": DOCUMENTS[:1]})
-
-    @pytest.mark.slow
-    def test_the_batch_size_does_not_change_the_result(self, tokenizer: Any) -> None:
-        model = tiny_model("llama")
-        one, four = (
-            run_tasks(model, tokenizer, settings(rolling("t"), batch_size=n), {"t": DOCUMENTS})["t"] for n in (1, 4)
-        )
-        assert one == pytest.approx(four, rel=1e-4)
-
-    @pytest.mark.slow
-    def test_a_task_from_a_file_gives_its_metric_and_standard_error(self, few_tasks: Path, tokenizer: Any) -> None:
-        measured = run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml"), {})
-        # The four questions are the same and the right answer alternates: two of four, whatever the model.
-        assert measured == {"letters_easy": {"acc": 0.5, "acc_stderr": pytest.approx(math.sqrt(0.25 / 3))}}
-
-    @pytest.mark.slow
-    def test_names_and_groups_are_found_in_the_index(self, few_tasks: Path, tokenizer: Any) -> None:
-        measured = run_tasks(tiny_model("llama"), tokenizer, settings("letters_easy"), {})
-        assert measured["letters_easy"]["acc"] == 0.5
-        measured = run_tasks(tiny_model("llama"), tokenizer, settings("letters"), {})
+    def test_names_and_groups_are_found_in_the_index_and_a_file_gives_its_metric_and_standard_error(
+        self, few_tasks: Path, tokenizer: Any
+    ) -> None:
+        """The four questions are the same and the right answer alternates: two of four, whatever the model."""
+        model, error = tiny_model("llama"), pytest.approx(math.sqrt(0.25 / 3))
+        measured = run_tasks(model, tokenizer, settings("tasks/letters_easy.yaml"), {})
+        assert measured == {"letters_easy": {"acc": 0.5, "acc_stderr": error}}
+        measured = run_tasks(model, tokenizer, settings("letters"), {})
         assert {name: metrics["acc"] for name, metrics in measured.items()} == {
             "letters": 0.5, "letters_easy": 0.5, "letters_hard": 0.5
         }  # fmt: skip
 
     @pytest.mark.slow
-    def test_a_group_from_a_file_finds_its_tasks_beside_it(
-        self, few_tasks: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_group_from_a_file_finds_its_tasks_beside_it(self, few_tasks, tokenizer, monkeypatch):
         def without_defaults(include_path: list[str] | None, include_defaults: bool) -> Any:
             assert include_defaults  # where other members are
             return real(include_path=include_path, include_defaults=False)
@@ -226,20 +188,3 @@ class TestRunTasks:
         model.lm_head.weight.data.mul_(factor)
         with pytest.raises(CalibrationError, match="weights are broken"):
             run_tasks(model, tokenizer, settings(rolling("docs")), {"docs": DOCUMENTS})
-
-    @pytest.mark.slow
-    def test_nothing_is_printed_warned_or_logged(self, tokenizer: Any, capfd: pytest.CaptureFixture[str]) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            run_tasks(tiny_model("llama"), tokenizer, settings(rolling("docs")), {"docs": [DOCUMENTS[0] * 3]})
-        sys.stdout.write("afterwards\n")
-        assert capfd.readouterr() == ("afterwards\n", "")
-
-    @pytest.mark.slow
-    def test_random_states_and_the_tokenizer_are_left_as_they_were(self, tokenizer: Any) -> None:
-        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-        run_tasks(tiny_model("llama"), tokenizer, settings(rolling("docs")), {"docs": DOCUMENTS})
-        after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-        assert torch.equal(before[0], after[0])
-        assert before[1:] == after[1:]
-        assert tokenizer.pad_token is None

@@ -6,38 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compressx.two_of_four import out_in, two_of_four
 from torch import nn
 from torch.ao.pruning import BaseSparsifier, WeightNormSparsifier
 from torch.nn.utils import parametrize
-from transformers.pytorch_utils import Conv1D
 
-from compressx.api.patterns import NM, keep_mask
 from compressx.masks.maskset import MaskEntry, MaskSet, squash
 from compressx.masks.sparsifier import MaskedWeight
 from compressx.runtime.errors import ArtifactError
 from compressx.testing import tiny_model, tiny_tokens
 
-everywhere = pytest.mark.parametrize(
-    ("architecture", "dtype"),
-    [(a, d) for a in ("llama", "llama-tied", "gpt2", "opt") for d in (torch.float32, torch.bfloat16)],
-    ids=str,
-)
-
-
-def out_in(module: nn.Module) -> torch.Tensor:
-    weight: torch.Tensor = module.weight.detach()  # type: ignore[assignment]
-    return weight.T if isinstance(module, Conv1D) else weight
-
-
-def two_of_four(model: nn.Module) -> MaskSet:
-    """Masks by magnitude for every linear but the head, along in_features."""
-    return MaskSet(
-        {
-            name: MaskEntry(keep_mask(out_in(module).abs().float(), NM(2, 4)), "2:4", "magnitude", "0" * 64)
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear | Conv1D) and name != "lm_head"
-        }
-    )
+CASES = [("llama", torch.bfloat16), ("llama-tied", torch.float32), ("gpt2", torch.bfloat16), ("opt", torch.float32)]
+everywhere = pytest.mark.parametrize(("architecture", "dtype"), CASES, ids=str)
 
 
 def loss_of(model: Any) -> torch.Tensor:
@@ -77,11 +57,12 @@ def test_squashing_gives_exactly_the_weights_that_applying_gives(architecture: s
     assert not prepared_names(held)
 
 
-@everywhere
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-def test_three_steps_of_training_change_survivors_and_leave_zeros(
-    architecture: str, dtype: torch.dtype, kind: str
-) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "kind"),
+    [(*case, kind) for case, kind in zip(CASES, ["AdamW", "SGD"] * 2, strict=True)],
+    ids=str,
+)
+def test_three_steps_of_training_change_survivors_and_leave_zeros(architecture, dtype, kind):
     model = tiny_model(architecture, dtype=dtype).train()
     masks = two_of_four(model)
     before = {name: out_in(model.get_submodule(name)).clone() for name in masks}
@@ -185,19 +166,8 @@ def test_moving_a_prepared_model_moves_its_masks_and_squashing_still_works() -> 
     assert model.dtype == torch.bfloat16
 
 
-def test_masks_that_are_loaded_after_a_move_are_those_of_the_state_dict_too() -> None:
-    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
-    others = two_of_four(other)
-    sparsifier = two_of_four(model).to_torch_ao(model)
-    model._apply(lambda tensor: tensor.clone())  # what `.to(device)` does: every buffer becomes another tensor
-    sparsifier.load_state_dict(others.to_torch_ao(other).state_dict())
-    for fqn, value in sparsifier.state_dict()["state"].items():
-        assert torch.equal(value["mask"], others[fqn.removesuffix(".weight")].keep)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_a_deep_copy_of_the_model_alone_holds_its_masks_and_is_squashed_by_itself(architecture: str) -> None:
-    model = tiny_model(architecture)
+def test_a_deep_copy_of_the_model_alone_holds_its_masks_and_is_squashed_by_itself() -> None:
+    model = tiny_model("gpt2")
     masks = two_of_four(model)
     sparsifier = masks.to_torch_ao(model)
     copied = copy.deepcopy(model)
@@ -212,31 +182,6 @@ def test_a_deep_copy_of_the_model_alone_holds_its_masks_and_is_squashed_by_itsel
     assert torch.isfinite(loss_of(copied))
 
 
-def test_a_model_and_its_sparsifier_copied_together_belong_together() -> None:
-    model = tiny_model("llama")
-    masks = two_of_four(model)
-    sparsifier = masks.to_torch_ao(model)
-    copied, copied_sparsifier = copy.deepcopy((model, sparsifier))
-    copied_sparsifier.step()
-    copied_sparsifier.squash_mask()
-    assert masks.verify(copied)
-    assert not prepared_names(copied)
-    assert set(prepared_names(model)) == set(masks)
-    sparsifier.squash_mask()
-    assert masks.verify(model)
-    assert torch.equal(loss_of(model), loss_of(copied))
-
-
-def test_a_name_that_is_wrong_leaves_the_model_wholly_unprepared() -> None:
-    model = tiny_model("llama")
-    masks = MaskSet(
-        {**two_of_four(model), "model.layers.9.mlp.up_proj": two_of_four(model)["model.layers.2.mlp.up_proj"]}
-    )
-    with pytest.raises(ArtifactError, match=r"model\.layers\.9\.mlp\.up_proj"):
-        masks.to_torch_ao(model)
-    assert not prepared_names(model)
-
-
 def test_a_second_prepare_is_refused_however_it_is_tried_and_stacks_nothing() -> None:
     model = tiny_model("llama")
     masks = two_of_four(model)
@@ -249,21 +194,8 @@ def test_a_second_prepare_is_refused_however_it_is_tried_and_stacks_nothing() ->
     assert all(len(model.get_submodule(name).parametrizations.weight) == 1 for name in masks)
 
 
-def test_only_named_weights_are_held_and_never_the_head() -> None:
-    model = tiny_model("llama")
-    sparsifier = MaskSet({}).to_torch_ao(model)
-    assert prepared_names(model) == []
-    assert sparsifier.groups == []
-    masks = two_of_four(model)
-    masks.to_torch_ao(model)
-    assert set(prepared_names(model)) == set(masks)
-
-
-@pytest.mark.parametrize("architecture", ["llama-tied", "gpt2", "opt"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tied_weight_named_by_both_owners_is_held_in_both_and_stays_tied(
-    architecture: str, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("architecture", "dtype"), CASES[1:3], ids=str)
+def test_a_tied_weight_named_by_both_owners_is_held_in_both_and_stays_tied(architecture, dtype):
     model = tiny_model(architecture, dtype=dtype)
     embedding = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())
     entry = MaskEntry(torch.rand(128, 64) < 0.5, "50% layer", "magnitude", "0" * 64)
@@ -277,23 +209,6 @@ def test_a_tied_weight_named_by_both_owners_is_held_in_both_and_stays_tied(
     assert torch.equal(model.lm_head.weight == 0, ~entry.keep)
     assert torch.equal(model(tiny_tokens()).logits, held)
     assert len([*model.state_dict()]) == len([*tiny_model(architecture).state_dict()])
-
-
-def test_conv1d_is_held_along_its_inputs_even_when_square() -> None:
-    model = tiny_model("gpt2")
-    name = "transformer.h.0.attn.c_proj"
-    MaskSet({name: two_of_four(model)[name]}).to_torch_ao(model)
-    stored = model.get_submodule(name).weight  # [in_features, out_features]
-    assert ((stored == 0).view(16, 4, 64).sum(dim=1) == 2).all()
-
-
-def test_the_masks_that_are_held_are_copies() -> None:
-    model = tiny_model("llama")
-    masks = two_of_four(model)
-    sparsifier = masks.to_torch_ao(model)
-    for state in sparsifier.state.values():
-        state["mask"].zero_()
-    assert masks.sparsity() == 0.5
 
 
 def test_while_held_a_parameter_is_written_through_its_original_and_assignment_is_an_error() -> None:
@@ -335,8 +250,11 @@ def test_squashing_a_sparsifier_of_torch_aos_own_leaves_no_negative_zeros() -> N
     assert not prepared_names(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layout", ["rows", "transposed", "strided"])
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [(torch.float64, "rows"), (torch.float32, "transposed"), (torch.bfloat16, "strided")],
+    ids=str,
+)  # fmt: skip
 def test_a_masked_weight_is_selected_to_the_bit_whatever_was_dropped(dtype, layout):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 10, generator=generator, dtype=torch.float64).to(dtype)

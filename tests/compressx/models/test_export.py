@@ -4,8 +4,7 @@ import contextlib
 import errno
 import json
 import os
-import re
-import shutil
+import resource
 import signal
 import subprocess
 import sys
@@ -15,11 +14,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from transformers.pytorch_utils import Conv1D
+from tests.compressx.two_of_four import two_of_four
 
-from compressx.api.patterns import NM, keep_mask
-from compressx.masks.maskset import MaskEntry, MaskSet, squash
+from compressx.masks.maskset import MaskSet, squash
 from compressx.models.export import check_output, output_folder, save_model
 from compressx.runtime.errors import ArtifactError
 from compressx.testing import tiny_model, tiny_tokens
@@ -53,17 +50,12 @@ def test_the_folder_appears_whole_under_its_name_and_nothing_stays_beside_it(tmp
     assert names_in(target.parent) == ["out"]
 
 
-def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_empty_folder_is_filled_with_nothing_to_resume_too(resume: bool, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with output_folder(tmp_path / "out") as building:
+    with output_folder(tmp_path / "out", resume=resume) as building:
         write_output(building, "new")
     assert (tmp_path / "out" / "report.json").read_text() == "new"
-    assert names_in(tmp_path) == ["out"]
-
-
-def test_with_nothing_to_resume_a_folder_is_begun(tmp_path: Path) -> None:
-    with output_folder(tmp_path / "out", resume=True) as building:
-        write_output(building, "new")
     assert names_in(tmp_path) == ["out"]
 
 
@@ -77,10 +69,8 @@ def test_an_earlier_output_is_replaced_only_at_the_end_and_wholly(earlier: Path)
     assert names_in(earlier.parent) == ["out"]
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, OSError, ArtifactError])
-def test_any_exception_removes_what_was_built_and_leaves_the_earlier_output(
-    error: type[BaseException], earlier: Path
-) -> None:
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_any_exception_removes_what_was_built_and_leaves_the_earlier_output(error, earlier):
     with pytest.raises(error), output_folder(earlier) as building:  # noqa: PT012 - the block is the test
         write_output(building, "new")
         raise error
@@ -90,9 +80,7 @@ def test_any_exception_removes_what_was_built_and_leaves_the_earlier_output(
 
 @pytest.mark.parametrize("failing", [1, 2])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")], ids=["ctrl-c", "full"])
-def test_a_failure_between_the_two_renames_puts_the_earlier_output_back(
-    error: BaseException, failing: int, earlier: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_between_the_two_renames_puts_the_earlier_output_back(error, failing, earlier, monkeypatch):
     real, calls = Path.rename, []
 
     def rename(self: Path, target: Path) -> Path:
@@ -111,9 +99,7 @@ def test_a_failure_between_the_two_renames_puts_the_earlier_output_back(
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EBUSY, "Device or resource busy"), KeyboardInterrupt()], ids=repr)
-def test_what_a_run_finished_is_kept_when_the_last_rename_fails(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_run_finished_is_kept_when_the_last_rename_fails(error, tmp_path, monkeypatch):
     real = Path.rename
 
     def rename(self: Path, target: Path) -> Path:
@@ -211,9 +197,7 @@ def test_the_current_folder_and_those_above_it_are_refused(tmp_path: Path, monke
     check_output(Path("out"))
 
 
-def test_a_place_that_may_not_be_written_is_refused_when_planning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_may_not_be_written_is_refused_when_planning(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != tmp_path)
     with pytest.raises(ArtifactError, match=rf"a/out cannot be made: {tmp_path} is no folder that you may write to"):
         check_output(tmp_path / "a" / "out")
@@ -277,25 +261,12 @@ def test_what_a_living_process_builds_is_left_alone(tmp_path: Path) -> None:
         assert other.stdin is not None
         assert other.stdout is not None
         assert other.stdout.readline() == b"building\n"
-        for asked in ({}, {"resume": True}, {"restart": True}):
-            with pytest.raises(ArtifactError, match="is going on"), output_folder(tmp_path / "out", **asked):
-                pytest.fail("the block must not run")
+        with pytest.raises(ArtifactError, match="is going on"), output_folder(tmp_path / "out"):
+            pytest.fail("the block must not run")
         other.stdin.close()
         assert other.wait() == 0
     assert (tmp_path / "out" / "report.json").read_text() == "theirs"
     assert names_in(tmp_path) == ["out"]
-
-
-def pruned(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Any, MaskSet]:
-    model = tiny_model(architecture, dtype=dtype)
-    entries = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and name != "lm_head":
-            weight = module.weight.detach().T if isinstance(module, Conv1D) else module.weight.detach()
-            entries[name] = MaskEntry(keep_mask(weight.abs().float(), NM(2, 4)), "2:4", "magnitude", "0" * 64)
-    masks = MaskSet(entries)
-    masks.apply(model)
-    return model, masks
 
 
 _STRANGER = """
@@ -310,7 +281,14 @@ for folder in map(Path, sys.argv[2:]):
     torch.save({"logits": logits, "state": model.state_dict(), "class": type(model).__name__}, folder / "loaded.pt")
 assert not any(name.startswith("compressx") for name in sys.modules)
 """
-KINDS = [(a, d) for a in ("llama", "llama-tied", "gpt2", "opt") for d in (torch.float32, torch.bfloat16)]
+KINDS = [("llama", torch.bfloat16), ("llama-tied", torch.float32), ("gpt2", torch.bfloat16), ("opt", torch.float32)]
+
+
+def pruned(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Any, MaskSet]:
+    model = tiny_model(architecture, dtype=dtype)
+    masks = two_of_four(model)
+    masks.apply(model)
+    return model, masks
 
 
 def load_elsewhere(tokens: torch.Tensor, folders: list[Path], scratch: Path) -> list[dict[str, Any]]:
@@ -334,9 +312,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, torch.dt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_transformers_alone_loads_what_was_saved_with_the_zeros_of_the_masks(
-    kind: tuple[str, torch.dtype], loaded: dict[tuple[str, torch.dtype], dict[str, Any]]
-) -> None:
+def test_transformers_alone_loads_what_was_saved_with_the_zeros_of_the_masks(kind, loaded):
     model, masks = pruned(*kind)
     assert loaded[kind]["class"] == type(model).__name__
     again = tiny_model(kind[0], dtype=kind[1], seed=9)
@@ -353,9 +329,7 @@ def test_transformers_alone_loads_what_was_saved_with_the_zeros_of_the_masks(
     torch.testing.assert_close(loaded[kind]["logits"], logits, atol=tolerance, rtol=tolerance)
 
 
-def test_what_is_saved_is_dense_safetensors_that_others_may_read_and_saving_prints_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_saved_is_dense_safetensors_that_others_may_read_and_saving_prints_nothing(tmp_path, capfd):
     model, _ = pruned("llama-tied")
     save_model(model, None, tmp_path / "model")
     assert capfd.readouterr() == ("", "")
@@ -380,9 +354,7 @@ def test_a_prepared_model_is_not_saved_until_it_is_squashed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("as_object", [False, True])
-def test_a_model_that_claims_to_be_quantized_is_refused_before_anything_is_written(
-    as_object: bool, tmp_path: Path
-) -> None:
+def test_a_model_that_claims_to_be_quantized_is_refused_before_anything_is_written(as_object, tmp_path):
     from transformers import FineGrainedFP8Config
 
     model, _ = pruned("llama")
@@ -392,72 +364,40 @@ def test_a_model_that_claims_to_be_quantized_is_refused_before_anything_is_writt
     assert names_in(tmp_path) == []
 
 
-class _FullDisk:
-    def save_pretrained(self, folder: Path) -> None:
-        raise OSError(28, "No space left on device", str(folder))
-
-
-def test_a_full_disk_is_an_error_that_names_the_path(tmp_path: Path) -> None:
-    model, _ = pruned("llama")
-    with pytest.raises(ArtifactError, match=rf"cannot write {tmp_path}/model: No space left on device; free some"):
-        save_model(model, _FullDisk(), tmp_path / "model")
-
-
-_LITTLE_ROOM = """
-import resource, sys
-from pathlib import Path
-from compressx.runtime.errors import ArtifactError
-from compressx.models.export import output_folder, save_model
-from compressx.testing import tiny_model
-model = tiny_model("llama")
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    with output_folder(Path(sys.argv[1])) as building:
-        save_model(model, None, building / "model")
-except ArtifactError as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
 def test_weights_for_which_there_is_no_room_are_an_error_that_names_the_path(earlier: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _LITTLE_ROOM, str(earlier)], capture_output=True, text=True, check=False
-    )
-    assert re.search(rf"LlamaForCausalLM to {earlier.parent}/\.out\.partial-\w+/model: .*too large", done.stdout), done
+    model, _ = pruned("llama")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with (
+            pytest.raises(
+                ArtifactError, match=rf"LlamaForCausalLM to {earlier.parent}/\.out\.partial-\w+/model: .*too large"
+            ),
+            output_folder(earlier) as building,
+        ):
+            save_model(model, None, building / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (earlier / "report.json").read_text() == "earlier"
     assert names_in(earlier.parent) == ["out"]
 
 
-def test_a_tokenizer_that_cannot_be_saved_is_an_error_that_names_the_path(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(OSError(28, "No space left on device"), "cannot write {}/model: No space left on device; free some"),
+     (Exception("No space left (os error 28)"), "cannot save the tokenizer to {}/model: No space left")],
+    ids=["an error of the system", "as tokenizers say it"],
+)  # fmt: skip
+def test_a_full_disk_is_an_error_that_names_the_path(error: Exception, message: str, tmp_path: Path) -> None:
     class Full:
         def save_pretrained(self, folder: Path) -> None:
-            raise Exception("No space left on device (os error 28)")  # noqa: TRY002 - as tokenizers does
+            raise error
 
-    model, _ = pruned("llama")
-    with pytest.raises(ArtifactError, match=rf"cannot save the tokenizer to {tmp_path}/model: No space left"):
-        save_model(model, Full(), tmp_path / "model")
+    with pytest.raises(ArtifactError, match=message.format(tmp_path)):
+        save_model(pruned("llama")[0], Full(), tmp_path / "model")
 
 
 def test_a_file_where_the_model_should_go_is_an_error_and_not_a_silent_return(tmp_path: Path) -> None:
-    model, _ = pruned("llama")
     (tmp_path / "model").write_text("")
     with pytest.raises(ArtifactError, match=rf"cannot write {tmp_path}/model: File exists"):
-        save_model(model, None, tmp_path / "model")
-
-
-@pytest.mark.slow
-def test_the_real_model_is_saved_with_its_tokenizer_and_speaks_alike_afterwards(smollm2: Any, tmp_path: Path) -> None:
-    with output_folder(tmp_path / "out") as building:
-        save_model(smollm2.model, smollm2.tokenizer, building / "model")
-    text = "The capital of France is"
-    tokens = smollm2.tokenizer(text, return_tensors="pt").input_ids
-    (loaded,) = load_elsewhere(tokens, [tmp_path / "out" / "model"], tmp_path)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model", local_files_only=True)
-    assert torch.equal(tokenizer(text, return_tensors="pt").input_ids, tokens)
-    with torch.no_grad():
-        expected = smollm2.model(tokens).logits
-    torch.testing.assert_close(loaded["logits"], expected)
-    shutil.rmtree(tmp_path / "out")
+        save_model(pruned("llama")[0], None, tmp_path / "model")

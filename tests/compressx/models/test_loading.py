@@ -67,21 +67,14 @@ def test_a_quantized_checkpoint_is_refused_at_plan_time(saved):
         load_skeleton(find_checkpoint(source(path=saved)))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (lambda whole: whole[:1000], r"model\.safetensors is no safetensors file, or not all of one"),
-        (lambda whole: whole[:-1], r"model\.safetensors is no safetensors file, or not all of one"),
-        (lambda _: b"", r"model\.safetensors is no safetensors file, or not all of one"),
-        (lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", r"model\.safetensors .*git lfs pull"),
-    ],
-    ids=["cut", "cut by a byte", "empty", "a pointer"],
-)
-def test_damaged_safetensors_are_an_error_that_names_the_file_before_weights_are_loaded(saved, content, message):
+def test_damaged_safetensors_are_an_error_that_names_the_file_before_weights_are_loaded(saved):
     file = saved / "model.safetensors"
-    file.write_bytes(content(file.read_bytes()))
-    with pytest.raises(ArtifactError, match=message):
-        find_checkpoint(source(path=saved))
+    whole, pointer = file.read_bytes(), b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+    for content in (whole[:1000], whole[:-1], b"", pointer):
+        file.write_bytes(content)
+        reason = ".*git lfs pull" if content is pointer else "is no safetensors file, or not all of one"
+        with pytest.raises(ArtifactError, match=rf"model\.safetensors {reason}"):
+            find_checkpoint(source(path=saved))
 
 
 def test_a_shard_that_is_missing_is_named_before_weights_are_loaded(saved):
@@ -94,8 +87,7 @@ def test_a_shard_that_is_missing_is_named_before_weights_are_loaded(saved):
         find_checkpoint(source(path=saved))
 
 
-@pytest.mark.parametrize("load", [load_model, open_streamed])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize(("architecture", "load"), [("llama", load_model), ("gpt2", open_streamed)])
 def test_a_checkpoint_with_more_blocks_than_its_config_means_is_refused(architecture, load, tmp_path):
     save_tiny_model(tmp_path, architecture)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -109,8 +101,7 @@ def test_a_checkpoint_with_more_blocks_than_its_config_means_is_refused(architec
         load(find_checkpoint(source(path=tmp_path)))
 
 
-@pytest.mark.parametrize("kept", [20, 100, 200, -8000, -1])
-def test_a_gguf_file_that_is_cut_short_says_so(kept, tmp_path):
+def test_a_gguf_file_that_is_cut_short_says_so(tmp_path):
     path = tmp_path / "half.gguf"
     writer = GGUFWriter(path, "llama")
     writer.add_string("general.description", "x" * 200)
@@ -119,10 +110,11 @@ def test_a_gguf_file_that_is_cut_short_says_so(kept, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    path.write_bytes(path.read_bytes()[:kept])
-    checkpoint = find_checkpoint(source(path=path))
-    with pytest.raises(ArtifactError, match=r"half\.gguf is no GGUF file, or not all of one: .*; download it again"):
-        load_model(checkpoint)
+    whole = path.read_bytes()
+    for kept in (20, 100, 200, -8000, -1):
+        path.write_bytes(whole[:kept])
+        with pytest.raises(ArtifactError, match=r"half\.gguf is no GGUF file, or not all of one: .*; download it agai"):
+            load_model(find_checkpoint(source(path=path)))
 
 
 def test_a_hub_id_that_cannot_be_reached_says_what_to_do():
@@ -154,7 +146,7 @@ def test_the_embedded_smollm2_is_real_and_saves_like_any_other_model(smollm2, tm
         assert torch.equal(again(ids).logits, logits)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "llama-tied", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama-tied", "gemma3"])
 def test_a_gguf_file_in_16_bits_computes_as_transformers_does_with_tables_in_float32(architecture: str, tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
@@ -186,28 +178,17 @@ def test_a_streamed_model_has_the_generation_config_and_the_dtype_of_its_checkpo
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
-    [
-        ({"hidden_size": 64.0}, "hidden_size"),
-        ({"num_key_value_heads": "2"}, "num_key_value_heads"),
-        ({"hidden_act": "nope"}, "a value that transformers does not know: 'nope'"),
-        ({"dtype": "float99"}, "float99"),
-    ],
+    [({"hidden_size": 64.0}, "hidden_size"), ({"num_key_value_heads": "2"}, "num_key_value_heads"),
+     ({"hidden_act": "nope"}, "a value that transformers does not know: 'nope'"), ({"dtype": "float99"}, "float99")],
     ids=str,
-)
-def test_a_config_that_transformers_cannot_use_is_an_error_that_names_the_model(
-    changed: dict[str, object], reason: str, saved: Path
-):
+)  # fmt: skip
+def test_a_config_that_transformers_cannot_use_is_an_error_that_names_the_model(changed, reason, saved):
     config = json.loads((saved / "config.json").read_text()) | changed
     (saved / "config.json").write_text(json.dumps(config))
     checkpoint = find_checkpoint(source(path=str(saved)))
     for load in (load_skeleton, load_model):
         with pytest.raises(ArtifactError, match=rf"^cannot load {saved}: .*{reason}"):
             load(checkpoint)
-
-
-def test_tiny_tokens_repeat_so_that_attention_has_something_to_find():
-    tokens = tiny_tokens(sequences=2, length=10)
-    assert torch.equal(tokens[:, :5], tokens[:, 5:])
 
 
 def test_revision_trust_and_safetensors_reach_everything_that_is_fetched(monkeypatch):

@@ -63,8 +63,7 @@ def test_a_metric_is_the_damped_hessian_with_a_unit_diagonal():
     assert without == pytest.approx(float((x @ weight.T).square().sum()))
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("steps", [1, 2, 7, 13])
+@pytest.mark.parametrize(("pattern", "steps"), zip(PATTERNS, [13, 7, 1, 13], strict=True), ids=str)
 def test_admm_takes_the_steps_of_its_three_variables_solved_one_after_the_other(pattern, steps):
     weight, x = problem(rows=32)
     metric = Metric.of(x.T @ x, 0.01)
@@ -132,13 +131,6 @@ def test_the_zeros_are_as_many_as_the_pattern_says(pattern):
     assert not solution.weight[~solution.keep].any()
 
 
-def test_with_nothing_to_drop_the_weights_stay():
-    weight, x = problem()
-    solution = pruned(weight.float(), (x.T @ x).float(), Unstructured(0.0, "layer"))
-    assert torch.equal(solution.weight, weight.float())
-    assert solution.error == 0.0
-
-
 def test_a_row_that_loses_only_zeros_keeps_its_weights_to_the_bit_wherever_the_solver_begins():
     weight, x = problem()
     keep = torch.rand(weight.shape, generator=torch.Generator().manual_seed(3)) > 0.5
@@ -152,10 +144,9 @@ def test_a_row_that_loses_only_zeros_keeps_its_weights_to_the_bit_wherever_the_s
     assert residual <= 0.01
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_on_correlated_inputs_the_error_is_below_that_of_sparsegpt(pattern, seed):
-    weight, x = (t.float() for t in problem(rows=40, columns=64, seed=seed))
+@pytest.mark.parametrize(("pattern", "tokens"), zip(PATTERNS, [400, 400, 20, 400], strict=True), ids=str)
+def test_on_correlated_inputs_the_error_is_below_that_of_sparsegpt_even_with_few_tokens(pattern, tokens):
+    weight, x = (t.float() for t in problem(rows=40, columns=64, tokens=tokens))
     hessian = x.T @ x
     factor, _ = inverse_cholesky(hessian, 0.01)
     _, swept = sweep(weight, factor, pattern)
@@ -163,8 +154,9 @@ def test_on_correlated_inputs_the_error_is_below_that_of_sparsegpt(pattern, seed
     assert squares(solution.weight - weight, hessian) < 0.7 * squares(swept - weight, hessian)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("mix", [0.0, 0.003, 0.01, 0.05, 0.3])
+@pytest.mark.parametrize(
+    ("pattern", "mix"), zip([*PATTERNS, PATTERNS[3]], [0.0, 0.003, 0.05, 0.01, 0.3], strict=True), ids=str
+)
 def test_the_error_is_never_above_that_of_dropping_what_is_cheapest_to_drop(pattern, mix):
     weight, x = problem(mix=mix, tokens=20_000)
     if mix == 0.0:
@@ -222,12 +214,6 @@ def test_a_fixed_mask_is_kept_and_its_weights_are_the_best_there_are():
     assert squares(solution.weight - weight, metric) < 0.9 * squares(swept - weight, metric)
 
 
-def test_the_steps_of_the_solver_are_limited_on_a_given_mask_too():
-    weight, x = problem()
-    keep = torch.rand(24, 48, generator=torch.Generator().manual_seed(1)) > 0.5
-    assert pruned(weight, x.T @ x, FixedMask(keep, Unstructured(0.5)), solver_steps=2).solver_steps == 2
-
-
 def test_features_that_never_fire_are_dropped_first_and_cost_nothing():
     weight, x = problem()
     dead = [3, 17, 40]
@@ -235,27 +221,12 @@ def test_features_that_never_fire_are_dropped_first_and_cost_nothing():
     solution = pruned(weight.float(), (x.T @ x).float(), Unstructured(3 / 48, "row"))
     assert (~solution.keep).nonzero()[:, 1].unique().tolist() == dead
     assert solution.error < 1e-9
+    nothing = pruned(weight.float(), torch.zeros(48, 48), NM(2, 4))
+    assert int(nothing.keep.sum()) == 24 * 24
+    assert nothing.weight.isfinite().all()
+    assert nothing.error == 0.0
     kept = pruned(weight.float(), (x.T @ x).float(), FixedMask(torch.ones(24, 48, dtype=torch.bool), Unstructured(0)))
     torch.testing.assert_close(kept.weight[:, dead], weight[:, dead].float())  # no reason to change them
-
-
-def test_inputs_that_are_all_zero_give_a_mask_and_no_error():
-    weight, _ = problem()
-    solution = pruned(weight.float(), torch.zeros(48, 48), NM(2, 4))
-    assert int(solution.keep.sum()) == 24 * 24
-    assert solution.weight.isfinite().all()
-    assert solution.error == 0.0
-
-
-def test_fewer_tokens_than_features_are_enough():
-    weight, x = problem(tokens=20)
-    hessian = (x.T @ x).float()
-    assert int(torch.linalg.matrix_rank(hessian)) == 20
-    solution = pruned(weight.float(), hessian, Unstructured(0.6, "layer"))
-    factor, _ = inverse_cholesky(hessian, 0.01)
-    _, swept = sweep(weight.float(), factor, Unstructured(0.6, "layer"))
-    assert solution.weight.isfinite().all()
-    assert squares(solution.weight - weight, x.T @ x) < 0.7 * squares(swept - weight, x.T @ x)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
@@ -281,12 +252,6 @@ def test_the_same_problem_has_the_same_solution_and_is_only_read():
     assert torch.equal(metric.gram, gram)
 
 
-def test_equal_weights_are_dropped_first_to_last():
-    weight = torch.ones(3, 8)
-    solution = pruned(weight, torch.eye(8), Unstructured(0.25, "row"))
-    assert solution.keep.tolist() == [[False] * 2 + [True] * 6] * 3
-
-
 def test_a_lower_penalty_to_begin_with_takes_more_steps_for_a_lower_error():
     weight, x = problem(rows=64, columns=96)
     low, high = (pruned(weight, x.T @ x, Unstructured(0.7, "layer"), penalty=p) for p in (0.03, 1.0))
@@ -300,8 +265,3 @@ def test_a_hessian_that_is_not_finite_or_indefinite_is_refused():
     indefinite = torch.tensor([[1.0, 3.0], [3.0, 1.0]])
     with pytest.raises(NotPositiveDefiniteError, match=r"penalty of 0\.1 is not positive definite; use more calib"):
         pruned(torch.ones(2, 2), indefinite, Unstructured(0.5, "row"))
-
-
-def test_features_that_do_not_divide_by_m_are_refused():
-    with pytest.raises(ValueError, match="in_features 6 is not divisible by 4"):
-        pruned(torch.rand(2, 6), torch.eye(6), NM(2, 4))

@@ -8,7 +8,7 @@ from tests.compressx.pruners.problems import SPECS, correlated_inputs, one_linea
 from tests.compressx.saved import save_tiny
 
 import compressx
-from compressx import Hessian, RecipeError, UnsupportedModelError
+from compressx import Hessian, RecipeError
 from compressx.api.patterns import NM, FixedMask, Unstructured
 from compressx.blocks.observe import Observed
 from compressx.blocks.prepared import answer_of
@@ -25,8 +25,9 @@ def test_the_error_is_below_that_of_sparsegpt_with_the_same_budget(pattern):
     assert error["alps"] < 0.8 * error["sparsegpt"]
 
 
-@pytest.mark.parametrize("selector", ["magnitude", "wanda", "sparsegpt"])
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize(
+    ("selector", "pattern"), zip(["magnitude", "wanda", "sparsegpt", "wanda"], PATTERNS, strict=True), ids=str
+)
 def test_on_a_given_mask_the_error_is_below_that_of_the_pruner_that_chose_it(selector, pattern):
     block, x = one_linear(), correlated_inputs()
     chosen = prune(selector, block, pattern, x)["fc"]
@@ -72,13 +73,6 @@ def test_linears_with_one_input_share_its_scaled_hessian_and_come_out_as_apart(m
         assert torch.equal(together[name].weight, apart[name].weight)
 
 
-def test_inputs_that_are_not_finite_fail_with_the_layers_name():
-    block, x = one_linear(), correlated_inputs()
-    x[0, 0, 0] = float("inf")
-    with pytest.raises(UnsupportedModelError, match="fc: the Hessian has NaN"):
-        prune("alps", block, Unstructured(0.5, "layer"), x)
-
-
 @pytest.fixture
 def recipe(project: Path):
     model = save_tiny(project / "model", "llama")
@@ -99,7 +93,6 @@ def plugins():
     return load_plugins(toml=ROOT / "plugins.toml")
 
 
-@pytest.mark.slow
 def test_a_recipe_prunes_every_linear_of_a_model_to_the_planned_sparsity(recipe, plugins):
     asked = recipe(pruner="alps", sparsity=0.6, options={"penalty": 0.05, "steps": 60})
     planned = compressx.plan(asked, plugins=plugins)
@@ -112,10 +105,9 @@ def test_a_recipe_prunes_every_linear_of_a_model_to_the_planned_sparsity(recipe,
         assert 0 < layer.info["linear_error"] < 1
 
 
-@pytest.mark.parametrize("selector", ["magnitude", "wanda", "sparsegpt"])
-def test_a_recipe_takes_the_mask_of_one_and_the_weights_of_alps(selector, recipe, plugins):
-    report = compressx.run(recipe(pruner=selector, pattern="2:4", reconstruct="alps"), plugins=plugins)
-    assert {x.pruner for x in report.layers} == {f"{selector}+alps"}
+def test_a_recipe_takes_the_mask_of_one_and_the_weights_of_alps(recipe, plugins):
+    report = compressx.run(recipe(pruner="wanda", pattern="2:4", reconstruct="alps"), plugins=plugins)
+    assert {x.pruner for x in report.layers} == {"wanda+alps"}
     assert {x.sparsity for x in report.layers} == {0.5}
     assert {x.info["steps"] for x in report.layers} == {0.0}
 

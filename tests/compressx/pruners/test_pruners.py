@@ -67,14 +67,13 @@ def test_sparsegpt_reconstructs_a_given_mask_below_the_error_of_only_masking():
     assert not SPECS["wanda"].reconstructs
 
 
-def test_sparsegpt_reports_the_damping_and_fails_with_the_layers_name():
-    block = one_linear()
-    result = prune("sparsegpt", block, Unstructured(0.5, "layer"), correlated_inputs(), damping=0.05)["fc"]
-    assert result.info["damping"] == 0.05
-    x = correlated_inputs()
-    x[0, 0, 0] = float("nan")
-    with pytest.raises(UnsupportedModelError, match="fc: the Hessian has NaN"):
-        prune("sparsegpt", block, Unstructured(0.5, "layer"), x)
+def test_sparsegpt_reports_its_damping_and_inputs_that_are_no_numbers_fail_with_the_layers_name():
+    block, x = one_linear(), correlated_inputs()
+    assert prune("sparsegpt", block, Unstructured(0.5, "layer"), x, damping=0.05)["fc"].info["damping"] == 0.05
+    for name, bad in (("sparsegpt", float("nan")), ("alps", float("inf"))):
+        x[0, 0, 0] = bad
+        with pytest.raises(UnsupportedModelError, match="fc: the Hessian has NaN"):
+            prune(name, block, Unstructured(0.5, "layer"), x)
 
 
 def test_features_that_never_fire_are_dropped_first_by_all_that_are_calibrated():

@@ -8,7 +8,7 @@ import pytest
 from tests.compressx.saved import save_tiny
 
 from compressx.pipeline.run import plan
-from compressx.recipe.schema import load_recipe, recipe_from_dict
+from compressx.recipe.schema import load_recipe
 from compressx.recipe.tuning import Finetune
 from compressx.runtime.errors import CalibrationError, RecipeError
 
@@ -35,12 +35,9 @@ def _saved(project: Path) -> None:
     save_tiny(project / "model", "llama")
 
 
-def test_everything_has_a_default(project: Path) -> None:
+def test_everything_has_a_default_and_numbers_may_have_an_exponent(project: Path) -> None:
     assert load_recipe(written("{}")).recipe.finetune == Finetune()
     assert load_recipe(written("null")).recipe.finetune is None
-
-
-def test_numbers_may_be_written_with_an_exponent(project: Path) -> None:
     given = load_recipe(written("{learning_rate: 1e-4, steps: 7}")).recipe.finetune
     assert given == Finetune(learning_rate=0.0001, steps=7)
 
@@ -105,11 +102,3 @@ def test_text_and_windows_of_its_own_are_checked_while_the_recipe_is_planned() -
         plan(written("{dataset: {text: text.txt}, sequence_length: 129}"))
     with pytest.raises(RecipeError, match=r"5:\d+: sequence_length 2048 is longer than the model's 128 positions"):
         plan(written("{dataset: {text: text.txt}}"))
-
-
-def test_a_program_gives_it_as_a_dict() -> None:
-    loaded = recipe_from_dict(
-        {"model": "a/b", "prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}], "output": "out",
-         "finetune": {"steps": 3}}
-    )  # fmt: skip
-    assert loaded.recipe.finetune == Finetune(steps=3)

@@ -22,16 +22,16 @@ def reference(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     return temperature**2 * (p * (p.log() - q.log())).sum() / len(student)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("rows", [1, 4, 11, 100])
+@pytest.mark.parametrize(("temperature", "rows"), [(0.5, 1), (1.0, 4), (2.0, 11), (3.0, 100)])
 def test_the_divergence_and_its_gradient_are_those_of_the_definition(temperature: float, rows: int) -> None:
-    student, teacher = logits(0).requires_grad_(), logits(1)
+    student, teacher = logits(0).requires_grad_(), logits(1).requires_grad_()
     expected = reference(student, teacher, temperature)
     (wanted,) = torch.autograd.grad(expected, student)
     loss = distillation_loss(student, teacher, temperature, rows=rows)
     (3.0 * loss).backward()
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
     torch.testing.assert_close(student.grad, 3.0 * wanted, rtol=1e-10, atol=1e-14)
+    assert teacher.grad is None
 
 
 @pytest.mark.parametrize("rows", [1, 4, 100])
@@ -49,14 +49,6 @@ def test_the_next_token_loss_and_its_gradient_are_those_of_the_definition(rows: 
     assert not student.grad[:, -1].any(), "nothing follows the last token"
 
 
-def test_a_model_that_predicts_as_its_teacher_has_no_loss_and_no_gradient() -> None:
-    student = logits(3).requires_grad_()
-    loss = distillation_loss(student, student.detach() + 5.0)
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert float(loss.detach()) == pytest.approx(0.0, abs=1e-12)
-    torch.testing.assert_close(student.grad, torch.zeros(ROWS, VOCABULARY, dtype=torch.float64), atol=1e-15, rtol=0.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_logits_are_computed_in_float32_and_their_gradient_is_narrow(dtype: torch.dtype) -> None:
     student, teacher = logits(4, dtype=dtype).requires_grad_(), logits(5, dtype=dtype)
@@ -70,12 +62,6 @@ def test_narrow_logits_are_computed_in_float32_and_their_gradient_is_narrow(dtyp
     assert student.grad is not None
     assert student.grad.dtype == dtype
     torch.testing.assert_close(student.grad.double(), wanted, rtol=2**-7, atol=1e-6)
-
-
-def test_the_teacher_gets_no_gradient() -> None:
-    student, teacher = logits(6).requires_grad_(), logits(7).requires_grad_()
-    distillation_loss(student, teacher).backward()  # type: ignore[no-untyped-call]
-    assert teacher.grad is None
 
 
 def test_no_more_than_a_chunk_is_ever_wide(monkeypatch: pytest.MonkeyPatch) -> None:

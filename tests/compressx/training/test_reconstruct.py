@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.compressx.architectures import KINDS
 from tests.compressx.blocks.test_prune import SPECS, batches, plan_all
 from tests.compressx.processes import in_two, joined
 from tests.compressx.references import mean_error, relative_errors_reference
@@ -18,7 +20,6 @@ from compressx.blocks.fisher import FisherDiagonal
 from compressx.blocks.prune import prune_model
 from compressx.data.documents import documents
 from compressx.data.windows import calibration_windows, evaluation_windows, token_ids
-from compressx.evaluation.perplexity import token_perplexity
 from compressx.masks.file import MaskEntry
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
@@ -27,16 +28,15 @@ from compressx.numerics.output_error import channel_weights
 from compressx.recipe.schema import ReconstructBlock
 from compressx.recipe.sources import DatasetSource
 from compressx.runtime.ranks import Ranks
-from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
+from compressx.testing import tiny_model, tiny_tokens
 from compressx.training.reconstruct import Passage, _Trained, reconstruct
 
 HALF = Unstructured(0.5)
 SETTINGS = ReconstructBlock(passes=3, learning_rate=0.03, held_out=0.25)
 
 
-def planned(model, pattern=HALF, pruner="wanda", settings=SETTINGS, **fields):
-    plan = plan_all(model, SPECS[pruner], pattern, only=fields.pop("only", ""))
-    return type(plan)(**{**vars(plan), "reconstruct_block": settings, **fields})
+def planned(model, pattern=HALF, pruner="wanda", settings=SETTINGS, only=""):
+    return replace(plan_all(model, SPECS[pruner], pattern, only=only), reconstruct_block=settings)
 
 
 def outputs(model, tokens):
@@ -64,8 +64,9 @@ def trained_twice(architecture, model_dtype=torch.float32, **settings):
     return [reconstruct(model, fqn, masks, passages, asked) for _ in range(2)]
 
 
-@pytest.mark.parametrize("architecture", TINY_CONFIGS)
-@pytest.mark.parametrize("pattern", [HALF, NM(2, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "pattern"), [(a, NM(2, 4) if i % 2 else HALF) for i, a in enumerate(KINDS)], ids=str
+)
 def test_every_architecture_comes_nearer_to_its_dense_output_and_keeps_its_zeros(architecture, pattern):
     tokens = tiny_tokens()
     dense = outputs(tiny_model(architecture), tokens)
@@ -92,7 +93,7 @@ def test_every_architecture_comes_nearer_to_its_dense_output_and_keeps_its_zeros
     assert errors[SETTINGS] < 0.9 * errors[None]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_a_bfloat16_model_is_trained_in_float32_and_its_error_is_that_of_the_rounded_weights(architecture):
     model = tiny_model(architecture, dtype=torch.bfloat16)
     settings = SETTINGS.model_copy(update={"norms": True})
@@ -170,8 +171,9 @@ def test_steps_are_fractions_of_each_tensors_size_that_rise_and_fall(monkeypatch
         step(optimizer)
 
     monkeypatch.setattr(torch.optim.Adam, "step", noted)
-    settings = SETTINGS.model_copy(update={"passes": 10, "batch_size": 2})  # 30 steps
+    settings = SETTINGS.model_copy(update={"passes": 10, "batch_size": 2})
     next(iter(prune_model(InMemory(model), planned(model, settings=settings), batches(2))))
+    assert len(rates) == 30, "six windows are trained on, two to a step"
     shares = torch.tensor(rates) / (settings.learning_rate * sizes)
     torch.testing.assert_close(shares, shares[:, :1].expand_as(shares), rtol=1e-4, atol=0)
     factors = shares[:, 0].tolist()
@@ -182,26 +184,23 @@ def test_steps_are_fractions_of_each_tensors_size_that_rise_and_fall(monkeypatch
     assert factors[-1] < 0.01
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_16_bit_model_whose_blocks_are_handed_biases_is_trained_in_float32(dtype):
+def test_a_16_bit_model_whose_blocks_are_handed_biases_is_trained_in_float32():
     """BLOOM hands every block its ALiBi in the model's dtype, which float32 scores would not take."""
-    model = tiny_model("bloom", dtype=dtype)
+    model = tiny_model("bloom", dtype=torch.float16)
     settings = ReconstructBlock(passes=2, learning_rate=0.01, dtype="float32", held_out=0.25)
     for block in prune_model(InMemory(model), planned(model, settings=settings), batches(2)):
         assert block.report.reconstruction.after < block.report.reconstruction.before
-    assert model.dtype == dtype
+    assert model.dtype == torch.float16
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_the_error_after_training_is_that_of_the_weights_that_are_left_in_bfloat16(architecture):
-    first, second = trained_twice(architecture, torch.bfloat16, dtype="float32")
-    assert first.after < first.before
-    assert second.before == first.after
-
-
-def test_what_is_measured_sees_every_parameter_that_a_step_changed_whatever_the_products():
-    """Within one autocast, narrow copies of biases would be kept from step to step."""
-    first, second = trained_twice("qwen2", dtype="bfloat16", passes=4)
+@pytest.mark.parametrize(
+    ("architecture", "model_dtype", "products"),
+    [("gpt2", torch.bfloat16, "float32"), ("qwen2", torch.float32, "bfloat16")],
+    ids=str,
+)
+def test_the_error_after_training_is_that_of_the_weights_that_are_left(architecture, model_dtype, products):
+    """In bfloat16 they are rounded; within one autocast, narrow copies of biases would be kept from step to step."""
+    first, second = trained_twice(architecture, model_dtype, dtype=products, passes=4)
     assert first.after < first.before
     assert second.before == first.after
 
@@ -215,13 +214,11 @@ def test_products_are_in_the_dtype_that_is_asked_for():
         assert before["auto"] == before[automatic]
 
 
-@pytest.mark.slow
 def test_steps_far_below_the_resolution_of_bfloat16_add_up():
     settings = ReconstructBlock(passes=40, learning_rate=0.001, held_out=0.25)
     model = tiny_model("llama", dtype=torch.bfloat16)  # whose weights are about 0.1, 0.0005 apart
-    for block in prune_model(InMemory(model), planned(model, settings=settings), batches(2)):
-        history = block.report.reconstruction.history
-        assert block.report.reconstruction.after < 0.998 * history[0]
+    first = next(iter(prune_model(InMemory(model), planned(model, settings=settings), batches(2))))
+    assert first.report.reconstruction.after < 0.998 * first.report.reconstruction.before
 
 
 def test_only_the_survivors_norms_and_biases_that_were_asked_for_change():
@@ -251,17 +248,22 @@ def test_weights_are_those_from_before_when_training_makes_the_held_out_error_wo
         assert torch.equal(now, before[name]), name
 
 
+def first_block(model, tokens):
+    """Return the name of the first block, its masks, what enters it, and what runs it."""
+    masks = next(iter(prune_model(InMemory(model), planned(model, settings=None), batches(2)))).masks
+    fqn, block = next(iter(survey(model).blocks.items()))
+    states, calls = capture_calls(model, survey(model).blocks, tokens)
+    return fqn, masks, states, [partial(replay, block, call=call) for call in calls[fqn]]
+
+
 def test_batches_of_different_sizes_count_by_their_tokens():
     """The last batch of a text is often short, and it is the last that are held out."""
     model = tiny_model("llama")
-    masks = next(iter(prune_model(InMemory(model), planned(model, settings=None), batches(2)))).masks
-    fqn, module = next(iter(survey(model).blocks.items()))
     growing = torch.arange(1, 9)[:, None, None]  # so that batches differ in their errors
     errors = []
     for sizes in ([4, 4], [4, 3, 1]):
-        states, calls = capture_calls(model, survey(model).blocks, list(tiny_tokens(sequences=8).split(sizes)))
+        fqn, masks, states, runs = first_block(model, list(tiny_tokens(sequences=8).split(sizes)))
         targets = (growing * torch.cat(states)).split(sizes)
-        runs = [partial(replay, module, call=call) for call in calls[fqn]]
         passages = [Passage(*each) for each in zip(states, targets, runs, strict=True)]
         # A text that is too short to hold out anything is held out as a whole.
         settings = ReconstructBlock(passes=1, learning_rate=1e-9, held_out=0.99)
@@ -269,58 +271,15 @@ def test_batches_of_different_sizes_count_by_their_tokens():
     assert errors[1] == pytest.approx(errors[0], rel=1e-5)
 
 
-def test_a_step_is_as_many_windows_as_are_asked_for(monkeypatch):
-    steps = []
-    step = torch.optim.Adam.step
-    monkeypatch.setattr(torch.optim.Adam, "step", lambda optimizer: steps.append(1) or step(optimizer))
-    counts = []
-    for size in (2, 4, 6):  # six windows in batches of two are trained on
-        trained_twice("llama", passes=1, batch_size=size)
-        counts.append(len(steps) // 2)
-        steps.clear()
-    assert counts == [3, 2, 1]
-
-
-def test_the_gradient_is_that_of_the_error_with_respect_to_the_survivors():
-    model = tiny_model("llama").double()
-    fqn, block = next(iter(survey(model).blocks.items()))
-    name = f"{fqn}.mlp.down_proj"
-    linear = survey(model).linears[name]
-    tokens = tiny_tokens(sequences=2)
-    (state,), calls = capture_calls(model, survey(model).blocks, [tokens])
-    run = partial(replay, block, call=calls[fqn][0])
-    with torch.no_grad():
-        target = run(state)
-        keep = torch.rand(linear.weight.shape, generator=torch.Generator().manual_seed(0)) > 0.5
-        linear.weight.mul_(keep)
-    passage = Passage(state, target, lambda x: run(x.double()))
-    channels = channel_weights([target])
-    weight = linear.module.weight.requires_grad_(True)
-    passage.errors(channels).mean().backward()
-    row, column = divmod(int((weight.grad * keep).abs().argmax()), keep.shape[1])
-    step = 1e-4
-    errors = []
-    for sign in (1, -1):
-        with torch.no_grad():
-            weight[row, column] += sign * step
-            errors.append(mean_error(run(state), target))
-            weight[row, column] -= sign * step
-    assert float(weight.grad[row, column]) == pytest.approx((errors[0] - errors[1]) / (2 * step), rel=1e-3)
-
-
 def test_an_error_while_training_leaves_an_ordinary_model_behind():
     model = tiny_model("llama")
-    plan = planned(model)
-    list(prune_model(InMemory(model), planned(model, settings=None), batches(2)))
-    (fqn, _), *_ = survey(model).blocks.items()
-    masks = next(iter(prune_model(InMemory(tiny_model("llama")), planned(model, settings=None), batches(2)))).masks
+    fqn, masks, states, _ = first_block(model, batches(2))
 
     def run(_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
-    passage = Passage(torch.zeros(1, 2, 64), torch.zeros(1, 2, 64), run)
     with pytest.raises(RuntimeError, match="out of memory"):
-        reconstruct(model, fqn, masks, [passage], plan.reconstruct_block)
+        reconstruct(model, fqn, masks, [Passage(states[0], states[0], run)], SETTINGS)
     assert set(model.state_dict()) == set(tiny_model("llama").state_dict())
     assert all(p.grad is None for p in model.parameters())
 
@@ -337,23 +296,19 @@ def test_the_same_seed_gives_the_same_weights_and_another_order_others():
 
 
 @pytest.mark.slow
-def test_blocks_of_smollm2_cost_less_perplexity_when_they_are_reconstructed(smollm2):
+def test_a_block_of_smollm2_comes_nearer_to_the_dense_one_on_text_it_has_not_seen(smollm2_short):
     source = DatasetSource(name="python-docs")
-    text = calibration_windows(token_ids(documents(source, "calibration")[:80], smollm2.tokenizer), 24, 256, seed=0)
-    other = evaluation_windows(token_ids(documents(source, "evaluation")[:40], smollm2.tokenizer), 8, 256)
-    first = tuple(f"model.layers.{i}." for i in range(3))
-    perplexities = {}
-    for passes in (0, 3):
-        model = copy.deepcopy(smollm2.model)
-        plan = plan_all(model, SPECS["sparsegpt"], NM(2, 4))
-        linears = tuple(x for x in plan.linears if x.name.startswith(first))
-        settings = ReconstructBlock(passes=passes, dtype="bfloat16") if passes else None
-        plan = type(plan)(**{**vars(plan), "linears": linears, "reconstruct_block": settings})
+    seen, unseen = (documents(source, p)[:40] for p in ("calibration", "evaluation"))
+    text = calibration_windows(token_ids(seen, smollm2_short.tokenizer), 24, 64, seed=0)
+    other = evaluation_windows(token_ids(unseen, smollm2_short.tokenizer), 8, 64)
+    dense, errors = outputs(smollm2_short.model, other), []
+    for settings in (None, ReconstructBlock(passes=3)):
+        model = copy.deepcopy(smollm2_short.model)
+        plan = replace(plan_all(model, SPECS["wanda"], NM(2, 4), only=".layers.1."), reconstruct_block=settings)
         pruned = list(prune_model(InMemory(model), plan, text.split(4)))
         assert all(layer.sparsity == 0.5 for block in pruned for layer in block.report.layers)
-        perplexities[passes] = token_perplexity(InMemory(model), other)
-    dense = token_perplexity(InMemory(smollm2.model), other)
-    assert dense < perplexities[3] < dense + 0.8 * (perplexities[0] - dense)
+        errors.append(mean_error(outputs(model, other), dense))
+    assert errors[1] < 0.8 * errors[0]
 
 
 _SEEN, _HELD_OUT = [[0, 1, 2], [3, 4, 5]], [[6], [7]]  # of each process

@@ -8,9 +8,9 @@ import math
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -70,24 +70,15 @@ def test_the_error_against_lambda_is_u_shaped_with_its_minimum_inside_the_grid(q
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("panel", ["n", "rho"])
-@pytest.mark.parametrize("method", FACTORS)
-def test_pruning_for_the_attention_matrix_has_the_lowest_error_at_every_n_and_every_ratio(
-    quick: Figure, panel: str, method: str
-):
-    ours, theirs = of(quick, panel, OURS), of(quick, panel, method)
-    assert [p.tokens for p in of(quick, "n", OURS)] == list(QUICK.token_counts)
-    assert [p.sparsity for p in of(quick, "rho", OURS)] == list(QUICK.sparsities)
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a.tokens, a.sparsity) == (b.tokens, b.sparsity)
-        assert a.mean < 0.7 * b.mean, f"at n = {a.tokens} and rho = {a.sparsity}"
-
-
-@pytest.mark.slow
-def test_the_error_grows_with_n_and_with_the_pruning_ratio(quick: Figure):
-    for panel in ("n", "rho"):
-        means = [p.mean for p in of(quick, panel, OURS)]
-        assert means == sorted(means)
+def test_pruning_for_the_attention_matrix_has_the_lowest_error_which_grows_with_n_and_with_the_ratio(quick: Figure):
+    for panel, axis, values in (("n", "tokens", QUICK.token_counts), ("rho", "sparsity", QUICK.sparsities)):
+        ours = of(quick, panel, OURS)
+        assert [getattr(p, axis) for p in ours] == list(values)
+        assert [p.mean for p in ours] == sorted(p.mean for p in ours)
+        for method in FACTORS:
+            for a, b in zip(ours, of(quick, panel, method), strict=True):
+                assert (a.tokens, a.sparsity) == (b.tokens, b.sparsity)
+                assert a.mean < 0.7 * b.mean, f"{method} at n = {a.tokens} and rho = {a.sparsity}"
 
 
 @pytest.mark.slow
@@ -123,42 +114,20 @@ def test_confidence_intervals_use_students_t(freedom: int, quantile: float):
         assert point.half_width == pytest.approx(quantile * math.sqrt(2.5 / 5), rel=1e-9)
 
 
-def test_settings_that_contradict_each_other_are_refused():
-    with pytest.raises(ValueError, match="rank 9 exceeds width 6"):
-        replace(TINY, rank=9)
-    with pytest.raises(ValueError, match="two seeds or more, got 1"):
-        replace(TINY, seeds=1)
+def test_a_failure_while_writing_and_an_interrupt_leave_nothing_behind(tiny, tmp_path, monkeypatch):
+    def raising(error: BaseException) -> Any:
+        def fail(*args: object) -> None:
+            raise error
 
+        return fail
 
-@pytest.mark.slow
-def test_the_same_figure_gives_the_same_files_and_intervals_that_hold_the_mean(tiny: Figure, tmp_path: Path):
-    for name in ("a", "b"):
-        with figure2_output.output_folder(tmp_path / name) as folder:
-            figure2_output.write(figure2.measure(TINY) if name == "b" else tiny, folder)
-    for name in ("figure2.csv", "figure2.json", "figure2.svg", "figure2.png"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    for row in csv.DictReader((tmp_path / "a/figure2.csv").read_text().splitlines()):
-        assert float(row["ci95_low"]) <= float(row["mean"]) <= float(row["ci95_high"])
-
-
-def test_a_failure_while_writing_leaves_nothing_behind(tiny: Figure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full_disk(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(figure2_output, "plot", full_disk)
+    monkeypatch.setattr(figure2_output, "plot", raising(OSError(28, "No space left on device")))
     with (
         pytest.raises(ArtifactError, match=r"cannot write .*No space left"),
         figure2_output.output_folder(tmp_path / "out") as folder,
     ):
         figure2_output.write(tiny, folder)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def interrupt(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(figure2, "measure", interrupt)
+    monkeypatch.setattr(figure2, "measure", raising(KeyboardInterrupt()))
     result = CliRunner().invoke(cli.cli, ["figure2", "--output", str(tmp_path / "out")])
     assert result.exit_code == 130
     assert "nothing was written" in result.stderr
@@ -177,21 +146,17 @@ def test_something_put_into_the_output_during_the_run_is_not_replaced(tmp_path: 
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
-@pytest.mark.slow
 def test_the_command_writes_table_data_and_plots(tmp_path: Path, tiny: Figure):
     from matplotlib import image
 
     (tmp_path / "out").mkdir()  # an empty folder is as good as none
-    done = subprocess.run(
-        [sys.executable, "-m", "compressx_attnprune", "figure2", "--output", "out", *TINY_OPTIONS],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
     out = tmp_path / "out"
+    done = CliRunner().invoke(cli.cli, ["figure2", "--output", str(out), *TINY_OPTIONS])
+    assert done.exit_code == 0, done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert sorted(p.name for p in out.iterdir()) == ["figure2.csv", "figure2.json", "figure2.png", "figure2.svg"]
     assert "choosing lambda on 1 tuning seeds, n = 8" in done.stderr
-    assert "wrote out" in done.stderr
+    assert f"wrote {out}" in done.stderr
     assert "| method | rho = 0.5 | rho = 0.75 |" in done.stdout
 
     rows = list(csv.DictReader((out / "figure2.csv").read_text().splitlines()))
@@ -202,6 +167,7 @@ def test_the_command_writes_table_data_and_plots(tmp_path: Path, tiny: Figure):
         assert (row["panel"], row["method"], int(row["n"])) == (point.panel, point.method, point.tokens)
         assert float(row["mean"]) == pytest.approx(point.mean, rel=1e-6)
         assert (row["lambda"] == "") is (row["method"] != OURS)
+        assert float(row["ci95_low"]) <= float(row["mean"]) <= float(row["ci95_high"])
 
     data = json.loads((out / "figure2.json").read_text())
     assert data["settings"] == json.loads(json.dumps(vars(TINY)))
@@ -216,60 +182,49 @@ def test_the_command_writes_table_data_and_plots(tmp_path: Path, tiny: Figure):
     assert (pixels[..., :3].std(axis=-1) > 0.05).sum() > 1000, "colored lines and bands"
     groups = {g.get("id") for g in ET.parse(out / "figure2.svg").iter("{http://www.w3.org/2000/svg}g")}  # noqa: S314 - our own file
     assert {"axes_1", "axes_2", "axes_3"} <= groups
+    with figure2_output.output_folder(tmp_path / "again") as folder:
+        figure2_output.write(tiny, folder)
+    for name in ("figure2.csv", "figure2.json", "figure2.svg", "figure2.png"):
+        assert (out / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), "the same figure, the same files"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (["--seeds", "1"], "'1' is not a whole number from 2 to 1000"),
-        (["--seeds", "five"], "'five' is not a whole number"),
-        (["--scale", "nan"], "'nan' is not a number above 0, below 100"),
-        (["--sparsity", "1"], "'1' is not a number above 0, below 1"),
-        (["--sparsities", "0.5,1.5"], "'1.5' is not a number above 0, below 1"),
-        (["--sparsities", "0.5,"], "'' is not a number above 0, below 1"),
-        (["--regularizations", "0.1,0.01"], "'0.1,0.01' does not rise"),
-        (["--token-counts", "16,16"], "'16,16' does not rise"),
-        (["--optimizer", "adam"], "'adam' is not one of 'line-search', 'momentum'"),
-        (["--rank", "40"], "rank 40 exceeds width 32"),
-        (["--seed", "5"], "No such option"),
-    ],
-)
+    [(["--seeds", "1"], "'1' is not a whole number from 2 to 1000"),
+     (["--scale", "nan"], "'nan' is not a number above 0, below 100"),
+     (["--sparsity", "1"], "'1' is not a number above 0, below 1"),
+     (["--sparsities", "0.5,1.5"], "'1.5' is not a number above 0, below 1"),
+     (["--sparsities", "0.5,"], "'' is not a number above 0, below 1"),
+     (["--regularizations", "0.1,0.01"], "'0.1,0.01' does not rise"),
+     (["--token-counts", "16,16"], "'16,16' does not rise"),
+     (["--optimizer", "adam"], "'adam' is not one of 'line-search', 'momentum'"),
+     (["--rank", "40"], "rank 40 exceeds width 32"),
+     (["--seed", "5"], "No such option"), ([], "Missing option '--output'")],
+)  # fmt: skip
 def test_a_wrong_option_is_named_with_what_was_expected(options: list[str], message: str, tmp_path: Path):
-    result = CliRunner().invoke(cli.cli, ["figure2", "--output", str(tmp_path / "out"), *options])
+    output = ["--output", str(tmp_path / "out")] if options else []
+    result = CliRunner().invoke(cli.cli, ["figure2", *output, *options])
     assert result.exit_code == 2
     assert result.stderr.count("Error:") == 1
     assert message in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_an_output_folder_the_command_says_so():
-    result = CliRunner().invoke(cli.cli, ["figure2"])
-    assert result.exit_code == 2
-    assert "Missing option '--output'" in result.stderr
-
-
-@pytest.mark.slow
-def test_an_output_that_is_not_empty_is_refused_before_anything_runs(tmp_path: Path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/notes.txt").write_text("mine")
-    done = subprocess.run(
-        [sys.executable, "-m", "compressx_attnprune", "figure2", "--output", "out"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: output ")
-    assert len(done.stderr.splitlines()) == 1
-    assert "is not empty; name a new folder, or empty this one" in done.stderr
-    assert (tmp_path / "out/notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("output", ["file", "file/below"])
-def test_an_output_that_is_or_lies_below_a_file_is_refused(output: str, tmp_path: Path):
-    (tmp_path / "file").write_text("mine")
+@pytest.mark.parametrize(
+    ("output", "reason"), [("file", ""), ("file/below", ""), ("full", "is not empty; name a new folder, or empty")]
+)
+def test_an_output_that_is_a_file_lies_below_one_or_is_not_empty_is_refused_before_anything_runs(
+    output: str, reason: str, tmp_path: Path
+):
+    (tmp_path / "full").mkdir()
+    for mine in ("file", "full/notes.txt"):
+        (tmp_path / mine).write_text("mine")
     result = CliRunner().invoke(cli.cli, ["figure2", "--output", str(tmp_path / output)])
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
-    assert (tmp_path / "file").read_text() == "mine"
+    assert len(result.stderr.splitlines()) == 1
+    assert reason in result.stderr
+    assert {(tmp_path / mine).read_text() for mine in ("file", "full/notes.txt")} == {"mine"}
 
 
 def test_a_diverging_descent_is_one_message_and_no_files(tmp_path: Path):
