@@ -117,27 +117,6 @@ def test_heads_take_steps_of_their_own():
 
 
 @each_pattern
-def test_a_selection_meets_the_budget_exactly_and_drops_to_zero(pattern: Pattern):
-    of = problem(0)
-    keeps, weights = kronecker.select(of, by(pattern))
-    assert [k.shape for k in keeps] == [w.shape for w in of.dense]
-    for keep, w in zip(keeps, weights, strict=True):
-        assert not w[~keep].any()
-        assert w[keep].all()
-    dropped = [int((~k).sum()) for k in keeps]
-    sizes = [k.numel() for k in keeps]
-    if isinstance(pattern, NM):
-        assert all((k.view(-1, 4).sum(dim=1) == 2).all() for k in keeps)
-    elif pattern.group == "joint":
-        assert sum(dropped) == round(pattern.sparsity * sum(sizes))
-        assert dropped != [round(pattern.sparsity * n) for n in sizes]  # the sides do compete
-    elif pattern.group == "layer":
-        assert dropped == [round(pattern.sparsity * n) for n in sizes]
-    else:
-        assert all(((~k).sum(dim=2) == round(pattern.sparsity * COLUMNS)).all() for k in keeps)
-
-
-@each_pattern
 def test_a_selection_takes_the_steps_of_admm_with_the_dual_as_published(pattern: Pattern):
     """A linear system for W, a projection for Z, the dual V itself, which a rise of the penalty does not change."""
     of, choose, iterations = problem(0), by(pattern), 24
@@ -206,13 +185,6 @@ def test_with_diagonal_factors_a_selection_costs_what_dropping_the_cheapest_does
         assert cost(of, weights) <= 1.015 * cost(of, best)
         for w, d, k in zip(weights, dense, keeps, strict=True):
             torch.testing.assert_close(w, d * k, rtol=1e-6, atol=1e-9)
-
-
-def test_a_budget_of_all_weights_returns_the_dense_ones():
-    of = problem(0)
-    keeps, weights = kronecker.select(of, by(Unstructured(0.0, "joint")))
-    assert all(k.all() for k in keeps)
-    torch.testing.assert_close(weights, list(of.dense), rtol=1e-6, atol=1e-8)
 
 
 def test_weights_without_any_curvature_are_dropped_first_whatever_the_damping_says():

@@ -164,23 +164,6 @@ def test_given_masks_are_kept_and_reconstructed_in_closed_form_whatever_the_mode
     assert error(layer, solution.weights) < 0.9 * min(by_start)
 
 
-def test_what_a_layer_measures_once_serves_every_budget(monkeypatch: pytest.MonkeyPatch):
-    layer, measured = make_layer(), []
-    for module, name in ((solver.curvature, "measure"), (solver.baselines, "inverse_cholesky")):
-        original = getattr(module, name)
-
-        def spy(*args: Any, original: Any = original, name: str = name) -> Any:
-            measured.append(name)
-            return original(*args)
-
-        monkeypatch.setattr(module, name, spy)
-    shared = [solve(layer, both(pattern)) for pattern in PATTERNS]
-    assert sorted(measured) == ["inverse_cholesky", "measure"]
-    for pattern, one in zip(PATTERNS, shared, strict=True):
-        fresh = solve(make_layer(), both(pattern))
-        assert all(torch.equal(a, b) for a, b in zip(one.weights, fresh.weights, strict=True))
-
-
 # --- masks and weights by gradient descent
 
 

@@ -161,21 +161,6 @@ def test_a_line_search_that_cannot_descend_leaves_the_point_where_it_is():
     assert (losses == losses[0]).all()
 
 
-def test_a_quadratic_in_the_box_is_minimised_to_its_known_corner():
-    target = torch.tensor([[[-1.0, 0.25], [0.75, 3.0]]], dtype=torch.float64)
-    scale = torch.tensor([[[1.0, 100.0], [1e-3, 10.0]]], dtype=torch.float64)
-
-    def quadratic(point: Tensor, problems: Tensor) -> tuple[Tensor, Tensor]:
-        difference = point - target
-        return (scale * difference.square()).sum(dim=(1, 2)) / 2, scale * difference
-
-    point, losses = descent.minimize_in_box(
-        quadratic, torch.full_like(target, 0.9), torch.ones_like(target), scale=1.0, steps=500, tolerance=1e-10
-    )
-    torch.testing.assert_close(point, target.clamp(0, 1), rtol=0, atol=1e-6)
-    assert (losses.diff(dim=0) <= 0).all()
-
-
 @pytest.mark.parametrize("sparsity", [0.0, 0.77])
 def test_binarising_drops_exactly_the_lowest_entries_of_each_seed(sparsity: float):
     attention = problem()
@@ -215,11 +200,6 @@ def test_factors_have_the_asked_rank_and_do_not_depend_on_the_number_of_tokens()
     torch.testing.assert_close(q @ k.mT, x @ long.attention.weight @ x.mT)
     assert torch.equal(long.attention.mask, MASKS["causal"])
     assert torch.equal(synthetic.sample([5], tokens=TOKENS, width=WIDTH).query[0], long.query[1])
-
-
-def test_a_rank_beyond_the_width_is_refused():
-    with pytest.raises(ValueError, match="rank must lie between 1 and the width 8, got 9"):
-        synthetic.sample([0], tokens=TOKENS, width=WIDTH, rank=9)
 
 
 def test_the_baselines_on_factors_are_the_projects_own_pruners():
