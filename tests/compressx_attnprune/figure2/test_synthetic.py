@@ -69,7 +69,7 @@ def test_the_relative_error_is_the_ratio_of_squared_norms_under_the_attention_ma
     ("mask", "message"),
     [(torch.ones(TOKENS, TOKENS), r"bool \[24, 24\].*float32"),
      (torch.ones(3, 3, dtype=torch.bool), r"bool \[24, 24\].*\[3, 3\]"),
-     (torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(-1), "row 0 .* sees no token")],
+     (torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(-1), "row 0 .* attends to no token")],
 )  # fmt: skip
 def test_an_attention_mask_that_cannot_be_used_is_refused(mask: Tensor, message: str):
     with pytest.raises(ValueError, match=message):
@@ -218,7 +218,7 @@ def test_factors_have_the_asked_rank_and_do_not_depend_on_the_number_of_tokens()
 
 
 def test_a_rank_beyond_the_width_is_refused():
-    with pytest.raises(ValueError, match="rank must lie between 1 and the width 8, got 9"):
+    with pytest.raises(ValueError, match="rank must be between 1 and the width 8, got 9"):
         synthetic.sample([0], tokens=TOKENS, width=WIDTH, rank=9)
 
 
