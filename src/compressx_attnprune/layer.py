@@ -143,8 +143,8 @@ def _attend(block: Block, projections: Projections, arguments: Mapping[str, Any]
     needed = [n for n, p in known.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if missing := [n for n in needed if n not in given]:
         raise UnsupportedModelError(
-            f"{_named(block, projections)} needs {', '.join(missing)} from within its block, so attnprune cannot run it "
-            f"alone to verify that it is softmax attention; {INSTEAD}"
+            f"{_named(block, projections)} needs {', '.join(missing)} from within its block, so attnprune cannot run "
+            f"it alone to verify that it is softmax attention; {INSTEAD}"
         )
     attended = module(x, **given)
     result: Tensor = attended[0] if isinstance(attended, tuple | list) else attended

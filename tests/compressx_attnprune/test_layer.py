@@ -90,7 +90,7 @@ def test_a_scaled_rotary_embedding_keeps_its_scale():
 def test_a_norm_over_something_else_is_refused_before_weights_are_loaded():
     block = blocks.skeleton("qwen3")
     block.module.self_attn.k_norm.weight = torch.nn.Parameter(torch.empty(8, device="meta"))
-    with pytest.raises(UnsupportedModelError, match=r"k_norm has weights of shape \(8,\), .* over one head, \(16,\)"):
+    with pytest.raises(UnsupportedModelError, match=r"k_norm has weights of shape \(8,\); .* over one head, \(16,\)"):
         layer.check(block, both(block))
 
 
@@ -133,7 +133,7 @@ def test_targets_with_only_one_of_the_two_name_the_other():
     block = blocks.skeleton("llama")
     query, key = blocks.targets(block)
     for taken, missing in ((query, key), (key, query)):
-        with pytest.raises(RecipeError, match=f"does not take {missing}"):
+        with pytest.raises(RecipeError, match=f"does not target {missing}"):
             layer.check(block, {taken: HALF})
 
 

@@ -188,7 +188,7 @@ ALLOCATED = {"calibration": f"{CALIBRATION}\n{ALLOCATION}"}
      ('targets: ["*.mlp.*"], pruner: attnprune, sparsity: 0.5', {},
       rf"this rule also targets model\.layers\.0\.mlp\.gate_proj{_TO_WRITE}"),
      ('targets: ["lm_head"], pruner: attnprune, sparsity: 0.5', {}, f"outside the decoder blocks{_TO_WRITE}"),
-     ("pruner: wanda, reconstruct: attnprune, sparsity: 0.5", {}, f"this rule also takes{_TO_WRITE}"),
+     ("pruner: wanda, reconstruct: attnprune, sparsity: 0.5", {}, f"this rule also targets{_TO_WRITE}"),
      ('targets: ["*.query_key_value"], pruner: attnprune, sparsity: 0.5',
       {"model": "bloom", "kind": UnsupportedModelError},
       r"h\.0\.self_attention \(BloomAttention\) adds ALiBi to its scores.*sparsegpt or wanda")],
