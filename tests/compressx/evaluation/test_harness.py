@@ -65,9 +65,7 @@ class TestCheckTasks:
         check_tasks(settings("letters", rolling("docs")))
 
     def test_an_unknown_name_is_answered_with_the_nearest_ones(self, few_tasks: Path) -> None:
-        with pytest.raises(
-            RecipeError, match=r"no task is named 'leters_easy'; the nearest are letters_easy, letters"
-        ):
+        with pytest.raises(RecipeError, match=r"no task is named 'leters_easy'; the nearest are letters_easy, letters"):
             check_tasks(settings("leters_easy"))
         with pytest.raises(RecipeError, match="no name is near"):
             check_tasks(settings("qqqqq"))
