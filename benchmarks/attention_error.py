@@ -1,13 +1,13 @@
-"""Attention error of pruned query and key projections, method by method and layer by layer, on text none has seen.
+"""Attention error of pruned query and key projections, by method and layer, on held-out text.
 
-Two figures, both ratios of *squared* norms over all heads of a layer: `attention` is ||P~ - P||_F^2 / ||P||_F^2 of the
-attention matrices, `output` the same for what the attention adds to the residual stream. Layers are taken on the dense
-model's stream; every method sees the same calibration sequences, and is measured on the same others.
+Two metrics, both ratios of *squared* norms over all heads of a layer: `attention` is ||P~ - P||_F^2 / ||P||_F^2 of the
+attention matrices, `output` the same for the output of the attention. Layers get the dense model's hidden states; all
+methods use the same calibration sequences and are evaluated on the same other sequences.
 
     python benchmarks/attention_error.py MODEL --calibration train.txt --evaluation test.txt --output DIR
 
-MODEL is a hub id, a folder, or a `.gguf` file. When both texts are one file, the windows are still different ones.
-DIR gets `errors.csv`, written layer by layer (a second run goes on where it stopped), `table.md`, and `errors.svg`.
+MODEL is a hub id, a folder, or a `.gguf` file. If both texts are the same file, the windows still differ. DIR
+gets `errors.csv`, written layer by layer (an interrupted run resumes), `table.md`, and `errors.svg`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def gauss_newton(case: Case) -> Pair:
 
 
 def gauss_newton_refit(case: Case) -> Pair:
-    """The same, and then `--refit` gradient steps on the survivors."""
+    """The same, followed by `--refit` gradient steps on the kept weights."""
     (start,) = solver.judge(case.layer, [solver.gauss_newton(case.layer, case.joint)])
     rate = AttnPruneOptions().refit_learning_rate
     layer_ = case.layer
@@ -104,13 +104,13 @@ def gauss_newton_refit(case: Case) -> Pair:
 
 
 def mask(case: Case) -> Pair:
-    """The published method: masks learnt by gradient descent, lambda chosen on a held-out part of the calibration."""
+    """The published method: masks learned by gradient descent, with lambda chosen on held-out calibration text."""
     rate = solver.MASK_LEARNING_RATE
     return solver.mask(case.layer, case.joint, regularization=None, steps=case.steps, learning_rate=rate).weights
 
 
 def joint(case: Case) -> Pair:
-    """Weights trained while the masks close in."""
+    """Weights trained while the sparsity rises."""
     rate = solver.JOINT_LEARNING_RATE
     return solver.joint(case.layer, case.joint, steps=case.steps, learning_rate=rate).weights
 
@@ -128,7 +128,7 @@ METHODS: dict[str, Callable[[Case], Pair]] = {
 
 
 def windows(arguments: argparse.Namespace, tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """Draw calibration and evaluation windows [sequences, length], disjoint also when both come from one file."""
+    """Draw calibration and evaluation windows [sequences, length], disjoint even if both come from one file."""
     generator = torch.Generator().manual_seed(arguments.seed)
 
     def shuffled(path: Path) -> Tensor:
@@ -162,7 +162,7 @@ def layers(model: torch.nn.Module, calibration: Tensor, evaluation: Tensor) -> I
 def measure(
     arguments: argparse.Namespace, done: set[tuple[int, str, float]], write: Callable[[list[object]], None]
 ) -> None:
-    """Measure every method that is not done yet on every layer, and write a row for each."""
+    """Measure every method on every layer, except for rows already written, and write a row for each."""
     model, tokenizer = load(arguments.model)
     model.to(arguments.device)
     calibration, evaluation = (w.to(arguments.device) for w in windows(arguments, tokenizer))
@@ -181,7 +181,7 @@ def measure(
         text = Text(seen[:-held_out], seen[-held_out:])
         dense = (projections.query.weight, projections.key.weight)
         for method, sparsity in cells:
-            # A layer of its own for each, so that the time has all that a method measures.
+            # A separate layer for each, so that the time includes all statistics of a method.
             task = Layer(losses[arguments.objective], text, dense, options.damping)
             case = Case(task, sparsity, measured_on, of_output, arguments.refit, arguments.steps)
             started = time.perf_counter()
@@ -192,7 +192,7 @@ def measure(
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Average over the layers, with the ratio to the better of Wanda and SparseGPT in brackets, in Markdown."""
+    """Return a Markdown table of means over layers, with the ratio to the better of Wanda and SparseGPT."""
     cells: dict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
     sparsities = sorted({r["sparsity"] for r in rows}, key=float)
     for row in rows:
@@ -222,7 +222,7 @@ def _mean(values: dict[str, float]) -> float:
 
 
 def plot(rows: list[dict[str, str]], path: Path) -> None:
-    """Draw the attention error over the layers, a panel for each sparsity and a line for each method."""
+    """Plot the attention error over the layers, with a panel per sparsity and a line per method."""
     from matplotlib.figure import Figure
 
     sparsities = sorted({float(r["sparsity"]) for r in rows})
@@ -264,8 +264,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
-    own = ("output", "layers", "sparsities", "methods", "device")  # a row says, or they change no row
-    same_settings(arguments.output, {n: str(v) for n, v in vars(arguments).items() if n not in own})
+    variable = ("output", "layers", "sparsities", "methods", "device")  # columns, or without effect on a row
+    same_settings(arguments.output, {n: str(v) for n, v in vars(arguments).items() if n not in variable})
     path = arguments.output / "errors.csv"
     if not path.exists():
         path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")

@@ -2,8 +2,8 @@
 
 Both differentiate ||P~ - P||_F^2 / ||P||_F^2 with respect to the pruned query and key weights of one layer with the
 geometry of SmolLM2-135M (9 query heads, 3 key heads, head_dim 64, width 576, rotary), on random weights and inputs,
-and must agree before anything is measured. Milliseconds are medians of repeats in turn, after one warm-up each; memory
-is how far one call in a fresh process raises its resident memory (Linux) or the accelerator's above what it held.
+and are first checked to agree. Times are medians of alternating repeats in milliseconds, after one warm-up each. Memory
+is the increase of peak memory by one call in a new process (resident memory on Linux, or the accelerator's).
 
     python benchmarks/attention_gradient.py --tokens 512 1024 2048 4096 --threads 2
 """
@@ -58,7 +58,7 @@ GRADIENTS: dict[str, Gradient] = {"row blocks": in_row_blocks, "autograd": by_au
 
 
 def layer(tokens: int, sequences: int, device: str) -> tuple[Attention, Tensor, Pair, Pair]:
-    """Draw a layer: its geometry, inputs [sequences, tokens, width], and dense and half pruned weights."""
+    """Return a random layer: geometry, inputs [sequences, tokens, width], and dense and half pruned weights."""
     generator = torch.Generator().manual_seed(0)
     frequencies = THETA ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     angles = (torch.arange(tokens)[:, None] * frequencies).repeat(1, 2)  # [tokens, head_dim]
@@ -71,7 +71,7 @@ def layer(tokens: int, sequences: int, device: str) -> tuple[Attention, Tensor, 
 
 
 def check(tokens: int, device: str) -> None:
-    """Stop when the two disagree."""
+    """Exit if the two gradients disagree."""
     drawn = layer(tokens, 2, device)
     (ours, grads), (wanted, expected) = (gradient(*drawn) for gradient in GRADIENTS.values())
     off = max(float((g - e).norm() / e.norm()) for g, e in zip(grads, expected, strict=True))
@@ -80,7 +80,7 @@ def check(tokens: int, device: str) -> None:
 
 
 def milliseconds(tokens: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """Time both in turn; returns medians."""
+    """Time both alternately; return medians."""
     drawn = layer(tokens, arguments.sequences, arguments.device)
     taken: dict[str, list[float]] = {name: [] for name in GRADIENTS}
     for repeat in range(arguments.repeats + 1):
@@ -94,16 +94,16 @@ def milliseconds(tokens: int, arguments: argparse.Namespace) -> dict[str, float]
 
 
 def growth(name: str, tokens: int, arguments: argparse.Namespace) -> float:
-    """Measure one call in this process, which must be fresh; returns MiB."""
+    """Measure the memory of one call in this process, which must be new; return MiB."""
     drawn = layer(tokens, arguments.sequences, arguments.device)
-    GRADIENTS[name](*layer(WARM_UP_TOKENS, 1, arguments.device))  # what libraries set up once does not count
+    GRADIENTS[name](*layer(WARM_UP_TOKENS, 1, arguments.device))  # excludes one-time allocations of libraries
     if arguments.device != "cpu":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         GRADIENTS[name](*drawn)
         _wait(arguments.device)
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    # Unlike getrusage's, this mark can be set back: importing torch once took more than the process holds now.
+    # Unlike getrusage's, this peak can be reset: importing torch temporarily took more memory.
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmHWM")
     GRADIENTS[name](*drawn)
@@ -111,7 +111,7 @@ def growth(name: str, tokens: int, arguments: argparse.Namespace) -> float:
 
 
 def _resident(entry: str) -> int:
-    """Read an entry of this process's memory, in bytes."""
+    """Return a memory entry of this process's status, in bytes."""
     (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{entry}:"))
     return int(line.split()[1]) * 1024
 
@@ -122,7 +122,7 @@ def _wait(device: str) -> None:
 
 
 def in_fresh_process(name: str, tokens: int, arguments: argparse.Namespace) -> float:
-    """Run `growth` in a process of its own."""
+    """Run `growth` in a new process."""
     common = ["--threads", arguments.threads, "--device", arguments.device, "--sequences", arguments.sequences]
     command = [sys.executable, __file__, "--measure-memory", name, "--tokens", tokens, *common]
     done = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True)

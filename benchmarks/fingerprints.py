@@ -1,9 +1,9 @@
-"""Hash what tiny models become under six recipes: a refactoring changes none of these.
+"""Hash the results of six recipes on tiny models, to check that a refactoring does not change them.
 
 python benchmarks/fingerprints.py > before.txt; ...; python benchmarks/fingerprints.py | diff before.txt -
 
-One thread. Hashes hold on one machine with one build of torch: compare two states of the code there. Of `report.json`
-seconds, memory, versions and paths are left out, and the recipe that was given.
+Runs in one thread. Hashes are comparable only on one machine with one build of torch. Seconds, memory, versions, paths
+and the recipe are left out of `report.json`.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def fingerprint(output: Path) -> list[str]:
 
 def main() -> None:
     """Print one line for each model and recipe."""
-    ask = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    ask.add_argument("--keep", type=Path, help="a folder for the outputs; a temporary one by default")
-    keep = ask.parse_args().keep
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--keep", type=Path, help="folder for the outputs; temporary by default")
+    keep = parser.parse_args().keep
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         folder = keep or Path(temporary)

@@ -1,11 +1,11 @@
-"""How time and memory of pruning grow with calibration tokens, width and depth, on random Llamas.
+"""Scaling of time and memory with calibration tokens, width and depth, on random Llamas.
 
     python benchmarks/growth.py --output DIR
 
-Every point is a run of its own process with weights on disk (`model.streaming: true`), so that memory is what pruning
-needs. DIR gets `growth.csv` and `growth.svg`; the table on standard output has, for each line, the exponent of the
-power law between its last two points: 1 is linear. With the width, a linear's weights and its Hessian grow by the power
-2, the Hessian's factor by 3.
+Every point is a run in a new process with weights on disk (`model.streaming: true`), so memory is what pruning needs.
+DIR gets `growth.csv` and `growth.svg`. The table on standard output has the exponent of the power law between the last
+two points of each line: 1 is linear. With the width w, a linear's weights and Hessian grow as w^2, and factoring the
+Hessian takes w^3.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AXES = {"tokens": (4096, 8192, 16384, 32768), "width": (256, 512, 1024, 2048), "
 METHODS = ("wanda", "sparsegpt")
 
 
-def prune(asked: dict[str, Any], threads: int, sender: Any) -> None:
+def prune(recipe: dict[str, Any], threads: int, sender: Any) -> None:
     """Run in a child, and tell the seconds of its pruning and the memory that this added."""
     from compressx import run
     from compressx.runtime.timing import peak_resident_bytes
@@ -43,7 +43,7 @@ def prune(asked: dict[str, Any], threads: int, sender: Any) -> None:
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
             before.append(pages * resource.getpagesize())
 
-    report = run(asked, progress=note)
+    report = run(recipe, progress=note)
     sender.send((report.seconds["prune"], peak_resident_bytes() - before[0]))
 
 
@@ -54,7 +54,7 @@ def point(size: dict[str, int], method: str, threads: int) -> tuple[float, int]:
         folder = Path(scratch)
         make(folder / "model", config(width, 3 * width, size["depth"], VOCABULARY, dtype="float32"))
         write_text(folder / "text.txt", 2 * size["tokens"], VOCABULARY)
-        asked = {
+        recipe = {
             "model": {"path": str(folder / "model"), "streaming": True},
             "calibration": {"dataset": {"text": str(folder / "text.txt")}, "samples": size["tokens"] // LENGTH,
                             "sequence_length": LENGTH, "batch_size": 4},
@@ -63,16 +63,16 @@ def point(size: dict[str, int], method: str, threads: int) -> tuple[float, int]:
         }  # fmt: skip
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=prune, args=(asked, threads, sender))
+        child = context.Process(target=prune, args=(recipe, threads, sender))
         child.start()
         sender.close()
-        told: tuple[float, int] = receiver.recv()
+        measured: tuple[float, int] = receiver.recv()
         child.join()
-    return told
+    return measured
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw seconds and memory against each axis."""
+    """Plot seconds and memory against each axis."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -94,7 +94,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure every point, and print, write and draw them."""
+    """Measure all points; print, write and plot them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES), help="others are kept from growth.csv")
@@ -115,11 +115,11 @@ def main() -> None:
                 )
             rows += mine
             times, sizes = ([r[quantity] for r in mine] for quantity in ("seconds", "megabytes"))
-            told = (
+            cells = (
                 axis, method, _listed(values, "d"), _listed(times, ".1f"), f"{_power(values, times):.2f}",
                 _listed(sizes, ".0f"), f"{_power(values, sizes):.2f}",
             )  # fmt: skip
-            print(f"| {' | '.join(told)} |", flush=True)
+            print(f"| {' | '.join(cells)} |", flush=True)
     with table.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def _read(table: Path) -> list[dict[str, Any]]:
-    """Read the points of an earlier run, if there was one."""
+    """Read the points of an earlier run, if there are any."""
     if not table.exists():
         return []
     with table.open(newline="", encoding="utf-8") as file:
@@ -141,7 +141,7 @@ def _listed(values: Iterable[float], how: str) -> str:
 
 
 def _power(values: tuple[int, ...], found: list[float]) -> float:
-    """Return p of found ~ value^p between the last two points."""
+    """Return the exponent p of found ~ value^p between the last two points."""
     return math.log(found[-1] / found[-2]) / math.log(values[-1] / values[-2])
 
 

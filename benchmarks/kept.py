@@ -1,4 +1,4 @@
-"""What a benchmark that goes on where it stopped has to be sure of: what is there was measured as the rest would be."""
+"""Checks for resuming a benchmark: existing rows were measured with the same settings and code."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from compressx.plugins.record import code_digest
 
 
 def same_settings(folder: Path, settings: Mapping[str, object]) -> None:
-    """Write the settings into a folder, which is made, or end the program where others are there.
+    """Write the settings to a folder, created if needed, or exit if it has different ones.
 
     Args:
-        folder: of the rows.
-        settings: all that decides a row but what the row itself says, in JSON's types.
+        folder: the folder of the rows.
+        settings: everything that affects a row except its columns, in JSON types.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    told = folder / "settings.json"
-    if told.exists():
-        before = json.loads(told.read_text(encoding="utf-8"))
+    path = folder / "settings.json"
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
         if changed := [name for name in {**before, **settings} if before.get(name) != settings.get(name)]:
             was = ", ".join(f"{name} {before.get(name)!r}, now {settings.get(name)!r}" for name in changed)
-            sys.exit(f"{told} says that the rows there were measured otherwise: {was}; name another output")
-    told.write_text(json.dumps(dict(settings), indent=1), encoding="utf-8")
+            sys.exit(f"{path}: existing rows were measured with other settings: {was}; name another output")
+    path.write_text(json.dumps(dict(settings), indent=1), encoding="utf-8")
 
 
 def unfinished(folder: Path, row: str) -> Path:
-    """Return the folder to work on a row in; what other code has left of the same row is removed.
+    """Return the working folder of a row; folders of the same row by other code are removed.
 
     Args:
-        folder: of the rows.
-        row: its name, fit for a folder.
+        folder: the folder of the rows.
+        row: the row's name, valid as a folder name.
     """
     code = [code_digest(package) for package in ("compressx", "compressx_attnprune")]
     mine = folder / "unfinished" / "-".join([row, *code])

@@ -1,13 +1,13 @@
-"""Output error of pruned linears, pruner by pruner and linear by linear, on calibration text and on text not seen.
+"""Output error of pruned linears, by pruner and linear, on calibration and held-out text.
 
-The error is ||X W~^T - X W^T||^2 / ||X W^T||^2, exact in float64, of each linear by itself on the dense model's stream.
-Every pruner gets the same statistics of the same windows, its default options and the same group; seconds include
-whatever it computes from the statistics.
+The error is ||X W~^T - X W^T||^2 / ||X W^T||^2 in float64, for each linear separately on the dense model's inputs. All
+pruners get the same windows and group, and their default options. Seconds include everything that a pruner computes
+from its statistics.
 
     python benchmarks/layer_error.py --model MODEL --text FILE --output DIR --pruners sparsegpt alps
 
 MODEL is a hub id, a folder, or a `.gguf` file. DIR gets `layer-error.csv`, written linear by linear, and
-`layer-error.md`, which compares the last of the pruners with the first.
+`layer-error.md`, which compares the last pruner with the first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Row = dict[str, str]
 
 @dataclass(frozen=True, eq=False)
 class ObservedBlock:
-    """One dense block and the statistics of its linears: by linear, then by pruner, `SEEN` or `UNSEEN`."""
+    """A dense block and the statistics of its linears, by linear, then by pruner, `SEEN` or `UNSEEN`."""
 
     block: Block
     stats: Stats
@@ -64,7 +64,7 @@ def windows(tokenizer: Any, text: Path, samples: int, held_out: int, length: int
 def blocks(
     model: torch.nn.Module, texts: Sequence[Tensor], pruners: Sequence[PrunerSpec], indices: Sequence[int] | None
 ) -> Iterator[ObservedBlock]:
-    """Run the dense model block by block and yield the observed ones; `texts` are the seen and the unseen windows."""
+    """Run the dense model block by block and yield the selected ones; `texts` are calibration and held-out windows."""
     access, found = InMemory(model), survey(model)
     batches = [torch.split(text, 8) for text in texts]
     states, calls = capture(access, found, [x for split in batches for x in split])
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--group", choices=["layer", "row"], default="layer", help="of unstructured sparsity")
     parser.add_argument("--blocks", type=int, nargs="+", help="all when absent")
     parser.add_argument("--samples", type=int, default=32, help="calibration windows")
-    parser.add_argument("--held-out", type=int, default=32, help="windows that no pruner sees")
+    parser.add_argument("--held-out", type=int, default=32, help="windows to evaluate on")
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What llm-compressor does with a task: run by the Python of an environment that has it, which need not have compressx.
+"""Prune with llm-compressor, in a Python environment that has it and need not have compressx.
 
     python -m venv llmc && llmc/bin/pip install llmcompressor==0.14.0.1
     llmc/bin/python benchmarks/llm_compressor.py TASK.json
@@ -18,18 +18,18 @@ from typing import Any
 
 
 def resident() -> int:
-    """Return the bytes of memory that this process has now."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak() -> int:
-    """Return the most it ever had; getrusage would begin with what the parent process had."""
+    """Return its peak in bytes; getrusage would include the parent process."""
     lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def prune(task: dict[str, Any]) -> dict[str, float]:
-    """Prune by `oneshot` with its defaults, and save."""
+    """Prune with the defaults of `oneshot`, and save."""
     import torch
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -45,7 +45,7 @@ def prune(task: dict[str, Any]) -> dict[str, float]:
     base, started = resident(), time.perf_counter()
     oneshot(
         model=model, processor=tokenizer, dataset=rows, batch_size=task["batch_size"],
-        # With targets="Linear", as its docstrings show, 0.14.0.1 prunes nothing and says nothing.
+        # With targets="Linear", as in its docstrings, 0.14.0.1 silently prunes nothing.
         recipe=[modifier(sparsity=task["sparsity"], targets=[r"re:model\.layers\.\d+$"], **structure)],
         num_calibration_samples=len(windows), max_seq_length=len(windows[0]), shuffle_calibration_samples=False,
     )  # fmt: skip
@@ -58,5 +58,5 @@ def prune(task: dict[str, Any]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    Path(asked["result"]).write_text(json.dumps(prune(asked)), encoding="utf-8")
+    given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    Path(given["result"]).write_text(json.dumps(prune(given)), encoding="utf-8")

@@ -1,20 +1,19 @@
-"""Which error of a pruned block predicts the perplexity that it leads to?
+"""Which error of a pruned block predicts the resulting perplexity?
 
-One block at a time is pruned, by several methods to several sparsities, with everything else dense. Each time the
-candidate errors are measured on text that the pruners did not see, and the perplexity of the whole model on other text:
+One block at a time is pruned by several methods to several sparsities, while all others stay dense. The candidate
+errors are measured on held-out text, and the perplexity of the whole model on other text:
 
     python benchmarks/loss_study.py MODEL --text train.txt --output DIR
 
 MODEL is a hub id, a folder or a `.gguf` file. The errors, all squared: `linear`, the mean over the block's linears of
-||X W~^T - X W^T||^2 / ||X W^T||^2; `matrix`, of the attention matrices, relative; `attention`, of what the attention
-adds to the residual stream, relative token by token; `divergence`, of the model's predictions, to second order, as an
-allocation has it; `block`, of the block's output, relative token by token, with channels that count as the model's loss
-reacts to them, as block reconstruction has it; `block, by size`, with channels that count less the larger they are, as
-the report has it; `block, plain`, with channels that all count as their size says; `weighted`, the sum over linears of
-the error of each output times the model's sensitivity to it, and `weighted, root` with that sensitivity's square root.
-DIR gets `losses.csv`, written row by row (a second run goes on where it stopped), and `losses.md`: Spearman's rank
-correlation of each error with the growth of log perplexity over all prunings, and the means of those within one block,
-and within one method and sparsity.
+||X W~^T - X W^T||^2 / ||X W^T||^2; `matrix`, of the attention matrices, relative; `attention`, of the
+attention's output, relative per token; `divergence`, of the model's predictions, to second order, as for allocation;
+`block`, of the block's output, relative per token, with channels weighted by the loss's sensitivity, as for block
+reconstruction; `block, by size`, with larger channels weighted less, as in the report; `block, plain`, with unweighted
+channels; `weighted`, the sum over linears of each output's error times the model's sensitivity to it; `weighted, root`,
+with the square root of the sensitivity. DIR gets `losses.csv`, written row by row (an interrupted run resumes), and
+`losses.md`: Spearman's rank correlation of each error with the growth of log perplexity over all prunings, and its
+means within one block and within one method and sparsity.
 """
 
 from __future__ import annotations
@@ -59,20 +58,20 @@ METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "sensitivity")
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """What a dense block does with text that no pruner sees."""
+    """A dense block on held-out text."""
 
     block: Block
     runs: Sequence[Run]
     states: Sequence[Tensor]
     inputs: Mapping[str, Sequence[Tensor]]  # of each linear, by batch
     weights: Mapping[str, Tensor]
-    attention: Sequence[Tensor]  # what the attention's last linear gives
+    attention: Sequence[Tensor]  # output of the attention's last linear
     outputs: Sequence[Tensor]
     fisher: FisherDiagonal
     gradients: Sequence[Tensor]  # of the model's loss, at the outputs
 
     def errors(self) -> dict[str, float]:
-        """Return the candidate errors of the block as it now is."""
+        """Return the candidate errors of the block in its current state."""
         found = dict.fromkeys(LOSSES, 0.0)
         for name, linear in self.block.linears.items():
             changed, size = self._of_linear(name, linear)
@@ -92,7 +91,7 @@ class Dense:
         return found
 
     def _of_linear(self, name: str, linear: Linear) -> tuple[Tensor, float]:
-        """Return the mean squared change of each output, float64 [out_features], and what all of them were."""
+        """Return the mean squared change of each output, float64 [out_features], and the mean squared norm before."""
         change = (linear.weight - self.weights[name]).double()
         changed, size, tokens = torch.zeros(len(change), dtype=torch.float64), 0.0, 0
         for x in self.inputs[name]:
@@ -114,7 +113,7 @@ class Dense:
 def watched(
     block: Block, runs: Sequence[Run], states: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
-    """Run a block; returns what its attention and it itself give, and what its linears are handed, batch by batch."""
+    """Run a block; return, for each batch, the outputs of its attention and of itself and the inputs of its linears."""
     attention: list[Tensor] = []
     inputs: dict[str, list[Tensor]] = {name: [] for name in block.linears}
     ends = ("o_proj", "out_proj", "attn.c_proj", "attention.dense")
@@ -138,7 +137,7 @@ def _mean(outputs: Sequence[Tensor], dense: Sequence[Tensor], channels: Tensor |
 
 @contextmanager
 def restored(block: Block) -> Iterator[None]:
-    """Put a block's weights back at the end."""
+    """Restore a block's weights at the end."""
     kept = {name: w.clone() for name, w in _weights(block).items()}
     yield
     for name, linear in block.linears.items():
@@ -147,7 +146,7 @@ def restored(block: Block) -> Iterator[None]:
 
 @torch.no_grad()
 def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Iterator[dict[str, object]]:
-    """Yield a row for every pruning that is not there yet."""
+    """Yield a row for every pruning that is not done yet."""
     model, tokenizer = load(arguments.model)
     found, access = survey(model), InMemory(model)
     ids = token_ids([arguments.text.read_text(encoding="utf-8")], tokenizer)
@@ -223,16 +222,14 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="+", default=[0, 5, 10, 15, 20, 25])
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.7])
     parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--held-out", type=int, default=8, help="windows that errors are measured on")
-    parser.add_argument(
-        "--windows", type=int, default=32, help="windows that no pruner sees, --held-out of them included"
-    )
+    parser.add_argument("--held-out", type=int, default=8, help="windows to measure errors on")
+    parser.add_argument("--windows", type=int, default=32, help="windows not used for pruning, including --held-out")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    own = ("output", "blocks", "sparsities")  # a row says
-    told = {n: str(v) for n, v in vars(arguments).items() if n not in own}
-    same_settings(arguments.output, {**told, "errors": "; ".join(LOSSES)})  # the columns
+    variable = ("output", "blocks", "sparsities")  # columns of a row
+    settings = {n: str(v) for n, v in vars(arguments).items() if n not in variable}
+    same_settings(arguments.output, {**settings, "errors": "; ".join(LOSSES)})
     path = arguments.output / "losses.csv"
     columns = ["index", "method", "sparsity", "growth", *LOSSES]
     if not path.exists():

@@ -1,4 +1,4 @@
-"""What quality.py compares: the sections of a recipe for every method at every budget."""
+"""The methods that quality.py compares: recipe sections for each method and budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FINETUNE = {"steps": 128, "learning_rate": 1.0e-4, "teacher": "dense"}  # 4 pass
 
 
 def rules(*pruners: tuple[list[str], str], **options: Any) -> Callable[[str], dict[str, Any]]:
-    """Return what makes a recipe's sections for a budget, each pruner with its targets."""
+    """Return a function from a budget to recipe sections, with targets for each pruner."""
 
     def make(budget: str) -> dict[str, Any]:
         size = {"pattern": budget} if ":" in budget else {"sparsity": int(budget.rstrip("%")) / 100}
@@ -23,20 +23,20 @@ def rules(*pruners: tuple[list[str], str], **options: Any) -> Callable[[str], di
 
 
 def best(budget: str) -> dict[str, Any]:
-    """Return the sections of the shipped recipe for a budget; 4:8 is that for 2:4 with another pattern."""
+    """Return the sections of the shipped recipe for a budget; 4:8 uses that of 2:4 with another pattern."""
     from compressx.recipe.schema import load_recipe
 
     path = RECIPES / ("best-2of4.yaml" if ":" in budget else f"best-{budget.rstrip('%')}.yaml")
-    told = load_recipe(path).recipe.model_dump(mode="json", exclude_none=True)
+    shipped = load_recipe(path).recipe.model_dump(mode="json", exclude_none=True)
     kept = ("prune", "allocation", "reconstruct_block")
-    sections: dict[str, Any] = {k: told[k] for k in kept if k in told}
+    sections: dict[str, Any] = {k: shipped[k] for k in kept if k in shipped}
     if ":" in budget:
         sections["prune"] = [{**rule, "pattern": budget} for rule in sections["prune"]]
     return sections
 
 
 def best_tuned(budget: str) -> dict[str, Any]:
-    """Return the same, fine-tuned afterwards."""
+    """Return the same with fine-tuning."""
     return {**best(budget), "finetune": FINETUNE}
 
 
@@ -54,22 +54,22 @@ METHODS: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 def best_but(budget: str, *, without: Sequence[str] = (), **sections: Any) -> dict[str, Any]:
-    """Return `best` without some of its sections and with others; without an allocation every linear has the budget."""
+    """Return `best` without some sections and with others; without an allocation every linear gets the budget."""
     changed = {key: value for key, value in best(budget).items() if key not in without} | sections
     if "allocation" in without and ":" not in budget:
         changed["prune"] = [{**rule, "sparsity": int(budget.rstrip("%")) / 100} for rule in changed["prune"]]
     return changed
 
 
-# What `best` is made of, one thing added at a time; ALPS, "attnprune + ALPS" and `best` itself are its other steps.
+# Ablation of `best`, adding one component at a time; ALPS, "attnprune + ALPS" and `best` are its other steps.
 INGREDIENTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "+ sensitivity weights": partial(best_but, without=("allocation", "reconstruct_block")),
     "+ allocation": partial(best_but, without=("reconstruct_block",)),
 }
-OF_PERCENTAGES = ("+ sensitivity weights", "+ allocation")  # which best has nothing of at N:M
-UNTUNED = {"best, fine-tuned": "best"}  # the row that the same run measures before
+OF_PERCENTAGES = ("+ sensitivity weights", "+ allocation")  # not part of `best` at N:M
+UNTUNED = {"best, fine-tuned": "best"}  # the row that the same run measures before fine-tuning
 
 
 def applies(method: str, budget: str) -> bool:
-    """Say whether a method is one of its own at a budget."""
+    """Return whether a method is distinct at a budget."""
     return ":" not in budget or method not in OF_PERCENTAGES

@@ -1,18 +1,17 @@
-"""Perplexity after pruning: every method at every budget, and llm-compressor's, on the same tokens.
+"""Perplexity after pruning, for every method and budget of compressx and llm-compressor on the same tokens.
 
     python benchmarks/quality.py --model HuggingFaceTB/SmolLM2-135M --output quality
 
-Calibration and evaluation are a dataset's short name or a text file; the model a hub id, a folder or a `.gguf` file.
-Rows are measured one at a time, each in a process of its own, and written at once: a second run with the same
-settings goes on where the first one stopped, in the middle of a row after its last block if the code is the same.
-`--methods` and `--budgets` choose rows. `best` is what `recipes/best-*.yaml` do, and `best, fine-tuned` the same with
-`finetune` after it: one run measures both rows, so that the memory of both is the higher one. What `best` is made of,
-one thing added at a time: SparseGPT, ALPS, `attnprune + ALPS`, `+ sensitivity weights`, `+ allocation`, `best`, which
-adds block reconstruction; those with a plus are measured when they are named. llm-compressor is installed into
-`OUTPUT/llm-compressor` when its rows are asked for, unless `--peer` names a Python that has it.
+Calibration and evaluation are a dataset's short name or a text file; the model is a hub id, a folder or a `.gguf` file.
+Each row is measured in a new process and written immediately. A second run with the same settings resumes, within a row
+after its last finished block if the code is unchanged. `--methods` and `--budgets` select rows. `best` uses
+`recipes/best-*.yaml`, and `best, fine-tuned` adds `finetune`: one run measures both, so both report its peak memory.
+The ablation of `best` adds one component at a time: SparseGPT, ALPS, `attnprune + ALPS`, `+ sensitivity weights`,
+`+ allocation`, and `best`, which adds block reconstruction. Rows with a plus are only measured if named. llm-compressor
+is installed into `OUTPUT/llm-compressor` when needed, unless `--peer` names a Python that has it.
 
-OUTPUT gets `quality.csv`, `quality.md` and `quality.svg`, in `reports/` a folder with the report of every row, as
-`compressx compare` takes them, and in `unfinished/` what the row at work has so far.
+OUTPUT gets `quality.csv`, `quality.md`, `quality.svg`, the report of every row in `reports/` (for `compressx compare`),
+and the state of an unfinished row in `unfinished/`.
 """
 
 from __future__ import annotations
@@ -73,13 +72,13 @@ class Settings:
 
 
 def by_compressx(settings: Settings, sections: dict[str, Any], folder: Path, kept: Path) -> dict[str, dict[str, float]]:
-    """Run a recipe, or go on with it, in a process of its own, and return the figures of each stage.
+    """Run or resume a recipe in a new process, and return the metrics of each stage.
 
     Args:
-        settings: of all rows.
-        sections: of the recipe, those that are the row's own.
-        folder: to work in.
-        kept: where its reports are kept.
+        settings: common to all rows.
+        sections: the row's recipe sections.
+        folder: working folder.
+        kept: folder for the reports.
     """
     recipe, output = folder / "recipe.yaml", folder / "out"
     recipe.write_text(json.dumps(settings.recipe(output, **sections)), encoding="utf-8")
@@ -104,7 +103,7 @@ def by_compressx(settings: Settings, sections: dict[str, Any], folder: Path, kep
 
 
 def by_peer(settings: Settings, method: str, budget: str, python: str, folder: Path) -> dict[str, float]:
-    """Prune with llm-compressor on the windows that compressx draws, and measure as compressx does."""
+    """Prune with llm-compressor on the calibration windows of compressx, and evaluate with compressx."""
     from compressx.data.windows import read_calibration
     from compressx.models.loading import load_model, load_tokenizer
     from compressx.recipe.sources import DatasetSource
@@ -116,7 +115,7 @@ def by_peer(settings: Settings, method: str, budget: str, python: str, folder: P
         sequence_length=settings.sequence_length, seed=0, bos=settings.bos,
     )  # fmt: skip
     (folder / "windows.json").write_text(json.dumps(drawn.tolist()), encoding="utf-8")
-    model = load_model(found)  # as a folder, whatever it came as
+    model = load_model(found)  # saved as a folder, whatever its source
     model.save_pretrained(folder / "dense")
     tokenizer.save_pretrained(folder / "dense")
     dtype = str(model.dtype).removeprefix("torch.")
@@ -129,13 +128,13 @@ def by_peer(settings: Settings, method: str, budget: str, python: str, folder: P
     }  # fmt: skip
     (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
     _run([python, str(ROOT / "benchmarks" / "llm_compressor.py"), str(folder / "task.json")])
-    told = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     measured = dense(Settings(**{**asdict(settings), "model": str(folder / "pruned")}))
-    return {**measured, "sparsity": told["sparsity"], "seconds": told["prune"], "gigabytes": told["memory"] / 1e9}
+    return {**measured, "sparsity": result["sparsity"], "seconds": result["prune"], "gigabytes": result["memory"] / 1e9}
 
 
 def dense(settings: Settings) -> dict[str, float]:
-    """Measure a model as it is."""
+    """Evaluate a model without pruning."""
     from compressx.data.documents import documents
     from compressx.data.windows import beginning, evaluation_windows, token_ids
     from compressx.evaluation.perplexity import token_perplexity
@@ -153,7 +152,7 @@ def dense(settings: Settings) -> dict[str, float]:
 
 
 def peer_python(folder: Path) -> str:
-    """Return the Python of an environment with llm-compressor, made when there is none."""
+    """Return the Python of an environment with llm-compressor, creating it if needed."""
     python = folder / "bin" / "python"
     if not (folder / "installed").exists():
         print(f"installing llm-compressor {PEER_VERSION} into {folder}", flush=True)
@@ -161,14 +160,14 @@ def peer_python(folder: Path) -> str:
         torch = next(
             x for x in (ROOT / "constraints.txt").read_text(encoding="utf-8").split() if x.startswith("torch==")
         )
-        _run([str(python), "-m", "pip", "install", "--quiet", torch])  # first: a later resolution keeps this build
+        _run([str(python), "-m", "pip", "install", "--quiet", torch])  # first, so that the next step keeps this build
         _run([str(python), "-m", "pip", "install", "--quiet", torch, f"llmcompressor=={PEER_VERSION}"])
         (folder / "installed").touch()
     return str(python)
 
 
 def _run(command: list[str]) -> None:
-    # Standard error is the user's: progress on a terminal, and what went wrong.
+    # Standard error is inherited: progress and errors go to the terminal.
     if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
         sys.exit(f"{' '.join(command)} failed")
 
@@ -178,7 +177,7 @@ def _dataset(name: str) -> dict[str, str]:
 
 
 class Table:
-    """The rows so far, on disk."""
+    """The measured rows, stored on disk."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder, self.path = folder, folder / "quality.csv"
@@ -190,7 +189,7 @@ class Table:
                     self.rows[row["method"], row["budget"]] = {k: float(row[k]) for k in COLUMNS[2:]}
 
     def add(self, method: str, budget: str, figures: dict[str, float]) -> None:
-        """Write a row, and everything that shows it."""
+        """Add a row, and rewrite CSV, Markdown and plot."""
         self.rows[method, budget] = {k: figures[k] for k in COLUMNS[2:]}
         with self.path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
@@ -200,7 +199,7 @@ class Table:
         self.draw(self.folder / "quality.svg")
 
     def markdown(self) -> str:
-        """Return a line for each method: perplexities, and the share of SparseGPT's loss that it closes."""
+        """Return a table of perplexities by method, with the closed share of SparseGPT's gap to the dense model."""
         budgets = [b for b in BUDGETS if any(key[1] == b for key in self.rows)]
         methods = [m for m in dict.fromkeys(key[0] for key in self.rows) if m != "dense"]
         base = self.rows["dense", ""]["perplexity"]
@@ -215,11 +214,11 @@ class Table:
                     closed = f" ({(peer['perplexity'] - row['perplexity']) / left:+.0%})"
                 cells.append(f"{row['perplexity']:.2f}{closed}" if row else "")
             lines.append(f"| {method} | {' | '.join(cells)} |")
-        lines += ["", "In brackets the share of SparseGPT's distance from the dense model that is closed.", ""]
+        lines += ["", "In brackets: the share of SparseGPT's gap to the dense model that is closed.", ""]
         return "\n".join(lines)
 
     def draw(self, path: Path) -> None:
-        """Draw perplexity against unstructured sparsity, a line for each method, N:M as points beside them."""
+        """Plot perplexity against unstructured sparsity, with a line per method and N:M as separate points."""
         import matplotlib as mpl
 
         mpl.use("svg")
@@ -244,7 +243,7 @@ class Table:
 
 
 def main() -> None:
-    """Measure the rows that are asked for and not there yet."""
+    """Measure the selected rows that are not done yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--calibration", default="wikitext")
@@ -252,7 +251,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--sequence-length", type=int, default=512)
-    parser.add_argument("--windows", type=int, default=48, help="evaluation windows, the first so many")
+    parser.add_argument("--windows", type=int, default=48, help="number of evaluation windows, from the start")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="float32")
     parser.add_argument("--bos", choices=("auto", "true", "false"), default="auto", help="as a recipe's bos")
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *INGREDIENTS, *PEERS], default=[*METHODS, *PEERS])
@@ -273,8 +272,8 @@ def main() -> None:
     if ("dense", "") not in table.rows:
         table.add("dense", "", dense(settings))
     wanted = [(m, b) for b in given.budgets for m in given.methods if (m, b) not in table.rows]
-    by_the_way = {(UNTUNED[m], b) for m, b in wanted if m in UNTUNED}
-    wanted = [row for row in wanted if row not in by_the_way and applies(*row)]
+    measured_along = {(UNTUNED[m], b) for m, b in wanted if m in UNTUNED}
+    wanted = [row for row in wanted if row not in measured_along and applies(*row)]
     for number, (method, budget) in enumerate(wanted, start=1):
         started = time.perf_counter()
         rows: dict[str, dict[str, float]] = {}

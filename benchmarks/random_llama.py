@@ -1,4 +1,4 @@
-"""A Llama of any size with random weights and a tokenizer of whole words, as a folder that transformers loads."""
+"""Write a Llama of any size with random weights and a word-level tokenizer, in transformers format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compressx.models.architecture import find_blocks
 
 
 def config(width: int, inner: int, layers: int, vocabulary: int, dtype: str = "bfloat16") -> LlamaConfig:
-    """Describe the model: heads of at most 128, and a quarter of them for keys and values."""
+    """Return a config with heads of at most 128 features, and a quarter as many key heads."""
     head = min(128, width // 4)
     return LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
@@ -25,7 +25,7 @@ def config(width: int, inner: int, layers: int, vocabulary: int, dtype: str = "b
 
 
 def make(folder: Path, settings: LlamaConfig) -> None:
-    """Write random weights block by block, and a tokenizer of whole words."""
+    """Write random weights block by block, and a word-level tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -49,11 +49,11 @@ def make(folder: Path, settings: LlamaConfig) -> None:
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(settings.vocab_size)}, unk_token="w0"))  # noqa: S106
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)  # noqa: S106
-    # Last: a folder with an index is whole.
+    # Last: a folder with an index is complete.
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def write_text(path: Path, words: int, vocabulary: int) -> None:
-    """Write random words of that tokenizer."""
-    choice = random.Random(0)  # noqa: S311 - text, no secret
+    """Write random words of the tokenizer."""
+    choice = random.Random(0)  # noqa: S311 - not a secret
     path.write_text(" ".join(f"w{choice.randrange(vocabulary)}" for _ in range(words)), encoding="utf-8")

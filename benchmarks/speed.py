@@ -1,16 +1,16 @@
-"""Time and memory of pruning against llm-compressor, and against what the arithmetic alone would take.
+"""Time and memory of pruning, compared with llm-compressor and with the time of the arithmetic alone.
 
-llm-compressor lives in a virtual environment of its own; both prune the same model in the same dtype, with the same
-calibration windows in the same batches, in turns, each time in a new process:
+llm-compressor has its own virtual environment. Both prune the same model in the same dtype with the same calibration
+batches, alternately, each time in a new process:
 
     python -m venv llmc && llmc/bin/pip install llmcompressor==0.14.0.1
     python benchmarks/speed.py MODEL --text train.txt --peer llmc/bin/python
 
-MODEL is a folder with safetensors. `prune` is the time of pruning a loaded model, calibration passes included and
-text, loading and saving left out; `command` is the whole process. `memory` is the highest resident memory of the
-process, and `above` what it exceeds that of the loaded model by. The floor is the arithmetic of two forwards of every
-decoder block and of the statistics, at the rate that a large matrix product reaches here in the dtype of each; what two
-forwards take in practice is printed below the table.
+MODEL is a folder with safetensors. `prune` is the time of pruning a loaded model, including calibration passes but
+not text, loading and saving; `command` is the time of the whole process. `memory` is the process's peak resident
+memory, and `above` its increase over the loaded model. The floor is the arithmetic of two forward passes of every
+decoder block and of the statistics, at the rate of a large matrix product in each dtype. The measured time of two
+forward passes is printed below the table.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def by_compressx(task: dict[str, Any], *, streaming: bool = False) -> dict[str, 
     """Prune and save by a recipe."""
     from compressx import run
 
-    asked = {
+    recipe = {
         "model": {"path": task["model"], "dtype": task["dtype"], "streaming": streaming},
         "calibration": task["calibration"],
         "prune": [{"targets": ["*"], "pruner": task["method"], "sparsity": SPARSITY}],
         "output": task["output"],
     }
     base: list[int] = []
-    report = run(asked, progress=lambda stage, *_: base.append(resident()) if stage == "prune" else None)
+    report = run(recipe, progress=lambda stage, *_: base.append(resident()) if stage == "prune" else None)
     return {"prune": report.seconds["prune"], "above": peak() - base[0], "sparsity": report.sparsity}
 
 
@@ -60,10 +60,10 @@ def child(tool: str, task: dict[str, Any], python: str) -> dict[str, float]:
     """Run one task in a new process."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        asked = {**task, "output": f"{folder}/pruned", "result": str(result)}
+        task = {**task, "output": f"{folder}/pruned", "result": str(result)}
         started = time.perf_counter()
         done = subprocess.run(
-            [python, __file__, "--child", tool, json.dumps(asked)], capture_output=True, text=True, check=False
+            [python, __file__, "--child", tool, json.dumps(task)], capture_output=True, text=True, check=False
         )
         if done.returncode:
             sys.exit(f"{tool} failed:\n{done.stderr[-3000:]}")
@@ -84,7 +84,7 @@ def rate(dtype: str, size: int = 2048) -> float:
 
 
 def floor(model: str, dtype: str, method: str, calibration: dict[str, Any]) -> float:
-    """Return the seconds that the arithmetic takes at the rate of large products."""
+    """Return the seconds of the arithmetic at the rate of large matrix products."""
     from compressx.models.architecture import survey
     from compressx.models.checkpoint import Checkpoint
     from compressx.models.loading import load_empty
@@ -93,7 +93,7 @@ def floor(model: str, dtype: str, method: str, calibration: dict[str, Any]) -> f
     config = empty.config
     tokens = calibration["samples"] * calibration["sequence_length"]
     linears = survey(empty).linears
-    # Each token attends to half of the others on average: one product for the scores, one for the values.
+    # Each token attends to half of the others on average, with one product for scores and one for values.
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 2 * tokens * calibration["sequence_length"] * config.num_attention_heads * head
     forward = 2 * tokens * sum(x.in_features * x.out_features for x in linears.values())
@@ -101,13 +101,13 @@ def floor(model: str, dtype: str, method: str, calibration: dict[str, Any]) -> f
     gathered = 0.0
     inputs = {(n.rsplit(".", 2)[0], x.in_features, _input_of(n)): x.in_features for n, x in linears.items()}
     for width in inputs.values():
-        # X^T X is symmetric: half of the products are enough.
+        # X^T X is symmetric: half of the products suffice.
         gathered += tokens * width * (width + 1) if method == "sparsegpt" else 2 * tokens * width
     return float(2 * forward / rate(dtype) + gathered / rate("float32"))
 
 
 def forwards(model: str, dtype: str, windows: Any, batch: int) -> float:
-    """Measure two forwards of all decoder blocks as transformers runs them."""
+    """Measure two forward passes of all decoder blocks in transformers."""
     import torch
 
     from compressx.models.checkpoint import Checkpoint
@@ -123,13 +123,13 @@ def forwards(model: str, dtype: str, windows: Any, batch: int) -> float:
 
 
 def _input_of(name: str) -> str:
-    """Say which input of a Llama block a linear has."""
+    """Return which input of a Llama block a linear has."""
     last = name.rsplit(".", 1)[1]
     return {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(last, last)
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Run both tools in turns and print medians and ratios."""
+    """Run both tools alternately and print medians and ratios."""
     from compressx.data.documents import documents
     from compressx.data.windows import calibration_windows, token_ids
     from compressx.models.checkpoint import Checkpoint
@@ -167,11 +167,11 @@ def compare(arguments: argparse.Namespace) -> None:
                       f"{m['sparsity']:.2%} | {m['prune'] / least:.2f} |", flush=True)  # fmt: skip
             print(f"| {method} | floor | {least:.1f} | | | | | 1 |", flush=True)
         twice = forwards(arguments.model, arguments.dtype, drawn, arguments.batch_size)
-        print(f"\nTwo forwards of the dense model's blocks as transformers runs them, measured: {twice:.1f} s.")
+        print(f"\nTwo forward passes of the dense model's blocks in transformers, measured: {twice:.1f} s.")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compare, or run one task in this process."""
+    """Compare, or run a single task in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--text", type=Path, required=True, help="calibration text")
@@ -186,9 +186,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:  # run by either tool's Python, which need not know the other's packages
-        asked = json.loads(sys.argv[3])
-        told = TOOLS[sys.argv[2]](asked)
-        Path(asked["result"]).write_text(json.dumps({**told, "memory": peak()}), encoding="utf-8")
+    if sys.argv[1:2] == ["--child"]:  # run by either tool's Python
+        given = json.loads(sys.argv[3])
+        measured = TOOLS[sys.argv[2]](given)
+        Path(given["result"]).write_text(json.dumps({**measured, "memory": peak()}), encoding="utf-8")
     else:
         main()

@@ -1,8 +1,8 @@
-"""Prune a checkpoint larger than memory should be, and hold the peak of resident memory against its bound.
+"""Prune a checkpoint larger than memory, and compare peak resident memory with its bound.
 
-A random Llama-shaped checkpoint in bfloat16 is written into FOLDER (once; it takes minutes and the room that is asked
-for), and pruned with weights on disk, in a process of its own for each method. The bound is three decoder blocks, the
-hidden states of the calibration text, and 1 GB for Python, torch and transformers.
+A random Llama in bfloat16 is written to FOLDER once (it takes minutes and the given size on disk), and pruned with
+weights on disk, in a new process for each method. The bound is three decoder blocks, the hidden states of the
+calibration text, and 1 GB for Python, torch and transformers.
 
     python benchmarks/streaming.py FOLDER --gigabytes 12
 
@@ -33,22 +33,22 @@ BLOCKS_ALLOWED, BASE = 3, 10**9
 
 
 def layers_for(arguments: argparse.Namespace) -> int:
-    """Count the blocks that make a model of the size that was asked for."""
+    """Return the number of blocks for a model of the given size."""
     width, inner, wanted = int(arguments.width), int(arguments.inner), float(arguments.gigabytes) * 1e9
     block = 2 * (2 * width * width + 2 * width * (width // 4) + 3 * width * inner)  # bytes
     return max(1, math.ceil((wanted - 2 * 2 * int(arguments.vocabulary) * width) / block))
 
 
-def prune(asked: dict[str, Any], threads: int, sender: Any) -> None:
-    """Run in a child, and tell its seconds and its own peak."""
+def prune(recipe: dict[str, Any], threads: int, sender: Any) -> None:
+    """Run in a child process, and send seconds and peak memory."""
     torch.set_num_threads(threads)
     started = time.perf_counter()
-    report = run(asked, restart=True)
+    report = run(recipe, restart=True)
     sender.send((time.perf_counter() - started, peak_resident_bytes(), report.sparsity))
 
 
 def main() -> None:
-    """Make the checkpoint if it is not there, prune it by each method, and print what it took."""
+    """Write the checkpoint if needed, prune it by each method, and print time and memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gigabytes", type=float, default=12.0)
@@ -75,16 +75,16 @@ def main() -> None:
     print("| method | seconds | peak memory, GB | bound, GB | sparsity |\n|---|---:|---:|---:|---:|")
     above = False
     for name in arguments.methods:
-        asked = {
+        recipe = {
             "model": {"path": str(model), "streaming": True},
             "calibration": {"dataset": {"text": str(text)}, "samples": arguments.samples,
                             "sequence_length": arguments.length, "batch_size": 1},
             "prune": [METHODS[name]],
             "output": str(arguments.folder / "pruned"),
         }  # fmt: skip
-        context = multiprocessing.get_context("spawn")  # a fork would begin with this process's memory
+        context = multiprocessing.get_context("spawn")  # a fork would start with this process's memory
         receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=prune, args=(asked, arguments.threads, sender))
+        child = context.Process(target=prune, args=(recipe, arguments.threads, sender))
         child.start()
         sender.close()
         seconds, peak, sparsity = receiver.recv()

@@ -1,11 +1,11 @@
-"""The two texts of docs/results.md, made from WikiText-2: `valid.txt` to calibrate on, `test.txt` to evaluate on.
+"""Make the texts of docs/results.md from WikiText-2: `valid.txt` for calibration, `test.txt` for evaluation.
 
     python benchmarks/texts.py --output texts
 
-Both come from the hub's `Salesforce/wikitext`. `test.txt` is the test split of `wikitext-2-raw-v1`, its rows joined by
-blank lines, which is also what recipes evaluate on with `dataset: wikitext`. `valid.txt` is the validation split of
-`wikitext-2-v1`, in which rare words are `<unk>`, without the sentences that have one. The sha256 of each file is
-printed beside that of the text which was measured; the exit status is 1 where they differ.
+Both come from the hub's `Salesforce/wikitext`. `test.txt` is the test split of `wikitext-2-raw-v1`, with rows joined
+by blank lines, as recipes evaluate with `dataset: wikitext`. `valid.txt` is the validation split of `wikitext-2-v1`,
+where rare words are `<unk>`, without the sentences that contain one. The sha256 of each file is printed with that of
+the text used for the results; the exit status is 1 if they differ.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from compressx.recipe.sources import DatasetSource
 
 
 def joined(rows: Sequence[str]) -> str:
-    """Return rows joined by blank lines, as papers take perplexity on them."""
+    """Return rows joined by blank lines, as is customary for perplexity."""
     return "\n\n".join(rows)
 
 
 def without_unknown_words(rows: Sequence[str]) -> str:
-    """Return a line for each row that has a sentence without `<unk>`, and of neighbouring blank lines one.
+    """Return the sentences without `<unk>` of each row as a line, with consecutive blank lines merged.
 
-    A sentence ends with a `.`, `?` or `!` that stands alone, as WikiText's tokens do.
+    A sentence ends with a `.`, `?` or `!` token, which WikiText separates by spaces.
     """
     lines: list[str] = []
     for row in rows:
@@ -45,7 +45,7 @@ def without_unknown_words(rows: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """A file, where its text is from, and the sha256 of what was measured."""
+    """A file, the source of its text, and the expected sha256."""
 
     name: str
     config: str
@@ -67,7 +67,7 @@ TEXTS = (
 
 
 def write(text: Text, dataset: str, folder: Path) -> bool:
-    """Write a text and say what it is; returns whether it is the one that was measured."""
+    """Write a text and print its sha256; return whether it is the expected one."""
     rows = documents(DatasetSource(name=dataset, config=text.config, split=text.split), "evaluation")
     data = text.made(rows).encode()
     (folder / text.name).write_bytes(data)
@@ -80,12 +80,12 @@ def main() -> None:
     """Write both texts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--dataset", default="Salesforce/wikitext", help="hub id, or a folder with the same data set")
+    parser.add_argument("--dataset", default="Salesforce/wikitext", help="hub id, or a folder with the same dataset")
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)
     other = [text.name for text in TEXTS if not write(text, given.dataset, given.output)]
     if other:
-        sys.exit(f"{' and '.join(other)}: not the text that docs/results.md was measured on; its figures will differ")
+        sys.exit(f"{' and '.join(other)}: not the text of docs/results.md; results will differ")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def test_attention_error_measures_every_layer_on_other_text_and_goes_on_where_it
     benchmark("attention_error", *asked, "--layers", 0)
     assert {row["layer"] for row in rows(tmp_path / "errors.csv")} == {"0"}
     first = (tmp_path / "errors.csv").read_text()
-    with pytest.raises(SystemExit, match="measured otherwise: seed '0', now '7'; name another output"):
+    with pytest.raises(SystemExit, match="measured with other settings: seed '0', now '7'; name another output"):
         benchmark("attention_error", *asked, "--seed", 7)
     benchmark("attention_error", *asked)
     measured = rows(tmp_path / "errors.csv")

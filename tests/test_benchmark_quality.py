@@ -75,7 +75,7 @@ def test_rows_are_kept_and_gone_on_with_and_other_settings_are_refused(quality, 
     assert again.rows == table.rows
     assert "| best | 25.00 (+75%) |" in (tmp_path / "quality.md").read_text()
     assert (tmp_path / "quality.svg").is_file()
-    with pytest.raises(SystemExit, match="measured otherwise"):
+    with pytest.raises(SystemExit, match="measured with other settings"):
         quality.Table(tmp_path, quality.Settings(**{**vars(settings), "samples": 5}))
 
 

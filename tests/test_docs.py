@@ -392,4 +392,4 @@ def test_the_site_builds_without_a_warning_and_has_every_page_in_its_navigation(
     schema = (tmp_path / "site/reference/schema/index.html").read_text(encoding="utf-8")
     for key in ("reconstruct_block", "memory_limit", "attnprune", "held_out"):
         assert key in schema
-    assert "Prune a model as a recipe says" in (tmp_path / "site/reference/api/index.html").read_text(encoding="utf-8")
+    assert "Prune a model by a recipe" in (tmp_path / "site/reference/api/index.html").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""What Wanda and SparseGPT make of the same query and key projection under the same budget.
+"""Wanda and SparseGPT on the same query and key projections under the same budget.
 
-They are the starts that attention pruning must beat, layer by layer. Both are published with a budget for each row;
-under a wider budget their rows stay balanced, and the counts are the budget's own, to the weight.
+They are the starting points that attention pruning must beat in every layer. Both are published with a budget per row;
+under a wider budget rows stay balanced, and the number of zeros matches the budget exactly.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from compressx.numerics.wanda import wanda_scores
 from compressx_attnprune.losses import Pair, parts
 
 Choose = Callable[[Pair], Pair]
-"""From scores of query and key to their masks, True = keep."""
+"""Maps scores of query and key to masks, True = keep."""
 
-_DAMPING = 0.01  # as SparseGPT is published
+_DAMPING = 0.01  # as published for SparseGPT
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What the two methods measure of a layer's inputs, once for any number of budgets and when first needed.
+    """Statistics of a layer's inputs for both methods, computed on first use and shared by all budgets.
 
     Attributes:
         x: [sequences, tokens, in_features] in any float dtype.
@@ -44,12 +44,12 @@ class Inputs:
 
     @cached_property
     def dead(self) -> Tensor:
-        """Which features never fire, bool [in_features]."""
+        """Features that are always zero, bool [in_features]."""
         return self.norms == 0
 
     @cached_property
     def factor(self) -> Tensor:
-        """Factor of the inverse of the inputs' damped Hessian, as `numerics.obs.inverse_cholesky` gives it."""
+        """Cholesky factor of the inverse of the damped Hessian, from `numerics.obs.inverse_cholesky`."""
         hessian = torch.zeros(self.x.shape[-1], self.x.shape[-1], device=self.x.device)
         for part in parts(self.x):
             flat = part.flatten(0, 1)
@@ -58,7 +58,7 @@ class Inputs:
 
 
 def wanda(weights: Pair, inputs: Inputs, choose: Choose) -> tuple[Pair, Pair]:
-    """Keep the largest |W| ||x||_2 of each row (Wanda, arXiv 2306.11695), values untouched.
+    """Keep the largest |W| ||x||_2 of each row (Wanda, arXiv 2306.11695), without changing kept weights.
 
     Args:
         weights: the dense weights.
@@ -79,19 +79,19 @@ def sparsegpt(weights: Pair, inputs: Inputs, choose: Choose, sparsity: float) ->
     Args:
         weights: the dense weights.
         inputs: of the layer.
-        choose: turns scores into masks; given masks are respected. For N:M there is `sparsegpt_nm`.
-        sparsity: fraction of zeros that `choose` leaves.
+        choose: turns scores into masks; may return fixed masks. For N:M use `sparsegpt_nm`.
+        sparsity: fraction of zeros in the masks of `choose`.
 
     Returns:
         Masks and weights.
 
     Raises:
-        compressx.numerics.obs.NotPositiveDefiniteError: when the Hessian cannot be factored.
+        compressx.numerics.obs.NotPositiveDefiniteError: the Hessian cannot be factored.
     """
     pattern = Unstructured(sparsity, "row")
-    both = torch.cat(weights)  # one sweep for query and key rows: its cost is in the columns
+    both = torch.cat(weights)  # one sweep for both: its cost depends on the columns
     swept, updated = sparsegpt_rows(both, inputs, pattern)
-    # The sweep's own selection leads; what rounding by rows lacks of the budget, or has too much, is settled by score.
+    # The sweep's selection comes first; scores settle the difference between its rounding by rows and the budget.
     scores = swept + _unit_rank(both / inputs.factor.diagonal())
     keeps = choose(_split(scores, weights))
     keep = torch.cat(keeps)
@@ -101,23 +101,23 @@ def sparsegpt(weights: Pair, inputs: Inputs, choose: Choose, sparsity: float) ->
 
 
 def sparsegpt_nm(weights: Pair, inputs: Inputs, patterns: tuple[NM, NM]) -> tuple[Pair, Pair]:
-    """Do as `sparsegpt`, group by group as the sweep comes to it; each of the two has its N:M."""
+    """Do as `sparsegpt` for N:M patterns, where the sweep selects group by group."""
     query, key = (sparsegpt_rows(w, inputs, pattern) for w, pattern in zip(weights, patterns, strict=True))
     return (query[0], key[0]), (query[1], key[1])
 
 
 def sparsegpt_rows(weight: Tensor, inputs: Inputs, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """Prune one weight [out_features, in_features] by SparseGPT; returns its mask and the new weight."""
+    """Prune one weight [out_features, in_features] by SparseGPT; return its mask and the new weight."""
     return sweep(weight, inputs.factor, pattern, inputs.dead)
 
 
 def _row_ranks(scores: Tensor) -> Tensor:
-    """Replace each score by its rank in its row, ties between rows in the order of the scores themselves."""
+    """Replace each score by its rank in its row; equal ranks of different rows are ordered by score."""
     return scores.argsort(dim=1, stable=True).argsort(dim=1) + _unit_rank(scores)
 
 
 def _unit_rank(scores: Tensor) -> Tensor:
-    """Map scores into [0, 1) in the order of their sizes, float64."""
+    """Scale absolute scores to [0, 1), float64."""
     magnitude = scores.double().abs()
     return magnitude / (magnitude.max() * (1.0 + 1e-9)).clamp_min(torch.finfo(torch.float64).tiny)
 

@@ -1,6 +1,6 @@
 """The command line: `compressx-attnprune figure2`.
 
-Exit status as of `compressx`: 0 done, 2 an error that the user can mend (one message, no traceback), 1 a defect, 130
+Exit status as for `compressx`: 0 success, 2 a user error (one message, no traceback), 1 an internal error, 130
 interrupted.
 """
 
@@ -20,8 +20,8 @@ from compressx import __version__
 from compressx_attnprune.figure2.settings import QUICK, Settings
 
 
-class _Number(click.ParamType):  # type: ignore[type-arg]  # a class of no parameters at run time
-    """A whole number from `low` to `high`, or a real one strictly between them; or a rising list of such numbers."""
+class _Number(click.ParamType):  # type: ignore[type-arg]  # not generic at run time
+    """An integer from `low` to `high`, or a float strictly between them; or an increasing list of them."""
 
     name = "number"
 
@@ -29,23 +29,23 @@ class _Number(click.ParamType):  # type: ignore[type-arg]  # a class of no param
         self.kind, self.low, self.high, self.many = kind, low, high, many
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Read what the user wrote, or fail with what was expected."""
+        """Parse a value, or fail with the expected range."""
         if not self.many:
             return self._one(value, param, ctx)
         numbers = tuple(self._one(part, param, ctx) for part in value.split(","))
         if any(after <= before for before, after in pairwise(numbers)):
-            self.fail(f"{value!r} does not rise from number to number", param, ctx)
+            self.fail(f"{value!r} is not strictly increasing", param, ctx)
         return numbers
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:  # noqa: ARG002 - click's
-        """Show the kind of number, and that there may be several."""
+        """Return INT or FLOAT, with `,...` for a list."""
         return ("INT" if self.kind is int else "FLOAT") + (",..." if self.many else "")
 
     def _one(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
         try:
             number = self.kind(text)
         except ValueError:
-            number = float("nan")  # in no range
+            number = float("nan")  # outside any range
         if self.kind is int and self.low <= number <= self.high:
             return number
         if self.kind is float and self.low < number < self.high:
@@ -57,7 +57,7 @@ class _Number(click.ParamType):  # type: ignore[type-arg]  # a class of no param
 
 
 def _setting(name: str, kind: click.ParamType[Any], text: str) -> Callable[..., Any]:
-    """Make the option of one field of `Settings`, its defaults named in the help."""
+    """Make the option for a field of `Settings`, with its defaults in the help."""
     usual, quick = (_shown(getattr(s, name)) for s in (Settings(), QUICK))
     default = usual if usual == quick else f"{usual}; quick: {quick}"
     return click.option(f"--{name.replace('_', '-')}", name, type=kind, help=f"{text}  [default: {default}]")
@@ -74,37 +74,35 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder to write: a new or empty one.")
-@click.option("--quick", is_flag=True, help="Smaller constants, for a first look in seconds.")
-@_setting("seeds", _Number(int, 2, 1000), "Reported random problems.")
-@_setting("tuning_seeds", _Number(int, 1, 1000), "Other problems, on which lambda is chosen for each n and rho.")
-@_setting("width", _Number(int, 2, 1024), "d, features of X.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="New or empty folder to write.")
+@click.option("--quick", is_flag=True, help="Smaller constants that take seconds.")
+@_setting("seeds", _Number(int, 2, 1000), "Random problems that are reported.")
+@_setting("tuning_seeds", _Number(int, 1, 1000), "Separate problems for choosing lambda, for each n and rho.")
+@_setting("width", _Number(int, 2, 1024), "d, number of features of X.")
 @_setting("tokens", _Number(int, 2, 8192), "n of the panels over lambda and rho.")
-@_setting("rank", _Number(int, 1, 1024), "Singular values that are left of W_Q and W_K.")
-@_setting("scale", _Number(float, 0, 100), "Standard deviation of the entries of W_Q and W_K before that cut.")
+@_setting("rank", _Number(int, 1, 1024), "Rank of W_Q and W_K after truncation.")
+@_setting("scale", _Number(float, 0, 100), "Standard deviation of the entries of W_Q and W_K before truncation.")
 @_setting("sparsity", _Number(float, 0, 1), "rho of the panels over lambda and n.")
 @_setting("regularizations", _Number(float, 0, 1e6, many=True), "Grid of lambda.")
 @_setting("token_counts", _Number(int, 2, 8192, many=True), "Grid of n.")
 @_setting("sparsities", _Number(float, 0, 1, many=True), "Grid of rho, the pruning ratio.")
-@_setting(
-    "optimizer", click.Choice(["line-search", "momentum"]), "Descent whose losses never rise, or the published one."
-)
-@_setting("steps", _Number(int, 1, 1_000_000), "Largest number of steps; momentum takes them all.")
-@_setting("tolerance", _Number(float, 0, 1), "RMS of the projected gradient over lambda at which line-search stops.")
-@_setting("step_size", _Number(float, 0, 1e6), "Of momentum.")
-@_setting("momentum", _Number(float, 0, 1), "Of momentum.")
+@_setting("optimizer", click.Choice(["line-search", "momentum"]), "Monotone line search, or the published momentum.")
+@_setting("steps", _Number(int, 1, 1_000_000), "Maximum number of steps; momentum always takes all.")
+@_setting("tolerance", _Number(float, 0, 1), "Line-search stops at this RMS of the projected gradient / lambda.")
+@_setting("step_size", _Number(float, 0, 1e6), "Step size of momentum.")
+@_setting("momentum", _Number(float, 0, 1), "Momentum coefficient.")
 @click.option(
     "--threads",
     type=_Number(int, 1, 1024),
     default="1",
     show_default=True,
-    help="Of torch. Matrices of a few hundred tokens gain nothing from more, and lose when the machine is busy.",
+    help="Torch threads. More do not speed up matrices of a few hundred tokens.",
 )
 def figure2(output: Path, quick: bool, threads: int, **given: Any) -> None:
     """Draw the paper's Figure 2: attention error against lambda, n and the pruning ratio.
 
-    Writes figure2.csv, figure2.json, figure2.svg and figure2.png into a new folder. Every constant is ours, since the
-    paper's cannot be recovered, and stands in figure2.json.
+    Writes figure2.csv, figure2.json, figure2.svg and figure2.png into a new folder. The paper does not give its
+    constants; the ones used here are recorded in figure2.json.
     """
     import torch
 
@@ -115,7 +113,7 @@ def figure2(output: Path, quick: bool, threads: int, **given: Any) -> None:
     torch.set_num_threads(threads)
     started = time.monotonic()
 
-    def tell(line: str) -> None:
+    def log(line: str) -> None:
         click.echo(f"{time.monotonic() - started:6.1f} s  {line}", err=True)
 
     try:
@@ -124,7 +122,7 @@ def figure2(output: Path, quick: bool, threads: int, **given: Any) -> None:
         raise click.UsageError(str(error)) from error
     try:
         with written.output_folder(output) as folder:
-            figure = measure(settings, tell)
+            figure = measure(settings, log)
             written.write(figure, folder)
     except CompressxError as error:
         click.echo(f"error: {error}", err=True)
@@ -132,7 +130,7 @@ def figure2(output: Path, quick: bool, threads: int, **given: Any) -> None:
     except KeyboardInterrupt:
         click.echo("interrupted; nothing was written", err=True)
         sys.exit(130)
-    tell(f"wrote {output}")
+    log(f"wrote {output}")
     click.echo(written.to_markdown(figure, "n") + "\n\n" + written.to_markdown(figure, "rho"))
 
 

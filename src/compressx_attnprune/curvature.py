@@ -1,9 +1,9 @@
-"""How a loss curves around the dense query and key weights: one Kronecker product for each head.
+"""Curvature of a loss at the dense query and key weights, as one Kronecker product per head.
 
-The Gauss-Newton matrix of a head's weight [head_dim, in_features] is a sum over tokens of `G_i ⊗ x_i x_i^T`. It is kept
-as `rows ⊗ inputs`, the first the mean of the G_i and the second the sum of the x_i x_i^T weighted by their traces. Both
-come from `Loss.probe`: a gradient c_i for random signs has c_i c_i^T equal to G_i in expectation, so one backward pass
-a batch measures them together, whatever rotary embedding, norm, window or values the layer has.
+The Gauss-Newton matrix of a head's weight [head_dim, in_features] is a sum over tokens of `G_i ⊗ x_i x_i^T`. It is
+approximated by `rows ⊗ inputs`: the mean of the G_i, and the sum of the x_i x_i^T weighted by the traces of the G_i.
+Both come from `Loss.probe`: for random signs, the gradients c_i satisfy E[c_i c_i^T] = G_i. So one backward pass per
+batch measures both, for any rotary embedding, norm, window and values.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class Curvature:
     inputs: Tensor
 
     def damped(self, damping: float) -> Curvature:
-        """Add a fraction of each factor's mean diagonal to its diagonal, ten times more to the small factor.
+        """Add a fraction of each factor's mean diagonal to its diagonal, ten times more for `rows`.
 
-        The row factor has few entries, measured well, but is often close to rank one.
+        The row factor is small and well measured, but often close to rank one.
         """
         return Curvature(_damped(self.rows, 10.0 * damping), _damped(self.inputs, damping))
 
     def scale(self) -> Tensor:
-        """Return the square root of the diagonal, [heads, head_dim, in_features]: what a change of one weight costs."""
+        """Return the square root of the diagonal, [heads, head_dim, in_features]."""
         rows, inputs = (f.diagonal(dim1=1, dim2=2).sqrt() for f in (self.rows, self.inputs))
         return rows[:, :, None] * inputs[:, None, :]
 
 
 TOKENS = 1 / 3
-"""Share of the tokens that `inputs` are summed from. Their weights are uneven, so that a sample of them does: against
-all tokens the errors of pruned layers grow by 2% at 50% sparsity and less at higher ones."""
+"""Share of the tokens that `inputs` are summed over. Token weights are uneven, so a sample is enough: compared with all
+tokens, the errors of pruned layers grow by 2% at 50% sparsity and by less at higher sparsities."""
 
 
 def measure(
@@ -53,11 +53,11 @@ def measure(
     """Measure the curvature of the query side and of the key side.
 
     Args:
-        loss: what the weights are held to.
+        loss: the objective.
         x: [sequences, tokens, in_features] in any float dtype.
         weights: the dense weights.
-        probes: random signs drawn for each sequence.
-        tokens: share of the tokens that `inputs` are summed from, each head sampling its own; 1 takes all.
+        probes: random sign draws per sequence.
+        tokens: share of the tokens that `inputs` are summed over, sampled per head; 1 takes all.
         seed: of the signs and samples.
     """
     attention = loss.attention
@@ -81,13 +81,13 @@ def measure(
 
 
 def _sample(weights: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw `count` of the tokens of each head, and new weights that leave every weighted sum's expectation as it is.
+    """Sample `count` tokens of each head, with new weights that keep weighted sums unbiased.
 
-    Priority sampling (Duffield, Lund and Thorup 2007): the largest `w / uniform` are taken, and what weighs less than
-    the first that is not stands for others too. Heavy tokens are always there.
+    Priority sampling (Duffield, Lund and Thorup 2007): takes the tokens with the largest priority `w / uniform`, and
+    raises their weights to at least the largest priority not taken. Heavy tokens are always included.
 
     Args:
-        weights: [heads, tokens], not negative.
+        weights: [heads, tokens], non-negative.
         count: at most the number of tokens.
         generator: on the weights' device.
 
@@ -112,6 +112,6 @@ def _damped(matrices: Tensor, damping: float) -> Tensor:
     damped = matrices.clone()
     diagonal = damped.diagonal(dim1=1, dim2=2)
     mean = diagonal.mean(dim=1, keepdim=True)
-    # A head that nothing depends on (one token, or all probabilities alike) still needs a factor that can be solved.
+    # A head without influence (one token, or equal probabilities) still needs an invertible factor.
     diagonal.add_(torch.where(mean > 0, damping * mean, 1.0))
     return damped

@@ -1,8 +1,8 @@
-"""The geometry of one layer's attention: how its inputs and its weights become queries, keys and values.
+"""The geometry of one layer's attention: how inputs and weights become queries, keys and values.
 
-A frozen value, without modules, so that the mathematics on top of it is a pure function of tensors. Queries and keys
-are `rope(norm(x W^T + b))`; norm and rotary embedding are optional, and several query heads may share a key head and
-its values. Weights are in head order however the model stores them; tensors are [batch, heads, tokens, head_dim].
+A frozen value without modules, so that everything built on it is a pure function of tensors. Queries and keys are
+`rope(norm(x W^T + b))`; norm and rotary embedding are optional, and several query heads may share a key head and its
+values. Weights are in head order, whatever the model's layout; tensors are [batch, heads, tokens, head_dim].
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Norm:
     """Norm of queries or keys [batch, heads, tokens, head_dim]: `gain * u / sqrt(mean(u^2) + eps) + shift`.
 
     Attributes:
-        gain: [head_dim], or [heads, 1, head_dim] when heads have their own.
+        gain: [head_dim], or [heads, 1, head_dim] for separate gains per head.
         eps: added to the mean square.
         shift: of the gain's shape, or None.
-        centered: the mean is taken off first: LayerNorm (StableLM, Cohere), not RMSNorm (Qwen3, Gemma 3).
-        whole: one mean over all heads of a token together (OLMo 2), not one for each head.
+        centered: whether the mean is subtracted first: LayerNorm (StableLM, Cohere), not RMSNorm (Qwen3, Gemma 3).
+        whole: whether the means are over all heads of a token (OLMo 2), not per head.
     """
 
     gain: Tensor
@@ -38,14 +38,14 @@ class Norm:
         return normed if self.shift is None else normed + self.shift
 
     def backward(self, u: Tensor, grad: Tensor) -> Tensor:
-        """Turn the gradient of the output into that of the input `u`, both [batch, heads, tokens, head_dim]."""
+        """Return the gradient of the input `u` for that of the output, both [batch, heads, tokens, head_dim]."""
         u = self._centre(u)
         rms = self._rms(u)
         unit, scaled = u / rms, grad * self.gain
         return self._centre((scaled - unit * self._mean(unit * scaled)) / rms)
 
     def to(self, dtype: torch.dtype) -> Norm:
-        """Return the same norm with its tensors in another dtype."""
+        """Return a copy with tensors of another dtype."""
         return replace(self, gain=self.gain.to(dtype), shift=None if self.shift is None else self.shift.to(dtype))
 
     def _mean(self, u: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Projection:
     """One side, query or key.
 
     Attributes:
-        heads: number of heads that its weight holds, one after the other.
+        heads: number of heads, consecutive in its weight.
         bias: [heads * head_dim], or None.
         norm: the norm between projection and rotary embedding, or None.
     """
@@ -79,14 +79,14 @@ class Attention:
 
     Attributes:
         query: the query side.
-        key: the key side; its heads divide the query's, and consecutive query heads share one.
+        key: the key side; its number of heads divides the query's, and consecutive query heads share one.
         head_dim: features of a head.
         scaling: factor on the scores.
-        rotary: cosine and sine [tokens, rotary_dim] of the rotary embedding, which turns the first `rotary_dim`
-            features of a head in pairs, each entry beside the feature that it multiplies; None without one.
-        window: a query sees itself and the `window - 1` tokens before it; all before it when None.
+        rotary: cosine and sine [tokens, rotary_dim] of the rotary embedding, which rotates the first `rotary_dim`
+            features of a head in pairs; entries are aligned with the features that they multiply; None without one.
+        window: a query attends to itself and the `window - 1` tokens before it; to all before it when None.
         softcap: scores become `softcap * tanh(scores / softcap)` before the mask (Gemma 2); None without.
-        rotary_interleaved: the pairs are neighbours (Cohere, GLM), not half of `rotary_dim` apart (Llama).
+        rotary_interleaved: whether pairs are adjacent (Cohere, GLM), not half of `rotary_dim` apart (Llama).
     """
 
     query: Projection
@@ -100,16 +100,16 @@ class Attention:
 
     @property
     def groups(self) -> int:
-        """How many query heads share one key head."""
+        """Number of query heads per key head."""
         return self.query.heads // self.key.heads
 
     def to(self, dtype: torch.dtype) -> Attention:
-        """Return the same attention with all its tensors in another dtype."""
+        """Return a copy with tensors of another dtype."""
         rotary = None if self.rotary is None else (self.rotary[0].to(dtype), self.rotary[1].to(dtype))
         return replace(self, query=_cast(self.query, dtype), key=_cast(self.key, dtype), rotary=rotary)
 
     def first(self, tokens: int) -> Attention:
-        """Return the attention of the first so many tokens alone."""
+        """Return the attention restricted to the first tokens."""
         return replace(self, rotary=None if self.rotary is None else (self.rotary[0][:tokens], self.rotary[1][:tokens]))
 
 
@@ -140,11 +140,11 @@ def place(attention: Attention, side: Projection, u: Tensor) -> Tensor:
 
 
 def place_backward(attention: Attention, side: Projection, u: Tensor, grad: Tensor) -> Tensor:
-    """Turn the gradient of `place`'s result into that of its argument `u`, both [batch, heads, tokens, head_dim]."""
+    """Return the gradient of `place`'s argument `u` for that of its result, both [batch, heads, tokens, head_dim]."""
     if attention.rotary is not None:
         cos, sin = attention.rotary
         turned, rest = grad[..., : cos.shape[-1]], grad[..., cos.shape[-1] :]
-        # The transpose of a quarter turn is the quarter turn back.
+        # The transpose of a quarter turn is its negative.
         grad = torch.cat([turned * cos - quarter_turn(turned * sin, attention.rotary_interleaved), rest], dim=-1)
     return grad if side.norm is None else side.norm.backward(u, grad)
 
@@ -152,7 +152,7 @@ def place_backward(attention: Attention, side: Projection, u: Tensor, grad: Tens
 def queries_and_keys(
     attention: Attention, x: Tensor, query_weight: Tensor, key_weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the queries [batch, h, tokens, head_dim] and keys [batch, h_kv, tokens, head_dim] that are compared.
+    """Compute queries [batch, h, tokens, head_dim] and keys [batch, h_kv, tokens, head_dim] after norm and rotary.
 
     Differentiable in `x` [batch, tokens, in_features] and both weights [heads * head_dim, in_features].
     """
@@ -164,7 +164,7 @@ def queries_and_keys(
 
 
 def values(attention: Attention, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the values that each query head mixes, one set for each key head.
+    """Compute the values, one head for each key head.
 
     Args:
         attention: the layer.
@@ -180,11 +180,11 @@ def values(attention: Attention, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 
 def quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
-    """Turn each pair of features by a quarter, (a, b) to (-b, a).
+    """Rotate each pair of features by 90 degrees, (a, b) to (-b, a).
 
     Args:
         x: [..., features].
-        interleaved: the pairs are neighbours, (0, 1), (2, 3), ...; else they are half the features apart.
+        interleaved: pairs are adjacent, (0, 1), (2, 3), ...; otherwise half of the features apart.
     """
     if interleaved:
         return torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)

@@ -1,4 +1,4 @@
-"""Reading a layer's attention off a decoder block, and refusing what this method cannot prune."""
+"""Read the attention geometry of a decoder block, and refuse what attention pruning does not support."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ _AGREEMENT = 1e-3  # relative difference of two float32 outputs of one attention
 
 
 def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
-    """Refuse a block, or a choice of its linears, that attention pruning cannot handle.
+    """Refuse a block, or a selection of its linears, that attention pruning does not support.
 
-    The rule takes the query and the key projection. Where one weight fuses query, key and value it takes that weight
-    alone: its query and key rows are pruned for the attention matrix, and its value rows, which that matrix does not
-    depend on, by an ordinary second-order update, all within the pattern of the one weight.
+    A rule must target the query and the key projection. Where one weight fuses query, key and value it must target that
+    weight alone. Its query and key rows are then pruned for the attention matrix, and its value rows, which do not
+    affect that matrix, by an ordinary second-order update, all within the pattern of the fused weight.
 
-    Needs no weights: it is called on a skeleton while a recipe is planned.
+    Needs no weights: it is called on a skeleton when a recipe is planned.
 
     Args:
-        block: the block; its weights may be on the meta device and its calls missing.
-        patterns: what the recipe's rule took in this block, by linear name.
+        block: the block; weights may be on the meta device and calls may be missing.
+        patterns: pattern of each linear that the rule selects in this block.
 
     Raises:
-        UnsupportedModelError: no such projections, or scores that are not softmax(scale * q k^T + mask).
-        RecipeError: targets that are not exactly those projections, or different patterns for the two.
+        UnsupportedModelError: missing projections, or attention other than softmax(scale * q k^T + mask).
+        RecipeError: targets other than these projections, or different patterns for the two.
     """
     projections = find_projections(block, patterns)
     names = list(dict.fromkeys((projections.query.name, projections.key.name)))  # one when fused
@@ -54,18 +54,18 @@ def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
     which = "the weight that holds queries and keys" if projections.fused else "the query and the key projection"
     if extra := [n for n in patterns if n not in names]:
         raise RecipeError(
-            f"attnprune prunes {which} and nothing else, and this rule also takes {', '.join(extra)}; {wanted} and "
-            "give the others a rule of their own after it"
+            f"attnprune prunes only {which}, but this rule also targets {', '.join(extra)}; {wanted} and "
+            "add another rule for the rest after it"
         )
     if missing := [n for n in names if n not in patterns]:
         raise RecipeError(
-            f"attnprune prunes {which} together, and this rule does not take {missing[0]}; {wanted}, before any "
+            f"attnprune prunes {which} together, but this rule does not target {missing[0]}; {wanted}, before any "
             "other rule that matches one of them"
         )
-    asked = {patterns[n] for n in names if not isinstance(patterns[n], FixedMask)}  # given masks are each their own
-    if len(asked) > 1:
+    distinct = {patterns[n] for n in names if not isinstance(patterns[n], FixedMask)}  # fixed masks always differ
+    if len(distinct) > 1:
         raise RecipeError(
-            f"attnprune needs one pattern for {' and '.join(names)}, got "
+            f"attnprune needs the same pattern for {' and '.join(names)}, got "
             f"{' and '.join(str(patterns[n]) for n in names)}; give both the same sparsity"
         )
     _check_structure(block, projections)
@@ -104,10 +104,10 @@ def describe(block: Block, dtype: torch.dtype = torch.float32) -> Attention:
 
 @torch.no_grad()
 def verify(block: Block, attention: Attention, x: Tensor) -> None:
-    """Make sure that the geometry computes what the model computes, by the attention's output on one sequence.
+    """Check that the geometry reproduces the model's attention output on one sequence.
 
-    The module tree does not tell everything (how a fused weight is laid out, gates, sinks, biases on the scores); the
-    output does. Both sides run in float32, so that the rounding of the model's dtype is no excuse.
+    The module tree does not show everything (layout of a fused weight, gates, sinks, biases on the scores), but the
+    output does. Both sides run in float32, so that rounding in the model's dtype does not matter.
 
     Args:
         block: a block with weights and recorded calls.
@@ -115,7 +115,7 @@ def verify(block: Block, attention: Attention, x: Tensor) -> None:
         x: inputs of the query projection [batch, tokens, in_features].
 
     Raises:
-        UnsupportedModelError: when the two outputs differ.
+        UnsupportedModelError: the outputs differ.
     """
     projections = find_projections(block)
     x = x[:1].float()
@@ -125,10 +125,10 @@ def verify(block: Block, attention: Attention, x: Tensor) -> None:
     output = Rows(projections.output)
     ours = nn.functional.linear(attended.transpose(1, 2).flatten(2), output.weight, output.bias)
     theirs = _attend(block, projections, _arguments(block), x)
-    # Inputs that are all zero may give outputs that are.
+    # Outputs may be zero for zero inputs.
     difference = float((ours - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny))
     if not difference <= _AGREEMENT:
-        layout = f", or {projections.query.name} orders its rows in another way" if projections.fused else ""
+        layout = f", or {projections.query.name} has an unsupported row order" if projections.fused else ""
         raise UnsupportedModelError(
             f"{_named(block, projections)} is not softmax(scale * q k^T + mask) as attnprune computes it{layout}: "
             f"the outputs differ by {difference:.2%} on a calibration sequence; {INSTEAD}"
@@ -136,15 +136,15 @@ def verify(block: Block, attention: Attention, x: Tensor) -> None:
 
 
 def _attend(block: Block, projections: Projections, arguments: Mapping[str, Any], x: Tensor) -> Tensor:
-    """Run the attention itself, in float32, on inputs [1, tokens, in_features] with what its block was called with."""
+    """Run the attention module in float32 on [1, tokens, in_features] with its block's arguments."""
     module = copy.deepcopy(submodule(block, projections.attention)).float()
     known = dict(list(inspect.signature(module.forward).parameters.items())[1:])
     given = {n: _first(v) for n, v in arguments.items() if n in known and "past" not in n}
     needed = [n for n, p in known.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if missing := [n for n in needed if n not in given]:
         raise UnsupportedModelError(
-            f"{_named(block, projections)} needs {', '.join(missing)} from within its block, so that attnprune cannot "
-            f"run it alone and verify that it is softmax attention; {INSTEAD}"
+            f"{_named(block, projections)} needs {', '.join(missing)} from within its block, so attnprune cannot run "
+            f"it alone to verify that it is softmax attention; {INSTEAD}"
         )
     attended = module(x, **given)
     result: Tensor = attended[0] if isinstance(attended, tuple | list) else attended
@@ -152,14 +152,14 @@ def _attend(block: Block, projections: Projections, arguments: Mapping[str, Any]
 
 
 def _arguments(block: Block) -> dict[str, Any]:
-    """Name what the block was called with besides its hidden states."""
+    """Return the arguments of the block's first call by name, without the hidden states."""
     call = block.calls[0]
     names = list(inspect.signature(block.module.forward).parameters)[1:]
     return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
 
 
 def _first(value: Any) -> Any:
-    """Cut a call's tensors, or tuple of tensors, down to the first sequence of the batch, in float32."""
+    """Return the first sequence of a call's tensor or tuple of tensors, in float32."""
     if isinstance(value, Tensor):
         return value[:1].float() if value.is_floating_point() else value[:1]
     return tuple(_first(v) for v in value) if isinstance(value, tuple) else value
@@ -174,27 +174,27 @@ def _check_structure(block: Block, projections: Projections) -> None:
     if (heads * head_dim, key_heads * head_dim) != (query.count, key.count) or heads != declared:
         raise UnsupportedModelError(
             f"{query.name} and {key.name} have {query.count} and {key.count} outputs, which is not "
-            f"{declared} query heads of {head_dim} features; attnprune knows no gated or compressed heads; {INSTEAD}"
+            f"{declared} query heads of {head_dim} features; attnprune supports no gated or compressed heads; {INSTEAD}"
         )
     if key_heads == 0 or heads % key_heads:
         raise UnsupportedModelError(f"{name}: {heads} query heads cannot share {key_heads} key heads; {INSTEAD}")
     mixed, value = projections.output.in_features, projections.value.count
     if mixed * key_heads != value * heads:
         raise UnsupportedModelError(
-            f"{name}: {value} value features in {key_heads} heads, mixed by {heads} query heads, are not the {mixed} "
-            f"inputs of {projections.output.name}; {INSTEAD}"
+            f"{name}: {value} value features in {key_heads} heads, shared by {heads} query heads, do not match the "
+            f"{mixed} inputs of {projections.output.name}; {INSTEAD}"
         )
     if not getattr(module, "is_causal", True):
-        raise UnsupportedModelError(f"{name} is not causal, and attnprune prunes causal attention; {INSTEAD}")
+        raise UnsupportedModelError(f"{name} is not causal; attnprune supports only causal attention; {INSTEAD}")
     if bias := _score_bias(module, block.config):
         raise UnsupportedModelError(
-            f"{_named(block, projections)} adds {bias} to its scores, and attnprune knows positions that are rotary "
-            f"or learned; {INSTEAD}"
+            f"{_named(block, projections)} adds {bias} to its scores; attnprune supports rotary and learned "
+            f"positions; {INSTEAD}"
         )
     if _turns_neighbours(module) is None:
         raise UnsupportedModelError(
-            f"{_named(block, projections)} has a rotary embedding that turns neither neighbouring features nor "
-            f"features half a head apart; {INSTEAD}"
+            f"{_named(block, projections)} has a rotary embedding that rotates neither adjacent features nor features "
+            f"half a head apart; {INSTEAD}"
         )
     for names, count in ((QUERY_NORMS, heads), (KEY_NORMS, key_heads)):
         if wrong := unknown_norm(module, names, count, head_dim):
@@ -202,15 +202,15 @@ def _check_structure(block: Block, projections: Projections) -> None:
 
 
 def _score_bias(module: nn.Module, config: Any) -> str | None:
-    """Say what the attention adds to its scores, as its forward's parameters tell."""
+    """Describe what the attention adds to its scores, judging by the parameters of its forward."""
     taken = inspect.signature(module.forward).parameters
-    if "alibi" in taken and getattr(config, "alibi", True):  # Falcon has both kinds
+    if "alibi" in taken and getattr(config, "alibi", True):  # Falcon exists with and without it
         return "ALiBi"
     return "a position bias" if "position_bias" in taken else None
 
 
 def _window(module: nn.Module, config: Any) -> int | None:
-    """Return the sliding window, which a module states where layers differ, or else the config's list of layers."""
+    """Return the layer's sliding window from the module if it has one, otherwise from the config; None without one."""
     home = module if hasattr(module, "sliding_window") else config
     window: int | None = getattr(home, "sliding_window", None)
     kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
@@ -219,7 +219,7 @@ def _window(module: nn.Module, config: Any) -> int | None:
 
 
 def _turns_neighbours(module: nn.Module) -> bool | None:
-    """Say whether the rotary embedding of the module's model turns neighbours; None when it turns something else."""
+    """Return whether the rotary embedding rotates adjacent features; None if it is neither of the known kinds."""
     home = sys.modules[type(module).__module__]
     turn = getattr(home, "rotate_half", getattr(home, "rotate_every_two", None))
     probe = torch.arange(4.0, device="cpu").view(1, 1, 1, 4)
@@ -229,38 +229,38 @@ def _turns_neighbours(module: nn.Module) -> bool | None:
 
 
 def _rotary(block: Block, projections: Projections, interleaved: bool) -> tuple[Tensor, Tensor] | None:
-    """Return the tables [tokens, rotary_dim] with each entry beside the feature that it multiplies."""
+    """Return cosine and sine [tokens, rotary_dim], aligned with the features that they multiply."""
     arguments = _arguments(block)
     embeddings = arguments.get("position_embeddings")
     table = getattr(submodule(block, projections.attention), "embed_positions", None)
-    if embeddings is None and isinstance(table, Tensor):  # GPT-J's own, sines beside cosines, one for each pair
+    if embeddings is None and isinstance(table, Tensor):  # GPT-J: sines and cosines in one table, one entry per pair
         sin, cos = table[arguments["position_ids"][0]].repeat_interleave(2, dim=-1).chunk(2, dim=-1)
         return cos, sin
     if embeddings is None:
         return None
     if not isinstance(embeddings, tuple | list) or len(embeddings) != 2:
         raise UnsupportedModelError(
-            f"{_named(block, projections)} is handed its rotary embedding as {type(embeddings).__name__}, and "
-            f"attnprune knows a pair of cosine and sine; {INSTEAD}"
+            f"{_named(block, projections)} takes its rotary embedding as {type(embeddings).__name__}; attnprune "
+            f"supports a pair of cosine and sine; {INSTEAD}"
         )
     if _ignores_positions(block, projections):
         return None
     cos, sin = (table[0] for table in embeddings)  # [batch or 1, tokens, rotary_dim]
     if interleaved and not torch.equal(cos[:, 0::2], cos[:, 1::2]):
-        # GLM is handed each entry twice, half of the features apart, and takes the first half.
+        # GLM's tables repeat each entry in their second half; only the first is used.
         cos, sin = (table.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1) for table in (cos, sin))
     return cos, sin
 
 
 @torch.no_grad()
 def _ignores_positions(block: Block, projections: Projections) -> bool:
-    """Say whether a layer of those that differ is one without positions; it is handed the tables all the same."""
+    """Return whether this layer ignores the position embeddings that it is passed, where layers differ."""
     module = submodule(block, projections.attention)
     if hasattr(module, "use_rope"):  # SmolLM3
         return not module.use_rope
     if len(set(getattr(block.config, "layer_types", None) or ())) < 2:
         return False
-    # Cohere 2 and EXAONE 4 state it nowhere, but such a layer gives the same whatever it is handed.
+    # Cohere 2 and EXAONE 4 have no attribute for it: compare outputs with and without rotation.
     arguments = _arguments(block)
     cos, sin = arguments["position_embeddings"]
     x = torch.randn(1, cos.shape[1], projections.query.linear.in_features, generator=torch.Generator().manual_seed(0))

@@ -1,8 +1,8 @@
-"""What pruned queries and keys are held to: the attention matrix itself, or what it makes of the values.
+"""The objectives of attention pruning: the error of the attention matrix, or of the attention's output.
 
-A loss compares two pairs of (query, key) weights on the inputs of one layer. Both losses answer three questions: how
-large the error is, where it falls fastest, and, for the curvature at the dense weights, how it answers to random
-signs. Inputs are [batch, tokens, in_features] in the weights' dtype, weights [heads * head_dim, in_features].
+A loss compares two pairs of (query, key) weights on the inputs of one layer. It computes the error, its gradients, and
+random probes of its curvature at the dense weights. Inputs are [batch, tokens, in_features] in the weights' dtype,
+weights [heads * head_dim, in_features].
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from compressx_attnprune.geometry import Attention, place, place_backward, proje
 Pair: TypeAlias = tuple[Tensor, Tensor]
 
 SEQUENCES = 4
-"""Sequences that are worked on at a time."""
+"""Sequences processed at a time."""
 
 
 class Loss(Protocol):
-    """A squared error that pruned query and key weights cause."""
+    """A squared error caused by pruned query and key weights."""
 
     @property
     def attention(self) -> Attention:
         """The layer's geometry."""
 
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[list[float], float]:
-        """Return each candidate's squared error on a batch, and the squared norm of what the dense weights give."""
+        """Return each candidate's squared error on a batch, and the squared norm of the dense result."""
 
     def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
-        """Return error over norm on a batch, and the gradients of half of that with respect to the pruned weights."""
+        """Return the relative error on a batch, and the gradients of half of it with respect to the pruned weights."""
 
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
-        """Return the gradients of `project`'s results for a random sign on every entry of what is compared.
+        """Return the gradients of `project`'s results for random signs as the gradient of the compared tensor.
 
-        The expectation of their outer products is the Gauss-Newton matrix of the squared error: of each query, and of
-        each key, both [batch, heads, tokens, head_dim].
+        The expectation of their outer products is the Gauss-Newton matrix of the squared error for each query and each
+        key, both [batch, heads, tokens, head_dim].
         """
 
 
 @dataclass(frozen=True, eq=False)
 class MatrixLoss:
-    """||P~ - P||_F^2 of the attention matrices (Attention Weights Pruning, arXiv 2410.11261), summed over the heads.
+    """||P~ - P||_F^2 of the attention matrices (Attention Weights Pruning, arXiv 2410.11261), summed over heads.
 
     Attributes:
         attention: the layer's geometry.
@@ -63,7 +63,7 @@ class MatrixLoss:
 
     @torch.no_grad()
     def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
-        """Return ||P~ - P||_F^2 / ||P||_F^2 and the gradients of half of it, in closed form and row blocks."""
+        """Return ||P~ - P||_F^2 / ||P||_F^2 and the gradients of half of it, in closed form by row blocks."""
         attention = self.attention
         before = queries_and_keys(attention, x, *dense)
         projected = _projected(attention, x, pruned)
@@ -72,7 +72,7 @@ class MatrixLoss:
 
     @torch.no_grad()
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
-        """Return the gradients for a random sign on every entry of P."""
+        """Return the gradients for random signs as the gradient of P."""
         projected = _projected(self.attention, x, weights)
         grads = objective.probe(self.attention, *_placed(self.attention, projected), generator)
         return _placed_backward(self.attention, projected, grads)
@@ -80,10 +80,10 @@ class MatrixLoss:
 
 @dataclass(frozen=True, eq=False)
 class OutputLoss:
-    """||(P~ - P) V W_O^T||_F^2: what the error of the attention matrices does to the attention's output.
+    """||(P~ - P) V W_O^T||_F^2, the error of the attention's output caused by that of the attention matrices.
 
-    No tensor of tokens x tokens is held, whatever the length: values are mixed by `scaled_dot_product_attention`. Row
-    blocks serve gradients, and where it has no fused kernel: capped scores, a window, values of another size than keys.
+    Never holds a tokens x tokens tensor: outputs use `scaled_dot_product_attention`. Gradients use row blocks, as do
+    outputs without a fused kernel: capped scores, a window, values of another size than keys.
 
     Attributes:
         attention: the layer's geometry.
@@ -115,13 +115,13 @@ class OutputLoss:
 
     @torch.no_grad()
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
-        """Return the gradients for a random sign on every entry of the attention's output."""
+        """Return the gradients for random signs as the gradient of the attention's output."""
         v = values(self.attention, x, self.value_weight, self.value_bias)
         output = x.new_empty(*x.shape[:2], len(self.output_weight))
         return self._backward(_projected(self.attention, x, weights), v, objective.random_signs(output, generator))
 
     def _output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Mix the values and project them, [batch, tokens, out_features]."""
+        """Apply attention to the values and project them, [batch, tokens, out_features]."""
         attention = self.attention
         if attention.softcap is None and attention.window is None and v.shape[-1] == q.shape[-1]:
             mixed = torch.nn.functional.scaled_dot_product_attention(
@@ -132,7 +132,7 @@ class OutputLoss:
         return torch.nn.functional.linear(mixed.transpose(1, 2).flatten(2), self.output_weight)
 
     def _backward(self, projected: Pair, v: Tensor, grad: Tensor) -> Pair:
-        """Carry a gradient of the output [batch, tokens, out_features] back to `project`'s results."""
+        """Backpropagate a gradient of the output [batch, tokens, out_features] to `project`'s results."""
         of_heads = (grad @ self.output_weight).view(*grad.shape[:2], self.attention.query.heads, -1)
         q, k = _placed(self.attention, projected)
         grads = objective.mixed_backward(self.attention, q, k, v, of_heads.transpose(1, 2))
@@ -140,16 +140,16 @@ class OutputLoss:
 
 
 def relative_errors(loss: Loss, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> list[float]:
-    """Compute error over norm, the ratio of the *squared* norms, on any number of sequences in any float dtype.
+    """Compute relative errors, ratios of *squared* norms, on any number of sequences in any float dtype.
 
     Args:
-        loss: what is compared.
+        loss: the objective.
         x: [sequences, tokens, in_features].
         dense: the dense weights.
         candidates: pruned weights.
 
     Returns:
-        One figure for each candidate; 0 where the dense weights give nothing at all.
+        One number per candidate; 0 if the dense result is zero.
     """
     errors, norm = [0.0] * len(candidates), 0.0
     for part in parts(x):
@@ -159,9 +159,9 @@ def relative_errors(loss: Loss, x: Tensor, dense: Pair, candidates: Sequence[Pai
 
 
 def _relative(error: float, norm: float, x: Tensor, projected: Pair) -> tuple[float, Pair]:
-    """Return error over norm and the gradients of half of it, from those of `project`'s results; zeros without a norm.
+    """Return the relative error and the gradients of half of it, from those of `project`'s results.
 
-    Dense weights give nothing where the output projection is zero, as in blocks that were added to be trained.
+    Both are zero for a zero norm, as in added blocks whose output projection is initialised to zero.
     """
     scale = 1.0 / norm if norm > 0.0 else 0.0
     query, key = (_weight_gradient(g, x).mul_(scale) for g in projected)
@@ -169,12 +169,12 @@ def _relative(error: float, norm: float, x: Tensor, projected: Pair) -> tuple[fl
 
 
 def relative_error(loss: Loss, x: Tensor, dense: Pair, pruned: Pair) -> float:
-    """Compute `relative_errors` of one candidate."""
+    """Return `relative_errors` of one candidate."""
     return relative_errors(loss, x, dense, [pruned])[0]
 
 
 def parts(x: Tensor) -> Iterator[Tensor]:
-    """Yield a few sequences at a time as a float32 copy."""
+    """Yield float32 copies of `SEQUENCES` sequences at a time."""
     for start in range(0, len(x), SEQUENCES):
         yield x[start : start + SEQUENCES].to(torch.float32, copy=True)
 
@@ -195,7 +195,7 @@ def _placed_backward(attention: Attention, projected: Pair, grads: Sequence[Tens
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Carry the gradient of `project`'s result [batch, heads, tokens, head_dim] to its weight."""
+    """Backpropagate a gradient of `project`'s result [batch, heads, tokens, head_dim] to its weight."""
     flat = grad.transpose(1, 2).flatten(2)  # [batch, tokens, heads * head_dim]
     return flat.flatten(0, 1).T @ x.flatten(0, 1)
 

@@ -1,4 +1,4 @@
-"""Reading the norms that a module applies to queries and keys, by what they compute."""
+"""Identify the norms that a module applies to queries and keys by evaluating them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ KEY_NORMS = ("k_norm", "k_layernorm")
 
 
 def unknown_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: int) -> str | None:
-    """Say which norm of an attention module is of a kind that `read_norm` does not know, and why; None when none is.
-
-    Needs no weights.
+    """Describe a norm that `read_norm` does not support, or return None; needs no weights.
 
     Args:
         module: the attention.
-        names: what the side's norm may be called, `QUERY_NORMS` or `KEY_NORMS`.
+        names: possible names of the side's norm, `QUERY_NORMS` or `KEY_NORMS`.
         heads: of the side.
         head_dim: features of a head.
     """
@@ -29,21 +27,21 @@ def unknown_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim
         return None
     shapes = ", ".join(str(s) for s in _weight_shapes(norm)) or "none"
     return (
-        f"{name} has weights of shape {shapes}, and attnprune knows norms over one head, ({head_dim},), or over all "
+        f"{name} has weights of shape {shapes}; attnprune supports norms over one head, ({head_dim},), or over all "
         f"{heads} together, ({heads * head_dim},)"
     )
 
 
 @torch.no_grad()
 def read_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: int) -> Norm | None:
-    """Measure what a side's norm computes, in float32; None when the module has none.
+    """Measure a side's norm in float32; None when the module has none.
 
-    Some norms scale by the weight and some by one plus the weight, some take the mean off first, and some see all heads
-    at once: their shape and three vectors tell.
+    Norms may scale by the weight or by one plus the weight, subtract the mean, or cover all heads at once. The weight's
+    shape and the outputs for three vectors determine which.
 
     Args:
         module: the attention.
-        names: what the side's norm may be called, `QUERY_NORMS` or `KEY_NORMS`.
+        names: possible names of the side's norm, `QUERY_NORMS` or `KEY_NORMS`.
         heads: of the side.
         head_dim: features of a head.
     """
@@ -54,7 +52,7 @@ def read_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: i
     norm = copy.deepcopy(found).float()
     ones = torch.ones(shape, device=next(norm.parameters()).device)
     signs = ones.clone()
-    signs[..., 1::2] = -1.0  # mean 0 and mean square 1, so that taking the mean off does nothing
+    signs[..., 1::2] = -1.0  # mean 0 and mean square 1, so subtracting the mean has no effect
     at_zero, at_ones, at_signs = (norm(u) for u in (torch.zeros_like(ones), ones, signs))
     eps = _eps(norm)
     gain = (at_signs - at_zero) * signs * (1.0 + eps) ** 0.5
@@ -63,7 +61,7 @@ def read_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: i
         gain.view(own),
         eps,
         shift=at_zero.view(own) if at_zero.any() else None,
-        centered=bool((at_ones - at_zero).norm() < 0.5 * gain.norm()),  # nothing is left of ones without their mean
+        centered=bool((at_ones - at_zero).norm() < 0.5 * gain.norm()),  # ones without their mean are zero
         whole=heads > 1 and shape == (heads * head_dim,),
     )
 
@@ -78,15 +76,15 @@ def _weight_shapes(norm: nn.Module) -> list[tuple[int, ...]]:
 
 
 def _input_shape(norm: nn.Module, heads: int, head_dim: int) -> tuple[int, ...] | None:
-    """Return the shape in which the norm takes one token's queries or keys; None for a norm of another kind."""
+    """Return the input shape of the norm for one token; None if it is not supported."""
     shapes = _weight_shapes(norm)
     for known in ((head_dim,), (heads, head_dim), (heads * head_dim,)):
         if shapes == [known]:
             return known
-    return (1, heads, 1, head_dim) if shapes == [(head_dim,)] * heads else None  # StableLM has a module for each head
+    return (1, heads, 1, head_dim) if shapes == [(head_dim,)] * heads else None  # StableLM: one module per head
 
 
 def _eps(norm: nn.Module) -> float:
-    """Return what the norm, or the first of its parts, adds to the mean square."""
+    """Return the epsilon of the norm or of its first part that has one."""
     stated = (getattr(part, name, None) for part in norm.modules() for name in ("variance_epsilon", "eps"))
     return float(next((eps for eps in stated if eps is not None), 0.0))

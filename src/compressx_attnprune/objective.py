@@ -1,10 +1,10 @@
-"""The attention matrix in row blocks: matrices, errors, closed-form gradients, Gauss-Newton probes, mixed values.
+"""The attention matrix in row blocks: matrices, errors, closed-form gradients, Gauss-Newton probes, attended values.
 
 Pure functions of queries [batch, h, tokens, head_dim] and keys [batch, h_kv, tokens, head_dim] after norm and rotary
-embedding. Everything but `attention_matrices` runs in blocks of query rows and one sequence at a time, so that memory
-is O(rows * tokens) and not O(tokens^2), and what one block works on stays in the processor's cache. No autograd graph
-is built: the gradients are those of Attention Weights Pruning (arXiv 2410.11261, Theorem on the gradient of L(M)),
-carried through the two factors of a real layer.
+embedding. All but `attention_matrices` process blocks of query rows, one sequence at a time, so memory is
+O(rows * tokens) instead of O(tokens^2) and a block fits into the processor's cache. No autograd graph is built: the
+gradients are those of Attention Weights Pruning (arXiv 2410.11261, Theorem on the gradient of L(M)), propagated to the
+two factors of a real layer.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 from compressx_attnprune.geometry import Attention
 
 ROWS = 128
-"""Query rows in a block: with 512 tokens and nine heads a block's scores take 2.4 MB, about a second-level cache."""
+"""Query rows per block: with 512 tokens and nine heads a block's scores take 2.4 MB, about the size of an L2 cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """A block of query rows and the keys that any of them sees.
+    """A block of query rows and the keys that they attend to.
 
     Attributes:
         queries: the rows.
-        keys: from the first key that the first row sees to the last row's own.
-        bias: 0 where a row sees a key and -inf where it does not, [rows, columns], over the last `columns` keys;
-            all earlier keys are seen by every row.
+        keys: from the first key visible to the first row to the last row's own.
+        bias: 0 where a key is visible and -inf elsewhere, [rows, columns], for the last `columns` keys; earlier keys
+            are visible to every row.
     """
 
     queries: slice
@@ -103,7 +103,7 @@ def gradients(
 
 
 def probe(attention: Attention, q: Tensor, k: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw the gradients of queries and keys for a random sign on every entry of P, independent of one another.
+    """Compute the gradients of queries and keys for independent random signs as the gradient of P.
 
     With J_i = diag(p_i) - p_i p_i^T the derivative of row i of P by its scores, the expectation of the outer products
     of these gradients are the Gauss-Newton matrices of ||P~ - P||_F^2 at the dense point: for query i
@@ -119,7 +119,7 @@ def probe(attention: Attention, q: Tensor, k: Tensor, generator: torch.Generator
     Returns:
         The gradients of queries and keys, of their shapes.
     """
-    return _carried_back(attention, q, k, lambda _i, _rows, p: random_signs(p, generator))
+    return _backpropagate(attention, q, k, lambda _i, _rows, p: random_signs(p, generator))
 
 
 def mixed(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def mixed(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def mixed_backward(attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Carry a gradient of `mixed` back to queries and keys: four products of tokens x tokens, where autograd has seven.
+    """Backpropagate a gradient of `mixed` to queries and keys, with four tokens x tokens products to autograd's seven.
 
     Args:
         attention: the layer.
@@ -151,26 +151,26 @@ def mixed_backward(attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: 
         of_rows = _fold(attention, grad[i].view(attention.key.heads, attention.groups, *grad.shape[2:]), rows)
         return torch.bmm(of_rows, v[i][:, rows.keys].transpose(1, 2))
 
-    return _carried_back(attention, q, k, of_matrix)
+    return _backpropagate(attention, q, k, of_matrix)
 
 
 def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw -1 and 1, each as often, of the shape of `like`."""
+    """Draw -1 and 1 with equal probability, in the shape of `like`."""
     signs = torch.empty_like(like).random_(0, 2, generator=generator)  # bernoulli_ takes four times as long
     return signs.mul_(2.0).sub_(1.0)
 
 
-def _carried_back(
+def _backpropagate(
     attention: Attention, q: Tensor, k: Tensor, of_matrix: Callable[[int, _Rows, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Carry a gradient of P, made block by block, back to queries and keys.
+    """Backpropagate a gradient of P, computed block by block, to queries and keys.
 
     Args:
         attention: the layer.
         q: queries.
         k: keys.
-        of_matrix: from a sequence's number, a block and its P [h_kv, groups * rows, keys] to the gradient of that P;
-            the result is overwritten.
+        of_matrix: maps a sequence's index, a block and its P [h_kv, groups * rows, keys] to the gradient of that P,
+            which is overwritten.
     """
     dq, dk = torch.zeros_like(q), torch.zeros_like(k)
     k = _centred(attention, k)
@@ -190,13 +190,13 @@ def _backward(
     slope: Tensor | None,
     into: tuple[Tensor, Tensor],
 ) -> None:
-    """Carry a block's gradient of P back through softmax and scores, and add it up, without the scaling.
+    """Backpropagate a block's gradient of P through softmax and scores and accumulate it, without the scaling.
 
     Args:
         attention: the layer.
         pair: one sequence's queries [h_kv, groups, tokens, head_dim] and keys [h_kv, tokens, head_dim].
         rows: the block.
-        weighted: P times the gradient of P, entry by entry, [h_kv, groups * rows, keys]; overwritten.
+        weighted: elementwise product of P and its gradient, [h_kv, groups * rows, keys]; overwritten.
         p: the block of P.
         slope: derivative of the softcap there, or None.
         into: gradients of the sequence's queries [h, tokens, head_dim] and keys [h_kv, tokens, head_dim].
@@ -210,7 +210,7 @@ def _backward(
 
 
 def _centred(attention: Attention, k: Tensor) -> Tensor:
-    """Shift all keys alike: softmax does not see it, but float32 does, and keys often share a large part."""
+    """Subtract the mean key: softmax is invariant, and float32 loses less where keys share a large component."""
     return k if attention.softcap is not None else k - k.mean(dim=2, keepdim=True)
 
 
@@ -235,9 +235,9 @@ def _sequences(attention: Attention, q: Tensor, k: Tensor) -> Iterator[tuple[Ten
 
 
 def _probabilities(attention: Attention, q: Tensor, k: Tensor, rows: _Rows) -> tuple[Tensor, Tensor | None]:
-    """Compute a block of P [h_kv, groups * rows, keys], and the derivative of the softcap there if there is one.
+    """Compute a block of P [h_kv, groups * rows, keys], and the derivative of its softcap if there is one.
 
-    Query heads that share a key head are folded into rows of one matrix, so that keys are never repeated.
+    Query heads that share a key head are folded into rows of one matrix, so keys are never repeated.
     """
     scores = torch.bmm(_fold(attention, q, rows) * attention.scaling, k[:, rows.keys].transpose(1, 2))
     slope = None
@@ -250,7 +250,7 @@ def _probabilities(attention: Attention, q: Tensor, k: Tensor, rows: _Rows) -> t
 
 
 def _fold(attention: Attention, q: Tensor, rows: _Rows) -> Tensor:
-    """Take a block's rows of [h_kv, groups, tokens, n] as [h_kv, groups * rows, n]."""
+    """Return a block's rows of [h_kv, groups, tokens, n] as [h_kv, groups * rows, n]."""
     return q[:, :, rows.queries].reshape(attention.key.heads, -1, q.shape[-1])
 
 
@@ -261,5 +261,5 @@ def _unfold(attention: Attention, folded: Tensor) -> Tensor:
 
 def _squared_norms(attention: Attention, folded: Tensor) -> Tensor:
     """Compute each query head's ||.||_F^2 of a block [h_kv, groups * rows, n], float64 [h]."""
-    by_row: Tensor = torch.linalg.vector_norm(folded, dim=-1)  # one pass; a float64 sum makes a float64 copy first
+    by_row: Tensor = torch.linalg.vector_norm(folded, dim=-1)  # one pass; a float64 sum would copy to float64
     return by_row.double().square().view(attention.query.heads, -1).sum(dim=-1)

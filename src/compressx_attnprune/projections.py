@@ -1,4 +1,4 @@
-"""Which rows of which linears of a decoder block are its queries, keys and values."""
+"""Find the query, key, value and output projections of a decoder block, fused or not."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from compressx import Block, Linear, RecipeError, UnsupportedModelError
 INSTEAD = "leave it to a pruner of single linears, such as sparsegpt or wanda"
 
 _BLOCKED = ("c_attn", "qkv_proj", "Wqkv", "W_pack")  # all queries, then all keys, then all values
-_GROUPED = ("query_key_value",)  # for each key head the queries that share it, its key, its value
+_GROUPED = ("query_key_value",)  # per key head: its queries, its key, its value
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of one linear that play one role.
+    """The rows of a linear that form its queries, keys or values.
 
     Attributes:
         linear: the linear that holds them.
-        index: their numbers in head order, int64 [heads * head_dim]; None when they are all its rows.
+        index: row indices in head order, int64 [heads * head_dim]; None for all rows.
     """
 
     linear: Linear
@@ -42,12 +42,12 @@ class Rows:
 
     @property
     def weight(self) -> Tensor:
-        """Their weight, float32 [heads * head_dim, in_features]; the module's own memory where nothing is gathered."""
+        """Weight of the rows, float32 [heads * head_dim, in_features]; may share the module's memory."""
         return self._take(self.linear.weight)
 
     @property
     def bias(self) -> Tensor | None:
-        """Their bias, float32 [heads * head_dim], or None."""
+        """Bias of the rows, float32 [heads * head_dim], or None."""
         bias = self.linear.bias
         return None if bias is None else self._take(bias)
 
@@ -60,10 +60,10 @@ class Projections:
     """The four projections of a block's attention.
 
     Attributes:
-        query: rows that make the queries.
-        key: rows that make the keys.
-        value: rows that make the values, in as many heads as the keys; their size may differ from the keys'.
-        output: what takes the mixed values of all query heads.
+        query: rows of the queries.
+        key: rows of the keys.
+        value: rows of the values, with as many heads as the keys; their head size may differ.
+        output: the output projection.
     """
 
     query: Rows
@@ -87,17 +87,17 @@ def find_projections(block: Block, taken: Mapping[str, object] | None = None) ->
 
     Args:
         block: the block; its weights may be on the meta device.
-        taken: the linears that a rule took there, for the message when there are no such projections.
+        taken: the linears that a rule selects there, for error messages.
 
     Raises:
-        UnsupportedModelError: when there is not exactly one attention with all of them, or a fused weight whose rows
-            cannot be told apart.
-        RecipeError: when the linears taken lie outside the decoder blocks.
+        UnsupportedModelError: the block does not have exactly one attention with all of them, or the layout of a fused
+            weight is unknown.
+        RecipeError: the selected linears are outside the decoder blocks.
     """
     if not block.fqn:
         raise RecipeError(
-            f"attnprune prunes attention, and this rule takes {', '.join(taken or block.linears)} outside the decoder "
-            'blocks; write targets: ["*.q_proj", "*.k_proj"]'
+            f"attnprune prunes attention, and this rule targets {', '.join(taken or block.linears)} outside the "
+            'decoder blocks; write targets: ["*.q_proj", "*.k_proj"]'
         )
     queries, keys, fused = (_named(block, *names) for names in (["q_proj"], ["k_proj"], [*_BLOCKED, *_GROUPED]))
     if len(queries) == len(keys) == 1 and not fused and parent(queries[0].name) == parent(keys[0].name):
@@ -106,14 +106,14 @@ def find_projections(block: Block, taken: Mapping[str, object] | None = None) ->
     if len(fused) == 1 and not queries and not keys:
         return Projections(*_split(block, fused[0]), _sibling(block, fused[0], _OUTPUTS))
     raise UnsupportedModelError(
-        f"{block.fqn} has {len(queries)} q_proj and {len(keys)} k_proj, and attnprune needs one of each in the same "
+        f"{block.fqn} has {len(queries)} q_proj and {len(keys)} k_proj; attnprune needs one of each in the same "
         f"attention, or one weight that fuses them ({', '.join((*_BLOCKED, *_GROUPED))}); its linears: "
         f"{', '.join(block.linears) or 'none'}; {INSTEAD}"
     )
 
 
 def head_size(module: Any, config: Any) -> int:
-    """Return the features of one query or key head of an attention module."""
+    """Return the number of features of a query or key head."""
     stated = (getattr(module, "head_dim", None), getattr(module, "head_size", None), getattr(config, "head_dim", None))
     return int(next((size for size in stated if size), config.hidden_size // config.num_attention_heads))
 
@@ -134,7 +134,7 @@ def parent(name: str) -> str:
 
 
 def _split(block: Block, fused: Linear) -> tuple[Rows, Rows, Rows]:
-    """Number the query, key and value rows of a fused weight; how many key heads there are follows from its size."""
+    """Return the query, key and value rows of a fused weight, whose size determines the number of key heads."""
     heads = int(block.config.num_attention_heads)
     module = submodule(block, parent(fused.name))
     head_dim = head_size(module, block.config)
@@ -146,7 +146,7 @@ def _split(block: Block, fused: Linear) -> tuple[Rows, Rows, Rows]:
             f"with as many keys as values; {INSTEAD}"
         )
     rows = torch.arange(fused.out_features, device="cpu")
-    # StarCoder's c_attn changes its layout with the number of key heads.
+    # The layout of StarCoder's c_attn depends on the number of key heads.
     if leaf(fused.name) in _GROUPED or getattr(module, "multi_query", None) is False:
         grouped = rows.view(key_heads, -1, head_dim)  # [h_kv, groups + 2, head_dim]
         parts = (grouped[:, :-2], grouped[:, -2], grouped[:, -1])
@@ -168,6 +168,6 @@ def _sibling(block: Block, of: Linear, leaves: tuple[str, ...]) -> Linear:
             return found
     role = "value" if leaves == ("v_proj",) else "output"
     raise UnsupportedModelError(
-        f"{home} has no {role} projection named {', '.join(leaves)}, so that attnprune cannot verify that it is "
+        f"{home} has no {role} projection named {', '.join(leaves)}, so attnprune cannot verify that it is "
         f"softmax attention; {INSTEAD}"
     )

@@ -1,9 +1,9 @@
-"""One layer's query and key projection: starts, modes, and the rule that the result is never worse than a start.
+"""Prune the query and key projection of one layer, never worse than Wanda or SparseGPT.
 
-Ties the parts together: the curvature and its solver (`gauss-newton`), masks by gradient descent (`mask`), masks and
-weights together (`joint`), and a refit of the survivors after any of them. Wanda's and SparseGPT's solutions are
-computed beside them, and the best by the held-out error is returned. Weights are float32
-[heads * head_dim, in_features]; every pair is (query, key).
+Combines the closed-form solver (`gauss-newton`), masks by gradient descent (`mask`), joint training of masks and
+weights (`joint`), and an optional refit of the kept weights. Wanda's and SparseGPT's solutions are computed as well,
+and the one with the lowest held-out error is returned. Weights are float32 [heads * head_dim, in_features]; every pair
+is (query, key).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _MOST_DAMPING = 0.3
 MASK_LEARNING_RATE, JOINT_LEARNING_RATE = 0.05, 0.03
 
 REGULARIZATIONS = (0.03, 0.1, 0.3, 1.0)
-"""The lambdas among which mask mode chooses by the held-out error when none is given. Ours, not published."""
+"""The lambdas that mask mode tries when none is given; ours, not published."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """What a layer's solvers work on; all that no budget changes is measured once, when it is first needed.
+    """The inputs of a layer's solvers; statistics that do not depend on the budget are computed once, on first use.
 
     Attributes:
-        loss: what the weights are held to.
-        text: inputs to learn from, and held-out ones.
+        loss: the objective.
+        text: training and held-out inputs.
         dense: the dense weights.
         damping: of the curvature, see `AttnPruneOptions`.
     """
@@ -49,7 +49,7 @@ class Layer:
 
     @cached_property
     def inputs(self) -> Inputs:
-        """What Wanda and SparseGPT measure."""
+        """Input statistics for Wanda and SparseGPT."""
         return Inputs(self.text.train)
 
     @cached_property
@@ -69,7 +69,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Budget:
-    """How many weights of query and key are kept, and which compete.
+    """How many weights of query and key are kept, and which of them compete.
 
     Attributes:
         query: pattern of the query projection.
@@ -83,8 +83,8 @@ class Budget:
         """Turn scores into masks (True = keep).
 
         Args:
-            scores: [heads * head_dim, in_features] of each; the lowest are dropped.
-            share: fraction of the sparsity that is asked for; N:M and given masks know only all of it.
+            scores: [heads * head_dim, in_features] for each; the lowest are dropped.
+            share: fraction of the sparsity to apply; ignored by N:M and fixed masks.
         """
         patterns = {"query": _at(self.query, share), "key": _at(self.key, share)}
         query, key = keep_masks({"query": scores[0], "key": scores[1]}, patterns).values()
@@ -92,7 +92,7 @@ class Budget:
 
     @property
     def fixed(self) -> bool:
-        """Whether the masks are given."""
+        """Whether the masks are fixed."""
         return isinstance(self.query, FixedMask)
 
 
@@ -103,10 +103,10 @@ class Solution:
     Attributes:
         keeps: masks, True = keep.
         weights: zero where not kept.
-        starts: the weights of the other methods that were tried, by name.
-        errors: relative held-out error by the layer's loss, of the result (no name) and of each start.
-        histories: relative error on each gradient step's text, by the part that took the steps.
-        fell_back: whether one of the starts was better than the mode's own result.
+        starts: the weights of Wanda and SparseGPT, by name.
+        errors: relative held-out error of the result (key "") and of each start.
+        histories: relative training error at each gradient step, by stage (the mode, and `refit`).
+        fell_back: whether a start was better than the mode's result.
     """
 
     keeps: Pair
@@ -140,11 +140,11 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
     best_start = min(started, key=lambda t: t.error)
     damping = layer.damping
     while ours.error > best_start.error and in_closed_form and damping < _MOST_DAMPING:
-        # Little text makes a poor curvature, which is then trusted too much.
+        # With little text the curvature is inaccurate and needs more damping.
         damping = min(10.0 * damping, _MOST_DAMPING)
         again = judge(layer, [gauss_newton(layer, budget, layer.problem.damped(damping))])
         ours = min(ours, *again, key=lambda t: t.error)
-    best = ours if ours.error <= best_start.error else best_start  # an error that is no number never wins
+    best = ours if ours.error <= best_start.error else best_start  # NaN never wins
     histories: dict[str, tuple[float, ...]] = {options.mode: ours.losses} if ours.losses else {}
     fell_back = best is best_start
     if options.refit:
@@ -162,12 +162,12 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
 
 
 def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None = None) -> tuple[Pair, Pair]:
-    """Select and reconstruct in the loss's own metric, in closed form; given masks are only reconstructed.
+    """Select and reconstruct in closed form, in the metric of the loss; with fixed masks, only reconstruct.
 
     Args:
         layer: inputs, dense weights and loss.
         budget: what to keep.
-        problem: the layer's with another damping.
+        problem: the layer's problem with another damping; `layer.problem` when absent.
 
     Returns:
         Masks and weights.
@@ -180,17 +180,17 @@ def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None
         keeps = choose(layer.by_head(layer.dense))
         weights = kronecker.reconstruct(problem or layer.problem, keeps)
     elif all(k.all() for k in budget.choose(layer.dense)):
-        return budget.choose(layer.dense), layer.dense  # nothing to prune, to the bit
+        return budget.choose(layer.dense), layer.dense  # nothing to prune: bit-identical
     else:
         keeps, weights = kronecker.select(problem or layer.problem, choose)
     return _by_row(keeps), _by_row(weights)
 
 
 def mask(layer: Layer, budget: Budget, *, regularization: float | None, steps: int, learning_rate: float) -> Trained:
-    """Learn masks as published, survivors untouched.
+    """Learn masks as published, without changing kept weights.
 
-    When no lambda is given each of `REGULARIZATIONS` is learnt to the end and the best by the held-out error is taken:
-    a lambda that is too large leads at first.
+    Without a lambda, masks are learned to the end for each of `REGULARIZATIONS` and the best by held-out error is
+    taken: too large a lambda is ahead early on.
     """
     tried: list[Trained] = []
     for value in REGULARIZATIONS if regularization is None else (regularization,):
@@ -204,7 +204,7 @@ def mask(layer: Layer, budget: Budget, *, regularization: float | None, steps: i
 
 
 def joint(layer: Layer, budget: Budget, *, steps: int, learning_rate: float) -> Trained:
-    """Train weights while the masks close in on the budget."""
+    """Train weights while the sparsity rises to the budget."""
     query, key = (c.scale().flatten(0, 1) for c in layer.curvature)
     return training.joint(
         layer.loss,
@@ -218,27 +218,27 @@ def joint(layer: Layer, budget: Budget, *, steps: int, learning_rate: float) -> 
 
 
 def judge(layer: Layer, candidates: Sequence[tuple[Pair, Pair]]) -> list[Trained]:
-    """Measure candidates, each masks and weights, on the held-out text."""
+    """Measure candidates (masks, weights) on the held-out text."""
     errors = relative_errors(layer.loss, layer.text.held_out, layer.dense, [w for _, w in candidates])
     return [Trained(w, k, e) for (k, w), e in zip(candidates, errors, strict=True)]
 
 
 def ranked(masks: Pair, inputs: Inputs, weights: Pair) -> Pair:
-    """Turn relaxed masks into scores whose order is the masks' own, ties broken by |W| * ||x||_2 (Wanda's score).
+    """Turn relaxed masks into scores in the same order, with ties broken by Wanda's |W| * ||x||_2.
 
-    Clipping leaves many entries at exactly 0 and 1, and the budget's threshold often falls among them.
+    Clipping leaves many entries at exactly 0 or 1, and the budget's threshold often falls among them.
 
     Args:
-        masks: of `training.learn_masks`.
+        masks: from `training.learn_masks`.
         inputs: of the layer.
         weights: the dense weights.
 
     Returns:
-        Scores in float64, of the weights' shapes, comparable between the two.
+        Scores in float64, in the weights' shapes, comparable between query and key.
     """
     second = [wanda_scores(w, inputs.norms) for w in weights]
     largest = max(float(s.max()) for s in second) or 1.0
-    # Below the spacing of float32 numbers up to one, so that it orders ties and nothing else.
+    # Below the spacing of float32 values up to one, so that it only orders ties.
     query, key = (m.double() + s / largest * 2.0**-40 for m, s in zip(masks, second, strict=True))
     return query, key
 
@@ -262,7 +262,7 @@ def _learn(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Trained:
 
 
 def _at(pattern: Pattern, share: float) -> Pattern:
-    """Ask for a part of the sparsity; N:M and given masks know only all of it."""
+    """Return the pattern at a share of its sparsity; N:M and fixed masks are unchanged."""
     if isinstance(pattern, Unstructured) and share < 1.0:
         return Unstructured(share * pattern.sparsity, pattern.group)
     return pattern

@@ -1,8 +1,8 @@
-"""Masks and weights by gradient descent on a loss: the published method, the refit of survivors, and both together.
+"""Gradient descent on a loss: learned masks as published, refit of kept weights, and joint training of both.
 
-Every step sees the next few sequences, so that the whole calibration text takes part, and a held-out part of it
-decides which of the weights on the way are returned: none of these ever returns weights that are worse there than what
-it was given. Weights are float32 [heads * head_dim, in_features], and every pair is (query, key).
+Each step uses the next few sequences, so all training text is used. `refit` and `joint` return the iterate with the
+lowest held-out error; `refit` never returns a worse one than it started from. Weights are float32
+[heads * head_dim, in_features], and every pair is (query, key).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from compressx_attnprune.losses import SEQUENCES, Loss, Pair, relative_error
 
 Choose = Callable[[Pair, float], Pair]
-"""From scores of query and key to their masks (True = keep) at a share of the budget, from 0 (all kept) to 1."""
+"""Maps scores of query and key to masks (True = keep) at a share of the budget, from 0 (all kept) to 1."""
 
-_CHECKS = 4  # how often the held-out error is measured on the way
+_CHECKS = 4  # measurements of the held-out error during training
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +27,8 @@ class Text:
     """Inputs of one layer, [sequences, tokens, in_features] in any float dtype.
 
     Attributes:
-        train: what gradients see.
-        held_out: what decides.
+        train: for gradients.
+        held_out: for selecting the best iterate.
     """
 
     train: Tensor
@@ -37,13 +37,13 @@ class Text:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """Weights that were trained.
+    """Trained weights and masks.
 
     Attributes:
         weights: zero where not kept.
         keeps: their masks, True = keep.
         error: relative error on the held-out sequences.
-        losses: relative error on each step's sequences, before the step.
+        losses: relative error on each step's sequences before the step.
     """
 
     weights: Pair
@@ -53,15 +53,15 @@ class Trained:
 
 
 def refit(loss: Loss, text: Text, dense: Pair, start: Trained, *, steps: int, learning_rate: float) -> Trained:
-    """Train the kept weights on the loss, the masks held.
+    """Train the kept weights on the loss, with fixed masks.
 
     Args:
-        loss: what the weights are held to.
+        loss: the objective.
         text: inputs.
         dense: the dense weights.
-        start: weights to begin at, and the masks; returned as it is when no step is better on the held-out text.
+        start: initial weights and the masks; its weights are returned if no step is better on the held-out text.
         steps: gradient steps, each on a few sequences.
-        learning_rate: largest change of a weight in a step, about, as a fraction of the weights' root mean square.
+        learning_rate: approximate largest change of a weight per step, as a fraction of the weights' root mean square.
     """
     best, keeps, weights = start, start.keeps, _copy(start.weights)
     optimizer = _Descent(weights, dense, learning_rate, steps)
@@ -85,16 +85,16 @@ def joint(
     steps: int,
     learning_rate: float,
 ) -> Trained:
-    """Train weights from the dense ones on while the masks close in on the budget.
+    """Train weights from the dense ones while the sparsity rises to the budget.
 
-    The share of the budget that is dropped rises along a cubic curve over the first 60% of the steps (Zhu and Gupta,
-    arXiv 1710.01878); a dropped weight may come back as long as it rises. The rest of the steps refits the survivors.
+    The sparsity follows a cubic curve over the first 60% of the steps (Zhu and Gupta, arXiv 1710.01878), during which
+    dropped weights may return. The remaining steps refit the kept weights.
 
     Args:
-        loss: what the weights are held to.
+        loss: the objective.
         text: inputs.
         dense: the dense weights.
-        metric: what a change of each weight costs, its square root; |W| times this is what weights compete by.
+        metric: square root of the curvature of each weight; scores are |W| times this.
         choose: turns scores into masks at a share of the budget.
         steps: gradient steps.
         learning_rate: as for `refit`.
@@ -112,7 +112,7 @@ def joint(
         masked = (weights[0] * keeps[0], weights[1] * keeps[1])
         value, grads = loss.gradients(x, dense, masked)
         losses.append(value)
-        # While the budget rises dropped weights are trained too, as if they were there: that is how they come back.
+        # While the sparsity rises, dropped weights are trained too, so that they can return.
         optimizer.step(grads if step < rising else (grads[0] * keeps[0], grads[1] * keeps[1]))
         if step + 1 >= rising and ((steps - step - 1) % max(1, (steps - rising) // 2 or 1) == 0):
             best = _better(best, loss, text, dense, (weights[0] * keeps[0], weights[1] * keeps[1]), keeps)
@@ -126,22 +126,22 @@ def learn_masks(
     """Learn relaxed masks in [0, 1] by gradient descent, the published method on the two factors of a real layer.
 
     Minimises 1/2 error / norm + regularization / 2 (mean M_Q^2 + mean M_K^2) (arXiv 2410.11261, Algorithm 1). Adam with
-    clipping to [0, 1] and a cosine step size stands in for the momentum of the publication, whose fixed step diverges
-    when the regularization is small.
+    clipping to [0, 1] and a cosine step size replaces the published momentum, whose fixed step diverges for small
+    regularization.
 
     Args:
-        loss: what the weights are held to.
+        loss: the objective.
         x: inputs [sequences, tokens, in_features] in any float dtype.
         weights: the dense weights.
         regularization: lambda.
         steps: gradient steps.
-        learning_rate: largest change of a mask entry in a step, about.
+        learning_rate: approximate largest change of a mask entry per step.
 
     Returns:
-        The masks, of the weights' shapes, and each step's relative error.
+        The masks, in the weights' shapes, and the relative error at each step.
     """
     masks = (torch.ones_like(weights[0]), torch.ones_like(weights[1]))
-    # The pull of an entry falls with their number: Adam's usual epsilon would stop it in large layers.
+    # An entry's pull falls with the number of entries: the usual epsilon would suppress it in large layers.
     optimizer = torch.optim.Adam(masks, lr=learning_rate, betas=(0.9, 0.95), eps=1e-20)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     losses: list[float] = []
@@ -158,7 +158,7 @@ def learn_masks(
 
 
 class _Descent:
-    """Adam on a pair of weights in place, the step size falling along a half cosine."""
+    """Adam on a pair of weights in place, with a cosine step size."""
 
     def __init__(self, weights: Pair, dense: Pair, learning_rate: float, steps: int) -> None:
         self.weights = weights
@@ -172,7 +172,7 @@ class _Descent:
         )
 
     def step(self, grads: Pair) -> None:
-        """Take one step along the gradients; where they are zero from the start nothing moves."""
+        """Take one step; weights whose gradients have always been zero do not change."""
         for weight, grad in zip(self.weights, grads, strict=True):
             weight.grad = grad
         self.optimizer.step()
@@ -182,12 +182,12 @@ class _Descent:
 def _better(best: Trained | None, loss: Loss, text: Text, dense: Pair, weights: Pair, keeps: Pair) -> Trained:
     """Return the better of the best so far and a copy of these weights, by the held-out error."""
     error = relative_error(loss, text.held_out, dense, weights)
-    # Written so that an error that is no number never wins.
+    # NaN never wins.
     return Trained(_copy(weights), keeps, error) if best is None or error < best.error else best
 
 
 def _batches(x: Tensor, steps: int) -> Iterator[Tensor]:
-    """Yield a float32 batch for each step, going through the sequences again and again in order."""
+    """Yield a float32 batch for each step, cycling through the sequences in order."""
     size = min(SEQUENCES, len(x))
     for step in range(steps):
         at = [(step * size + i) % len(x) for i in range(size)]

@@ -65,11 +65,11 @@ def test_an_unknown_option_or_one_out_of_range_is_refused(wrong: dict[str, Any])
 
 @pytest.mark.parametrize(
     ("idle", "reason"),
-    [({"steps": 500}, "steps does nothing with mode: gauss-newton; it goes with mode: mask or joint"),
-     ({"learning_rate": 0.9}, "learning_rate does nothing with mode: gauss-newton"),
-     ({"regularization": 0.3, "mode": "joint"}, "regularization does nothing with mode: joint; .* mode: mask"),
-     ({"damping": 0.2, "mode": "mask"}, "damping does nothing with mode: mask; it goes with mode: gauss-newton"),
-     ({"refit_learning_rate": 0.2}, "refit_learning_rate does nothing without refit steps")],
+    [({"steps": 500}, "steps has no effect with mode: gauss-newton; it needs mode: mask or joint"),
+     ({"learning_rate": 0.9}, "learning_rate has no effect with mode: gauss-newton"),
+     ({"regularization": 0.3, "mode": "joint"}, "regularization has no effect with mode: joint; .* mode: mask"),
+     ({"damping": 0.2, "mode": "mask"}, "damping has no effect with mode: mask; it needs mode: gauss-newton"),
+     ({"refit_learning_rate": 0.2}, "refit_learning_rate has no effect without refit steps")],
     ids=str,
 )  # fmt: skip
 def test_an_option_that_would_change_nothing_is_refused(idle: dict[str, Any], reason: str):
@@ -253,7 +253,7 @@ def test_inputs_of_query_and_key_that_are_equal_in_two_samples_are_as_good_as_on
 
 def test_wrong_targets_are_refused_while_pruning_too(llama: blocks.Recorded):
     query, _ = blocks.targets(llama.block)
-    with pytest.raises(RecipeError, match="does not take"):
+    with pytest.raises(RecipeError, match="does not target"):
         asked(SPEC.build(SPEC.options()), llama.block, {query: HALF}, {})
 
 

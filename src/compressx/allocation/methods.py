@@ -1,4 +1,4 @@
-"""The methods of allocation at work: what they measure, and the plan and report that follow."""
+"""The measured allocation methods, and the plan and report that they produce."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def allocate(
     progress: Callable[[int, int, str], None] = lambda _done, _total, _note: None,
     keep: Keep = in_memory,
 ) -> tuple[Plan, AllocationReport]:
-    """Measure the units of a plan, and give every linear the sparsity that the method chooses.
+    """Measure the units of a plan, and set the sparsity of every linear by the method.
 
     Args:
-        access: the model with its dense weights, which are as they were afterwards.
-        plan: the plan, its sparsities still open.
-        settings: as the recipe has them.
+        access: the model with its dense weights, unchanged afterwards.
+        plan: the plan, with sparsities still open.
+        settings: the recipe's `allocation` section.
         batches: calibration token ids, each [batch, tokens].
-        sensitivities: as `measure` takes them.
-        progress: called with how many blocks are measured, how many there are, and what else there is to say.
-        keep: as `measure` takes it.
+        sensitivities: as for `measure`.
+        progress: called with the blocks measured, their total, and a note.
+        keep: as for `measure`.
 
     Returns:
-        The final plan, and what was measured and chosen.
+        The final plan, and a report of measurements and sparsities.
 
     Raises:
         CompressxError: as `measure` and `measure_outliers`.
@@ -50,24 +50,24 @@ def allocate(
     units = units_of(plan, settings.unit)
     total = len({u.block for u in units if u.block})
 
-    def tell(done: int, note: str = "") -> None:
+    def blocks_done(done: int, note: str = "") -> None:
         progress(done, total, note)
 
-    tell(0)
+    blocks_done(0)
     if isinstance(settings, OwlAllocation):
-        return _by_outliers(access, plan, settings, units, batches, tell, keep)
-    return _by_divergence(access, plan, settings, units, batches, sensitivities, tell, keep)
+        return _by_outliers(access, plan, settings, units, batches, blocks_done, keep)
+    return _by_divergence(access, plan, settings, units, batches, sensitivities, blocks_done, keep)
 
 
 def report_on(
-    final: Plan, settings: Allocation, tell: Callable[[Unit, float], Mapping[str, Any]] = lambda _u, _s: {}
+    final: Plan, settings: Allocation, details: Callable[[Unit, float], Mapping[str, Any]] = lambda _u, _s: {}
 ) -> AllocationReport:
-    """Report what an allocation gave to each unit.
+    """Report the sparsity of each unit.
 
     Args:
         final: the plan with its final patterns.
-        settings: as the recipe has them.
-        tell: what else there is to say of a unit at its sparsity, by field of `UnitReport`.
+        settings: the recipe's `allocation` section.
+        details: further fields of `UnitReport` for a unit at its sparsity.
     """
     zeros = zeros_of(final.linears)
     return AllocationReport(
@@ -77,36 +77,36 @@ def report_on(
         scope=settings.scope,
         weights=sum(x.weights for x in final.linears),
         zeros=zeros,
-        units=tuple(_unit_report(u, tell) for u in units_of(final, settings.unit)),
+        units=tuple(_unit_report(u, details) for u in units_of(final, settings.unit)),
     )
 
 
-def _unit_report(unit: Unit, tell: Callable[[Unit, float], Mapping[str, Any]]) -> UnitReport:
+def _unit_report(unit: Unit, details: Callable[[Unit, float], Mapping[str, Any]]) -> UnitReport:
     sparsity = zeros_of(unit.linears) / unit.weights
     names = tuple(x.name for x in unit.linears)
-    return UnitReport(unit.block, unit.label, names, unit.weights, sparsity, **tell(unit, sparsity))
+    return UnitReport(unit.block, unit.label, names, unit.weights, sparsity, **details(unit, sparsity))
 
 
 def _by_divergence(
     access: Access, plan: Plan, settings: DivergenceAllocation | AttentionAware, units: Sequence[Unit],
-    batches: Sequence[Tensor], sensitivities: Mapping[str, Tensor], tell: Callable[..., None], keep: Keep,
+    batches: Sequence[Tensor], sensitivities: Mapping[str, Tensor], progress: Callable[..., None], keep: Keep,
 ) -> tuple[Plan, AllocationReport]:  # fmt: skip
-    """Take zeros where they raise the summed divergence least."""
+    """Choose the sparsities with the lowest summed divergence."""
     seen, held_out = _parts(batches, settings.samples)
     measured: dict[str, Measured] = {}  # by the name of the unit's first linear
     blocks = measure(
         access, units, seen, held_out, settings.sparsities, sensitivities, keep,
-        progress=lambda done, windows: tell(0, f"gradients at {done} of {windows} windows"),
+        progress=lambda done, windows: progress(0, f"gradients at {done} of {windows} windows"),
     )  # fmt: skip
     for done, block in enumerate(blocks, start=1):
         measured |= {m.unit.linears[0].name: m for m in block}
-        tell(done)
+        progress(done)
     curves = {name: Curve(m.sparsities, m.divergences) for name, m in measured.items()}
 
     def choose(group: Sequence[Unit], zeros: int) -> list[int]:
         return cheapest([unit.points(curves[unit.linears[0].name]) for unit in group], zeros)
 
-    def told(unit: Unit, sparsity: float) -> dict[str, Any]:
+    def details(unit: Unit, sparsity: float) -> dict[str, Any]:
         if (m := measured.get(unit.linears[0].name)) is None:
             return {}
         return {
@@ -116,14 +116,14 @@ def _by_divergence(
         }
 
     final = plan.allocated(spread(units, settings.target, choose, scope=settings.scope))
-    return final, report_on(final, settings, told)
+    return final, report_on(final, settings, details)
 
 
 def _by_outliers(
     access: Access, plan: Plan, settings: OwlAllocation, units: Sequence[Unit], batches: Sequence[Tensor],
     progress: Callable[[int], None], keep: Keep,
 ) -> tuple[Plan, AllocationReport]:  # fmt: skip
-    """Keep more of the blocks with more outliers."""
+    """Choose lower sparsities for blocks with more outliers."""
     windows = torch.cat(tuple(batches))[: settings.samples]
     ratios: dict[str, float] = {}  # by block
     threshold = settings.outlier_threshold
@@ -141,7 +141,7 @@ def _by_outliers(
 
 
 def windows_kept(plan: Plan, settings: MeasuredAllocation, windows: int) -> int:
-    """Return how many windows of hidden states, or what is as large, measuring on calibration text of so many keeps."""
+    """Return how many windows of hidden states or gradients an allocation keeps, for this many calibration windows."""
     states = 2 * min(settings.samples, windows)  # before and after a block
     if isinstance(settings, OwlAllocation):
         return states
@@ -149,12 +149,12 @@ def windows_kept(plan: Plan, settings: MeasuredAllocation, windows: int) -> int:
 
 
 def _held_out(samples: int, windows: int) -> int:
-    """Return how many of so many calibration windows divergences are measured on: the last quarter of `samples`."""
+    """Return how many calibration windows divergences are measured on: the last quarter of `samples`."""
     return math.ceil(min(samples, windows) / 4)
 
 
 def _parts(batches: Sequence[Tensor], samples: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Take the first windows to learn from, and the last quarter of `samples` to measure on; a single one does both."""
+    """Split off the last quarter of `samples` windows to measure on; a single window is used for both."""
     windows = torch.cat(tuple(batches))[:samples]
     held_out = _held_out(samples, len(windows))
     seen, unseen = windows[:-held_out] if len(windows) > 1 else windows, windows[-held_out:]

@@ -1,8 +1,8 @@
-"""Outlier Weighed Layerwise sparsity, OWL (Yin et al., arXiv 2310.05175): the mathematics, apart from models.
+"""Outlier Weighed Layerwise sparsity, OWL (Yin et al., arXiv 2310.05175), on plain tensors.
 
-Blocks whose weights times inputs have more outliers keep more weights. The paper bounds sparsities by target +- lambda.
-Its authors' program stretches the ratios over a range of 2 lambda and then moves their mean to the target, which leaves
-that interval on the longer side of a skewed distribution. Here ratios are scaled about their mean, so that it holds.
+Blocks with more outliers among weights times inputs keep more weights. The paper bounds sparsities by target +- lambda.
+The authors' code stretches the ratios over a range of 2 lambda and then shifts their mean to the target, which exceeds
+the bound on the long side of a skewed distribution. Here ratios are scaled about their mean, so the bound holds.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from compressx.numerics.wanda import wanda_scores
 
 
 def outlier_ratio(pairs: Sequence[tuple[Tensor, Tensor]], threshold: float) -> float:
-    """Return the fraction of scores |W_ij| * ||X_j||_2 above so many times their mean.
+    """Return the fraction of scores |W_ij| * ||X_j||_2 above `threshold` times their mean.
 
     Args:
-        pairs: each a weight [out_features, in_features] and the norms of its input features [in_features]; all count as
-            one distribution.
+        pairs: weights [out_features, in_features] with the norms of their input features [in_features]; scores of all
+            pairs form one distribution.
         threshold: the paper's M.
 
     Returns:
-        In [0, 1]: an entry of the paper's layerwise outlier distribution, which it gives in percent.
+        A fraction in [0, 1]; the paper's layerwise outlier distribution gives it in percent.
     """
     weights = sum(weight.numel() for weight, _ in pairs)
     total = sum(float(wanda_scores(*pair).sum(dtype=torch.float64)) for pair in pairs)
@@ -32,16 +32,16 @@ def outlier_ratio(pairs: Sequence[tuple[Tensor, Tensor]], threshold: float) -> f
 
 
 def sparsities(ratios: Sequence[float], weights: Sequence[int], target: float, spread: float) -> list[float]:
-    """Return sparsities that fall in proportion with outlier ratios, within target +- spread.
+    """Return sparsities that decrease linearly with outlier ratios, within target +- spread.
 
     Args:
-        ratios: of outliers, of each block.
-        weights: number of weights of each.
-        target: what the mean of the sparsities over all weights is.
-        spread: lambda, by which the block farthest from the mean ratio differs from the target.
+        ratios: outlier ratio of each block.
+        weights: number of weights of each block.
+        target: mean sparsity over all weights.
+        spread: lambda, the deviation from the target of the block with the most extreme ratio.
     """
     mean = sum(r * w for r, w in zip(ratios, weights, strict=True)) / sum(weights)
     farthest = max(abs(r - mean) for r in ratios)
-    if farthest <= 1e-12:  # one block, or all alike
+    if farthest <= 1e-12:  # one block, or equal ratios
         return [target] * len(ratios)
     return [target - spread * (r - mean) / farthest for r in ratios]

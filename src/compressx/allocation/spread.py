@@ -1,8 +1,8 @@
-"""Choosing counts of zeros under one total: the mathematics, on plain numbers.
+"""Distribution of a total number of zeros over units, on plain numbers.
 
-What gets one sparsity is a unit here: so many weights, and a curve that says what their zeros cost. The summed cost is
-least where one more zero costs the same everywhere; taking the cheapest zeros first, along convex curves, ends there
-(Fox, "Discrete optimization via marginal analysis", Management Science 13:210, 1966).
+A unit is a number of weights with a curve of error against zeros. The summed error is minimal where one more zero costs
+the same in every unit; along convex curves, taking the cheapest zeros first ends there (Fox, "Discrete optimization via
+marginal analysis", Management Science 13:210, 1966).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 PIECES = 380
-"""Of a curve, between dense and 95%: 0.25% each."""
+"""Pieces of a curve between dense and 95% sparsity: 0.25% each."""
 
-_SMALLEST = 1e-15  # what counts as no error, so that it has a logarithm
+_SMALLEST = 1e-15  # replaces an error of zero, which has no logarithm
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Error against sparsity, through measured points: 0 when dense, never falling, smooth in between.
+    """Error against sparsity through measured points: zero when dense, non-decreasing and smooth.
 
-    Between the points it is a monotone cubic of log error over log sparsity, beyond them a power of the sparsity.
+    Between the points it is a monotone cubic of log error over log sparsity, beyond them a power law.
 
     Attributes:
-        sparsities: rising, in (0, 1); from a single one the error is in proportion.
-        errors: measured at them, finite and not negative. Those that fall are averaged with what they fall from.
+        sparsities: increasing, in (0, 1); with a single one, the error is proportional to the sparsity.
+        errors: measured errors, finite and non-negative; values that decrease are averaged (`isotonic`).
     """
 
     sparsities: tuple[float, ...]
@@ -38,16 +38,16 @@ class Curve:
         if len(self.sparsities) != len(self.errors) or not self.errors:
             raise ValueError(f"a curve needs as many errors as sparsities, got {self.sparsities} with {self.errors}")
         if any(a >= b for a, b in pairwise((0.0, *self.sparsities, 1.0))):
-            raise ValueError(f"sparsities rise from each to the next within (0, 1), got {self.sparsities}")
+            raise ValueError(f"sparsities must increase within (0, 1), got {self.sparsities}")
         if not all(math.isfinite(e) and e >= 0 for e in self.errors):
-            raise ValueError(f"errors are finite and not negative, got {self.errors}")
+            raise ValueError(f"errors must be finite and non-negative, got {self.errors}")
 
     def error(self, sparsity: float) -> float:
         """Return the error at a sparsity in [0, 1)."""
         return 0.0 if sparsity == 0 else math.exp(self._logarithm(math.log(sparsity)))
 
     def points(self, weights: int, most: int, pieces: int = PIECES) -> list[tuple[int, float]]:
-        """Return counts of zeros of so many weights, from none to `most` in equal pieces, each with its error."""
+        """Return counts of zeros from none to `most` in equal pieces, each with its error."""
         counts = sorted({most * i // pieces for i in range(pieces + 1)})
         return [(count, self.error(count / weights)) for count in counts]
 
@@ -59,14 +59,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class _MonotoneCubic:
-    """Cubic Hermite interpolation that rises where its points do, and a straight line beyond them."""
+    """Monotone cubic Hermite interpolation, linear beyond its points."""
 
     xs: tuple[float, ...]
     ys: tuple[float, ...]
 
     @cached_property
     def slopes(self) -> tuple[float, ...]:
-        """At each point: between two secants their weighted harmonic mean (Fritsch and Butland, 1984)."""
+        """Slope at each point: the weighted harmonic mean of the two secants (Fritsch and Butland, 1984)."""
         widths = [b - a for a, b in pairwise(self.xs)]
         secants = [(b - a) / w for (a, b), w in zip(pairwise(self.ys), widths, strict=True)] or [1.0]
         inner = [
@@ -92,8 +92,8 @@ class _MonotoneCubic:
 
 
 def isotonic(values: Sequence[float]) -> list[float]:
-    """Return the nearest values, by squares, that never fall (pool adjacent violators)."""
-    pools: list[tuple[float, int]] = []  # sum and number of values that became one
+    """Return the non-decreasing sequence nearest in least squares (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []  # sum and count of pooled values
     for value in values:
         total, count = value, 1
         while pools and pools[-1][0] / pools[-1][1] > total / count:
@@ -104,17 +104,17 @@ def isotonic(values: Sequence[float]) -> list[float]:
 
 
 def cheapest(curves: Sequence[Sequence[tuple[int, float]]], zeros: int) -> list[int]:
-    """Spread zeros over units at the least summed error.
+    """Distribute zeros over units at the lowest summed error.
 
-    Exact for convex curves; others are replaced by their lower convex hull. More zeros in all never mean fewer
-    anywhere.
+    Exact for convex curves; others are replaced by their lower convex hull. A larger total never gives a unit fewer
+    zeros.
 
     Args:
-        curves: for each unit, rising counts of zeros from 0, each with its error; straight lines in between.
-        zeros: how many in all.
+        curves: for each unit, increasing counts of zeros from 0 with their errors; linear in between.
+        zeros: the total.
 
     Returns:
-        The zeros of each unit. They sum to `zeros`, or to as many as all curves hold when those are fewer.
+        The zeros of each unit, which sum to `zeros`, or to the capacity of all curves if that is less.
     """
     counts = [0] * len(curves)
     pieces = sorted((slope, unit, length) for unit, points in enumerate(curves) for slope, length in _hull(points))
@@ -126,7 +126,7 @@ def cheapest(curves: Sequence[Sequence[tuple[int, float]]], zeros: int) -> list[
 
 
 def _hull(points: Sequence[tuple[int, float]]) -> Iterator[tuple[float, int]]:
-    """Yield the pieces of the lower convex hull of rising points, each by its slope and length."""
+    """Yield slope and length of the pieces of the lower convex hull of points with increasing x."""
     corners: list[tuple[int, float]] = []
     for point in points:
         while len(corners) > 1 and _slope(corners[-2], corners[-1]) >= _slope(corners[-1], point):
@@ -140,18 +140,18 @@ def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
 
 
 def shares(weights: Sequence[int], fraction: float) -> list[int]:
-    """Return the zeros that each part gets of a fraction of all weights; they sum to `round(fraction * all)`."""
+    """Return each part's number of zeros at a sparsity; they sum to `round(fraction * sum(weights))`."""
     bounds = [round(fraction * total) for total in accumulate(weights, initial=0)]
     return [b - a for a, b in pairwise(bounds)]
 
 
 def fitted(wanted: Sequence[int], most: Sequence[int], total: int) -> list[int]:
-    """Change counts so that they sum to a total, each by its share of what it has, or has room for.
+    """Adjust counts to a total, in proportion to their size when reducing and to their room when increasing.
 
     Args:
-        wanted: counts, none negative.
-        most: the largest that each result can be.
-        total: what the results sum to; as near to it as 0 and `most` allow.
+        wanted: non-negative counts.
+        most: upper limit of each result.
+        total: the sum of the results, as close as the limits 0 and `most` allow.
     """
     counts = list(map(min, wanted, most))
     missing = total - sum(counts)
@@ -163,21 +163,21 @@ def fitted(wanted: Sequence[int], most: Sequence[int], total: int) -> list[int]:
 
 
 def in_steps(wanted: Sequence[int], most: Sequence[int], steps: Sequence[int]) -> list[int]:
-    """Round counts of zeros to multiples, what rounding adds or leaves going on to the next count.
+    """Round counts of zeros to multiples, carrying the rounding error to the next count.
 
-    What is left after the last, since others had no room for it, goes to those with the finest steps that have.
+    A remainder after the last count goes to those with the finest steps that have room.
 
     Args:
         wanted: counts of zeros.
-        most: the largest that each result can be.
-        steps: what each result is a multiple of.
+        most: upper limit of each result.
+        steps: each result is a multiple of its step.
 
     Returns:
-        Counts, in sum as near to the sum of those wanted as the finest steps allow.
+        Counts whose sum is as close to that of `wanted` as the finest steps allow.
     """
     counts = list(wanted)
     carry = 0
-    # What rounds the first time stays the second, unless more is left than half of its step.
+    # The second pass changes a count only if the remainder exceeds half of its step.
     for i in [*range(len(steps)), *sorted(range(len(steps)), key=lambda i: -steps[i])]:
         count = min(max(round((counts[i] + carry) / steps[i]), 0), most[i] // steps[i]) * steps[i]
         carry += counts[i] - count

@@ -1,4 +1,4 @@
-"""What gets one sparsity: linears of one decoder block; and how a total is spread over them, to the weight."""
+"""Units of an allocation, groups of linears that share one sparsity, and the exact spread of zeros over them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compressx.runtime.errors import RecipeError
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Linears that get one pattern: a single one, or those of one rule that it does not decide apart.
+    """Linears that share one pattern: a single one, or all of a rule that needs one pattern for them.
 
     Attributes:
         linears: in the model's order, of one rule.
@@ -28,7 +28,7 @@ class Part:
 
     @property
     def pattern(self) -> Unstructured | NM:
-        """What kind of pattern they get."""
+        """The kind of pattern."""
         return self.linears[0].pattern
 
     @cached_property
@@ -38,7 +38,7 @@ class Part:
 
     @cached_property
     def step(self) -> int:
-        """What their number of zeros is a multiple of: one zero more for each of the equal shares that compete."""
+        """Granularity of the number of zeros: one zero in each group of weights that compete."""
         pattern = self.pattern
         if isinstance(pattern, NM):
             return self.weights // pattern.of
@@ -47,11 +47,11 @@ class Part:
         return self.weights // math.gcd(*(x.shape[1] if pattern.group == "row" else x.weights for x in self.linears))
 
     def most(self, cap: float) -> int:
-        """Return the most zeros that they can have: some weight survives wherever weights compete."""
+        """Return the largest number of zeros; at least one weight is kept in each group that competes."""
         return min(self.weights - self.step, math.floor(cap * self.weights) // self.step * self.step)
 
     def with_zeros(self, zeros: int) -> Unstructured | NM:
-        """Return the pattern that leaves so many zeros, a multiple of `step`."""
+        """Return the pattern for a number of zeros, a multiple of `step`."""
         if isinstance(self.pattern, NM):
             return NM(self.pattern.of - zeros // self.step, self.pattern.of)
         return Unstructured(zeros / self.weights, self.pattern.group)
@@ -59,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Linears of one block that get one sparsity.
+    """Linears of one block that share one sparsity.
 
     Attributes:
         block: fully qualified name of the block; empty outside the blocks.
@@ -81,25 +81,25 @@ class Unit:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The linears by what gets one pattern, what has the coarsest steps first."""
+        """The linears grouped by pattern, the coarsest steps first."""
         members: dict[object, list[PlannedLinear]] = defaultdict(list)
         for linear in self.linears:
             members[linear.rule if _tied(linear) else linear.name].append(linear)
         return tuple(sorted((Part(tuple(m)) for m in members.values()), key=lambda part: -part.step))
 
     def most(self, cap: float = MAX_SPARSITY) -> int:
-        """Return the most zeros that the unit can have."""
+        """Return the largest number of zeros of the unit."""
         return sum(part.most(cap) for part in self.parts)
 
     def points(self, curve: Curve) -> list[tuple[int, float]]:
-        """Return counts of zeros that the unit can have, each with its error; of N:M with one M those are few."""
+        """Return possible counts of zeros with their errors; N:M patterns with one M allow only a few."""
         of = {x.pattern.of if isinstance(x.pattern, NM) else 0 for x in self.linears}
         most = self.most()
         steps = most * max(of) // self.weights if len(of) == 1 else 0
         return curve.points(self.weights, most, steps or PIECES)
 
     def at(self, sparsity: float) -> tuple[float, dict[PlannedRule, dict[str, Unstructured | NM]]]:
-        """Return patterns by rule and name that are nearest to a sparsity, and the sparsity that they come to."""
+        """Return the total sparsity and the patterns, by rule and name, that are nearest to a sparsity."""
         patterns: dict[PlannedRule, dict[str, Unstructured | NM]] = defaultdict(dict)
         for x in self.linears:
             patterns[x.rule][x.name] = nearest(x.pattern, sparsity)
@@ -112,14 +112,14 @@ class Unit:
 
 
 def units_of(plan: Plan, kind: UnitKind) -> tuple[Unit, ...]:
-    """Return what gets one sparsity each, in the model's order.
+    """Group a plan's linears into units, in the model's order.
 
-    A linear unit is the linears of one kind, such as all `up_proj` of a mixture's experts, or whatever its rule does
-    not decide apart.
+    A unit of kind `linear` holds the linears of one kind, such as all `up_proj` of a mixture's experts, or all linears
+    of a rule that needs one pattern for them.
 
     Args:
         plan: the plan.
-        kind: what a unit is.
+        kind: the granularity of a unit.
     """
     members: dict[tuple[object, ...], list[PlannedLinear]] = defaultdict(list)
     for x in plan.linears:
@@ -133,13 +133,13 @@ def units_of(plan: Plan, kind: UnitKind) -> tuple[Unit, ...]:
 
 
 def _tied(linear: PlannedLinear) -> bool:
-    """Whether all linears that its rule took in its block need one pattern."""
+    """Return whether all linears of the rule in this block must share one pattern."""
     joint = isinstance(linear.pattern, Unstructured) and linear.pattern.group == "joint"
     return joint or not linear.rule.separable
 
 
 def sharing(units: Sequence[Unit], scope: Scope) -> list[list[Unit]]:
-    """Group the units that share the target; one outside the blocks has it by itself."""
+    """Group the units that share the target; each one outside the blocks is a group of its own."""
     groups: dict[object, list[Unit]] = defaultdict(list)
     for unit in units:
         groups[unit if not unit.block else unit.block if scope == "block" else None].append(unit)
@@ -154,22 +154,22 @@ def spread(
     scope: Scope = "model",
     cap: float = MAX_SPARSITY,
 ) -> dict[str, Unstructured | NM]:
-    """Give every linear its pattern, `round(target * weights)` zeros in all.
+    """Choose the pattern of every linear, with `round(target * weights)` zeros in total.
 
-    Only where no linear can have any number of zeros is that as near as the finest steps allow: N:M and rows that are
-    filled evenly come first, and what they cannot express is made up for by the others.
+    Linears with coarse steps (N:M, and patterns by row) are rounded first, and the others absorb the remainder. If all
+    have coarse steps, the total is as close as the finest step allows.
 
     Args:
         units: the units of a plan.
         target: fraction of zeros.
-        choose: parts the zeros of units that share a target among them; the sum need not be exact.
-        scope: whether all blocks share the target, or each has it by itself.
+        choose: distributes zeros among the units that share a target; its sum need not be exact.
+        scope: whether all blocks share the target or each block meets it.
         cap: the largest sparsity of a linear.
 
     Returns:
         Patterns by linear name.
     """
-    # What can take any count comes last, to make up for what the others leave.
+    # Groups with the finest steps come last, to absorb the remainder of the others.
     groups = sorted(sharing(units, scope), key=_finest, reverse=True)
     spreading: list[tuple[list[Part], list[int]]] = []
     left = 0
@@ -181,7 +181,7 @@ def spread(
         left += zeros - sum(counts)
         spreading.append((parts, counts))
     patterns: dict[str, Unstructured | NM] = {}
-    for parts, given in reversed(spreading):  # where the last had no room, those before it may
+    for parts, given in reversed(spreading):  # earlier groups may have room for what the last ones could not take
         counts = _whole(parts, given, sum(given) + left, cap)
         left += sum(given) - sum(counts)
         patterns |= {x.name: p.with_zeros(n) for p, n in zip(parts, counts, strict=True) for x in p.linears}
@@ -193,13 +193,13 @@ def _finest(group: Sequence[Unit]) -> int:
 
 
 def _within(unit: Unit, zeros: int, cap: float) -> list[int]:
-    """Give each part of a unit its share of the zeros, or what it can hold."""
+    """Distribute a unit's zeros over its parts in proportion to their weights, within their limits."""
     weights = [part.weights for part in unit.parts]
     return fitted(shares(weights, zeros / unit.weights), [part.most(cap) for part in unit.parts], zeros)
 
 
 def _whole(parts: Sequence[Part], wanted: Sequence[int], total: int, cap: float) -> list[int]:
-    """Round counts of zeros to the steps of their parts, the coarsest kind first; the others share what that leaves."""
+    """Round counts of zeros to the steps of their parts, the coarsest first; the others share the remainder."""
     counts = dict(enumerate(wanted))
     most = [part.most(cap) for part in parts]
     given = 0
@@ -218,7 +218,7 @@ def _level(part: Part) -> int:
 
 
 def zeros_of(linears: Iterable[PlannedLinear]) -> int:
-    """Count the zeros that planned patterns mean; of linears that compete jointly only the total is a whole number."""
+    """Count the zeros of planned patterns; linears that compete jointly are rounded in total, not each."""
     count = 0
     joint: dict[object, float] = defaultdict(float)
     for x in linears:
@@ -230,10 +230,10 @@ def zeros_of(linears: Iterable[PlannedLinear]) -> int:
 
 
 def settled(plan: Plan) -> Plan:
-    """Check that an allocation can reach its target, and close the plan where that needs no measuring.
+    """Check that an allocation can reach its target, and complete the plan if that needs no measurements.
 
     Raises:
-        RecipeError: a target that patterns cannot reach, or that explicit sparsities do not come to; nothing to choose.
+        RecipeError: a target that the patterns cannot reach or that explicit sparsities miss, or nothing to choose.
     """
     settings = plan.allocation
     if settings is None:
@@ -242,8 +242,8 @@ def settled(plan: Plan) -> Plan:
         reached = sum(x.pattern.sparsity * x.weights for x in plan.linears) / sum(x.weights for x in plan.linears)
         if settings.target is not None and abs(reached - settings.target) > 5e-5:
             raise RecipeError(
-                f"the sparsities come to {reached:.2%} of the planned weights, and target is {settings.target:.2%}; "
-                "change them, or drop target"
+                f"the sparsities amount to {reached:.2%} of the planned weights, but target is {settings.target:.2%}; "
+                "change them, or remove target"
             )
         return plan.allocated({x.name: x.pattern for x in plan.linears})
     units = units_of(plan, settings.unit)
@@ -258,8 +258,8 @@ def settled(plan: Plan) -> Plan:
         )
     if all(len(group) == 1 for group in groups):
         raise RecipeError(
-            f"{settings.method} has nothing to choose, since each of {len(groups)} targets is that of one unit; give "
-            "smaller units, scope: model, or method: uniform"
+            f"{settings.method} has nothing to choose, because each of the {len(groups)} targets applies to a single "
+            "unit; use smaller units, scope: model, or method: uniform"
         )
     return plan
 
@@ -269,7 +269,8 @@ def _check_reachable(group: Sequence[Unit], target: float, cap: float, where: st
     if round(target * weights) > most:
         raise RecipeError(
             f"target {target:g} cannot be reached: the patterns{where} allow at most {most / weights:.6g}; N:M keeps "
-            "one of M, a row one of its weights" + (f", and what is measured {1 - cap:.0%}" if cap < 1 else "")
+            "at least one of M, a row one of its weights"
+            + (f", and a measured allocation {1 - cap:.0%} of each linear" if cap < 1 else "")
         )
 
 

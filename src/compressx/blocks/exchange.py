@@ -1,4 +1,4 @@
-"""What the processes of a run exchange about a block: statistics, which add up, and results of pruners."""
+"""Exchange of a block's statistics and pruning results between the processes of a run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from compressx.runtime.ranks import Ranks
 
 
 def combine(ranks: Ranks, statistic: Statistic, fresh: Callable[[], Statistic | None]) -> Statistic:
-    """Return a statistic of what all processes gathered.
+    """Combine a statistic over all processes.
 
-    What is summed is summed in float64, so that the number of processes matters as little as can be. What is joined
-    (`cat`) is handed to a fresh statistic, in the order of the processes.
+    Sums are computed in float64, so that the number of processes hardly affects them. Tensors to concatenate (`cat`)
+    update a fresh statistic in the order of the processes.
 
     Args:
         ranks: the processes.
         statistic: this process's; its tensors are overwritten with the sums.
-        fresh: makes another like it.
+        fresh: creates an empty statistic of the same kind.
     """
     tensors = statistic.tensors()
     if ranks.size == 1 or not tensors:
@@ -38,7 +38,7 @@ def combine(ranks: Ranks, statistic: Statistic, fresh: Callable[[], Statistic | 
     if not joined:
         return statistic
     merged = fresh()
-    assert merged is not None  # noqa: S101 - it was asked for once already
+    assert merged is not None  # noqa: S101 - `statistic` was created the same way
     for tensor in joined:
         for part in ranks.gathered(tensor):
             merged.update(part)
@@ -50,13 +50,13 @@ def exchange(
 ) -> Iterator[Mapping[str, PruneResult]]:
     """Yield the results of every task, each from the process that decided it.
 
-    What several linears of a task share (an `info`, `images` or `history`) is sent once, and shared on arrival.
+    An `info`, `images` or `history` that several linears share is sent once, and shared again on arrival.
 
     Args:
         ranks: the processes.
         owners: rank by task.
         decided: this process's results by task.
-        device: where masks and weights of the others go; their images go to the CPU.
+        device: for received masks and weights; received images go to the CPU.
     """
     for task, owner in enumerate(owners):
         if owner == ranks.rank:
@@ -70,7 +70,7 @@ def exchange(
 
 
 def _described(results: Mapping[str, PruneResult]) -> dict[str, Any]:
-    """Describe results in plain data: of every tensor its shape and dtype, and what linears share once, by number."""
+    """Describe results as plain data: shape and dtype of each tensor, and shared objects by number."""
     shared = _shared(results)
     numbers = {key: number for number, key in enumerate(shared)}
     return {
@@ -91,7 +91,7 @@ def _plain(value: Any) -> Any:
 
 
 def _allocated(described: Mapping[str, Any], device: torch.device) -> dict[str, PruneResult]:
-    """Return the results that `_described` describes, their tensors still to be filled."""
+    """Return the results that `_described` describes, with uninitialised tensors."""
 
     def made(value: Any, device: torch.device) -> Any:
         if not isinstance(value, dict):
@@ -107,7 +107,7 @@ def _allocated(described: Mapping[str, Any], device: torch.device) -> dict[str, 
 
 
 def _tensors(results: Mapping[str, PruneResult]) -> Iterator[Tensor]:
-    """Yield every tensor of some results, in the order in which all processes send and receive them."""
+    """Yield every tensor of the results, in the same order on all processes."""
     for result in results.values():
         yield result.keep
         if result.weight is not None:
@@ -117,5 +117,5 @@ def _tensors(results: Mapping[str, PruneResult]) -> Iterator[Tensor]:
 
 
 def _shared(results: Mapping[str, PruneResult]) -> dict[int, Mapping[str, Any]]:
-    """Return what results say beside mask and weight, each object once, by its identity."""
+    """Return every `info`, `images` and `history` of the results once, by object identity."""
     return {id(values): values for r in results.values() for values in (r.info, r.images, r.history)}

@@ -1,9 +1,9 @@
-"""Mean squared gradients of the dense model's loss with respect to what its linears and its blocks give.
+"""Mean squared gradients of the dense model's loss with respect to the outputs of its linears and blocks.
 
-The loss is the model's likelihood, labels drawn from its own predictions, so that these means are diagonals of its
-Fisher matrix, the curvature of the model's divergence from itself. Gradients go backwards through one block at a time:
-the activations of one block are held, and of one batch the hidden states between all blocks. `gradients` keeps those it
-returns besides.
+The loss is the negative log-likelihood of labels drawn from the model's own predictions, so these means are diagonals
+of its Fisher matrix, the curvature of the divergence from the dense model. The backward pass runs one block at a time:
+memory holds the activations of one block and, for one batch, the hidden states between all blocks. `gradients` also
+keeps the gradients that it returns.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from compressx.runtime.finite import all_finite, finite, refuse_damage
 from compressx.runtime.ranks import ALONE, Ranks
 
 ROW_WINDOWS = 32
-"""Windows that linears' outputs are measured on: a mean over tokens, of which these hold thousands."""
+"""Windows for linears' outputs: enough for a mean over thousands of tokens."""
 
 CHANNEL_WINDOWS = 8
-"""Windows that channels are measured on where nobody reads sensitivities of linears; 24 others differ by 3%."""
+"""Windows for channels when no sensitivities of linears are measured; 24 other windows differ by 3%."""
 
 _TOKENS_AT_ONCE = 64
-"""Tokens whose distribution functions, float64 [tokens, vocabulary], are in memory at once."""
+"""Tokens whose distribution functions, float64 [tokens, vocabulary], are in memory at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,10 +42,10 @@ class FisherDiagonal:
     """Mean squared gradients of the dense model's loss: diagonals of its Fisher matrix.
 
     Attributes:
-        linears: of each output of each linear, by linear: the mean over tokens, float32 [out_features].
-        channels: of what leaves each block, by block: each channel's share of a token's squared gradient, the mean
-            over tokens, float32 [width]. Of shares, since the gradients of a few tokens are thousands of times larger
-            or smaller than the others'. Of all blocks, or of none where they were not measured.
+        linears: for each linear, the mean over tokens of its squared output gradients, float32 [out_features].
+        channels: for each block, each output channel's share of a token's squared gradient, the mean over tokens,
+            float32 [width]. Shares, because the gradients of a few tokens are thousands of times larger or smaller
+            than the others'. Holds all blocks, or none if they were not measured.
     """
 
     linears: Mapping[str, Tensor] = field(default_factory=dict)
@@ -59,22 +59,22 @@ def fisher_diagonal(
     """Measure mean squared gradients of the likelihood of labels drawn from the model.
 
     Args:
-        access: the model, its weights still dense.
+        access: the model, with dense weights.
         found: its blocks and linears.
-        names: of the linears that are measured, all inside the blocks.
-        batches: token ids, each [batch, tokens]. The first `ROW_WINDOWS` windows are read, or as many more as it takes
-            to reach every linear; without names `CHANNEL_WINDOWS`.
+        names: linears to measure, all inside the blocks.
+        batches: token ids, each [batch, tokens]. Reads the first `ROW_WINDOWS` windows, and more until every linear has
+            received a token; without names, `CHANNEL_WINDOWS`.
         ranks: the processes.
-        progress: called with how many windows are done, and how many there are at least.
+        progress: called with the windows done and the minimum total.
 
     Raises:
         ArtifactError: a weight that is not finite.
-        CalibrationError: a linear that no token of any process came through.
-        UnsupportedModelError: a model whose blocks cannot be run one at a time, whose numbers or gradients are not
-            finite, or whose loss does not react to a block at all.
+        CalibrationError: a linear that received no token in any process.
+        UnsupportedModelError: a model whose blocks cannot be run one at a time, whose activations or gradients are not
+            finite, or whose loss does not depend on a block.
     """
     device = access.device
-    wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, so that processes agree
+    wanted = {n: x for n, x in found.linears.items() if n in names}  # in the model's order, the same in all processes
     at = {
         fqn: SquaredGradients({n: x for n, x in wanted.items() if n.startswith(f"{fqn}.")}, device)
         for fqn in found.blocks
@@ -85,13 +85,13 @@ def fisher_diagonal(
     enough = max(1, (ROW_WINDOWS if wanted else CHANNEL_WINDOWS) // ranks.size)
     enough, seen = min(enough, sum(map(len, batches))), 0
     for batch in _parted(batches, enough):
-        if seen >= enough and all(its.reached for its in at.values()):
+        if seen >= enough and all(squares.reached for squares in at.values()):
             break
         progress(min(seen, enough), enough)
         seen += len(batch)
         for fqn, gradient in _backwards(access, found, batch, generator, at):
             shares[fqn] += shares_of(gradient.float()).sum(dim=(0, 1), dtype=torch.float64)
-    linears = {name: mean for its in at.values() for name, mean in its.means(ranks).items()}
+    linears = {name: mean for squares in at.values() for name, mean in squares.means(ranks).items()}
     return FisherDiagonal(linears, {fqn: _total_share(fqn, sums, ranks) for fqn, sums in shares.items()})
 
 
@@ -99,29 +99,29 @@ def gradients(
     access: Access, found: Architecture, wanted: Collection[str], batches: Sequence[Tensor], keep: Keep = in_memory,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> dict[str, list[Tensor]]:  # fmt: skip
-    """Return the gradients of the same loss with respect to what leaves some blocks.
+    """Return the gradients of the same loss with respect to the outputs of some blocks.
 
     Args:
-        access: the model, its weights still dense.
+        access: the model, with dense weights.
         found: its blocks.
-        wanted: names of those whose gradients are wanted.
+        wanted: names of the blocks.
         batches: token ids, each [batch, tokens].
-        keep: where they are kept: for each block as many numbers as the hidden states of all batches.
-        progress: called with how many windows are done, and how many there are.
+        keep: where to keep the gradients; each block's take as much space as the hidden states of all batches.
+        progress: called with the windows done and their total.
 
     Returns:
-        By block, batch by batch, [batch, tokens, width] in the model's dtype and on the CPU.
+        By block, for each batch [batch, tokens, width] in the model's dtype on the CPU.
 
     Raises:
-        ArtifactError: a weight that is not finite, or no room for a file.
-        UnsupportedModelError: a model whose blocks cannot be run one at a time, whose numbers or gradients are not
-            finite, or a block with gradients that are zero at half of the tokens or more.
+        ArtifactError: a weight that is not finite, or a full disk.
+        UnsupportedModelError: a model whose blocks cannot be run one at a time, whose activations or gradients are not
+            finite, or a block whose gradients are zero at half of the tokens or more.
     """
     at = {fqn: SquaredGradients({}, access.device) for fqn in found.blocks}
     generator = torch.Generator(access.device).manual_seed(0)
     names = [fqn for fqn in found.blocks if fqn in wanted]
     shape, dtype = (text_config(access.model).hidden_size,), access.model.dtype
-    # All room at once: small tensors made among large ones that go would leave the heap full of holes.
+    # Allocated up front: long-lived tensors among freed large ones would fragment the heap.
     kept = {fqn: [keep(torch.empty(batch.shape + shape, dtype=dtype)) for batch in batches] for fqn in names}
     for number, batch in enumerate(batches if names else ()):
         progress(sum(map(len, batches[:number])), sum(map(len, batches)))
@@ -130,28 +130,28 @@ def gradients(
                 kept[fqn][number].copy_(gradient)
             if fqn == names[0]:
                 break
-    for fqn, its in kept.items():
-        reached, tokens = sum(int(x.any(dim=-1).sum()) for x in its), sum(batch.numel() for batch in batches)
+    for fqn, parts in kept.items():
+        reached, tokens = sum(int(x.any(dim=-1).sum()) for x in parts), sum(batch.numel() for batch in batches)
         if 2 * reached <= tokens:
             raise UnsupportedModelError(
                 f"{fqn}: the gradient of the model's loss with respect to its output is zero at {tokens - reached} of "
-                f"{tokens} calibration tokens, so that what its errors cost cannot be told; if the model is not "
+                f"{tokens} calibration tokens, so the cost of its errors cannot be measured; if the model is not "
                 "broken, model.dtype may be too narrow"
             )
     return kept
 
 
 def divergences(change: Tensor, gradient: Tensor) -> Tensor:
-    """Return by how much the model's predictions diverge when what leaves a block changes, to second order.
+    """Estimate the divergence of the model's predictions caused by a change of a block's output, to second order.
 
-    The Kullback-Leibler divergence of predictions that change by little is half of the change's square in the Fisher
-    matrix (Kullback, "Information Theory and Statistics", 1959, section 2.6), which is the mean of the gradient's outer
-    product over labels drawn from the predictions. Of each token a single draw is taken, and that changes of different
-    tokens go together is left out: their mean over thousands of tokens is what means something.
+    For a small change d of the output, the Kullback-Leibler divergence of the predictions is d^T F d / 2 (Kullback,
+    "Information Theory and Statistics", 1959, section 2.6). The Fisher matrix F is the mean of the gradients' outer
+    products over labels drawn from the predictions. Here each token has a single draw, and interactions between tokens
+    are neglected, so only the mean over thousands of tokens is meaningful.
 
     Args:
-        change: of what leaves the block, [batch, tokens, width].
-        gradient: of the loss at it, as `gradients` gives it.
+        change: change of the block's output, [batch, tokens, width].
+        gradient: of the loss with respect to the output, as from `gradients`.
 
     Returns:
         float32 [batch, tokens], in nats.
@@ -160,14 +160,14 @@ def divergences(change: Tensor, gradient: Tensor) -> Tensor:
 
 
 def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a label for each token, drawn from a model's predictions, int64 [tokens].
+    """Draw a label for each token from a model's predictions, int64 [tokens].
 
-    What `torch.multinomial` does, in less than half of its time: it draws a number for each entry of the vocabulary,
-    here a token has one, which is looked up in the distribution function.
+    Equivalent to `torch.multinomial` in less than half of its time: that draws a number for each entry of the
+    vocabulary, this one per token, which is looked up in the distribution function.
 
     Args:
         logits: float32 [tokens, vocabulary].
-        generator: of their device.
+        generator: on the same device.
     """
     drawn = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64, device=logits.device)
     labels = []
@@ -178,7 +178,7 @@ def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _parted(batches: Sequence[Tensor], first: int) -> list[Tensor]:
-    """Return the first windows in batches of the same size, and then each of the others by itself."""
+    """Return the first windows in batches of the same size, then each of the others as a batch of one."""
     windows = torch.cat(list(batches)) if batches else torch.empty(0)
     if len(windows) <= first:
         return list(batches)
@@ -186,7 +186,7 @@ def _parted(batches: Sequence[Tensor], first: int) -> list[Tensor]:
 
 
 def _total_share(fqn: str, sums: Tensor, ranks: Ranks) -> Tensor:
-    """Return each channel's share of the squared gradients of all processes, from the sums of this one.
+    """Return each channel's share of the squared gradients, summed over all processes.
 
     Raises:
         UnsupportedModelError: gradients that are all zero.
@@ -194,7 +194,7 @@ def _total_share(fqn: str, sums: Tensor, ranks: Ranks) -> Tensor:
     ranks.all_reduce_(sums)
     if not sums.any():
         raise UnsupportedModelError(
-            f"{fqn}: the model's loss does not react to its output on the calibration text, all gradients are zero; "
+            f"{fqn}: the model's loss does not depend on its output: all gradients on the calibration text are zero; "
             "if the model is not broken, model.dtype may be too narrow"
         )
     return (sums / sums.sum()).float()
@@ -203,10 +203,10 @@ def _total_share(fqn: str, sums: Tensor, ranks: Ranks) -> Tensor:
 def _backwards(
     access: Access, found: Architecture, batch: Tensor, generator: torch.Generator, at: Mapping[str, SquaredGradients]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each block, the last first, with the gradient of a batch with respect to what leaves it.
+    """Yield each block from last to first, with the gradient of a batch's loss with respect to its output.
 
     Raises:
-        UnsupportedModelError: numbers or gradients that are not finite.
+        UnsupportedModelError: activations or gradients that are not finite.
     """
     order = list(found.blocks)
     ids = batch.to(access.device)
@@ -225,7 +225,7 @@ def _backwards(
 
 
 def _checked(gradient: Tensor, fqn: str) -> Tensor:
-    """Return the gradient with respect to a block's output, or refuse it."""
+    """Return the gradient with respect to a block's output if it is finite."""
     if not all_finite(gradient):
         raise UnsupportedModelError(
             f"{fqn}: the gradient of the model's loss with respect to its output has NaN or infinite values on the "
@@ -237,9 +237,9 @@ def _checked(gradient: Tensor, fqn: str) -> Tensor:
 def _of_likelihood(
     model: nn.Module, blocks: Mapping[str, nn.Module], ids: Tensor, state: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """Return the gradient of the loss with respect to what leaves the last block [batch, tokens, width]."""
+    """Return the gradient of the loss with respect to the last block's output [batch, tokens, width]."""
     of_windows = []
-    # One window at a time: its logits are large enough.
+    # One window at a time: its logits are large.
     for window, hidden in zip(torch.split(ids, 1), torch.split(state, 1), strict=True):
         x = hidden.detach().requires_grad_(True)
         with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Hooks on a model's linears, wherever their weights are: what each is handed, and what it gives."""
+"""Hooks on the inputs and outputs of a model's linears, fused experts included."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.overrides import TorchFunctionMode
 from compressx.api.pruner import Linear
 
 Take: TypeAlias = Callable[[str, Tensor], None]
-"""Gets a linear's name, and [batch, tokens, features], or [tokens, features] behind a router."""
+"""Called with a linear's name and [batch, tokens, features], or [tokens, features] behind a router."""
 
 
 @contextmanager
 def inputs_watched(linears: Mapping[str, Linear], take: Take) -> Iterator[None]:
-    """Hand the name and the input of each of some linears to `take` before it is called, for the length of a `with`."""
+    """Call `take` with the name and input of each linear before it runs, inside the `with`."""
     with ExitStack() as hooks:
         for name, linear in _plain(linears).items():
 
@@ -32,7 +32,7 @@ def inputs_watched(linears: Mapping[str, Linear], take: Take) -> Iterator[None]:
 
 @contextmanager
 def outputs_watched(linears: Mapping[str, Linear], take: Take) -> Iterator[None]:
-    """Hand the name and the output of each of some linears to `take` once it is there, for the length of a `with`."""
+    """Call `take` with the name and output of each linear after it runs, inside the `with`."""
     with ExitStack() as hooks:
         for name, linear in _plain(linears).items():
 
@@ -52,8 +52,8 @@ def _plain(linears: Mapping[str, Linear]) -> dict[str, Linear]:
 def _experts_watched(linears: Mapping[str, Linear], before: Take, after: Take) -> Iterator[None]:
     """Watch the products with slices of fused expert parameters, if there are any.
 
-    Fused experts are no modules, so they have no hooks. Transformers' plain implementation multiplies with one slice
-    at a time through `torch.nn.functional.linear`, where the slice's address tells the expert.
+    Fused experts are not modules, so they have no hooks. The eager implementation of transformers multiplies by one
+    slice at a time with `torch.nn.functional.linear`, where the slice's address identifies the expert.
     """
     experts = [linear for linear in linears.values() if linear.expert is not None]
     if not experts:

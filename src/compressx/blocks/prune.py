@@ -1,7 +1,7 @@
-"""Pruning, block by block: observe a still unpruned block, decide, write, reconstruct, give the next block its input.
+"""Block by block pruning: observe a dense block, decide, write, reconstruct, compute the next block's input.
 
-Statistics of a block come from one forward of the unpruned block over the outputs of the already pruned ones. No
-concrete pruner is known here, and what was written is counted.
+Statistics of a block come from one forward pass of the dense block over the outputs of the pruned blocks before it.
+Reported sparsities are counted from the masks that were written.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from compressx.runtime.ranks import ALONE, Ranks
 from compressx.training.reconstruct import Passage, reconstruct
 
 _MEASURED_TOKENS = 2048
-"""Calibration tokens, at least, on which a block's error is measured: a few, since each is two more passes."""
+"""Minimum of calibration tokens to measure a block's error on; few, since they cost two more forward passes."""
 
 
 @dataclass(frozen=True, eq=False)
 class PrunedBlock:
-    """What was done to one block: its report, and by linear name its masks and the matrices to be seen.
+    """The result of pruning one block: its report, and its masks and images by linear name.
 
-    Objects that a pruner gave to several linears are one object here, too. `streams` is what enters the next block;
-    pruning that one changes it.
+    Objects that a pruner shares between linears are shared here too. `streams` holds the inputs of the next block;
+    pruning that block modifies them.
     """
 
     report: BlockReport
@@ -52,11 +52,11 @@ class PrunedBlock:
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """Where an interrupted run had got to.
+    """The progress of an interrupted run.
 
     Attributes:
-        fqn: the last block that was pruned.
-        streams: what enters the next one.
+        fqn: the last pruned block.
+        streams: inputs of the next block.
     """
 
     fqn: str
@@ -71,22 +71,22 @@ def prune_model(
 
     Args:
         access: a transformers causal language model in evaluation mode.
-        plan: what to do.
+        plan: the patterns and pruners of its linears.
         batches: calibration token ids, each [batch, tokens]; empty when the plan needs no calibration.
-        finished: where an interrupted run had got to; from the start when absent.
-        keep: where hidden states are kept between blocks.
-        ranks: the processes, each with batches of its own; all end with the same weights.
-        fisher: mean squared gradients of the dense model's loss on these batches: of linears' outputs for the pruners
-            that read them, of blocks' outputs as what errors there count in block reconstruction; absent, they count
-            by the sizes of channels.
+        finished: the progress of an interrupted run to resume; from the start when absent.
+        keep: where to keep hidden states between blocks.
+        ranks: the processes, each with its own batches; all end with the same weights.
+        fisher: mean squared gradients of the dense model's loss on these batches: sensitivities of linears' outputs for
+            the pruners that need them, and error weights of blocks' output channels for block reconstruction. Without
+            the latter, channels are weighted by their size.
 
     Yields:
-        One value for each block that the plan touches, after it was pruned and while its weights are still there, and
-        at the end one for linears outside the blocks if the plan names any.
+        The result for each block that the plan changes, while the block's weights are still loaded, and finally one for
+        the linears outside the blocks if the plan has any.
 
     Raises:
-        PluginError: a pruner that returns what it must not; the message names it and the layer.
-        UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose numbers are not finite.
+        PluginError: a pruner that returns an invalid result; the message names the pruner and the layer.
+        UnsupportedModelError: a model whose blocks cannot be run one at a time, or whose activations are not finite.
     """
     found = survey(access.model)
     batches = [ids.to(access.device) for ids in batches] if plan.needs_calibration else []
@@ -100,7 +100,7 @@ def prune_model(
         pruned = pruning.inside(block, runs, streams, started)
         if pruned.report.layers:
             yield pruned
-        del pruned  # not to be held while the next block needs the room
+        del pruned  # free its memory before the next block
         started = time.perf_counter()
     if plan.in_block(OUTSIDE) and start < len(order):
         with access.materialise(OUTSIDE):
@@ -110,8 +110,8 @@ def prune_model(
 def _entering(
     access: Access, found: Architecture, plan: Plan, batches: Sequence[Tensor], finished: Finished | None, keep: Keep
 ) -> tuple[Streams, Mapping[str, Sequence[BlockCall]]]:
-    """Return what enters the first block that is not finished, and the arguments of every block."""
-    if finished is not None:  # what enters the first block is not wanted
+    """Return the inputs of the first unfinished block, and the arguments of every block."""
+    if finished is not None:  # the inputs of the first block are not needed
         return finished.streams, capture(access, found, batches, lambda state: state[:0])[1]
     states, calls = capture(access, found, batches, keep)
     return Streams(states, [keep(x.clone()) for x in states] if plan.reconstruct_block else ()), calls
@@ -119,15 +119,15 @@ def _entering(
 
 @dataclass(frozen=True, eq=False)
 class _Pruning:
-    """What stays the same from block to block.
+    """The inputs that are common to all blocks.
 
     Attributes:
         model: the model.
-        plan: what to do.
-        pruners: of each rule.
+        plan: the patterns and pruners of its linears.
+        pruners: the pruner of each rule.
         ranks: the processes.
         fisher: mean squared gradients of the dense model's loss.
-        last: index of the last block that is pruned, after which nobody wants hidden states.
+        last: index of the last block to prune; hidden states are not needed after it.
     """
 
     model: Any
@@ -139,7 +139,7 @@ class _Pruning:
 
     @torch.no_grad()
     def inside(self, block: Block, runs: Sequence[Run], streams: Streams, started: float) -> PrunedBlock:
-        """Prune a decoder block where the plan touches it, train its survivors where asked, and advance the streams."""
+        """Prune and reconstruct a decoder block if the plan does, and advance the streams."""
         block = replace(block, sensitivities=self.fisher.linears)
         if self.plan.reconstruct_block:
             advance(block.fqn, runs, streams.dense)
@@ -163,7 +163,7 @@ class _Pruning:
 
     @torch.no_grad()
     def outside(self, found: Architecture, batches: Sequence[Tensor], states: Sequence[Tensor]) -> PrunedBlock:
-        """Prune what lies outside the blocks: run the model around them, the last block giving its recorded output."""
+        """Prune the linears outside the blocks, running the model with the last block's recorded output."""
         started = time.perf_counter()
         block = Block(len(found.blocks), OUTSIDE, self.model, found.outside, (), text_config(self.model))
         observing = [
@@ -176,13 +176,12 @@ class _Pruning:
     def prune(
         self, block: Block, observing: Sequence[Callable[[], Any]]
     ) -> tuple[tuple[LayerReport, ...], dict[str, MaskEntry], dict[str, Mapping[str, Tensor]]]:
-        """Observe a block, decide for its linears and write what was decided."""
+        """Observe a block, decide masks and weights of its linears, and write them."""
         by_rule = self.plan.in_block(block.fqn)
         stats = gather(block, by_rule, self.pruners, observing, self.ranks)
         layers: dict[str, LayerReport] = {}
         masks, images = {}, {}
-        # By the identity of what a pruner may share between linears: a copy, and itself, so that no other takes its
-        # place.
+        # By the id of the pruner's object, which linears may share: its copy, and itself, to keep the id in use.
         infos: dict[int, tuple[dict[str, float], object]] = {}
         histories: dict[int, tuple[dict[str, tuple[float, ...]], object]] = {}
         for name, decision in decide_all(block, by_rule, self.pruners, stats, self.ranks):
@@ -204,13 +203,13 @@ class _Pruning:
 
 
 def _first(states: Sequence[Tensor]) -> int:
-    """Return how many batches, from the first, hold the tokens that a block's error is measured on."""
+    """Return how many of the first batches are needed for `_MEASURED_TOKENS` tokens."""
     tokens = accumulate(math.prod(state.shape[:-1]) for state in states)
     return next((i for i, seen in enumerate(tokens, start=1) if seen >= _MEASURED_TOKENS), len(states))
 
 
 def _output_error(observing: Sequence[Callable[[], Tensor]], dense: Sequence[Tensor]) -> float | None:
-    """Return how far the pruned block's output is from the dense block's, as `BlockReport` has it."""
+    """Return the relative error of the pruned block's output, see `BlockReport`."""
     if not dense:
         return None
     channels = channel_weights(dense)

@@ -1,7 +1,7 @@
-"""Squared gradients of a loss with respect to what each linear gives, gathered on the way back through one block.
+"""Squared gradients of a loss with respect to each linear's output, accumulated in the backward pass of a block.
 
 With g [tokens, out_features] the gradients at a linear's output, the mean over tokens of g^2 is the diagonal of the
-factor for outputs in the Kronecker-factored Fisher matrix of its weight (K-FAC, Martens and Grosse, arXiv 1503.05671).
+output factor in the Kronecker-factored Fisher matrix of its weight (K-FAC, Martens and Grosse, arXiv 1503.05671).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SquaredGradients:
 
     Args:
         linears: by name.
-        device: where to add up.
+        device: of the sums.
     """
 
     def __init__(self, linears: Mapping[str, Linear], device: torch.device) -> None:
@@ -33,41 +33,41 @@ class SquaredGradients:
 
     @property
     def reached(self) -> bool:
-        """Whether a token has come through every linear; experts may wait for theirs."""
+        """Whether every linear has received a token; experts may not have."""
         return all(self.tokens.values())
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Take in the gradient at a linear's output, [batch, tokens, out_features] or [tokens, out_features]."""
+        """Add the gradient at a linear's output, [batch, tokens, out_features] or [tokens, out_features]."""
         squares = gradient.float().square().flatten(0, -2)
         self.sums[name] += squares.sum(dim=0, dtype=torch.float64)
         self.tokens[name] += len(squares)
 
     def backward(self, run: Callable[[Tensor], Tensor], enters: Tensor, gradient: Tensor) -> Tensor:
-        """Go through a block forwards and backwards, and take in the gradients at its linears' outputs.
+        """Run a block forwards and backwards, and add the gradients at its linears' outputs.
 
         Args:
-            run: computes what leaves the block from what enters it.
-            enters: [batch, tokens, width].
-            gradient: of the loss with respect to what leaves.
+            run: computes the block's output from its input.
+            enters: the input, [batch, tokens, width].
+            gradient: of the loss with respect to the output.
 
         Returns:
-            The gradient with respect to what enters.
+            The gradient with respect to the input.
         """
         x = enters.detach().requires_grad_(True)
 
         def watch(name: str, output: Tensor) -> None:
-            output.register_hook(lambda its: self.add(name, its))  # type: ignore[no-untyped-call]
+            output.register_hook(lambda grad: self.add(name, grad))  # type: ignore[no-untyped-call]
 
         with torch.enable_grad(), outputs_watched(self.linears, watch):
             out = run(x)
-        # Of the input alone: no gradient of a weight is computed.
+        # With respect to the input only: weight gradients are not computed.
         return torch.autograd.grad(out, x, gradient.to(out.dtype))[0]
 
     def means(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
         """Return the means over all processes' tokens by linear name, float32 [out_features].
 
         Raises:
-            CalibrationError: a linear that no token came through: it would seem to matter to nothing.
+            CalibrationError: a linear that received no token, so its sensitivity is unknown.
             UnsupportedModelError: gradients that are not finite.
         """
         found = {}
@@ -76,8 +76,8 @@ class SquaredGradients:
             tokens = sum(ranks.all_gather(self.tokens[name]))
             if tokens == 0:
                 raise CalibrationError(
-                    f"no calibration token reached {name}, so that its sensitivity is not known; use more samples, or "
-                    "prune it by another pruner"
+                    f"no calibration token reached {name}, so its sensitivity is unknown; use more samples, or "
+                    "prune it with another pruner"
                 )
             if not all_finite(sums):
                 raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a model in memory: tasks by name, tasks by YAML file, and datasets of ours."""
+"""lm-evaluation-harness on a model in memory: tasks by name, tasks by YAML file, and a recipe's own datasets."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from compressx.runtime.errors import CalibrationError, RecipeError
 from compressx.runtime.quiet import quiet_libraries
 
 ROLLING_METRICS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
-"""What a `loglikelihood_rolling` task measures: per whitespace-separated word, and per UTF-8 byte."""
+"""The metrics of a `loglikelihood_rolling` task, per whitespace-separated word and per UTF-8 byte."""
 
 _BOOTSTRAP_DRAWS = 1000
-"""For standard errors that have no closed form; known to 2% then. The harness's own 100,000 take minutes."""
+"""Draws for standard errors without a closed form; gives them to 2%. The harness's default of 100,000 takes minutes."""
 
 
 def check_tasks(settings: LmEval) -> None:
-    """Check that every task exists and no name occurs twice, without loading a model or a dataset.
+    """Check that every task exists and that names are unique, without loading a model or a dataset.
 
-    The harness takes some 15 s to index its 14,000 files, so its names are cached, once for each version of it.
+    The harness takes about 15 s to index its 14,000 files, so the index is cached for each version of it.
 
     Raises:
-        RecipeError: an unknown task, with the nearest names, a file that is no task, a name that occurs twice, or a
-            task that a group in the list has, too.
+        RecipeError: an unknown task (with the nearest names), a file that defines no task, a repeated name, or a task
+            that is also part of a listed group.
     """
     names = [task.name if isinstance(task, RollingTask) else _checked_name(task) for task in settings.tasks]
     for name in names:
         if names.count(name) > 1:
             raise RecipeError(f"lm_eval.tasks: {name!r} occurs {names.count(name)} times; each task needs its own name")
         if name == "token_perplexity" or name in ROLLING_METRICS:
-            raise RecipeError(f"lm_eval.tasks: a task cannot be called {name!r}, the name of a figure; choose another")
+            raise RecipeError(f"lm_eval.tasks: a task cannot be named {name!r}, which is a metric; choose another name")
     index = _task_index() if _reads_index(settings) else {}
     held: dict[str, str] = {}
     for name, task in zip(names, settings.tasks, strict=True):
         for single in index[name].tasks if isinstance(task, str) and not is_file(task) else (name,):
             if held.setdefault(single, name) != name:
                 raise RecipeError(
-                    f"lm_eval.tasks: {held[single]!r} and {name!r} both have the task {single!r}, which the harness "
-                    "does not run twice; leave one of them out"
+                    f"lm_eval.tasks: {held[single]!r} and {name!r} both contain the task {single!r}, which the harness "
+                    "cannot run twice; remove one of them"
                 )
 
 
@@ -61,13 +61,13 @@ def run_tasks(
     """Run tasks through lm-evaluation-harness, quietly.
 
     Args:
-        model: a transformers causal language model; it is left in evaluation mode.
+        model: a transformers causal language model; left in evaluation mode.
         tokenizer: its tokenizer, which is not changed.
         settings: the tasks, as `check_tasks` accepts them.
-        rolling: the documents of each `RollingTask`, by its name; each is scored in windows as long as the model.
+        rolling: the documents of each `RollingTask`, by name; scored in windows of the model's maximum length.
 
     Returns:
-        By name of task or group, the metrics and, where there is one, the standard error (`acc_stderr`).
+        Metrics by task or group, with standard errors where available (`acc_stderr`).
 
     Raises:
         CalibrationError: a task's dataset cannot be fetched, or a perplexity is not finite.
@@ -80,17 +80,17 @@ def run_tasks(
         index = _task_index() if _reads_index(settings) else {}
         specs = [_spec(task, index, rolling) for task in settings.tasks]
         by_file = all(isinstance(spec, dict) or is_file(spec) for spec in specs)
-        # The tasks of a group that is given as a file are looked for beside it, and among the harness's own.
+        # The tasks of a group file are searched beside it and among the harness's own.
         beside = [str(_path(t).parent) for t in settings.tasks if isinstance(t, str) and _is_group_file(t)]
         try:
             with (
-                # One process for bootstrapping: its pool would fork a process that runs torch's threads.
+                # Bootstrap in this process: a pool would fork it while torch's threads run.
                 patch.dict("os.environ", {"DISABLE_MULTIPROC": "1"}),
-                # For records that nobody reads it would run git, which complains where there is no repository.
+                # Only for unused metadata, and git prints an error outside a repository.
                 patch("lm_eval.evaluator.get_git_commit_hash", lambda: None),
             ):
                 results = simple_evaluate(
-                    # the harness gives a tokenizer without a padding token one of its own
+                    # A copy: the harness adds a padding token where there is none.
                     HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=settings.batch_size),
                     tasks=specs,
                     limit=settings.limit,
@@ -106,7 +106,7 @@ def run_tasks(
 
 
 def _numbers(task: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Keep what was measured: `acc,none` becomes `acc`; a filter other than none stays in the name."""
+    """Extract the metrics: `acc,none` becomes `acc`; other filters stay in the name."""
     measured = {name.removesuffix(",none"): value for name, value in metrics.items() if "," in name}
     numbers = {name: float(value) for name, value in measured.items() if not isinstance(value, str)}
     for name in ROLLING_METRICS:
@@ -116,7 +116,7 @@ def _numbers(task: str, metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _spec(task: str | RollingTask, index: Mapping[str, _Indexed], rolling: Mapping[str, Sequence[str]]) -> Any:
-    """Return what the harness loads a task from: its name, the path of its YAML file, or a configuration."""
+    """Return a task as the harness takes it: a name, the path of a YAML file, or a configuration."""
     if isinstance(task, str):
         if is_file(task):
             return _name_in_file(_path(task)) if _is_group_file(task) else task
@@ -128,7 +128,7 @@ def _spec(task: str | RollingTask, index: Mapping[str, _Indexed], rolling: Mappi
         "test_split": "test",
         "output_type": "loglikelihood_rolling",
         "doc_to_text": "",
-        "doc_to_target": lambda document: document["text"],  # as text it would be a template
+        "doc_to_target": lambda document: document["text"],  # a string would be a template
     }
 
 
@@ -139,7 +139,7 @@ def _checked_name(task: str) -> str:
     if task not in (names := _task_index()):
         near = difflib.get_close_matches(task, names, n=5, cutoff=0.6)
         raise RecipeError(
-            f"lm_eval.tasks: no task is called {task!r}; "
+            f"lm_eval.tasks: no task is named {task!r}; "
             + (f"the nearest are {', '.join(near)}" if near else "no name is near")
             + "; `lm-eval ls tasks` lists them all, and a task of your own is given as the path of its .yaml file"
         )
@@ -147,7 +147,7 @@ def _checked_name(task: str) -> str:
 
 
 def is_file(task: str) -> bool:
-    """Tell whether a task is given as the path of a YAML file rather than by name."""
+    """Return whether a task is given as the path of a YAML file rather than by name."""
     return task.endswith((".yaml", ".yml"))
 
 
@@ -156,17 +156,17 @@ def _path(task: str) -> Path:
 
 
 def _is_group_file(task: str) -> bool:
-    """Tell whether a task is given as the YAML file of a group of tasks."""
+    """Return whether a task is the YAML file of a group."""
     return is_file(task) and "group" in _values_in_file(_path(task))
 
 
 def _reads_index(settings: LmEval) -> bool:
-    """Tell whether a task is given by its name."""
+    """Return whether any task is given by name."""
     return any(isinstance(task, str) and not is_file(task) for task in settings.tasks)
 
 
 def _name_in_file(path: Path) -> str:
-    """Read the name of a task or group from its YAML file; the file's own where an included file names it."""
+    """Read the name of a task or group from its YAML file; the file name if only an included file names the task."""
     values = _values_in_file(path)
     if not {"task", "group", "include"} & set(values):
         raise RecipeError(f"lm_eval.tasks: {path} names no task: expected the key task, group or include")
@@ -175,26 +175,26 @@ def _name_in_file(path: Path) -> str:
 
 
 def _values_in_file(path: Path) -> dict[str, Any]:
-    """Read the keys of a YAML file of the harness."""
+    """Read the top-level keys of a harness YAML file."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
     if not path.is_file():
         raise RecipeError(f"lm_eval.tasks: no such file: {path} (looked in {Path.cwd()})")
     try:
-        node = YAML().compose(path)  # composed, not constructed: `!function` would run code
+        node = YAML().compose(path)  # compose does not construct: `!function` would run code
         return {str(key.value): value.value for key, value in node.value}
     except (YAMLError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as error:
-        raise RecipeError(f"lm_eval.tasks: {path} is not the YAML of a task: {error}") from error
+        raise RecipeError(f"lm_eval.tasks: {path} is not a valid task file: {error}") from error
 
 
 @dataclass(frozen=True)
 class _Indexed:
-    """A name that the harness knows.
+    """An entry of the harness's index.
 
     Attributes:
         file: the YAML file of a task; None for a group or tag.
-        tasks: what a group has in it, through its groups and tags; the name alone for a task or tag.
+        tasks: all tasks of a group, nested groups and tags included; the name itself for a task or tag.
     """
 
     file: str | None
@@ -202,7 +202,7 @@ class _Indexed:
 
 
 def _task_index() -> dict[str, _Indexed]:
-    """Return every name that the harness knows."""
+    """Return the harness's index of tasks, groups and tags, by name."""
     import lm_eval.tasks
 
     def build() -> dict[str, tuple[str | None, list[str]]]:
@@ -211,7 +211,7 @@ def _task_index() -> dict[str, _Indexed]:
         known, groups, single = manager.task_index, set(manager.all_groups), set(manager.all_subtasks)
 
         def tasks_of(member: str | dict[str, Any], group: str) -> Iterator[str]:
-            """Yield the tasks of what a group lists: a name that is known, or one that only this group has."""
+            """Yield the tasks of a group's member: an indexed name, or a task defined inside the group."""
             name = member if isinstance(member, str) else str(member.get("group", member.get("task")))
             if name in groups:
                 yield from (task for listed in known[name].cfg["task"] for task in tasks_of(listed, name))
@@ -230,13 +230,13 @@ def _task_index() -> dict[str, _Indexed]:
 
     folder = str(Path(lm_eval.tasks.__file__).parent)
     key = {"lm_eval": metadata.version("lm_eval"), "folder": folder, "of each": ["file", "tasks"]}
-    told = cached(key, build, cache_folder() / "harness")
-    return {name: _Indexed(file, tuple(tasks)) for name, (file, tasks) in told.items()}
+    index = cached(key, build, cache_folder() / "harness")
+    return {name: _Indexed(file, tuple(tasks)) for name, (file, tasks) in index.items()}
 
 
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Put every global random state back: the harness seeds them all, and pruning must not depend on that."""
+    """Restore every global random state: the harness seeds them all, and pruning must not depend on that."""
     import numpy as np
 
     python, numpy_state = random.getstate(), np.random.get_state()

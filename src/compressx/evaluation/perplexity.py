@@ -1,7 +1,7 @@
-"""What pruning cost: token perplexity in fixed windows, and tasks of lm-evaluation-harness.
+"""Evaluation: token perplexity in fixed windows, and tasks of lm-evaluation-harness.
 
-The two perplexities are different numbers, so each keeps its name: `token_perplexity` is what SparseGPT and Wanda
-publish, `word_perplexity` and `byte_perplexity` are the harness's, per whitespace-separated word and per byte.
+The perplexities are different metrics: `token_perplexity` is the one that SparseGPT and Wanda report;
+`word_perplexity` and `byte_perplexity` are the harness's, per whitespace-separated word and per byte.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from compressx.runtime.errors import CalibrationError
 
 Progress: TypeAlias = Callable[[int, int], None]
 Figures: TypeAlias = dict[str, float | dict[str, float]]
-"""By full name: `token_perplexity`, and for each harness task (or group) its metrics, such as
-`{"arc_easy": {"acc": 0.61, "acc_stderr": 0.01}}`. With exactly one task that has them, also `word_perplexity`,
-`byte_perplexity` and `bits_per_byte` at the top."""
+"""Metrics by name: `token_perplexity`, and for each harness task or group a dict such as
+`{"arc_easy": {"acc": 0.61, "acc_stderr": 0.01}}`. If exactly one task has them, `word_perplexity`, `byte_perplexity`
+and `bits_per_byte` also appear at the top level."""
 
 _LOGITS_IN_FLOAT32 = 2**24
-"""How many logits are held in float32 at a time: 64 MiB, a few hundred positions of a large vocabulary."""
+"""Logits converted to float32 at a time: 64 MiB, a few hundred positions of a large vocabulary."""
 
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
@@ -44,18 +44,18 @@ _LARGEST_EXPONENT = math.log(sys.float_info.max)
 def token_perplexity(
     access: Access, windows: Tensor, *, batch_size: int = 4, progress: Progress | None = None
 ) -> float:
-    """Measure exp of the mean negative log-likelihood of a token, as SparseGPT (arXiv 2301.00774) and Wanda report.
+    """Compute exp of the mean negative log-likelihood per token, as reported by SparseGPT (arXiv 2301.00774) and Wanda.
 
-    Each window is predicted on its own, from its second token on: T - 1 predictions of T tokens.
+    Windows are independent. The first token of each is not predicted: T tokens give T - 1 predictions.
 
     Args:
-        access: a transformers causal language model; its training mode is put back afterwards.
+        access: a transformers causal language model; its training mode is restored afterwards.
         windows: int64 [windows, T].
-        batch_size: windows in one forward pass; changes speed and memory, not the result.
-        progress: called with the windows done and all windows.
+        batch_size: windows per forward pass; affects speed and memory, not the result.
+        progress: called with the number of windows done and their total.
 
     Returns:
-        The perplexity. Likelihoods are float32 at least and are added up in float64.
+        The perplexity. Likelihoods are at least float32 and summed in float64.
 
     Raises:
         CalibrationError: a window whose likelihood is not finite, or so low that exp overflows.
@@ -70,8 +70,8 @@ def token_perplexity(
                 mean = loss / (len(ids) - 1)
                 if not mean < _LARGEST_EXPONENT:
                     raise CalibrationError(
-                        f"evaluation window {index} of {len(windows)}: the mean negative log-likelihood is {mean}, so "
-                        f"there is no perplexity; the model's weights are broken, or {logits.dtype} overflows"
+                        f"evaluation window {index} of {len(windows)}: the mean negative log-likelihood is {mean}, "
+                        f"not a finite perplexity; the model's weights are broken, or {logits.dtype} overflows"
                     )
                 total += loss
             if progress is not None:
@@ -84,29 +84,29 @@ class Texts:
     """The text of an evaluation.
 
     Attributes:
-        windows: for token perplexity, int64 [windows, T]; None when it is not asked for.
-        rolling: documents by rolling task.
+        windows: for token perplexity, int64 [windows, T]; None when it is not measured.
+        rolling: documents of each rolling task, by name.
     """
 
     windows: Tensor | None
     rolling: Mapping[str, Sequence[str]]
 
     def fingerprint(self) -> list[str]:
-        """Hash each of them."""
+        """Return a hash of each text."""
         windows = [] if self.windows is None else [fingerprint(self.windows)]
         return [*windows, *(_sha256(json.dumps([name, *read])) for name, read in self.rolling.items())]
 
 
 def read_texts(settings: Evaluate, tokenizer: Any, *, max_positions: int | None = None) -> Texts:
-    """Read what an evaluation needs, for which no weights have to be there.
+    """Read the text of an evaluation; needs no weights.
 
     Args:
-        settings: what will be measured.
+        settings: the recipe's `evaluate` section.
         tokenizer: the model's.
-        max_positions: how many positions the model has; None when that is checked already.
+        max_positions: the model's maximum context; None when it was already checked.
 
     Raises:
-        CalibrationError: text that cannot be had, or is too short for the windows asked for.
+        CalibrationError: text that cannot be read, or is too short for the windows.
     """
     windows = None
     if (wanted := settings.token_perplexity) is not None:
@@ -118,7 +118,7 @@ def read_texts(settings: Evaluate, tokenizer: Any, *, max_positions: int | None 
             max_positions=max_positions,
         )
     tasks = settings.lm_eval.tasks if settings.lm_eval is not None else []
-    # the harness counts a word in a document that has none
+    # The harness counts one word in a document without words.
     rolling = {
         t.name: [d for d in documents(t.dataset, "evaluation") if d.strip()]
         for t in tasks
@@ -130,21 +130,21 @@ def read_texts(settings: Evaluate, tokenizer: Any, *, max_positions: int | None 
 def evaluate(
     access: Access, tokenizer: Any, settings: Evaluate, texts: Texts, *, progress: Progress | None = None
 ) -> Figures:
-    """Measure everything that a recipe's `evaluate` section asks for.
+    """Compute every metric of a recipe's `evaluate` section.
 
     Args:
         access: a transformers causal language model.
         tokenizer: its tokenizer; neither is changed.
-        settings: what to measure.
-        texts: what `read_texts` read for that.
-        progress: called with the windows of token perplexity done and all windows; harness tasks are not counted.
+        settings: the recipe's `evaluate` section.
+        texts: the result of `read_texts` for these settings.
+        progress: called with the windows of token perplexity done and their total; harness tasks are not counted.
 
     Returns:
-        The figures by name, see `Figures`.
+        The metrics by name, see `Figures`.
 
     Raises:
         RecipeError: an unknown task.
-        CalibrationError: a figure that is not finite, or a harness task's text that cannot be had.
+        CalibrationError: a metric that is not finite, or a harness dataset that cannot be fetched.
     """
     figures: Figures = {}
     if settings.lm_eval is not None:
@@ -166,17 +166,17 @@ def evaluate_cached(
     access: Access, tokenizer: Any, settings: Evaluate, texts: Texts, model_fingerprint: str, *,
     progress: Progress | None = None,
 ) -> Figures:  # fmt: skip
-    """Do as `evaluate`, or return what the same model gave before on the same text with the same libraries.
+    """Do as `evaluate`, or return the cached metrics of the same model, text and library versions.
 
-    Tasks given as a YAML file are always measured, since nobody knows what else such a task reads.
+    Tasks given as a YAML file are never cached, since such a task may read other files.
 
     Args:
         access: as for `evaluate`.
         tokenizer: as for `evaluate`.
         settings: as for `evaluate`.
         texts: as for `evaluate`.
-        model_fingerprint: stands for the weights, such as `access.weights_fingerprint` returns.
-        progress: as for `evaluate`; not called when the figures were cached.
+        model_fingerprint: hash of the weights, as returned by `access.weights_fingerprint`.
+        progress: as for `evaluate`; not called for cached metrics.
     """
     if any(isinstance(t, str) and is_file(t) for t in (settings.lm_eval.tasks if settings.lm_eval else ())):
         return evaluate(access, tokenizer, settings, texts, progress=progress)
@@ -197,7 +197,7 @@ def evaluate_cached(
 
 
 def _negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
-    """Sum the negative log-likelihood of targets [n] under logits [n, vocabulary], a few rows in float32 at a time."""
+    """Sum the negative log-likelihood of targets [n] under logits [n, vocabulary], converting a few rows at a time."""
     rows = max(1, _LOGITS_IN_FLOAT32 // logits.shape[-1])
     dtype = torch.promote_types(logits.dtype, torch.float32)
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
@@ -209,7 +209,7 @@ def _negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
 
 @contextlib.contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, and afterwards every module back into its own."""
+    """Put a model in evaluation mode, and restore the mode of every module afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -220,7 +220,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _tokenizing(tokenizer: Any) -> str:
-    """Return what decides how a task's text is tokenized: vocabulary, normalization, splitting, special tokens."""
+    """Describe how a tokenizer splits text: vocabulary, normalization, splitting, special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     whole = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
     adds = [getattr(tokenizer, name, None) for name in ("add_bos_token", "add_eos_token", "model_max_length")]

@@ -1,4 +1,4 @@
-"""Models and masks that were written: measured again, and masks put on another checkpoint."""
+"""Evaluate saved models, and apply saved masks to another checkpoint."""
 
 from __future__ import annotations
 
@@ -30,52 +30,51 @@ from compressx.runtime.errors import ArtifactError, RecipeError
 from compressx.runtime.files import os_errors_named
 
 _SOURCE: TypeAdapter[ModelSource] = TypeAdapter(ModelField)
-_USUAL: Mapping[str, Any] = {"token_perplexity": {"dataset": "wikitext", "sequence_length": 2048}}
+_DEFAULT: Mapping[str, Any] = {"token_perplexity": {"dataset": "wikitext", "sequence_length": 2048}}
 
 
-class _Asked(Strict):
+class _Section(Strict):
     evaluate: Evaluate
 
 
 def source_of(
     model: str, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False
 ) -> ModelSource:
-    """Read what a command line calls a model: an output folder, a model's folder, a .gguf file or a hub id.
+    """Parse a model argument: an output folder, a model folder, a .gguf file or a hub id.
 
     Raises:
-        RecipeError: a revision of what is no model on the hub.
+        RecipeError: a revision for a model that is not on the hub.
     """
     inner = Path(model).expanduser() / "model"
     name = str(inner) if (inner / "config.json").is_file() else model
     source = _SOURCE.validate_python(name)
     if revision is not None and source.id is None:
-        raise RecipeError(f"--revision {revision}: only a model on the hub has revisions, and {model} is a path")
-    told = {"dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
-    return source.model_copy(update=told)
+        raise RecipeError(f"--revision {revision}: {model} is a path, and only hub models have revisions")
+    return source.model_copy(update={"dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code})
 
 
 def measures(recipe: Path | None, overrides: Sequence[str]) -> Evaluate:
-    """Return what is to be measured: a recipe's `evaluate` section, or token perplexity on WikiText-2.
+    """Return the evaluation settings: a recipe's `evaluate` section, or token perplexity on WikiText-2.
 
     Args:
         recipe: a recipe with that section.
-        overrides: `evaluate.KEY=VALUE`, as `--set` takes them.
+        overrides: `evaluate.KEY=VALUE`, as for `--set`.
 
     Raises:
-        RecipeError: what is wrong with them, or a recipe without that section.
-        CalibrationError: local text that is not there.
+        RecipeError: an invalid setting, or a recipe without that section.
+        CalibrationError: a local text file that does not exist.
     """
     if recipe is not None:
         settings = load_recipe(recipe, overrides).recipe.evaluate
         if settings is None:
-            raise RecipeError(f"{recipe}: it has no evaluate section; add one, or leave --recipe out")
+            raise RecipeError(f"{recipe}: no evaluate section; add one, or omit --recipe")
     else:
-        root: Node = from_python({"evaluate": dict(_USUAL)}, "--set")
+        root: Node = from_python({"evaluate": dict(_DEFAULT)}, "--set")
         for assignment in overrides:
             root = override(root, assignment)
-        settings = validated(_Asked, root.plain(), root.where).evaluate
+        settings = validated(_Section, root.plain(), root.where).evaluate
     if settings.token_perplexity is None and settings.lm_eval is None:
-        raise RecipeError(f"{recipe or '--set'}: evaluate asks for nothing; give it token_perplexity, lm_eval, or both")
+        raise RecipeError(f"{recipe or '--set'}: evaluate is empty; give it token_perplexity, lm_eval, or both")
     for dataset in settings.datasets().values():
         check_dataset(dataset)
     if settings.lm_eval is not None:
@@ -91,20 +90,20 @@ def evaluate_saved(
     device: Device = "auto",
     progress: Progress | None = None,
 ) -> Figures:
-    """Measure a model, with masks put on it first if there are some; the model is then loaded whole.
+    """Evaluate a model, with masks applied first if given; the model is then loaded completely into memory.
 
     Args:
         source: the model.
-        settings: what to measure.
+        settings: the metrics to compute.
         masks: a file of masks to apply.
         device: where the model runs.
         progress: as for `evaluate`.
 
     Returns:
-        The figures by name.
+        The metrics by name.
 
     Raises:
-        CompressxError: anything that the user can mend.
+        CompressxError: an error that the user can fix.
     """
     where = device_for(device)
     checkpoint = find_checkpoint(source)
@@ -120,13 +119,13 @@ def evaluate_saved(
 
 @dataclass(frozen=True)
 class Applied:
-    """What putting masks on a model changed.
+    """The changes made by applying masks to a model.
 
     Attributes:
-        masked: how many linears have a mask.
-        linears: how many the model has in its blocks, and masks outside of them.
-        before: by name, how many weights the masks dropped that were not zero before, and how many were zero that they
-            keep; names without either are left out.
+        masked: number of linears with a mask.
+        linears: number of linears in the model's blocks, plus masked ones outside them.
+        before: by name, how many dropped weights were not zero before, and how many kept ones were zero; names with
+            neither are left out.
     """
 
     masked: int
@@ -135,16 +134,16 @@ class Applied:
 
 
 def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: bool = False) -> Applied:
-    """Put saved masks on a model of the same shapes, such as a fine-tuned one, and save it in a folder of its own.
+    """Apply saved masks to a model of the same shapes, such as a fine-tuned one, and save it to a new folder.
 
     Args:
         masks: the file of masks.
         source: the model.
-        output: the folder to make: `model/` with its tokenizer, and `masks.safetensors`, as a run leaves them.
-        original: also require that the weights are those that were pruned, byte for byte.
+        output: the folder to create, with `model/` (including the tokenizer) and `masks.safetensors`, as after a run.
+        original: also require that the weights are the ones that were pruned, byte for byte.
 
     Raises:
-        ArtifactError: masks that do not fit the model, an output that is there already, files that cannot be written.
+        ArtifactError: masks that do not fit the model, an existing output, or files that cannot be written.
     """
     output = output.expanduser()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

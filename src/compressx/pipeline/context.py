@@ -1,4 +1,4 @@
-"""What a run was asked for, which all its stages need."""
+"""The context that all stages of a run share."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Stage: TypeAlias = Literal[
     "evaluate finetuned",
 ]  # fmt: skip
 Progress: TypeAlias = Callable[[Stage, int, int, str], None]
-"""Told the stage, how much of it is done, how much there is, and what else there is to say: the loss, or nothing."""
+"""Called with the stage, the steps done, the total, and a note such as the loss, or an empty string."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """A run's recipe and surroundings.
+    """A run's recipe and environment.
 
     Attributes:
         loaded: the recipe.
-        plugins: what it can name.
-        progress: who is told how far the run has got; None on all processes but the first.
+        plugins: the loaded plugins.
+        progress: the progress callback; None on all processes but the first.
         device: where the model runs.
         ranks: the processes.
-        timing: of the stages.
+        timing: seconds of each stage.
     """
 
     loaded: LoadedRecipe
@@ -41,7 +41,7 @@ class RunContext:
     ranks: Ranks
     timing: Timing = field(default_factory=Timing)
 
-    def tell(self, stage: Stage, done: int, total: int, note: str = "") -> None:
-        """Say how far a stage has got."""
+    def report_progress(self, stage: Stage, done: int, total: int, note: str = "") -> None:
+        """Call the progress callback, if there is one."""
         if self.progress is not None:
             self.progress(stage, done, total, note)

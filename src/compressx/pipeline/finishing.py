@@ -1,4 +1,4 @@
-"""The stages of a run after its last block is pruned: fine-tuning, evaluation, the saved model, the reports."""
+"""The stages of a run after pruning: fine-tuning, evaluation, saving the model, the reports."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Pruned:
         checkpoint: of the dense model.
         tokenizer: the model's.
         access: the model.
-        plan: what was done to it.
-        allocation: how its sparsities were chosen, if they were.
-        blocks: what is known of each block.
-        dense: what was measured of the dense model, by `dense`; empty when the recipe evaluates nothing.
-        texts: what is measured on, or None.
-        training: the windows to fine-tune on [windows, tokens], or None.
+        plan: the executed plan.
+        allocation: the allocation's report, or None without one.
+        blocks: the finished blocks.
+        dense: the dense model's figures under the key `dense`; empty when the recipe evaluates nothing.
+        texts: evaluation text, or None.
+        training: token ids to fine-tune on, [windows, tokens], or None.
     """
 
     checkpoint: Checkpoint
@@ -64,12 +64,12 @@ class Pruned:
 
 
 def finish(context: RunContext, pruned: Pruned, journal: Journal, folder: Path) -> RunReport:
-    """Fine-tune if the recipe says so, measure, and fill the output folder.
+    """Fine-tune if the recipe does, evaluate, and fill the output folder.
 
-    The pruned model is measured before it is fine-tuned too.
+    A model that is fine-tuned is also evaluated before.
 
     Raises:
-        CompressxError: anything that the user can mend.
+        CompressxError: an error that the user can fix.
     """
     access, masks = pruned.access, folder / "masks.safetensors"
     with context.timing.stage("save"):
@@ -79,7 +79,7 @@ def finish(context: RunContext, pruned: Pruned, journal: Journal, folder: Path) 
     if pruned.training is not None:
         evaluation |= _evaluated(context, pruned, access, "pruned")
         tuned = _finetuned(context, pruned, pruned.training, MaskSet.load(masks), journal)
-    context.tell("save", 0, 1)
+    context.report_progress("save", 0, 1)
     with context.timing.stage("save"):
         drawn = _save(pruned, tuned, journal, folder)
     if isinstance(access, StreamedModel):
@@ -102,43 +102,43 @@ def finish(context: RunContext, pruned: Pruned, journal: Journal, folder: Path) 
 def _finetuned(
     context: RunContext, pruned: Pruned, windows: Tensor, masks: MaskSet, journal: Journal
 ) -> FinetuneReport:
-    """Train the survivors, going on from what an interrupted run has done of it."""
+    """Train the remaining weights, from the checkpoint of an interrupted run if there is one."""
     settings = context.loaded.recipe.finetune
-    assert settings is not None  # noqa: S101 - there are windows for it
+    assert settings is not None  # noqa: S101 - `windows` exist only with these settings
     with context.timing.stage("finetune"), context.loaded.at("finetune"):
-        context.tell("finetune", 0, settings.steps)
+        context.report_progress("finetune", 0, settings.steps)
         dense = open_model(pruned.checkpoint, False, context.device).model if settings.teacher == "dense" else None
         return finetune(
             pruned.access.model, masks, windows, settings, teacher=dense,
             checkpoint=journal.blocks / f"finetune-{_tuning_fingerprint(settings, windows)}.safetensors",
-            progress=lambda i, n, loss: context.tell("finetune", i, n, f"loss {loss:.4g}"),
+            progress=lambda i, n, loss: context.report_progress("finetune", i, n, f"loss {loss:.4g}"),
         )  # fmt: skip
 
 
 def _tuning_fingerprint(settings: Finetune, windows: Tensor) -> str:
-    """Return what tells the checkpoints of different trainings of the same pruned model apart."""
-    told = settings.model_dump_json(exclude={"checkpoint_every", "dataset", "samples", "sequence_length", "bos"})
-    return hashlib.sha256(f"{told} {fingerprint_of(windows)}".encode()).hexdigest()[:16]
+    """Return a hash that distinguishes checkpoints of different trainings of the same pruned model."""
+    chosen = settings.model_dump_json(exclude={"checkpoint_every", "dataset", "samples", "sequence_length", "bos"})
+    return hashlib.sha256(f"{chosen} {fingerprint_of(windows)}".encode()).hexdigest()[:16]
 
 
 def _evaluated(
     context: RunContext, pruned: Pruned, access: Access, name: Literal["pruned", "finetuned"]
 ) -> dict[str, Mapping[str, Any]]:
-    """Measure what the recipe asks for, if anything."""
+    """Evaluate as the recipe specifies, if it does."""
     settings, texts = context.loaded.recipe.evaluate, pruned.texts
     if settings is None or texts is None:
         return {}
     stage: Stage = "evaluate pruned" if name == "pruned" else "evaluate finetuned"
     with context.timing.stage("evaluate"):
-        told = partial(context.tell, stage)
-        return {name: evaluate(access, pruned.tokenizer, settings, texts, progress=told)}
+        progress = partial(context.report_progress, stage)
+        return {name: evaluate(access, pruned.tokenizer, settings, texts, progress=progress)}
 
 
 def _save(
     pruned: Pruned, tuned: FinetuneReport | None, journal: Journal, folder: Path
 ) -> tuple[Mapping[str, str], ...]:
-    """Write figures and model, and return what says which figures there are."""
-    for name in ("plots", "model"):  # an interrupted run may have begun them
+    """Write figures and model; return the list of figures for the report."""
+    for name in ("plots", "model"):  # left incomplete by an interrupted run
         shutil.rmtree(folder / name, ignore_errors=True)
     matrices = [m for block in pruned.blocks for m in block.matrices]
     losses = () if tuned is None else tuned.losses

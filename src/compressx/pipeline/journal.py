@@ -1,7 +1,7 @@
-"""The record of a run's finished blocks: what an interrupted run leaves, and how the next one goes on from there.
+"""The journal of a run's finished blocks, from which an interrupted run resumes.
 
-A block is finished when `state.json` says so, which is written last: its weights, masks, report and matrices, and the
-hidden states that enter the next block, are on disk by then. Whatever lies there beyond that is written again.
+A block is finished when `state.json` lists it. That file is written last, after the block's weights, masks, report and
+matrices and the hidden states that enter the next block. Files of unfinished blocks are overwritten.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from compressx.runtime.timing import Timing
 
 @dataclass(frozen=True, eq=False)
 class FinishedBlock:
-    """What a run keeps in memory of a block."""
+    """What a run keeps of a finished block in memory."""
 
     report: BlockReport
     matrices: tuple[Matrices, ...]
@@ -47,20 +47,20 @@ class Allocated:
 
 
 ALLOCATED = TypeAdapter(Allocated)
-"""Makes an `Allocated` of the plain data of one, as `state.json` holds it and processes exchange it."""
+"""Validates an `Allocated` from plain data, as read from `state.json` or received from another process."""
 
 
 class Journal:
     """The finished blocks of one run.
 
     Args:
-        folder: the run's, where `state.json` and `blocks` are.
-        fingerprint: what decides the result, by name; a run goes on only where an earlier one had the same.
-        ranks: the processes; the first writes, and each its own hidden states.
-        timing: the run's; what an earlier one had spent is added to it.
+        folder: the run's folder, with `state.json` and `blocks`.
+        fingerprint: everything that determines the result, by name; a run resumes only if it is unchanged.
+        ranks: the processes; the first writes the record, and each its own hidden states.
+        timing: the run's; the seconds of the interrupted run are added to it.
 
     Raises:
-        ArtifactError: a record that is damaged, or of a run with another fingerprint; the message names the difference.
+        ArtifactError: a damaged record, or one with another fingerprint; the message names the differences.
     """
 
     def __init__(
@@ -77,21 +77,21 @@ class Journal:
             self._open()
 
     def allocate(self, allocated: Allocated) -> None:
-        """Record what an allocation chose."""
+        """Record an allocation."""
         self.allocated = allocated
         self._write()
 
     def add(self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], streams: Streams) -> None:
-        """Record a block while its weights are there.
+        """Record a block while its weights are loaded.
 
         Args:
             access: the model.
-            block: what was done to it.
-            masks: of its linears.
-            streams: what enters the next block.
+            block: its report and matrices.
+            masks: masks of its linears, by name.
+            streams: hidden states that enter the next block.
 
         Raises:
-            ArtifactError: when something cannot be written; the block is not finished then.
+            ArtifactError: a file cannot be written; the block then does not count as finished.
         """
         fqn = block.report.fqn
         if self.ranks.first:
@@ -110,35 +110,35 @@ class Journal:
         self._states(len(self.finished) - 1).unlink(missing_ok=True)
 
     def restore(self, access: Access, keep: Keep = in_memory) -> tuple[list[FinishedBlock], Streams]:
-        """Give the model the weights of all finished blocks, and return what is known of them and the hidden states.
+        """Load the weights of all finished blocks into the model; return the blocks and the hidden states.
 
         Args:
             access: the model.
-            keep: where the hidden states are kept.
+            keep: where to keep the hidden states.
 
         Raises:
-            ArtifactError: files that are damaged or missing.
+            ArtifactError: a damaged or missing file.
         """
         blocks = []
         for fqn in self.finished:
-            if self.ranks.first:  # the others are done with this block
+            if self.ranks.first:  # all processes have finished this block
                 access.read(fqn, self.blocks)
             path = self._file(fqn, "json")
             try:
                 with os_errors_named("read", path):
-                    told = json.loads(path.read_text(encoding="utf-8"))
+                    data = json.loads(path.read_text(encoding="utf-8"))
                 tensors = read(self._file(fqn, "matrices.safetensors"))
-                read_masks(self._file(fqn, "masks.safetensors"))  # damage is better found now than at the end
-                blocks.append(_block_from_dict(told, tensors))
+                read_masks(self._file(fqn, "masks.safetensors"))  # fail now on a damaged file, not at the end
+                blocks.append(_block_from_dict(data, tensors))
             except (ValueError, KeyError, TypeError) as error:
-                raise ArtifactError(f"{path} is damaged ({error!r}); begin anew with --restart") from error
+                raise ArtifactError(f"{path} is damaged ({error!r}); start over with --restart") from error
         states: dict[str, list[Tensor]] = {"dense": [], "pruned": []}
         for name, state in each(self._states(len(self.finished))):
             states[name.partition(".")[0]].append(keep(state.to(access.device)))
         return blocks, Streams(**states)
 
     def save_masks(self, path: Path) -> None:
-        """Write the masks of all finished blocks as one file.
+        """Write the masks of all finished blocks to one file.
 
         Raises:
             ArtifactError: as `join_masks`.
@@ -148,30 +148,30 @@ class Journal:
     def _open(self) -> None:
         try:
             with os_errors_named("read", self.state):
-                told = json.loads(self.state.read_text(encoding="utf-8"))
-            earlier, self.finished = dict(told["fingerprint"]), list(told["finished"])
-            self.allocated = None if told["allocated"] is None else ALLOCATED.validate_python(told["allocated"])
-            spent = {str(stage): float(seconds) for stage, seconds in told["seconds"].items()}
+                data = json.loads(self.state.read_text(encoding="utf-8"))
+            earlier, self.finished = dict(data["fingerprint"]), list(data["finished"])
+            self.allocated = None if data["allocated"] is None else ALLOCATED.validate_python(data["allocated"])
+            spent = {str(stage): float(seconds) for stage, seconds in data["seconds"].items()}
         except (ValueError, KeyError, TypeError) as error:
-            raise ArtifactError(f"{self.state} is damaged ({error!r}); begin anew with --restart") from error
+            raise ArtifactError(f"{self.state} is damaged ({error!r}); start over with --restart") from error
         now = json.loads(json.dumps(self.fingerprint))
         if lines := [x for name in {**earlier, **now} for x in _differing(name, earlier.get(name), now.get(name))]:
             raise ArtifactError(
-                f"the interrupted run cannot be resumed, since what decides the result differs: {'; '.join(lines)}. "
-                "Put it back, or begin anew with --restart"
+                f"the interrupted run cannot be resumed, because its inputs have changed: {'; '.join(lines)}. "
+                "Restore them, or start over with --restart"
             )
         self.timing.add(spent)
 
     def _write(self) -> None:
         if not self.ranks.first:
             return
-        told = {
+        data = {
             "fingerprint": self.fingerprint,
             "allocated": None if self.allocated is None else dataclasses.asdict(self.allocated),
             "finished": self.finished,
             "seconds": self.timing.seconds(),
         }
-        atomic_write(self.state, json.dumps(told, indent=1).encode())
+        atomic_write(self.state, json.dumps(data, indent=1).encode())
 
     def _file(self, fqn: str, ending: str) -> Path:
         return self.blocks / f"{fqn or 'outside'}.{ending}"
@@ -181,7 +181,7 @@ class Journal:
 
 
 def _differing(name: str, was: Any, now: Any) -> Iterator[str]:
-    """Say what differs, down to single values."""
+    """Yield a line for each value that differs."""
     if isinstance(was, dict) and isinstance(now, dict):
         for key in {**was, **now}:
             yield from _differing(f"{name}.{key}", was.get(key), now.get(key))
@@ -202,7 +202,7 @@ def _pooled(matrices: Matrices) -> list[Pooled]:
 
 
 def _block_to_dict(block: FinishedBlock) -> dict[str, Any]:
-    """Write a report so that what linears share is there once, and shared again when it is read."""
+    """Convert a block to plain data; objects that linears share are written once and shared again on reading."""
     report = block.report
     infos = {id(x.info): x.info for x in report.layers}
     histories = {id(x.history): x.history for x in report.layers}
@@ -223,21 +223,21 @@ def _block_to_dict(block: FinishedBlock) -> dict[str, Any]:
     }
 
 
-def _block_from_dict(told: dict[str, Any], tensors: Mapping[str, Tensor]) -> FinishedBlock:
-    infos = told["infos"]
-    histories = [{name: tuple(curve) for name, curve in h.items()} for h in told["histories"]]
+def _block_from_dict(data: dict[str, Any], tensors: Mapping[str, Tensor]) -> FinishedBlock:
+    infos = data["infos"]
+    histories = [{name: tuple(curve) for name, curve in h.items()} for h in data["histories"]]
     layers = tuple(
         LayerReport(**{**x, "shape": tuple(x["shape"]), "info": infos[x["info"]], "history": histories[x["history"]]})
-        for x in told["layers"]
+        for x in data["layers"]
     )
     matrices = []
-    for i, one in enumerate(told["matrices"]):
+    for i, one in enumerate(data["matrices"]):
         pooled = [Pooled(tensors[f"{i}.{j}"], tuple(shape)) for j, shape in enumerate(one["shapes"])]
         images = dict(zip(one["names"], pooled, strict=False))
         matrices.append(Matrices(tuple(one["linears"]), images, pooled[-1] if len(pooled) > len(images) else None))
-    trained = told["reconstruction"]
+    trained = data["reconstruction"]
     reconstruction = (
         None if trained is None else ReconstructionReport(**{**trained, "history": tuple(trained["history"])})
     )
-    report = BlockReport(told["index"], told["fqn"], layers, told["seconds"], told["output_error"], reconstruction)
+    report = BlockReport(data["index"], data["fqn"], layers, data["seconds"], data["output_error"], reconstruction)
     return FinishedBlock(report, tuple(matrices))

@@ -1,4 +1,4 @@
-"""Everything about a recipe that can be found wrong before weights are loaded."""
+"""The checks of a recipe before weights are loaded, and reading its text."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from compressx.training.finetune import training_windows
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a checked recipe comes to: a model that was found, and what happens to each of its linears."""
+    """A checked recipe: the model's checkpoint and the plan for its linears."""
 
     checkpoint: Checkpoint
     plan: Plan
 
 
 def loaded_recipe(recipe: LoadedRecipe | Path | str | Mapping[str, Any], overrides: Sequence[str]) -> LoadedRecipe:
-    """Read and check a recipe that is not read yet.
+    """Load a recipe from a path or mapping; return a loaded one as it is.
 
     Raises:
-        RecipeError: what is wrong with it.
+        RecipeError: an invalid recipe.
     """
     if isinstance(recipe, Path | str):
         return load_recipe(Path(recipe), overrides)
     if overrides:
-        raise RecipeError("overrides only go with the path of a recipe")
+        raise RecipeError("overrides need a recipe given as a path")
     return recipe if isinstance(recipe, LoadedRecipe) else recipe_from_dict(dict(recipe))
 
 
 def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
-    """Find every mistake that can be found before weights are loaded."""
+    """Check a recipe as far as possible without loading weights, and plan it."""
     recipe = loaded.recipe
     with loaded.at("output"):
         check_output(recipe.output)
@@ -61,8 +61,7 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
     output = recipe.output.expanduser().resolve()
     if (checkpoint_path := Path(checkpoint.location)).exists() and checkpoint_path.resolve().is_relative_to(output):
         raise ArtifactError(
-            f"{loaded.where('output')}: output {recipe.output} would replace the model that it is made from; "
-            "name another folder"
+            f"{loaded.where('output')}: output {recipe.output} would overwrite the input model; name another folder"
         )
     planned = make_plan(loaded, plugins, skeleton)
     with loaded.at("allocation", "target"):
@@ -80,9 +79,9 @@ class RunTexts:
     """All text of a run, as token ids.
 
     Attributes:
-        calibration: [windows, tokens], if the plan needs any.
-        training: what is fine-tuned on, if the model is.
-        evaluation: what is evaluated on, if anything is.
+        calibration: [windows, tokens], or None if the plan needs none.
+        training: text to fine-tune on [windows, tokens], or None.
+        evaluation: text to evaluate on, or None.
     """
 
     calibration: Tensor | None
@@ -91,17 +90,17 @@ class RunTexts:
 
 
 def read_all(loaded: LoadedRecipe, planned: Plan, tokenizer: Any, *, evaluated: bool = True) -> RunTexts:
-    """Read and count the windows of every text that a recipe names; of evaluation only where it is `evaluated`.
+    """Read every text of a recipe and check that there is enough of it; evaluation text only if `evaluated`.
 
     Raises:
-        CalibrationError: text that cannot be had, or is too short.
+        CalibrationError: text that cannot be read, or is too short.
     """
     recipe, calibration = loaded.recipe, None
     with loaded.at("calibration"):
-        if (its := recipe.calibration) is not None and planned.needs_calibration:
+        if (settings := recipe.calibration) is not None and planned.needs_calibration:
             calibration = read_calibration(
-                its.dataset, tokenizer, samples=its.samples, sequence_length=its.sequence_length, seed=its.seed,
-                bos=its.bos,
+                settings.dataset, tokenizer, samples=settings.samples, sequence_length=settings.sequence_length,
+                seed=settings.seed, bos=settings.bos,
             )  # fmt: skip
     with loaded.at("finetune"):
         training = training_windows(recipe, tokenizer, calibration)
@@ -111,7 +110,7 @@ def read_all(loaded: LoadedRecipe, planned: Plan, tokenizer: Any, *, evaluated: 
 
 
 def _check_finetune(loaded: LoadedRecipe, skeleton: Any) -> None:
-    """Refuse fine-tuning without text, with windows longer than the model's positions, or of a model left on disk."""
+    """Refuse fine-tuning without text, with windows longer than the model's context, or with streamed weights."""
     recipe = loaded.recipe
     settings = recipe.finetune
     if settings is None:
@@ -120,8 +119,8 @@ def _check_finetune(loaded: LoadedRecipe, skeleton: Any) -> None:
         refuse_streamed(loaded)
     if settings.dataset is None and recipe.calibration is None:
         raise RecipeError(
-            f"{loaded.where('finetune')}: there is no text to train on: the recipe has no calibration, and finetune "
-            "no dataset; add one of them, such as finetune.dataset: wikitext"
+            f"{loaded.where('finetune')}: no text to train on: the recipe has neither calibration nor "
+            "finetune.dataset; add one, such as finetune.dataset: wikitext"
         )
     if settings.gradient_checkpointing and not skeleton.supports_gradient_checkpointing:
         raise UnsupportedModelError(
@@ -137,42 +136,44 @@ def _check_finetune(loaded: LoadedRecipe, skeleton: Any) -> None:
 
 
 def refuse_streamed(loaded: LoadedRecipe) -> None:
-    """Refuse to fine-tune a model whose weights stay on disk.
+    """Refuse to fine-tune a model whose weights are streamed from disk.
 
     Raises:
         RecipeError: the recipe has a `finetune` section.
     """
     if loaded.recipe.finetune is not None:
         given = loaded.recipe.model.streaming
-        why = "which finds it too large for the free memory" if given == "auto" else "which leaves them on disk"
+        why = "which finds the model too large for the free memory" if given == "auto" else "which keeps them on disk"
         raise RecipeError(
             f"{loaded.where('finetune')}: fine-tuning needs all weights in memory, and model.streaming is "
-            f"{str(given).lower()} at {loaded.where('model', 'streaming')}, {why}; set it to false, or drop finetune"
+            f"{str(given).lower()} at {loaded.where('model', 'streaming')}, {why}; set it to false, or remove finetune"
         )
 
 
 def refuse_nothing_held_out(loaded: LoadedRecipe, processes: int) -> None:
-    """Refuse block reconstruction that would be judged by the text that it learns from.
+    """Refuse block reconstruction that would have to evaluate on its training text.
 
     Raises:
-        RecipeError: one batch of calibration text, or less, for some process.
+        RecipeError: a process would get one calibration batch or less.
     """
     calibration, settings = loaded.recipe.calibration, loaded.recipe.reconstruct_block
     if calibration is None or settings is None or calibration.samples // processes > calibration.batch_size:
         return
     each = f" for each of {processes} processes" if processes > 1 else ""
     raise RecipeError(
-        f"{loaded.where('reconstruct_block')}: no batch could be held out: {calibration.samples} calibration windows "
+        f"{loaded.where('reconstruct_block')}: no batch is left to hold out: {calibration.samples} calibration windows "
         f"are one batch of {calibration.batch_size}{each}; expected calibration.samples of "
         f"{(calibration.batch_size + 1) * processes} or more, or a smaller calibration.batch_size"
     )
 
 
 def refuse_uneven_steps(loaded: LoadedRecipe, processes: int) -> None:
-    """Refuse steps of block reconstruction that so many processes cannot share: they would be larger, and fewer.
+    """Refuse a block reconstruction batch size that does not divide evenly among the processes.
+
+    Steps would otherwise be larger, and fewer.
 
     Raises:
-        RecipeError: a step that is no whole number of calibration batches on each process.
+        RecipeError: a step is not a whole number of calibration batches on each process.
     """
     calibration, settings = loaded.recipe.calibration, loaded.recipe.reconstruct_block
     if calibration is None or settings is None or settings.batch_size % (calibration.batch_size * processes) == 0:

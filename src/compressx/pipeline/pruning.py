@@ -1,4 +1,4 @@
-"""The stages of a run that look at the weights: measure gradients, allocate sparsity, prune."""
+"""The stages of a run that read and change weights: sensitivities, allocation, pruning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
+from torch import Tensor
 
 from compressx.allocation.methods import allocate, report_on, windows_kept
 from compressx.api.record import AllocationReport
@@ -26,35 +26,38 @@ from compressx.report import figures
 
 @dataclass(frozen=True, eq=False)
 class Pruning:
-    """These stages, and what all of them work on.
+    """The pruning stages and the inputs that they share.
 
     Attributes:
-        context: what the user asked for.
+        context: recipe, device, processes and progress of the run.
         access: the model.
         batches: calibration token ids, each [batch, tokens].
-        mine: this process's part of them.
-        journal: what an interrupted run has left, and what this one leaves.
+        mine: this process's share of them.
+        journal: the run's finished blocks.
     """
 
     context: RunContext
     access: Access
-    batches: Sequence[torch.Tensor]
-    mine: Sequence[torch.Tensor]
+    batches: Sequence[Tensor]
+    mine: Sequence[Tensor]
     journal: Journal
 
     def fisher(self, planned: Plan) -> FisherDiagonal:
-        """Measure mean squared gradients of the dense model's loss, if pruning that is not done yet reads them."""
+        """Measure mean squared gradients of the dense model's loss, if a block that is not yet pruned needs them."""
         names = planned.sensitive
         wanted = names or planned.reconstruct_block is not None
         if not wanted or len(self.journal.finished) == _blocks(planned):
             return FisherDiagonal()
         return fisher_diagonal(
             self.access, survey(self.access.model), names, self.mine, self.context.ranks,
-            progress=lambda i, n: self.context.tell("calibrate", i, n),
+            progress=lambda i, n: self.context.report_progress("calibrate", i, n),
         )  # fmt: skip
 
     def allocate(self, planned: Plan, fisher: FisherDiagonal) -> tuple[Plan, AllocationReport | None]:
-        """Give every linear its sparsity where the recipe leaves that open; the first process measures, on any text."""
+        """Choose the sparsity of every linear where the recipe leaves it open.
+
+        The first process measures, on the calibration text of all processes; the others receive its result.
+        """
         context, journal = self.context, self.journal
         if not isinstance(planned.allocation, MeasuredAllocation):
             settings = context.loaded.recipe.allocation
@@ -67,39 +70,39 @@ class Pruning:
                 try:
                     final, report = allocate(
                         self.access, planned, planned.allocation, self.batches, fisher.linears,
-                        progress=partial(context.tell, "allocate"), keep=keep,
+                        progress=partial(context.report_progress, "allocate"), keep=keep,
                     )  # fmt: skip
                 finally:
                     shutil.rmtree(journal.blocks / "allocation", ignore_errors=True)
                 allocated = Allocated({x.name: x.pattern for x in final.linears}, report)
-            told = context.ranks.broadcast({} if allocated is None else dataclasses.asdict(allocated))
-            journal.allocate(ALLOCATED.validate_python(told) if allocated is None else allocated)
-        assert journal.allocated is not None  # noqa: S101 - it is now
+            received = context.ranks.broadcast({} if allocated is None else dataclasses.asdict(allocated))
+            journal.allocate(ALLOCATED.validate_python(received) if allocated is None else allocated)
+        assert journal.allocated is not None  # noqa: S101 - set above
         return planned.allocated(journal.allocated.patterns), journal.allocated.report
 
     def prune(self, planned: Plan, fisher: FisherDiagonal) -> list[FinishedBlock]:
-        """Prune what an interrupted run has not finished, and record every block."""
+        """Prune the blocks that an interrupted run has not finished, and record each."""
         context, journal = self.context, self.journal
-        streams = 1 if planned.reconstruct_block is None else 2  # the dense one beside the pruned one
+        streams = 1 if planned.reconstruct_block is None else 2  # dense and pruned
         keep = self._keep(f"hidden-{context.ranks.rank}", sum(map(len, self.mine)) * streams)
         finished: list[FinishedBlock] = []
-        reached = None
+        resumed = None
         total = _blocks(planned)
         if journal.finished:
-            finished, reaching = journal.restore(self.access, keep)
-            reached = Finished(journal.finished[-1], reaching)
-        context.tell("prune", len(finished), total)
-        for block in prune_model(self.access, planned, self.mine, reached, keep, context.ranks, fisher):
+            finished, states = journal.restore(self.access, keep)
+            resumed = Finished(journal.finished[-1], states)
+        context.report_progress("prune", len(finished), total)
+        for block in prune_model(self.access, planned, self.mine, resumed, keep, context.ranks, fisher):
             finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
             journal.add(self.access, finished[-1], block.masks, block.streams)
-            context.tell("prune", len(finished), total)
+            context.report_progress("prune", len(finished), total)
             if context.ranks.first:
                 context.plugins.manager.hook.compressx_block_pruned(report=block.report)
-            del block  # its masks are on disk
+            del block  # frees the masks, which are on disk
         return finished
 
     def _keep(self, name: str, windows: int) -> Keep:
-        """Keep so many windows of hidden states, or what is as large, in files if they exceed the recipe's limit."""
+        """Choose where to keep hidden states of that many windows: in files if they exceed the recipe's limit."""
         calibration, model = self.context.loaded.recipe.calibration, self.access.model
         if calibration is None or calibration.memory_limit is None:
             return in_memory
@@ -108,5 +111,5 @@ class Pruning:
 
 
 def _blocks(planned: Plan) -> int:
-    """Return how many blocks are pruned; the linears outside of blocks count as one."""
+    """Count the blocks to prune; the linears outside the blocks count as one."""
     return len({x.block for x in planned.linears})

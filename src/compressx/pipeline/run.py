@@ -1,4 +1,4 @@
-"""The stages of a run, in order: recipe, plan, text, model, evaluation, pruning, fine-tuning, evaluation, output."""
+"""`plan` and `run`. A run checks the recipe, reads text and model, evaluates, prunes, fine-tunes and writes."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def plan(
     plugins: Plugins | None = None,
     overrides: Sequence[str] = (),
 ) -> Plan:
-    """Check a recipe and decide what happens to every linear, without loading weights or text.
+    """Check a recipe and plan the pruning of every linear, without loading weights or text.
 
     Args:
         recipe: a path, a mapping, or what `load_recipe` returned.
-        plugins: what `load_plugins` returned; discovered anew when absent.
-        overrides: `a.b=VALUE`, as `--set` takes them; only with a path.
+        plugins: what `load_plugins` returned; discovered when absent.
+        overrides: `a.b=VALUE`, as for `--set`; only with a path.
 
     Raises:
-        CompressxError: anything that is wrong with the recipe, the plugins or the model.
+        CompressxError: an error in the recipe, the plugins or the model.
     """
     return prepare(loaded_recipe(recipe, overrides), plugins or load_plugins()).plan
 
@@ -74,23 +74,23 @@ def run(
     resume: bool = False,
     restart: bool = False,
 ) -> RunReport:
-    """Prune a model as a recipe says and write the output folder.
+    """Prune a model by a recipe and write the output folder.
 
     Args:
         recipe: a path, a mapping, or what `load_recipe` returned.
-        plugins: what `load_plugins` returned; discovered anew when absent.
-        overrides: `a.b=VALUE`, as `--set` takes them; only with a path.
+        plugins: what `load_plugins` returned; discovered when absent.
+        overrides: `a.b=VALUE`, as for `--set`; only with a path.
         progress: see `context.Progress`.
-        device: where the model runs; `auto` is CUDA when there is some.
-        resume: go on after the last finished block of an interrupted run of the same recipe, if there was one.
-        restart: begin anew where an interrupted run has left finished blocks.
+        device: where the model runs; `auto` is CUDA if available.
+        resume: continue after the last finished block of an interrupted run of the same recipe, if there is one.
+        restart: discard the finished blocks of an interrupted run.
 
     Returns:
-        The report that was also written.
+        The report, which is also written to the output folder.
 
     Raises:
-        CompressxError: anything that the user can mend. The output folder is then as it was before; finished blocks are
-            kept beside it for `resume`.
+        CompressxError: an error that the user can fix. The output folder is unchanged; finished blocks are kept beside
+            it for `resume`.
     """
     with joined_ranks(where := device_for(device)) as ranks:
         context = RunContext(
@@ -101,12 +101,12 @@ def run(
             ranks=ranks,
         )
         report = _run(context, resume=resume, restart=restart)
-        told = ranks.broadcast({} if report is None else dataclasses.asdict(report))
-        return _REPORT.validate_python(told) if report is None else report
+        received = ranks.broadcast({} if report is None else dataclasses.asdict(report))
+        return _REPORT.validate_python(received) if report is None else report
 
 
 def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | None:
-    """Go through the stages; the report is the first process's, which alone writes and evaluates."""
+    """Run all stages. Only the first process evaluates, writes, and returns a report."""
     loaded, timing, ranks = context.loaded, context.timing, context.ranks
     forget_peaks()
     given = _read(context)
@@ -135,14 +135,14 @@ def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | Non
 
 @dataclass(frozen=True, eq=False)
 class _Inputs:
-    """What a run works on.
+    """The inputs of a run.
 
     Attributes:
-        prepared: the plan, and where the model was found.
-        tokenizer: of the model.
+        prepared: the plan and the model's checkpoint.
+        tokenizer: the model's.
         texts: as token ids.
         batches: calibration token ids, each [batch, tokens].
-        mine: this process's part of them.
+        mine: this process's share of them.
         access: the model.
     """
 
@@ -155,17 +155,17 @@ class _Inputs:
 
 
 def _read(context: RunContext) -> _Inputs:
-    """Check the recipe, then read text, and the model last."""
+    """Check the recipe, read the text, and open the model last."""
     loaded, timing, ranks = context.loaded, context.timing, context.ranks
     with timing.stage("load"):
-        context.tell("load", 0, 1)
+        context.report_progress("load", 0, 1)
         refuse_uneven_steps(loaded, ranks.size)
         refuse_nothing_held_out(loaded, ranks.size)
         prepared = prepare(loaded, context.plugins)
     with timing.stage("load"), loaded.at("model"):
         tokenizer = load_tokenizer(prepared.checkpoint)
     with timing.stage("calibrate"):
-        context.tell("calibrate", 0, 1)
+        context.report_progress("calibrate", 0, 1)
         texts = read_all(loaded, prepared.plan, tokenizer, evaluated=ranks.first)
         windows = texts.calibration
         batches = _batches(loaded.recipe.calibration, windows)
@@ -178,21 +178,21 @@ def _read(context: RunContext) -> _Inputs:
 
 
 def _evaluate_dense(context: RunContext, given: _Inputs, model: str) -> dict[str, Any]:
-    """Measure the dense model, whose weights have the fingerprint `model`, if the recipe asks for that."""
+    """Evaluate the dense model, whose weights have the fingerprint `model`, if the recipe evaluates anything."""
     settings = context.loaded.recipe.evaluate
     if settings is None or given.texts.evaluation is None:
         return {}
     with context.timing.stage("evaluate"), context.loaded.at("evaluate"):
         dense = evaluate_cached(
             given.access, given.tokenizer, settings, given.texts.evaluation, model,
-            progress=lambda i, n: context.tell("evaluate dense", i, n),
+            progress=lambda i, n: context.report_progress("evaluate dense", i, n),
         )  # fmt: skip
     return {"dense": dense}
 
 
 @contextlib.contextmanager
 def _folder(output: Path, *, resume: bool, restart: bool, ranks: Ranks) -> Iterator[Path]:
-    """Give the folder that the first process fills."""
+    """Yield the folder that the first process fills."""
     if not ranks.first:
         yield Path(ranks.broadcast(""))
         return
@@ -206,7 +206,7 @@ def _batches(settings: Calibration | None, windows: torch.Tensor | None) -> Sequ
 
 
 def _fingerprint(context: RunContext, given: _Inputs) -> dict[str, Any]:
-    """Return what decides the pruned blocks, by names that a user knows."""
+    """Return everything that determines the pruned blocks, by names that appear in error messages."""
     planned, access, windows = given.prepared.plan, given.access, given.texts.calibration
     used = {spec.name for rule in planned.rules for spec in (rule.pruner, rule.reconstructor) if spec is not None}
     recipe = context.loaded.recipe.model_dump(mode="json", exclude_none=True)

@@ -1,4 +1,4 @@
-"""A recipe run for every combination of some of its values."""
+"""Run a recipe for every combination of some of its values."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from compressx.runtime.errors import ArtifactError, CompressxError, RecipeError
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One combination.
+    """One combination of values.
 
     Attributes:
         values: `KEY=VALUE` of each axis.
-        loaded: the recipe with these values, its output a folder of its own.
+        loaded: the recipe with these values and its own output folder.
     """
 
     values: tuple[str, ...]
@@ -34,30 +34,30 @@ class Cell:
 
     @property
     def output(self) -> Path:
-        """Where the run is written."""
+        """The run's output folder."""
         return self.loaded.recipe.output
 
     def is_finished(self) -> bool:
-        """Say whether the output folder is that of this very recipe.
+        """Return whether the output folder holds a finished run of this recipe.
 
         Raises:
-            ArtifactError: it is that of another one.
+            ArtifactError: it holds a run of another recipe.
         """
-        told = self.output / "recipe.yaml"
-        if not told.is_file():
+        written = self.output / "recipe.yaml"
+        if not written.is_file():
             return False
-        # the folder is this one, whichever way the recipe there names it
-        if load_recipe(told).recipe.model_copy(update={"output": self.output}) == self.loaded.recipe:
+        # `output` may be written differently there, such as a relative path.
+        if load_recipe(written).recipe.model_copy(update={"output": self.output}) == self.loaded.recipe:
             return True
         raise ArtifactError(
-            f"{self.output} was made by another recipe than {' '.join(self.values)} of this one; name another "
+            f"{self.output} was written by another recipe than this one with {' '.join(self.values)}; choose another "
             "--output, or remove it"
         )
 
     def run(
         self, plugins: Plugins, progress: Progress | None = None, device: Device = "auto", *, restart: bool = False
     ) -> bool:
-        """Run the recipe, going on with an interrupted run or beginning anew; False when it was finished before.
+        """Run the recipe, resuming an interrupted run unless `restart`; return False if it was already finished.
 
         Raises:
             CompressxError: as `run`.
@@ -69,28 +69,28 @@ class Cell:
 
 
 def grid(recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Path | None) -> list[Cell]:
-    """Make a recipe for every combination of values, the last axis changing fastest.
+    """Make a recipe for every combination of values; the last axis varies fastest.
 
     Args:
         recipe: the file.
-        axes: `KEY=VALUE,VALUE...`, values in YAML, for each key.
-        overrides: `KEY=VALUE` for all of them.
-        output: the folder of all outputs; when absent, the recipe's own with `-sweep` after its name.
+        axes: `KEY=VALUE,VALUE...` for each key, values in YAML.
+        overrides: `KEY=VALUE` for all recipes.
+        output: the folder of all outputs; when absent, the recipe's output with `-sweep` appended.
 
     Raises:
-        RecipeError: an axis without values, a key given twice or to both, and all that is wrong with a recipe.
+        RecipeError: an axis without values, a key given twice or also overridden, or an error in a recipe.
     """
     named = [_axis(axis) for axis in axes]
     keys = [key for key, _ in named]
     if repeated := next((key for key in keys if keys.count(key) > 1), None):
         raise RecipeError(f"--grid {repeated}: given twice; list all its values once")
     if both := next((one for one in overrides if ".".join(steps_of(one.partition("=")[0])) in keys), None):
-        raise RecipeError(f"--set {both}: --grid gives the same key its values; leave one of the two out")
+        raise RecipeError(f"--set {both}: --grid also sets this key; remove one of the two")
     combinations = list(product(*(values for _, values in named)))
     if len(set(combinations)) < len(combinations):
         raise RecipeError(f"--grid {' '.join(axes)}: a value is given twice")
     given = [tuple(f"{key}={value}" for key, value in zip(keys, values, strict=True)) for values in combinations]
-    if output is None:  # beside the recipe's own output, which a run of it would replace with all that is inside
+    if output is None:  # not inside the recipe's own output, which a run of it replaces
         own = load_recipe(recipe, overrides, given[0]).recipe.output
         output = own.with_name(f"{own.name}-sweep")
     names = _folder_names(keys, combinations)
@@ -101,10 +101,10 @@ def grid(recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Pa
 
 
 def check(cells: Iterable[Cell], plugins: Plugins) -> None:
-    """Find what can be found wrong with any combination before weights are loaded, its windows of text counted.
+    """Check every combination, including the amount of text, before weights are loaded.
 
     Raises:
-        CompressxError: as `plan`; text that is too short; an output folder that is another recipe's.
+        CompressxError: as `plan`; text that is too short; an output folder of another recipe.
     """
     counted: set[str] = set()
     for cell in cells:
@@ -122,28 +122,28 @@ def check(cells: Iterable[Cell], plugins: Plugins) -> None:
 
 
 def _axis(axis: str) -> tuple[str, list[str]]:
-    """Part `KEY=VALUE,VALUE...` into the key and its values, each as JSON, which is YAML on one line."""
+    """Split `KEY=VALUE,VALUE...` into the key and its values, each as JSON (one-line YAML)."""
     path, equals, text = axis.partition("=")
     key, place = ".".join(steps_of(path)), f"--grid {axis}"
     if not equals or not key or not text.strip():
         raise RecipeError(f"{place}: expected KEY=VALUE,VALUE..., such as prune.1.sparsity=0.4,0.5,0.6")
     if key == "output":
         raise RecipeError(
-            f"{place}: every run of a sweep has a folder of its own, named after its values; expected another key, and "
-            "the folder of all of them as --output FOLDER"
+            f"{place}: every run of a sweep gets its own folder, named after its values; use --output FOLDER for the "
+            "folder that contains them"
         )
     values = parse_yaml(f"[{text}]", "", place=place).plain()
     return key, [json.dumps(value, ensure_ascii=False) for value in values]
 
 
 def _folder_names(keys: Sequence[str], combinations: Sequence[Sequence[str]]) -> list[str]:
-    """Name folders by their values; keys are as short as they can be and differ, and so are names."""
+    """Name folders after their values, with the last part of each key where those are distinct."""
     short = [key.rsplit(".", 1)[-1] for key in keys]
     shown = short if len(set(short)) == len(short) else keys
     names = []
     for values in combinations:
         parts = [f"{name}={value.strip(chr(34))}" for name, value in zip(shown, values, strict=True)]
         names.append(re.sub(r"[^\w.=+-]+", "-", "_".join(parts)).strip("-")[:120])
-    if len(set(names)) < len(names):  # by signs that no folder's name has, or beyond its length
+    if len(set(names)) < len(names):  # they differ only in replaced characters or after the cut
         names = [f"{name[:110]}-{number}" for number, name in enumerate(names, start=1)]
     return names

@@ -1,1 +1,1 @@
-"""How surviving weights are trained: in one block, or in the whole model with its masks held."""
+"""Training of the remaining weights, in one block or the whole model, with masks fixed."""

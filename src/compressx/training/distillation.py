@@ -1,7 +1,7 @@
 """The losses of fine-tuning, as pure functions of logits that are too large to copy in float32.
 
-A vocabulary of 49152 makes the logits of one window of 2048 tokens 400 MB in float32, and a loss keeps several copies
-for its backward pass. So each is computed a few rows at a time, together with its gradient, which alone is kept.
+With a vocabulary of 49152 the logits of one window of 2048 tokens take 400 MB in float32, and autograd keeps several
+copies. So a loss is computed a few rows at a time together with its gradient, and only the gradient is kept.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from torch.nn import functional
 _RowLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 NO_TARGET = -100
-"""Stands for the token that follows the last one of a window."""
+"""Target of a window's last token, which has no next token."""
 
 _IN_FLOAT32 = 2**24
-"""How many logits are held in float32 at a time: 64 MiB, a few hundred rows of a large vocabulary."""
+"""Logits converted to float32 at a time: 64 MiB, a few hundred rows of a large vocabulary."""
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, *, rows: int | None = None) -> Tensor:
     """Return T^2 KL(softmax(teacher / T) || softmax(student / T)), the mean over rows.
 
-    After Hinton et al. (arXiv 1503.02531, section 2). The factor keeps the size of the gradient while T changes.
+    Hinton et al. (arXiv 1503.02531, section 2). The factor T^2 keeps the gradient's scale independent of T.
 
     Args:
-        student: logits [n, vocabulary]; the gradient reaches these.
+        student: logits [n, vocabulary], which receive the gradient.
         teacher: logits [n, vocabulary], constants, on the same device.
         temperature: T.
-        rows: how many are computed at once.
+        rows: rows computed at a time.
 
     Returns:
-        A scalar in float32 at least, not below 0 but for rounding. It has one backward pass, as losses have.
+        A scalar, at least float32 and non-negative up to rounding. `backward` can be called once.
     """
 
-    def summed(logits: Tensor, wanted: Tensor) -> Tensor:
-        wanted = (wanted.to(logits.dtype) / temperature).log_softmax(dim=-1)
-        found = (logits / temperature).log_softmax(dim=-1)
-        return functional.kl_div(found, wanted, reduction="sum", log_target=True) * temperature**2
+    def summed(logits: Tensor, targets: Tensor) -> Tensor:
+        targets = (targets.to(logits.dtype) / temperature).log_softmax(dim=-1)
+        predicted = (logits / temperature).log_softmax(dim=-1)
+        return functional.kl_div(predicted, targets, reduction="sum", log_target=True) * temperature**2
 
     return _mean(student, teacher, len(student), summed, rows)
 
 
 def next_token_loss(logits: Tensor, ids: Tensor, *, rows: int | None = None) -> Tensor:
-    """Return the mean negative log-likelihood of each token but the first of every window.
+    """Return the mean negative log-likelihood of all tokens but the first of each window.
 
     Args:
         logits: [windows, tokens, vocabulary].
@@ -73,7 +73,7 @@ def _mean(logits: Tensor, targets: Tensor, count: int, summed: _RowLoss, rows: i
 
 
 class _InChunks(torch.autograd.Function):
-    """A sum over chunks of rows, whose gradient is found beside it: nothing but that waits for the backward pass."""
+    """A sum over chunks of rows that computes its gradient in the forward pass and keeps nothing else."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, summed: _RowLoss, rows: int) -> Tensor:

@@ -1,10 +1,10 @@
-"""Sparse fine-tuning: the weights that survived are trained, with the masks held by torch.ao's parametrization.
+"""Sparse fine-tuning: the remaining weights are trained, with masks applied by torch.ao's parametrization.
 
-The forward pass sees masked weights, so no gradient reaches a dropped one, and afterwards it is exactly zero again.
-What a step does depends on the settings and its number alone (which windows it takes, which units dropout drops), so
-that weights, optimizer and losses are all that a checkpoint holds.
+The forward pass uses masked weights, so dropped weights get no gradient and are exactly zero afterwards. A step depends
+only on the settings and its number (its windows, and the units that dropout drops), so a checkpoint needs only weights,
+optimizer state and losses.
 
-A model in 16 bits is trained in float32, its products in bfloat16 unless told otherwise, and rounded once, at the end.
+A 16-bit model is trained in float32, with matrix products in bfloat16 by default, and rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from compressx.training.trainable import trainable
 Progress: TypeAlias = Callable[[int, int, float], None]
 
 _LARGEST_NORM = 1.0
-"""What the norm of a step's gradient is clipped to, as is customary."""
+"""Maximum norm of a step's gradient, a customary value."""
 
 
 def training_windows(recipe: Recipe, tokenizer: Any, calibration: Tensor | None) -> Tensor | None:
-    """Read the text that a recipe fine-tunes on, if it does.
+    """Read the text that a recipe fine-tunes on.
 
     Args:
-        recipe: one that was planned.
+        recipe: a planned recipe.
         tokenizer: the model's.
         calibration: the calibration windows, if they were read.
 
     Returns:
-        int64 [windows, tokens], or None.
+        int64 [windows, tokens], or None if the recipe has no `finetune` section.
 
     Raises:
-        CalibrationError: text that cannot be had or is too short.
+        CalibrationError: text that cannot be read or is too short.
     """
     settings = recipe.finetune
     if settings is None:
@@ -60,7 +60,7 @@ def training_windows(recipe: Recipe, tokenizer: Any, calibration: Tensor | None)
     if calibration is not None:
         return calibration
     text = recipe.calibration
-    assert text is not None  # noqa: S101 - checked while the recipe was planned
+    assert text is not None  # noqa: S101 - checked when the recipe was planned
     return read_calibration(
         text.dataset, tokenizer, samples=text.samples, sequence_length=text.sequence_length, seed=text.seed,
         bos=text.bos,
@@ -71,24 +71,24 @@ def finetune(
     model: Any, masks: MaskSet, windows: Tensor, settings: Finetune, *, teacher: Any | None = None,
     checkpoint: Path | None = None, progress: Progress | None = None,
 ) -> FinetuneReport:  # fmt: skip
-    """Train what survived pruning, in place; the zeros stay.
+    """Train the remaining weights of a pruned model in place; dropped ones stay zero.
 
     Args:
-        model: a pruned transformers causal language model; it keeps its dtypes and modes.
+        model: a pruned transformers causal language model; keeps its dtypes and modes.
         masks: its masks.
         windows: int64 [windows, tokens].
-        settings: how.
-        teacher: the dense model, with `settings.teacher` dense; it is not changed.
-        checkpoint: a file to go on from if it exists, and to keep while training.
-        progress: called with the steps done, all steps and the last loss.
+        settings: the recipe's `finetune` section.
+        teacher: the dense model if `settings.teacher` is dense; not changed.
+        checkpoint: a file to resume from if it exists, updated during training.
+        progress: called with the steps done, the total and the last loss.
 
     Returns:
-        What was done, with the loss of every step.
+        A report with the loss of every step.
 
     Raises:
         CalibrationError: a loss or gradient that is not finite.
         ArtifactError: masks of another model, or a checkpoint that cannot be read or written.
-        UnsupportedModelError: a model without gradient checkpointing, when it is asked for.
+        UnsupportedModelError: gradient checkpointing is on, and the model does not support it.
     """
     if (teacher is None) != (settings.teacher == "none"):
         raise ValueError(f"teacher {settings.teacher!r} with {'no' if teacher is None else 'a'} dense model")
@@ -100,14 +100,14 @@ def finetune(
     ):
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter in parameters}
         steps = _Steps(model, teacher, windows, settings, trained, narrow=narrow)
-        losses = steps.go_on(checkpoint, progress)
+        losses = steps.run(checkpoint, progress)
         count = _numbers(trained, masks)
     _check_zeros(model, masks)
     return FinetuneReport(settings.teacher, count, len(losses), (len(windows), windows.shape[1]), tuple(losses))
 
 
 class _Steps:
-    """The optimizer steps of one fine-tuning, some of which may have been done by an interrupted run."""
+    """The optimizer steps of one fine-tuning run, resumable from a checkpoint."""
 
     def __init__(
         self, model: Any, teacher: Any | None, windows: Tensor, settings: Finetune, trained: Mapping[str, nn.Parameter],
@@ -122,8 +122,8 @@ class _Steps:
         )
         self.losses: list[float] = []
 
-    def go_on(self, checkpoint: Path | None, progress: Progress | None) -> list[float]:
-        """Do what is left to do, and return the loss of every step."""
+    def run(self, checkpoint: Path | None, progress: Progress | None) -> list[float]:
+        """Do the remaining steps, and return the loss of every step."""
         from transformers import get_cosine_schedule_with_warmup
 
         if checkpoint is not None and checkpoint.exists():
@@ -144,7 +144,7 @@ class _Steps:
     def _step(self, number: int) -> float:
         batch = _batch(self.windows, number, self.settings).to(self.device)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed((self.settings.seed + number) % 2**63)  # dropout's
+            torch.manual_seed((self.settings.seed + number) % 2**63)  # for dropout
             loss = self._loss(batch)
             loss.backward()  # type: ignore[no-untyped-call]
         norm = float(nn.utils.clip_grad_norm_(self.trained.values(), _LARGEST_NORM))
@@ -160,17 +160,17 @@ class _Steps:
 
     def _loss(self, batch: Tensor) -> Tensor:
         """Return the loss of windows [batch, tokens]."""
-        # Once for each step: autocast keeps narrow copies of parameters for as long as it lasts.
+        # A context per step: autocast caches bfloat16 copies of the parameters until it exits.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.narrow):
             logits = self.model(batch, use_cache=False).logits  # [batch, tokens, vocabulary]
         if self.teacher is None:
             return next_token_loss(logits, batch)
         with torch.no_grad():
-            wanted = self.teacher(batch, use_cache=False).logits
-        return distillation_loss(logits.flatten(0, 1), wanted.flatten(0, 1), self.settings.temperature)
+            target = self.teacher(batch, use_cache=False).logits
+        return distillation_loss(logits.flatten(0, 1), target.flatten(0, 1), self.settings.temperature)
 
     def _state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds: weights and the optimizer's moments, and the losses so far."""
+        """Return the content of a checkpoint: weights, optimizer state, and the losses so far."""
         state = {"losses": torch.tensor(self.losses, dtype=torch.float64)}
         for name, parameter in self.trained.items():
             state[f"value.{name}"] = parameter.detach().contiguous()
@@ -185,7 +185,7 @@ class _Steps:
                 for name, parameter in self.trained.items():
                     parameter.copy_(state.pop(f"value.{name}"))
         except (KeyError, RuntimeError) as error:
-            raise ArtifactError(f"{checkpoint} is damaged ({error!r}); begin anew with --restart") from error
+            raise ArtifactError(f"{checkpoint} is damaged ({error!r}); start over with --restart") from error
         for key, value in state.items():
             kind, _, name = key.partition(".")
             moment = value if kind == "step" else value.to(self.device)  # AdamW counts steps on the CPU
@@ -193,7 +193,7 @@ class _Steps:
 
 
 def _batch(windows: Tensor, step: int, settings: Finetune) -> Tensor:
-    """Return the windows of a step [batch_size, tokens]: epoch after epoch, each in an order of its own."""
+    """Return the windows of a step [batch_size, tokens]; each epoch has its own order."""
     places = range(step * settings.batch_size, (step + 1) * settings.batch_size)
     orders = {
         epoch: torch.randperm(len(windows), generator=torch.Generator().manual_seed((settings.seed + epoch) % 2**63))
@@ -204,7 +204,7 @@ def _batch(windows: Tensor, step: int, settings: Finetune) -> Tensor:
 
 @contextmanager
 def _training_mode(model: Any, gradient_checkpointing: bool) -> Iterator[None]:
-    """Put a model in training mode, where alone transformers checkpoints gradients, and back."""
+    """Put a model in training mode, which gradient checkpointing in transformers requires; restore it afterwards."""
     training = {module: module.training for module in model.modules()}
     if gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
@@ -212,7 +212,7 @@ def _training_mode(model: Any, gradient_checkpointing: bool) -> Iterator[None]:
                 f"{type(model).__name__} does not support gradient checkpointing; set finetune.gradient_checkpointing: "
                 "false, which takes more memory"
             )
-        with quiet_libraries():  # newer versions have another name for it, and say so
+        with quiet_libraries():  # newer versions warn that the method is renamed
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     try:
@@ -226,13 +226,13 @@ def _training_mode(model: Any, gradient_checkpointing: bool) -> Iterator[None]:
 
 
 def _numbers(trained: Mapping[str, nn.Parameter], masks: MaskSet) -> int:
-    """Count what is trained: of masked parameters the weights that are kept."""
+    """Count the trained weights; of masked parameters, the kept ones."""
     dropped = sum(entry.keep.numel() - int(entry.keep.sum()) for entry in masks.values())
     return sum(parameter.numel() for parameter in trained.values()) - dropped
 
 
 def _check_zeros(model: nn.Module, masks: MaskSet) -> None:
-    """Count the zeros anew: what is fine-tuned has to be exactly as sparse as what was pruned."""
+    """Check that every dropped weight is still exactly zero."""
     for name, deviation in masks.deviations(model).items():
         if deviation.dropped_not_zero:
             raise ArtifactError(

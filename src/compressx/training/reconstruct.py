@@ -1,9 +1,9 @@
-"""Block reconstruction: a pruned block's survivors are trained so that its output is what the dense block's was.
+"""Block reconstruction: train a pruned block's remaining weights to reproduce the dense block's output.
 
-The pruned block reads what the already pruned blocks before it give (the pruned stream), and is trained towards what
-the dense block makes of the dense blocks' output (the dense stream), so that it also mends what came before it. Masks
-are held by torch.ao's parametrization, weights are float32 while they are trained, and calibration text that is held
-out decides which weights are kept: those from before the training, if none are better.
+The input is the output of the pruned blocks before it (the pruned stream). The target is the dense block's output on
+dense inputs (the dense stream), so the block also corrects the errors of earlier ones. Masks are applied by torch.ao's
+parametrization, and weights are trained in float32. The weights with the lowest error on held-out calibration text are
+kept, which may be the ones from before training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from compressx.runtime.ranks import ALONE, Ranks
 from compressx.training.trainable import trainable
 
 _BETAS = (0.9, 0.95)
-"""Of Adam. A pass is a few dozen steps: too few for the usual second one of 0.999."""
+"""Adam's. A pass has a few dozen steps, too few for the usual second value of 0.999."""
 
 _WARM_UP = 0.05
 """Fraction of the steps over which the learning rate rises."""
@@ -32,12 +32,12 @@ _WARM_UP = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """One calibration batch on its way through a block.
+    """One calibration batch of a block.
 
     Attributes:
-        enters: what the pruned blocks before give [batch, tokens, width].
-        target: what leaves the dense block on the dense stream [batch, tokens, width].
-        run: computes what leaves the block, as it now is, from what enters it.
+        enters: input, the output of the pruned blocks before [batch, tokens, width].
+        target: output of the dense block on the dense stream [batch, tokens, width].
+        run: computes the output of the block in its current state from its input.
     """
 
     enters: Tensor
@@ -46,11 +46,11 @@ class Passage:
 
     @property
     def tokens(self) -> int:
-        """How many there are in the batch."""
+        """Number of tokens in the batch."""
         return self.enters.shape[:-1].numel()
 
     def errors(self, channels: Tensor) -> Tensor:
-        """Return `relative_errors` of the block as it now is, [batch, tokens]."""
+        """Return `relative_errors` of the block in its current state, [batch, tokens]."""
         return relative_errors(self.run(self.enters.float()), self.target, channels)
 
 
@@ -58,19 +58,19 @@ def reconstruct(
     model: nn.Module, fqn: str, masks: Mapping[str, MaskEntry], passages: Sequence[Passage],
     settings: ReconstructBlock, ranks: Ranks = ALONE, channels: Tensor | None = None,
 ) -> ReconstructionReport:  # fmt: skip
-    """Train what survived in a block, in place.
+    """Train the remaining weights of a pruned block in place.
 
     Args:
-        model: the model; only this block of it changes.
+        model: the model; only this block changes.
         fqn: the block's name.
-        masks: of its pruned linears, by name in the model: these weights are trained, and dropped ones stay zero.
-        passages: this process's calibration text, two at least; the last of it is held out.
-        settings: as the recipe has them.
-        ranks: the processes; gradients and errors are those of all, and all end with the same weights.
-        channels: what an error in each channel of the block's output counts [width]; `channel_weights` when absent.
+        masks: of its pruned linears, by name in the model; these weights are trained, and dropped ones stay zero.
+        passages: this process's calibration batches, at least two; the last ones are held out.
+        settings: the recipe's `reconstruct_block` section.
+        ranks: the processes; gradients and errors are summed over all, and all end with the same weights.
+        channels: weight of each output channel in the error [width]; `channel_weights` when absent.
 
     Returns:
-        What became of the held-out error; it is never higher afterwards.
+        The held-out errors; the final one is never higher than the first.
     """
     started = time.perf_counter()
     module = model.get_submodule(fqn)
@@ -81,7 +81,7 @@ def reconstruct(
     device = next(module.parameters()).device
     with (
         trainable(model, module, MaskSet(masks), norms=settings.norms, biases=settings.biases) as parameters,
-        # Autocast would keep narrow copies of what is trained, as it was at the first step.
+        # Without a cache: it would keep bfloat16 copies of the weights as they were at the first step.
         torch.autocast(device.type, torch.bfloat16, enabled=narrow, cache_enabled=False),
     ):
         weights = channel_weights((p.target for p in passages), ranks) if channels is None else channels
@@ -99,17 +99,17 @@ def reconstruct(
 
 @dataclass(frozen=True, eq=False)
 class _Trained:
-    """The parameters of a block that are trained, float32, each with the dtype that it came in."""
+    """The trained parameters of a block, in float32, each with its original dtype."""
 
     parameters: Mapping[nn.Parameter, torch.dtype]
     settings: ReconstructBlock
     channels: Tensor
 
     def passes(self, passages: Sequence[Passage], ranks: Ranks) -> Iterator[int]:
-        """Train; yields after each pass over the text."""
+        """Train; yield after each pass over the text."""
         settings = self.settings
         per_step = max(1, settings.batch_size // (len(passages[0].enters) * ranks.size))
-        per_pass = max(ranks.all_gather(math.ceil(len(passages) / per_step)))  # all take as many steps
+        per_pass = max(ranks.all_gather(math.ceil(len(passages) / per_step)))  # the same number of steps on all
         steps = per_pass * settings.passes
         groups = [
             {"params": [p], "lr": settings.learning_rate * size}
@@ -133,7 +133,7 @@ class _Trained:
             yield number
 
     def sizes(self) -> list[float]:
-        """Return the root mean square of the entries of each parameter that are not zero; the mean of all for none."""
+        """Return the RMS of each parameter's non-zero entries; for an all-zero one, the mean over the others."""
         entries = [p.detach()[p.detach() != 0] for p in self.parameters]
         found = [float(x.square().mean().sqrt()) if len(x) else 0.0 for x in entries]
         mean = math.fsum(found) / max(1, sum(size > 0 for size in found))
@@ -141,24 +141,24 @@ class _Trained:
 
     @torch.no_grad()
     def error(self, passages: Sequence[Passage], ranks: Ranks) -> float:
-        """Return the mean over all processes' tokens, of the weights rounded to the dtypes that they came in."""
+        """Return the mean error over all processes' tokens, with weights rounded to their original dtypes."""
         exact = [p.clone() for p in self.parameters]
         for parameter, dtype in self.parameters.items():
             parameter.copy_(parameter.to(dtype))
         mine = [float(p.errors(self.channels).sum(dtype=torch.float64)) for p in passages]
-        everyones = ranks.all_gather([math.fsum(mine), sum(p.tokens for p in passages)])
+        totals = ranks.all_gather([math.fsum(mine), sum(p.tokens for p in passages)])
         for parameter, value in zip(self.parameters, exact, strict=True):
             parameter.copy_(value)
-        return math.fsum(error for error, _ in everyones) / sum(tokens for _, tokens in everyones)
+        return math.fsum(error for error, _ in totals) / sum(tokens for _, tokens in totals)
 
     def _share_gradients(self, ranks: Ranks) -> None:
         if ranks.size > 1:
             for parameter in self.parameters:
-                if parameter.grad is None:  # this process had no text left
+                if parameter.grad is None:  # this process had no batch in this step
                     parameter.grad = torch.zeros_like(parameter)
                 ranks.all_reduce_(parameter.grad)
 
 
 def _rate(done: float) -> float:
-    """Return the learning rate's factor when a fraction of the steps is done: a linear rise, then a cosine to zero."""
+    """Return the learning rate's factor after a fraction of the steps: a linear warm-up, then a cosine to zero."""
     return min(1.0, 0.1 + done / _WARM_UP) * 0.5 * (1.0 + math.cos(math.pi * done))

@@ -1,4 +1,4 @@
-"""A pruned model, or a block of it, made ready for training, and an ordinary one again afterwards, whatever happens."""
+"""Prepare a pruned model, or one of its blocks, for training, and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from compressx.masks.maskset import MaskSet, squash
 def trainable(
     model: nn.Module, part: nn.Module, masks: MaskSet, *, norms: bool, biases: bool
 ) -> Iterator[Mapping[nn.Parameter, torch.dtype]]:
-    """Hold masks on a model by torch.ao's parametrization, and let gradients reach what is trained and nothing else.
+    """Apply masks by torch.ao's parametrization, and require gradients only of the trained parameters.
 
     Args:
-        model: the model; outside of `part` nothing changes.
-        part: the model itself, or a block of it. All of it is float32 at least for the length of the `with`.
-        masks: by name in the model, of weights inside the part. They are trained, and dropped ones stay exactly zero.
-        norms: whether the gains of norms are trained too.
-        biases: whether biases are trained too, of norms and linears alike.
+        model: the model; nothing outside `part` changes.
+        part: the model itself, or one of its blocks; its parameters are at least float32 inside the `with`.
+        masks: by name in the model, of weights inside the part. These are trained; dropped ones stay exactly zero.
+        norms: whether to train the gains of norms too.
+        biases: whether to train biases too, of norms and linears.
 
     Yields:
-        The trained parameters, in the model's order, each with the dtype that it came in and will have again.
+        The trained parameters in the model's order, each with its original dtype, which is restored afterwards.
     """
     with ExitStack() as stack:
         dtypes = stack.enter_context(_in_float32(part))
@@ -36,7 +36,7 @@ def trainable(
 
 @contextmanager
 def _in_float32(part: nn.Module) -> Iterator[dict[nn.Parameter, torch.dtype]]:
-    """Hold every parameter in float32 at least, and afterwards in its own dtype: what was not trained to the bit."""
+    """Convert parameters to at least float32, and back afterwards; untrained ones are restored bit for bit."""
     dtypes = {parameter: parameter.dtype for parameter in part.parameters()}
     for parameter, dtype in dtypes.items():
         parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
@@ -49,7 +49,7 @@ def _in_float32(part: nn.Module) -> Iterator[dict[nn.Parameter, torch.dtype]]:
 
 @contextmanager
 def _held(masks: MaskSet, model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Hold the masks, give the parameters under them, and make the zeros permanent afterwards."""
+    """Apply masks, yield the masked parameters, and write the zeros into the weights afterwards."""
     sparsifier = masks.to_torch_ao(model)
     try:
         yield [group["module"].parametrizations[group["tensor_name"]].original for group in sparsifier.groups]
@@ -59,15 +59,15 @@ def _held(masks: MaskSet, model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 @contextmanager
 def _only_trained(part: nn.Module, wanted: set[nn.Parameter]) -> Iterator[None]:
-    asked_before = {parameter: parameter.requires_grad for parameter in part.parameters()}
-    for parameter in asked_before:
+    before = {parameter: parameter.requires_grad for parameter in part.parameters()}
+    for parameter in before:
         parameter.requires_grad_(parameter in wanted)
     try:
         yield
     finally:
-        for parameter, asked in asked_before.items():
+        for parameter, required in before.items():
             parameter.grad = None
-            parameter.requires_grad_(asked)
+            parameter.requires_grad_(required)
 
 
 def _small(part: nn.Module, *, norms: bool, biases: bool) -> Iterator[nn.Parameter]:

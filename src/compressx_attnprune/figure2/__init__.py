@@ -1,1 +1,1 @@
-"""The synthetic experiment behind the paper's Figure 2, and its command."""
+"""The synthetic experiment of the paper's Figure 2."""

@@ -1,8 +1,7 @@
-"""Descent of many independent problems at once, each over a matrix of mask entries.
+"""Batched gradient descent on independent problems, each over a matrix of mask entries.
 
-`minimize_in_box` is projected gradient descent on [0, 1] whose losses never rise; `minimize_with_momentum` is the plain
-descent that Attention Weights Pruning (arXiv 2410.11261, Algorithm 1) names. The first dimension of every tensor is
-the problem.
+`minimize_in_box` is monotone projected gradient descent on [0, 1]; `minimize_with_momentum` is the plain descent of
+Attention Weights Pruning (arXiv 2410.11261, Algorithm 1). The first dimension of every tensor is the problem.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from torch import Tensor
 from compressx import CompressxError
 
 Objective: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From points [k, rows, columns] and the indices [k] of their problems to losses [k] and gradients, like the points."""
+"""Maps points [k, rows, columns] and their problem indices [k] to losses [k] and gradients of the points' shape."""
 
 SUFFICIENT = 1e-4
-"""Armijo's constant: the part of the decrease promised by the slope that a step must deliver."""
+"""Armijo's constant: the fraction of the predicted decrease that a step must achieve."""
 
 _BACKTRACKS = 30
 _SHORTEST, _LONGEST = 1e-8, 1e8  # step lengths before the line search, in units of the metric
 
 
 class DivergedError(CompressxError):
-    """Gradient descent with a fixed step left the finite numbers."""
+    """Gradient descent with a fixed step reached a loss or point that is not finite."""
 
 
 def residual(point: Tensor, gradient: Tensor, scale: float) -> Tensor:
@@ -42,25 +41,24 @@ def minimize_in_box(
 ) -> tuple[Tensor, Tensor]:
     """Minimise over [0, 1] by projected gradient descent with a backtracking line search for each problem.
 
-    A step goes towards clip(point - length * gradient / metric): since the metric is diagonal, that is the projection
-    in it too. Lengths are Barzilai and Borwein's (doi 10.1093/imanum/8.1.141), four of the long and four of the short
-    kind in turn, and Armijo's condition has the last word, so that no loss ever rises (the spectral projected
-    gradient of doi 10.1137/S1052623497330963, kept monotone). A problem stops at the tolerance, or when its loss
-    resolves no further decrease.
+    A step goes towards clip(point - length * gradient / metric), which is the projection in the diagonal metric. Step
+    lengths are Barzilai and Borwein's (doi 10.1093/imanum/8.1.141), alternating between four long and four short ones.
+    Steps must satisfy Armijo's condition, so losses never rise (a monotone version of the spectral projected gradient,
+    doi 10.1137/S1052623497330963). A problem stops at the tolerance, or when its loss no longer decreases.
 
     Args:
-        objective: what to minimise.
+        objective: the function to minimise.
         start: [problems, rows, columns] within the box.
-        metric: positive, of the same shape: an estimate of the curvature of each entry.
+        metric: positive curvature estimate of each entry, in the same shape.
         scale: of `residual`.
-        steps: largest number of steps.
+        steps: maximum number of steps.
         tolerance: of `residual`.
 
     Returns:
-        The points, and the losses before the first step and after each, [steps + 1, problems]; a problem that has
-        stopped keeps its last.
+        The points, and the losses before the first step and after each, [steps + 1, problems]; stopped problems repeat
+        their last loss.
     """
-    active = torch.arange(len(start))  # the problems still descending: other tensors of the loop hold these only
+    active = torch.arange(len(start))  # active problems; other tensors in the loop hold only these
     point, (loss, gradient) = start, objective(start, active)
     length = torch.ones_like(loss)
     result, losses = start.clone(), [loss]
@@ -84,7 +82,7 @@ def minimize_in_box(
 def _backtrack(
     objective: Objective, problems: Tensor, point: Tensor, loss: Tensor, gradient: Tensor, direction: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shorten each step until Armijo's condition holds; a problem for which it never does stays where it is.
+    """Shorten each step until Armijo's condition holds; problems for which it never does keep their point.
 
     Returns:
         The new points, their losses and their gradients.
@@ -94,7 +92,7 @@ def _backtrack(
     moved = point + direction
     new_loss, new_gradient = objective(moved, problems)
     for attempt in range(_BACKTRACKS + 1):
-        # Written so that a loss that is not a number counts as too high.
+        # A NaN loss counts as too high.
         high = (~(new_loss <= loss + SUFFICIENT * fraction * slope)).nonzero()[:, 0]
         if not len(high):
             break
@@ -102,7 +100,7 @@ def _backtrack(
             moved[high], new_loss[high], new_gradient[high] = point[high], loss[high], gradient[high]
             break
         t, s = fraction[high], slope[high]
-        # The minimum of the parabola through both losses and the slope, kept within [t / 10, t / 2].
+        # Minimum of the parabola through both losses and the slope, clipped to [t / 10, t / 2].
         parabola = -s * t.square() / (2 * (new_loss[high] - loss[high] - s * t))
         fraction[high] = torch.fmax(torch.fmin(parabola, 0.5 * t), 0.1 * t)
         moved[high] = point[high] + fraction[high, None, None] * direction[high]
@@ -111,20 +109,20 @@ def _backtrack(
 
 
 def _barzilai_borwein(moved: Tensor, turned: Tensor, metric: Tensor, length: Tensor, *, long: bool) -> Tensor:
-    """Compute each problem's next step length from how far its point moved and how its gradient turned."""
+    """Compute each problem's next step length from the changes of its point and its gradient."""
     along = (moved * turned).sum(dim=(1, 2))
     if long:
         new = (moved.square() * metric).sum(dim=(1, 2)) / along
     else:
         new = along / (turned.square() / metric).sum(dim=(1, 2))
-    # Along a concave stretch there is no such length; a longer step is safe, the line search shortens it.
+    # Undefined for negative curvature: lengthen the step, which the line search can shorten.
     return torch.where(along > 0, new, 10 * length).clamp(_SHORTEST, _LONGEST)
 
 
 def minimize_with_momentum(
     objective: Objective, start: Tensor, *, step_size: float, momentum: float, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Take all `steps` of v <- momentum v + gradient, point <- point - step_size v; nothing keeps it in the box.
+    """Take all `steps` of v <- momentum v + gradient, point <- point - step_size v, without projection.
 
     Returns:
         The points, and the losses before the first step and after each, [steps + 1, problems].
@@ -141,7 +139,7 @@ def minimize_with_momentum(
         if not (torch.isfinite(loss).all() and torch.isfinite(gradient).all()):
             raise DivergedError(
                 f"gradient descent with momentum {momentum:g} and the fixed step size {step_size:g} diverged within "
-                f"{step} steps; take a smaller step size, or the line search, whose losses never rise"
+                f"{step} steps; use a smaller step size, or the monotone line search"
             )
         if step < steps:
             velocity = momentum * velocity + gradient

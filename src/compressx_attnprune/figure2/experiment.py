@@ -1,8 +1,8 @@
-"""The paper's Figure 2 again: error of the attention matrix against lambda, against n and against the pruning ratio.
+"""The paper's Figure 2: error of the attention matrix against lambda, n and the pruning ratio.
 
-Attention Weights Pruning, arXiv 2410.11261. The constants of its figure cannot be recovered, so those of `Settings` are
-ours. So is the way lambda is chosen for the panels over n and the pruning ratio: for each point it is
-the one of the grid with the lowest mean error on tuning seeds, which are drawn apart and never reported.
+Attention Weights Pruning, arXiv 2410.11261. The paper does not give the constants of its figure; those of `Settings`
+are ours. So is the choice of lambda in the panels over n and the pruning ratio: for each point, the grid value with the
+lowest mean error on separate tuning seeds, which are not reported.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from compressx_attnprune.figure2.synthetic import BASELINES, Learned, Sample
 Panel: TypeAlias = Literal["lambda", "n", "rho"]
 
 OURS = "attention-aware on fused W"
-"""Algorithm 1, as a method's name beside those of `BASELINES`."""
+"""Name of Algorithm 1 in the figure."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One method at one place of one panel.
+    """One method at one point of a panel.
 
     Attributes:
-        panel: which.
+        panel: the panel.
         method: `OURS` or a name of `BASELINES`.
-        regularization: lambda; None for the baselines, which have none.
+        regularization: lambda; None for the baselines.
         tokens: n.
         sparsity: the pruning ratio.
         errors: ||P~ - P||_F^2 / ||P||_F^2 of each reported seed, the ratio of *squared* norms.
-        unconverged: seeds whose descent stopped before its tolerance.
+        unconverged: number of seeds that did not reach the tolerance.
     """
 
     panel: Panel
@@ -52,18 +52,18 @@ class Point:
 
     @property
     def half_width(self) -> float:
-        """Half of the 95% confidence interval of the mean, by Student's t."""
+        """Half-width of the 95% confidence interval of the mean, by Student's t."""
         return student_t(len(self.errors) - 1) * stdev(self.errors) / math.sqrt(len(self.errors))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which lambda was taken for one number of tokens and one sparsity.
+    """The lambda chosen for a number of tokens and a sparsity.
 
     Attributes:
         tokens: n.
         sparsity: the pruning ratio.
-        regularization: the lambda taken.
+        regularization: the chosen lambda.
         tuning_errors: mean error over the tuning seeds, by lambda.
     """
 
@@ -80,7 +80,7 @@ class Figure:
     Attributes:
         settings: its constants.
         points: of all panels.
-        choices: how lambda was chosen for the panels over n and the pruning ratio.
+        choices: lambdas of the panels over n and the pruning ratio.
     """
 
     settings: Settings
@@ -88,22 +88,22 @@ class Figure:
     choices: Sequence[Choice]
 
 
-def measure(settings: Settings, tell: Callable[[str], None] = lambda _: None) -> Figure:
+def measure(settings: Settings, log: Callable[[str], None] = lambda _: None) -> Figure:
     """Run the whole experiment.
 
     Args:
         settings: its constants.
-        tell: called with a line before each part.
+        log: called with a line before each part.
 
     Raises:
-        compressx_attnprune.figure2.descent.DivergedError: the `momentum` optimizer with too long a step.
+        compressx_attnprune.figure2.descent.DivergedError: the `momentum` optimizer diverged.
     """
     choices: dict[tuple[int, float], Choice] = {}
     for tokens in sorted({settings.tokens, *settings.token_counts}):
-        tell(f"choosing lambda on {settings.tuning_seeds} tuning seeds, n = {tokens}")
+        log(f"choosing lambda on {settings.tuning_seeds} tuning seeds, n = {tokens}")
         sparsities = {settings.sparsity, *(settings.sparsities if tokens == settings.tokens else ())}
         choices |= {(tokens, c.sparsity): c for c in _choose(settings, tokens, sorted(sparsities))}
-    tell(f"error against lambda on {settings.seeds} seeds")
+    log(f"error against lambda on {settings.seeds} seeds")
     drawn = _draw(settings, settings.tokens, settings.reported)
     learned = {value: _learn(settings, drawn, value) for value in settings.regularizations}
     points = [
@@ -111,7 +111,7 @@ def measure(settings: Settings, tell: Callable[[str], None] = lambda _: None) ->
         *_baselines("lambda", drawn, settings.sparsity),
     ]
     for tokens in settings.token_counts:
-        tell(f"error against n on {settings.seeds} seeds, n = {tokens}")
+        log(f"error against n on {settings.seeds} seeds, n = {tokens}")
         value = choices[tokens, settings.sparsity].regularization
         same = tokens == settings.tokens
         longer = drawn if same else _draw(settings, tokens, settings.reported)
@@ -120,7 +120,7 @@ def measure(settings: Settings, tell: Callable[[str], None] = lambda _: None) ->
             _ours("n", longer, masks, value, settings.sparsity),
             *_baselines("n", longer, settings.sparsity),
         ]
-    tell(f"error against the pruning ratio on {settings.seeds} seeds")
+    log(f"error against the pruning ratio on {settings.seeds} seeds")
     for sparsity in settings.sparsities:
         value = choices[settings.tokens, sparsity].regularization
         points += [_ours("rho", drawn, learned[value], value, sparsity), *_baselines("rho", drawn, sparsity)]
@@ -174,8 +174,8 @@ def _baselines(panel: Panel, drawn: Sample, sparsity: float) -> Iterator[Point]:
 def student_t(freedom: int) -> float:
     """Compute the 97.5% quantile of Student's t, which bounds a two-sided 95% confidence interval.
 
-    Bisection on the finite sum that the distribution is for whole degrees of freedom (Abramowitz and Stegun 26.7.3 and
-    26.7.4).
+    Bisection on the distribution function, a finite sum for integer degrees of freedom (Abramowitz and Stegun 26.7.3
+    and 26.7.4).
     """
     low, high = 1.9, 13.0  # between the normal distribution and one degree of freedom
     while high - low > 1e-12 * high:

@@ -1,6 +1,6 @@
-"""Files of a measured Figure 2: `figure2.csv`, `figure2.json`, `figure2.svg` and `figure2.png`, written together.
+"""Write Figure 2 as `figure2.csv`, `figure2.json`, `figure2.svg` and `figure2.png`.
 
-The same figure gives the same bytes: nothing here depends on the time or the machine but the versions in the JSON.
+The same figure gives the same bytes, except for the versions in the JSON.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Row: TypeAlias = dict[str, str | int | float | None]
 
 @contextmanager
 def output_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder beside `folder` to fill, which takes its place when the block ends without an exception.
+    """Yield a temporary folder to fill, which is renamed to `folder` unless the block raises.
 
     Raises:
-        ArtifactError: a folder that holds something, that is none, or that cannot be made, naming it and what to do.
+        ArtifactError: `folder` is not empty, is a file, or cannot be created.
     """
     folder = folder.resolve()
     building = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
@@ -47,7 +47,7 @@ def output_folder(folder: Path) -> Iterator[Path]:
         building.mkdir(parents=True)
     try:
         yield building
-        _refuse_content(folder)  # minutes have passed: somebody may have put something there
+        _refuse_content(folder)  # again, since the block takes minutes
         with _os_errors_named(folder):
             if folder.exists():
                 folder.rmdir()
@@ -76,7 +76,7 @@ def write(figure: Figure, folder: Path) -> None:
     """Write all files into a folder.
 
     Raises:
-        ArtifactError: when one cannot be written.
+        ArtifactError: a file cannot be written.
     """
     with _os_errors_named(folder):
         (folder / "figure2.csv").write_text(to_csv(figure), encoding="utf-8")
@@ -113,7 +113,7 @@ def to_csv(figure: Figure) -> str:
 
 
 def to_json(figure: Figure) -> dict[str, Any]:
-    """Return everything that was measured: constants, seeds, versions, how lambda was chosen, and each seed's error."""
+    """Return constants, seeds, versions, chosen lambdas with their tuning errors, and each seed's error."""
     settings = figure.settings
     return {
         "error": "||P~ - P||_F^2 / ||P||_F^2, the ratio of squared norms",
@@ -139,7 +139,7 @@ def to_json(figure: Figure) -> dict[str, Any]:
 
 
 def plot(figure: Figure, folder: Path) -> None:
-    """Draw the three panels as `figure2.svg` and `figure2.png`, bands being 95% confidence intervals."""
+    """Draw the three panels as `figure2.svg` and `figure2.png`, with 95% confidence bands."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
@@ -147,9 +147,9 @@ def plot(figure: Figure, folder: Path) -> None:
     settings = figure.settings
     size, ratio = f"$n = {settings.tokens}$", rf"$\rho = {settings.sparsity:g}$"
     with mpl.rc_context():
-        mpl.rcdefaults()  # whatever the user's own style
+        mpl.rcdefaults()  # ignore the user's style
         mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-        mpl.rcParams["svg.hashsalt"] = "figure2"  # with no date, the same figure gives the same file
+        mpl.rcParams["svg.hashsalt"] = "figure2"  # reproducible ids
         canvas = Canvas(figsize=(11, 3.6), layout="constrained")
         FigureCanvasAgg(canvas)
         by_lambda, by_tokens, by_sparsity = canvas.subplots(1, 3)
@@ -168,7 +168,7 @@ def plot(figure: Figure, folder: Path) -> None:
 
 
 def _panel(axes: Axes, figure: Figure, panel: Panel) -> None:
-    """Draw each method of a panel; one without lambda is a horizontal line against lambda."""
+    """Draw each method of a panel; the baselines are horizontal lines against lambda."""
     for method in _METHODS:
         points = [p for p in figure.points if p.panel == panel and p.method == method]
         color, marker = _STYLES[method]
@@ -178,7 +178,7 @@ def _panel(axes: Axes, figure: Figure, panel: Panel) -> None:
         else:
             x = [_place(p) for p in points]
         means = [p.mean for p in points]
-        # On a logarithmic axis an interval that reaches zero ends where it can still be drawn.
+        # The axis is logarithmic: cut off intervals that reach zero.
         low = [max(p.mean - p.half_width, p.mean / 10) for p in points]
         axes.plot(x, means, color=color, marker=marker, markersize=4, label=method)
         axes.fill_between(x, low, [p.mean + p.half_width for p in points], color=color, alpha=0.15, linewidth=0)

@@ -1,4 +1,4 @@
-"""The constants of Figure 2, without torch, so that the command line can name its defaults at once."""
+"""The constants of Figure 2, importable without torch for a fast command line."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 FIRST_TUNING_SEED = 1_000_000
-"""Reported seeds count up from 0 and tuning seeds from here."""
+"""First tuning seed; reported seeds start at 0."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every constant of the experiment; the defaults are ours, the paper's being unknown.
+    """The constants of the experiment; the defaults are ours, since the paper gives none.
 
     Attributes:
-        seeds: reported problems, at least two.
-        tuning_seeds: problems on which lambda is chosen for the panels over n and the pruning ratio.
-        width: d, features of X.
+        seeds: number of reported problems, at least two.
+        tuning_seeds: number of problems for choosing lambda in the panels over n and the pruning ratio.
+        width: d, number of features of X.
         tokens: n of the panels over lambda and the pruning ratio.
-        rank: singular values that are left of W_Q and W_K; four in the paper.
-        scale: standard deviation of the entries of W_Q and W_K before that cut.
+        rank: rank of W_Q and W_K after truncation; four in the paper.
+        scale: standard deviation of the entries of W_Q and W_K before truncation.
         sparsity: rho, the pruning ratio, of the panels over lambda and n.
-        regularizations: the grid of lambda, rising.
-        token_counts: the grid of n, rising.
-        sparsities: the grid of rho, rising.
-        optimizer: of `synthetic.learn_mask`, and so are `steps`, `tolerance`, `step_size` and `momentum`.
+        regularizations: the grid of lambda, increasing.
+        token_counts: the grid of n, increasing.
+        sparsities: the grid of rho, increasing.
+        optimizer: as `steps`, `tolerance`, `step_size` and `momentum`, an argument of `synthetic.learn_mask`.
     """
 
     seeds: int = 10
@@ -45,9 +45,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.rank > self.width:
-            raise ValueError(f"rank {self.rank} exceeds width {self.width}; a smaller rank or a larger width is needed")
+            raise ValueError(f"rank {self.rank} exceeds width {self.width}; reduce the rank or increase the width")
         if self.seeds < 2:
-            raise ValueError(f"a confidence interval needs two seeds or more, got {self.seeds}")
+            raise ValueError(f"a confidence interval needs at least two seeds, got {self.seeds}")
 
     @property
     def reported(self) -> range:
@@ -56,7 +56,7 @@ class Settings:
 
     @property
     def tuning(self) -> range:
-        """The seeds that lambda is chosen on."""
+        """The seeds for choosing lambda."""
         return range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + self.tuning_seeds)
 
 
@@ -71,4 +71,4 @@ QUICK = Settings(
     sparsities=(0.3, 0.5, 0.7, 0.9),
     steps=500,
 )
-"""Constants for a first look, in seconds."""
+"""Smaller constants that take seconds."""

@@ -1,13 +1,13 @@
 """Attention Weights Pruning as published, on one fused matrix: the setting of the paper's Figure 2.
 
-`P = softmax(X W X^T)` under an attention mask, with `W = W_Q W_K^T` fused, is kept by a relaxed mask `M` in [0, 1]:
+A relaxed mask `M` in [0, 1] on the fused `W = W_Q W_K^T` preserves `P = softmax(X W X^T)` under an attention mask:
 
     L(M) = 1/2 ||P~ - P||_F^2 + regularization/2 ||M||_F^2,    P~ = softmax(X (M∘W) X^T)
 
-(arXiv 2410.11261, Algorithm 1 and the theorem on the gradient of L). `learn_mask` minimises it, `binarize` makes a
-mask of the minimiser, and the baselines prune what a model stores: the two factors. Everything is float64 and batched:
-the first dimension of every tensor is the seed. The published constants (width, tokens, regularization, steps, step
-size, momentum, scale) cannot be recovered from the paper; all defaults here are ours.
+(arXiv 2410.11261, Algorithm 1 and the theorem on the gradient of L). `learn_mask` minimises L, `binarize` turns
+the minimiser into a mask, and the baselines prune the two factors, which are what a model stores. Everything is float64
+and batched: the first dimension of every tensor is the seed. The paper does not give its constants (width, tokens,
+regularization, steps, step size, momentum, scale); all defaults are ours.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Optimizer: TypeAlias = Literal["line-search", "momentum"]
 
 @dataclass(frozen=True, eq=False)
 class FusedAttention:
-    """Attention matrices of fused weights, one for each seed.
+    """Attention with fused weights, batched over seeds.
 
     Attributes:
         inputs: X [seeds, tokens, width].
         weight: W [seeds, width, width], dense.
-        mask: bool [tokens, tokens], True where the row's token sees the column's: causal, full, block or any other.
+        mask: bool [tokens, tokens], True where the row's token attends to the column's; any kind.
 
     Raises:
-        ValueError: a mask that is not bool [tokens, tokens], or has a row that sees nothing.
+        ValueError: a mask that is not bool [tokens, tokens], or that has a row without True.
     """
 
     inputs: Tensor
@@ -50,11 +50,11 @@ class FusedAttention:
         tokens = self.inputs.shape[1]
         if self.mask.dtype != torch.bool or self.mask.shape != (tokens, tokens):
             raise ValueError(
-                f"an attention mask is bool [{tokens}, {tokens}] here, got {self.mask.dtype} {list(self.mask.shape)}"
+                f"the attention mask must be bool [{tokens}, {tokens}], got {self.mask.dtype} {list(self.mask.shape)}"
             )
         if not self.mask.any(dim=1).all():
-            blind = int((~self.mask.any(dim=1)).nonzero()[0])
-            raise ValueError(f"row {blind} of the attention mask sees no token, so its softmax does not exist")
+            row = int((~self.mask.any(dim=1)).nonzero()[0])
+            raise ValueError(f"row {row} of the attention mask attends to no token, so its softmax is undefined")
 
     @cached_property
     def dense(self) -> Tensor:
@@ -75,17 +75,17 @@ class FusedAttention:
         return (self.matrix(weight) - self.dense).square().sum(dim=(1, 2)) / self.dense.square().sum(dim=(1, 2))
 
     def take(self, seeds: Tensor) -> FusedAttention:
-        """Return the attention of some seeds only, by index."""
+        """Return the attention of a subset of seeds, by index."""
         if len(seeds) == len(self.inputs):
             return self
         part = replace(self, inputs=self.inputs[seeds], weight=self.weight[seeds])
-        vars(part).update(dense=self.dense[seeds], _bias=self._bias)  # what cached_property would compute again
+        vars(part).update(dense=self.dense[seeds], _bias=self._bias)  # reuse the cached properties
         return part
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One draw of the published experiment for each seed.
+    """Random problems of the published experiment, one per seed.
 
     Attributes:
         attention: X and the fused W = W_Q W_K^T under the attention mask.
@@ -101,21 +101,21 @@ class Sample:
 def sample(
     seeds: Sequence[int], *, tokens: int, width: int, rank: int = 4, scale: float = 0.15, mask: Tensor | None = None
 ) -> Sample:
-    """Draw Gaussian W_Q and W_K cut to their largest singular values, and a full-rank Gaussian X.
+    """Draw Gaussian W_Q and W_K, truncated to their largest singular values, and a full-rank Gaussian X.
 
     Args:
-        seeds: one problem each; a seed gives the same factors whatever the number of tokens.
+        seeds: one per problem; the factors do not depend on the number of tokens.
         tokens: rows of X.
         width: columns of X.
-        rank: how many singular values survive; four in the paper.
-        scale: standard deviation of the factors' entries before the cut (ours).
+        rank: number of singular values kept; four in the paper.
+        scale: standard deviation of the factors' entries before truncation (ours).
         mask: bool [tokens, tokens]; causal when None.
 
     Raises:
-        ValueError: a rank that the factors cannot have, or a mask that `FusedAttention` refuses.
+        ValueError: a rank outside [1, width], or an invalid mask.
     """
     if not 1 <= rank <= width:
-        raise ValueError(f"rank must lie between 1 and the width {width}, got {rank}")
+        raise ValueError(f"rank must be between 1 and the width {width}, got {rank}")
     factors, inputs = [], []
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
@@ -155,11 +155,11 @@ def curvature(attention: FusedAttention) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """What `learn_mask` found.
+    """The result of `learn_mask`.
 
     Attributes:
         relaxed: M [seeds, width, width].
-        losses: L(M) before the first step and after each, [steps + 1, seeds]; a seed that stopped keeps its last.
+        losses: L(M) before the first step and after each, [steps + 1, seeds]; stopped seeds repeat the last.
         residual: root mean square over the entries of clip(M - grad / regularization, 0, 1) - M, [seeds]: 1 at the
             dense start, 0 at a stationary point in the box.
         converged: bool [seeds], residual at or below the tolerance.
@@ -183,22 +183,22 @@ def learn_mask(
 ) -> Learned:
     """Minimise L(M) from M = 1 (Algorithm 1 before it binarises).
 
-    `line-search` is projected gradient descent on [0, 1] that never lets a loss rise, scaled by the diagonal of
-    `curvature` plus the regularization (`descent.minimize_in_box`). `momentum` is the published descent: a fixed step,
-    no projection, all steps taken; it diverges when the step is too long.
+    `line-search` is monotone projected gradient descent on [0, 1], scaled by the diagonal of `curvature` plus the
+    regularization (`descent.minimize_in_box`). `momentum` is the published descent: a fixed step without projection,
+    always all steps; it diverges if the step is too long.
 
     Args:
-        attention: what to preserve.
+        attention: the attention to preserve.
         regularization: lambda, positive.
         optimizer: as above.
-        steps: largest number of steps.
+        steps: maximum number of steps.
         tolerance: of `Learned.residual`.
         step_size: of `momentum` only.
         momentum: of `momentum` only, in [0, 1).
 
     Raises:
         ValueError: a regularization that is not positive and finite.
-        descent.DivergedError: `momentum` left the finite numbers.
+        descent.DivergedError: `momentum` diverged.
     """
     if not 0.0 < regularization < float("inf"):
         raise ValueError(f"regularization must be positive and finite, got {regularization}")
@@ -223,9 +223,9 @@ def learn_mask(
 
 
 def binarize(relaxed: Tensor, weight: Tensor, sparsity: float) -> Tensor:
-    """Keep the entries of M above its `sparsity`-th percentile, exactly round(sparsity * n) dropped for each seed.
+    """Keep the largest entries of M, dropping exactly round(sparsity * n) for each seed.
 
-    Projection leaves many entries at exactly 0 and 1; among equal ones the smaller |W| goes first (ours).
+    Projection leaves many entries at exactly 0 and 1; of equal ones the smallest |W| is dropped first (ours).
 
     Args:
         relaxed: [seeds, width, width].
@@ -276,13 +276,13 @@ BASELINES: Mapping[str, Callable[[Sample, float], Tensor]] = {
     "Wanda on factors": wanda_factors,
     "magnitude on fused W": magnitude_fused,
 }
-"""By name, what turns a sample and a sparsity into the fused pruned weight [seeds, width, width]."""
+"""By name, functions of a sample and a sparsity that return the fused pruned weight [seeds, width, width]."""
 
 
 @contextmanager
 def _flushed_denormals() -> Iterator[None]:
-    """Take numbers below the normal range as zero: a saturated softmax is full of them, and each costs microseconds."""
-    # torch sets the mode but does not tell it: halve the smallest normal number and look.
+    """Flush denormals to zero: a saturated softmax produces many, and each costs microseconds."""
+    # torch cannot query the mode: test whether half of the smallest normal number is zero.
     before = not torch.full((1,), torch.finfo(torch.float64).tiny, dtype=torch.float64).div(2).item()
     torch.set_flush_denormal(True)
     try:

@@ -144,9 +144,9 @@ def test_points_are_whole_counts_up_to_the_most_that_is_allowed(weights: int) ->
     [
         ((), (), "as many"),
         ((0.5, 0.6), (1.0,), "as many"),
-        ((0.6, 0.5), (1.0, 2.0), "rise"),
-        ((0.0, 0.5), (1.0, 2.0), "rise"),
-        ((0.5, 1.0), (1.0, 2.0), "rise"),
+        ((0.6, 0.5), (1.0, 2.0), "increase"),
+        ((0.0, 0.5), (1.0, 2.0), "increase"),
+        ((0.5, 1.0), (1.0, 2.0), "increase"),
         ((0.5, 0.6), (1.0, math.nan), "finite"),
         ((0.5, 0.6), (-1.0, 1.0), "finite"),
     ],

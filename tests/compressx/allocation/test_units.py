@@ -318,7 +318,9 @@ def test_a_target_that_all_patterns_together_cannot_reach_is_refused(target: flo
     if fits:
         assert settled(planned) is planned
     else:
-        with pytest.raises(RecipeError, match=r"the patterns allow at most 0\.8\d+; N:M .*, and what is measured 5%"):
+        with pytest.raises(
+            RecipeError, match=r"the patterns allow at most 0\.8\d+; N:M .*, and a measured allocation 5%"
+        ):
             settled(planned)
 
 
@@ -341,7 +343,7 @@ def test_explicit_sparsities_have_to_come_to_their_target(target: float | None, 
         assert settled(planned).allocation is None
     else:
         with pytest.raises(
-            RecipeError, match=r"the sparsities come to 50\.00% of the planned weights, and target is 50\.02"
+            RecipeError, match=r"the sparsities amount to 50\.00% of the planned weights, but target is 50\.02"
         ):
             settled(planned)
 
@@ -362,5 +364,7 @@ def test_zeros_are_counted_as_masks_will_have_them() -> None:
 )  # fmt: skip
 def test_an_allocation_that_would_have_nothing_to_choose_is_refused(settings: AttentionAware, targets: int) -> None:
     planned = replace(plan("layer", shapes=EVEN), allocation=settings)
-    with pytest.raises(RecipeError, match=f"nothing to choose, since each of {targets} targets is that of one unit"):
+    with pytest.raises(
+        RecipeError, match=f"nothing to choose, because each of the {targets} targets applies to a single unit"
+    ):
         settled(planned)

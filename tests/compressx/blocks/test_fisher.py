@@ -114,7 +114,7 @@ def test_gradients_are_kept_where_that_is_asked(tmp_path):
 def test_a_loss_that_does_not_react_is_refused():
     model = tiny_model("llama")
     model.lm_head.weight.data.zero_()
-    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0: the model's loss does not react"):
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0: the model's loss does not depend"):
         fisher_diagonal(InMemory(model), survey(model), (), batches())
 
 

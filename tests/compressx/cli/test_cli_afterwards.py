@@ -74,14 +74,14 @@ def test_eval_says_what_is_wrong(work):
     Path("bare.yaml").write_text(RECIPE[: RECIPE.index("evaluate:")] + "output: other\n")
     for arguments, complaint in (
         (["eval", "nowhere/at/all/model.gguf"], "model.gguf"),
-        (["eval", "out", "--recipe", "bare.yaml"], "bare.yaml: it has no evaluate section"),
+        (["eval", "out", "--recipe", "bare.yaml"], "bare.yaml: no evaluate section"),
         (["eval", "out", "--set", "evaluate.token_perplexty.samples=4"], "did you mean 'token_perplexity'?"),
         (["eval", "out", "--set", "evaluate.token_perplexity.dataset={text: no.txt}"], "no file matches 'no.txt'"),
         (["eval", "model", "--masks", "r.yaml", "--set", TEXT], "r.yaml"),
-        (["eval", "out", "--revision", "abc"], "--revision abc: only a model on the hub has revisions"),
+        (["eval", "out", "--revision", "abc"], "--revision abc: out is a path, and only hub models have revisions"),
         (
             ["eval", "out", "--set", "evaluate.token_perplexity=null"],
-            "--set: evaluate asks for nothing",
+            "--set: evaluate is empty",
         ),
         (
             ["eval", "model", "--set", TEXT.replace("samples: 4", "samples: 99")],
@@ -202,7 +202,7 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
         (["prune.0.sparsity=0.5,0.5"], "a value is given twice"),
         (["prune.0.sparsity=0.5", "prune.0.sparsity=0.6"], "list all its values once"),
         (["prune.0.sparsity=0.5", "prune[0].sparsity=0.6"], "list all its values once"),
-        (["output=a,b"], "--grid output=a,b: every run of a sweep has a folder of its own"),
+        (["output=a,b"], "--grid output=a,b: every run of a sweep gets its own folder"),
         (["prune.0.sparsty=0.5"], "--grid prune.0.sparsty=0.5: unknown key 'sparsty'"),
         (["prune.0.sparsty=0.5"], "did you mean 'sparsity'?"),
         (['prune.0.targets=["*.nothing"]'], "matches no linear"),
@@ -216,7 +216,7 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
     axis, fixed = "prune.0.sparsity=0.5", "prune[0].sparsity=0.6"
     done = invoke("sweep", "r.yaml", "--grid", axis, "--set", fixed, "--output", "never")
     assert done.exit_code == 2
-    assert f"--set {fixed}: --grid gives the same key its values" in done.stderr
+    assert f"--set {fixed}: --grid also sets this key" in done.stderr
 
 
 def test_sweep_does_not_take_another_recipes_run_for_its_own(work):
@@ -224,7 +224,7 @@ def test_sweep_does_not_take_another_recipes_run_for_its_own(work):
     assert invoke(*arguments).exit_code == 0
     done = invoke(*arguments, "--set", "calibration.samples=5")
     assert done.exit_code == 2
-    assert "was made by another recipe than prune.0.sparsity=0.5" in done.stderr
+    assert "was written by another recipe than this one with prune.0.sparsity=0.5" in done.stderr
 
 
 def test_compare_prints_runs_and_writes_where_it_is_told(work):

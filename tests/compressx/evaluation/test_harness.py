@@ -65,9 +65,7 @@ class TestCheckTasks:
         check_tasks(settings("letters", rolling("docs")))
 
     def test_an_unknown_name_is_answered_with_the_nearest_ones(self, few_tasks: Path) -> None:
-        with pytest.raises(
-            RecipeError, match=r"no task is called 'leters_easy'; the nearest are letters_easy, letters"
-        ):
+        with pytest.raises(RecipeError, match=r"no task is named 'leters_easy'; the nearest are letters_easy, letters"):
             check_tasks(settings("leters_easy"))
         with pytest.raises(RecipeError, match="no name is near"):
             check_tasks(settings("qqqqq"))
@@ -88,18 +86,18 @@ class TestCheckTasks:
     )
     def test_a_task_may_not_be_in_a_group_and_beside_it(self, few_tasks: Path, tasks: tuple[str, ...]) -> None:
         (few_tasks / "alphabet.yaml").write_text("group: alphabet\ntask: [{group: small, task: [letters_easy]}]\n")
-        with pytest.raises(RecipeError, match=r"both have the task 'letters_easy', which .*; leave one of them out"):
+        with pytest.raises(RecipeError, match=r"both contain the task 'letters_easy', which .*; remove one of them"):
             check_tasks(settings(*tasks))
 
     @pytest.mark.parametrize("name", ["token_perplexity", "word_perplexity"])
     def test_a_task_cannot_take_the_name_of_a_figure(self, name: str) -> None:
-        with pytest.raises(RecipeError, match=f"cannot be called '{name}'"):
+        with pytest.raises(RecipeError, match=f"cannot be named '{name}'"):
             check_tasks(settings(rolling(name)))
 
     @pytest.mark.parametrize(
         ("text", "complaint"),
-        [(None, r"no such file: mine\.yaml \(looked in "), ("a: [", "is not the YAML of a task"),
-         ("- a", "is not the YAML of a task"), ("", "is not the YAML of a task"),
+        [(None, r"no such file: mine\.yaml \(looked in "), ("a: [", "is not a valid task file"),
+         ("- a", "is not a valid task file"), ("", "is not a valid task file"),
          ("dataset_path: x", "names no task: expected the key task, group or include")],
     )  # fmt: skip
     def test_a_file_that_is_no_task_is_named(self, project: Path, text: str | None, complaint: str) -> None:
@@ -120,7 +118,7 @@ class TestCheckTasks:
         monkeypatch.setattr(harness, "TaskManager", lambda: here(include_path=f"{harness.__path__[0]}/wikitext"))
         monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
         check_tasks(settings("wikitext"))
-        with pytest.raises(RecipeError, match="no task is called 'wikitxt'; the nearest are wikitext"):
+        with pytest.raises(RecipeError, match="no task is named 'wikitxt'; the nearest are wikitext"):
             check_tasks(settings("wikitxt"))
 
 

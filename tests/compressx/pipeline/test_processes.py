@@ -168,7 +168,7 @@ def test_training_of_which_nothing_could_be_held_out_is_refused(model: Path, tmp
     assert f"calibration.samples of {(batch + 1) * processes} or more, or a smaller" in str(refused.value)
     few = load_recipe(tmp_path / "recipe.yaml", [f"calibration.samples={batch}"])
     with pytest.raises(
-        RecipeError, match=r"recipe\.yaml:\d+:\d+: no batch could be held out: 2 calibration windows are"
+        RecipeError, match=r"recipe\.yaml:\d+:\d+: no batch is left to hold out: 2 calibration windows are"
     ):
         plan(few)
 

@@ -78,7 +78,7 @@ def test_a_streamed_model_is_refused_while_the_recipe_is_planned() -> None:
     with pytest.raises(
         RecipeError,
         match=r"recipe\.yaml:5:1: fine-tuning needs all weights in memory, and model\.streaming is true at "
-        r"recipe\.yaml:1:22, which leaves them on disk; set it to false, or drop finetune",
+        r"recipe\.yaml:1:22, which keeps them on disk; set it to false, or remove finetune",
     ):
         plan(written("{steps: 3}", streaming="true"))
     plan(written("{steps: 3}", streaming="false"))
@@ -88,7 +88,7 @@ def test_a_streamed_model_is_refused_while_the_recipe_is_planned() -> None:
 @pytest.mark.usefixtures("_saved")
 def test_no_text_to_train_on_is_an_error_while_the_recipe_is_planned() -> None:
     with pytest.raises(
-        RecipeError, match=r"recipe\.yaml:4:1: there is no text to train on: the recipe has no calibration, and"
+        RecipeError, match=r"recipe\.yaml:4:1: no text to train on: the recipe has neither calibration nor"
     ):
         plan(written("{steps: 3}", calibrated=False))
     plan(written("{steps: 3, dataset: {text: text.txt}, samples: 2, sequence_length: 16}", calibrated=False))
