@@ -63,21 +63,20 @@ def measure(
     sparsities: Sequence[float], sensitivities: Mapping[str, Tensor] = MappingProxyType({}),
     keep: Keep = in_memory, progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Iterator[tuple[Measured, ...]]:  # fmt: skip
-    """Measure every unit in the decoder blocks; afterwards, and whatever happens, all weights are as they were.
+    """Measure every unit in the decoder blocks. Weights are restored to the bit afterwards, also after an error.
 
     Args:
         access: a transformers causal language model in evaluation mode, with its dense weights.
-        units: the units of a plan; those outside the blocks are left out.
+        units: the units of a plan; those outside the blocks are skipped.
         seen: token ids that the pruners learn from, each [batch, tokens].
-        held_out: those that divergences are measured on; on its own text a pruner that overfits looks too good.
-        sparsities: to measure; of N:M the nearest that can be had.
-        sensitivities: that pruners read, by linear, as `Block` has them.
-        keep: where hidden states are kept, before and after a block, and gradients, those of `held_out` for all blocks.
-        progress: called with the windows of `held_out` whose gradients are there, and with how many there are, before
-            the first block.
+        held_out: token ids that divergences are measured on: a pruner that overfits looks too good on its own text.
+        sparsities: to measure; for N:M the nearest possible.
+        sensitivities: that pruners read, by linear, as in `Block`.
+        keep: where hidden states before and after a block are kept, and the gradients of `held_out` for all blocks.
+        progress: called before the first block with the number of windows of `held_out` done, and of all.
 
     Yields:
-        For each block with units, one value for each of them.
+        For each block with units, one value for each unit.
 
     Raises:
         ArtifactError: a weight that is not finite, or no room for a file.
@@ -90,24 +89,22 @@ def measure(
     pruners = {rule: rule.build() for rule in dict.fromkeys(x.rule for x in inside)}
     blocks = {u.block for u in units if u.block}
     output_gradients = gradients(access, survey(access.model), blocks, held_out, keep, progress)
+    learnt = len(seen)
 
     def visit(dense: _Dense) -> tuple[Measured, ...]:
         mine = [u for u in units if u.block == dense.block.fqn]
         by_rule: dict[PlannedRule, list[str]] = {}
         for linear in (x for u in mine for x in u.linears):
             by_rule.setdefault(linear.rule, []).append(linear.name)
-        learnt = len(seen)
         block = replace(dense.block, sensitivities=sensitivities)
         stats = gather(block, by_rule, pruners, dense.passes[:learnt])
-        held_out_stream = _Stream(dense.passes[learnt:], dense.outputs[learnt:], output_gradients.pop(block.fqn))
-
+        stream = _Stream(dense.passes[learnt:], dense.outputs[learnt:], output_gradients.pop(block.fqn))
         prepared: Kept = {}
 
         def ask(patterns: Patterns) -> Iterator[tuple[str, Decision]]:
-            # It gives up statistics as it goes.
-            return decide_all(block, patterns, pruners, dict(stats), ALONE, prepared)
+            return decide_all(block, patterns, pruners, dict(stats), ALONE, prepared)  # a copy: it drops statistics
 
-        return tuple(_measure(unit, sparsities, block.linears, ask, held_out_stream) for unit in mine)
+        return tuple(_measure(unit, sparsities, block.linears, ask, stream) for unit in mine)
 
     return _over_blocks(access, blocks, [*seen, *held_out], visit, keep)
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import create_model
 
 from compressx.api.patterns import NM, Unstructured, keep_masks, zeros_in
 from compressx.api.pruner import Block, PreparingPruner, PruneResult, PrunerSpec, Statistic
@@ -23,10 +23,6 @@ SAME = 0.98
 """Fraction of mask bits that may not change with the order of sums: near ties change sides, nothing else does."""
 
 
-class _NoOptions(BaseModel):
-    pass
-
-
 class _BySize:
     """Selects the largest weights: what a reconstructing pruner is given a mask by."""
 
@@ -38,6 +34,7 @@ class _BySize:
         return {n: PruneResult(keep) for n, keep in keep_masks(scores, patterns).items()}
 
 
+_NoOptions = create_model("_NoOptions")
 _SELECTOR = PrunerSpec("by size", "the largest weights", _NoOptions, lambda _: _BySize())
 
 
