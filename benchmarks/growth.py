@@ -31,7 +31,7 @@ METHODS = ("wanda", "sparsegpt")
 
 
 def prune(recipe: dict[str, Any], threads: int, sender: Any) -> None:
-    """Run in a child, and tell the seconds of its pruning and the memory that this added."""
+    """Run in a child process, and send the seconds of pruning and the memory added by it."""
     from compressx import run
     from compressx.runtime.timing import peak_resident_bytes
 

@@ -159,7 +159,7 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
     output_gradients = gradients(access, found, studied, torch.split(held_out, 4))
     plugins = load_plugins()
     streams = [*torch.split(seen, 4), *torch.split(held_out, 4)]
-    learnt = math.ceil(len(seen) / 4)
+    learned = math.ceil(len(seen) / 4)
     states, calls = capture(access, found, streams)
     for block, runs in each_block(access, found, calls):
         wanted = [
@@ -168,8 +168,8 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
         ]  # fmt: skip
         if wanted:
             linears = block.linears
-            known = replace(block, calls=block.calls[:learnt], sensitivities=fisher.linears)
-            unseen = (replace(block, calls=block.calls[learnt:]), runs[learnt:], states[learnt:])
+            known = replace(block, calls=block.calls[:learned], sensitivities=fisher.linears)
+            unseen = (replace(block, calls=block.calls[learned:]), runs[learned:], states[learned:])
             attention, outputs, inputs = watched(*unseen)
             weights = {n: w.clone() for n, w in _weights(block).items()}
             dense = Dense(*unseen, inputs, weights, attention, outputs, fisher, output_gradients[block.fqn])
@@ -177,7 +177,7 @@ def study(arguments: argparse.Namespace, done: set[tuple[str, str, str]]) -> Ite
                 spec = plugins.find(PRUNER, method)
                 rule = PlannedRule(0, spec, spec.options(), None, None)
                 built = rule.build()
-                stats = gather(known, {rule: list(linears)}, {rule: built}, passes(runs[:learnt], states[:learnt]))
+                stats = gather(known, {rule: list(linears)}, {rule: built}, passes(runs[:learned], states[:learned]))
                 for sparsity in (float(s) for _, m, s in wanted if m == method):
                     pattern = Unstructured(sparsity, spec.groups[0])
                     with restored(block):

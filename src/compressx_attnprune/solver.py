@@ -123,7 +123,7 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
     Args:
         layer: inputs, dense weights and loss.
         budget: what to keep.
-        options: mode and steps. Given masks are reconstructed in closed form, whatever the mode.
+        options: mode and steps. Fixed masks are always reconstructed in closed form.
 
     Raises:
         NotPositiveDefiniteError: when the inputs' Hessian cannot be factored for SparseGPT's start.

@@ -26,7 +26,7 @@ ROLLING_METRICS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 """The metrics of a `loglikelihood_rolling` task, per whitespace-separated word and per UTF-8 byte."""
 
 _BOOTSTRAP_DRAWS = 1000
-"""Draws for standard errors without a closed form; gives them to 2%. The harness's default of 100,000 takes minutes."""
+"""Draws for standard errors without a closed form, accurate to 2%. The harness's default of 100,000 takes minutes."""
 
 
 def check_tasks(settings: LmEval) -> None:

@@ -86,7 +86,7 @@ def test_what_an_allocation_chose_for_n_m_and_other_patterns_is_kept(model: Path
     resumed(asked, 1)
     asked["allocation"] = {"method": "uniform", "target": 0.6}
     stopped(asked, 1, restart=True)
-    with pytest.raises(ArtifactError, match=r"the result differs: allocation\.target: was 0\.6, is 0\.61"):
+    with pytest.raises(ArtifactError, match=r"inputs have changed: allocation\.target: was 0\.6, is 0\.61"):
         run({**asked, "allocation": {"method": "uniform", "target": 0.61}}, resume=True)
 
 
