@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from pydantic import create_model
+from pydantic import BaseModel, create_model
 
 from compressx.api.patterns import NM, Unstructured, keep_masks, zeros_in
 from compressx.api.pruner import Block, PreparingPruner, PruneResult, PrunerSpec, Statistic
@@ -294,8 +294,6 @@ def _expect_equal(a: Mapping[str, PruneResult], b: Mapping[str, PruneResult], wh
 def _expect_alike(a: Mapping[str, PruneResult], b: Mapping[str, PruneResult], what: str) -> None:
     for name, mine in a.items():
         same = float((mine.keep == b[name].keep).float().mean())
-        expect(
-            same >= SAME,
-            f"{name}: {what} gave a mask of which {same:.1%} is the same, expected {SAME:.0%} at least; a statistic "
-            "has to be a sum, a maximum or a list over tokens, not an average of batches",
-        )
+        difference = f"{name}: {what} gave a mask of which {same:.1%} is the same, expected {SAME:.0%} at least"
+        advice = "a statistic has to be a sum, a maximum or a list over tokens, not an average of batches"
+        expect(same >= SAME, f"{difference}; {advice}")

@@ -241,8 +241,11 @@ def test_of_n_m_alone_the_total_is_within_half_a_step(target: float, pattern: NM
     total = round(target * sum(x.weights for x in planned.linears))
     steps = [x.weights // pattern.of for x in planned.linears]
     assert abs(zeros(planned, by_cost(planned, target, "model", kind)) - total) <= max(steps) / 2
-    if 0.2 < target < 0.6:  # all have room, so that the finest make up for the others
-        assert abs(zeros(planned, spread(units_of(planned, kind), target, evenly)) - total) <= min(steps) / 2
+    patterns = spread(units_of(planned, kind), target, evenly)
+    left = total - zeros(planned, patterns)
+    finest = {patterns[x.name].keep for x in planned.linears if x.weights // pattern.of == min(steps)}
+    # The finest make up for the others while they have room: from dense to one of M kept.
+    assert abs(left) <= min(steps) / 2 or finest == {1 if left > 0 else pattern.of}
 
 
 def test_units_of_n_m_have_one_n_but_for_the_one_that_the_total_falls_in() -> None:
