@@ -170,6 +170,16 @@ def test_a_selection_is_near_the_best_of_all_masks():
     assert sum(of_magnitude) / len(of_magnitude) > 1.8
 
 
+@each_pattern
+def test_relaxing_beyond_each_step_finds_masks_that_cost_less(pattern: Pattern, monkeypatch: pytest.MonkeyPatch):
+    def total() -> float:
+        return sum(cost(of, kronecker.select(of, by(pattern))[1]) for of in map(problem, range(6)))
+
+    relaxed = total()
+    monkeypatch.setattr(kronecker, "RELAXATION", 1.0)
+    assert relaxed < 0.975 * total()
+
+
 def test_with_diagonal_factors_a_selection_costs_what_dropping_the_cheapest_does():
     """The optimum is known then. The first penalties let weights about as cheap change places, for a percent."""
     for seed, sparsity in enumerate((0.3, 0.5, 0.8)):
