@@ -28,16 +28,16 @@ def compressx_pruners() -> Iterable[PrunerSpec]:  # type: ignore[empty-body]
 
 @hookspec
 def compressx_block_pruned(report: BlockReport) -> None:
-    """Hear that a decoder block was pruned and its successor's input computed.
+    """Be called after each decoder block that this run prunes, and once for linears outside the blocks.
 
     Args:
-        report: which block, its layers' achieved sparsity, figures and seconds.
+        report: which block (`fqn` is empty outside the blocks), the sparsity of its linears, figures and seconds.
     """
 
 
 @hookspec
 def compressx_run_finished(report: RunReport, output: Path) -> None:
-    """Hear that a run ended and its output folder is complete.
+    """Be called at the end of a run, when its output folder is complete.
 
     Args:
         report: the whole report, as in `report.json`.

@@ -24,7 +24,7 @@ Reduction: TypeAlias = Literal["sum", "max", "cat"]
 
 @runtime_checkable
 class Statistic(Protocol):
-    """A running summary of what enters a linear; never a store of activations unless its name says so.
+    """A running summary of a linear's input; it stores activations only if its name says so.
 
     Two *fresh* statistics that compare equal (`==`) and see the same input are computed once and shared, so a
     dataclass should leave its accumulators out of the comparison (`field(compare=False)`).
@@ -39,7 +39,7 @@ class Statistic(Protocol):
         """
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        """Return what has been gathered, each with how it combines across processes.
+        """Return the accumulated tensors, each with its reduction across processes.
 
         `sum` and `max` are written into the returned tensor, which therefore has to be the accumulator itself; `cat`
         is handed to `update` of a fresh statistic, process by process.
@@ -132,8 +132,8 @@ class Block:
 class PruneResult:
     """What a pruner decided for one linear.
 
-    What several linears have in common, such as the attention of query and key, is said once by giving them the same
-    object as `info`, `images` or `history`.
+    Linears that share `info`, `images` or `history`, such as query and key, are given the same object, which is then
+    shown once.
 
     Attributes:
         keep: bool [out_features, in_features], True = keep.
@@ -163,7 +163,7 @@ class Pruner(Protocol):
         """Decide for every linear named in `patterns`.
 
         Args:
-            block: the still unpruned block.
+            block: the block; others of its linears may be pruned already where `separable`.
             patterns: what each linear has to become, by name.
             stats: the statistics that `observe` asked for, by name, filled; not to be changed, since allocation asks
                 again with other patterns.

@@ -67,9 +67,9 @@ class BlockReport:
         fqn: fully qualified name; empty for linears outside the blocks.
         layers: its pruned linears.
         seconds: for observing, pruning, training and computing the next block's input.
-        output_error: what its pruning alone did to its output on the pruned stream, before any reconstruction: the
-            mean over tokens of its error (`numerics.output_error`), on the first windows of the calibration text, which
-            the pruner saw too; None where there is no such text, and outside the blocks.
+        output_error: relative squared change of the block's output by its own pruning, with inputs from the pruned
+            blocks before it, and before any reconstruction: the mean over the first tokens of the calibration text,
+            which the pruner saw too; None without such text and outside the blocks.
         reconstruction: what training its survivors did; None when the recipe does not ask for it.
     """
 
@@ -115,7 +115,7 @@ class AllocationReport:
 
     Attributes:
         method: by its name in the recipe.
-        target: fraction of zeros that was asked for; None of explicit sparsities without one.
+        target: fraction of zeros that was asked for; None where explicit sparsities give no total.
         unit: what was given one sparsity: a `block`, what a `rule` took in one, or the `linear`s of one kind.
         scope: what shared the target, `model` or `block`.
         weights: of all planned linears.
