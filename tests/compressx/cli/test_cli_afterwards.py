@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,29 +64,22 @@ def test_eval_gives_the_figure_that_the_run_gave(work, model):
 
 
 def test_eval_measures_a_dense_model_with_masks_as_masked_and_without_as_dense(work):
-    plain = invoke("eval", "model", "--set", TEXT, "--json")
-    assert json.loads(plain.stdout)["token_perplexity"] == pytest.approx(measured("dense"), rel=1e-6)
-    masked = invoke("eval", "model", "--masks", "out/masks.safetensors", "--set", TEXT, "--json")
-    assert json.loads(masked.stdout)["token_perplexity"] == pytest.approx(measured("pruned"), rel=1e-6)
+    for masks, stage in (((), "dense"), (("--masks", "out/masks.safetensors"), "pruned")):
+        done = invoke("eval", "model", *masks, "--set", TEXT, "--json")
+        assert json.loads(done.stdout)["token_perplexity"] == pytest.approx(measured(stage), rel=1e-6)
 
 
 def test_eval_says_what_is_wrong(work):
     Path("bare.yaml").write_text(RECIPE[: RECIPE.index("evaluate:")] + "output: other\n")
     for arguments, complaint in (
         (["eval", "nowhere/at/all/model.gguf"], "model.gguf"),
-        (["eval", "out", "--recipe", "bare.yaml"], "bare.yaml: no evaluate section"),
+        (["eval", "out", "--recipe", "bare.yaml"], "bare.yaml: it has no evaluate section"),
         (["eval", "out", "--set", "evaluate.token_perplexty.samples=4"], "did you mean 'token_perplexity'?"),
         (["eval", "out", "--set", "evaluate.token_perplexity.dataset={text: no.txt}"], "no file matches 'no.txt'"),
         (["eval", "model", "--masks", "r.yaml", "--set", TEXT], "r.yaml"),
-        (["eval", "out", "--revision", "abc"], "--revision abc: out is a path, and only hub models have revisions"),
-        (
-            ["eval", "out", "--set", "evaluate.token_perplexity=null"],
-            "--set: evaluate is empty",
-        ),
-        (
-            ["eval", "model", "--set", TEXT.replace("samples: 4", "samples: 99")],
-            "evaluation needs 99 windows of 32 tok",
-        ),
+        (["eval", "out", "--revision", "abc"], "--revision abc: only a model on the hub has revisions"),
+        (["eval", "out", "--set", "evaluate.token_perplexity=null"], "--set: evaluate asks for nothing"),
+        (["eval", "model", "--set", TEXT.replace("samples: 4", "samples: 99")], "evaluation needs 99 windows of 32"),
         (["eval", "model", "--set", TEXT.replace("h: 32", "h: 129")], "longer than the model's 128 positions"),
     ):
         done = invoke(*arguments)
@@ -105,14 +98,12 @@ def test_apply_puts_masks_on_another_checkpoint_of_the_same_shapes(work):
     assert done.exit_code == 0, done.output
     masks = MaskSet.load("out/masks.safetensors")
     masked = AutoModelForCausalLM.from_pretrained("masked/model")
-    dropped = 0
     for name, entry in masks.items():
         weight = masked.get_submodule(name).weight
-        assert torch.equal(weight != 0, entry.keep)
         assert torch.equal(weight, torch.where(entry.keep, tuned.get_submodule(name).weight, 0.0))
-        dropped += int((~entry.keep).sum())
+    dropped = sum(int((~entry.keep).sum()) for entry in masks.values())
     assert done.stdout.startswith(f"masks on 21 of 21 linears: {dropped} weights became zero")
-    assert AutoTokenizer.from_pretrained("masked/model")("w1 w2")["input_ids"]
+    assert Path("masked/model/tokenizer.json").is_file()
     assert MaskSet.load("masked/masks.safetensors").keys() == masks.keys()
 
 
@@ -121,10 +112,7 @@ def test_apply_can_insist_on_the_weights_that_were_pruned(work):
     assert fine.exit_code == 0, fine.output
     for arguments, complaint in (
         (["out/masks.safetensors", "out/model", "--output", "two", "--original"], "load the model that was pruned"),
-        (
-            ["out", "model", "--output", "two"],
-            "out is a folder, expected a file of masks, such as out/masks.safetensor",
-        ),
+        (["out", "model", "--output", "two"], "out is a folder, expected a file of masks, such as out/masks.safet"),
         (["out/masks.safetensors", "model", "--output", "model"], "output model exists; name a new folder"),
     ):
         done = invoke("apply", *arguments)
@@ -138,7 +126,6 @@ def test_apply_says_how_much_of_a_larger_model_has_masks(work):
     AutoModelForCausalLM.from_config(larger).save_pretrained("larger")
     AutoTokenizer.from_pretrained("model").save_pretrained("larger")
     done = invoke("apply", "out/masks.safetensors", "larger", "--output", "masked")
-    assert done.exit_code == 0, done.output
     assert done.stdout.startswith("masks on 21 of 35 linears: ")
 
 
@@ -147,18 +134,13 @@ def test_inspect_counts_what_the_run_says_it_pruned(work):
     assert done.exit_code == 0, done.output
     found = {x["name"]: x for x in json.loads(done.stdout)["linears"]}
     for layer in read_report(Path("out")).layers:
-        mine = found[layer.name]
-        assert mine["sparsity"] == layer.sparsity
-        assert mine["pattern"] == layer.pattern
-        assert mine["two_four"] is (layer.pattern == "2:4")
-        assert mine["off_mask"] == 0
+        mine = [found[layer.name][key] for key in ("sparsity", "pattern", "two_four", "off_mask")]
+        assert mine == [layer.sparsity, layer.pattern, layer.pattern == "2:4", 0]
     table = invoke("inspect", "out").stdout
     assert "compared with" in table
     assert "2:4 holds for 18" in table
     assert "sparsity 50.00% of 21 linears" in table
-    dense = invoke("inspect", "model").stdout
-    assert "sparsity 0.00% of 21 linears; 2:4 holds for 0" in dense
-    assert "dense" in dense
+    assert "sparsity 0.00% of 21 linears; 2:4 holds for 0" in invoke("inspect", "model").stdout
 
 
 def test_a_pruned_folder_answers_a_prompt_through_transformers_pipeline(work):
@@ -184,15 +166,12 @@ def test_sweep_runs_every_combination_compares_them_and_goes_on_where_it_stopped
     assert table.count("| sparsity=") == 4
     assert Path("grid/compare.svg").is_file()
 
-    (work / "grid" / names[1] / "report.json").rename(work / "kept.json")
-    for path in sorted((work / "grid" / names[1]).rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
+    kept = read_report(Path("grid") / names[1])
+    shutil.rmtree(Path("grid") / names[1])
     again = invoke(*arguments, "--output", "grid")
     assert again.exit_code == 0, again.output
     assert again.stdout.count("finished before") == 3
-    old: dict[str, Any] = json.loads((work / "kept.json").read_text())
-    new = json.loads((work / "grid" / names[1] / "report.json").read_text())
-    assert new["evaluation"] == old["evaluation"]
+    assert read_report(Path("grid") / names[1]).evaluation == kept.evaluation
 
 
 def test_sweep_finds_every_mistake_before_it_runs_anything(work):
@@ -202,9 +181,8 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
         (["prune.0.sparsity=0.5,0.5"], "a value is given twice"),
         (["prune.0.sparsity=0.5", "prune.0.sparsity=0.6"], "list all its values once"),
         (["prune.0.sparsity=0.5", "prune[0].sparsity=0.6"], "list all its values once"),
-        (["output=a,b"], "--grid output=a,b: every run of a sweep gets its own folder"),
-        (["prune.0.sparsty=0.5"], "--grid prune.0.sparsty=0.5: unknown key 'sparsty'"),
-        (["prune.0.sparsty=0.5"], "did you mean 'sparsity'?"),
+        (["output=a,b"], "--grid output=a,b: every run of a sweep has a folder of its own"),
+        (["prune.0.sparsty=0.5"], "--grid prune.0.sparsty=0.5: unknown key 'sparsty'; did you mean 'sparsity'?"),
         (['prune.0.targets=["*.nothing"]'], "matches no linear"),
         (["calibration.samples=4,1000"], "calibration.samples=1000: r.yaml:2:1: calibration needs 1000 windows of 32"),
         (["evaluate.token_perplexity.samples=4,900"], "evaluate.token_perplexity.samples=900: r.yaml:6:1: "),
@@ -216,7 +194,7 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
     axis, fixed = "prune.0.sparsity=0.5", "prune[0].sparsity=0.6"
     done = invoke("sweep", "r.yaml", "--grid", axis, "--set", fixed, "--output", "never")
     assert done.exit_code == 2
-    assert f"--set {fixed}: --grid also sets this key" in done.stderr
+    assert f"--set {fixed}: --grid gives the same key its values" in done.stderr
 
 
 def test_sweep_does_not_take_another_recipes_run_for_its_own(work):
@@ -224,7 +202,7 @@ def test_sweep_does_not_take_another_recipes_run_for_its_own(work):
     assert invoke(*arguments).exit_code == 0
     done = invoke(*arguments, "--set", "calibration.samples=5")
     assert done.exit_code == 2
-    assert "was written by another recipe than this one with prune.0.sparsity=0.5" in done.stderr
+    assert "was made by another recipe than prune.0.sparsity=0.5" in done.stderr
 
 
 def test_compare_prints_runs_and_writes_where_it_is_told(work):
