@@ -58,7 +58,7 @@ def cells(printed: str) -> dict[str, list[str]]:
 
 
 def test_attention_error_measures_every_layer_on_other_text_and_goes_on_where_it_stopped(
-    model: Path, text: Path, tmp_path: Path, benchmark: Benchmark
+    model, text, tmp_path, benchmark
 ):
     asked = (model, "--calibration", text, "--evaluation", text, "--output", tmp_path, "--samples", 8, "--windows", 2,
              "--length", 32, "--sparsities", 0.5, "--methods", "wanda", "sparsegpt", "gauss-newton")  # fmt: skip
@@ -77,16 +77,14 @@ def test_attention_error_measures_every_layer_on_other_text_and_goes_on_where_it
     assert (tmp_path / "errors.svg").is_file()
 
 
-def test_attention_gradient_compares_time_and_memory_of_both(benchmark: Benchmark):
+def test_attention_gradient_compares_time_and_memory_of_both(benchmark):
     printed = cells(benchmark("attention_gradient", "--tokens", 64, 128, "--repeats", 1))
     for tokens in ("64", "128"):
         ours, theirs, ratio = (float(cell) for cell in printed[tokens][:3])
         assert ratio == pytest.approx(theirs / ours, rel=0.1)
 
 
-def test_layer_error_measures_every_linear_to_every_pattern(
-    model: Path, text: Path, tmp_path: Path, benchmark: Benchmark
-):
+def test_layer_error_measures_every_linear_to_every_pattern(model, text, tmp_path, benchmark):
     benchmark("layer_error", "--model", model, "--text", text, "--output", tmp_path, "--samples", 8,
               "--held-out", 4, "--sequence-length", 32, "--sparsities", 0.5)  # fmt: skip
     measured = rows(tmp_path / "layer-error.csv")
@@ -95,9 +93,7 @@ def test_layer_error_measures_every_linear_to_every_pattern(
     assert "21 of 21" in (tmp_path / "layer-error.md").read_text()
 
 
-def test_loss_study_correlates_every_error_with_perplexity(
-    model: Path, text: Path, tmp_path: Path, benchmark: Benchmark
-):
+def test_loss_study_correlates_every_error_with_perplexity(model, text, tmp_path, benchmark):
     asked = (model, "--text", text, "--output", tmp_path, "--samples", 8, "--held-out", 2, "--windows", 6,
              "--length", 32)  # fmt: skip
     benchmark("loss_study", *asked, "--blocks", 1, "--sparsities", 0.5)
@@ -115,7 +111,7 @@ def test_loss_study_correlates_every_error_with_perplexity(
     assert all(-1 <= float(table[loss][0]) <= 1 for loss in losses)
 
 
-def test_streaming_holds_the_peak_against_its_bound(tmp_path: Path, benchmark: Benchmark):
+def test_streaming_holds_the_peak_against_its_bound(tmp_path, benchmark):
     printed = cells(benchmark("streaming", tmp_path, "--gigabytes", 0.002, "--width", 64, "--inner", 128,
                               "--vocabulary", 100, "--samples", 2, "--length", 32,
                               "--methods", "wanda 2:4"))  # fmt: skip
@@ -124,9 +120,7 @@ def test_streaming_holds_the_peak_against_its_bound(tmp_path: Path, benchmark: B
     assert sparsity == "50.00%"
 
 
-def test_speed_measures_pruning_against_the_floor(
-    model: Path, text: Path, benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch
-):
+def test_speed_measures_pruning_against_the_floor(model, text, benchmark, monkeypatch):
     speed = importlib.import_module("speed")
     monkeypatch.setattr(speed, "rate", partial(speed.rate, size=64))
     printed = benchmark("speed", model, "--text", text, "--dtype", "float32", "--samples", 4, "--length", 32,
@@ -136,9 +130,7 @@ def test_speed_measures_pruning_against_the_floor(
     assert printed.count("50.00%") == 2
 
 
-def test_growth_keeps_the_points_of_axes_that_are_not_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, benchmark: Benchmark
-):
+def test_growth_keeps_the_points_of_axes_that_are_not_measured_again(tmp_path, monkeypatch, benchmark):
     growth = importlib.import_module("growth")
     size = {"tokens": 512, "width": 64, "depth": 1}
     seconds, added = growth.point(size, "wanda", 1)  # one is measured; more would be the same at other sizes

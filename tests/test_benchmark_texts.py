@@ -38,10 +38,6 @@ def dataset(tmp_path: Path) -> Path:
     return folder
 
 
-def test_sentences_with_an_unknown_word_are_left_out_and_blank_lines_are_one(texts):
-    assert texts.without_unknown_words(_ROWS) == _KNOWN
-
-
 @pytest.mark.parametrize(
     ("row", "kept"),
     [

@@ -42,12 +42,7 @@ _RECIPE_MD = (_ROOT / "docs/recipe.md").read_text(encoding="utf-8")
 _COMMANDS_MD = (_ROOT / "docs/command-line.md").read_text(encoding="utf-8")
 _DESIGN_MD = (_ROOT / "docs/design.md").read_text(encoding="utf-8")
 _WRITE_MD = (_ROOT / "docs/write-a-pruner.md").read_text(encoding="utf-8")
-_PAGES = [
-    _ROOT / "README.md",
-    _ROOT / "CONTRIBUTING.md",
-    _ROOT / "CHANGELOG.md",
-    *sorted((_ROOT / "docs").rglob("*.md")),
-]
+_PAGES = [*(_ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *(_ROOT / "docs").rglob("*.md")]
 
 
 def _blocks(page: str, language: str) -> list[str]:
@@ -55,7 +50,11 @@ def _blocks(page: str, language: str) -> list[str]:
 
 
 def _code_spans(page: str) -> set[str]:
-    return set(re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)))
+    return set(re.findall(r"`([^`\n]+)`", _prose(page)))
+
+
+def _prose(page: str) -> str:
+    return re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
 
 
 def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
@@ -78,13 +77,12 @@ def _commands(group: click.Group) -> Iterator[click.Command]:
         yield from _commands(command) if isinstance(command, click.Group) else (command,)
 
 
-# ------------------------------------------------------------------------------------------------ names
+# --- names
 
 
-def test_every_hook_and_its_arguments_are_named_in_the_plugin_guide() -> None:
+def test_every_hook_and_its_arguments_are_named_in_the_plugin_guide():
     spans = _code_spans(_WRITE_MD)
     hooks = [f for n, f in inspect.getmembers(hookspecs, inspect.isfunction) if n.startswith("compressx_")]
-
     assert len(hooks) >= 3
     for hook in hooks:
         row = next((line for line in _WRITE_MD.splitlines() if line.startswith(f"| `{hook.__name__}` |")), None)
@@ -93,7 +91,7 @@ def test_every_hook_and_its_arguments_are_named_in_the_plugin_guide() -> None:
     assert {*inspect.signature(PrunerSpec).parameters} <= spans
 
 
-def test_every_key_of_plugins_toml_is_shown_in_the_plugin_guide() -> None:
+def test_every_key_of_plugins_toml_is_shown_in_the_plugin_guide():
     shown = "\n".join(_blocks(_WRITE_MD, "toml"))
 
     fields = {**LoadTable.model_fields, **plugin_table().model_fields}
@@ -101,7 +99,7 @@ def test_every_key_of_plugins_toml_is_shown_in_the_plugin_guide() -> None:
         assert re.search(rf"^{key} = ", shown, flags=re.MULTILINE), key
 
 
-def test_every_key_of_a_recipe_is_named_in_the_recipe_page() -> None:
+def test_every_key_of_a_recipe_is_named_in_the_recipe_page():
     keys = set(_keys(Recipe))
 
     assert {"sha256", "json", "sequence_length", "reconstruct", "limit", "field"} <= keys  # the recursion is real
@@ -110,16 +108,10 @@ def test_every_key_of_a_recipe_is_named_in_the_recipe_page() -> None:
 
 @pytest.mark.parametrize(
     ("section", "model"),
-    [
-        ("calibration", Calibration),
-        ("allocation", OwlAllocation),
-        ("allocation", DivergenceAllocation),
-        ("allocation", AttentionAware),
-        ("reconstruct_block", ReconstructBlock),
-        ("finetune", Finetune),
-    ],
-)
-def test_every_key_of_a_section_has_its_default_in_the_recipe_page(section: str, model: type[BaseModel]) -> None:
+    [("calibration", Calibration), ("allocation", OwlAllocation), ("allocation", DivergenceAllocation),
+     ("allocation", AttentionAware), ("reconstruct_block", ReconstructBlock), ("finetune", Finetune)],
+)  # fmt: skip
+def test_every_key_of_a_section_has_its_default_in_the_recipe_page(section, model: type[BaseModel]):
     rows = re.findall(r"^\| `(\w+)` \|.*$", text := _section(_RECIPE_MD, section), flags=re.MULTILINE)
     assert {*model.model_fields} <= {*rows}
     for key, field in model.model_fields.items():
@@ -141,7 +133,7 @@ def _default(cell: str) -> object:
         return word
 
 
-def test_every_command_and_option_is_named_in_the_page_of_the_command_line() -> None:
+def test_every_command_and_option_is_named_in_the_page_of_the_command_line():
     options = {name for c in _commands(cli.cli) for p in c.params if isinstance(p, click.Option) for name in p.opts}
     spans = " ".join(_code_spans(_COMMANDS_MD)).split()
 
@@ -151,7 +143,7 @@ def test_every_command_and_option_is_named_in_the_page_of_the_command_line() -> 
         assert any(span.startswith(f"compressx {command}") for span in _code_spans(_COMMANDS_MD)), command
 
 
-def test_every_pruner_has_its_default_group_and_its_options_in_the_recipe_page() -> None:
+def test_every_pruner_has_its_default_group_and_its_options_in_the_recipe_page():
     spans = _code_spans(_RECIPE_MD)
     for name, spec in load_plugins().offers["pruners"].items():
         row = next(line for line in _RECIPE_MD.splitlines() if line.startswith(f"| `{name}` |"))
@@ -166,7 +158,7 @@ def test_every_pruner_has_its_default_group_and_its_options_in_the_recipe_page()
                 assert field.default is None or shown in line[0].split("|")[3], f"{name}: {option}"
 
 
-def test_every_key_of_the_report_is_named_in_the_recipe_page() -> None:
+def test_every_key_of_the_report_is_named_in_the_recipe_page():
     reports = (RunReport, LayerReport, AllocationReport, UnitReport, ReconstructionReport, FinetuneReport)
     keys = {name for report in reports for name in report.__dataclass_fields__}
 
@@ -193,22 +185,21 @@ def _places(section: str) -> Iterator[str]:
                     )
 
 
-def test_every_module_has_its_place_in_the_design_page() -> None:
-    section = _DESIGN_MD.partition("\n## Where things are\n")[2].partition("\n## ")[0]
-    named, source = {place for place in _places(section) if not place.endswith("__init__.py")}, _ROOT / "src"
+def test_every_module_has_its_place_in_the_design_page():
+    section, source = _section(_DESIGN_MD, "Where things are"), _ROOT / "src"
+    named = {place for place in _places(section) if not place.endswith("__init__.py")}
     modules = {str(path.relative_to(source)) for path in source.rglob("*.py") if path.name != "__init__.py"}
 
     assert modules - named == set()
     assert [name for name in named if not (source / name).is_file()] == []
 
 
-# ------------------------------------------------------------------------------------------------ links
+# --- links
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_every_link_leads_somewhere():
     for page in _PAGES:
-        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        for link in re.findall(r"\]\(([^)\s]+)\)", _prose(page.read_text(encoding="utf-8"))):
             if "://" in link:
                 continue
             file, _, anchor = link.partition("#")
@@ -220,7 +211,7 @@ def test_every_link_leads_somewhere() -> None:
                 assert anchor in anchors, (page, link)
 
 
-# ------------------------------------------------------------------------------------------------ programs
+# --- programs
 
 
 @pytest.fixture
@@ -235,37 +226,32 @@ def _compressx(*arguments: str) -> None:
     assert done.exit_code == 0, done.output
 
 
+def _pruners() -> set[str]:
+    """Return the pruners of the 21 linears that a run into `out` has pruned."""
+    layers = [layer for block in json.loads(Path("out/report.json").read_text())["blocks"] for layer in block["layers"]]
+    assert len(layers) == 21
+    return {layer["pruner"] for layer in layers}
+
+
 _TEXT_FILE = "{text: text.txt}"
-_SMALL = [
-    "model=./tiny",
-    f"calibration.dataset={_TEXT_FILE}",
-    "calibration.samples=4",
-    "calibration.sequence_length=16",
-]
+_SMALL = ["model=./tiny", f"calibration.dataset={_TEXT_FILE}", "calibration.samples=4",
+          "calibration.sequence_length=16", "output=out"]  # fmt: skip
 
 
 @pytest.mark.slow
-def test_the_readme_has_one_recipe_and_it_runs(model: Path) -> None:
+def test_the_readme_has_one_recipe_and_it_runs(model):
     [block] = _blocks(_README, "yaml")
     assert block.startswith("model:")
-    path = model.parent / "recipe.yaml"
-    path.write_text(block, encoding="utf-8")
-    recipe = load_recipe(path).recipe
-    overrides = [*_SMALL, "output=out"]
+    Path("recipe.yaml").write_text(block, encoding="utf-8")
+    recipe = load_recipe(Path("recipe.yaml")).recipe
+    overrides = [*_SMALL]
     if recipe.evaluate is not None and recipe.evaluate.token_perplexity is not None:
-        small = f"{{dataset: {_TEXT_FILE}, sequence_length: 16, samples: 2}}"
-        overrides.append(f"evaluate.token_perplexity={small}")
+        overrides.append(f"evaluate.token_perplexity={{dataset: {_TEXT_FILE}, sequence_length: 16, samples: 2}}")
     if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None:
         overrides.append(f"evaluate.lm_eval={{tasks: [{{name: docs, dataset: {_TEXT_FILE}}}], limit: 1}}")
-    _compressx("run", str(path), *[a for o in overrides for a in ("--set", o)])
-
-    report = json.loads((model.parent / "out/report.json").read_text(encoding="utf-8"))
-    layers = [layer for block in report["blocks"] for layer in block["layers"]]
-    assert len(layers) == 21
-    assert {layer["pruner"] for layer in layers} == {
-        rule.pruner + (f"+{rule.reconstruct.pruner}" if rule.reconstruct else "") for rule in recipe.prune
-    }
-    assert set(report["evaluation"]) == {"dense", "pruned"}
+    _compressx("run", "recipe.yaml", *[a for o in overrides for a in ("--set", o)])
+    assert _pruners() == {r.pruner + (f"+{r.reconstruct.pruner}" if r.reconstruct else "") for r in recipe.prune}
+    assert set(json.loads(Path("out/report.json").read_text())["evaluation"]) == {"dense", "pruned"}
 
 
 def _shown_plugins() -> list[tuple[str, str]]:
@@ -277,41 +263,31 @@ def _shown_plugins() -> list[tuple[str, str]]:
     ]
 
 
-def test_both_pages_show_a_plugin() -> None:
+def test_both_pages_show_a_plugin():
     assert {page for page, _ in _shown_plugins()} == {"README.md", "write-a-pruner.md"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "source"), _shown_plugins(), ids=[page for page, _ in _shown_plugins()])
-def test_a_plugin_that_a_page_shows_prunes_a_model(
-    page: str, source: str, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plugin_that_a_page_shows_prunes_a_model(page, source, model, monkeypatch):
     module = re.match(r"# (\w+)\.py\n", source)
     assert module is not None, "the block says what its file is called"
-    name = re.search(r'PrunerSpec\(\s*(?:name=)?"([\w-]+)"', source)
-    assert name is not None
-    folder = model.parent
-    (folder / f"{module[1]}.py").write_text(source, encoding="utf-8")
-    (folder / "recipe.yaml").write_text(
+    [name] = re.findall(r'PrunerSpec\(\s*(?:name=)?"([\w-]+)"', source)
+    Path(f"{module[1]}.py").write_text(source, encoding="utf-8")
+    Path("recipe.yaml").write_text(
         f"model: ./tiny\ncalibration: {{dataset: {_TEXT_FILE}, samples: 4, sequence_length: 16}}\nprune:\n"
-        f'  - {{targets: ["*.q_proj"], pruner: {name[1]}, pattern: "2:4"}}\n'
-        f'  - {{targets: ["*.down_proj"], pruner: {name[1]}, sparsity: 0.25, group: joint, reconstruct: sparsegpt}}\n'
-        f'  - {{targets: ["*"], pruner: {name[1]}, sparsity: 0.5}}\noutput: out\n',
+        f'  - {{targets: ["*.q_proj"], pruner: {name}, pattern: "2:4"}}\n'
+        f'  - {{targets: ["*.down_proj"], pruner: {name}, sparsity: 0.25, group: joint, reconstruct: sparsegpt}}\n'
+        f'  - {{targets: ["*"], pruner: {name}, sparsity: 0.5}}\noutput: out\n',
         encoding="utf-8",
     )
     monkeypatch.delitem(sys.modules, module[1], raising=False)
     _compressx("--plugin", module[1], "run", "recipe.yaml")
-
-    report = json.loads((folder / "out/report.json").read_text(encoding="utf-8"))
-    layers = [layer for block in report["blocks"] for layer in block["layers"]]
-    assert len(layers) == 21
-    assert {layer["pruner"] for layer in layers} == {name[1], f"{name[1]}+sparsegpt"}
-    assert {layer["pattern"] for layer in layers} == {"2:4", "25% joint", "50% row"}
-    assert module[1] in [plugin["module"] for plugin in report["plugins"]]
+    assert _pruners() == {name, f"{name}+sparsegpt"}
 
 
 @pytest.mark.slow
-def test_the_plugin_guide_shows_tests_that_pass(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plugin_guide_shows_tests_that_pass(project, monkeypatch):
     [plugin] = _blocks(_WRITE_MD, "python")
     tests = [block for block in _blocks(_WRITE_MD, "py") if "def test_" in block]
     (project / "my_pruner.py").write_text(plugin, encoding="utf-8")
@@ -325,21 +301,19 @@ def test_the_plugin_guide_shows_tests_that_pass(project: Path, monkeypatch: pyte
             test(*[project for _ in inspect.signature(test).parameters])  # of fixtures, `tmp_path` alone
 
 
-def test_the_plugin_guide_shows_a_statistic_that_the_host_shares() -> None:
+def test_the_plugin_guide_shows_a_statistic_that_the_host_shares():
     [source] = [block for block in _blocks(_WRITE_MD, "py") if "@dataclass" in block]
     names: dict[str, Any] = {}
     exec(source, names)  # noqa: S102 - our own page
-    one, other = names["Peaks"](3), names["Peaks"](3)
+    one = names["Peaks"](3)
     x = torch.tensor([[[1.0, -5.0, 0.0], [2.0, 1.0, 0.0]]])
-
     assert isinstance(one, Statistic)
-    assert one == other
+    assert one == names["Peaks"](3)
     assert one != names["Peaks"](4)
     for batch in (x, -x / 2):
         one.update(batch)
     peaks, reduction = one.tensors()["peaks"]
-    assert peaks.tolist() == [2.0, 5.0, 0.0]
-    assert reduction == "max"
+    assert (peaks.tolist(), reduction) == ([2.0, 5.0, 0.0], "max")
 
 
 _WANDA = """\
@@ -365,9 +339,7 @@ _WRONG = {
 
 
 @pytest.mark.parametrize("mistake", _WRONG)
-def test_the_errors_that_the_recipe_page_shows_are_what_is_printed(
-    mistake: str, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_errors_that_the_recipe_page_shows_are_what_is_printed(mistake, project, capsys):
     testing.tiny_model("llama").save_pretrained(project / "tiny")
     (project / "recipe.yaml").write_text(_WRONG[mistake], encoding="utf-8")
     overrides = ["--set", "calibraton.samples=3"] if mistake == "--set" else []
@@ -380,11 +352,11 @@ def test_the_errors_that_the_recipe_page_shows_are_what_is_printed(
     assert f"\n{capsys.readouterr().err}" in _RECIPE_MD
 
 
-# ------------------------------------------------------------------------------------------------ the site
+# --- the site
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning_and_has_every_page_in_its_navigation(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning_and_has_every_page_in_its_navigation(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tests.compressx.cli.commands import invoke
+from tests.compressx.cli.commands import invoke, printed, refused
 from tests.compressx.saved import save_tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -55,43 +55,32 @@ def measured(name: str) -> float:
 
 @pytest.mark.parametrize("model", ["out", "out/model"])
 def test_eval_gives_the_figure_that_the_run_gave(work, model):
-    done = invoke("eval", model, "--recipe", "r.yaml", "--json")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["token_perplexity"] == pytest.approx(measured("pruned"), rel=1e-6)
-    table = invoke("eval", model, "--recipe", "r.yaml").stdout
+    done = printed("eval", model, "--recipe", "r.yaml", "--json")
+    assert json.loads(done)["token_perplexity"] == pytest.approx(measured("pruned"), rel=1e-6)
+    table = printed("eval", model, "--recipe", "r.yaml")
     assert "token_perplexity" in table
     assert f"{measured('pruned'):.6g}"[:5] in table
 
 
 def test_eval_measures_a_dense_model_with_masks_as_masked_and_without_as_dense(work):
-    plain = invoke("eval", "model", "--set", TEXT, "--json")
-    assert json.loads(plain.stdout)["token_perplexity"] == pytest.approx(measured("dense"), rel=1e-6)
-    masked = invoke("eval", "model", "--masks", "out/masks.safetensors", "--set", TEXT, "--json")
-    assert json.loads(masked.stdout)["token_perplexity"] == pytest.approx(measured("pruned"), rel=1e-6)
+    for masks, stage in (((), "dense"), (("--masks", "out/masks.safetensors"), "pruned")):
+        done = invoke("eval", "model", *masks, "--set", TEXT, "--json")
+        assert json.loads(done.stdout)["token_perplexity"] == pytest.approx(measured(stage), rel=1e-6)
 
 
 def test_eval_says_what_is_wrong(work):
     Path("bare.yaml").write_text(RECIPE[: RECIPE.index("evaluate:")] + "output: other\n")
     for arguments, complaint in (
         (["eval", "nowhere/at/all/model.gguf"], "model.gguf"),
-        (["eval", "out", "--recipe", "bare.yaml"], "bare.yaml: no evaluate section"),
+        (["eval", "out", "--recipe", "bare.yaml"], "bare.yaml: it has no evaluate section"),
         (["eval", "out", "--set", "evaluate.token_perplexty.samples=4"], "did you mean 'token_perplexity'?"),
         (["eval", "out", "--set", "evaluate.token_perplexity.dataset={text: no.txt}"], "no file matches 'no.txt'"),
         (["eval", "model", "--masks", "r.yaml", "--set", TEXT], "r.yaml"),
-        (["eval", "out", "--revision", "abc"], "--revision abc: out is a path, and only hub models have revisions"),
-        (
-            ["eval", "out", "--set", "evaluate.token_perplexity=null"],
-            "--set: evaluate is empty",
-        ),
-        (
-            ["eval", "model", "--set", TEXT.replace("samples: 4", "samples: 99")],
-            "evaluation needs 99 windows of 32 tok",
-        ),
-        (["eval", "model", "--set", TEXT.replace("h: 32", "h: 129")], "longer than the model's 128 positions"),
+        (["eval", "out", "--revision", "abc"], "--revision abc: only a model on the hub has revisions"),
+        (["eval", "out", "--set", "evaluate.token_perplexity=null"], "--set: evaluate asks for nothing"),
+        (["eval", "model", "--set", TEXT.replace("samples: 4", "samples: 99")], "evaluation needs 99 windows of 32"),
     ):
-        done = invoke(*arguments)
-        assert done.exit_code == 2
-        assert complaint in done.stderr, done.stderr
+        assert complaint in refused(*arguments)
 
 
 def test_apply_puts_masks_on_another_checkpoint_of_the_same_shapes(work):
@@ -101,35 +90,26 @@ def test_apply_puts_masks_on_another_checkpoint_of_the_same_shapes(work):
             parameter.add_(0.01)
     tuned.save_pretrained("tuned")
     AutoTokenizer.from_pretrained("model").save_pretrained("tuned")
-    done = invoke("apply", "out/masks.safetensors", "tuned", "--output", "masked")
-    assert done.exit_code == 0, done.output
+    done = printed("apply", "out/masks.safetensors", "tuned", "--output", "masked")
     masks = MaskSet.load("out/masks.safetensors")
     masked = AutoModelForCausalLM.from_pretrained("masked/model")
-    dropped = 0
     for name, entry in masks.items():
         weight = masked.get_submodule(name).weight
-        assert torch.equal(weight != 0, entry.keep)
         assert torch.equal(weight, torch.where(entry.keep, tuned.get_submodule(name).weight, 0.0))
-        dropped += int((~entry.keep).sum())
-    assert done.stdout.startswith(f"masks on 21 of 21 linears: {dropped} weights became zero")
-    assert AutoTokenizer.from_pretrained("masked/model")("w1 w2")["input_ids"]
+    dropped = sum(int((~entry.keep).sum()) for entry in masks.values())
+    assert done.startswith(f"masks on 21 of 21 linears: {dropped} weights became zero")
+    assert Path("masked/model/tokenizer.json").is_file()
     assert MaskSet.load("masked/masks.safetensors").keys() == masks.keys()
 
 
 def test_apply_can_insist_on_the_weights_that_were_pruned(work):
-    fine = invoke("apply", "out/masks.safetensors", "model", "--output", "one", "--original")
-    assert fine.exit_code == 0, fine.output
+    printed("apply", "out/masks.safetensors", "model", "--output", "one", "--original")
     for arguments, complaint in (
         (["out/masks.safetensors", "out/model", "--output", "two", "--original"], "load the model that was pruned"),
-        (
-            ["out", "model", "--output", "two"],
-            "out is a folder, expected a file of masks, such as out/masks.safetensor",
-        ),
+        (["out", "model", "--output", "two"], "out is a folder, expected a file of masks, such as out/masks.safet"),
         (["out/masks.safetensors", "model", "--output", "model"], "output model exists; name a new folder"),
     ):
-        done = invoke("apply", *arguments)
-        assert done.exit_code == 2
-        assert complaint in done.stderr
+        assert complaint in refused("apply", *arguments)
         assert not Path("two").exists()
 
 
@@ -138,27 +118,20 @@ def test_apply_says_how_much_of_a_larger_model_has_masks(work):
     AutoModelForCausalLM.from_config(larger).save_pretrained("larger")
     AutoTokenizer.from_pretrained("model").save_pretrained("larger")
     done = invoke("apply", "out/masks.safetensors", "larger", "--output", "masked")
-    assert done.exit_code == 0, done.output
     assert done.stdout.startswith("masks on 21 of 35 linears: ")
 
 
 def test_inspect_counts_what_the_run_says_it_pruned(work):
-    done = invoke("inspect", "out", "--json")
-    assert done.exit_code == 0, done.output
-    found = {x["name"]: x for x in json.loads(done.stdout)["linears"]}
+    done = printed("inspect", "out", "--json")
+    found = {x["name"]: x for x in json.loads(done)["linears"]}
     for layer in read_report(Path("out")).layers:
-        mine = found[layer.name]
-        assert mine["sparsity"] == layer.sparsity
-        assert mine["pattern"] == layer.pattern
-        assert mine["two_four"] is (layer.pattern == "2:4")
-        assert mine["off_mask"] == 0
-    table = invoke("inspect", "out").stdout
+        mine = [found[layer.name][key] for key in ("sparsity", "pattern", "two_four", "off_mask")]
+        assert mine == [layer.sparsity, layer.pattern, layer.pattern == "2:4", 0]
+    table = printed("inspect", "out")
     assert "compared with" in table
     assert "2:4 holds for 18" in table
     assert "sparsity 50.00% of 21 linears" in table
-    dense = invoke("inspect", "model").stdout
-    assert "sparsity 0.00% of 21 linears; 2:4 holds for 0" in dense
-    assert "dense" in dense
+    assert "sparsity 0.00% of 21 linears; 2:4 holds for 0" in printed("inspect", "model")
 
 
 def test_a_pruned_folder_answers_a_prompt_through_transformers_pipeline(work):
@@ -172,27 +145,22 @@ def test_a_pruned_folder_answers_a_prompt_through_transformers_pipeline(work):
 @pytest.mark.slow
 def test_sweep_runs_every_combination_compares_them_and_goes_on_where_it_stopped(work):
     arguments = ["sweep", "r.yaml", "--grid", "prune.0.sparsity=0.25,0.5", "--grid", "prune.1.pattern=2:4,1:4"]
-    done = invoke(*arguments, "--output", "grid")
-    assert done.exit_code == 0, done.output
+    done = printed(*arguments, "--output", "grid")
     names = [f"sparsity={s}_pattern={p}" for s in ("0.25", "0.5") for p in ("2-4", "1-4")]
     assert sorted(p.name for p in Path("grid").iterdir() if p.is_dir()) == sorted(names)
     for name in names:
         kinds = {x.pruner: x.sparsity for x in read_report(Path("grid") / name).layers}
         assert kinds == {"wanda": float(name[9:].split("_")[0]), "magnitude": 0.5 if name.endswith("2-4") else 0.75}
-        assert name in done.stdout
+        assert name in done
     table = Path("grid/compare.md").read_text()
     assert table.count("| sparsity=") == 4
     assert Path("grid/compare.svg").is_file()
 
-    (work / "grid" / names[1] / "report.json").rename(work / "kept.json")
-    for path in sorted((work / "grid" / names[1]).rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    again = invoke(*arguments, "--output", "grid")
-    assert again.exit_code == 0, again.output
-    assert again.stdout.count("finished before") == 3
-    old: dict[str, Any] = json.loads((work / "kept.json").read_text())
-    new = json.loads((work / "grid" / names[1] / "report.json").read_text())
-    assert new["evaluation"] == old["evaluation"]
+    kept = read_report(Path("grid") / names[1])
+    shutil.rmtree(Path("grid") / names[1])
+    again = printed(*arguments, "--output", "grid")
+    assert again.count("finished before") == 3
+    assert read_report(Path("grid") / names[1]).evaluation == kept.evaluation
 
 
 def test_sweep_finds_every_mistake_before_it_runs_anything(work):
@@ -202,34 +170,32 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
         (["prune.0.sparsity=0.5,0.5"], "a value is given twice"),
         (["prune.0.sparsity=0.5", "prune.0.sparsity=0.6"], "list all its values once"),
         (["prune.0.sparsity=0.5", "prune[0].sparsity=0.6"], "list all its values once"),
-        (["output=a,b"], "--grid output=a,b: every run of a sweep gets its own folder"),
-        (["prune.0.sparsty=0.5"], "--grid prune.0.sparsty=0.5: unknown key 'sparsty'"),
-        (["prune.0.sparsty=0.5"], "did you mean 'sparsity'?"),
+        (["output=a,b"], "--grid output=a,b: every run of a sweep has a folder of its own"),
+        (["prune.0.sparsty=0.5"], "--grid prune.0.sparsty=0.5: unknown key 'sparsty'; did you mean 'sparsity'?"),
         (['prune.0.targets=["*.nothing"]'], "matches no linear"),
         (["calibration.samples=4,1000"], "calibration.samples=1000: r.yaml:2:1: calibration needs 1000 windows of 32"),
         (["evaluate.token_perplexity.samples=4,900"], "evaluate.token_perplexity.samples=900: r.yaml:6:1: "),
     ):
-        done = invoke("sweep", "r.yaml", *[x for axis in axes for x in ("--grid", axis)], "--output", "never")
-        assert done.exit_code == 2, done.output
-        assert complaint in done.stderr, done.stderr
+        assert complaint in refused(
+            "sweep", "r.yaml", *[x for axis in axes for x in ("--grid", axis)], "--output", "never"
+        )
         assert not Path("never").exists()
     axis, fixed = "prune.0.sparsity=0.5", "prune[0].sparsity=0.6"
-    done = invoke("sweep", "r.yaml", "--grid", axis, "--set", fixed, "--output", "never")
-    assert done.exit_code == 2
-    assert f"--set {fixed}: --grid also sets this key" in done.stderr
+    assert f"--set {fixed}: --grid gives the same key its values" in refused(
+        "sweep", "r.yaml", "--grid", axis, "--set", fixed, "--output", "never"
+    )
 
 
 def test_sweep_does_not_take_another_recipes_run_for_its_own(work):
     arguments = ["sweep", "r.yaml", "-q", "--grid", "prune.0.sparsity=0.5", "--output", "grid"]
     assert invoke(*arguments).exit_code == 0
-    done = invoke(*arguments, "--set", "calibration.samples=5")
-    assert done.exit_code == 2
-    assert "was written by another recipe than this one with prune.0.sparsity=0.5" in done.stderr
+    assert "was made by another recipe than prune.0.sparsity=0.5" in refused(
+        *arguments, "--set", "calibration.samples=5"
+    )
 
 
 def test_compare_prints_runs_and_writes_where_it_is_told(work):
-    done = invoke("compare", "out", "out", "--output", "sides")
-    assert done.exit_code == 0, done.output
-    assert done.stdout.count("magnitude, wanda") == 2
+    done = printed("compare", "out", "out", "--output", "sides")
+    assert done.count("magnitude, wanda") == 2
     assert {p.name for p in Path("sides").iterdir()} == {"compare.md", "compare.csv", "compare.svg"}
     assert invoke("compare", "model").exit_code == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.compressx.cli.commands import invoke
+from tests.compressx.cli.commands import invoke, printed, refused
 
 
 @pytest.fixture(autouse=True)
@@ -15,14 +15,13 @@ def _here(project: Path) -> None:
 
 @pytest.mark.slow
 def test_check_prints_a_row_for_each_check_and_a_column_for_each_architecture():
-    done = invoke("plugins", "check", "wanda", "--architecture", "llama", "--architecture", "gpt2")
-    assert done.exit_code == 0, done.output
-    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in done.stdout.splitlines()]
+    done = printed("plugins", "check", "wanda", "--architecture", "llama", "--architecture", "gpt2")
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in done.splitlines()]
     rows = {row[0]: row[1:] for row in cells if row}
     assert rows["exact sparsity for every pattern"] == ["ok", "ok"]
     assert rows["reconstructs"] == ["-", "-"]
     assert rows["inputs that are always zero"] == ["ok", "-"]
-    assert "0 failed" in done.stdout
+    assert "0 failed" in done
 
 
 @pytest.mark.slow
@@ -82,16 +81,13 @@ def test_a_mistake_is_named():
         (["new", "Not A Name"], "no plugin can be named 'Not A Name'"),
         (["new", "wanda"], "there is a plugin or pruner 'wanda' already"),
     ):
-        done = invoke("plugins", *arguments)
-        assert done.exit_code == 2
-        assert complaint in done.stderr, done.stderr
+        assert complaint in refused("plugins", *arguments)
         assert list(Path().iterdir()) == []
 
 
 def test_new_writes_a_package_once():
-    done = invoke("plugins", "new", "my-own", "--folder", "below")
-    assert done.exit_code == 0, done.output
-    assert "pip install -e ./below/compressx-my-own" in done.stdout
+    done = printed("plugins", "new", "my-own", "--folder", "below")
+    assert "pip install -e ./below/compressx-my-own" in done
     assert {str(p.relative_to("below")) for p in Path("below").rglob("*") if p.is_file()} == {
         "compressx-my-own/pyproject.toml",
         "compressx-my-own/README.md",
@@ -99,6 +95,6 @@ def test_new_writes_a_package_once():
         "compressx-my-own/tests/test_my_own.py",
     }
     assert not any("@" in p.read_text().replace("@hookimpl", "") for p in Path("below").rglob("*.py"))
-    again = invoke("plugins", "new", "my-own", "--folder", "below")
-    assert again.exit_code == 2
-    assert "is there already; choose another name or --folder" in again.stderr
+    assert "is there already; choose another name or --folder" in refused(
+        "plugins", "new", "my-own", "--folder", "below"
+    )

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.compressx.saved import save_tiny
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Give the folder of a saved tiny model by its architecture, made once."""
-    saved: dict[tuple[str, torch.dtype], Path] = {}
-
-    def get(name: str, dtype: torch.dtype = torch.float32) -> Path:
-        if (name, dtype) not in saved:
-            saved[name, dtype] = save_tiny(tmp_path_factory.mktemp("saved") / "model", name, dtype)
-        return saved[name, dtype]
-
-    return get
+    return cache(lambda name: save_tiny(tmp_path_factory.mktemp("saved") / "model", name))
 
 
 @pytest.fixture(scope="session")

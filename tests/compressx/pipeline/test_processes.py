@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from tests.compressx.processes import in_two, torchrun
-from tests.compressx.saved import save_tiny
 
 from compressx.masks.maskset import MaskSet
 from compressx.pipeline.preparation import refuse_nothing_held_out, refuse_uneven_steps
@@ -21,12 +20,6 @@ from compressx.recipe.schema import load_recipe
 from compressx.runtime.errors import CalibrationError, RecipeError
 from compressx.runtime.ranks import Ranks
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama")
-
-
 RULES = {
     "mixed": [
         {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6},
@@ -35,6 +28,8 @@ RULES = {
     ],
     "wanda": [{"targets": ["*"], "pruner": "wanda", "pattern": "2:4"}],
 }
+
+MAGNITUDE = [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}]
 
 
 def write_recipe(saved: Path, rules: list[dict[str, Any]], folder: Path, **more: Any) -> Path:
@@ -52,11 +47,6 @@ def write_recipe(saved: Path, rules: list[dict[str, Any]], folder: Path, **more:
     return path
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path / "cache"))
-
-
 def _run(recipe: Path) -> str:
     return run(recipe).to_json()
 
@@ -70,103 +60,74 @@ def report_of(recipe: Path, processes: int) -> dict[str, Any]:
     return told
 
 
+def alone_and_together(
+    model: Path, tmp_path: Path, rules: list[dict[str, Any]], **more: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the reports of a run on one process and on two, in folders of these names."""
+    for processes in (1, 2):
+        (tmp_path / str(processes)).mkdir()
+    one, two = (report_of(write_recipe(model, rules, tmp_path / str(n), **more), n) for n in (1, 2))
+    return one, two
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("rules", "streaming"), [("mixed", True), ("wanda", False)])
-def test_two_processes_end_as_one_does(model: Path, rules: str, streaming: bool, tmp_path: Path):
-    outputs = []
-    for processes in (1, 2):
-        folder = tmp_path / str(processes)
-        folder.mkdir()
-        source = {"path": str(model), "streaming": streaming}
-        report = report_of(write_recipe(model, RULES[rules], folder, model=source), processes)
-        outputs.append((MaskSet.load(folder / "out/masks.safetensors"), report))
-    (one, alone), (two, together) = outputs
+def test_two_processes_end_as_one_does(model, rules, streaming, tmp_path):
+    source = {"path": str(model), "streaming": streaming}
+    reports = alone_and_together(model, tmp_path, RULES[rules], model=source)
+    one, two = (MaskSet.load(tmp_path / folder / "out/masks.safetensors") for folder in "12")
     assert one.keys() == two.keys()
     differing = sum(int((one[n].keep != two[n].keep).sum()) for n in one) / sum(one[n].keep.numel() for n in one)
     assert differing < 1e-4
-    figures = [r["evaluation"]["pruned"]["token_perplexity"] for r in (alone, together)]
+    figures = [r["evaluation"]["pruned"]["token_perplexity"] for r in reports]
     assert figures[1] == pytest.approx(figures[0], rel=1e-3)
-    linears = [[x["name"] for block in r["blocks"] for x in block["layers"]] for r in (alone, together)]
+    linears = [[x["name"] for block in r["blocks"] for x in block["layers"]] for r in reports]
     assert linears[0] == linears[1]
 
 
-def allocations(model: Path, tmp_path: Path, method: str = "divergence", **rule: Any) -> list[dict[str, Any]]:
-    """Return what one process and two report of an allocation that they measured."""
-    told = []
-    for processes in (1, 2):
-        folder = tmp_path / str(processes)
-        folder.mkdir()
-        allocation = {"method": method, "target": 0.5, **({"sparsities": [0.3, 0.7]} if method == "divergence" else {})}
-        asked = write_recipe(model, [{"targets": ["*"], **rule}], folder, allocation=allocation, evaluate=None)
-        told.append(report_of(asked, processes)["allocation"])
-    return told
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"method": "owl"}, {"method": "divergence", "sparsities": [0.3, 0.7]}])
+def test_an_allocation_is_that_of_one_process_which_reads_the_text_of_all(model, tmp_path, settings):
+    rules, allocation = [{"targets": ["*"], "pruner": "wanda"}], {"target": 0.5, **settings}
+    alone, together = alone_and_together(model, tmp_path, rules, allocation=allocation, evaluate=None)
+    assert alone["allocation"]["units"] == together["allocation"]["units"]
 
 
 @pytest.mark.slow
-def test_an_allocation_is_measured_on_the_text_of_all_processes(model: Path, tmp_path: Path):
-    alone, together = allocations(model, tmp_path, "owl", pruner="wanda")
-    assert alone["units"] == together["units"]
+def test_the_first_of_two_processes_fine_tunes_as_one_does(model, tmp_path):
+    tuning = {"steps": 3, "learning_rate": 1e-3}
+    alone, together = alone_and_together(model, tmp_path, MAGNITUDE, finetune=tuning)
+    assert alone["finetune"]["losses"] == together["finetune"]["losses"]
 
 
 @pytest.mark.slow
-def test_what_sparsity_costs_is_measured_by_the_first_of_several_processes_as_by_one(model: Path, tmp_path: Path):
-    alone, together = allocations(model, tmp_path, pruner="wanda")
-    assert alone["units"] == together["units"]
-
-
-@pytest.mark.slow
-def test_the_first_of_two_processes_fine_tunes_as_one_does(model: Path, tmp_path: Path):
-    losses = []
-    for processes in (1, 2):
-        folder = tmp_path / str(processes)
-        folder.mkdir()
-        rules = [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}]
-        asked = write_recipe(model, rules, folder, finetune={"steps": 3, "learning_rate": 1e-3})
-        losses.append(report_of(asked, processes)["finetune"]["losses"])
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.slow
-def test_two_processes_train_blocks_on_both_their_texts_and_end_with_one_model(model: Path, tmp_path: Path):
+def test_two_processes_train_blocks_on_both_their_texts_and_end_with_one_model(model, tmp_path):
     rules = [{"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5, "group": "joint"}]
-    reports = []
-    for processes in (1, 2):
-        folder = tmp_path / str(processes)
-        folder.mkdir()
-        trained = {"reconstruct_block": {"passes": 3, "learning_rate": 0.03, "held_out": 0.25, "batch_size": 4}}
-        reports.append(report_of(write_recipe(model, rules, folder, evaluate=None, **trained), processes))
+    trained = {"passes": 3, "learning_rate": 0.03, "held_out": 0.25, "batch_size": 4}
+    reports = alone_and_together(model, tmp_path, rules, evaluate=None, reconstruct_block=trained)
     alone, together = ([x["reconstruction"] for x in r["blocks"]] for r in reports)
     for one, two in zip(alone, together, strict=True):
         assert two["after"] < two["before"]
         assert two["before"] == pytest.approx(one["before"], rel=0.2)  # other windows are held out
 
 
-def test_a_training_step_that_processes_cannot_share_is_refused(model: Path, tmp_path: Path):
-    """Each would take a batch, and blocks be trained in larger and fewer steps than the recipe says."""
-    rules = [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}]
-    loaded = load_recipe(write_recipe(model, rules, tmp_path, reconstruct_block={"batch_size": 6}))
+def test_a_training_step_that_processes_cannot_share_is_refused(model, tmp_path):
+    loaded = load_recipe(write_recipe(model, RULES["wanda"], tmp_path, reconstruct_block={"batch_size": 6}))
     for processes in (1, 3):
         refuse_uneven_steps(loaded, processes)
-    with pytest.raises(RecipeError) as refused:
-        refuse_uneven_steps(loaded, 2)
-    assert "a step of 6 windows cannot be shared by 2 processes in calibration batches of 2" in str(refused.value)
-    assert str(refused.value).endswith("expected a multiple of 4, or calibration.batch_size: 3")
-    with pytest.raises(RecipeError, match=r"in calibration batches of 2; expected a multiple of 8$"):
-        refuse_uneven_steps(loaded, 4)
+    for processes, expected in ((2, "a multiple of 4, or calibration.batch_size: 3"), (4, "a multiple of 8")):
+        told = f"a step of 6 windows cannot be shared by {processes} processes in calibration batches of 2; "
+        with pytest.raises(RecipeError, match=f"{told}expected {expected}$"):
+            refuse_uneven_steps(loaded, processes)
 
 
-def test_training_of_which_nothing_could_be_held_out_is_refused(model: Path, tmp_path: Path):
-    """Its error would be that of the text that it learns from, and go down whatever is learnt."""
-    rules = [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}]
-    loaded = load_recipe(write_recipe(model, rules, tmp_path, reconstruct_block={}))
-    samples, batch = loaded.recipe.calibration.samples, loaded.recipe.calibration.batch_size
-    refuse_nothing_held_out(loaded, (samples - 1) // (batch + 1))
-    processes = samples // batch
-    with pytest.raises(RecipeError) as refused:
-        refuse_nothing_held_out(loaded, processes)
-    assert f"are one batch of {batch} for each of {processes} processes; expected" in str(refused.value)
-    assert f"calibration.samples of {(batch + 1) * processes} or more, or a smaller" in str(refused.value)
-    few = load_recipe(tmp_path / "recipe.yaml", [f"calibration.samples={batch}"])
+def test_training_of_which_nothing_could_be_held_out_is_refused(model, tmp_path):
+    loaded = load_recipe(write_recipe(model, RULES["wanda"], tmp_path, reconstruct_block={}))
+    refuse_nothing_held_out(loaded, 2)  # 8 windows in batches of 2
+    told = r"are one batch of 2 for each of 4 processes; expected.*calibration\.samples of 12 or more, or a smaller"
+    with pytest.raises(RecipeError, match=told):
+        refuse_nothing_held_out(loaded, 4)
+    few = load_recipe(tmp_path / "recipe.yaml", ["calibration.samples=2"])
     with pytest.raises(
         RecipeError, match=r"recipe\.yaml:\d+:\d+: no batch is left to hold out: 2 calibration windows are"
     ):
@@ -181,7 +142,7 @@ def test_training_of_which_nothing_could_be_held_out_is_refused(model: Path, tmp
     ],
 )
 def test_what_processes_cannot_share_is_refused_before_anything_is_written(
-    model: Path, setting: str, error: type[Exception], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model, setting, error, told, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("compressx.pipeline.run.joined_ranks", lambda _: nullcontext(Ranks(0, 2)))
     with pytest.raises(error, match=told):
@@ -193,9 +154,8 @@ def test_what_processes_cannot_share_is_refused_before_anything_is_written(
 
 
 @pytest.mark.slow
-def test_the_runs_of_a_sweep_find_one_another_each_time_and_the_first_process_tells(model: Path, tmp_path: Path):
-    rules = [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}]
-    recipe = write_recipe(model, rules, tmp_path, evaluate=None, calibration=None)
+def test_the_runs_of_a_sweep_find_one_another_each_time_and_the_first_process_tells(model, tmp_path):
+    recipe = write_recipe(model, MAGNITUDE, tmp_path, evaluate=None, calibration=None)
     sparsities = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     done = torchrun(recipe, f"--grid=prune.0.sparsity={','.join(map(str, sparsities))}", command="sweep")
     assert done.returncode == 0, done.stderr
@@ -247,7 +207,7 @@ def finished(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_or_sigterm_to_torchrun_ends_all_and_they_go_on_from_the_last_finished_block(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model, tmp_path, monkeypatch
 ):
     (tmp_path / "stopping.py").write_text(STOPPING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -10,7 +10,6 @@ import re
 import resource
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def resumed(asked: dict[str, Any], after: int) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model: Path, streaming: bool):
+def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model, streaming):
     """With what a block leaves for the next: both streams of block reconstruction, and the sensitivities."""
     rule = {"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5}
     asked = recipe(model, rule, evaluated=True, reconstruct_block={"passes": 1})
@@ -66,7 +65,7 @@ def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model
 
 
 @pytest.mark.slow
-def test_a_resumed_run_of_attnprune_ends_with_the_same_allocation_and_figures(model: Path, drawn: None):
+def test_a_resumed_run_of_attnprune_ends_with_the_same_allocation_and_figures(model, drawn):
     allocation = {"method": "attention-aware", "target": 0.5}
     resumed(recipe(model, *ALLOCATED, allocation=allocation), 2)
     assert len([*Path("out/plots").iterdir()]) > 3
@@ -75,12 +74,10 @@ def test_a_resumed_run_of_attnprune_ends_with_the_same_allocation_and_figures(mo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "allocation",
-    [{"method": "owl", "target": 0.55}, {"method": "uniform", "target": 0.55},
-     {"method": "divergence", "target": 0.55, "sparsities": [0.3, 0.7]},
-     {"method": "explicit", "sparsities": {"*.layers.1.*": 0.25, "*": 0.5}}],
+    [{"method": "owl", "target": 0.55}, {"method": "explicit", "sparsities": {"*.layers.1.*": 0.25, "*": 0.5}}],
     ids=lambda x: x["method"],
 )  # fmt: skip
-def test_what_an_allocation_chose_for_n_m_and_other_patterns_is_kept(model: Path, allocation: dict[str, Any]):
+def test_what_an_allocation_chose_for_n_m_and_other_patterns_is_kept(model, allocation: dict[str, Any]):
     patterned = [{"targets": ["*.mlp.*"], "pruner": "wanda", "pattern": "2:4"}, {"targets": ["*"], "pruner": "wanda"}]
     asked = recipe(model, *patterned, allocation=allocation)
     resumed(asked, 1)
@@ -90,17 +87,17 @@ def test_what_an_allocation_chose_for_n_m_and_other_patterns_is_kept(model: Path
         run({**asked, "allocation": {"method": "uniform", "target": 0.61}}, resume=True)
 
 
-def test_a_run_can_be_interrupted_again_and_again(model: Path):
+def test_a_run_can_be_interrupted_again_and_again_and_keeps_the_states_of_its_last_block(model):
     asked = quick(model)
-    run({**asked, "output": "whole"})
-    stopped(asked, 1)
-    for _ in range(2):
-        stopped(asked, 1, resume=True)
+    run({**asked, "output": "whole"}, resume=True)  # there is nothing to resume
+    for block in (1, 2, 3):
+        left = stopped(asked, 1, resume=True)
+        assert [p.name for p in left.glob("blocks/states-*")] == [f"states-{block}.0.safetensors"]
     run(asked, resume=True)
     assert artifacts("out") == artifacts("whole")
 
 
-def test_what_lies_outside_the_blocks_is_not_pruned_again(model: Path):
+def test_what_lies_outside_the_blocks_is_not_pruned_again(model):
     asked = quick(model)
     run({**asked, "output": "whole"})
     stopped(asked, 4)
@@ -108,17 +105,7 @@ def test_what_lies_outside_the_blocks_is_not_pruned_again(model: Path):
     assert artifacts("out") == artifacts("whole")
 
 
-def test_hidden_states_of_the_last_finished_block_alone_are_kept(model: Path):
-    left = stopped(quick(model), 2)
-    assert [p.name for p in left.glob("blocks/states-*")] == ["states-2.0.safetensors"]
-
-
-def test_with_nothing_to_resume_a_run_begins(model: Path):
-    run(quick(model), resume=True)
-    assert Path("out/report.json").is_file()
-
-
-def test_finished_blocks_are_not_thrown_away_unasked(model: Path):
+def test_finished_blocks_are_not_thrown_away_unasked(model):
     asked = quick(model)
     stopped(asked, 2)
     with pytest.raises(ArtifactError, match=r"was interrupted.*go on with --resume, or begin anew with --restart"):
@@ -126,19 +113,18 @@ def test_finished_blocks_are_not_thrown_away_unasked(model: Path):
     assert len(leftovers()) == 1
     run(asked, restart=True)
     assert not leftovers()
-    assert Path("out/report.json").is_file()
 
 
 CHANGED: list[tuple[dict[str, Any], str]] = [
     ({"prune": [QUICK[0], {**QUICK[1], "sparsity": 0.6}]}, r"prune\[1\]\.sparsity: was 0\.5, is 0\.6"),
-    ({"calibration": {"samples": 7}}, "calibration tokens: was"),
+    ({"calibration": {"seed": 1}}, "calibration tokens: was"),
     ({"calibration": {"batch_size": 3}}, "calibration batch_size: was"),
     ({"model": {"dtype": "bfloat16"}}, "model: was"),
     ({"reconstruct_block": {"passes": 1}}, "reconstruct_block: was null"),
 ]
 
 
-def test_another_run_is_not_resumed_and_what_differs_is_named(model: Path):
+def test_another_run_is_not_resumed_and_what_differs_is_named(model):
     asked = quick(model)
     stopped(asked, 1)
     for changed, named in CHANGED:
@@ -149,24 +135,11 @@ def test_another_run_is_not_resumed_and_what_differs_is_named(model: Path):
     assert Path("out/report.json").is_file(), "a refusal leaves the run, and what is evaluated decides nothing of it"
 
 
-def test_a_run_of_another_version_is_not_resumed(model: Path, monkeypatch: pytest.MonkeyPatch):
-    asked = quick(model)
-    stopped(asked, 1)
-    plugins = load_plugins()
-    records = tuple(replace(r, version="99") if "wanda" in r.offers["pruners"] else r for r in plugins.records)
-    with pytest.raises(ArtifactError, match=r"cannot be resumed.*plugins\.\S+: was"):
-        run(asked, plugins=replace(plugins, records=records), resume=True)
-    monkeypatch.setattr("compressx.pipeline.run.__version__", "99")
-    with pytest.raises(ArtifactError, match=r"cannot be resumed.*versions\.compressx: was"):
-        run(asked, resume=True)
-
-
 PLUGIN = """
 from pydantic import BaseModel
 from compressx import PruneResult, PrunerSpec, hookimpl, keep_masks
 
-class Options(BaseModel):
-    pass
+class Options(BaseModel): pass
 
 class Largest:
     def observe(self, block, name):
@@ -182,7 +155,7 @@ def compressx_pruners():
 """
 
 
-def test_a_run_is_not_resumed_with_a_plugin_that_was_edited(model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_is_not_resumed_with_a_plugin_that_was_edited(model, monkeypatch):
     monkeypatch.syspath_prepend(str(Path.cwd()))
     Path("edited_later.py").write_text(PLUGIN)
     asked = {**quick(model), "prune": [{"targets": ["*"], "pruner": "largest", "sparsity": 0.5}]}
@@ -195,30 +168,31 @@ def test_a_run_is_not_resumed_with_a_plugin_that_was_edited(model: Path, monkeyp
     run(asked, plugins=plugins, resume=True)
 
 
-def test_a_run_of_other_processes_or_on_another_device_is_not_resumed(model: Path):
+def test_a_run_of_other_processes_another_version_or_on_another_device_is_not_resumed(model):
     asked = quick(model)
     state = stopped(asked, 1) / "state.json"
-    told = json.loads(state.read_text())
-    for name, was in (("processes", 2), ("device", "tpu")):
-        now = told["fingerprint"][name]
-        state.write_text(json.dumps({**told, "fingerprint": {**told["fingerprint"], name: was}}))
-        change = rf"{name}: was {json.dumps(was)}, is {json.dumps(now)}"
-        with pytest.raises(ArtifactError, match=f"cannot be resumed.*{change}"):
+    whole = state.read_text()
+    for name, was in (("processes", 2), ("device", "tpu"), ("versions.compressx", "99"), ("plugins.wanda", "99")):
+        told = json.loads(whole)
+        *above, key = name.split(".")
+        changed = told["fingerprint"][above[0]] if above else told["fingerprint"]
+        change = f"{name}: was {json.dumps(was)}, is {json.dumps(changed[key])}"
+        changed[key] = was
+        state.write_text(json.dumps(told))
+        with pytest.raises(ArtifactError, match=f"cannot be resumed.*{re.escape(change)}"):
             run(asked, resume=True)
 
 
-def test_a_model_with_another_config_is_another_model(tmp_path: Path):
+def test_a_model_with_another_config_is_another_model(tmp_path):
     model = save_tiny(tmp_path / "model", "llama")
-    asked = quick(model)
-    stopped(asked, 1)
+    stopped(quick(model), 1)
     config = json.loads((model / "config.json").read_text())
-    config["rms_norm_eps"] = 1e-3
-    (model / "config.json").write_text(json.dumps(config))
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     with pytest.raises(ArtifactError, match=r"cannot be resumed.*model config: was"):
-        run(asked, resume=True)
+        run(quick(model), resume=True)
 
 
-def test_seconds_are_those_of_the_interrupted_run_too_and_nothing_half_written_stays(model: Path):
+def test_seconds_are_those_of_the_interrupted_run_too_and_nothing_half_written_stays(model):
     asked = quick(model)
     left = stopped(asked, 2)
     spent = json.loads((left / "state.json").read_text())["seconds"]
@@ -227,8 +201,7 @@ def test_seconds_are_those_of_the_interrupted_run_too_and_nothing_half_written_s
     told["seconds"] = {**spent, "prune": spent["prune"] + 1000, "total": spent["total"] + 2000}
     (left / "state.json").write_text(json.dumps(told))
     seconds = run(asked, resume=True).seconds
-    assert spent["prune"] > 0
-    assert seconds["prune"] > 1000 + spent["prune"]
+    assert seconds["prune"] > 1000 + spent["prune"] > 1000
     assert seconds["total"] > 2000 + spent["total"]
     assert seconds["load"] > spent["load"]
     assert not [*Path("out").glob(".*")]
@@ -238,7 +211,7 @@ IN_BLOCKS = ("0.json", "0.safetensors", "0.masks.safetensors")
 DAMAGED = ["state.json", "blocks/states-1.0.safetensors", *(f"blocks/model.layers.{name}" for name in IN_BLOCKS)]
 
 
-def test_a_damaged_record_is_named_and_not_gone_on_with(model: Path):
+def test_a_damaged_record_is_named_and_not_gone_on_with(model):
     asked = quick(model)
     left = stopped(asked, 1)
     told: list[str] = []
@@ -279,7 +252,7 @@ def start(asked: dict[str, Any], *, resume: bool = False, limit: int | None = No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True], ids=["fine-tuned", "streamed"])
-def test_killed_at_random_moments_a_run_still_ends_with_the_same_files(model: Path, streaming: bool):
+def test_killed_at_random_moments_a_run_still_ends_with_the_same_files(model, streaming):
     asked = recipe(model, *RULES)
     asked["model"]["streaming"] = streaming
     if not streaming:
@@ -311,15 +284,14 @@ def test_killed_at_random_moments_a_run_still_ends_with_the_same_files(model: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [2_000, 40_000, 60_000, 120_000])
-def test_a_full_disk_is_an_error_with_the_file_and_after_it_a_run_goes_on(model: Path, limit: int):
+@pytest.mark.parametrize("limit", [2_000, 60_000])
+def test_a_full_disk_is_an_error_with_the_file_and_after_it_a_run_goes_on(model, limit):
     """A limit on the size of files stands in: the larger it is, the later the write that fails."""
     asked = quick(model)
     process = start(asked, limit=limit)
     process.join()
     assert process.exitcode == 2
-    message = Path("error.txt").read_text()
-    assert message.startswith("cannot ")
+    assert Path("error.txt").read_text().startswith("cannot ")
     assert not Path("out").exists()
     run(asked, resume=True)
     run({**asked, "output": "whole"})
