@@ -68,7 +68,7 @@ def test_a_plugin_that_fails_to_load_is_warned_of(tmp_path, monkeypatch):
     for arguments, warned in ((["plugins", "check", "wanda", "--architecture", "llama"], True), (["plugins"], False)):
         done = invoke(*arguments)
         assert done.exit_code == 0, done.stderr
-        warning = "warning: plugin 'ears' failed to load and is left out: ModuleNotFoundError: No module named 'wandb"
+        warning = "warning: plugin 'ears' failed to load and is skipped: ModuleNotFoundError: No module named 'wandb"
         assert (warning in done.stderr) == warned
     assert "ears" not in invoke("-p", "no:ears", "plugins", "check", "wanda", "--architecture", "llama").stderr
 
@@ -79,8 +79,8 @@ def test_a_mistake_is_named():
         (["check", "wanda", "--architecture", "lama"], "no tiny model 'lama'; did you mean 'llama'?"),
         (["check", "attnprune", "--set", "modus=joint"], "--set modus: unknown option 'modus'; did you mean 'mode'?"),
         (["check", "attnprune", "--set", "mode"], "expected KEY"),
-        (["new", "Not A Name"], "no plugin can be named 'Not A Name'"),
-        (["new", "wanda"], "there is a plugin or pruner 'wanda' already"),
+        (["new", "Not A Name"], "invalid plugin name 'Not A Name'"),
+        (["new", "wanda"], "a plugin or pruner 'wanda' exists already"),
     ):
         done = invoke("plugins", *arguments)
         assert done.exit_code == 2
@@ -101,4 +101,4 @@ def test_new_writes_a_package_once():
     assert not any("@" in p.read_text().replace("@hookimpl", "") for p in Path("below").rglob("*.py"))
     again = invoke("plugins", "new", "my-own", "--folder", "below")
     assert again.exit_code == 2
-    assert "is there already; choose another name or --folder" in again.stderr
+    assert "exists already; choose another name or --folder" in again.stderr

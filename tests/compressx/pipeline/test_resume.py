@@ -121,7 +121,7 @@ def test_with_nothing_to_resume_a_run_begins(model: Path):
 def test_finished_blocks_are_not_thrown_away_unasked(model: Path):
     asked = quick(model)
     stopped(asked, 2)
-    with pytest.raises(ArtifactError, match=r"was interrupted.*go on with --resume, or begin anew with --restart"):
+    with pytest.raises(ArtifactError, match=r"was interrupted.*continue with --resume, or start over with --restart"):
         run(asked)
     assert len(leftovers()) == 1
     run(asked, restart=True)

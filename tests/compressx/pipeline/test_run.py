@@ -72,7 +72,7 @@ def test_a_pruner_that_reads_sensitivities_alone_is_given_text(models: Any, plug
     report = run(asked, plugins=plugins)
     assert {layer.sparsity for layer in report.layers} == {0.5}
     del asked["calibration"]
-    with pytest.raises(RecipeError, match="the recipe has no calibration, and its pruners need one"):
+    with pytest.raises(RecipeError, match="the recipe has no calibration, but its pruners need one"):
         plan(asked, plugins=plugins)
 
 
