@@ -1,7 +1,7 @@
 """The command line: `compressx run | plan | schema | sweep | compare | eval | apply | inspect | plugins`.
 
-Exit status: 0 done, 2 an error that the user can mend (one message, no traceback), 1 a defect (with its traceback) or a
-check that failed, 130 interrupted, 143 terminated. Output is plain when standard output is not a terminal.
+Exit status: 0 success; 1 a bug (with its traceback) or a failed check; 2 an error that the user can fix (one message,
+no traceback); 130 interrupted; 143 terminated. Output is plain if standard output is not a terminal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from compressx.cli.runs import compare, plan, run, schema, sweep
     "modules",
     multiple=True,
     metavar="MODULE",
-    help="Load a plugin module, from the working folder too; may be repeated.",
+    help="Load a plugin module, also from the working directory; may be repeated.",
 )
 @click.option("-p", "blocked", multiple=True, metavar="no:NAME", help="Block a plugin before it is imported.")
 @click.pass_context

@@ -1,4 +1,4 @@
-"""What the commands share: the options before them, how errors are shown, and options of several."""
+"""Shared by the commands: global options, error handling, and common options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 class _Expanded(click.Path):
-    """A path in which `~` is the home folder also where a shell leaves it alone, as after `--output=`."""
+    """A path with `~` expanded, which a shell does not do after `--output=`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return Path(str(super().convert(value, param, ctx))).expanduser()
@@ -33,42 +33,42 @@ PATH = _Expanded(path_type=Path)
 
 @dataclass(frozen=True)
 class Host:
-    """What the options before the command say."""
+    """The global options, given before the command."""
 
     modules: tuple[str, ...]
     blocked: tuple[str, ...]
 
-    def plugins(self, *, told: bool = True) -> Plugins:
-        """Load the plugins that these options leave; one that fails is warned of unless it is `told` otherwise."""
+    def plugins(self, *, warn: bool = True) -> Plugins:
+        """Load the plugins, with a warning for each that fails."""
         from compressx.plugins.manager import load_plugins
 
-        if self.modules:  # a console script does not look for modules in the working folder, `python -m` does
+        if self.modules:  # unlike `python -m`, a console script does not import from the working directory
             sys.path.insert(0, str(Path.cwd()))
         plugins = load_plugins(modules=self.modules, blocked=self.blocked)
         for record in plugins.records:
-            if told and record.status == "failed":
+            if warn and record.status == "failed":
                 click.echo(
-                    f"warning: plugin {record.name!r} failed to load and is left out: {record.error}; `required` in "
-                    "plugins.toml makes that an error, and -p no:NAME leaves it out silently",
+                    f"warning: plugin {record.name!r} failed to load and is skipped: {record.error}; `required` in "
+                    "plugins.toml makes that an error, and -p no:NAME skips it silently",
                     err=True,
                 )
         return plugins
 
 
 def is_first() -> bool:
-    """Whether this process is alone or the first of those that `torchrun` started: the one that speaks."""
+    """Return whether this process prints: the only one, or the first under `torchrun`."""
     return os.environ.get("RANK", "0") == "0"
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which `timeout`, SLURM and Kubernetes send, and which ends a command as Ctrl-C does."""
+    """SIGTERM, from `timeout`, SLURM or Kubernetes; handled like Ctrl-C."""
 
 
 @contextmanager
 def terminated_by_sigterm() -> Iterator[None]:
-    """Raise `Terminated` at SIGTERM, for the length of a `with`, unless the signal is ignored or handled already.
+    """Raise `Terminated` on SIGTERM, for the duration of a `with`, unless the signal is ignored or handled already.
 
-    Of several processes SIGTERM ends each at once, as by default: one that waits for another runs no handler.
+    Under `torchrun` SIGTERM keeps its default, because a process that waits for another does not run handlers.
     """
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     if several or current_thread() is not main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -76,7 +76,7 @@ def terminated_by_sigterm() -> Iterator[None]:
         return
 
     def terminate(*_: object) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut the clearing up
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second SIGTERM must not interrupt the cleanup
         raise Terminated
 
     signal.signal(signal.SIGTERM, terminate)
@@ -87,9 +87,9 @@ def terminated_by_sigterm() -> Iterator[None]:
 
 
 def errors_for_users(command: _Command) -> _Command:
-    """Print a `CompressxError` as one message and exit with 2; let everything else show its traceback.
+    """Print a `CompressxError` as one message and exit with 2; other exceptions show their traceback.
 
-    Ctrl-C exits with 130 and SIGTERM with 143, and the first process says how to go on.
+    Ctrl-C exits with 130 and SIGTERM with 143, with a hint how to continue.
     """
 
     @wraps(command)
@@ -104,12 +104,12 @@ def errors_for_users(command: _Command) -> _Command:
             sys.exit(2)
         except KeyboardInterrupt as stopped:
             word, status = ("terminated", 143) if isinstance(stopped, Terminated) else ("interrupted", 130)
-            told = {
-                "run": "; finished blocks are kept, and --resume goes on after them",
-                "sweep": "; finished runs and blocks are kept, and the same command goes on after them",
+            hints = {
+                "run": "; finished blocks are kept, and --resume continues after them",
+                "sweep": "; finished runs and blocks are kept, and the same command continues after them",
             }
             if is_first():
-                click.echo(f"{word}{told.get(command.__name__, '')}", err=True)
+                click.echo(f"{word}{hints.get(command.__name__, '')}", err=True)
             sys.exit(status)
 
     return wrapped  # type: ignore[return-value]

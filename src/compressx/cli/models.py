@@ -1,4 +1,4 @@
-"""`compressx eval | apply | inspect`: what is done with a model and its masks afterwards."""
+"""`compressx eval | apply | inspect`: commands for a pruned model and its masks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from compressx.cli.common import (
 
 @click.command("eval")
 @click.argument("model")
-@click.option("--masks", type=PATH, help="Masks to put on the model first.")
-@click.option("--recipe", type=PATH, help="Measure what this recipe's evaluate section says.")
+@click.option("--masks", type=PATH, help="Masks to apply to the model first.")
+@click.option("--recipe", type=PATH, help="Use this recipe's evaluate section.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
-              help="Say what to measure, such as evaluate.token_perplexity.samples=8; may be repeated.")  # fmt: skip
+              help="Set what to measure, such as evaluate.token_perplexity.samples=8; may be repeated.")  # fmt: skip
 @dtype_option
 @revision_option
 @trust_option
@@ -33,9 +33,9 @@ def evaluate(
     model: str, masks: Path | None, recipe: Path | None, overrides: tuple[str, ...], dtype: str, revision: str | None,
     trust_remote_code: bool, device: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure MODEL: an output folder, a model's folder, a .gguf file or a hub id.
+    """Measure MODEL: an output folder, a model folder, a .gguf file or a hub id.
 
-    Without --recipe it is the token perplexity on WikiText-2; --set evaluate.KEY=VALUE says otherwise, as in a recipe.
+    Without --recipe, measure the token perplexity on WikiText-2; change that with --set evaluate.KEY=VALUE.
     """
     from compressx.cli import tables, terminal
     from compressx.evaluation.saved import evaluate_saved, measures, source_of
@@ -56,8 +56,8 @@ def evaluate(
 @click.command()
 @click.argument("masks", type=PATH)
 @click.argument("model")
-@click.option("--output", type=PATH, required=True, help="Folder to make for the masked model.")
-@click.option("--original", is_flag=True, help="Require that the weights are those that were pruned, byte for byte.")
+@click.option("--output", type=PATH, required=True, help="Folder to write the masked model to.")
+@click.option("--original", is_flag=True, help="Require the weights that were pruned, byte for byte.")
 @dtype_option
 @revision_option
 @trust_option
@@ -65,7 +65,7 @@ def evaluate(
 def apply(
     masks: Path, model: str, output: Path, original: bool, dtype: str, revision: str | None, trust_remote_code: bool
 ) -> None:
-    """Put saved MASKS on MODEL, any checkpoint of the same shapes, and save it."""
+    """Apply saved MASKS to MODEL, any checkpoint with the same shapes, and save it."""
     from compressx.cli import tables, terminal
     from compressx.evaluation.saved import apply_masks, source_of
 
@@ -75,10 +75,10 @@ def apply(
 
 @click.command()
 @click.argument("model")
-@click.option("--masks", type=PATH, help="Masks to compare with; by default those beside it.")
+@click.option("--masks", type=PATH, help="Masks to compare with; by default those beside the model.")
 @revision_option
 @trust_option
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @errors_for_users
 def inspect(model: str, masks: Path | None, revision: str | None, trust_remote_code: bool, as_json: bool) -> None:
     """Count the zeros of MODEL, layer by layer: sparsity, pattern, whether 2:4 holds."""

@@ -1,4 +1,4 @@
-"""`compressx plugins`, and `new` and `check` below it."""
+"""`compressx plugins`, with the subcommands `new` and `check`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plugins(context: click.Context, as_json: bool) -> None:
         return
     from compressx.cli import tables, terminal
 
-    records = context.obj.plugins(told=False).records
+    records = context.obj.plugins(warn=False).records
     if as_json:
         click.echo(json.dumps([r.as_json() for r in records], indent=1))
     else:
@@ -31,7 +31,7 @@ def plugins(context: click.Context, as_json: bool) -> None:
 
 @plugins.command("new")
 @click.argument("name")
-@click.option("--folder", type=PATH, default=Path(), help="Where it goes; here by default.")
+@click.option("--folder", type=PATH, default=Path(), help="Folder to create it in; by default the current one.")
 @click.pass_obj
 @errors_for_users
 def plugins_new(host: Host, name: str, folder: Path) -> None:
@@ -42,9 +42,9 @@ def plugins_new(host: Host, name: str, folder: Path) -> None:
     check_name(name)
     loaded = host.plugins()
     if name in loaded.offers["pruners"] or any(name == r.name for r in loaded.records):
-        raise PluginError(f"there is a plugin or pruner {name!r} already, and no two may share a name; choose another")
+        raise PluginError(f"a plugin or pruner {name!r} exists already; choose another name")
     written = new_plugin(name, folder)
-    where = written if written.is_absolute() else f"./{written.as_posix()}"  # to pip a bare name is one of PyPI's
+    where = written if written.is_absolute() else f"./{written.as_posix()}"  # pip takes a bare name for a PyPI project
     click.echo(f"wrote {written}; next:\n  pip install -e {shlex.quote(str(where))}\n  compressx plugins check {name}")
 
 
@@ -53,11 +53,13 @@ def plugins_new(host: Host, name: str, folder: Path) -> None:
 @click.option(
     "--set", "options", multiple=True, metavar="OPTION=VALUE", help="An option of the pruner; may be repeated."
 )
-@click.option("--architecture", "architectures", multiple=True, help="Check on this one; may be repeated.")
+@click.option(
+    "--architecture", "architectures", multiple=True, help="Check only on this architecture; may be repeated."
+)
 @click.pass_obj
 @errors_for_users
 def plugins_check(host: Host, name: str, options: tuple[str, ...], architectures: tuple[str, ...]) -> None:
-    """Put the pruner NAME, or every pruner of the plugin NAME, through what a pruner promises; 1 when a check fails."""
+    """Run the conformance checks on the pruner NAME, or on every pruner of the plugin NAME; exit with 1 on failure."""
     from compressx.cli import tables, terminal
     from compressx.plugins.kinds import PRUNER
     from compressx.recipe.validation import validate_options

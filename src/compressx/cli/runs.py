@@ -14,10 +14,10 @@ from compressx.cli.common import PATH, Host, device_option, errors_for_users, is
 @click.argument("recipe", type=PATH)
 @set_option
 @device_option
-@click.option("--resume", is_flag=True, help="Go on with an interrupted run, after its last block or checkpoint.")
-@click.option("--restart", is_flag=True, help="Begin anew where an interrupted run has left finished blocks.")
-@click.option("-v", "--verbose", is_flag=True, help="A line for every pruned layer, with its figures and curves.")
-@click.option("-q", "--quiet", is_flag=True, help="Nothing but errors.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run after its last block or checkpoint.")
+@click.option("--restart", is_flag=True, help="Discard an interrupted run and start over.")
+@click.option("-v", "--verbose", is_flag=True, help="Print a line for every pruned layer, with its figures and curves.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @click.pass_obj
 @errors_for_users
 def run(
@@ -26,9 +26,7 @@ def run(
 ) -> None:  # fmt: skip
     """Prune the model of RECIPE and write its output folder."""
     if resume and restart:
-        raise click.UsageError(
-            "--resume goes on with an interrupted run and --restart begins it anew; give one of them"
-        )
+        raise click.UsageError("--resume and --restart exclude each other; give one of them")
     from compressx.cli import terminal
     from compressx.pipeline.run import run as run_recipe
     from compressx.recipe.schema import load_recipe
@@ -71,7 +69,7 @@ def plan(host: Host, recipe: Path, overrides: tuple[str, ...], as_json: bool) ->
 @click.pass_obj
 @errors_for_users
 def schema(host: Host) -> None:
-    """Print the JSON schema of recipes, with the options of every pruner that is loaded, for editors."""
+    """Print the JSON schema of recipes, with the options of every loaded pruner, for editors."""
     from compressx.recipe.jsonschema import json_schema, text_of
 
     options = {name: spec.options for name, spec in host.plugins().offers["pruners"].items()}
@@ -83,7 +81,7 @@ def schema(host: Host) -> None:
 @click.option("--output", type=PATH, help="Folder for compare.md, compare.csv and compare.svg.")
 @errors_for_users
 def compare(runs: tuple[Path, ...], output: Path | None) -> None:
-    """Show the output folders RUNS side by side, and write table and plot where --output says."""
+    """Compare the output folders RUNS side by side; with --output, write table and plot too."""
     from compressx.cli import terminal
     from compressx.report.compare import compare as side_by_side
 
@@ -104,17 +102,17 @@ def compare(runs: tuple[Path, ...], output: Path | None) -> None:
     help="Values of a recipe key, such as prune.1.sparsity=0.4,0.5; repeated, every combination is run.",
 )
 @set_option
-@click.option("--output", type=PATH, help="Of all runs; by default the recipe's output with -sweep.")
+@click.option("--output", type=PATH, help="Folder for all runs; by default the recipe's output with -sweep appended.")
 @device_option
-@click.option("--restart", is_flag=True, help="Begin interrupted runs anew instead of going on with them.")
-@click.option("-q", "--quiet", is_flag=True, help="Nothing but the comparison and errors.")
+@click.option("--restart", is_flag=True, help="Start interrupted runs over instead of continuing them.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but the comparison and errors.")
 @click.pass_obj
 @errors_for_users
 def sweep(
     host: Host, recipe: Path, axes: tuple[str, ...], overrides: tuple[str, ...], output: Path | None, device: str,
     restart: bool, quiet: bool,
 ) -> None:  # fmt: skip
-    """Run RECIPE for every combination of values, then compare; a second call goes on where the first one stopped."""
+    """Run RECIPE for every combination of values, then compare; a second call continues where the first stopped."""
     from compressx.cli import terminal
     from compressx.pipeline.sweep import check, grid
     from compressx.report.compare import compare as side_by_side
@@ -122,7 +120,7 @@ def sweep(
     cells = grid(recipe, axes, overrides, output)
     plugins = host.plugins()
     quiet = quiet or not is_first()
-    check(cells, plugins)  # every one, before the first is run
+    check(cells, plugins)  # all of them, before the first run
     for number, cell in enumerate(cells, start=1):
         with terminal.progress(quiet=quiet) as tell:
             ran = cell.run(plugins, tell, device, restart=restart)  # type: ignore[arg-type]

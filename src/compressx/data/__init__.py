@@ -1,1 +1,1 @@
-"""Calibration, training and evaluation text: where documents come from and how they are cut into windows."""
+"""Calibration, training and evaluation text: documents, and windows of their tokens."""

@@ -1,4 +1,4 @@
-"""Documents: what a dataset, a folder of text or a file of JSON lines holds."""
+"""Read the documents of a dataset: text files, JSON lines, or a dataset on the hub."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from compressx.runtime.quiet import quiet_libraries
 
 Purpose: TypeAlias = Literal["calibration", "evaluation"]
 
-_OFFLINE = "without the hub, give files of your own, {text: PATH} or {json: PATH, field: NAME}, or python-docs"
+_OFFLINE = "without network access, use local files ({text: PATH} or {json: PATH, field: NAME}) or python-docs"
 
 
 @dataclass(frozen=True)
 class _HubDataset:
-    """A dataset on the hub or in a local folder, and what to read of it.
+    """A dataset on the hub or in a local folder, and the part of it to read.
 
     Attributes:
         path: hub id or folder.
         config: configuration, or None for the default one.
-        splits: which split serves which purpose.
-        shards: the one file to read of each split; None reads the whole split.
-        limits: how many documents of the file are read for which purpose.
+        splits: default split by purpose.
+        shards: one file to read, by split; None reads the whole split.
+        limits: number of documents to read, by purpose.
     """
 
     path: str
@@ -40,9 +40,9 @@ class _HubDataset:
 
 _SHORT_NAMES = {
     "wikitext": _HubDataset("Salesforce/wikitext", "wikitext-2-raw-v1", {"calibration": "train", "evaluation": "test"}),
-    # A shard holds some 150 million tokens. About four million suffice for 1900 windows of 2048 to draw from; SparseGPT
-    # evaluates on the first 1100 validation documents. The configuration stays unnamed: with it, datasets would
-    # expect all 1024 shards.
+    # A shard has about 150 million tokens; 8192 documents (four million tokens) give 1900 windows of 2048 to draw from.
+    # SparseGPT evaluates on the first 1100 validation documents. With a configuration, datasets would expect all 1024
+    # shards.
     "c4": _HubDataset(
         "allenai/c4",
         None,
@@ -60,16 +60,15 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[str]:
     """Read the documents of a dataset.
 
     Args:
-        source: where the text is. `text` gives one document for each file, `json` one for each line, a hub dataset one
-            for each row, `python-docs` one for each topic of `pydoc_data.topics`. Paths are relative to the working
-            folder.
-        purpose: picks the default split of a hub dataset (`train` or `test`) and the topics of `python-docs`.
+        source: `text` gives one document per file, `json` one per line, a hub dataset one per row, `python-docs` one
+            per topic of `pydoc_data.topics`. Paths are relative to the working directory.
+        purpose: selects the default split of a hub dataset (`train` or `test`) and the topics of `python-docs`.
 
     Returns:
-        The documents in a fixed order; single ones may be empty, as the blank rows of WikiText are.
+        The documents in a fixed order. Some may be empty, such as the blank rows of WikiText.
 
     Raises:
-        CalibrationError: no such file or dataset, no such field, not UTF-8, not JSON, or no text at all.
+        CalibrationError: a missing file, dataset or field, invalid UTF-8 or JSON, or no text at all.
     """
     _check_keys(source)
     if source.text is not None:
@@ -82,23 +81,23 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[str]:
     else:
         described, read = f"dataset {source.name!r}", _hub_rows(source, purpose)
     if not any(d.strip() for d in read):
-        raise CalibrationError(f"{described} holds no text for {purpose}: all its {len(read)} documents are empty")
+        raise CalibrationError(f"{described} has no text for {purpose}: all of its {len(read)} documents are empty")
     return read
 
 
 def check_dataset(source: DatasetSource) -> None:
-    """Refuse a dataset that can be seen to be none; nothing is read and no hub is asked.
+    """Check a dataset without reading it or accessing the hub.
 
     Raises:
-        CalibrationError: a path or glob that matches no file, files that are all empty, or a name that is a file's, or
-            nearly that of a dataset with a short name.
+        CalibrationError: a path or glob that matches no file, files that are all empty, the name of a file, or a
+            misspelt short name.
     """
     for key, pattern in (("text", source.text), ("json", source.json_path)):
         if pattern is not None:
             paths = _matching(pattern, key)
             if not any(path.stat().st_size for path in paths):
-                empty = "the file is empty" if len(paths) == 1 else f"all its {len(paths)} files are empty"
-                raise CalibrationError(f"{key}: {pattern!r} holds no text: {empty}")
+                empty = "the file is empty" if len(paths) == 1 else f"all {len(paths)} files are empty"
+                raise CalibrationError(f"{key}: {pattern!r} has no text: {empty}")
     if source.name is not None:
         _check_name(source.name)
         _check_keys(source)
@@ -108,11 +107,10 @@ def _check_name(name: str) -> None:
     short = [*_SHORT_NAMES, "python-docs"]
     path = Path(name).expanduser()
     if path.is_file():
-        way = f"{{json: {name}, field: NAME}}" if path.suffix in {".json", ".jsonl"} else f"{{text: {name}}}"
-        raise CalibrationError(f"dataset {name!r} is a file, not a dataset's name; write {way}")
-    # What is on the hub has an owner, but for a few old names; what is far from ours may be one of these.
-    meant = name not in short and "/" not in name and not path.is_dir() and nearest(name, short, cutoff=0.8)
-    if meant:
+        source = f"{{json: {name}, field: NAME}}" if path.suffix in {".json", ".jsonl"} else f"{{text: {name}}}"
+        raise CalibrationError(f"dataset {name!r} is a file, not the name of a dataset; write {source}")
+    # A few old datasets on the hub have no owner in their name, so only close misspellings are refused.
+    if name not in short and "/" not in name and not path.is_dir() and nearest(name, short, cutoff=0.8):
         raise CalibrationError(
             f"no dataset {name!r}; {did_you_mean(name, short)}, OWNER/NAME on the hub, {{text: PATH}} or {{json: PATH, "
             "field: NAME}"
@@ -125,20 +123,20 @@ def _check_keys(source: DatasetSource) -> None:
         if given := [n for n in ("config", "split", "revision", "field") if getattr(source, n) is not None]:
             raise CalibrationError(f"dataset 'python-docs' takes no {', '.join(given)}: it comes with Python")
     elif source.config is not None and (short := _SHORT_NAMES.get(source.name or "")) and short.shards is not None:
-        raise CalibrationError(f"dataset {source.name!r} takes no config; for another one give {{name: {short.path}}}")
+        raise CalibrationError(f"dataset {source.name!r} takes no config; for another one use {{name: {short.path}}}")
 
 
 def as_dataset(documents: Sequence[str]) -> Any:
-    """Return the documents as a `datasets.Dataset` with the one column `text`, in memory."""
+    """Return the documents as an in-memory `datasets.Dataset` with one column, `text`."""
     import datasets
 
     return datasets.Dataset.from_dict({"text": list(documents)})
 
 
 def _matching(pattern: str, key: str) -> list[Path]:
-    """Return the files that a path or glob names, sorted."""
+    """Return the files that match a path or glob, sorted."""
     expanded = Path(pattern).expanduser()
-    if expanded.is_file():  # before globbing: a real name may hold brackets
+    if expanded.is_file():  # before globbing: a file name may contain brackets
         return [expanded]
     paths = sorted(Path(p) for p in glob.glob(str(expanded), recursive=True) if Path(p).is_file())  # noqa: PTH207 - ** and absolute patterns
     if not paths and expanded.is_dir():
@@ -151,7 +149,7 @@ def _matching(pattern: str, key: str) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    """Read a text file with one kind of line end: CR LF makes other tokens, and 3% less perplexity on WikiText-2."""
+    """Read a text file with LF line ends: CR LF changes tokens, and lowers perplexity on WikiText-2 by 3%."""
     return _decoded(path).replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -161,7 +159,7 @@ def _decoded(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise CalibrationError(
             f"{path}: not UTF-8 at byte {error.start} ({error.object[error.start]:#04x}, {error.reason}); convert it, "
-            f"for example with iconv -t utf-8"
+            "for example with iconv -t utf-8"
         ) from error
     except OSError as error:
         raise CalibrationError(f"cannot read {path}: {error.strerror}") from error
@@ -174,7 +172,7 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise CalibrationError(f"{path}:{number}: not JSON ({error}); expected one object on each line") from error
+            raise CalibrationError(f"{path}:{number}: not JSON ({error}); expected one object per line") from error
         if not isinstance(row, dict):
             raise CalibrationError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
         yield _text_of(row, field, f"{path}:{number}")
@@ -184,14 +182,14 @@ def _text_of(row: Mapping[str, Any], field: str, where: str) -> str:
     if field not in row:
         raise CalibrationError(f"{where}: no field {field!r}; {did_you_mean(field, row) or 'it has none'}")
     if not isinstance(row[field], str):
-        raise CalibrationError(f"{where}: field {field!r} holds {type(row[field]).__name__}, expected text")
+        raise CalibrationError(f"{where}: field {field!r} is {type(row[field]).__name__}, expected text")
     return str(row[field])
 
 
 def _python_docs(purpose: Purpose) -> list[str]:
-    """Split the topics by the hash of their name, so that every Python version puts a topic on the same side.
+    """Split the topics by the hash of their names, so that the split is the same for every Python version.
 
-    Some topics quote others at length; a paragraph that an evaluation topic has too is left out of calibration.
+    Some topics quote others at length, so paragraphs of evaluation topics are left out of calibration.
     """
     from pydoc_data.topics import topics
 
@@ -215,7 +213,7 @@ def _hub_rows(source: DatasetSource, purpose: Purpose) -> list[str]:
             rows = _load(dataset, split, source, purpose)
             columns = list(next(iter(rows), {}))
             values = [row[field] for row in rows.select_columns([field])] if field in columns else []
-    except Exception as error:  # datasets passes on whatever its hub client, file systems and parsers raise
+    except Exception as error:  # datasets lets any exception of its hub client, file systems and parsers through
         reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
         short = "" if name in _SHORT_NAMES else f" ({did_you_mean(name, [*_SHORT_NAMES, 'python-docs'])}, or a hub id)"
         raise CalibrationError(

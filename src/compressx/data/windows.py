@@ -1,7 +1,7 @@
-"""Windows of tokens, drawn for calibration or in order for evaluation.
+"""Windows of tokens: drawn at random for calibration, in order for evaluation.
 
-Documents are joined by blank lines and tokenized once, as GPTQ, SparseGPT and Wanda do for WikiText, so that a window
-may span documents and every window is full.
+Documents are joined by blank lines and tokenized once, as GPTQ, SparseGPT and Wanda do for WikiText. A window may
+span documents, and every window is full.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ def token_ids(documents: Iterable[str], tokenizer: Any) -> Tensor:
         int64 [tokens].
 
     Raises:
-        CalibrationError: when not one token comes out.
+        CalibrationError: the text has no tokens.
     """
-    # verbose=False: the text is longer than the model on purpose; it is cut into windows afterwards
+    # verbose=False: no warning that the text is longer than the model; it is cut into windows afterwards
     encoded = tokenizer("\n\n".join(documents), verbose=False, return_attention_mask=False)
     ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
     if ids.numel() == 0:
-        raise CalibrationError("the text has no tokens: it is empty, or the tokenizer knows none of it")
+        raise CalibrationError("the text has no tokens: it is empty, or unknown to the tokenizer")
     return ids
 
 
 def beginning(tokenizer: Any, bos: Bos) -> int | None:
-    """Return the token that windows begin with, the tokenizer's BOS, or None.
+    """Return the id of the BOS token that each window begins with, or None.
 
     Args:
         tokenizer: the model's.
-        bos: whether it is wanted; `auto` is for Gemma only.
+        bos: whether windows begin with BOS; `auto` means for Gemma only.
 
     Raises:
-        CalibrationError: a tokenizer that has none.
+        CalibrationError: the tokenizer has no BOS token.
     """
     if bos == "auto":
         from transformers import GemmaTokenizer
@@ -52,17 +52,17 @@ def beginning(tokenizer: Any, bos: Bos) -> int | None:
     if not bos:
         return None
     if tokenizer.bos_token_id is None:
-        raise CalibrationError("bos: the tokenizer has no BOS token for windows to begin with; leave it out")
+        raise CalibrationError("bos: the tokenizer has no BOS token; leave bos out")
     return int(tokenizer.bos_token_id)
 
 
 def read_calibration(
     dataset: DatasetSource, tokenizer: Any, *, samples: int, sequence_length: int, seed: int, bos: Bos
 ) -> Tensor:
-    """Read a dataset's calibration split and draw windows as `calibration_windows` does, int64 [samples, tokens].
+    """Read a dataset's calibration split and draw `calibration_windows` from it, int64 [samples, tokens].
 
     Raises:
-        CalibrationError: text that cannot be had or is too short, or BOS wanted of a tokenizer that has none.
+        CalibrationError: text that is missing or too short, or a tokenizer without the required BOS token.
     """
     ids = token_ids(documents(dataset, "calibration"), tokenizer)
     return calibration_windows(ids, samples, sequence_length, seed, bos=beginning(tokenizer, bos))
@@ -72,15 +72,15 @@ def calibration_windows(
     ids: Tensor, samples: int, sequence_length: int, seed: int, *, bos: int | None = None,
     max_positions: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Draw windows of text that do not overlap, without replacement.
+    """Draw non-overlapping windows of text, without replacement.
 
     Args:
         ids: int64 [tokens].
-        samples: how many windows.
-        sequence_length: tokens in a window.
+        samples: number of windows.
+        sequence_length: tokens in a window, BOS included.
         seed: of the draw; the same seed gives the same windows in the same order.
-        bos: what `beginning` returned; a window's first token, where there is one, and the others are text.
-        max_positions: how many positions the model has, if it is known.
+        bos: first token of each window, from `beginning`; None for windows of text only.
+        max_positions: number of the model's positions, if known.
 
     Returns:
         int64 [samples, sequence_length].
@@ -96,14 +96,14 @@ def calibration_windows(
 def evaluation_windows(
     ids: Tensor, samples: int | None, sequence_length: int, *, bos: int | None = None, max_positions: int | None = None
 ) -> Tensor:
-    """Return the first windows of text, all when `samples` is None; they do not overlap, and what is left is dropped.
+    """Return the first non-overlapping windows of text; an incomplete last one is dropped.
 
     Args:
         ids: int64 [tokens].
-        samples: how many windows.
-        sequence_length: tokens in a window.
+        samples: number of windows; None for all.
+        sequence_length: tokens in a window, BOS included.
         bos: as for `calibration_windows`.
-        max_positions: how many positions the model has, if it is known.
+        max_positions: number of the model's positions, if known.
 
     Returns:
         int64 [windows, sequence_length].
@@ -131,12 +131,12 @@ def _windows(
     own = length  # tokens of text in a window
     if bos is not None:
         own -= 1
-        ids = ids[1:] if ids[0] == bos else ids  # which many tokenizers put before the whole text
+        ids = ids[1:] if ids[0] == bos else ids  # many tokenizers put BOS before the whole text
     count = ids.numel() // own
     if count < needed:
         raise CalibrationError(
             f"{purpose} needs {needed} windows of {length} tokens; the text has {ids.numel()} tokens, which is {count} "
-            "windows; lower samples or sequence_length, or give more text"
+            "windows; lower samples or sequence_length, or provide more text"
         )
     windows = ids[: count * own].view(count, own)
     return windows if bos is None else torch.cat([windows.new_full((count, 1), bos), windows], dim=1)

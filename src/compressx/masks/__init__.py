@@ -1,4 +1,4 @@
-"""Masks: in memory, on disk, in torch.ao, and what the masks of a run's output look like."""
+"""Masks in memory, on disk and in torch.ao, and inspection of a model's zeros."""
 
 from compressx.masks.maskset import MaskSet, apply, squash
 

@@ -1,9 +1,9 @@
-"""The file of masks: safetensors with bit-packed masks and a digest over everything.
+"""The masks file: safetensors with bit-packed masks and a digest.
 
 Tensor `<name>.mask` is uint8 [ceil(out_features * in_features / 8)]. Bit `i` (the least significant is 0) of byte `b`
 is element `8 b + i` of the row-major mask [out_features, in_features]; the bits after the last element are 0. The
 metadata key `compressx` holds JSON: `format`, `version`, `masks` (shape, pattern, pruner and sha256 by name) and
-`digest`, the sha256 of the masks' descriptions and bits.
+`digest`, the sha256 over the masks' metadata and bits.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class MaskEntry:
     """The mask of one linear.
 
     Attributes:
-        keep: bool [out_features, in_features], True = keep, however the module stores its weight.
-        pattern: what was asked for, such as `2:4` or `50% row`.
-        pruner: name of the pruner that selected.
+        keep: bool [out_features, in_features], True = keep, also if the module stores its weight transposed.
+        pattern: the requested pattern, such as `2:4` or `50% row`.
+        pruner: name of the pruner that selected the weights.
         sha256: `weight_sha256` of the weight before pruning.
     """
 
@@ -42,14 +42,16 @@ class MaskEntry:
 
     def __post_init__(self) -> None:
         if self.keep.dtype != torch.bool or self.keep.dim() != 2 or self.keep.numel() == 0:
-            raise ValueError(f"a mask is bool [out_features, in_features], got {self.keep.dtype} {[*self.keep.shape]}")
+            raise ValueError(
+                f"expected a bool mask [out_features, in_features], got {self.keep.dtype} {[*self.keep.shape]}"
+            )
 
 
 _HEX_SHA256 = "^[0-9a-f]{64}$"
 
 
 class _StoredMask(BaseModel):
-    """What the file says about one mask besides its bits."""
+    """The metadata of one mask."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)]
@@ -59,7 +61,7 @@ class _StoredMask(BaseModel):
 
 
 class _Header(BaseModel):
-    """The JSON under the metadata key `compressx`: one key, since safetensors writes several in no fixed order."""
+    """The JSON under the metadata key `compressx`; one key, because safetensors writes several in no fixed order."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     format: Literal["masks"] = "masks"
@@ -69,10 +71,10 @@ class _Header(BaseModel):
 
 
 def write_masks(path: Path, entries: Mapping[str, MaskEntry]) -> None:
-    """Write masks by the names of their linears, atomically; equal masks give equal bytes.
+    """Write masks, by the names of their linears, atomically; equal masks give equal bytes.
 
     Raises:
-        ArtifactError: when the file cannot be written; an older one is untouched then.
+        ArtifactError: the file cannot be written; an existing one is left unchanged.
     """
     packed = {name: _pack(entry.keep.cpu()) for name, entry in entries.items()}
     stored = {
@@ -83,10 +85,10 @@ def write_masks(path: Path, entries: Mapping[str, MaskEntry]) -> None:
 
 
 def join_masks(path: Path, parts: Sequence[Path]) -> None:
-    """Write the masks of several files, in their order, as one, holding those of one file at a time in memory.
+    """Concatenate masks files in order, with one of them in memory at a time.
 
     Raises:
-        ArtifactError: a part that `read_masks` would refuse, or when the file cannot be written.
+        ArtifactError: a part that `read_masks` would refuse, or a file that cannot be written.
     """
     stored = {name: mask for part in parts for name, mask in _read(part)[0].items()}
     _write(path, stored, lambda: (_read(part)[1] for part in parts))
@@ -95,15 +97,15 @@ def join_masks(path: Path, parts: Sequence[Path]) -> None:
 def _write(
     path: Path, stored: Mapping[str, _StoredMask], packed: Callable[[], Iterable[Mapping[str, Tensor]]]
 ) -> None:  # fmt: skip
-    """Write a safetensors file piece by piece, which safetensors itself only writes from memory.
+    """Write a safetensors file piece by piece; the library itself needs all tensors in memory.
 
-    Its format: the length of the header, eight bytes little-endian; the header, JSON filled up with spaces to a
-    multiple of eight; and the tensors' bytes one after the other, where the header says.
+    The format: the header's length in eight bytes, little-endian; the header, JSON padded with spaces to a multiple of
+    eight bytes; the tensors' bytes at the offsets in the header.
 
     Args:
-        path: to write.
-        stored: what is said about each mask, in order.
-        packed: gives the bits in the same order; called twice, since the header has a digest of all of them.
+        path: the file.
+        stored: the metadata of each mask, in order.
+        packed: returns the bits in the same order; called twice, because the header has their digest.
     """
     header = _Header(digest=_digest(stored, packed()), masks=dict(stored))
     described: dict[str, Any] = {"__metadata__": {"compressx": header.model_dump_json()}}
@@ -121,7 +123,7 @@ def _write(
 
 
 class PackedMasks(Mapping[str, MaskEntry]):
-    """Masks in the bits of their file, an eighth of what they take unpacked; each is unpacked when it is asked for."""
+    """Bit-packed masks, unpacked on access; an eighth of the size of bool masks."""
 
     def __init__(self, stored: Mapping[str, _StoredMask], packed: Mapping[str, Tensor]) -> None:
         self._stored, self._packed = stored, packed
@@ -144,28 +146,28 @@ def read_masks(path: Path) -> PackedMasks:
     """Read what `write_masks` wrote.
 
     Raises:
-        ArtifactError: a file that cannot be read, or is anything but a whole and unchanged file of masks.
+        ArtifactError: a file that cannot be read, or is not a complete and unchanged masks file.
     """
     return PackedMasks(*_read(path))
 
 
 def _read(path: Path) -> tuple[dict[str, _StoredMask], dict[str, Tensor]]:
-    """Read and check a file: what is said about each mask, and its bits."""
+    """Read and check a file; return the metadata and the bits of each mask."""
     from safetensors import SafetensorError, safe_open
 
     if path.is_dir():
         inside = path / "masks.safetensors"
         raise ArtifactError(
-            f"{path} is a folder, expected a file of masks" + (f", such as {inside}" if inside.is_file() else "")
+            f"{path} is a folder, expected a masks file" + (f", such as {inside}" if inside.is_file() else "")
         )
     try:
         with os_errors_named("read", path), safe_open(path, framework="pt") as file:
             header = _read_header(path, file.metadata())
             packed = _read_bits(path, file, header)
     except SafetensorError as error:
-        raise ArtifactError(f"{path} is no safetensors file, or not all of one: {error}") from error
+        raise ArtifactError(f"{path} is not a safetensors file, or it is truncated: {error}") from error
     if _digest(header.masks, [packed]) != header.digest:
-        raise ArtifactError(f"{path} was changed after it was written (its digest differs); take another copy")
+        raise ArtifactError(f"{path} was changed after it was written (its digest differs); use another copy")
     return header.masks, packed
 
 
@@ -201,20 +203,20 @@ def _digest(stored: Mapping[str, _StoredMask], packed: Iterable[Mapping[str, Ten
 def _read_header(path: Path, metadata: Mapping[str, str] | None) -> _Header:
     text = (metadata or {}).get("compressx")
     if text is None:
-        raise ArtifactError(f"{path} is a safetensors file, but no masks file: its metadata has no key 'compressx'")
+        raise ArtifactError(f"{path} is a safetensors file, but not a masks file: its metadata has no key 'compressx'")
     try:
         return _Header.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "compressx"
         raise ArtifactError(
-            f"{path}: {where} in its metadata is {str(first['input'])[:80]!r}: {first['msg']}; it is damaged, or "
-            "another version of compressx wrote it"
+            f"{path}: {where} in its metadata is {str(first['input'])[:80]!r}: {first['msg']}; the file is damaged or "
+            "was written by another version of compressx"
         ) from error
 
 
 def _read_bits(path: Path, file: Any, header: _Header) -> dict[str, Tensor]:
-    """Read each mask's packed bits, having compared names, dtypes and lengths with the header."""
+    """Read each mask's packed bits; check names, dtypes and lengths against the header."""
     found, expected = set(file.keys()), {f"{name}.mask" for name in header.masks}
     if odd := sorted(found ^ expected):
         raise ArtifactError(f"{path}: its tensors and its metadata disagree about {', '.join(odd[:5])}")

@@ -1,4 +1,4 @@
-"""What sparsity a saved model has: counted in its weights, whoever wrote them."""
+"""Count the zeros in the weights of any saved model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError
 
 _GROUPS = (4, 8, 16, 32)
-"""The M of N:M that are looked for; 4 is what hardware knows."""
+"""The values of M that N:M patterns are searched with; hardware supports 4."""
 
 _FULL = 0.98
-"""Fraction of a pattern's groups that hold exactly N weights, for the pattern to be what was meant."""
+"""Minimum fraction of groups with exactly N kept weights for zeros to be called N:M."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Inspected:
     Attributes:
         name: fully qualified name.
         shape: [out_features, in_features].
-        zeros: how many weights are zero.
-        pattern: what `pattern_of` finds.
-        two_four: whether no four consecutive input features keep more than two, as sparse tensor cores need it.
-        mask: what the file of masks says of it; None where it does not name it.
-        off_mask: weights that the mask drops and that are not zero; None likewise.
+        zeros: number of zero weights.
+        pattern: from `pattern_of`.
+        two_four: whether every four consecutive input features keep two at most, as sparse tensor cores require.
+        mask: pruner and pattern in the masks file, or None if the linear has no mask.
+        off_mask: number of nonzero weights that the mask drops, or None if the linear has no mask.
     """
 
     name: str
@@ -59,9 +59,9 @@ class Inspection:
     """The zeros of a model.
 
     Attributes:
-        folder: that was looked into.
+        folder: the model's source: a folder, hub id or package.
         linears: in the model's order.
-        masks: the file that they were compared with, or None.
+        masks: the masks file they were compared with, or None.
     """
 
     folder: str
@@ -86,13 +86,13 @@ def sparsity_of(linears: Iterable[Inspected]) -> float:
 
 
 def pattern_of(zero: Tensor) -> str:
-    """Say which pattern zeros follow.
+    """Name the pattern of the zeros in a weight.
 
     Args:
         zero: bool [out_features, in_features], True = zero.
 
     Returns:
-        `dense`, `2:4` (or another N:M), `50% row` when every row has equally many zeros, else `50%`.
+        `dense`, `2:4` (or another N:M), `50% row` if every row has the same number of zeros, else `50%`.
     """
     rows, columns = zero.shape
     zeros = int(zero.sum())
@@ -110,18 +110,18 @@ def pattern_of(zero: Tensor) -> str:
 
 
 def fits_two_four(zero: Tensor) -> bool:
-    """Say whether of every four consecutive input features of zero [out_features, in_features] two at most are kept."""
+    """Return whether every four consecutive columns of `zero` [out_features, in_features] have two zeros or more."""
     if zero.shape[1] % 4:
         return False
     return bool(((~zero).view(len(zero), -1, 4).sum(dim=2) <= 2).all())
 
 
 def inspect(source: ModelSource, masks: Path | None = None) -> Inspection:
-    """Count the zeros of every linear in a model's blocks, a block in memory at a time where it is large.
+    """Count the zeros of every linear in a model's blocks; a large model is streamed block by block.
 
     Args:
         source: the model.
-        masks: a file of masks to compare with, in memory at a bit a weight; when absent, the one beside the model, or
+        masks: a masks file to compare with, held at one bit per weight; by default the one in the model's folder, or
             beside the `model` folder of a run.
 
     Raises:
@@ -145,11 +145,11 @@ class _OtherModelError(Exception):
 
 @torch.no_grad()
 def _inspected(source: ModelSource, entries: Mapping[str, MaskEntry]) -> Iterator[Inspected]:
-    """Look at every linear in the blocks, and at those outside that masks name."""
+    """Inspect every linear in the blocks, and those outside that have a mask."""
     access = open_model(find_checkpoint(source), source.streaming, torch.device("cpu"))
     surveyed = survey(access.model)
     if unknown := entries.keys() - surveyed.linears.keys() - surveyed.outside.keys():
-        raise _OtherModelError(f"it names {min(unknown)}, which {source.path or source.id} does not have")
+        raise _OtherModelError(f"it has a mask for {min(unknown)}, which {source.path or source.id} does not have")
     for fqn in (*surveyed.blocks, OUTSIDE):
         linears = {n: x for n, x in surveyed.linears.items() if fqn != OUTSIDE and n.startswith(f"{fqn}.")}
         if fqn == OUTSIDE:
@@ -163,5 +163,5 @@ def _inspected(source: ModelSource, entries: Mapping[str, MaskEntry]) -> Iterato
                     if entry.keep.shape != zero.shape:
                         raise _OtherModelError(f"{name}: its mask is {[*entry.keep.shape]}, the weight {list(shape)}")
                     off = int((~entry.keep & ~zero).sum())
-                meant = None if entry is None else f"{entry.pruner} {entry.pattern}"
-                yield Inspected(name, shape, int(zero.sum()), pattern_of(zero), fits_two_four(zero), meant, off)
+                mask = None if entry is None else f"{entry.pruner} {entry.pattern}"
+                yield Inspected(name, shape, int(zero.sum()), pattern_of(zero), fits_two_four(zero), mask, off)

@@ -1,15 +1,15 @@
-"""The masks of a pruned model: a file, and what can be done with a model and that file.
+"""The masks of a pruned model: save, load, apply, verify, and hold them during training.
 
-The file is the artifact and torch.ao.pruning the interface. To fine-tune with the masks held::
+To fine-tune with the masks held, by torch.ao.pruning::
 
     sparsifier = MaskSet.load("masks.safetensors").to_torch_ao(model)
     ...  # train; save and load checkpoints with model.state_dict(), which holds the unmasked weights
     squash(sparsifier)
     model.save_pretrained(folder)
 
-A checkpoint and the masks' file are all that is needed to go on: load the file, call `to_torch_ao` on a model built
-anew, then `model.load_state_dict(checkpoint)`. While the masks are held, `module.weight` is computed on each access
-and what is written to it is lost; the parameter is `module.parametrizations.weight.original`.
+To resume from a checkpoint, load the masks file, call `to_torch_ao` on a new model, then
+`model.load_state_dict(checkpoint)`. While the masks are held, `module.weight` is computed on each access and writes to
+it are lost; the parameter is `module.parametrizations.weight.original`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Deviation(NamedTuple):
     """How the zeros of one weight differ from its mask: counts of weights.
 
     Attributes:
-        dropped_not_zero: the mask drops them, yet they are not zero.
-        kept_zero: the mask keeps them, yet they are zero; a dense weight may hold a few of those by nature.
+        dropped_not_zero: dropped by the mask, but not zero.
+        kept_zero: kept by the mask, but zero; dense weights may have a few zeros.
     """
 
     dropped_not_zero: int
@@ -52,7 +52,7 @@ class MaskSet(Mapping[str, MaskEntry]):
     """The masks of a model by the fully qualified names of its linears.
 
     Attributes:
-        entries: copied when the set is made; those of a file stay packed, and each is unpacked when it is asked for.
+        entries: copied on construction; those of a file stay packed and are unpacked on access.
     """
 
     entries: Mapping[str, MaskEntry]
@@ -74,16 +74,16 @@ class MaskSet(Mapping[str, MaskEntry]):
         return name in self.entries
 
     def sparsity(self) -> float:
-        """Count the fraction of zeros over all masks; 0 when there is none."""
+        """Return the fraction of zeros over all masks; 0 without masks."""
         total = sum(entry.keep.numel() for entry in self.values())
         kept = sum(int(torch.count_nonzero(entry.keep)) for entry in self.values())
         return (total - kept) / total if total else 0.0
 
     def save(self, path: Path | str) -> None:
-        """Write the masks as one file (`compressx.masks.file` has its format), atomically.
+        """Write the masks to a file, atomically. The format is described in `compressx.masks.file`.
 
         Raises:
-            ArtifactError: when the file cannot be written; an older one is untouched then.
+            ArtifactError: the file cannot be written; an existing one is left unchanged.
         """
         write_masks(Path(path), self)
 
@@ -92,7 +92,7 @@ class MaskSet(Mapping[str, MaskEntry]):
         """Read what `save` wrote.
 
         Raises:
-            ArtifactError: a file that cannot be read, or is anything but a whole and unchanged file of masks.
+            ArtifactError: a file that cannot be read, or is not a complete and unchanged masks file.
         """
         return cls(read_masks(Path(path)))
 
@@ -101,11 +101,11 @@ class MaskSet(Mapping[str, MaskEntry]):
 
         Args:
             model: any model with linears of these names and shapes, on any device and in any dtype.
-            original: also require that each weight is, byte for byte, the one that was pruned.
+            original: also require that each weight equals the one that was pruned, byte for byte.
 
         Raises:
-            ArtifactError: a name or shape that the model does not have, weights that are not loaded, a prepared
-                model, a tied weight of which only some owners are named. Nothing is changed then.
+            ArtifactError: a missing name or different shape, weights that are not loaded, a prepared model, or a tied
+                weight of which only some owners have a mask. The model is left unchanged.
         """
         linears = self._writable(model)
         if original:
@@ -116,10 +116,10 @@ class MaskSet(Mapping[str, MaskEntry]):
                 weight.masked_fill_(~self[name].keep.to(weight.device), 0.0)
 
     def deviations(self, model: nn.Module) -> dict[str, Deviation]:
-        """Count, by name, where a model's zeros differ from the masks; names without a difference are left out.
+        """Count the differences between a model's zeros and the masks, by name; equal ones are left out.
 
         Raises:
-            ArtifactError: a name or shape that the model does not have, or weights that are not loaded.
+            ArtifactError: a missing name or different shape, or weights that are not loaded.
         """
         found = {}
         for name, linear in self._linears(model).items():
@@ -131,20 +131,20 @@ class MaskSet(Mapping[str, MaskEntry]):
         return found
 
     def verify(self, model: nn.Module) -> bool:
-        """Say whether every dropped weight of a model is zero, its masks held or squashed.
+        """Return whether every dropped weight of a model is zero, with masks held or squashed.
 
-        Zeros among the kept weights are no fault: real checkpoints hold some. `deviations` counts those too.
+        Zeros among the kept weights are allowed, because real checkpoints have some. `deviations` counts those too.
 
         Raises:
-            ArtifactError: as `deviations`.
+            ArtifactError: as for `deviations`.
         """
         return not any(deviation.dropped_not_zero for deviation in self.deviations(model).values())
 
     def to_torch_ao(self, model: nn.Module) -> BaseSparsifier:
-        """Hold the masks on a model while it is trained, in place.
+        """Hold the masks on a model during training, in place.
 
-        The parameters stay the same objects, so an optimizer may be made before or after, and again after `squash`.
-        `squash_mask()` of what is returned makes exact zeros, never -0.0, in the weight's dtype, and keeps ties.
+        Parameters keep their identity, so an optimizer may be created before or after, and after `squash`. The
+        sparsifier's `squash_mask()` makes exact zeros, never -0.0, in the weight's dtype, and keeps ties.
 
         Args:
             model: as for `apply`.
@@ -153,12 +153,12 @@ class MaskSet(Mapping[str, MaskEntry]):
             A prepared sparsifier whose `step` changes nothing.
 
         Raises:
-            ArtifactError: as `apply`, and nothing is changed then.
+            ArtifactError: as for `apply`.
         """
         from compressx.masks.sparsifier import HeldMasks, MaskedWeight
 
-        linears = self._writable(model)  # first, since `prepare` would stop half-way
-        masks: dict[str, Tensor] = {}  # by parameter: fused experts share one, and those without a mask are kept whole
+        linears = self._writable(model)  # first, because `prepare` could fail half-way
+        masks: dict[str, Tensor] = {}  # by parameter: fused experts share one; those without a mask stay dense
         for name, linear in linears.items():
             stored = linear.module.get_parameter(linear.parameter)
             keep = self[name].keep.to(stored.device)
@@ -178,12 +178,12 @@ class MaskSet(Mapping[str, MaskEntry]):
         return sparsifier
 
     def _linears(self, model: nn.Module) -> dict[str, Linear]:
-        """Find each name's weight, checking shapes."""
+        """Return the linear of each mask; check its shape."""
         weights = {x.name: x for n, m in model.named_modules(remove_duplicate=False) for x in _weights_of(n, m)}
         for name, entry in self.items():
             if name not in weights:
                 hint = did_you_mean(name, weights)
-                raise ArtifactError(f"the masks name {name!r}, which {type(model).__name__} does not have; {hint}")
+                raise ArtifactError(f"there is a mask for {name!r}, which {type(model).__name__} does not have; {hint}")
             weight = weights[name].weight
             if weight.shape != entry.keep.shape:
                 raise ArtifactError(
@@ -195,14 +195,14 @@ class MaskSet(Mapping[str, MaskEntry]):
         return {name: weights[name] for name in self}
 
     def _writable(self, model: nn.Module) -> dict[str, Linear]:
-        """Find each name's weight, having made sure that changing it changes nothing unnamed."""
+        """Return the linear of each mask; check that no weight is shared with a module without the same mask."""
         refuse_prepared(model, "masked")
         linears = self._linears(model)
         whole = {name: linear for name, linear in linears.items() if linear.expert is None}
         name_of: dict[int, str] = {}
         for name, linear in whole.items():
             if (other := name_of.setdefault(id(linear.module), name)) != name:
-                raise ArtifactError(f"{other} and {name} are one and the same module; keep only one of the two masks")
+                raise ArtifactError(f"{other} and {name} are the same module; keep only one of the two masks")
         owners: dict[int, list[str]] = {}
         for name, module in model.named_modules():
             for parameter in module.parameters(recurse=False):
@@ -212,8 +212,8 @@ class MaskSet(Mapping[str, MaskEntry]):
             for owner in owners[id(linear.module.get_parameter(linear.parameter))]:
                 if owner not in self or not torch.equal(self[owner].keep, keep):
                     raise ArtifactError(
-                        f"{name}: its weight is tied to that of {owner}, and pruning one prunes both; give both names "
-                        "the same mask, or untie them (tie_word_embeddings=False)"
+                        f"{name}: its weight is tied to that of {owner}, and pruning one prunes both; give both the "
+                        "same mask, or untie them (tie_word_embeddings=False)"
                     )
         return linears
 
@@ -221,24 +221,24 @@ class MaskSet(Mapping[str, MaskEntry]):
         for name, linear in linears.items():
             if (found := weight_sha256(linear.weight)) != self[name].sha256:
                 raise ArtifactError(
-                    f"{name}: its weight has sha256 {found[:12]}..., the masks were made for one with "
+                    f"{name}: its weight has sha256 {found[:12]}..., but its mask was made for "
                     f"{self[name].sha256[:12]}...; load the model that was pruned, in the dtype it was pruned in"
                 )
 
 
 def apply(model: nn.Module, path: Path | str, *, original: bool = False) -> None:
-    """Set the weights that a masks file drops to zero, in place: `MaskSet.load(path).apply(model)`."""
+    """Set the weights that a masks file drops to zero, in place; short for `MaskSet.load(path).apply(model)`."""
     MaskSet.load(path).apply(model, original=original)
 
 
 def squash(prepared: BaseSparsifier | nn.Module) -> None:
-    """Make held masks permanent: every weight becomes an ordinary parameter again, its dropped entries exactly 0.0.
+    """Make held masks permanent: weights become ordinary parameters again, with dropped entries exactly 0.0.
 
     Args:
-        prepared: the sparsifier, any of torch.ao's; or the model, for a deep copy has no sparsifier of its own.
+        prepared: any torch.ao sparsifier; or the model, because a deep copy has no sparsifier.
 
     Raises:
-        ArtifactError: when no masks are held, as after an earlier squash.
+        ArtifactError: no masks are held, for example after an earlier squash.
     """
     from torch.ao.pruning.sparsifier.utils import FakeSparsity
 
@@ -255,7 +255,7 @@ def squash(prepared: BaseSparsifier | nn.Module) -> None:
     else:
         masked = [(group["module"], group["tensor_name"]) for group in prepared.groups]
     if not masked or not all(parametrize.is_parametrized(*tensor) for tensor in masked):
-        raise ArtifactError(f"this {type(prepared).__name__} holds no masks (any more); it may be squashed already")
+        raise ArtifactError(f"this {type(prepared).__name__} holds no masks; it may be squashed already")
     for module, _ in masked:
         part_from_copies(module)
     if isinstance(prepared, nn.Module):
@@ -270,7 +270,7 @@ def squash(prepared: BaseSparsifier | nn.Module) -> None:
 
 
 def _weights_of(name: str, module: nn.Module) -> list[Linear]:
-    """Return the linears of a module, or the matrix of another one: an embedding may be tied to a linear."""
+    """Return the linears of a module, or its weight matrix: an embedding may be tied to a linear."""
     weight = getattr(module, "weight", None)
     matrix = isinstance(weight, Tensor) and weight.dim() == 2
     return linears_of(name, module) or ([Linear(name, module)] if matrix else [])

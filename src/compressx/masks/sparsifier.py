@@ -1,6 +1,6 @@
-"""Masks held on a model while it is fine-tuned: torch.ao.pruning's interface without its traps.
+"""A torch.ao sparsifier that holds fixed masks on a model during fine-tuning. Used by `MaskSet.to_torch_ao`.
 
-Import this module only when it is used: it loads torch.ao. `MaskSet.to_torch_ao` prepares a model with it.
+Import this module only where it is used, because it imports torch.ao.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.ao.pruning.sparsifier.utils import FakeSparsity
 from compressx.runtime.errors import ArtifactError
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integers of as many bytes."""
+"""Integer dtype by element size in bytes."""
 
 
 class _Selected(torch.autograd.Function):
-    """What `torch.where(mask, x, 0.0)` is, to the bit, by integers: x's bits times one or zero.
+    """`torch.where(mask, x, 0.0)`, identical to the bit, by multiplying x's bits as integers.
 
-    On a CPU `where` branches at every entry, which a mask without order mispredicts at every other one: it took 40% of
-    the time of training a block.
+    On a CPU, `where` branches at every entry and mispredicts half of an irregular mask: 40% of the time of training a
+    block.
     """
 
     @staticmethod
@@ -39,10 +39,11 @@ class _Selected(torch.autograd.Function):
 
 @final
 class MaskedWeight(FakeSparsity):
-    """Parametrization that shows a weight with its dropped entries zero.
+    """Parametrization that sets the dropped entries of a weight to zero.
 
-    Its parent multiplies, which leaves -0.0 and NaN and fails when mask and weight differ in dtype; and it keeps the
-    mask out of the state dict while strict loading asks for it. Here the mask is bool, selects, and is not persistent.
+    The parent class multiplies, which leaves -0.0 and NaN and fails for different dtypes of mask and weight. It also
+    leaves the mask out of the state dict, where strict loading expects it. Here the mask is bool, selects, and is a
+    non-persistent buffer.
     """
 
     mask: Tensor
@@ -52,16 +53,16 @@ class MaskedWeight(FakeSparsity):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` [any shape, that of the mask] with zeros where the mask is False; no gradient reaches those."""
+        """Return `x` (of the mask's shape) with zeros, and zero gradients, where the mask is False."""
         selected: Tensor = _Selected.apply(x, self.mask)  # type: ignore[no-untyped-call]
         return selected
 
 
 def part_from_copies(module: nn.Module) -> None:
-    """Give a parametrized module a class of its own.
+    """Give a parametrized module its own class.
 
-    torch makes one when it parametrizes and takes the weight off it when that ends; `copy.deepcopy` shares it, so that
-    the copy would lose its weight, too.
+    torch puts the weight of a parametrized module on a new class, and removes it at the end. `copy.deepcopy` shares
+    that class, so the copy would lose its weight too.
     """
     shared = type(module)
     members = {name: value for name, value in vars(shared).items() if name not in ("__dict__", "__weakref__")}
@@ -70,42 +71,42 @@ def part_from_copies(module: nn.Module) -> None:
 
 @final
 class HeldMasks(BaseSparsifier):
-    """Sparsifier whose masks are given and stay: `step` changes nothing.
+    """Sparsifier with fixed masks: `step` changes nothing.
 
-    A deep copy of the model alone keeps its masks and is squashed with `compressx.masks.squash(model)`; to copy the
-    sparsifier as well, copy both at once: `copy.deepcopy((model, sparsifier))`.
+    A deep copy of the model alone keeps its masks; squash it with `compressx.masks.squash(model)`. To copy the
+    sparsifier too, copy both at once: `copy.deepcopy((model, sparsifier))`.
     """
 
-    enable_mask_update = False  # copies are made without __init__, and `step` asks for it
+    enable_mask_update = False  # on the class, because `step` reads it and copies are made without __init__
 
     def prepare(self, model: nn.Module, config: list[dict[str, Any]]) -> None:
-        """Parametrize the tensors that `config` names with the masks that it holds; once only.
+        """Parametrize the tensors in `config` with their masks.
 
         Raises:
-            ArtifactError: when called again, since torch.ao would stack a second parametrization on the first.
+            ArtifactError: called twice, because torch.ao would stack a second parametrization on the first.
         """
         if self.groups:
             raise ArtifactError("these masks are already on a model; call MaskSet.to_torch_ao for another one")
         super().prepare(model, config)  # type: ignore[no-untyped-call]
 
     def squash_mask(self, *args: Any, **kwargs: Any) -> None:
-        """Make the masks permanent, as the base class does, and leave copies of the model as they are."""
+        """Make the masks permanent, as the base class does, without affecting copies of the model."""
         for group in self.groups:
             part_from_copies(group["module"])
         super().squash_mask(*args, **kwargs)
 
     def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
-        """Leave the mask as it is."""
+        """Do nothing: the masks are fixed."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over the masks of a state dict, in place; the dict keeps them too.
+        """Copy the masks of a state dict into this sparsifier, in place.
 
         Args:
-            state_dict: what `state_dict()` returned.
-            strict: also require the same tensor names.
+            state_dict: from `state_dict()`.
+            strict: require the same tensor names.
 
         Raises:
-            ArtifactError: names or shapes that differ; nothing is changed then.
+            ArtifactError: names or shapes differ; nothing is changed.
         """
         given = {fqn: state["mask"] for fqn, state in state_dict["state"].items()}
         held = {g["tensor_fqn"]: g["module"].parametrizations[g["tensor_name"]][0].mask for g in self.groups}
@@ -116,4 +117,4 @@ class HeldMasks(BaseSparsifier):
                 raise ArtifactError(f"{fqn}: its mask is {[*held[fqn].shape]}, the state dict's {[*given[fqn].shape]}")
         for fqn in given.keys() & held.keys():
             held[fqn].copy_(given[fqn])
-            self.state[fqn]["mask"] = held[fqn]  # `.to()` may have made the model's mask another tensor
+            self.state[fqn]["mask"] = held[fqn]  # `.to()` may have replaced the model's mask by another tensor

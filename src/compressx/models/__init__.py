@@ -1,1 +1,1 @@
-"""Models: where they come from, how they are loaded, streamed, run block by block and saved."""
+"""Models: locate, load, stream, run block by block, and save."""

@@ -1,4 +1,4 @@
-"""How the stages of a run reach a model's weights: all there, or from disk a block at a time."""
+"""Access to a model's weights: all in memory, or one block at a time from disk."""
 
 from __future__ import annotations
 
@@ -24,103 +24,102 @@ Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 
 class Access(Protocol):
-    """A model whose weights are there when they are asked for."""
+    """A model whose weights can be materialised block by block."""
 
     @property
     def model(self) -> Any:
-        """The transformers model; what is not materialised may be on the `meta` device."""
+        """The transformers model; weights that are not materialised may be on the `meta` device."""
 
     @property
     def device(self) -> torch.device:
-        """Where weights are while they are there."""
+        """Device of materialised weights."""
 
     def materialise(self, fqn: str) -> AbstractContextManager[nn.Module]:
-        """Give a block, or the model around its blocks (`shards.OUTSIDE`), with weights for the length of a `with`."""
+        """Return a context manager that yields a block, or the whole model for `shards.OUTSIDE`, with its weights.
+
+        For `OUTSIDE`, only the weights outside the blocks are guaranteed to be loaded.
+        """
 
     def logits(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Run the whole model on batches of token ids [batch, tokens]; yields [batch, tokens, vocabulary] for each."""
+        """Run the model on batches of token ids [batch, tokens]; yield [batch, tokens, vocabulary] for each."""
 
     def whole(self) -> AbstractContextManager[Any]:
-        """Give a model that can be called on anything, as slow as that may be."""
+        """Return a context manager that yields a model callable on any input, possibly slow."""
 
     def write(self, fqn: str, folder: Path) -> None:
-        """Write a materialised block's weights into a folder, in the names of its checkpoint."""
+        """Write a materialised block's weights to a folder, under their checkpoint names."""
 
     def read(self, fqn: str, folder: Path) -> None:
-        """Take a block's weights from where `write` put them."""
+        """Use the weights of a block that `write` wrote."""
 
     def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:
-        """Save the model as transformers loads it; `written` is where `write` put the blocks that were changed."""
+        """Save the model in transformers' format; `written` is the folder that changed blocks were written to."""
 
 
 @dataclass(frozen=True, eq=False)
 class InMemory:
-    """A model that is loaded whole.
-
-    Attributes:
-        model: the transformers model.
-    """
+    """A model with all weights in memory."""
 
     model: Any
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model's parameters."""
         device: torch.device = next(self.model.parameters()).device
         return device
 
     @contextmanager
     def materialise(self, fqn: str) -> Iterator[nn.Module]:
-        """Give the block as it stands; what is changed in it stays changed."""
+        """Yield the block; changes to it persist."""
         yield self.model.get_submodule(fqn)
 
     def logits(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Run the model on each batch."""
+        """Yield the logits of each batch."""
         for batch in batches:
             yield self.model(batch.to(self.device), use_cache=False).logits
 
     @contextmanager
     def whole(self) -> Iterator[Any]:
-        """Give the model."""
+        """Yield the model."""
         yield self.model
 
     def write(self, fqn: str, folder: Path) -> None:
-        """Write a block's weights, so that an interrupted run can go on.
+        """Write a block's weights, so that an interrupted run can be resumed.
 
         Raises:
-            ArtifactError: when they cannot be written.
+            ArtifactError: the file cannot be written.
         """
         tensors = shards.tensors_of(self.model, find_blocks(self.model), fqn)
         shards.write(block_file(folder, fqn), shards.checkpoint_tensors(self.model, tensors))
 
     def read(self, fqn: str, folder: Path) -> None:
-        """Load what `write` wrote.
+        """Load a block's weights that `write` wrote.
 
         Raises:
-            ArtifactError: a file that is missing or damaged.
+            ArtifactError: the file is missing or damaged.
         """
         conversions = getattr(self.model, "_weight_conversions", None)
         shards.load(self.model, shards.of_file(block_file(folder, fqn), fqn), fqn, self.device)
-        self.model._weight_conversions = conversions  # those of the whole model, for `save`
+        self.model._weight_conversions = conversions  # `save` needs those of the whole model
         if fqn == shards.OUTSIDE:
-            self.model.tie_weights()  # the embedding is another parameter now
+            self.model.tie_weights()  # loading replaced the embedding's parameter
 
     def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:  # noqa: ARG002 - all is in memory
         """Save the model.
 
         Raises:
-            ArtifactError: when it cannot be written.
+            ArtifactError: it cannot be written.
         """
         save_model(self.model, tokenizer, folder)
 
 
 def block_file(folder: Path, fqn: str) -> Path:
-    """Return where a block's weights are written."""
+    """Return the file of a block's weights."""
     return folder / f"{fqn or 'outside'}.safetensors"
 
 
 def weights_fingerprint(access: Access) -> str:
-    """Hash every parameter and stored buffer with its name, dtype and shape: sha256, hexadecimal."""
+    """Return the sha256 (hexadecimal) of every parameter and stored buffer with its name, dtype and shape."""
     digest = hashlib.sha256()
     blocks = find_blocks(access.model)
     for fqn in (OUTSIDE, *blocks):
@@ -132,16 +131,16 @@ def weights_fingerprint(access: Access) -> str:
 
 
 def config_fingerprint(model: Any) -> str:
-    """Hash a model's config, wherever the model was loaded from: sha256, hexadecimal."""
-    told = json.loads(model.config.to_json_string(use_diff=False))
-    return hashlib.sha256(json.dumps({k: v for k, v in told.items() if k != "_name_or_path"}).encode()).hexdigest()
+    """Return the sha256 (hexadecimal) of a model's config without the place it was loaded from."""
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    return hashlib.sha256(json.dumps({k: v for k, v in config.items() if k != "_name_or_path"}).encode()).hexdigest()
 
 
 def device_for(wanted: Device) -> torch.device:
-    """Return where the model runs: `auto` is CUDA when there is some; of several processes each has its own GPU.
+    """Return the device of the model; `auto` is CUDA if available. Each process gets its own GPU.
 
     Raises:
-        CompressxError: CUDA is asked for and there is none, or fewer GPUs than processes.
+        CompressxError: CUDA is requested but not available, or there are fewer GPUs than processes.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and not gpus):
@@ -149,13 +148,13 @@ def device_for(wanted: Device) -> torch.device:
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if not gpus:
         raise CompressxError(
-            f"device cuda: torch {torch.__version__} finds no CUDA GPU here; give --device cpu, or leave it out, which "
-            "takes a GPU where there is one"
+            f"device cuda: torch {torch.__version__} finds no CUDA GPU; use --device cpu, or leave it out to use a GPU "
+            "only if there is one"
         )
     if index >= gpus:
         raise CompressxError(
-            f"device cuda: process {index} of this machine needs a GPU of its own, and torch finds {gpus}; start at "
-            f"most {gpus} processes (torchrun --nproc-per-node {gpus}), or give --device cpu"
+            f"device cuda: process {index} of this machine needs its own GPU, but torch finds {gpus}; start at most "
+            f"{gpus} processes (torchrun --nproc-per-node {gpus}), or use --device cpu"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -1,4 +1,4 @@
-"""Where a transformers model keeps its decoder blocks and prunable linears, found from the module tree."""
+"""Find a transformers model's decoder blocks and prunable linears in its module tree."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from compressx.runtime.errors import UnsupportedModelError
 
 @dataclass(frozen=True, eq=False)
 class Architecture:
-    """What a model holds.
+    """The decoder blocks and matrices of a model.
 
     Attributes:
         blocks: the decoder blocks in order, by fully qualified name.
         linears: every prunable linear in a block, by fully qualified name, in the model's order.
         outside: linears outside the blocks (`lm_head`, input and output projections), pruned only when named.
-        unprunable: weights that are no linears or cannot be pruned, with the reason.
+        unprunable: other matrices that cannot be pruned, with the reason.
     """
 
     blocks: Mapping[str, nn.Module]
@@ -35,13 +35,13 @@ class Architecture:
 
 
 def survey(model: nn.Module) -> Architecture:
-    """Find a model's decoder blocks, prunable linears, and everything else that holds a matrix.
+    """Find a model's decoder blocks, prunable linears, and every other module with a matrix.
 
     Args:
         model: a transformers causal language model, on any device, `meta` included.
 
     Raises:
-        UnsupportedModelError: when no list of decoder blocks, or more than one, is found.
+        UnsupportedModelError: no list of decoder blocks, or more than one, is found.
     """
     blocks = find_blocks(model)
     linears: dict[str, Linear] = {}
@@ -63,7 +63,7 @@ def survey(model: nn.Module) -> Architecture:
 
 
 def linears_of(name: str, module: nn.Module) -> list[Linear]:
-    """Return the linears that a module itself is or holds: one, or one for each fused expert; none for other modules.
+    """Return the linears of one module: itself, or one per fused expert; none for other modules.
 
     Args:
         name: the module's fully qualified name.
@@ -81,10 +81,10 @@ def linears_of(name: str, module: nn.Module) -> list[Linear]:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the decoder blocks: the outermost ModuleList as long as the config's number of layers.
+    """Find the decoder blocks: the outermost ModuleList whose length is the config's number of layers.
 
     Raises:
-        UnsupportedModelError: when none or several fit; the message lists what was found.
+        UnsupportedModelError: none or several match; the message lists the model's module lists.
     """
     config = text_config(model)
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
@@ -108,7 +108,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Say whether the module stores [in_features, out_features]; a model can only do so if transformers is loaded."""
+    """Return whether the module stores [in_features, out_features]; avoids importing transformers."""
     home = sys.modules.get("transformers.pytorch_utils")
     return home is not None and isinstance(module, home.Conv1D)
 
@@ -119,9 +119,9 @@ def _matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _is_fused_experts(module: nn.Module) -> bool:
-    """Say whether the module holds one [experts, out_features, in_features] parameter for each linear of its experts.
+    """Return whether the module holds one [experts, out_features, in_features] parameter per linear of its experts.
 
-    These are the attributes by which transformers' own expert kernels know the layout.
+    transformers' own expert kernels recognize the layout by the same attributes.
     """
     plain = getattr(module, "is_transposed", None) is False and getattr(module, "has_bias", None) is False
     return plain and all(p.dim() == 3 and n in {"gate_up_proj", "up_proj", "down_proj"} for n, p in _matrices(module))
@@ -140,7 +140,7 @@ def _why_not_prunable(module: nn.Module) -> str | None:
 
 
 def _tied_parameters(model: nn.Module) -> dict[str, list[str]]:
-    """Map the name of each parameter that several modules own to its other names."""
+    """Map each name of a shared parameter to its other names."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)

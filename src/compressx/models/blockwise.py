@@ -1,7 +1,7 @@
-"""The block loop: a model's decoder blocks in turn, each with its weights for as long as it is at work.
+"""The loop over decoder blocks, for models in memory and for streamed ones.
 
-Hidden states enter at the first block (`capture`), go through each block (`each_block`, `advance`), and come out of the
-last (`capture.run_around`). It is the same loop for a model in memory and for one that stays on disk.
+Hidden states are captured at the first block (`capture`), run through each block (`each_block`, `advance`), and passed
+to the rest of the model (`capture.run_around`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from compressx.models.shards import OUTSIDE
 from compressx.runtime.finite import finite
 
 Run: TypeAlias = Callable[[Tensor], Tensor]
-"""Computes what leaves a block, as it now is, from what enters it on one batch; both [batch, tokens, width]."""
+"""Runs a block, with its current weights, on the hidden states of one batch; both [batch, tokens, width]."""
 
 
 def capture(
     access: Access, found: Architecture, batches: Sequence[Tensor], keep: Keep = in_memory
 ) -> tuple[list[Tensor], dict[str, list[BlockCall]]]:
-    """Return the hidden states that enter the first block and the arguments of every block, as `capture_calls` does."""
+    """Return the hidden states before the first block and the arguments of every block (see `capture_calls`)."""
     if not batches:
         return [], {fqn: [] for fqn in found.blocks}
     with access.materialise(OUTSIDE):
@@ -38,16 +38,16 @@ def capture(
 def each_block(
     access: Access, found: Architecture, calls: Mapping[str, Sequence[BlockCall]], names: Iterable[str] | None = None
 ) -> Iterator[tuple[Block, list[Run]]]:
-    """Give one decoder block after the other; the weights of each are there until the next is asked for.
+    """Yield the decoder blocks one after the other; each one's weights are loaded until the next iteration.
 
     Args:
         access: the model.
         found: its blocks and linears.
-        calls: with which arguments each block is called, as `capture` returned them.
-        names: of the blocks wanted, in any order; all from the first to the last when absent.
+        calls: the arguments of each block, from `capture`.
+        names: blocks to yield, in this order; None for all.
 
     Yields:
-        A block, and for each batch how to run it, wherever its input is kept.
+        A block, and for each batch a function that runs it; inputs may be on any device.
 
     Raises:
         ArtifactError: weights that cannot be read.
@@ -62,18 +62,18 @@ def each_block(
 
 
 def passes(runs: Sequence[Run], states: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
-    """Return, for each batch, how to run a block on the states that enter it."""
+    """Bind each batch's hidden states to its run of a block."""
     return [partial(run, state) for run, state in zip(runs, states, strict=True)]
 
 
 def advance(fqn: str, runs: Sequence[Run], states: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> None:
-    """Replace what enters a block by what leaves it.
+    """Replace a block's input by its output.
 
     Args:
         fqn: the block's name.
         runs: of the block, from `each_block`.
-        states: what enters it, of each batch; overwritten unless `into` is there.
-        into: where what leaves goes.
+        states: the block's input, for each batch; overwritten if `into` is None.
+        into: where to write the output.
 
     Raises:
         UnsupportedModelError: an output that is not finite.

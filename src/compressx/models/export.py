@@ -1,4 +1,4 @@
-"""The output folder: built beside its target, renamed when it is whole."""
+"""The output folder: built beside its target and renamed when complete."""
 
 from __future__ import annotations
 
@@ -24,50 +24,50 @@ except ImportError:  # Windows: leftovers of killed processes stay
 
 
 def check_output(target: Path) -> None:
-    """Refuse a target that a run could not write, or must not replace.
+    """Refuse a target that cannot be written or must not be replaced.
 
-    A missing folder, an empty one and an earlier output (it holds `report.json` and `recipe.yaml`) are fine.
+    Accepted are a missing folder, an empty one, and an earlier output (with `report.json` and `recipe.yaml`).
 
     Raises:
-        ArtifactError: any other folder, a file, the current folder or one above it, a place that cannot be written.
+        ArtifactError: any other folder, a file, a mount point, the current folder or one above it, or a place without
+            write permission.
     """
     folder = _resolved(target)
     with os_errors_named("look into", folder):
         if folder.exists() and not folder.is_dir():
-            raise ArtifactError(f"output {folder} is a file; name a folder")
+            raise ArtifactError(f"output {folder} is a file; choose a folder")
         if folder.is_dir() and any(folder.iterdir()) and not _is_output(folder):
             raise ArtifactError(
-                f"output {folder} exists and is no earlier output of compressx (it holds no report.json and "
-                "recipe.yaml); name a new folder, or empty this one"
+                f"output {folder} exists and is not an earlier output of compressx (it has no report.json and "
+                "recipe.yaml); choose a new folder, or empty this one"
             )
         if folder.is_mount():
             raise ArtifactError(
-                f"output {folder} is where something is mounted, so that no folder can be renamed to it; name a folder "
-                f"in it, such as {folder / 'run'}"
+                f"output {folder} is a mount point, so no folder can be renamed to it; choose a folder in it, such as "
+                f"{folder / 'run'}"
             )
         if Path.cwd().is_relative_to(folder):
-            raise ArtifactError(f"output {folder} would replace the current folder or one above it; name another")
+            raise ArtifactError(f"output {folder} would replace the current folder or one above it; choose another")
         above = next(p for p in folder.parents if p.exists())
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-            raise ArtifactError(f"output {folder} cannot be made: {above} is no folder that you may write to")
+            raise ArtifactError(f"output {folder} cannot be created: {above} is not a folder that you can write to")
 
 
 @contextmanager
 def output_folder(target: Path, *, resume: bool = False, restart: bool = False) -> Iterator[Path]:
     """Yield a folder to fill, which becomes `target` when the block ends without an exception.
 
-    Until then `target` stays as it was, an earlier output included. After an exception, KeyboardInterrupt among them,
-    the new folder is removed unless it holds `state.json`: then a later call can go on with it. What killed processes
-    left beside the target is cleared up first.
+    Until then `target` is unchanged. After an exception (KeyboardInterrupt included) the new folder is removed, unless
+    it has a `state.json`: then a later call can resume with it. Leftovers of killed processes are removed first.
 
     Args:
-        target: to make or replace.
-        resume: go on with the folder that an interrupted run left, if there is one.
+        target: folder to create or replace.
+        resume: continue with the folder of an interrupted run, if there is one.
         restart: remove such a folder.
 
     Raises:
-        ArtifactError: as `check_output`; while another process builds it; when there is such a folder and neither is
-            asked for; and when folders cannot be made, renamed or forced onto disk.
+        ArtifactError: as for `check_output`; another process is building it; there is an interrupted run and neither
+            `resume` nor `restart` is given; folders cannot be created, renamed or flushed to disk.
     """
     check_output(target)
     folder = _resolved(target)
@@ -76,36 +76,36 @@ def output_folder(target: Path, *, resume: bool = False, restart: bool = False) 
     try:
         with _locked(building):
             yield building
-            check_output(folder)  # the run took hours: somebody may have put something there
+            check_output(folder)  # something may have been put there during the run
             with os_errors_named("write", folder):
                 sync_tree(building)
                 if folder.exists():
                     folder.rename(earlier)
                 building.rename(folder)
-                # Only now: until the folder has its name, they are what a later call goes on with.
+                # Only now: until the rename, a later call may resume from them.
                 (folder / STATE).unlink(missing_ok=True)
                 shutil.rmtree(folder / BLOCKS, ignore_errors=True)
                 sync(folder.parent)
     finally:
-        # After success only `earlier` is there to remove; after a failure `building` is, and `earlier` goes back.
+        # After success only `earlier` is left to remove. After a failure remove `building` and restore `earlier`.
         if not (building / STATE).exists():
             shutil.rmtree(building, ignore_errors=True)
         _settle(earlier, folder)
 
 
 def _made(folder: Path, *, resume: bool, restart: bool) -> Path:
-    """Return a folder beside the output to fill: a new one, or what an interrupted run left."""
-    with os_errors_named("make", folder):
+    """Return the folder to fill, beside the output: a new one, or that of an interrupted run."""
+    with os_errors_named("create", folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         if running := [p for p in _partials(folder) if _is_locked(p) is True]:
             raise ArtifactError(
-                f"a run for output {folder} is going on, in {running[0]}; wait for its end, or name another output"
+                f"another run for output {folder} is active, in {running[0]}; wait for it, or choose another output"
             )
         left = _interrupted(folder)
         if left and not resume and not restart:
             raise ArtifactError(
-                f"an earlier run for output {folder} was interrupted, and what it finished is kept in {left[-1]}; "
-                "go on with --resume, or begin anew with --restart"
+                f"an earlier run for output {folder} was interrupted, and its finished blocks are kept in {left[-1]}; "
+                "continue with --resume, or start over with --restart"
             )
         building = left[-1] if left and resume else _sibling(folder, "partial", secrets.token_hex(4))
         _clear_leftovers(folder, building)
@@ -116,13 +116,13 @@ def _made(folder: Path, *, resume: bool, restart: bool) -> Path:
 
 
 def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Save a pruned model as transformers loads it: dense safetensors with zeros, config, tokenizer.
+    """Save a pruned model in transformers' format: dense safetensors with zeros, config, tokenizer.
 
     Args:
         model: the transformers model, its masks squashed.
         tokenizer: its tokenizer, or None.
-        folder: made when missing.
-        tensors: what to save of it, by the names of its state dict; all when absent.
+        folder: created if missing.
+        tensors: tensors to save, by their state dict names; None for all.
 
     Raises:
         ArtifactError: a prepared or quantized model, or files that cannot be written.
@@ -134,7 +134,7 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
         raise ArtifactError(
             f"{type(model).__name__} cannot be saved to {folder}: its config says that it is quantized "
-            f"({getattr(method, 'value', method)}), while its weights are dense; rebuild it from a config without "
+            f"({getattr(method, 'value', method)}), but its weights are dense; rebuild it from a config without "
             "quantization_config"
         )
     with os_errors_named("write", folder):
@@ -142,7 +142,7 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping
         try:
             with quiet_libraries():
                 model.save_pretrained(folder, state_dict=None if tensors is None else dict(tensors))
-        except (SafetensorError, ValueError) as error:  # a full disk comes as a SafetensorError
+        except (SafetensorError, ValueError) as error:  # a full disk raises SafetensorError
             raise ArtifactError(f"cannot save {type(model).__name__} to {folder}: {error}") from error
         if tokenizer is not None:
             try:
@@ -150,10 +150,10 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping
                     tokenizer.save_pretrained(folder)
             except OSError:
                 raise
-            except Exception as error:  # what tokenizers, written in Rust, raises for a full disk
+            except Exception as error:  # tokenizers raises a bare Exception for a full disk
                 raise ArtifactError(f"cannot save the tokenizer to {folder}: {error}") from error
         for weights in folder.glob("*.safetensors"):
-            weights.chmod(folder.stat().st_mode & 0o666)  # safetensors writes 0600, so that no server could read it
+            weights.chmod(folder.stat().st_mode & 0o666)  # safetensors writes 0600, which other users cannot read
         sync_tree(folder)
 
 
@@ -172,19 +172,19 @@ def _sibling(folder: Path, role: Literal["partial", "earlier"], token: str) -> P
 
 
 def _interrupted(folder: Path) -> list[Path]:
-    """Return what dead processes left to go on with, the latest last."""
+    """Return the resumable folders of dead processes, the latest last."""
     found = [p for p in _partials(folder) if (p / STATE).exists() and _is_locked(p) is False]
     return sorted(found, key=lambda p: (p / STATE).stat().st_mtime)
 
 
 def _partials(folder: Path) -> list[Path]:
-    """Return what is being built for a target, or was, by living processes or dead ones."""
+    """Return the folders that living or dead processes have been building for a target."""
     partial = _sibling(folder, "partial", "").name
     return [p for p in folder.parent.iterdir() if p.name.startswith(partial)]
 
 
 def _clear_leftovers(folder: Path, kept: Path) -> None:
-    """Remove what dead processes were building, and put back what they had moved aside without replacing it."""
+    """Remove the partial folders of dead processes, and restore earlier outputs that they had moved aside."""
     earlier = _sibling(folder, "earlier", "").name
     for partial in _partials(folder):
         if partial != kept and _is_locked(partial) is False:
@@ -197,7 +197,7 @@ def _clear_leftovers(folder: Path, kept: Path) -> None:
 
 
 def _settle(earlier: Path, folder: Path) -> None:
-    """Put an earlier output back when nothing has taken its place, else remove it."""
+    """Restore an earlier output if nothing has replaced it, else remove it."""
     if not earlier.exists():
         return
     if folder.exists():
@@ -208,13 +208,13 @@ def _settle(earlier: Path, folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which the kernel lets go when the process dies, however it dies."""
+    """Hold a lock on a folder, which the kernel releases however the process dies."""
     if fcntl is None:
         yield
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # some network drives lock no folders; leftovers stay there
+        with suppress(OSError):  # some network drives cannot lock folders; leftovers stay there
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
@@ -222,9 +222,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _is_locked(folder: Path) -> bool | None:
-    """Say whether a living process holds the folder's lock; None where the system does not tell.
+    """Return whether a living process holds the folder's lock; None if the system cannot tell.
 
-    A process id would not tell either: containers reuse them.
+    A process id would be no alternative, because containers reuse them.
     """
     if fcntl is None:
         return None
@@ -242,11 +242,11 @@ def _is_locked(folder: Path) -> bool | None:
 
 
 def refuse_prepared(model: nn.Module, action: str = "saved") -> None:
-    """Refuse a model whose weights are parametrized: its state dict holds other names and unmasked weights.
+    """Refuse a model with parametrized weights: its state dict has other names and unmasked weights.
 
     Args:
         model: any module.
-        action: what was to be done with it, as the error says.
+        action: the refused action, as a participle for the message.
 
     Raises:
         ArtifactError: the message names a parametrized module.

@@ -1,4 +1,4 @@
-"""Load a checkpoint: its weights and its tokenizer, its shapes alone, or the weights of one block at a time."""
+"""Load a checkpoint: its model with or without weights, offloaded to disk, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def load_skeleton(checkpoint: Checkpoint) -> Any:
     """Build the model on the meta device: every module and shape, no weights.
 
     Raises:
-        ArtifactError: when the config cannot be read.
-        UnsupportedModelError: a quantized checkpoint, or transformers has no causal language model for it.
+        ArtifactError: the config cannot be read.
+        UnsupportedModelError: a quantized checkpoint, or no causal language model in transformers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -32,18 +32,18 @@ def load_skeleton(checkpoint: Checkpoint) -> Any:
 
 
 def load_empty(checkpoint: Checkpoint) -> Any:
-    """Build the model that `load_model` would load, its parameters on the meta device and its computed buffers not.
+    """Build the model that `load_model` would load, with parameters on the meta device and computed buffers filled.
 
     Raises:
-        ArtifactError: when the config cannot be read.
-        UnsupportedModelError: as `load_skeleton`.
+        ArtifactError: the config cannot be read.
+        UnsupportedModelError: as for `load_skeleton`.
     """
     from transformers import GenerationConfig
 
     with quiet_libraries(), explained(checkpoint):
         config = _config(checkpoint)
-        asked = None if checkpoint.dtype == "auto" else getattr(torch, checkpoint.dtype)
-        dtype = asked or config.dtype or _stored_dtype(local_folder(checkpoint))
+        requested = None if checkpoint.dtype == "auto" else getattr(torch, checkpoint.dtype)
+        dtype = requested or config.dtype or _stored_dtype(local_folder(checkpoint))
         model = _empty(config, dtype, trust_remote_code=checkpoint.trust_remote_code).eval()
         with contextlib.suppress(OSError):  # not every checkpoint has one
             model.generation_config = GenerationConfig.from_pretrained(
@@ -53,14 +53,14 @@ def load_empty(checkpoint: Checkpoint) -> Any:
 
 
 def _empty(config: Any, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> Any:
-    """Build a model whose parameters are on the meta device and whose buffers are those of `from_pretrained`."""
+    """Build a model with parameters on the meta device and the same buffers as `from_pretrained`."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    # Those were computed in `dtype`: GPT-J's table of rotary angles is off by .9 in bfloat16. `from_pretrained`
-    # computes them anew, in float32.
+    # The buffers were computed in `dtype`, which puts GPT-J's rotary angles off by 0.9 in bfloat16. Compute them again
+    # in float32, as `from_pretrained` does.
     for module in model.modules():
         module._is_hf_initialized = False
     with torch.no_grad():
@@ -69,12 +69,12 @@ def _empty(config: Any, dtype: torch.dtype | None, *, trust_remote_code: bool = 
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype of the first floating weight of a checkpoint, which transformers takes where no config says."""
+    """Return the dtype of a checkpoint's first floating-point weight, transformers' choice if the config has none."""
     from safetensors import safe_open
 
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - no mapping
+            for name in file.keys():  # noqa: SIM118 - not a mapping
                 first: torch.Tensor = file.get_slice(name)[:0]
                 if first.is_floating_point():
                     return first.dtype
@@ -84,11 +84,11 @@ def _stored_dtype(folder: Path) -> torch.dtype | None:
 def load_model(checkpoint: Checkpoint) -> Any:
     """Load the model with its weights, in evaluation mode, on the CPU.
 
-    A GGUF checkpoint is dequantized; the model that is returned carries no trace of it and saves like any other.
+    A GGUF checkpoint is dequantized, and its model can be saved like any other.
 
     Raises:
-        ArtifactError: when the weights cannot be read, are not all there, or have other shapes than the config says.
-        UnsupportedModelError: a pickle checkpoint, or an architecture that transformers does not know.
+        ArtifactError: weights that cannot be read, are missing, or do not have the shapes of the config.
+        UnsupportedModelError: a pickle checkpoint, or an architecture unknown to transformers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -101,30 +101,30 @@ def load_model(checkpoint: Checkpoint) -> Any:
             checkpoint.location, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
             **safetensors, **checkpoint.arguments,
         )  # fmt: skip
-    # transformers would go on with random numbers.
+    # transformers would continue with random weights.
     if missing := sorted(found["missing_keys"]):
         raise ArtifactError(f"{checkpoint.location}: the checkpoint lacks {', '.join(missing[:3])}")
     if unexpected := sorted(found["unexpected_keys"]):
         refuse_more_blocks(checkpoint.location, unexpected, set(find_blocks(model)))
     for name, stored, expected in sorted(found["mismatched_keys"]):
         raise ArtifactError(
-            f"{checkpoint.location}: {name} is stored as {[*stored]}, while the config means {[*expected]}; one of the "
+            f"{checkpoint.location}: {name} has shape {[*stored]}, but the config expects {[*expected]}; one of the "
             "two belongs to another model"
         )
     return (_without_gguf(model) if checkpoint.gguf_file is not None else model).eval()
 
 
 def load_offloaded(checkpoint: Checkpoint, blocks: Iterable[str], device: torch.device, folder: Path) -> Any:
-    """Load a model with its decoder blocks left on disk, which accelerate reads whenever one is called.
+    """Load a model with its decoder blocks on disk; accelerate reads a block whenever it is called.
 
     Args:
-        checkpoint: of safetensors.
+        checkpoint: with safetensors.
         blocks: names of the decoder blocks.
-        device: for all else, and for a block while it runs.
-        folder: for what accelerate has to write.
+        device: for everything else, and for a block while it runs.
+        folder: for accelerate's files.
 
     Raises:
-        ArtifactError: when it cannot be read.
+        ArtifactError: the checkpoint cannot be read.
     """
     from transformers import AutoModelForCausalLM
 
@@ -144,7 +144,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """Load the tokenizer.
 
     Raises:
-        ArtifactError: when there is none.
+        ArtifactError: the checkpoint has none.
     """
     from transformers import AutoTokenizer
 
@@ -165,8 +165,8 @@ def _config(checkpoint: Checkpoint) -> Any:
 
 
 def _without_gguf(model: Any) -> Any:
-    """Rebuild a model that came from GGUF without its quantization_config, with which it would refuse to be saved."""
-    # Not `.to(dtype)`, which would round the rotary tables, float32 whatever the weights are.
+    """Rebuild a model from GGUF without its quantization_config, which would prevent saving it."""
+    # Not `.to(dtype)`, which would round the rotary tables: they are float32 whatever the weights are.
     clean = _empty(_clean_config(model.config), model.dtype)
     clean.load_state_dict(model.state_dict(), assign=True)
     clean.tie_weights()
@@ -175,7 +175,7 @@ def _without_gguf(model: Any) -> Any:
 
 
 def _clean_config(config: Any) -> Any:
-    """Copy a config without what only describes the file that it came from."""
+    """Copy a config without the keys that describe its source file."""
     values = config.to_dict()
     values.pop("quantization_config", None)
     values.pop("_name_or_path", None)

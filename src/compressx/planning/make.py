@@ -1,6 +1,6 @@
 """Recipe + plugins + a model without weights -> the frozen plan.
 
-Every mistake that can be found without weights or text is found here, with the line of the recipe that made it.
+Every error that can be found without weights or text is raised here, with its line of the recipe.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from compressx.runtime.errors import PluginError, RecipeError, blamed_on
 
 
 def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module) -> Plan:
-    """Decide what happens to every linear of the model.
+    """Plan what happens to every linear of the model.
 
     Args:
         loaded: the recipe with its places in the file.
-        plugins: the pruners that recipes can name.
+        plugins: the available pruners.
         skeleton: the model; only shapes are read, so it may be on the meta device.
 
     Raises:
-        RecipeError: a rule that is wrong, matches nothing or is shadowed, with file, line and column.
+        RecipeError: a rule that is invalid, matches nothing or is shadowed, with file, line and column.
         PluginError: a pruner that does not exist or could not be imported.
-        UnsupportedModelError: a model, or a pruner's way of pruning it, that is not supported.
+        UnsupportedModelError: the model is not supported, or not by a pruner.
     """
     architecture = survey(skeleton)
     rules = tuple(_plan_rule(loaded, plugins, i) for i in range(len(loaded.recipe.prune)))
@@ -65,7 +65,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
 
 
 def _skipped(architecture: Architecture, taken: Collection[str]) -> dict[str, str]:
-    """Return what is left alone, with the reason."""
+    """Return the weights that are not pruned, with the reason."""
     outside = "outside the decoder blocks; pruned only when a rule names it"
     return {
         **{n: "no rule names it" for n in architecture.linears if n not in taken},
@@ -75,11 +75,11 @@ def _skipped(architecture: Architecture, taken: Collection[str]) -> dict[str, st
 
 
 def _check_reconstruction(loaded: LoadedRecipe, linears: Iterable[PlannedLinear]) -> None:
-    """Refuse block reconstruction where no block is pruned."""
+    """Refuse block reconstruction if no block is pruned."""
     if loaded.recipe.reconstruct_block is not None and not any(linear.block for linear in linears):
         raise RecipeError(
-            f"{loaded.where('reconstruct_block')}: it would change nothing: all that the rules take lies outside "
-            "the decoder blocks; leave it out"
+            f"{loaded.where('reconstruct_block')}: it has no effect: all linears that the rules match are outside the "
+            "decoder blocks; leave it out"
         )
 
 
@@ -105,8 +105,8 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
             if getattr(reconstructor_options, name) != reconstructor.options.model_fields[name].default:
                 where = loaded.where("prune", index, "reconstruct", "options", name)
                 raise RecipeError(
-                    f"{where}: {name} changes how {reconstructor.name} selects, and does nothing to a mask that it is "
-                    "given; leave it out"
+                    f"{where}: {name} changes how {reconstructor.name} selects weights, and has no effect when it "
+                    "reconstructs; leave it out"
                 )
     return PlannedRule(index, spec, options, reconstructor, reconstructor_options)
 
@@ -119,7 +119,7 @@ def _find(loaded: LoadedRecipe, plugins: Plugins, name: str, index: int, key: st
 
 
 def _check_blocks(loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleton: torch.nn.Module) -> bool:
-    """Let each pruner refuse blocks that it cannot prune, and hear whether any observes text."""
+    """Run each pruner's check on its blocks; return whether any pruner observes calibration text."""
     observes = False
     config = text_config(skeleton)
     for index, fqn in enumerate([*found.blocks, ""]):
@@ -140,7 +140,7 @@ def _check_blocks(loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleto
 
 
 def _observes(rule: PlannedRule, block: Block, names: Iterable[str]) -> bool:
-    with torch.device("meta"):  # a Hessian that nobody fills should take no memory
+    with torch.device("meta"):  # the statistics are not filled here and should take no memory
         pruners = zip((rule.pruner, rule.reconstructor), rule.build(), strict=True)
         return any(
             statistic_of(spec.name, pruner, block, n) is not None

@@ -1,4 +1,4 @@
-"""Which rule takes which linear: the first one whose targets match it."""
+"""Match linears to rules: each linear belongs to the first rule with a matching target."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _INTERVAL = re.compile(r"\[[^\]]*(\d\d+-|-\d\d)[^\]]*\]")
 
 
 def match_targets(loaded: LoadedRecipe, found: Architecture) -> dict[str, int]:
-    """Give each rule the linears that it matches and no earlier rule took.
+    """Assign each linear to the first rule that matches it.
 
     Args:
         loaded: the recipe with its places in the file.
-        found: the model's linears; those outside the blocks are matched only by targets that spell their last part.
+        found: the model's linears; those outside the blocks match only targets that spell out their last part.
 
     Returns:
-        By linear name, the position of its rule in the recipe's `prune`. Linears that no rule names are absent.
+        The index of the rule in the recipe's `prune`, by linear name; unmatched linears are absent.
 
     Raises:
-        RecipeError: a target that matches nothing, or only what earlier rules took, with its place.
+        RecipeError: a target that matches nothing, or only linears of earlier rules, with its place.
     """
     taken: dict[str, int] = {}
     for index, rule in enumerate(loaded.recipe.prune):
@@ -50,7 +50,7 @@ def _shadowed(
 
 
 def _matching(loaded: LoadedRecipe, index: int, position: int, target: str, found: Architecture) -> list[str]:
-    """Return the linears that one target of a rule matches, at least one."""
+    """Return the linears that one target matches; raise if there is none."""
     where = loaded.where("prune", index, "targets", position)
     _refuse_interval(where, target)
     names = [n for n in found.linears if fnmatchcase(n, target)]
@@ -61,7 +61,7 @@ def _matching(loaded: LoadedRecipe, index: int, position: int, target: str, foun
 
 
 def _names_outright(target: str, name: str) -> bool:
-    """Whether `target` matches a name and spells its last part, as a bare `*` does not."""
+    """Return whether `target` matches a name and spells out its last part, unlike a bare `*`."""
     return fnmatchcase(name, target) and target.endswith(name.rsplit(".", 1)[-1])
 
 
@@ -69,8 +69,8 @@ def _no_match(where: str, target: str, linears: Mapping[str, Any], unprunable: M
     for name, reason in unprunable.items():
         if _names_outright(target, name):
             return RecipeError(f"{where}: target {target!r} names {name}, which is not prunable: {reason}")
-    meant = [n for n in linears if n == target.removesuffix(".weight") or fnmatchcase(n, f"*.{target}")]
-    hint = f"did you mean {meant[0]!r}? " if meant else ""
+    similar = [n for n in linears if n == target.removesuffix(".weight") or fnmatchcase(n, f"*.{target}")]
+    hint = f"did you mean {similar[0]!r}? " if similar else ""
     first, last = next(iter(linears)), [*linears][-1]
     return RecipeError(
         f"{where}: target {target!r} matches no linear; {hint}{did_you_mean(target, _kinds(linears))}; "
@@ -79,26 +79,26 @@ def _no_match(where: str, target: str, linears: Mapping[str, Any], unprunable: M
 
 
 def _refuse_interval(where: str, glob: str) -> None:
-    """Refuse `[10-12]`, which is one character of 1, 0 to 1 and 2 where numbers are meant."""
+    """Refuse `[10-12]`, a set of single characters (1, 0 to 1, 2) that was meant as a range of numbers."""
     if (found := _INTERVAL.search(glob)) is not None:
         raise RecipeError(
-            f"{where}: {found[0]} in {glob!r} is one character of a set, no interval of numbers; layers 10 to 12 are "
-            "'*.1[0-2].*', and what a single pattern cannot say is several targets"
+            f"{where}: {found[0]} in {glob!r} matches a single character, not a range of numbers; layers 10 to 12 are "
+            "'*.1[0-2].*'; use several patterns where one is not enough"
         )
 
 
 def _kinds(names: Iterable[str]) -> set[str]:
-    """Return globs that would match the linears of each kind."""
+    """Return a glob for each kind of linear."""
     return {f"*.{n.rsplit('.', 1)[-1]}" if "." in n else n for n in names}
 
 
 def match_sparsities(loaded: LoadedRecipe, globs: Iterable[str], planned: Sequence[str]) -> dict[str, str]:
-    """Find the glob of `allocation.sparsities` that takes each planned linear: the first that matches.
+    """Return the first matching glob of `allocation.sparsities` for each planned linear.
 
     Args:
         loaded: the recipe with its places in the file.
         globs: in the recipe's order.
-        planned: names of the linears that rules took.
+        planned: names of the linears that rules match.
 
     Raises:
         RecipeError: a glob that matches nothing or is shadowed, or a linear that none matches, with its place.
@@ -109,27 +109,25 @@ def match_sparsities(loaded: LoadedRecipe, globs: Iterable[str], planned: Sequen
         _refuse_interval(where, glob)
         matched = [name for name in planned if fnmatchcase(name, glob)]
         if not matched:
-            raise RecipeError(
-                f"{where}: {glob!r} matches no linear that a rule took; {did_you_mean(glob, _kinds(planned))}"
-            )
+            raise RecipeError(f"{where}: {glob!r} matches no planned linear; {did_you_mean(glob, _kinds(planned))}")
         fresh = [name for name in matched if name not in taken]
         if not fresh:
             earlier = taken[matched[0]]
             raise RecipeError(
                 f"{where}: {glob!r} is shadowed: all {len(matched)} linears that it matches are already taken, "
-                f"{matched[0]} by {earlier!r} at {loaded.where('allocation', 'sparsities', earlier)}; the first that "
-                "matches wins, so put the narrower one first"
+                f"{matched[0]} by {earlier!r} at {loaded.where('allocation', 'sparsities', earlier)}; the first match "
+                "wins, so put the narrower one first"
             )
         taken |= dict.fromkeys(fresh, glob)
     if missing := [name for name in planned if name not in taken]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise RecipeError(
-            f'{loaded.where("allocation", "sparsities")}: none of them matches {missing[0]}{more}; end with "*" and a '
+            f'{loaded.where("allocation", "sparsities")}: no glob matches {missing[0]}{more}; end with "*" and a '
             "sparsity for the rest"
         )
     return {name: taken[name] for name in planned}
 
 
 def first_matching(globs: Iterable[str], name: str) -> str:
-    """Return the first glob that matches a name; `match_sparsities` sees to it that there is one."""
+    """Return the first glob that matches a name; `match_sparsities` ensures that there is one."""
     return next(glob for glob in globs if fnmatchcase(name, glob))

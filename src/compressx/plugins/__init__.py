@@ -1,4 +1,4 @@
-"""Plugins: how they are found, loaded and checked, what kinds of things they offer, and a template for a new one."""
+"""The plugin host: discovery, loading and checks, the kinds of things plugins offer, and a template for new ones."""
 
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.plugins.record import PluginRecord

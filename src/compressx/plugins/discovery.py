@@ -1,4 +1,4 @@
-"""Which plugins there are, from three sources, before any of them is imported."""
+"""Find plugins from entry points, `plugins.toml` and `--plugin`, without importing them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ GROUP = "compressx"
 
 
 def discover(modules: Sequence[str], file: PluginsFile) -> Mapping[str, PluginRecord]:
-    """Find every plugin: installed ones by name, then those of the file and of `modules` in order.
+    """Find every plugin: installed ones sorted by name, then those of the file and of `modules` in order.
 
-    A plugin that several sources name alike, with the same module, is one plugin.
+    The same name with the same module in several sources is one plugin.
 
     Raises:
-        PluginError: one name for two modules, one module under two names, or a required plugin that is nowhere.
+        PluginError: one name for two modules, one module under two names, or a missing required plugin.
     """
     found: dict[str, PluginRecord] = {}
-    for record in [*_installed(file), *file.plugins, *_asked(modules)]:
+    for record in [*_installed(file), *file.plugins, *_requested(modules)]:
         _add(found, record)
     for name in file.load.required:
         if name not in found:
             hint = did_you_mean(name, found) or "none is installed or listed"
-            raise PluginError(f"{file.where('load', 'required')}: required plugin {name!r} is not there; {hint}")
+            raise PluginError(f"{file.where('load', 'required')}: required plugin {name!r} is missing; {hint}")
         found[name] = replace(found[name], required=True)
     return found
 
@@ -38,18 +38,18 @@ def discover(modules: Sequence[str], file: PluginsFile) -> Mapping[str, PluginRe
 def blocked_names(found: Mapping[str, PluginRecord], blocked: Collection[str], file: PluginsFile) -> frozenset[str]:
     """Return the names of the plugins that must not be imported.
 
-    `-p no:NAME` outweighs `[load] required`: who types it knows.
+    `-p no:NAME` takes precedence over `[load] required`.
 
     Raises:
-        PluginError: a name that no plugin has, or a plugin that `--plugin` asks for at the same time.
+        PluginError: an unknown name, or a plugin that `--plugin` requests at the same time.
     """
     known = {*found, *(p.name for p in entry_points(group=GROUP))}
     places = [(name, f"-p no:{name}") for name in blocked]
     for name, place in [*places, *((name, file.where("load", "disabled")) for name in file.load.disabled)]:
         if name not in known:
-            raise PluginError(f"{place}: no plugin is named {name!r}; {did_you_mean(name, known) or 'there is none'}")
+            raise PluginError(f"{place}: no plugin is named {name!r}; {did_you_mean(name, known) or 'none is known'}")
         if name in found and found[name].asked:
-            raise PluginError(f"{place}: {name!r} is blocked, and --plugin asks for it; leave one of the two out")
+            raise PluginError(f"{place}: {name!r} is blocked, but --plugin requests it; leave one of the two out")
     return frozenset(blocked) | frozenset(file.load.disabled)
 
 
@@ -63,18 +63,18 @@ def _installed(file: PluginsFile) -> Iterator[PluginRecord]:
         yield PluginRecord(point.name, module, "entry point", place, name, version)
 
 
-def _asked(modules: Sequence[str]) -> Iterator[PluginRecord]:
+def _requested(modules: Sequence[str]) -> Iterator[PluginRecord]:
     for module in modules:
         if not re.match(MODULE, module) or (module.endswith(".py") and Path(module).exists()):
             raise PluginError(
-                f"--plugin {module!r} is no module; expected MODULE or MODULE:OBJECT, such as my_pruner for "
-                "my_pruner.py in the current folder; one that lies elsewhere is listed in plugins.toml with its folder"
+                f"--plugin {module!r} is not a module; expected MODULE or MODULE:OBJECT, such as my_pruner for "
+                "my_pruner.py in the current folder; list modules of other folders in plugins.toml"
             )
         yield PluginRecord(module, module, "--plugin", f"--plugin {module}", required=True, asked=True)
 
 
 def _add(found: dict[str, PluginRecord], new: PluginRecord) -> None:
-    """Add a plugin, or add what `new` knows to the same plugin found before."""
+    """Add a plugin, or merge it into the record of the same plugin from an earlier source."""
     twin = next((r for r in found.values() if r.module == new.module), None)
     old = twin if twin is not None and new.asked else found.get(new.name)
     if old is None and twin is not None:

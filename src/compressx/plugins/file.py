@@ -1,4 +1,4 @@
-"""`plugins.toml`: which plugins a project loads, with line numbers for its mistakes."""
+"""`plugins.toml`: which plugins a project loads. Errors have line numbers."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ _KEY = re.compile(r"\s*([\w\"'.-]+)\s*=")
 
 
 class LoadTable(Strict):
-    """`[load]`: what is loaded besides the plugins listed, and what is not."""
+    """`[load]`: what is loaded besides the listed plugins, and what is disabled."""
 
     entry_points: StrictBool = Field(True, description="whether installed plugins are loaded")
     disabled: list[str] = Field(default_factory=list, description="names of plugins that are never imported")
-    required: list[str] = Field(default_factory=list, description="names of plugins without which nothing runs")
+    required: list[str] = Field(default_factory=list, description="names of plugins that must load")
 
 
 def _specifier(text: str) -> str:
     try:
         SpecifierSet(text)
     except InvalidSpecifier:
-        raise ValueError('versions are written as pip does, such as ">=0.1,<0.3"') from None
+        raise ValueError('expected versions as pip writes them, such as ">=0.1,<0.3"') from None
     return text
 
 
 MODULE = r"^[A-Za-z_][\w.]*(:[A-Za-z_][\w.]*)?$"
-"""How a plugin's module is written, an object in it after a colon."""
+"""`MODULE` or `MODULE:OBJECT`."""
 
 
 class _PluginTable(Strict):
-    name: str = Field(min_length=1, description="what `-p no:NAME` and messages call it")
+    name: str = Field(min_length=1, description="name for `-p no:NAME` and messages")
     module: str = Field(pattern=MODULE, description="MODULE or MODULE:OBJECT")
     requires_host: Annotated[str, AfterValidator(_specifier)] | None = Field(
         None, alias="requires-host", description="versions of compressx that it works with, such as >=0.1,<0.3"
@@ -59,14 +59,14 @@ class _PluginTable(Strict):
 
 
 def plugin_table() -> type[_PluginTable]:
-    """Return the schema of one `[[plugin]]`, in which names of each kind can be declared."""
-    names: Any = (list[str] | None, Field(None, description="names that it has to register, no more and no fewer"))
+    """Return the schema of one `[[plugin]]` table, with a key for the names of each kind."""
+    names: Any = (list[str] | None, Field(None, description="exactly the names that it must register"))
     return create_model("PluginTable", __base__=_PluginTable, **{kind.key: names for kind in kinds.KINDS})
 
 
 @dataclass(frozen=True)
 class PluginsFile:
-    """What a `plugins.toml` says; without arguments, what an absent one does.
+    """The content of a `plugins.toml`; without arguments, that of a missing one.
 
     Attributes:
         load: the table `[load]`.
@@ -79,7 +79,7 @@ class PluginsFile:
     places: Mapping[tuple[Step, ...], str] = field(default_factory=lambda: {(): "plugins.toml"})
 
     def where(self, *loc: Step) -> str:
-        """Return the place of a key or table, or of the nearest one around it."""
+        """Return the place of a key or table, or of the nearest enclosing one."""
         while loc not in self.places:
             loc = loc[:-1]
         return self.places[loc]
@@ -89,8 +89,8 @@ def read_plugins_file(path: Path) -> PluginsFile:
     """Read `plugins.toml`.
 
     Raises:
-        PluginError: a file that cannot be read, is not TOML, has unknown keys, names a plugin twice, both requires and
-            disables one, or puts a folder outside the project on sys.path. Each mistake has its line.
+        PluginError: a file that cannot be read, is not TOML, has unknown keys, lists a plugin twice, both requires and
+            disables one, or puts a folder outside the project on sys.path. The message has the line.
     """
     name = one_line(str(path))
     text = _read(path, name)
@@ -102,7 +102,9 @@ def read_plugins_file(path: Path) -> PluginsFile:
     for i, plugin in enumerate(content.plugin):
         if first.setdefault(plugin.name, i) != i:
             earlier = file.where("plugin", first[plugin.name], "name")
-            raise PluginError(f"{file.where('plugin', i, 'name')}: plugin {plugin.name!r} also stands at {earlier}")
+            raise PluginError(
+                f"{file.where('plugin', i, 'name')}: plugin {plugin.name!r} is already listed at {earlier}"
+            )
     if both := sorted({*content.load.disabled} & {*content.load.required}):
         raise PluginError(f"{file.where('load', 'required')}: {both[0]!r} is both required and disabled; keep one")
     records = (_record(table, path.parent, partial(file.where, "plugin", i)) for i, table in enumerate(content.plugin))
@@ -146,22 +148,22 @@ def _parse(text: str, name: str) -> dict[str, Any]:
 
 
 def _inside(project: Path, folder: str, place: str) -> Path:
-    """Resolve a folder, links too, and refuse one outside the project."""
+    """Resolve a folder with its links; refuse one outside the project."""
     root = project.resolve()
     try:
         resolved = (root / folder).resolve()
         missing = not resolved.is_dir()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, a loop of links
-        raise PluginError(f"{place}: path {folder!r} cannot be followed: {error}") from None
+        raise PluginError(f"{place}: path {folder!r} cannot be resolved: {error}") from None
     if not resolved.is_relative_to(root):
-        raise PluginError(f"{place}: path {folder!r} leads out of the project {root}, to {resolved}")
+        raise PluginError(f"{place}: path {folder!r} is outside the project {root}: it resolves to {resolved}")
     if missing:
-        raise PluginError(f"{place}: path {folder!r} is no folder; looked in {root}")
+        raise PluginError(f"{place}: path {folder!r} is not a folder; looked in {root}")
     return resolved
 
 
 def _places(text: str, name: str) -> dict[tuple[Step, ...], str]:
-    """Find the lines of tables and keys. tomllib does not tell; a table within a multi-line string would mislead."""
+    """Find the lines of tables and keys, which tomllib does not report; multi-line strings may be mistaken for them."""
     places: dict[tuple[Step, ...], str] = {(): f"{name}:1"}
     tables: dict[tuple[Step, ...], int] = {}
     table: tuple[Step, ...] = ()

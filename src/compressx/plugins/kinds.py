@@ -1,6 +1,6 @@
-"""The kinds of things that plugins offer to recipes: one row of `KINDS` for each.
+"""The kinds of things that plugins offer to recipes, one row of `KINDS` each.
 
-A new kind is its hook in `compressx.api.hooks`, the class of its specs in `compressx.api`, and a row here.
+A new kind needs a hook in `compressx.api.hooks`, a spec class in `compressx.api`, and a row here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ class Kind(Generic[Spec]):
     """A kind of thing that plugins offer.
 
     Attributes:
-        name: what messages call one, such as `pruner`.
-        key: what several are called in `plugins.toml`, in `Plugins.offers` and by `compressx plugins`; the hook is
-            `compressx_KEY`.
-        spec: how a plugin describes one: a class with at least `name`, `summary`, `options` (a pydantic model) and
-            `build` (called with validated options).
-        check: raises `TypeError` for what else is wrong with a spec of this kind, if anything can be.
+        name: singular, for messages, such as `pruner`.
+        key: plural, in `plugins.toml`, `Plugins.offers` and `compressx plugins`; the hook is `compressx_KEY`.
+        spec: class with at least `name`, `summary`, `options` (a pydantic model) and `build` (called with validated
+            options).
+        check: raises `TypeError` for an invalid spec, beyond the checks of all kinds.
     """
 
     name: str
@@ -43,20 +42,20 @@ class Kind(Generic[Spec]):
 
 
 def check_spec(kind: Kind[Any], spec: Any) -> None:
-    """Check the attributes of what a hook returned.
+    """Check a spec that a hook returned.
 
     Raises:
-        TypeError: anything but a spec of this kind of which each attribute is what its description says.
+        TypeError: another type, or an attribute of the wrong type.
     """
     if not isinstance(spec, kind.spec):
         raise TypeError(f"{kind.hook} returned {spec!r:.80}, which is not a {kind.spec.__name__}")
     shown, options = f"{kind.name} {spec.name!r}", spec.options
     if not isinstance(spec.name, str) or not spec.name:
-        raise TypeError(f"{kind.hook} returned a {kind.spec.__name__} named {spec.name!r}; a name is text")
+        raise TypeError(f"{kind.hook} returned a {kind.spec.__name__} named {spec.name!r}; expected non-empty text")
     if not (inspect.isclass(options) and issubclass(options, BaseModel)):
-        raise TypeError(f"{shown} has options {options!r:.80}, which is no pydantic model")
+        raise TypeError(f"{shown} has options {options!r:.80}, which is not a pydantic model")
     if options is BaseModel:
-        raise TypeError(f"{shown} has pydantic's BaseModel itself as options; derive an empty class from it")
+        raise TypeError(f"{shown} has pydantic's BaseModel itself as options; use a subclass, even an empty one")
     if not callable(spec.build):
         raise TypeError(f"{shown} has build {spec.build!r:.80}, which is not callable")
     if kind.check is not None:
@@ -73,7 +72,7 @@ def _check_pruner(spec: PrunerSpec) -> None:
     if spec.check is not None and not callable(spec.check):
         raise TypeError(f"pruner {spec.name!r} has check {spec.check!r:.80}, which is not callable")
     if unknown := {*spec.selecting_options} - {*spec.options.model_fields}:
-        raise TypeError(f"pruner {spec.name!r} has selecting_options {sorted(unknown)}, which are no options of it")
+        raise TypeError(f"pruner {spec.name!r} has selecting_options {sorted(unknown)}, which are not options of it")
 
 
 PRUNER = Kind("pruner", "pruners", PrunerSpec, _check_pruner)

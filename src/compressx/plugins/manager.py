@@ -1,7 +1,7 @@
-"""The plugin host: imports the plugins that are not blocked, checks their hooks and collects what they offer.
+"""Import the plugins that are not blocked, check their hooks and collect what they offer.
 
-A plugin that cannot be imported is recorded and left out, unless the user relies on it: then it is an error. What a
-plugin gets wrong about its hooks is always an error, because a misspelt one would never be called.
+A plugin that cannot be imported is recorded and skipped; if it is required, that is an error. Invalid hooks are always
+an error, because a misspelt hook would never be called.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Offers: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class Plugins:
-    """The plugins of one run, loaded.
+    """The loaded plugins of a run.
 
     Attributes:
-        manager: calls their hooks.
+        manager: pluggy's, with the plugins registered.
         records: every plugin that was found, in the order of loading.
-        offers: what recipes can name: specs by kind and name, such as `offers["pruners"]["wanda"]`.
+        offers: specs by kind and name, such as `offers["pruners"]["wanda"]`.
     """
 
     manager: pluggy.PluginManager
@@ -49,10 +49,10 @@ class Plugins:
     offers: Offers
 
     def find(self, kind: Kind[Spec], name: str) -> Spec:
-        """Find what plugins offer under a name.
+        """Return the spec with a name.
 
         Raises:
-            PluginError: there is none. Says so when a blocked or failed plugin would probably have offered it.
+            PluginError: there is none. The message names blocked or failed plugins that probably offer it.
         """
         if name in (offered := self.offers[kind.key]):
             found: Spec = offered[name]
@@ -71,16 +71,13 @@ def load_plugins(*, modules: Sequence[str] = (), blocked: Collection[str] = (), 
     """Load the installed plugins, then those of `plugins.toml`, then `modules`.
 
     Args:
-        modules: `MODULE` or `MODULE:OBJECT`, as `--plugin` gives them; each has to load.
-        blocked: names of plugins that are not imported, as `-p no:NAME` gives them.
-        toml: the project's file; when None, `plugins.toml` in the working folder if there is one.
-
-    Returns:
-        A new manager with the plugins registered, the records, and what they offer.
+        modules: `MODULE` or `MODULE:OBJECT`, from `--plugin`; each must load.
+        blocked: names of plugins not to import, from `-p no:NAME`.
+        toml: the project's file; None for `plugins.toml` in the working directory, if there is one.
 
     Raises:
-        PluginError: a required plugin that fails, a name that is unknown or taken twice, a misspelt hook, a name
-            offered twice, or a wrong `plugins.toml`.
+        PluginError: a required plugin that fails, an unknown or duplicate name, an invalid hook, a name offered twice,
+            or an invalid `plugins.toml`.
     """
     default = Path("plugins.toml")
     path = toml if toml is not None or not default.is_file() else default
@@ -109,34 +106,34 @@ def load_plugins(*, modules: Sequence[str] = (), blocked: Collection[str] = (), 
 
 
 def _load(manager: pluggy.PluginManager, record: PluginRecord) -> tuple[PluginRecord, Offers]:
-    """Import and register one plugin and ask it what it offers."""
+    """Import and register one plugin, and collect its specs."""
     needed = record.requires_host
     if needed is not None and not SpecifierSet(needed).contains(__version__, prereleases=True):
-        return _failed(record, f"it needs compressx {needed}, and this is {__version__}; update one of the two"), {}
+        return _failed(record, f"it needs compressx {needed}, but this is {__version__}; update one of the two"), {}
     try:
         with _on_sys_path(record.folder):
             plugin = EntryPoint(record.name, record.module, GROUP).load()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a stranger's module does, the others go on
-        return _failed(record, _told(error), error), {}
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a broken plugin must not stop the others
+        return _failed(record, _message(error), error), {}
     _check_origin(record)
     _register(manager, record, plugin)
     try:
         specs = _offered_by(manager, plugin)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - likewise
         manager.unregister(plugin)
-        return _failed(record, _told(error), error), {}
+        return _failed(record, _message(error), error), {}
     offers = {key: tuple(named) for key, named in specs.items()}
     for key, declared in record.offers.items():
         if sorted(declared) != sorted(offers[key]):
             raise PluginError(
-                f"{record} registers the {key} {', '.join(offers[key]) or 'none'}, but plugins.toml says "
+                f"{record} registers the {key} {', '.join(offers[key]) or 'none'}, but plugins.toml declares "
                 f"{', '.join(declared) or 'none'}"
             )
     return replace(record, status="loaded", offers=offers), specs
 
 
 def _failed(record: PluginRecord, reason: str, error: BaseException | None = None) -> PluginRecord:
-    """Record a failure, unless the user relies on the plugin."""
+    """Record a failure; raise it if the plugin is required."""
     if record.required:
         missing = isinstance(error, ModuleNotFoundError) and record.module.startswith(error.name or " ")
         advice = "; install it, or list it in plugins.toml with the path of its folder" if missing else ""
@@ -144,22 +141,22 @@ def _failed(record: PluginRecord, reason: str, error: BaseException | None = Non
     return replace(record, status="failed", error=reason)
 
 
-def _told(error: BaseException) -> str:
-    """Return the last line of a traceback, and where the file is that cannot be read."""
-    told = traceback.format_exception_only(error)[-1].strip()
-    return f"{told} ({error.filename}, line {error.lineno})" if isinstance(error, SyntaxError) else told
+def _message(error: BaseException) -> str:
+    """Return the last line of a traceback, with file and line for a syntax error."""
+    message = traceback.format_exception_only(error)[-1].strip()
+    return f"{message} ({error.filename}, line {error.lineno})" if isinstance(error, SyntaxError) else message
 
 
 def _check_origin(record: PluginRecord) -> None:
-    """Refuse another module of the same name where `plugins.toml` says which folder the plugin is in."""
+    """Refuse a module from another folder than the one in `plugins.toml`."""
     if record.folder is None:
         return
     module = sys.modules[record.module.partition(":")[0]]
     origin = Path(getattr(module, "__file__", None) or "/").resolve()
     if not origin.is_relative_to(record.folder):
         raise PluginError(
-            f"{record}: module {module.__name__!r} came from {origin}, not from {record.folder}; "
-            "another module has its name, so rename it"
+            f"{record}: module {module.__name__!r} was imported from {origin}, not from {record.folder}; "
+            "another module has the same name, so rename it"
         )
 
 
@@ -178,7 +175,7 @@ def _on_sys_path(folder: Path | None) -> Iterator[None]:
 
 
 def _register(manager: pluggy.PluginManager, record: PluginRecord, plugin: object) -> None:
-    """Register a plugin if all of its hooks are hooks of ours and marked as such."""
+    """Register a plugin if all of its hooks exist and are marked as implementations."""
     implemented = list(_hooks_of(record, plugin, vars(manager.hook)))
     try:
         manager.register(plugin, record.name)
@@ -188,7 +185,7 @@ def _register(manager: pluggy.PluginManager, record: PluginRecord, plugin: objec
 
 
 def _hooks_of(record: PluginRecord, plugin: object, known: Collection[str]) -> Iterator[str]:
-    """Yield the hooks that a plugin implements; refuse what looks like a hook and would never be called."""
+    """Yield the hooks that a plugin implements; refuse functions that look like hooks but would never be called."""
     for name in dir(plugin):
         found = inspect.getattr_static(plugin, name, None)
         function = getattr(found, "__func__", found)  # static and class methods
@@ -197,14 +194,14 @@ def _hooks_of(record: PluginRecord, plugin: object, known: Collection[str]) -> I
             continue
         hook = (marker and marker["specname"]) or name
         if hook not in known:
-            raise PluginError(f"{record}: function {name!r} is no hook; {did_you_mean(hook, known)}")
+            raise PluginError(f"{record}: function {name!r} is not a hook; {did_you_mean(hook, known)}")
         if marker is None:
             raise PluginError(f"{record}: function {name!r} lacks @compressx.hookimpl and would never be called")
         yield hook
 
 
 def _offered_by(manager: pluggy.PluginManager, plugin: object) -> Offers:
-    """Ask one plugin what it offers, through pluggy, so that a wrapper of its own works."""
+    """Return the specs of one plugin. Its hooks are called through pluggy, so that hook wrappers work."""
     implemented = {caller.name for caller in manager.get_hookcallers(plugin) or ()}
     if not implemented:
         raise TypeError("it implements no hook; mark its functions with @compressx.hookimpl")

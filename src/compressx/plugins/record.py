@@ -1,4 +1,4 @@
-"""One plugin: where it was named, and what became of it."""
+"""The record of a plugin: its source and its status."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class PluginRecord:
     """One plugin.
 
     Attributes:
-        name: of the entry point, in `plugins.toml`, or the module that `--plugin` named.
+        name: of the entry point, in `plugins.toml`, or the module given to `--plugin`.
         module: `module` or `module:object`.
-        source: where it was named first.
-        place: the same for messages: the distribution, the line of `plugins.toml`, or the argument.
-        distribution: the installed distribution that has its entry point.
+        source: its first source.
+        place: its sources for messages: the distribution, the line of `plugins.toml`, or the argument.
+        distribution: the installed distribution with its entry point.
         version: of the distribution.
         summary: from `plugins.toml`.
-        folder: where its module has to come from, or None for anywhere.
+        folder: that its module must be in, or None for anywhere.
         requires_host: versions of compressx that it works with, as pip writes them, or None for any.
-        required: whether it is an error when it cannot be loaded.
-        asked: whether `--plugin` named it.
-        status: `found` before it is imported; its hooks are called when it is `loaded`.
-        error: the last line of the traceback when it failed.
-        offers: names that it registered, by `Kind.key`; while it is not loaded, those that `plugins.toml` declares.
+        required: whether it is an error if it cannot be loaded.
+        asked: whether it was given to `--plugin`.
+        status: `found` before it is imported; its hooks are called if it is `loaded`.
+        error: the last line of the traceback if it failed.
+        offers: names that it registered, by `Kind.key`; before loading, those that `plugins.toml` declares.
     """
 
     name: str
@@ -55,23 +55,23 @@ class PluginRecord:
         return f"plugin {self.name!r} ({self.place})"
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `compressx plugins --json` prints."""
+        """Return the record as `compressx plugins --json` prints it."""
         shown = ("name", "distribution", "version", "source", "module", "status", "error", "summary")
         offers = {kind.key: self.offers.get(kind.key, ()) for kind in kinds.KINDS}
         return {**{name: getattr(self, name) for name in shown}, **offers}
 
     def code(self) -> str:
-        """Return what tells its code from an earlier state of it, as `code_digest`."""
+        """Return the `code_digest` of its package."""
         return code_digest(self.module.partition(":")[0].partition(".")[0])
 
     def why_absent(self) -> str:
-        """Say what keeps the plugin from being loaded."""
+        """Return why the plugin is not loaded, as a clause."""
         if self.status == "blocked":
             return f"is blocked; drop -p no:{self.name}, or its name from [load] disabled"
         return f"failed to load: {self.error}"
 
     def would_offer(self, key: str, name: str) -> bool:
-        """Whether the plugin probably offers `name`: it is declared under `key`, or one is named after the other."""
+        """Return whether the plugin probably offers `name`: declared under `key`, or part of the plugin's name."""
         own = (self.name.lower(), (self.distribution or "").lower())
         return name in self.offers.get(key, ()) or any(
             of == name.lower() or (min(len(of), len(name)) > 3 and (of in name or name in of)) for of in own
@@ -79,9 +79,9 @@ class PluginRecord:
 
 
 def code_digest(package: str) -> str:
-    """Hash the Python sources of a package or a single module that can be imported: sha256, its first 8 digits.
+    """Return the first 8 digits of the sha256 of a package's, or a single module's, Python sources.
 
-    What a version number does not tell while somebody works on a package that is installed in place.
+    Unlike the version, it changes with every edit of an editable install.
     """
     module = importlib.import_module(package)
     files = sorted(path for place in getattr(module, "__path__", ()) for path in Path(place).rglob("*.py"))

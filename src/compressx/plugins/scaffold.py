@@ -1,4 +1,4 @@
-"""A new plugin package, complete: a pruner that works, its tests, and the entry point by which pip makes it known."""
+"""Create a new plugin package: a working pruner, its tests, and its entry point."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from compressx.runtime.files import atomic_write
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 _TEMPLATE = Path(__file__).with_name("template")
-"""The package's files; `@name@` and `@module@` are filled in, in their paths too."""
+"""The package's files; `@name@` and `@module@` are replaced, in paths too."""
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that no package or recipe could carry.
+    """Refuse an invalid plugin name.
 
     Raises:
-        PluginError: another form than lower-case words joined by - or _.
+        PluginError: not lower-case words joined by - or _.
     """
     if not _NAME.fullmatch(name):
         raise PluginError(
-            f"no plugin can be named {name!r}; expected lower-case letters and digits, words joined by - or _, such as "
+            f"invalid plugin name {name!r}; expected lower-case letters and digits, words joined by - or _, such as "
             "'my-pruner'"
         )
 
@@ -33,19 +33,19 @@ def new_plugin(name: str, parent: Path) -> Path:
 
     Args:
         name: of the pruner and the plugin.
-        parent: where the folder goes.
+        parent: the folder to create the package in.
 
     Returns:
-        The folder.
+        The package's folder.
 
     Raises:
-        PluginError: a name that cannot be one.
-        ArtifactError: the folder is there already, or cannot be written.
+        PluginError: an invalid name.
+        ArtifactError: the folder exists already, or cannot be written.
     """
     check_name(name)
     folder = parent.expanduser() / f"compressx-{name}"
     if folder.exists():
-        raise ArtifactError(f"{folder} is there already; choose another name or --folder, or remove it")
+        raise ArtifactError(f"{folder} exists already; choose another name or --folder, or remove it")
 
     def filled(text: str) -> str:
         return text.replace("@name@", name).replace("@module@", name.replace("-", "_"))
@@ -55,6 +55,6 @@ def new_plugin(name: str, parent: Path) -> Path:
             place = folder / filled(str(source.relative_to(_TEMPLATE).with_suffix("")))
             atomic_write(place, filled(source.read_text(encoding="utf-8")).encode())
     except ArtifactError:
-        shutil.rmtree(folder, ignore_errors=True)  # half a package would be in the way of the next try
+        shutil.rmtree(folder, ignore_errors=True)  # an incomplete package would block the next try
         raise
     return folder

@@ -1,1 +1,1 @@
-"""What a recipe may say: its schema, YAML with line numbers, and how mistakes are reported."""
+"""The recipe: its schema, YAML with line numbers, and error messages."""

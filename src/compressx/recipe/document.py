@@ -1,4 +1,4 @@
-"""A tree of values that each know where they stand: what a recipe is between its file and its schema."""
+"""The parsed document: a tree of values with their positions, between the YAML file and the schema."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MAX_DEPTH = 40
 
 @dataclass(frozen=True)
 class Node:
-    """A value of a document and where it stands.
+    """A value of a document with its position.
 
     Attributes:
         value: a scalar, a tuple of nodes, or nodes by key.
-        place: `file:line:column` of its key when it has one, else of itself.
+        place: `file:line:column` of its key if it has one, else of the value.
     """
 
     value: Scalar | tuple[Node, ...] | Mapping[str, Node]
@@ -33,19 +33,19 @@ class Node:
 
     @property
     def children(self) -> Iterable[Node]:
-        """The nodes directly inside."""
+        """The direct children."""
         if isinstance(self.value, Mapping):
             return self.value.values()
         return self.value if isinstance(self.value, tuple) else ()
 
     @cached_property
     def size(self) -> int:
-        """How many values there are, itself included, an alias counting as what it stands for."""
+        """Number of values, this one included, with aliases expanded."""
         return 1 + sum(child.size for child in self.children)
 
     @cached_property
     def depth(self) -> int:
-        """How many levels there are, itself included."""
+        """Number of levels, this one included."""
         return 1 + max((child.depth for child in self.children), default=0)
 
     def plain(self) -> Any:
@@ -55,7 +55,7 @@ class Node:
         return [child.plain() for child in self.value] if isinstance(self.value, tuple) else self.value
 
     def where(self, *loc: Step) -> str:
-        """Return the place of what stands at `loc`, or of the nearest value around it."""
+        """Return the place of the value at `loc`, or of the nearest enclosing one."""
         node = self
         for step in loc:
             if isinstance(node.value, Mapping) and step in node.value:
@@ -68,10 +68,10 @@ class Node:
 
 
 def check_bounds(size: int, depth: int, place: str) -> None:
-    """Refuse what is too large or too deep to be a recipe, such as aliases of aliases of aliases.
+    """Refuse a document that is too large or too deep, such as nested aliases that expand exponentially.
 
     Raises:
-        RecipeError: naming the bound.
+        RecipeError: names the limit.
     """
     if depth > MAX_DEPTH:
         raise RecipeError(f"{place}: nested more than {MAX_DEPTH} levels deep")
@@ -80,16 +80,16 @@ def check_bounds(size: int, depth: int, place: str) -> None:
 
 
 def checked(value: Scalar, place: str) -> Scalar:
-    """Return a scalar as its plain kind.
+    """Return a scalar as a plain built-in type.
 
     Raises:
-        RecipeError: a number that is not finite or absurdly long, or text that no file could hold.
+        RecipeError: a number that is not finite or has more than 1024 bits, or text with NUL or surrogates.
     """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         if re.search("[\0\ud800-\udfff]", value):
-            raise RecipeError(f"{place}: {shown(value)} holds a character that is not allowed in text")
+            raise RecipeError(f"{place}: {shown(value)} contains a character that is not allowed in text")
         return str.__str__(value)
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -101,21 +101,21 @@ def checked(value: Scalar, place: str) -> Scalar:
 
 
 def from_python(value: object, name: str, loc: tuple[Step, ...] = ()) -> Node:
-    """Make nodes of a Python value, with places `name:prune[1].sparsity`.
+    """Convert a Python value to nodes with places such as `name:prune[1].sparsity`.
 
     Args:
         value: mappings, lists, tuples, scalars and paths.
-        name: what stands for the file in places.
-        loc: where in the document the value stands.
+        name: stands in for the file name in places.
+        loc: location of the value in the document.
 
     Raises:
-        RecipeError: anything else, a key that is not text, or a value beyond the bounds of a file.
+        RecipeError: any other type, a key that is not text, or a document over the limits.
     """
     place = f"{name}:{path_text(loc)}" if loc else name
     check_bounds(1, len(loc) + 1, place)
     if isinstance(value, Mapping):
         if stray := [key for key in value if not isinstance(key, str)]:
-            raise RecipeError(f"{place}: a key is text; got {shown(stray[0])}")
+            raise RecipeError(f"{place}: a key must be text; got {shown(stray[0])}")
         node = Node({str(checked(k, place)): from_python(v, name, (*loc, k)) for k, v in value.items()}, place)
     elif isinstance(value, list | tuple):
         node = Node(tuple(from_python(item, name, (*loc, i)) for i, item in enumerate(value)), place)
@@ -125,7 +125,7 @@ def from_python(value: object, name: str, loc: tuple[Step, ...] = ()) -> Node:
         node = Node(checked(value, place), place)
     else:
         kind = type(value).__name__
-        raise RecipeError(f"{place}: a recipe holds text, numbers, true, false, null, lists and mappings; got {kind}")
+        raise RecipeError(f"{place}: expected text, a number, true, false, null, a list or a mapping; got {kind}")
     check_bounds(node.size, 1, place)
     return node
 
@@ -136,11 +136,11 @@ def put(node: Node, steps: Sequence[str], new: Node, done: tuple[Step, ...] = ()
     Args:
         node: the tree.
         steps: keys, and indices as decimal text.
-        new: what to put there; mistakes in `steps` are reported at its place.
-        done: the location of `node` itself.
+        new: the new value; errors in `steps` are reported at its place.
+        done: the location of `node`.
 
     Raises:
-        RecipeError: steps that lead through a scalar or outside a list.
+        RecipeError: steps through a scalar or outside a list.
     """
     if not steps:
         return new
@@ -161,12 +161,12 @@ def put(node: Node, steps: Sequence[str], new: Node, done: tuple[Step, ...] = ()
 
 
 def path_text(loc: Iterable[Step]) -> str:
-    """Write a location as `prune[1].options.steps`."""
+    """Format a location as `prune[1].options.steps`."""
     return one_line("".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in loc).removeprefix("."))
 
 
 def shown(value: object) -> str:
-    """Write a value for a message, as YAML would where that is short."""
+    """Format a value for a message, as YAML, at most 80 characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
@@ -178,7 +178,7 @@ def shown(value: object) -> str:
 
 
 def flow(value: object) -> str:
-    """Write plain data on one line, as a recipe may have it."""
+    """Format plain data as YAML on one line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -189,5 +189,5 @@ def flow(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """Make text that came from outside fit for one line of a message, whatever its characters."""
+    """Escape unprintable characters so that foreign text fits on one line of a message."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

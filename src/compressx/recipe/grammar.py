@@ -1,4 +1,4 @@
-"""What is wrong with a text that is no YAML, in plain words."""
+"""Readable messages for YAML syntax errors."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ _UNCLOSED = {
     "found unexpected end of stream": "the quote that is opened here is not closed",
     "could not find expected ':'": 'expected "key: value"; no ": " follows the key',
 }
-"""By what ruamel.yaml says (a regular expression), what we do; told where it begins, since the parser is far beyond."""
+"""Our message by regular expression over ruamel.yaml's; placed where the construct begins, far before the parser."""
 
 _MISPLACED = {
-    r"found character '\\t'": "a tab, where only spaces may stand; replace it with spaces",
+    r"found character '\\t'": "a tab where only spaces are allowed; replace it with spaces",
     "found character '(.)'": "text cannot begin with {0}; put it in quotes",
-    "mapping values are not allowed": 'a key cannot stand here; each key has a line of its own with ": " behind it and '
-    'the indentation of those beside it, and text that holds ": " has quotes',
-    "sequence entries are not allowed": "a list item cannot stand here; write it on a line of its own, below its key",
+    "mapping values are not allowed": 'a key is not allowed here; write each key on its own line, followed by ": " and '
+    'indented like its siblings, and put text that contains ": " in quotes',
+    "sequence entries are not allowed": "a list item is not allowed here; write it on its own line, below its key",
     "expected ',' or '(.)', but got": "expected a comma, or the {0} that closes what is opened at {begun}",
     "expected the node content, but found '<stream end>'": "it ends where a value is expected; close what is opened "
     "with [ or {{",
     "expected the node content, but found '(.)'": "expected a value, got {0}",
     r"expected <block end>, but found '([\]}])'": "{0} closes nothing; remove it",
-    r"expected <block end>, but found '(?:<block|-|\?)": "this line fits nothing above it; keys of one mapping, and "
-    "items of one list, have the same indentation",
-    "expected <block end>": "more text after a value that is complete; put all of it in quotes",
-    "found unknown escape character '(.)'": "\\{0} means nothing within double quotes; use single quotes, or two "
-    "backslashes for one",
+    r"expected <block end>, but found '(?:<block|-|\?)": "the indentation of this line matches nothing above it; keys "
+    "of one mapping, and items of one list, have the same indentation",
+    "expected <block end>": "more text after a complete value; put all of it in quotes",
+    "found unknown escape character '(.)'": "\\{0} is not an escape in double quotes; use single quotes, or double the "
+    "backslash",
 }
-"""Likewise; told where the parser stopped."""
+"""The same, placed where the parser stopped."""
 
 
 def in_plain_words(error: MarkedYAMLError, at: Callable[[int, int], str]) -> str:
-    """Say what the parser found wrong, and where, without the words of its grammar."""
+    """Return the place and a message without the parser's grammar terms."""
     mark, beginning = error.problem_mark or error.context_mark, error.context_mark or error.problem_mark
     here, begun = (at(m.line, m.column) if m else at(0, 0) for m in (mark, beginning))
     if error.context == "while scanning an alias":

@@ -1,4 +1,4 @@
-"""The recipe as a JSON schema, by which editors complete and check recipes while they are written."""
+"""The JSON schema of recipes, for completion and validation in editors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from compressx.recipe.schema import Recipe
 
 
 def json_schema(options: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
-    """Return the JSON schema (2020-12) of what a recipe may say.
+    """Return the JSON schema (2020-12) of recipes.
 
     Args:
-        options: by pruner, the model of its options; a rule that names the pruner is then held to these.
+        options: option models by pruner; the options of rules with that pruner are validated against them.
 
     Returns:
-        Plain data. Pruners that are not in `options` are allowed, since others may be installed elsewhere.
+        Plain data. Pruners that are not in `options` are allowed, because others may be installed elsewhere.
     """
     schema = Recipe.model_json_schema(by_alias=True)
     definitions = schema["$defs"]
@@ -41,7 +41,7 @@ def json_schema(options: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
 
 
 def _described(model: type[BaseModel]) -> dict[str, Any]:
-    """Return a model's schema; of one that has a field which JSON cannot say, one that allows anything."""
+    """Return a model's schema, or one that allows anything if a field has no JSON schema."""
     try:
         return model.model_json_schema(by_alias=True)
     except PydanticInvalidForJsonSchema:
@@ -49,7 +49,7 @@ def _described(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _closed(schema: Any) -> Any:
-    """Forbid unknown keys wherever keys are known, as the host does whatever a model's own config says."""
+    """Forbid unknown keys in every object with properties, as `validated` does whatever a model's own config."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
@@ -61,5 +61,5 @@ def _closed(schema: Any) -> Any:
 
 
 def text_of(schema: Mapping[str, Any]) -> str:
-    """Return a schema as the file that is committed."""
+    """Format a schema as in the committed file."""
     return json.dumps(schema, indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""What a recipe says of measuring the model: its `evaluate` section."""
+"""The recipe's `evaluate` section."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class TokenPerplexity(Strict):
 
     dataset: DatasetField
     sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
-    samples: StrictInt | None = Field(None, ge=1, description="the first so many windows; all when absent")
-    bos: Bos = Field("auto", description="whether windows begin with the tokenizer's BOS token; auto: Gemma's do")
-    batch_size: StrictInt = Field(4, ge=1, description="windows in one forward pass")
+    samples: StrictInt | None = Field(None, ge=1, description="number of windows, from the first; all when absent")
+    bos: Bos = Field("auto", description="begin each window with the tokenizer's BOS token; auto: for Gemma only")
+    batch_size: StrictInt = Field(4, ge=1, description="windows per forward pass")
 
 
 class RollingTask(Strict):
     """A dataset as an lm-eval `loglikelihood_rolling` task."""
 
-    name: str = Field(description="what the report calls it")
+    name: str = Field(description="its name in the report")
     dataset: DatasetField
 
 
@@ -46,21 +46,21 @@ TaskField = Annotated[
 
 
 class LmEval(Strict):
-    """Tasks of lm-evaluation-harness: by name, by path of a task YAML, or a dataset of ours."""
+    """Tasks of lm-evaluation-harness: by name, by path of a task YAML, or from a dataset."""
 
     tasks: list[TaskField] = Field(min_length=1, examples=[["wikitext"]])
-    limit: StrictInt | None = Field(None, ge=1, description="documents of each task; all when absent")
+    limit: StrictInt | None = Field(None, ge=1, description="documents per task; all when absent")
     batch_size: StrictInt = Field(4, ge=1)
 
 
 class Evaluate(Strict):
-    """What is measured on the dense and on the pruned model. Nothing, when the recipe has no such section."""
+    """What is measured on the dense and on the pruned model; nothing without this section."""
 
     token_perplexity: TokenPerplexity | None = Field(None, examples=[{"dataset": "wikitext"}])
     lm_eval: LmEval | None = Field(None, examples=[{"tasks": ["wikitext"]}])
 
     def datasets(self) -> dict[tuple[Step, ...], DatasetSource]:
-        """Return the datasets that it reads, by where it names them."""
+        """Return the datasets by their location in this section."""
         found: dict[tuple[Step, ...], DatasetSource] = {}
         if self.token_perplexity is not None:
             found["token_perplexity", "dataset"] = self.token_perplexity.dataset

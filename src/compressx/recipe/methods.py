@@ -1,4 +1,4 @@
-"""The methods of allocation: what a recipe's `allocation` may say."""
+"""The recipe's `allocation` section: one model per method."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from compressx.recipe.validation import Strict, conflict
 from compressx.runtime.errors import did_you_mean
 
 UnitKind: TypeAlias = Literal["block", "rule", "linear"]
-"""What gets one sparsity: a decoder block, what one rule takes in it, or its linears of one kind."""
+"""What gets one sparsity: a decoder block, the linears of one rule in it, or its linears of one kind."""
 Scope: TypeAlias = Literal["model", "block"]
 
 MAX_SPARSITY = 0.95
-"""The most that a unit gets, whatever the others cost."""
+"""Highest sparsity of a unit."""
 
 _TARGET = "fraction of zeros over all planned linears; 0.5 is 50%"
 _METHOD = "how sparsities are chosen"
-_WINDOWS = "calibration windows to measure with, the first so many"
+_WINDOWS = "the first calibration windows to measure with"
 
 
 class UniformAllocation(Strict):
-    """The target everywhere."""
+    """The target for every linear."""
 
     method: Literal["uniform"] = Field(description=_METHOD)
     target: StrictFloat = Field(gt=0, lt=1, description=_TARGET)
@@ -41,13 +41,13 @@ class ExplicitAllocation(Strict):
     method: Literal["explicit"] = Field(description=_METHOD)
     sparsities: dict[str, Annotated[StrictFloat, Field(ge=0, lt=1)]] = Field(
         min_length=1,
-        description="sparsity (0.5 is 50%) by glob over fully qualified names; the first that matches takes a linear",
+        description="sparsity (0.5 is 50%) by glob over fully qualified names; the first match wins",
     )
     target: StrictFloat | None = Field(
         None,
         gt=0,
         lt=1,
-        description="fraction of zeros that they have to come to, 0.5 being 50%; not checked when absent",
+        description="fraction of zeros that they must add up to; 0.5 is 50%; not checked when absent",
     )
 
     measures: ClassVar[str] = ""
@@ -56,14 +56,14 @@ class ExplicitAllocation(Strict):
 
 
 class OwlAllocation(Strict):
-    """Less sparsity for the blocks with more outliers (arXiv 2310.05175)."""
+    """Less sparsity for blocks with more outliers (arXiv 2310.05175)."""
 
     method: Literal["owl"] = Field(description=_METHOD)
     target: StrictFloat = Field(gt=0, lt=MAX_SPARSITY, description=_TARGET)
     outlier_threshold: StrictFloat = Field(
-        5.0, gt=0, description="what counts as an outlier: a score above so many times its block's mean"
+        5.0, gt=0, description="an outlier has a score above this multiple of the block's mean"
     )
-    spread: StrictFloat = Field(0.08, ge=0, description="the most by which a block's sparsity differs from the target")
+    spread: StrictFloat = Field(0.08, ge=0, description="largest difference of a block's sparsity from the target")
     samples: StrictInt = Field(24, ge=1, description=_WINDOWS)
 
     measures: ClassVar[str] = "outliers"
@@ -75,26 +75,25 @@ class OwlAllocation(Strict):
         room = min(self.target, MAX_SPARSITY - self.target)
         if self.spread > room + 1e-9:
             raise conflict(
-                f"target {self.target:g} with spread {self.spread:g} reaches from {self.target - self.spread:g} to "
-                f"{self.target + self.spread:g}, and a sparsity lies within 0 and {MAX_SPARSITY:g}; a spread of at "
-                f"most {room:g} fits",
+                f"target {self.target:g} with spread {self.spread:g} ranges from {self.target - self.spread:g} to "
+                f"{self.target + self.spread:g}, outside 0 to {MAX_SPARSITY:g}; expected a spread of at most {room:g}",
                 ["spread"],
             )
         return self
 
 
 class _Measuring(Strict):
-    """What the methods have in common that measure what sparsity costs."""
+    """Keys of the methods that measure divergences."""
 
     target: StrictFloat = Field(gt=0, lt=MAX_SPARSITY, description=_TARGET)
-    scope: Scope = Field("model", description="what shares the target: all blocks, or each block by itself")
+    scope: Scope = Field("model", description="what shares the target: the whole model, or each block by itself")
     sparsities: list[Annotated[StrictFloat, Field(gt=0, le=MAX_SPARSITY)]] = Field(
-        default=[0.3, 0.5, 0.7, 0.9], min_length=2, description="sparsities to measure, rising; 0.5 is 50%"
+        default=[0.3, 0.5, 0.7, 0.9], min_length=2, description="sparsities to measure, increasing; 0.5 is 50%"
     )
     samples: StrictInt = Field(
         24,
         ge=1,
-        description=f"{_WINDOWS}; what sparsity costs is measured on the last quarter, which the pruners do not see",
+        description=f"{_WINDOWS}; divergences are measured on the last quarter, which the pruners do not see",
     )
 
     measures: ClassVar[str] = "divergences"
@@ -102,32 +101,32 @@ class _Measuring(Strict):
     @model_validator(mode="after")
     def _rising(self) -> _Measuring:
         if any(a >= b for a, b in pairwise(self.sparsities)):
-            raise conflict(f"sparsities rise from each to the next; got {self.sparsities}", ["sparsities"])
+            raise conflict(f"sparsities must increase; got {self.sparsities}", ["sparsities"])
         return self
 
 
 class DivergenceAllocation(_Measuring):
-    """Sparsity where the model's predictions diverge least for it, by the changes of its decoder blocks' outputs."""
+    """More sparsity where the model's predictions diverge least, judged by the changes of the blocks' outputs."""
 
     method: Literal["divergence"] = Field(description=_METHOD)
     unit: UnitKind = Field(
         "block",
-        description="what gets one sparsity: a block, what one rule takes in a block, or a block's linears of one kind",
+        description="what gets one sparsity: a block, the linears of one rule in it, or its linears of one kind",
     )
 
     @model_validator(mode="after")
     def _something_to_choose(self) -> DivergenceAllocation:
         if self.unit == self.scope == "block":
             raise conflict(
-                "with scope block each block has the target by itself, and with unit block nothing is left to choose; "
-                "give unit rule or linear, or scope model",
+                "scope block gives each block the target, so unit block leaves nothing to choose; give unit rule or "
+                "linear, or scope model",
                 ["unit", "scope"],
             )
         return self
 
 
 class AttentionAware(_Measuring):
-    """Method `divergence` with units of what one rule takes in a block: query and key apart from the rest."""
+    """Method `divergence` with unit `rule`: query and key apart from the rest of a block."""
 
     method: Literal["attention-aware"] = Field(description=_METHOD)
 

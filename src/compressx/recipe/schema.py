@@ -1,4 +1,4 @@
-"""The recipe: its schema, and how it is loaded. Every mistake is reported at once, each with its place."""
+"""The recipe's schema and loader. All errors are reported at once, each with its place."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def _nm(value: object) -> object:
     elif isinstance(value, dict) and set(value) == {"keep", "of"} and all(type(v) is int for v in value.values()):
         keep, of = value["keep"], value["of"]
     else:
-        raise ValueError('an N:M pattern is written "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept')
+        raise ValueError('expected an N:M pattern, "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept')
     if not 1 <= keep < of:
-        idle = "; what is not to be pruned is left out of targets" if keep == of else ""
+        idle = "; to prune nothing, leave the linear out of targets" if keep == of else ""
         raise ValueError(
             f'N:M keeps N of every M weights, with 1 <= N < M, such as "2:4"; {keep}:{of} keeps {keep} of {of}{idle}'
         )
@@ -75,20 +75,20 @@ class Calibration(Strict):
     dataset: DatasetField
     samples: StrictInt = Field(128, ge=1, description="windows drawn")
     sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
-    bos: Bos = Field("auto", description="whether windows begin with the tokenizer's BOS token; auto: Gemma's do")
+    bos: Bos = Field("auto", description="begin each window with the tokenizer's BOS token; auto: for Gemma only")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
     batch_size: StrictInt = Field(
-        4, ge=1, description="windows in one forward pass; with reconstruct_block it changes the result"
+        4, ge=1, description="windows per forward pass; with reconstruct_block it affects the result"
     )
     memory_limit: SizeField | None = Field(
         None,
-        description="size, such as 4GB, above which hidden states, and an allocation's gradients, are kept in files "
-        "beside the output; null keeps them in memory",
+        description="size, such as 4GB, above which hidden states (and the gradients of an allocation) are kept in "
+        "files beside the output; null keeps them in memory",
     )
 
 
 class Reconstruction(Strict):
-    """The pruner that gives the survivors of another's selection new values."""
+    """The pruner that updates the surviving weights."""
 
     pruner: str
     options: dict[str, Any] = Field(default_factory=dict)
@@ -100,11 +100,11 @@ class Rule(Strict):
     targets: list[str] = Field(
         min_length=1, description="glob patterns over fully qualified names", examples=[["*.q_proj", "*.k_proj"]]
     )
-    pruner: str = Field(description="name of the pruner that selects")
+    pruner: str = Field(description="name of the pruner that selects weights")
     sparsity: StrictFloat | None = Field(None, ge=0, lt=1, description="fraction of zeros in [0, 1); 0.5 is 50%")
-    group: Group | None = Field(None, description="what competes for the budget; the pruner's own when absent")
+    group: Group | None = Field(None, description="which weights share the budget; the pruner's own when absent")
     pattern: PatternField | None = Field(None, description='N:M, such as "2:4"; with allocation N is chosen')
-    reconstruct: ReconstructionField | None = Field(None, description="pruner that gives the survivors new values")
+    reconstruct: ReconstructionField | None = Field(None, description="pruner that updates the surviving weights")
     options: dict[str, Any] = Field(default_factory=dict, description="the pruner's own options")
 
     @model_validator(mode="after")
@@ -117,60 +117,62 @@ class Rule(Strict):
 
 
 class ReconstructBlock(Strict):
-    """Training of each pruned block's survivors, so that its output is what the dense block's was."""
+    """Training of each pruned block's surviving weights to match the dense block's output."""
 
-    passes: StrictInt = Field(4, ge=1, description="times that the calibration text is gone through for each block")
+    passes: StrictInt = Field(4, ge=1, description="passes over the calibration text for each block")
     learning_rate: StrictFloat = Field(
         0.015,
         gt=0,
         le=1,
-        description="about the largest step of a weight, as a fraction of its tensor's root mean square; it rises, and "
-        "falls as a cosine",
+        description="about the largest step of a weight, as a fraction of its tensor's root mean square; it rises, "
+        "then falls as a cosine",
     )
-    batch_size: StrictInt = Field(4, ge=1, description="windows in a step; a multiple of calibration.batch_size")
-    norms: StrictBool = Field(False, description="whether the gains of the block's norms are trained too")
-    biases: StrictBool = Field(True, description="whether the block's biases are trained too")
+    batch_size: StrictInt = Field(4, ge=1, description="windows per step; a multiple of calibration.batch_size")
+    norms: StrictBool = Field(False, description="train the gains of the block's norms")
+    biases: StrictBool = Field(True, description="train the block's biases")
     held_out: StrictFloat = Field(
         0.0625,
         gt=0,
         lt=1,
-        description="fraction of the calibration batches, rounded up, that are not trained on "
-        "and decide which weights are kept",
+        description="fraction of the calibration batches, rounded up, that are not trained on and decide which weights "
+        "are kept",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="of products while training; weights are float32 then. auto is float32 for a float32 model, else "
-        "bfloat16, which is faster on processors and accelerators that have it",
+        description="dtype of products during training; weights are float32. auto: float32 for a float32 model, else "
+        "bfloat16, which is faster on processors that support it",
     )
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the order of the text")
 
 
 class Recipe(Strict):
-    """Everything that one run needs."""
+    """The complete description of a run."""
 
     model: ModelField
     calibration: Calibration | None = Field(
-        None, description="needed by every pruner but magnitude", examples=[{"dataset": "wikitext", "samples": 128}]
+        None,
+        description="required by every pruner except magnitude",
+        examples=[{"dataset": "wikitext", "samples": 128}],
     )
     prune: list[Rule] = Field(min_length=1, examples=[[{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}]])
     allocation: AllocationField | None = Field(
         None,
-        description="chooses the rules' sparsities; else each has its own",
+        description="chooses the rules' sparsities; without it each rule gives its own",
         examples=[{"method": "attention-aware", "target": 0.5}],
     )
     reconstruct_block: ReconstructBlock | None = Field(
         None,
-        description="trains the survivors of each block after it was pruned; not done when absent",
+        description="trains the surviving weights of each block after it is pruned",
         examples=[{"passes": 4}],
     )
     finetune: Finetune | None = Field(
-        None, description="training of what survives, with the masks held", examples=[{"steps": 200}]
+        None, description="trains the surviving weights of the whole model, with masks held", examples=[{"steps": 200}]
     )
     evaluate: Evaluate | None = Field(None, examples=[{"token_perplexity": {"dataset": "wikitext"}}])
-    output: Path = Field(description="folder to write; must not exist yet, or hold an earlier run's output")
+    output: Path = Field(description="folder to write: new, empty, or an earlier run's output")
 
     def datasets(self) -> dict[tuple[Step, ...], DatasetSource]:
-        """Return the datasets that it reads, by where it names them."""
+        """Return the datasets by their location in the recipe."""
         found: dict[tuple[Step, ...], DatasetSource] = {}
         if self.calibration is not None:
             found["calibration", "dataset"] = self.calibration.dataset
@@ -183,11 +185,11 @@ class Recipe(Strict):
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A valid recipe and the text it came from.
+    """A valid recipe and its source.
 
     Attributes:
-        recipe: the recipe, short forms spelt out and defaults filled in.
-        source: what was read, with places.
+        recipe: the recipe, with short forms expanded and defaults filled in.
+        source: the parsed document, with places.
     """
 
     recipe: Recipe
@@ -196,20 +198,20 @@ class LoadedRecipe:
     def where(self, *loc: Step) -> str:
         """Return the place of a key or list item, such as `where("prune", 1, "options", "steps")`.
 
-        What the recipe leaves out has the place of what is around it; what `--set` gave has the place `--set a.b=c`.
+        A key that the recipe leaves out has the place of its parent; one set by `--set` has the place `--set a.b=c`.
         """
         return self.source.where(*loc)
 
     @contextlib.contextmanager
     def at(self, *loc: Step) -> Iterator[None]:
-        """Put the place of a key or list item before an error's message."""
+        """Prefix the message of an error with the place of a key or list item."""
         try:
             yield
         except CompressxError as error:
             raise type(error)(f"{self.where(*loc)}: {error}") from error
 
     def to_yaml(self) -> str:
-        """Write the recipe as resolved; it loads again to an equal one."""
+        """Return the resolved recipe as YAML, which loads to an equal recipe."""
         return dump_yaml(self.recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
 
 
@@ -218,11 +220,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), grid: Sequence[str] =
 
     Args:
         path: the file.
-        overrides: `a.b.0.c=VALUE`, VALUE being YAML, applied in turn.
-        grid: the same, after them, chosen from the values of `--grid`.
+        overrides: `a.b.0.c=VALUE` with VALUE in YAML, applied in order.
+        grid: assignments of the same form from `--grid`, applied after `overrides`.
 
     Raises:
-        RecipeError: everything that is wrong with the file or the overrides, one line each, with its place.
+        RecipeError: one line with its place for each error in the file or the overrides.
     """
     source = read_yaml(path)
     for option, given in (("--set", overrides), ("--grid", grid)):
@@ -232,14 +234,14 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), grid: Sequence[str] =
 
 
 def recipe_from_dict(recipe: Mapping[str, Any], name: str = "<dict>") -> LoadedRecipe:
-    """Load a recipe that a program made.
+    """Load a recipe from a Python mapping.
 
     Args:
-        recipe: the recipe as a YAML file would have it.
-        name: what stands for the file in places, as in `<dict>:prune[1].sparsity`.
+        recipe: the same structure as in a YAML file.
+        name: stands in for the file name in places, as in `<dict>:prune[1].sparsity`.
 
     Raises:
-        RecipeError: as `load_recipe`.
+        RecipeError: as for `load_recipe`.
     """
     return _loaded(from_python(recipe, name))
 
@@ -255,14 +257,13 @@ def _loaded(source: Node) -> LoadedRecipe:
 
 
 def _budget_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
-    """Yield a line for each rule without a sparsity of its own that needs one, or with one that it must not have."""
+    """Yield a message for each rule that lacks a sparsity, or has one despite an allocation."""
     allocated = loaded.recipe.allocation is not None
     for i, rule in enumerate(loaded.recipe.prune):
         if not allocated and rule.sparsity is None and rule.pattern is None:
             yield f'{loaded.where("prune", i)}: prune[{i}]: needs sparsity, such as 0.5, or pattern, such as "2:4"'
         if allocated and rule.sparsity is not None:
             yield (
-                f"{loaded.where('prune', i, 'sparsity')}: prune[{i}] has sparsity {rule.sparsity}, and allocation at "
-                f"{loaded.where('allocation')} chooses every rule's sparsity; expected one of the two: drop sparsity "
-                "here, or drop allocation"
+                f"{loaded.where('prune', i, 'sparsity')}: prune[{i}] has sparsity {rule.sparsity}, but allocation at "
+                f"{loaded.where('allocation')} chooses every rule's sparsity; drop sparsity here, or drop allocation"
             )

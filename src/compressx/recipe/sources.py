@@ -1,4 +1,4 @@
-"""Where models and texts come from: what a recipe says of each."""
+"""Model and dataset sources in a recipe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _only_with(values: dict[str, Any], owner: str, names: tuple[str, ...]) -> No
 
 
 class ModelSource(Strict):
-    """Where the model comes from. In a recipe a plain string means `path` when it looks like one, else `id`."""
+    """Source of the model. In a recipe, a plain string means `path` if it looks like one, else `id`."""
 
     id: str | None = Field(None, description="model on the Hugging Face hub")
     revision: str | None = Field(None, description="branch, tag or commit of `id`")
@@ -40,8 +40,8 @@ class ModelSource(Strict):
     trust_remote_code: StrictBool = Field(False, description="run Python code that comes with the model")
     streaming: Streaming = Field(
         "auto",
-        description="whether weights stay on disk and are loaded a decoder block at a time; auto does so when the "
-        "model would take more than half of the free memory",
+        description="keep weights on disk and load one decoder block at a time; auto: if the model would take more "
+        "than half of the free memory",
     )
 
     @model_validator(mode="after")
@@ -54,15 +54,15 @@ class ModelSource(Strict):
             raise conflict(f"a package also needs {', '.join(missing)}", ["package"])
         if self.streaming is True and (self.package or (self.path is not None and self.path.suffix == ".gguf")):
             raise conflict(
-                "a GGUF file cannot be streamed, since transformers converts it only whole; leave streaming out, or "
-                "save the model as safetensors first",
+                "a GGUF file cannot be streamed, because transformers can only convert it as a whole; leave streaming "
+                "out, or save the model as safetensors first",
                 ["streaming"],
             )
         return self
 
 
 class DatasetSource(Strict):
-    """Where text comes from. In a recipe a plain string means `name`."""
+    """Source of text. In a recipe, a plain string means `name`."""
 
     name: str | None = Field(None, description="`wikitext`, `c4`, `python-docs`, or a dataset on the Hugging Face hub")
     config: str | None = Field(None, description="configuration of the hub dataset")
@@ -80,7 +80,7 @@ class DatasetSource(Strict):
         if self.text is not None and self.field is not None:
             raise conflict("field only goes with json or name", ["field"])
         if self.json_path is not None and self.field is None:
-            raise conflict("json also needs field, the name of the text in each line", ["json"])
+            raise conflict("json also needs field, the name of the field that holds the text", ["json"])
         return self
 
 

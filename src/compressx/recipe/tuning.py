@@ -1,4 +1,4 @@
-"""What a recipe may say about fine-tuning."""
+"""The recipe's `finetune` section."""
 
 from __future__ import annotations
 
@@ -13,38 +13,40 @@ Teacher = Literal["dense", "none"]
 
 
 class Finetune(Strict):
-    """Training of the pruned model with its masks held. What it needs beside steps has a default."""
+    """Training of the pruned model with its masks held."""
 
     steps: StrictInt = Field(200, ge=1, description="optimizer steps")
     learning_rate: StrictFloat = Field(
-        1e-4, gt=0, description="the largest, at the end of the warmup; from there a cosine takes it to 0"
+        1e-4, gt=0, description="the maximum, at the end of the warmup; a cosine decreases it to 0"
     )
     teacher: Teacher = Field(
-        "dense", description="whose predictions are learnt: the dense model's, or none, then the next token is"
+        "dense", description="dense: distillation from the dense model; none: next-token prediction"
     )
     temperature: StrictFloat = Field(1.0, gt=0, description="divides the logits of both models; only with a teacher")
-    norms: StrictBool = Field(False, description="whether the gains of norms are trained too")
-    biases: StrictBool = Field(False, description="whether biases are trained too")
+    norms: StrictBool = Field(False, description="train the gains of norms")
+    biases: StrictBool = Field(False, description="train biases")
     dataset: DatasetField | None = Field(None, description="text to train on; the calibration windows when absent")
     samples: StrictInt | None = Field(None, ge=1, description="windows drawn from `dataset`; 128 when absent")
     sequence_length: StrictInt | None = Field(
         None, ge=2, description="tokens in a window of `dataset`; 2048 when absent"
     )
     bos: Bos | None = Field(
-        None, description="whether each window of `dataset` begins with the tokenizer's BOS token; auto when absent"
+        None, description="begin each window of `dataset` with the tokenizer's BOS token; auto when absent"
     )
-    batch_size: StrictInt = Field(4, ge=1, description="windows in a step")
+    batch_size: StrictInt = Field(4, ge=1, description="windows per step")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw, the order of the windows and dropout")
     warmup: StrictFloat = Field(0.1, ge=0, le=1, description="fraction of the steps in which the learning rate rises")
     gradient_checkpointing: StrictBool = Field(
-        True, description="whether the backward pass computes each block again instead of keeping its activations"
+        True, description="compute each block again in the backward pass instead of keeping its activations"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="of products while training; weights are float32 then. auto is float32 for a float32 model, else "
+        description="dtype of products during training; weights are float32. auto: float32 for a float32 model, else "
         "bfloat16",
     )
-    checkpoint_every: StrictInt = Field(50, ge=1, description="steps after which an interrupted run can go on")
+    checkpoint_every: StrictInt = Field(
+        50, ge=1, description="steps between checkpoints from which an interrupted run resumes"
+    )
 
     @property
     def window(self) -> int:

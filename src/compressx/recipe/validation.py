@@ -1,4 +1,4 @@
-"""What pydantic found wrong, in our own words and at the places of the file that was read."""
+"""Validation by pydantic, with readable messages and the places of the source file."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _EXPECTED = {
     "greater_than_equal": "at least {ge}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
-    "too_short": "at least {min_length} in it",
-    "too_long": "at most {max_length} in it",
+    "too_short": "a length of at least {min_length}",
+    "too_long": "a length of at most {max_length}",
     "literal_error": "{expected}",
     "string_pattern_mismatch": "text like {pattern}",
     "byte_size": "a size such as 500MB or 4GiB",
@@ -49,13 +49,13 @@ _SENTENCES = {"value_error", "assertion_error", "conflict"}
 
 
 class Strict(BaseModel):
-    """A frozen value without unknown keys."""
+    """Base of frozen models that forbid unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
 def conflict(message: str, keys: Sequence[str]) -> PydanticCustomError:
-    """Make the error of a model validator that finds keys which exclude each other; their places are added to it."""
+    """Make the error for a model validator that finds conflicting keys; their places are added to the message."""
     return PydanticCustomError("conflict", "{message}", {"message": message, "keys": list(keys)})
 
 
@@ -73,19 +73,16 @@ def validated(
     Args:
         model: the schema.
         data: dicts, lists and scalars.
-        where: gives the place of a location in `data`, or of the nearest value around it.
-        error: what to raise.
-        noun: what messages call a key.
-        strict: whether types are strict though the schema's own may not be: no `"8"` or `true` for a number.
-
-    Returns:
-        The model's instance.
+        where: returns the place of a location in `data`, or of the nearest enclosing value.
+        error: class to raise.
+        noun: the word for a key in messages.
+        strict: enforce strict types whatever the schema's own config: no `"8"` or `true` for a number.
 
     Raises:
-        CompressxError: as `error`; one line for each mistake, each beginning with its place.
+        CompressxError: of class `error`; one line for each problem, starting with its place.
     """
     try:
-        if strict:  # as JSON, in which a list may still become a tuple and text a path or a member of an enum
+        if strict:  # from JSON, strict mode still converts a list to a tuple, and text to a path or an enum member
             return model.model_validate_json(json.dumps(data), strict=True, extra="forbid")
         return model.model_validate(data, extra="forbid")
     except ValidationError as found:
@@ -94,18 +91,15 @@ def validated(
 
 
 def validate_options(model: type[_Model], options: Mapping[str, Any], where: Callable[..., str]) -> _Model:
-    """Validate the options that a recipe gives to a pruner, as strictly as a recipe's own keys.
+    """Validate a pruner's options, as strictly as a recipe's own keys.
 
     Args:
-        model: the options' schema, a plugin's own.
-        options: as the recipe has them: dicts, lists and scalars.
-        where: gives the place of a location within the options.
-
-    Returns:
-        The model's instance.
+        model: the plugin's schema of its options.
+        options: dicts, lists and scalars from the recipe.
+        where: returns the place of a location within the options.
 
     Raises:
-        RecipeError: unknown options, with the nearest valid one, and values that the model refuses.
+        RecipeError: unknown options, with the nearest valid one, and invalid values.
     """
     return validated(model, dict(options), where, noun="option", strict=True)
 
@@ -114,12 +108,12 @@ def _lines(
     errors: Sequence[ErrorDetails], model: type[BaseModel], data: object, where: Callable[..., str], noun: str
 ) -> Iterator[str]:
     wanted: dict[_Loc, list[ErrorDetails]] = {}
-    # What is unknown is said before what is missing: a misspelt key is both, and its hint is the better one.
+    # Unknown keys come before missing ones: a misspelt key is both, and the unknown one has the better hint.
     for error in sorted(errors, key=lambda e: e["type"] == "missing"):
         loc = _within(data, error["loc"])
         if error["type"] == "extra_forbidden":
             valid = [name for m in _schema_at(model, loc[:-1], data)[0] for name in _fields(m)]
-            hint = did_you_mean(str(loc[-1]), valid) or f"no {noun} is taken there"
+            hint = did_you_mean(str(loc[-1]), valid) or f"no {noun} is allowed there"
             yield f"{where(*loc)}: unknown {noun} {loc[-1]!r}{_inside(loc[:-1])}; {hint}"
         elif error["type"] == "missing":
             name = error["loc"][-1]
@@ -130,7 +124,7 @@ def _lines(
             wanted.setdefault(loc, []).append(error)
     for loc, found in wanted.items():
         value, name = _at(data, loc), path_text(loc) or "the document"
-        # The members of a union each say what they expected of the same value.
+        # Each member of a union reports what it expected of the same value.
         either = " or ".join(dict.fromkeys(_expected(error, _example(model, loc, data)) for error in found))
         hint = nearest(value, [n for error in found for n in _names(error)]) if isinstance(value, str) else ""
         yield f"{where(*loc)}: {name} is {shown(value)}; {hint}expected {either}{_description(model, loc, data)}"
@@ -152,18 +146,18 @@ def _expected(error: ErrorDetails, example: str) -> str:
     if template is None:
         return error["msg"].removeprefix("Input should be ")
     bounds = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in error.get("ctx", {}).items()}
-    said = template if example else template.removesuffix(", such as {example}")
-    return said.format(**bounds, example=example)
+    message = template if example else template.removesuffix(", such as {example}")
+    return message.format(**bounds, example=example)
 
 
 def _names(error: ErrorDetails) -> list[str]:
-    """Return the texts that would have been taken, where these are few and fixed."""
+    """Return the accepted values of a literal or enum."""
     fixed = error["type"] in {"literal_error", "enum"}
     return re.findall("'([^']*)'", error["ctx"]["expected"]) if fixed else []
 
 
 def _example(model: type[BaseModel], loc: _Loc, data: object) -> str:
-    """Write the example that the schema has of what stands at a location, or of the list that it is an item of."""
+    """Format the schema's example for a location, or for an item the first of its list's example."""
     field = _schema_at(model, loc, data)[1]
     example: Any = field.examples[0] if field is not None and field.examples else None
     if example is not None and isinstance(loc[-1], int):
@@ -172,7 +166,7 @@ def _example(model: type[BaseModel], loc: _Loc, data: object) -> str:
 
 
 def _within(data: object, loc: _Loc) -> _Loc:
-    """Keep the steps that lead through `data`, not those with which pydantic names a union's member."""
+    """Keep the steps that exist in `data`; pydantic adds others for the members of unions."""
     kept = []
     for step in loc:
         if (isinstance(data, Mapping) and step in data) or (
@@ -199,13 +193,13 @@ def _description(model: type[BaseModel], loc: _Loc, data: object) -> str:
 
 
 def _schema_at(model: type[BaseModel], loc: _Loc, data: Any) -> tuple[list[type[BaseModel]], FieldInfo | None]:
-    """Find the models that `data` may be at a location, and the last field on the way there."""
+    """Return the models that may apply to `data` at a location, and the last field on the path."""
     models, field = [model], None
     for step in loc:
         found = [f for m in models if (f := _fields(m).get(str(step)))]
         inside = isinstance(data, list) or (isinstance(data, Mapping) and step in data)
         data = data[step] if inside else None
-        if found:  # else the step is an index, or a key of a free mapping
+        if found:  # otherwise the step is an index, or a key of a free-form mapping
             field = found[0]
             models = [m for f in found for m in _models_in(f.annotation)]
         models = [m for m in models if not _is_other(m, data)] or models
@@ -213,7 +207,7 @@ def _schema_at(model: type[BaseModel], loc: _Loc, data: Any) -> tuple[list[type[
 
 
 def _is_other(model: type[BaseModel], data: object) -> bool:
-    """Whether `data` names another member of a union than `model`, by the key that tells them apart."""
+    """Return whether the discriminator in `data` selects another member of the union than `model`."""
     tags = {name: get_args(f.annotation) for name, f in _fields(model).items() if get_origin(f.annotation) is Literal}
     return isinstance(data, Mapping) and any(len(t) == 1 and data.get(name) not in t for name, t in tags.items())
 

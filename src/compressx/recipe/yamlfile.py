@@ -1,8 +1,8 @@
-"""YAML in which every value knows where it stands.
+"""YAML with the position of every value.
 
-Scalars are read by the core schema of YAML 1.2 (section 10.3.2) and by nothing else, so `2:4`, `yes` and `2024-01-01`
-are text whatever a `%YAML` directive says. Anchors, aliases and merge keys work; tags do not, so that no text can name
-a Python object; size and depth are bounded after aliases are followed.
+Scalars follow the core schema of YAML 1.2 (section 10.3.2), so `2:4`, `yes` and `2024-01-01` are text whatever a
+`%YAML` directive says. Anchors, aliases and merge keys work. Tags are refused, so no text can name a Python object.
+Size and depth are limited after alias expansion.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def read_yaml(path: Path) -> Node:
     """Read a YAML file.
 
     Raises:
-        RecipeError: a file that cannot be read, is not UTF-8, not YAML, or more than a recipe can be.
+        RecipeError: a file that cannot be read, is not UTF-8, is not YAML, or is over the size limits.
     """
     name = one_line(str(path))
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise RecipeError(f"{name}: there is no such file; {_siblings(path)}") from None
+        raise RecipeError(f"{name}: no such file; {_siblings(path)}") from None
     except (OSError, ValueError) as error:
         raise RecipeError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if len(data) > MAX_BYTES:
-        raise RecipeError(f"{name}: larger than {MAX_BYTES // 1024} KiB, which no recipe is; is it another file?")
+        raise RecipeError(f"{name}: larger than {MAX_BYTES // 1024} KiB; it is probably not a recipe")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -75,19 +75,19 @@ def _siblings(path: Path) -> str:
         names = [p.name for p in path.parent.iterdir() if p.suffix in {".yaml", ".yml"}]
     except OSError:
         return f"the folder {one_line(str(path.parent))} does not exist or cannot be read"
-    return did_you_mean(path.name, names) or f"{one_line(str(path.parent))} holds no .yaml file"
+    return did_you_mean(path.name, names) or f"{one_line(str(path.parent))} has no .yaml files"
 
 
 def parse_yaml(text: str, name: str, *, place: str | None = None) -> Node:
-    """Parse one YAML document; nothing at all is null.
+    """Parse one YAML document; empty text is null.
 
     Args:
         text: the document.
         name: the file, for places `name:line:column`.
-        place: stands for every place instead.
+        place: used for every value instead.
 
     Raises:
-        RecipeError: text that is not one YAML document within the bounds, or that repeats a key or uses a tag.
+        RecipeError: text that is not one YAML document within the limits, or that repeats a key or uses a tag.
     """
 
     def at(line: int, column: int) -> str:
@@ -97,7 +97,7 @@ def parse_yaml(text: str, name: str, *, place: str | None = None) -> Node:
 
 
 def _events(text: str, at: Callable[[int, int], str]) -> Iterator[Any]:
-    """Yield parser events as they are needed, so that the composer's bounds stop the parser too."""
+    """Yield parser events lazily, so that the composer's limits stop the parser too."""
     try:
         yield from YAML(typ="safe", pure=True).parse(text)
     except ReaderError as error:
@@ -107,12 +107,12 @@ def _events(text: str, at: Callable[[int, int], str]) -> Iterator[Any]:
     except MarkedYAMLError as error:
         raise RecipeError(in_plain_words(error, at)) from None
     except (YAMLError, ArithmeticError, AssertionError, ValueError) as error:
-        # Directives of other versions and escapes beyond Unicode leave ruamel.yaml as these, without a mark.
-        raise RecipeError(f"{at(0, 0)}: not YAML: an impossible escape or directive ({type(error).__name__})") from None
+        # ruamel.yaml raises these, without a position, for directives of other versions and escapes beyond Unicode.
+        raise RecipeError(f"{at(0, 0)}: not YAML: an invalid escape or directive ({type(error).__name__})") from None
 
 
 class _Composer:
-    """Makes nodes of parser events. Its state: the events to come, the finished anchors, the mistakes so far."""
+    """Builds nodes from parser events. State: the remaining events, the finished anchors, the errors so far."""
 
     def __init__(self, events: Iterator[Any], at: Callable[[int, int], str]) -> None:
         self.events = events
@@ -125,7 +125,7 @@ class _Composer:
         for event in self.events:
             if isinstance(event, DocumentStartEvent):
                 if root is not None:
-                    raise RecipeError(f"{self._place(event)}: a second document begins; expected one")
+                    raise RecipeError(f"{self._place(event)}: a second document begins; expected only one")
                 root = self._node(next(self.events), 1)
         if self.mistakes:
             raise RecipeError("\n".join(self.mistakes))
@@ -145,7 +145,7 @@ class _Composer:
         check_bounds(1, level, place)
         if event.tag is not None:
             tag = str(event.tag).replace("tag:yaml.org,2002:", "!!")
-            self.mistakes.append(f"{place}: tag {tag!r} is refused: a recipe holds plain values only")
+            self.mistakes.append(f"{place}: tag {tag!r} is not allowed: a recipe has plain values only")
         if isinstance(event, ScalarEvent):
             node = Node(_scalar(event, place), place)
         elif isinstance(event, SequenceStartEvent):
@@ -173,7 +173,7 @@ class _Composer:
             if key == "<<" and getattr(event, "style", None) is None:
                 merged = {**self._merged(value, place), **merged}
             elif not isinstance(key, str):
-                raise RecipeError(f"{place}: a key is text; got {shown(key)}, put it in quotes")
+                raise RecipeError(f"{place}: a key must be text; got {shown(key)}, put it in quotes")
             elif key in entries:
                 first = entries[key].place
                 self.mistakes.append(f"{place}: duplicate key {key!r}, first given at {first}; keep one of the two")
@@ -182,11 +182,11 @@ class _Composer:
         return {**merged, **entries}
 
     def _merged(self, node: Node, place: str) -> dict[str, Node]:
-        """Return what `<<:` brings in: of several mappings the first that has a key gives it."""
+        """Return the keys that `<<:` merges; of several mappings with the same key the first wins."""
         merged: dict[str, Node] = {}
         for source in node.value if isinstance(node.value, tuple) else (node,):
             if not isinstance(source.value, Mapping):
-                raise RecipeError(f"{place}: << takes a mapping or a list of them, got {shown(source.value)}")
+                raise RecipeError(f"{place}: << expects a mapping or a list of mappings, got {shown(source.value)}")
             merged = {**source.value, **merged}
         return merged
 
@@ -196,7 +196,7 @@ def _scalar(event: ScalarEvent, place: str) -> Scalar:
 
 
 def read_plain(text: str) -> Scalar:
-    """Read an unquoted scalar as null, a boolean, a number or text, by YAML 1.2's core schema."""
+    """Read an unquoted scalar as null, boolean, number or text (YAML 1.2 core schema)."""
     for pattern, read in _CORE_SCHEMA:
         if pattern.fullmatch(text):
             return read(text)
@@ -208,11 +208,11 @@ def override(root: Node, assignment: str, option: str = "--set") -> Node:
 
     Args:
         root: the document.
-        assignment: `a.b[0].c=VALUE` or `a.b.0.c=VALUE`, VALUE being YAML.
-        option: by which it was given; what it sets has the place `--set a.b[0].c=VALUE`.
+        assignment: `a.b[0].c=VALUE` or `a.b.0.c=VALUE` with VALUE in YAML.
+        option: the command-line option, for places such as `--set a.b[0].c=VALUE`.
 
     Raises:
-        RecipeError: an assignment that cannot be read, or a path that leads through a scalar or outside a list.
+        RecipeError: a malformed assignment, or a path through a scalar or outside a list.
     """
     short = assignment if len(assignment) <= 120 else f"{assignment[:117]}..."
     place = f"{option} {one_line(short)}"
@@ -225,15 +225,15 @@ def override(root: Node, assignment: str, option: str = "--set") -> Node:
 
 
 def steps_of(path: str) -> list[str]:
-    """Part `prune[0].sparsity`, as messages write it, or `prune.0.sparsity` into its steps."""
+    """Split `prune[0].sparsity` or `prune.0.sparsity` into its steps."""
     return re.sub(r"(?<=[^.])\[(-?\d+)\](?=[.\[]|$)", r".\1", path.strip()).split(".")
 
 
 def assignments(given: Sequence[str]) -> dict[str, Any]:
-    """Return what `KEY=VALUE` assignments, VALUE being YAML, make of nothing.
+    """Return the mapping that `KEY=VALUE` assignments build, with VALUE in YAML.
 
     Raises:
-        RecipeError: as `override`.
+        RecipeError: as for `override`.
     """
     root = from_python({}, "--set")
     for assignment in given:
@@ -243,7 +243,7 @@ def assignments(given: Sequence[str]) -> dict[str, Any]:
 
 
 def dump_yaml(tree: object) -> str:
-    """Write plain dicts, lists and scalars as YAML that `parse_yaml` reads back to an equal tree."""
+    """Return plain dicts, lists and scalars as YAML that `parse_yaml` reads back to an equal tree."""
     yaml = YAML(pure=True)
     yaml.width = 2**16
     stream = io.StringIO()
@@ -252,7 +252,7 @@ def dump_yaml(tree: object) -> str:
 
 
 def _quoted(tree: object) -> object:
-    """Quote the text that would read as something else: ruamel.yaml's own idea of numbers is wider and narrower."""
+    """Quote text that `read_plain` would read as another type; ruamel.yaml's rules for numbers differ from ours."""
     if isinstance(tree, str):
         return tree if read_plain(tree) == tree and tree.isprintable() else DoubleQuotedScalarString(tree)
     if isinstance(tree, list):

@@ -1,9 +1,8 @@
-"""Drawings of a run as files: lines over blocks or steps as SVG, matrices as PNG.
+"""Plots of a run: lines over blocks or steps as SVG, matrices as PNG.
 
-The only module that imports matplotlib, and only when it draws. No pyplot: every drawing is a `Figure` of its own,
-under matplotlib's defaults whatever a user's matplotlibrc says, and the same values give the same bytes. Grounds are
-white, so that a dark theme changes nothing. Lines have the colours of Okabe and Ito, which colour-blind readers
-tell apart (Wong, Nature Methods 8:441, 2011).
+The only module that imports matplotlib, and only to draw. It uses `Figure` without pyplot, and matplotlib's defaults
+instead of the user's matplotlibrc, so the same values give the same bytes. The background is white in dark themes too.
+Lines use the colour-blind safe palette of Okabe and Ito (Wong, Nature Methods 8:441, 2011).
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LARGEST_SIDE = 128
-"""Rows and columns that a drawn matrix has at most."""
+"""Maximum rows and columns of a drawn matrix."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pooled:
-    """A matrix as it is drawn.
+    """A matrix pooled for drawing.
 
     Attributes:
         values: float32 on the CPU, each side at most `LARGEST_SIDE`.
-        shape: rows and columns before it was pooled.
+        shape: rows and columns before pooling.
     """
 
     values: Tensor
@@ -56,35 +55,35 @@ _STYLE: Any = {
     "lines.linewidth": 1.4,
     "lines.markersize": 3.5,
     "legend.frameon": False,
-    "text.parse_math": False,  # names come from plugins: a `$` is no formula
-    "svg.fonttype": "none",  # text stays text: small files
+    "text.parse_math": False,  # a `$` in a plugin's names is not a formula
+    "svg.fonttype": "none",  # text stays text, for small files
     "svg.hashsalt": "compressx",
 }
 
 
 def error_by_layer(path: Path, quantity: str, panels: Mapping[str, Mapping[str, Line]]) -> None:
-    """Draw a quantity over the decoder blocks, a line for each way of pruning; logarithmic when all of it is positive.
+    """Draw a quantity over the decoder blocks, one line per label; logarithmic if all values are positive.
 
     Args:
-        path: an `.svg` to write.
-        quantity: what the values are, for the vertical axis.
-        panels: by the panel's title, then by the line's label: block numbers and values. All panels share both axes.
+        path: the `.svg` file.
+        quantity: label of the vertical axis.
+        panels: block numbers and values by panel title and line label. All panels share both axes.
 
     Raises:
-        ArtifactError: when the file cannot be written.
+        ArtifactError: the file cannot be written.
     """
     _draw_lines(path, panels, across="decoder block", up=quantity, columns=3, size=(4.6, 3.2), marked=True)
 
 
 def curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """Draw curves over a solver's steps, all names of a panel together; logarithmic when all values are positive.
+    """Draw curves over a solver's steps; logarithmic if all values are positive.
 
     Args:
-        path: an `.svg` to write.
-        panels: by the panel's title, then by the curve's name: one value for each step. All panels share both axes.
+        path: the `.svg` file.
+        panels: one value per step, by panel title and curve name. All panels share both axes.
 
     Raises:
-        ArtifactError: when the file cannot be written.
+        ArtifactError: the file cannot be written.
     """
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     stepped = {
@@ -96,14 +95,14 @@ def curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> N
 
 
 def measures_by_sparsity(path: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> None:
-    """Draw what was measured over sparsity, a panel for each measure with a vertical axis of its own.
+    """Draw measures over sparsity, one panel with its own vertical axis per measure.
 
     Args:
-        path: an `.svg` to write.
-        panels: by the measure, then by the line's label: points of sparsity in percent and value, in any order.
+        path: the `.svg` file.
+        panels: points of sparsity in percent and value, in any order, by measure and line label.
 
     Raises:
-        ArtifactError: when the file cannot be written.
+        ArtifactError: the file cannot be written.
     """
     lines: dict[str, dict[str, Line]] = {}
     for title, named in panels.items():
@@ -115,19 +114,19 @@ def measures_by_sparsity(path: Path, panels: Mapping[str, Mapping[str, Sequence[
 
 
 def heat_maps(path: Path, title: str, images: Mapping[str, Pooled], difference: Pooled | None) -> None:
-    """Draw matrices side by side with one colour scale, and their absolute difference with one of its own.
+    """Draw matrices side by side with a common colour scale, and their absolute difference with its own.
 
     Without negative entries colours follow the square root, so that an attention matrix shows more than its few large
-    entries; with negative ones they are linear, and white is zero.
+    entries; otherwise they are linear, and white is zero.
 
     Args:
-        path: a `.png` to write.
-        title: above all of them.
+        path: the `.png` file.
+        title: of the figure.
         images: matrices by name.
-        difference: theirs, or None for none.
+        difference: their absolute difference, or None.
 
     Raises:
-        ArtifactError: when the file cannot be written.
+        ArtifactError: the file cannot be written.
     """
     every = torch.cat([image.values.flatten() for image in images.values()])
     panels = len(images) + (difference is not None)
@@ -144,7 +143,7 @@ def heat_maps(path: Path, title: str, images: Mapping[str, Pooled], difference: 
 
 
 def pooled(image: Tensor) -> Pooled:
-    """Average-pool a matrix down to what is drawn of it; sides of up to `LARGEST_SIDE` stay as they are.
+    """Average-pool a matrix so that each side is at most `LARGEST_SIDE`.
 
     Args:
         image: [rows, columns], any real dtype and device.
@@ -157,7 +156,7 @@ def pooled(image: Tensor) -> Pooled:
 
 @contextmanager
 def _drawing(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
-    """Give a figure [inches] to draw on, which is written when the block ends."""
+    """Yield a figure of a size in inches, and write it when the block ends."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -190,7 +189,7 @@ def _draw_lines(
         for ax in axes.flat[len(panels) :]:
             ax.set_visible(False)
         for ax in axes.flat[max(0, len(panels) - columns) : len(panels)]:
-            ax.tick_params(labelbottom=True)  # the lowest panel of its column need not be in the last row
+            ax.tick_params(labelbottom=True)  # the lowest panel of a column may not be in the last row
         each = [[v for _, y in lines.values() for v in y] for lines in panels.values()]
         for ax, values in zip(axes.flat, [list(chain(*each))] if one_scale else each, strict=False):
             _set_scales(ax, values)
@@ -201,7 +200,7 @@ def _draw_lines(
 
 
 def _set_scales(ax: Axes, values: Sequence[float]) -> None:
-    """Count the horizontal axis in whole numbers, and make the vertical one logarithmic when it can be."""
+    """Use whole numbers on the horizontal axis, and a logarithmic vertical one if all values are positive."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
@@ -214,7 +213,7 @@ def _set_scales(ax: Axes, values: Sequence[float]) -> None:
 
 
 def _colours(values: Tensor) -> dict[str, Any]:
-    """Choose the colour map for values, and how they are mapped onto it."""
+    """Choose the colour map and normalization for values."""
     from matplotlib.colors import Normalize, PowerNorm
 
     top = float(values.abs().max()) or 1.0
@@ -224,7 +223,7 @@ def _colours(values: Tensor) -> dict[str, Any]:
 
 
 def _matrix(ax: Axes, title: str, image: Pooled, scale: Mapping[str, Any]) -> Any:
-    """Draw one matrix, its axes counting the rows and columns before pooling."""
+    """Draw one matrix, with the rows and columns before pooling on its axes."""
     ax.set_title(title)
     ax.set_xlabel("column")
     ax.set_ylabel("row")

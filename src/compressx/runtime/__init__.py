@@ -1,1 +1,1 @@
-"""What every other package builds on and no model is needed for: errors, files, caching, timing, processes."""
+"""Shared infrastructure that needs no model: errors, files, caching, timing, processes."""

@@ -1,4 +1,4 @@
-"""The user's cache: downloads and results that are worth keeping between runs, and safe to delete at any time."""
+"""The user's cache of downloads and results. It can be deleted at any time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Return the folder to cache in: `COMPRESSX_CACHE` if set, else the platform's cache folder of this user."""
+    """Return the cache folder: `COMPRESSX_CACHE` if set, else the platform's cache folder for the user."""
     import platformdirs
 
     chosen = os.environ.get("COMPRESSX_CACHE")
@@ -27,25 +27,24 @@ def cache_folder() -> Path:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file so that a reader sees the old content or the new, never a part; missing folders are made.
+    """Write a JSON file atomically; missing folders are created.
 
     Raises:
-        ArtifactError: when it cannot be written; the old file is untouched then.
+        ArtifactError: the file cannot be written; the old one is left unchanged.
     """
     atomic_write(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
 def cached(key: Mapping[str, object], compute: Callable[[], Value], folder: Path) -> Value:
-    """Return what `compute` gave for the same key before, or compute and keep it.
+    """Return the cached value for a key, or compute and cache it.
 
-    A file that is damaged, or holds another key, is ignored and rewritten. A folder that cannot be written costs the
-    caching, never the value.
+    A damaged file, or one with another key, is recomputed and overwritten. If the folder cannot be written, the value
+    is returned uncached, with a warning.
 
     Args:
-        key: everything that the value depends on, in types that JSON keeps as they are: text, numbers, lists,
-            dictionaries with text as keys.
-        compute: gives the value, in such types too.
-        folder: where the JSON files stand, one for each key.
+        key: everything the value depends on, in types that survive JSON: text, numbers, lists, dicts with text keys.
+        compute: returns the value, in the same types.
+        folder: holds one JSON file per key.
     """
     canonical = json.dumps(key, sort_keys=True)
     path = folder / f"{hashlib.sha256(canonical.encode()).hexdigest()}.json"
@@ -55,7 +54,7 @@ def cached(key: Mapping[str, object], compute: Callable[[], Value], folder: Path
             value: Value = entry["value"]
             return value
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # absent or damaged: computed anew and overwritten
+        pass  # missing or damaged
     value = compute()
     try:
         write_json(path, {"key": key, "value": value})

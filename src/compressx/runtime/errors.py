@@ -1,7 +1,7 @@
-"""Every error that compressx raises on purpose.
+"""The errors that compressx raises for its users.
 
-The command line prints a `CompressxError` as one message and exits with 2; any other exception is a defect and
-shows its traceback. Each message says what was wrong, where, what was expected and what to do.
+The command line prints a `CompressxError` as one message and exits with 2; any other exception is a bug and shows its
+traceback. Each message says what was wrong, where, what was expected and what to do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CompressxError(Exception):
-    """An error that the user can mend; its message stands alone, without a traceback."""
+    """An error that the user can fix; shown as a message without a traceback."""
 
 
 class RecipeError(CompressxError):
@@ -41,14 +41,14 @@ class ArtifactError(CompressxError):
 
 
 def did_you_mean(value: str, valid: Iterable[str]) -> str:
-    """Say which valid name is nearest to `value`, and list them all when they are few.
+    """Suggest the nearest valid name and list up to twelve valid ones.
 
     Args:
         value: what the user wrote.
-        valid: the names that would have been accepted.
+        valid: the accepted names.
 
     Returns:
-        A clause such as `did you mean 'wanda'? valid: alps, magnitude, wanda`, or the empty string.
+        A clause such as `did you mean 'wanda'? valid: alps, magnitude, wanda`, or the empty string without valid names.
     """
     names = sorted(set(valid))
     shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
@@ -56,9 +56,9 @@ def did_you_mean(value: str, valid: Iterable[str]) -> str:
 
 
 def nearest(value: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str:
-    """Ask whether the nearest valid name is meant, as in `did you mean 'wanda'? `; the empty string when none is near.
+    """Suggest the nearest valid name, as in `did you mean 'wanda'? `; return the empty string when none is close.
 
-    Upper and lower case are alike; `cutoff` is how alike the two have to be, from 0 to 1.
+    Case is ignored; `cutoff` is the minimum similarity, from 0 to 1.
     """
     names = {name.casefold(): name for name in valid}
     close = difflib.get_close_matches(value.casefold(), names, n=1, cutoff=cutoff)
@@ -67,17 +67,17 @@ def nearest(value: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str:
 
 @contextlib.contextmanager
 def blamed_on(plugin: str) -> Iterator[None]:
-    """Turn what a plugin's own code raises into a `PluginError` that says where it was; errors for users pass.
+    """Turn exceptions from plugin code into a `PluginError` with file and line; a `CompressxError` passes through.
 
     Args:
-        plugin: what failed, such as `pruner 'mine' failed on model.layers.0`.
+        plugin: start of the message, such as `pruner 'mine' failed on model.layers.0`.
     """
     try:
         yield
     except CompressxError:
         raise
     except Exception as error:
-        # Two frames are ours, this one and the caller's; of the plugin's the innermost in the folder of the first.
+        # The first two frames are this one and the caller's. Of the rest, report the innermost in the plugin's folder.
         frames = traceback.extract_tb(error.__traceback__)[2:]
         own = [f for f in frames if Path(f.filename).is_relative_to(Path(frames[0].filename).parent)]
         place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and survive a power cut once written."""
+"""Atomic, durable file writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compressx.runtime.errors import ArtifactError
 
 STATE = "state.json"
 BLOCKS = "blocks"
-"""In a run's folder while it is being built: how far the run has got, and the blocks that it has finished."""
+"""Names in the folder of an unfinished run: its progress, and its finished blocks."""
 
 _ADVICE = {
     errno.ENOSPC: "free some space there or choose another place",
@@ -26,7 +26,7 @@ _ADVICE = {
 
 @contextmanager
 def os_errors_named(action: str, path: Path) -> Iterator[None]:
-    """Turn an OSError into an `ArtifactError` that says what could not be done with which path."""
+    """Turn an OSError into an `ArtifactError` with the action and the path."""
     try:
         yield
     except OSError as error:
@@ -36,10 +36,10 @@ def os_errors_named(action: str, path: Path) -> Iterator[None]:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part; missing folders are made.
+    """Write a file atomically; missing folders are created.
 
     Raises:
-        ArtifactError: when it cannot be written; the old file is untouched then.
+        ArtifactError: the file cannot be written; the old one is left unchanged.
     """
     with written_whole(path) as beside:
         beside.write_bytes(data)
@@ -47,13 +47,13 @@ def atomic_write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, which replaces `path` when the block ends without an exception; folders are made.
+    """Yield a temporary path that replaces `path` when the block ends without an exception; folders are created.
 
-    The new file stands beside the old one until it is on disk, so both need room. Its mode follows the umask, whatever
-    mode it was written with.
+    Old and new file exist side by side until the new one is on disk, so both need space. The new file's mode follows
+    the umask, whatever mode it was written with.
 
     Raises:
-        ArtifactError: when it cannot be written; the old file is untouched then.
+        ArtifactError: the file cannot be written; the old one is left unchanged.
     """
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     with os_errors_named("write", path):
@@ -71,9 +71,9 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Force one file, or the names in one folder, onto disk."""
+    """Flush one file, or the entries of one folder, to disk."""
     if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folders, and writes renames through
+        return  # Windows cannot open folders, and writes renames through
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -82,7 +82,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Force a folder and everything in it onto disk."""
+    """Flush a folder and everything in it to disk."""
     for parent, _, names in os.walk(folder):
         for name in names:
             sync(Path(parent, name))

@@ -1,4 +1,4 @@
-"""Whether all entries of a tensor are numbers, at the price of one sum, and what is said where they are not."""
+"""Checks for NaN and infinite values, at the cost of one sum per tensor."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from compressx.runtime.errors import ArtifactError, UnsupportedModelError
 
 
 def all_finite(x: Tensor) -> bool:
-    """Say whether no entry is NaN or infinite.
+    """Return whether no entry is NaN or infinite.
 
-    A sum of finite entries may overflow and one with a NaN or an infinity is never finite, so that only a sum which is
-    not finite needs a second look.
+    The sum of a tensor with a NaN or an infinity is never finite. A sum of finite entries may overflow, so only a
+    non-finite sum needs the elementwise check.
     """
     return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
 
 
 def refuse_damage(module: nn.Module, fqn: str) -> None:
-    """Refuse a module with a parameter or buffer that is not finite.
+    """Refuse a module with a non-finite parameter or buffer.
 
     Args:
-        module: those of its tensors that are on the meta device are not looked at.
+        module: tensors on the meta device are skipped.
         fqn: its name.
 
     Raises:
-        ArtifactError: names the first of them.
+        ArtifactError: names the first such tensor.
     """
     for name, tensor in module.state_dict().items():
         if not tensor.is_meta and not all_finite(tensor):
             raise ArtifactError(
                 f"{fqn}.{name}".removeprefix(".")
-                + " has NaN or infinite values; the checkpoint is damaged, or its dtype too narrow for it"
+                + " has NaN or infinite values; the checkpoint is damaged, or its dtype is too narrow for it"
             )
 
 
 def finite(hidden: Tensor, fqn: str, module: nn.Module | None = None) -> Tensor:
-    """Return a block's output, or refuse it.
+    """Return a block's output if it is finite.
 
     Args:
         hidden: [batch, tokens, width].
         fqn: the block's name.
-        module: the block, where nobody has looked at its weights yet.
+        module: the block, if its weights have not been checked yet.
 
     Raises:
-        ArtifactError: the output is not finite, and a weight of the block is not either.
-        UnsupportedModelError: an entry that is NaN or infinite.
+        ArtifactError: the output is not finite because a weight of `module` is not.
+        UnsupportedModelError: the output is not finite.
     """
     if not all_finite(hidden):
         if module is not None:

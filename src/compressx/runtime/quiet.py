@@ -1,4 +1,4 @@
-"""Silence for the libraries that talk to the terminal while we use them."""
+"""Silence the terminal output of libraries."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LOGGERS = ("datasets", "huggingface_hub", "lm_eval", "transformers")
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hold back the warnings, log messages below ERROR, progress bars and prints of the libraries called within.
+    """Suppress warnings, log messages below ERROR, progress bars and prints.
 
-    Progress bars are tqdm's, switched off at their one constructor, since lm-eval leaves its callers no other way.
+    Progress bars are disabled in tqdm's constructor, because lm-eval has no option for it.
     """
     from tqdm.std import tqdm
 

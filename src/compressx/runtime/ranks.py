@@ -1,6 +1,6 @@
-"""The processes of one run, as `torchrun` starts them: collectives for tensors and for plain data.
+"""The processes of one run under `torchrun`: collectives for tensors and for plain data.
 
-Every process goes through the same blocks in the same order, each with its own share of the calibration text.
+Every process handles the same blocks in the same order, each with its own share of the calibration text.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from torch import Tensor, distributed
 from compressx.runtime.errors import CalibrationError, CompressxError
 
 _Plain = TypeVar("_Plain", bound="str | int | float | list[Any] | dict[str, Any] | None")
-"""Data that JSON knows, with infinity and NaN. A tuple would arrive as a list, and keys are strings."""
+"""JSON data, with infinity and NaN. Tuples would arrive as lists, and keys are strings."""
 
 _groups = count()
-"""Numbers for the groups of a process's runs, since the keys of earlier ones are still in the store of `torchrun`."""
+"""Numbers a process's runs, because the keys of earlier ones are still in `torchrun`'s store."""
 
-_PATIENCE = timedelta(days=1)
-"""How long a process waits for the others. One may evaluate or solve for hours; `torchrun` ends all when one dies."""
-
+_TIMEOUT = timedelta(days=1)
+"""One process may evaluate or solve for hours while the others wait; `torchrun` ends all when one dies."""
 
 _LOST = re.compile("Connection (closed|reset) by peer|Broken pipe|remote process exited")
-"""What the backends say when the process at the other end is gone."""
+"""The backends' messages when another process has ended."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ class Ranks:
     """The processes of a run.
 
     Attributes:
-        rank: of this one, from 0.
-        size: how many there are.
+        rank: this process's number, from 0.
+        size: number of processes.
     """
 
     rank: int = 0
@@ -48,11 +47,11 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that writes and prints."""
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
     def share(self, windows: Tensor) -> Tensor:
-        """Return this process's part of the calibration windows [windows, tokens]: neighbours, sizes alike.
+        """Return this process's contiguous share of the windows [windows, tokens]; sizes differ by 1 at most.
 
         Raises:
             CalibrationError: fewer windows than processes.
@@ -62,7 +61,7 @@ class Ranks:
         return torch.tensor_split(windows, self.size)[self.rank]
 
     def broadcast(self, value: _Plain, source: int = 0) -> _Plain:
-        """Return the plain data of the process `source`; on the others the argument is ignored."""
+        """Return the plain data of process `source`; the other processes' argument is ignored."""
         if self.size == 1:
             return value
         encoded = _encoded(value)
@@ -74,36 +73,36 @@ class Ranks:
         return cast("_Plain", _decoded(encoded))
 
     def all_gather(self, value: _Plain) -> list[_Plain]:
-        """Return every process's plain data, in their order."""
+        """Return every process's plain data, by rank."""
         if self.size == 1:
             return [value]
         return [cast("_Plain", _decoded(part)) for part in self.gathered(_encoded(value))]
 
     def barrier(self) -> None:
-        """Wait until all processes are here."""
+        """Wait for all processes."""
         if self.size > 1:
             distributed.barrier()
 
     def all_reduce_(self, tensor: Tensor, operation: Literal["sum", "max"] = "sum") -> None:
-        """Replace a tensor by the sum, or the highest values, of all processes'."""
+        """Replace a tensor by its elementwise sum or maximum over all processes."""
         if self.size == 1:
             return
-        ours = _exchangeable(tensor)
-        distributed.all_reduce(ours, distributed.ReduceOp.SUM if operation == "sum" else distributed.ReduceOp.MAX)
-        if ours is not tensor:
-            tensor.copy_(ours)
+        local = _exchangeable(tensor)
+        distributed.all_reduce(local, distributed.ReduceOp.SUM if operation == "sum" else distributed.ReduceOp.MAX)
+        if local is not tensor:
+            tensor.copy_(local)
 
     def broadcast_(self, tensor: Tensor, source: int) -> None:
-        """Replace a tensor by that of the process `source`; all have one of its shape and dtype."""
+        """Replace a tensor by that of process `source`; shape and dtype must be the same in all processes."""
         if self.size == 1:
             return
-        ours = _exchangeable(tensor).contiguous()
-        distributed.broadcast(ours.view(-1).view(torch.uint8), src=source)  # bytes: backends know few dtypes
-        if ours is not tensor and source != self.rank:
-            tensor.copy_(ours)
+        local = _exchangeable(tensor).contiguous()
+        distributed.broadcast(local.view(-1).view(torch.uint8), src=source)  # as bytes: backends support few dtypes
+        if local is not tensor and source != self.rank:
+            tensor.copy_(local)
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
-        """Return every process's tensor, on the device of this one's; they may differ in their first dimension."""
+        """Return every process's tensor, on this one's device; first dimensions may differ."""
         if self.size == 1:
             return [tensor]
         lengths = torch.zeros(self.size, dtype=torch.int64)
@@ -120,14 +119,14 @@ ALONE = Ranks()
 
 
 def assign(weights: Sequence[int], size: int) -> list[int]:
-    """Spread tasks over processes so that the largest share is small: the heaviest first, each to the idlest.
+    """Assign tasks to processes greedily: the heaviest task first, each to the least loaded process.
 
     Args:
-        weights: of each task.
-        size: how many processes.
+        weights: cost of each task.
+        size: number of processes.
 
     Returns:
-        A rank for each task.
+        The rank of each task.
     """
     loads, owners = [0] * size, [0] * len(weights)
     for task in sorted(range(len(weights)), key=lambda t: -weights[t]):
@@ -138,36 +137,36 @@ def assign(weights: Sequence[int], size: int) -> list[int]:
 
 @contextmanager
 def joined_ranks(device: torch.device) -> Iterator[Ranks]:
-    """Join the processes that `torchrun` started, for the length of a `with`; one process is alone.
+    """Join the processes that `torchrun` started, for the duration of a `with`; without `torchrun` there is one.
 
     Raises:
-        CompressxError: another process has ended, so that this one waits for it in vain.
+        CompressxError: another process has ended.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or "RANK" not in os.environ:
         yield Ranks()
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
-    shared, rank, size = next(iter(distributed.rendezvous("env://", timeout=_PATIENCE)))  # type: ignore[attr-defined]
+    shared, rank, size = next(iter(distributed.rendezvous("env://", timeout=_TIMEOUT)))  # type: ignore[attr-defined]
     store = distributed.PrefixStore(f"compressx-{next(_groups)}", shared)  # type: ignore[attr-defined]
-    distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     try:
         yield Ranks(distributed.get_rank(), distributed.get_world_size())
     except RuntimeError as error:
         if not _LOST.search(str(error)):
             raise
-        raise CompressxError("another process of this run has ended, and only its own message says why") from error
+        raise CompressxError("another process of this run has ended; see its own message for the reason") from error
     finally:
         distributed.destroy_process_group()
 
 
 def _exchangeable(tensor: Tensor) -> Tensor:
-    """Put a tensor where processes can exchange it: NCCL knows GPUs only, and what saw no input is on the CPU still."""
+    """Move a tensor to the GPU for NCCL; statistics that have seen no input are still on the CPU."""
     return tensor.cuda() if distributed.get_backend() == "nccl" else tensor
 
 
 def _encoded(value: object) -> Tensor:
-    """Write plain data as JSON in a tensor of bytes: nothing that arrives is unpickled."""
+    """Encode plain data as JSON in a tensor of bytes; pickle would run code on arrival."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""What a run takes: seconds by stage, and memory."""
+"""Time by stage and peak memory of a run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 
 @dataclass
 class Timing:
-    """Adds up the seconds of each stage, and of all."""
+    """Seconds of each stage, and in total."""
 
     started: float = field(default_factory=time.perf_counter)
     spent: dict[str, float] = field(default_factory=dict)
-    running: dict[str, float] = field(default_factory=dict)  # when each stage began that has not ended
-    before: float = 0.0  # what interrupted runs took that this one goes on from
+    running: dict[str, float] = field(default_factory=dict)  # start times of the stages in progress
+    before: float = 0.0  # total of the interrupted runs that this one resumes
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the length of a `with` to a stage."""
+        """Add the duration of a `with` to a stage."""
         self.running[name] = time.perf_counter()
         try:
             yield
@@ -31,7 +31,7 @@ class Timing:
             self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - self.running.pop(name)
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Add what `seconds` of an interrupted run had returned."""
+        """Add the `seconds()` of an interrupted run."""
         for name, spent in seconds.items():
             if name == "total":
                 self.before += spent
@@ -39,7 +39,7 @@ class Timing:
                 self.spent[name] = self.spent.get(name, 0.0) + spent
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each stage that a report shows, and of all until now."""
+        """Return the seconds of each reported stage, and `total`, up to now."""
         now = time.perf_counter()
         stages = {
             name: self.spent.get(name, 0.0) + now - self.running.get(name, now)
@@ -49,28 +49,28 @@ class Timing:
 
 
 def forget_peaks() -> None:
-    """Begin to measure the highest memory anew, where the system can: a process may run several recipes."""
-    with contextlib.suppress(OSError):  # Linux alone, and not in every container
+    """Reset the peak memory counters where the system can, because one process may run several recipes."""
+    with contextlib.suppress(OSError):  # Linux only, and not in every container
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    if _on_cuda():  # else a run on the CPU would take memory of a GPU
+    if _on_cuda():  # otherwise this would initialize CUDA, which takes GPU memory
         torch.cuda.reset_peak_memory_stats()
 
 
 def peak_memory_bytes() -> int:
-    """Return the process's highest resident memory since `forget_peaks`, plus that of the accelerator."""
+    """Return the peak resident memory since `forget_peaks`, plus the accelerator's, in bytes."""
     accelerator = torch.cuda.max_memory_allocated() if _on_cuda() else 0
     return peak_resident_bytes() + accelerator
 
 
 def peak_resident_bytes() -> int:
-    """Return the process's highest resident memory since `forget_peaks`."""
+    """Return the peak resident memory since `forget_peaks`, in bytes."""
     if sys.platform == "win32":
         import psutil
 
         return int(psutil.Process().memory_info().peak_wset)
     import resource
 
-    if sys.platform == "linux":  # getrusage would begin with what the parent process had
+    if sys.platform == "linux":  # getrusage would include the peak of the parent process
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
         for line in status.splitlines():
             if line.startswith("VmHWM:"):
@@ -79,5 +79,5 @@ def peak_resident_bytes() -> int:
 
 
 def _on_cuda() -> bool:
-    """Whether this process has used CUDA."""
+    """Return whether this process has initialized CUDA."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -80,7 +80,7 @@ MISTAKES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
                                 ("also takes model.layers.0.self_attn.v_proj", 'targets: ["*.q_proj", "*.k_proj"]')),
     "an unknown allocation": ("output: out", "output: out\nallocation: {method: owll, target: 0.5}", "r.yaml:9",
                               ("no method 'owll'", "did you mean 'owl'? valid: attention-aware, divergence")),
-    "an output that is a file": ("output: out", "output: text.txt", "r.yaml:8", ("is a file; name a folder",)),
+    "an output that is a file": ("output: out", "output: text.txt", "r.yaml:8", ("is a file; choose a folder",)),
 }  # fmt: skip
 
 
@@ -111,12 +111,12 @@ def test_every_mistake_is_named_with_place_value_and_remedy(work, mistake):
         (["-p", "no:", "plugins"], "expected no:NAME, got 'no:'"),
         (["-p", "no:wandas", "plugins"], "did you mean 'wanda'?"),
         (["--plugin", "no_such_module", "plugins"], "no_such_module"),
-        (["run", "r.yaml", "--resume", "--restart"], "--restart begins it anew; give one"),
+        (["run", "r.yaml", "--resume", "--restart"], "--resume and --restart exclude each other; give one"),
         (["-p", "no:wanda", "run", "r.yaml", "-q"],
          "error: r.yaml:5:35: no pruner 'wanda': plugin 'wanda' (entry point) is blocked; drop -p no:wanda"),
         (["run", "r.yaml", "--device", "tpu"], "tpu"),
-        pytest.param(["run", "r.yaml", "--device", "cuda"], "finds no CUDA GPU here", marks=WITHOUT_CUDA),
-        pytest.param(["eval", "model", "--device", "cuda"], "finds no CUDA GPU here", marks=WITHOUT_CUDA),
+        pytest.param(["run", "r.yaml", "--device", "cuda"], "finds no CUDA GPU", marks=WITHOUT_CUDA),
+        pytest.param(["eval", "model", "--device", "cuda"], "finds no CUDA GPU", marks=WITHOUT_CUDA),
         (["run", "r.yaml", "--set", "prune.1.sparsity=1.7"], "--set prune.1.sparsity=1.7: prune[1].sparsity is 1.7"),
         (["run", "r.yaml", "--set", "prune[1].sparsity=50"], "--set prune[1].sparsity=50: prune[1].sparsity is 50"),
         (["run", "r.yaml", "--set", "calibration.sample=8"], "did you mean 'samples'?"),
@@ -259,10 +259,10 @@ def test_a_run_that_ctrl_c_or_sigterm_ends_goes_on_with_resume(stop, by, word, s
     stop(by)
     done = invoke("--plugin", "stopping", "run", "r.yaml")
     assert (done.exit_code, done.stdout) == (status, "")
-    assert done.stderr.splitlines()[-1] == f"{word}; finished blocks are kept, and --resume goes on after them"
+    assert done.stderr.splitlines()[-1] == f"{word}; finished blocks are kept, and --resume continues after them"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert not Path("out").exists()
-    assert "go on with --resume, or begin anew with --restart" in invoke("run", "r.yaml").stderr
+    assert "continue with --resume, or start over with --restart" in invoke("run", "r.yaml").stderr
     stop(0)
     assert invoke("--plugin", "stopping", "run", "r.yaml", "--resume").exit_code == 0
     assert Path("out/report.json").is_file()
@@ -274,7 +274,7 @@ def test_a_sweep_that_sigterm_ends_goes_on_with_the_same_command(stop):
     sweep = ["--plugin", "stopping", "sweep", "r.yaml", "--grid", "prune.1.sparsity=0.4"]
     done = invoke(*sweep)
     assert (done.exit_code, done.stdout) == (143, "")
-    assert done.stderr.endswith("finished runs and blocks are kept, and the same command goes on after them\n")
+    assert done.stderr.endswith("finished runs and blocks are kept, and the same command continues after them\n")
     stop(0)
     assert invoke(*sweep).exit_code == 0
 
@@ -284,7 +284,7 @@ def test_a_program_that_sigterm_ends_has_status_143(stop):
     stop(signal.SIGTERM)
     done = compressx("--plugin", "stopping", "run", "r.yaml")
     assert done.returncode == 143
-    assert done.stderr == "terminated; finished blocks are kept, and --resume goes on after them\n"
+    assert done.stderr == "terminated; finished blocks are kept, and --resume continues after them\n"
 
 
 # --- plan, plugins, version
@@ -355,20 +355,21 @@ EXPLICIT = "{method: explicit, sparsities: {%s}}"
 @pytest.mark.parametrize(
     ("allocation", "rest", "place", "told"),
     [
-        (EXPLICIT % '"*.up_prj": 0.5, "*": 0.4', "", "9:45", ("'*.up_prj' matches no linear", "mean '*.up_proj'?")),
+        (EXPLICIT % '"*.up_prj": 0.5, "*": 0.4', "", "9:45",
+         ("'*.up_prj' matches no planned linear", "mean '*.up_proj'?")),
         (EXPLICIT % '"*": 0.5, "*.up_proj": 0.4', "", "9:55",
          ("'*.up_proj' is shadowed: all 3", "by '*' at r.yaml:9:45", "put the narrower one first")),
         (EXPLICIT % '"*.mlp.*": 0.5', "", "9:32", ("q_proj and 11 more", 'end with "*"')),
         (EXPLICIT % '"*": 1.0', "", "9:45", ("allocation.sparsities.* is 1.0; expected less than 1",)),
-        (EXPLICIT % '"*.q_proj": 0.4, "*": 0.5', "", "9:45", ("competes jointly has one sparsity", "prune[0]")),
-        (EXPLICIT % '"*.mlp.*": 0.995, "*": 0.5', "", "9:45", ("leaves none of the", "each row of model.layers.0.mlp")),
+        (EXPLICIT % '"*.q_proj": 0.4, "*": 0.5', "", "9:45", ("compete jointly need one sparsity", "prune[0]")),
+        (EXPLICIT % '"*.mlp.*": 0.995, "*": 0.5', "", "9:45", ("keeps none of the", "each row of model.layers.0.mlp")),
         (EXPLICIT % '"*.mlp.*": 0.55, "*": 0.5', '{targets: ["*"], pruner: wanda, pattern: "4:8"}', "9:45",
-         ("0.55 is no N:8", "the nearest are 0.5 (4:8) and 0.625 (3:8)")),
+         ("0.55 cannot be expressed as N:8", "the nearest are 0.5 (4:8) and 0.625 (3:8)")),
         (EXPLICIT % '"*.mlp.*": 0.9999999, "*": 0.5', '{targets: ["*"], pruner: wanda, pattern: "4:8"}', "9:45",
-         ("0.9999999 is no N:8", "the nearest are 0.75 (2:8) and 0.875 (1:8)")),
+         ("0.9999999 cannot be expressed as N:8", "the nearest are 0.75 (2:8) and 0.875 (1:8)")),
         ('{method: explicit, sparsities: {"*": 0.5}, target: 0.6}', "", "9:56",
-         ("come to 50.00% of the planned weights, and target is 60.00%", "drop target")),
-        ("{method: divergence, target: 0.5, scope: block}", "", "9:47", ("nothing is left to choose",)),
+         ("amount to 50.00% of the planned weights, but target is 60.00%", "remove target")),
+        ("{method: divergence, target: 0.5, scope: block}", "", "9:47", ("leaves nothing to choose",)),
         ("{method: divergence, target: 0.5, unit: layer}", "", "9:47", ("'block', 'rule' or 'linear'",)),
         ("{method: error, target: 0.5}", "", "9:14", ("method error was renamed; use divergence",)),
     ],

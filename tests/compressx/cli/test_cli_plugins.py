@@ -67,7 +67,7 @@ def test_a_plugin_that_fails_to_load_is_warned_of(tmp_path, monkeypatch):
     for arguments, warned in ((["plugins", "check", "wanda", "--architecture", "llama"], True), (["plugins"], False)):
         done = invoke(*arguments)
         assert done.exit_code == 0, done.stderr
-        warning = "warning: plugin 'ears' failed to load and is left out: ModuleNotFoundError: No module named 'wandb"
+        warning = "warning: plugin 'ears' failed to load and is skipped: ModuleNotFoundError: No module named 'wandb"
         assert (warning in done.stderr) == warned
     assert "ears" not in invoke("-p", "no:ears", "plugins", "check", "wanda", "--architecture", "llama").stderr
 
@@ -78,8 +78,8 @@ def test_a_mistake_is_named():
         (["check", "wanda", "--architecture", "lama"], "no tiny model 'lama'; did you mean 'llama'?"),
         (["check", "attnprune", "--set", "modus=joint"], "--set modus: unknown option 'modus'; did you mean 'mode'?"),
         (["check", "attnprune", "--set", "mode"], "expected KEY"),
-        (["new", "Not A Name"], "no plugin can be named 'Not A Name'"),
-        (["new", "wanda"], "there is a plugin or pruner 'wanda' already"),
+        (["new", "Not A Name"], "invalid plugin name 'Not A Name'"),
+        (["new", "wanda"], "a plugin or pruner 'wanda' exists already"),
     ):
         assert complaint in refused("plugins", *arguments)
         assert list(Path().iterdir()) == []
@@ -95,6 +95,4 @@ def test_new_writes_a_package_once():
         "compressx-my-own/tests/test_my_own.py",
     }
     assert not any("@" in p.read_text().replace("@hookimpl", "") for p in Path("below").rglob("*.py"))
-    assert "is there already; choose another name or --folder" in refused(
-        "plugins", "new", "my-own", "--folder", "below"
-    )
+    assert "exists already; choose another name or --folder" in refused("plugins", "new", "my-own", "--folder", "below")

@@ -64,7 +64,7 @@ class TestTextFiles:
 
     def test_files_of_blanks_are_no_text(self, project: Path) -> None:
         (project / "blank.txt").write_text(" \n\n")
-        with pytest.raises(CalibrationError, match=r"text 'blank\.txt' holds no text for calibration"):
+        with pytest.raises(CalibrationError, match=r"text 'blank\.txt' has no text for calibration"):
             documents(source(text="blank.txt"), "calibration")
 
 
@@ -72,9 +72,9 @@ class TestWhatIsSeenWithoutReading:
     def test_files_that_are_all_empty_are_refused(self, project: Path) -> None:
         for name in ("a.txt", "b.txt"):
             (project / name).touch()
-        with pytest.raises(CalibrationError, match=r"^text: 'a\.txt' holds no text: the file is empty$"):
+        with pytest.raises(CalibrationError, match=r"^text: 'a\.txt' has no text: the file is empty$"):
             check_dataset(source(text="a.txt"))
-        with pytest.raises(CalibrationError, match=r"^json: '\*\.txt' holds no text: all its 2 files are empty$"):
+        with pytest.raises(CalibrationError, match=r"^json: '\*\.txt' has no text: all 2 files are empty$"):
             check_dataset(source(json="*.txt", field="text"))
         (project / "b.txt").write_text("text")
         check_dataset(source(text="*.txt"))
@@ -94,7 +94,7 @@ class TestWhatIsSeenWithoutReading:
         for name, way in (("a.txt", r"\{text: a\.txt\}"), ("a.jsonl", r"\{json: a\.jsonl, field: NAME\}")):
             (project / name).write_text("text")
             with pytest.raises(
-                CalibrationError, match=rf"^dataset '{name}' is a file, not a dataset's name; write {way}$"
+                CalibrationError, match=rf"^dataset '{name}' is a file, not the name of a dataset; write {way}$"
             ):
                 check_dataset(source(name=name))
 
@@ -121,7 +121,7 @@ class TestJsonLines:
         ("line", "complaint"),
         [("{broken", "not JSON"), ("[1]", "expected a JSON object, got list"),
          ('{"content": "x"}', "no field 'contents'; did you mean 'content'"),
-         ("{}", "no field 'contents'; it has none"), ('{"contents": 3}', "field 'contents' holds int, expected text")],
+         ("{}", "no field 'contents'; it has none"), ('{"contents": 3}', "field 'contents' is int, expected text")],
     )  # fmt: skip
     def test_a_bad_line_is_named_by_file_and_number(self, project: Path, line: str, complaint: str) -> None:
         (project / "a.jsonl").write_text('{"contents": "fine"}\n\n' + line)
@@ -184,7 +184,7 @@ class TestDatasets:
     @pytest.mark.parametrize(
         ("given", "message"),
         [({"field": "txt"}, r"no field 'txt'; did you mean 'text'\? valid: body, id, text"),
-         ({"field": "id"}, r"row 0: field 'id' holds int, expected text"),
+         ({"field": "id"}, r"row 0: field 'id' is int, expected text"),
          ({"split": "valid"}, r"split 'valid'.*could not be fetched.*train.*test")],
         ids=str,
     )  # fmt: skip

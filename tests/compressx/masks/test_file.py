@@ -101,7 +101,7 @@ def test_a_damaged_part_is_named_and_nothing_is_joined(tmp_path: Path) -> None:
         write_masks(tmp_path / f"{name}.safetensors", {name: _entry(3, 5)})
     whole = (tmp_path / "b.safetensors").read_bytes()
     (tmp_path / "b.safetensors").write_bytes(whole[:-1])
-    with pytest.raises(ArtifactError, match=r"b\.safetensors is no safetensors file, or not all of one"):
+    with pytest.raises(ArtifactError, match=r"b\.safetensors is not a safetensors file, or it is truncated"):
         join_masks(tmp_path / "joined.safetensors", [tmp_path / "a.safetensors", tmp_path / "b.safetensors"])
     assert not (tmp_path / "joined.safetensors").exists()
 
@@ -197,7 +197,7 @@ def test_bits_after_the_last_element_and_a_mask_of_another_dtype_are_errors(stor
 
 def test_another_safetensors_file_a_missing_one_and_a_folder_are_errors_that_name_the_path(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ArtifactError, match="no masks file: its metadata has no key 'compressx'"):
+    with pytest.raises(ArtifactError, match="not a masks file: its metadata has no key 'compressx'"):
         read_masks(tmp_path / "model.safetensors")
     for path in (tmp_path / "missing.safetensors", tmp_path):
         with pytest.raises(ArtifactError, match=str(path)):
@@ -222,7 +222,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
 def test_what_is_no_bool_matrix_or_no_sha256_is_refused_before_a_file_is_touched(tmp_path: Path) -> None:
     ones = torch.ones(2, 2, dtype=torch.bool)
     for keep in (ones.float(), ones[0], ones[:0]):
-        with pytest.raises(ValueError, match=r"a mask is bool \[out_features, in_features\]"):
+        with pytest.raises(ValueError, match=r"expected a bool mask \[out_features, in_features\]"):
             MaskEntry(keep, "2:4", "wanda", _SHA)
     with pytest.raises(ValueError, match="sha256"):
         write_masks(tmp_path / "m.safetensors", {"q": MaskEntry(ones, "2:4", "w", "-")})

@@ -100,5 +100,5 @@ def test_masks_of_another_model_are_refused(folder):
     ):
         inspect(source_of(str(folder)), folder / "other.safetensors")
     MaskSet({"model.layers.9.q_proj": entry}).save(folder / "other.safetensors")
-    with pytest.raises(ArtifactError, match=r"it names model.layers.9.q_proj, which .* does not have"):
+    with pytest.raises(ArtifactError, match=r"it has a mask for model.layers.9.q_proj, which .* does not have"):
         inspect(source_of(str(folder)), folder / "other.safetensors")

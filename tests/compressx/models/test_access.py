@@ -97,7 +97,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 def test_cuda_where_there_is_none_is_refused_and_auto_takes_the_cpu(monkeypatch: pytest.MonkeyPatch):
     gpus(monkeypatch, 0)
     assert device_for("auto") == torch.device("cpu")
-    with pytest.raises(CompressxError, match=r"^device cuda: torch \S+ finds no CUDA GPU here; give --device cpu"):
+    with pytest.raises(CompressxError, match=r"^device cuda: torch \S+ finds no CUDA GPU; use --device cpu"):
         device_for("cuda")
 
 
@@ -106,6 +106,6 @@ def test_every_process_has_a_gpu_of_its_own_or_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert device_for("auto") == device_for("cuda") == torch.device("cuda", 1)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(CompressxError, match="process 2 of this machine needs a GPU of its own, and torch finds 2; "):
+    with pytest.raises(CompressxError, match="process 2 of this machine needs its own GPU, but torch finds 2; "):
         device_for("auto")
     assert device_for("cpu") == torch.device("cpu")

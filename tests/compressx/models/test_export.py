@@ -125,7 +125,7 @@ def test_what_a_run_finished_is_kept_when_the_last_rename_fails(error, tmp_path,
 def test_where_something_is_mounted_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "volume").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "volume")
-    with pytest.raises(ArtifactError, match=r"something is mounted, .*; name a folder in it, such as .*volume/run"):
+    with pytest.raises(ArtifactError, match=r"is a mount point, .*; choose a folder in it, such as .*volume/run"):
         check_output(tmp_path / "volume")
     check_output(tmp_path / "volume/run")
 
@@ -153,7 +153,7 @@ def test_a_second_run_for_an_output_is_refused_while_the_first_is_going_on(tmp_p
             if state:
                 (building / "state.json").write_text("{}")
             with (
-                pytest.raises(ArtifactError, match=r"out is going on, in .*\.partial-.*; wait for its end, or name an"),
+                pytest.raises(ArtifactError, match=r"out is active, in .*\.partial-.*; wait for it, or choose an"),
                 output_folder(tmp_path / "out", **asked),
             ):
                 pytest.fail("the block must not run")
@@ -165,7 +165,7 @@ def test_a_folder_with_other_files_is_refused_before_any_work(tmp_path: Path) ->
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years")
     (tmp_path / "out" / "report.json").write_text("{}")
-    with pytest.raises(ArtifactError, match=r"out exists and is no earlier output of compressx"):
+    with pytest.raises(ArtifactError, match=r"out exists and is not an earlier output of compressx"):
         check_output(tmp_path / "out")
     with pytest.raises(ArtifactError, match="out exists"), output_folder(tmp_path / "out"):
         pytest.fail("the block must not run")
@@ -173,7 +173,7 @@ def test_a_folder_with_other_files_is_refused_before_any_work(tmp_path: Path) ->
 
 
 def test_a_folder_that_somebody_filled_during_the_run_is_not_replaced(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="no earlier output"), output_folder(tmp_path / "out"):  # noqa: PT012
+    with pytest.raises(ArtifactError, match="not an earlier output"), output_folder(tmp_path / "out"):  # noqa: PT012
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "thesis.tex").write_text("years")
     assert names_in(tmp_path / "out") == ["thesis.tex"]
@@ -181,9 +181,9 @@ def test_a_folder_that_somebody_filled_during_the_run_is_not_replaced(tmp_path: 
 
 def test_a_file_is_refused_as_output_and_as_what_the_output_lies_in(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArtifactError, match="file is a file; name a folder"):
+    with pytest.raises(ArtifactError, match="file is a file; choose a folder"):
         check_output(tmp_path / "file")
-    with pytest.raises(ArtifactError, match=r"below cannot be made: .*file is no folder|below: Not a directory"):
+    with pytest.raises(ArtifactError, match=r"below cannot be created: .*file is not a folder|below: Not a directory"):
         check_output(tmp_path / "file" / "below")
 
 
@@ -199,7 +199,8 @@ def test_the_current_folder_and_those_above_it_are_refused(tmp_path: Path, monke
 
 def test_a_place_that_may_not_be_written_is_refused_when_planning(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != tmp_path)
-    with pytest.raises(ArtifactError, match=rf"a/out cannot be made: {tmp_path} is no folder that you may write to"):
+    message = rf"a/out cannot be created: {tmp_path} is not a folder that you can write to"
+    with pytest.raises(ArtifactError, match=message):
         check_output(tmp_path / "a" / "out")
     assert names_in(tmp_path) == []
 
@@ -261,7 +262,7 @@ def test_what_a_living_process_builds_is_left_alone(tmp_path: Path) -> None:
         assert other.stdin is not None
         assert other.stdout is not None
         assert other.stdout.readline() == b"building\n"
-        with pytest.raises(ArtifactError, match="is going on"), output_folder(tmp_path / "out"):
+        with pytest.raises(ArtifactError, match="is active"), output_folder(tmp_path / "out"):
             pytest.fail("the block must not run")
         other.stdin.close()
         assert other.wait() == 0

@@ -100,6 +100,6 @@ def test_linears_that_compete_jointly_may_leave_one_of_them_empty_but_not_all(pr
     joint = {"group": "joint", "targets": QUERY_KEY}
     report = prune(sparsity=0.9998, **joint)
     assert sum(x.sparsity == 1 for x in report.layers) > 0
-    message = r"none of the 6144 weights in what competes with those of .*; at most 0\.9998"
+    message = r"none of the 6144 weights in the joint group of .*; at most 0\.9998"
     with pytest.raises(RecipeError, match=message):
         prune(sparsity=0.99995, **joint)

@@ -108,7 +108,7 @@ def test_what_lies_outside_the_blocks_is_not_pruned_again(model):
 def test_finished_blocks_are_not_thrown_away_unasked(model):
     asked = quick(model)
     stopped(asked, 2)
-    with pytest.raises(ArtifactError, match=r"was interrupted.*go on with --resume, or begin anew with --restart"):
+    with pytest.raises(ArtifactError, match=r"was interrupted.*continue with --resume, or start over with --restart"):
         run(asked)
     assert len(leftovers()) == 1
     run(asked, restart=True)

@@ -78,7 +78,7 @@ def test_a_pruner_that_reads_sensitivities_alone_is_given_text(model, plugins):
     asked = recipe(model, {"targets": ["*"], "pruner": "reacting", "pattern": "2:4"})
     assert run(asked, plugins=offering(plugins, spec)).sparsity == 0.5
     del asked["calibration"]
-    with pytest.raises(RecipeError, match="the recipe has no calibration, and its pruners need one"):
+    with pytest.raises(RecipeError, match="the recipe has no calibration, but its pruners need one"):
         plan(asked, plugins=offering(plugins, spec))
 
 

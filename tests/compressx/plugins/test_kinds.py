@@ -75,7 +75,7 @@ def test_what_a_plugin_offers_of_another_kind_is_found_by_its_name(selecting: Si
 def test_what_is_offered_of_another_kind_is_checked_like_a_pruner(selecting: Site) -> None:
     selecting.install("dist", tokens="cx_tokens", more="cx_more")
     for names, error in (
-        (("",), "TypeError: compressx_token_selectors returned a SelectorSpec named ''; a name is text"),
+        (("",), "TypeError: compressx_token_selectors returned a SelectorSpec named ''; expected non-empty text"),
         (("x", "x"), "ValueError: compressx_token_selectors offers the token selector 'x' twice"),
     ):
         selecting.module("cx_more", SELECTS.format(names=names))
@@ -101,14 +101,14 @@ def test_one_name_has_one_owner_in_each_kind(selecting: Site) -> None:
 def test_a_misspelt_hook_of_another_kind_is_refused(selecting: Site) -> None:
     selecting.module("cx_more", SELECTS.format(names=["x"]).replace("compressx_token_selectors", "compressx_selectors"))
     told = refusal(lambda: load_plugins(modules=["cx_more"]))
-    assert "function 'compressx_selectors' is no hook; did you mean 'compressx_token_selectors'?" in told
+    assert "function 'compressx_selectors' is not a hook; did you mean 'compressx_token_selectors'?" in told
 
 
 def test_plugins_toml_declares_names_of_every_kind(selecting: Site) -> None:
     table = '[[plugin]]\nname = "tokens"\nmodule = "cx_tokens"\ntoken_selectors = '
     selecting.toml(f'{table}["rho"]\n')
     assert refusal(load_plugins) == (
-        "plugin 'tokens' (plugins.toml:1) registers the token_selectors rho, entropy, but plugins.toml says rho"
+        "plugin 'tokens' (plugins.toml:1) registers the token_selectors rho, entropy, but plugins.toml declares rho"
     )
     selecting.toml(f'{table}["rho", "entropy"]\npruners = []\n')
     assert load_plugins().records[0].status == "loaded"

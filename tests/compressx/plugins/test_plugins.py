@@ -175,7 +175,7 @@ def test_a_module_that_is_no_module_name_is_an_error(
     monkeypatch.chdir(tmp_path)
     told = refusal(lambda: load_plugins(modules=[module]))
     assert told.startswith(
-        f"--plugin {module!r} is no module; expected MODULE or MODULE:OBJECT, such as my_pruner for "
+        f"--plugin {module!r} is not a module; expected MODULE or MODULE:OBJECT, such as my_pruner for "
     )
 
 
@@ -210,14 +210,14 @@ def test_requiring_an_unknown_name_is_an_error_with_the_nearest_one(site: Site) 
     site.install("dist", wanda="cx_wanda")
     site.toml('[load]\nrequired = ["wandaa"]\n')
     assert refusal(load_plugins) == (
-        "plugins.toml:2: required plugin 'wandaa' is not there; did you mean 'wanda'? valid: wanda"
+        "plugins.toml:2: required plugin 'wandaa' is missing; did you mean 'wanda'? valid: wanda"
     )
 
 
 def test_asking_for_a_plugin_and_blocking_it_is_an_error(site: Site) -> None:
     site.install("dist", a="cx_a")
     assert refusal(lambda: load_plugins(modules=["cx_a"], blocked=["a"])) == (
-        "-p no:a: 'a' is blocked, and --plugin asks for it; leave one of the two out"
+        "-p no:a: 'a' is blocked, but --plugin requests it; leave one of the two out"
     )
 
 
@@ -236,7 +236,7 @@ def test_a_misspelt_hook_is_refused_with_plugin_function_and_nearest_hook(site: 
         message = refusal(lambda: load_plugins(modules=["cx_misspelt"]))
         name = "anything" if "specname" in body else "compressx_pruner"
         assert message == (
-            f"plugin 'cx_misspelt' (--plugin cx_misspelt): function {name!r} is no hook; "
+            f"plugin 'cx_misspelt' (--plugin cx_misspelt): function {name!r} is not a hook; "
             f"did you mean 'compressx_pruners'? {hooks}"
         )
 
@@ -289,12 +289,12 @@ def listen(report):
         ("['wanda']", "TypeError: compressx_pruners returned 'wanda', which is not a PrunerSpec"),
         ("7", "TypeError: 'int' object is not iterable"),
         ("(1 / 0 for _ in [1])", "ZeroDivisionError: division by zero"),
-        ("[spec('', Options)]", "TypeError: compressx_pruners returned a PrunerSpec named ''; a name is text"),
+        ("[spec('', Options)]", "TypeError: compressx_pruners returned a PrunerSpec named ''; expected non-empty text"),
         (
             "[spec('x', __import__('pydantic').BaseModel)]",
-            "TypeError: pruner 'x' has pydantic's BaseModel itself as options; derive an empty class from it",
+            "TypeError: pruner 'x' has pydantic's BaseModel itself as options; use a subclass, even an empty one",
         ),
-        ("[spec('x', dict)]", "TypeError: pruner 'x' has options <class 'dict'>, which is no pydantic model"),
+        ("[spec('x', dict)]", "TypeError: pruner 'x' has options <class 'dict'>, which is not a pydantic model"),
         (
             "[spec('x', Options, groups='row')]",
             "TypeError: pruner 'x' has groups 'row'; expected a tuple of row, layer, joint, such as ('row',)",
@@ -309,7 +309,7 @@ def listen(report):
         ),
         (
             "[spec('x', Options, selecting_options=('stepz',))]",
-            "TypeError: pruner 'x' has selecting_options ['stepz'], which are no options of it",
+            "TypeError: pruner 'x' has selecting_options ['stepz'], which are not options of it",
         ),
         (
             "[spec('x', Options, check=True)]",
@@ -401,7 +401,9 @@ def test_a_module_of_the_same_name_from_elsewhere_is_refused(site: Site) -> None
     importlib.import_module("cx_clash")
     site.offers("cx_clash", "clash", folder="lib")
     site.toml('[[plugin]]\nname = "clash"\nmodule = "cx_clash"\npath = "lib"\n')
-    assert refusal(load_plugins).endswith(f"not from {site.folder / 'lib'}; another module has its name, so rename it")
+    assert refusal(load_plugins).endswith(
+        f"not from {site.folder / 'lib'}; another module has the same name, so rename it"
+    )
 
 
 @pytest.mark.parametrize("path", ["..", "lib/../..", "/", "link"])
@@ -412,14 +414,16 @@ def test_a_folder_outside_the_project_is_refused(site: Site, path: str) -> None:
     file = site.folder / "project" / "plugins.toml"
     file.write_text(f'[[plugin]]\nname = "a"\nmodule = "cx_a"\npath = "{path}"\n')
     message = refusal(lambda: read_plugins_file(file))
-    assert message.startswith(f"{file}:4: path {path!r} leads out of the project {site.folder / 'project'}, to ")
+    assert message.startswith(
+        f"{file}:4: path {path!r} is outside the project {site.folder / 'project'}: it resolves to "
+    )
 
 
 def test_a_folder_that_is_missing_or_loops_is_refused(site: Site) -> None:
     (site.folder / "loop").symlink_to(site.folder / "loop")
     table = '[[plugin]]\nname = "a"\nmodule = "cx_a"\npath = '
     site.toml(f'{table}"lib"\n')
-    assert refusal(load_plugins) == f"plugins.toml:4: path 'lib' is no folder; looked in {site.folder}"
+    assert refusal(load_plugins) == f"plugins.toml:4: path 'lib' is not a folder; looked in {site.folder}"
     for path in ("loop", "a\\u0000b", "x" * 5000):
         site.toml(f'{table}"{path}"\n')
         assert refusal(load_plugins).startswith("plugins.toml:4: path ")
@@ -429,7 +433,7 @@ def test_declared_pruners_have_to_be_those_that_are_registered(site: Site) -> No
     site.offers("cx_a", "one", "two")
     site.toml('[[plugin]]\nname = "a"\nmodule = "cx_a"\npruners = ["one"]\n')
     assert refusal(load_plugins) == (
-        "plugin 'a' (plugins.toml:1) registers the pruners one, two, but plugins.toml says one"
+        "plugin 'a' (plugins.toml:1) registers the pruners one, two, but plugins.toml declares one"
     )
     site.toml('[[plugin]]\nname = "a"\nmodule = "cx_a"\npruners = ["two", "one"]\n')
     assert load_plugins().records[0].offers["pruners"] == ("one", "two")
@@ -448,7 +452,7 @@ def test_a_plugin_for_other_versions_is_never_imported_and_says_which_it_needs(s
     site.toml(listed)
     (record,) = load_plugins().records
     assert record.status == "failed"
-    assert record.error == f"it needs compressx >=99, and this is {compressx.__version__}; update one of the two"
+    assert record.error == f"it needs compressx >=99, but this is {compressx.__version__}; update one of the two"
     assert "it needs compressx >=99" in refusal(lambda: load_plugins().find(PRUNER, "mine"))
     site.toml('[load]\nrequired = ["mine"]\n' + listed)
     assert "'mine' (plugins.toml:3) is required and failed to load: it needs compressx >=99" in refusal(load_plugins)
@@ -460,7 +464,7 @@ def test_versions_that_are_none_are_refused_with_their_line(site: Site) -> None:
     said = refusal(load_plugins)
     assert said.startswith("plugins.toml:4: ")
     assert "requires-host" in said
-    assert "versions are written as pip does" in said
+    assert "expected versions as pip writes them" in said
 
 
 def test_a_file_given_by_name_has_to_exist_and_the_default_one_need_not(site: Site) -> None:
@@ -491,7 +495,7 @@ def test_a_file_given_by_name_has_to_exist_and_the_default_one_need_not(site: Si
         ),
         (
             "[[plugin]]\nname='a'\nmodule='m'\n[[plugin]]\nname='a'\nmodule='n'\n",
-            "plugins.toml:5: plugin 'a' also stands at plugins.toml:2",
+            "plugins.toml:5: plugin 'a' is already listed at plugins.toml:2",
         ),
         ("[load]\ndisabled=['a']\nrequired=['a']\n", "plugins.toml:3: 'a' is both required and disabled; keep one"),
         (
@@ -503,7 +507,7 @@ def test_a_file_given_by_name_has_to_exist_and_the_default_one_need_not(site: Si
         (
             "[[plugin]]\nname='a'\nmodule='m'\npruners = [\n  3,\n]\n",
             "plugins.toml:4: plugin[0].pruners[0] is 3; expected text (numbers, true and null in quotes): "
-            "names that it has to register, no more and no fewer",
+            "exactly the names that it must register",
         ),
         ("a = 1979-05-27\n", "plugins.toml:1: unknown key 'a'; valid: load, plugin"),
     ],

@@ -184,7 +184,7 @@ def test_every_mistake_is_reported_at_once() -> None:
 
 def test_a_key_that_is_not_text_is_refused() -> None:
     for key in ("1", "null", "true", "[a]", "{a: b}"):
-        assert refusal(f"? {key}\n: x\n").startswith("r.yaml:1:3: a key is text; got ")
+        assert refusal(f"? {key}\n: x\n").startswith("r.yaml:1:3: a key must be text; got ")
 
 
 # --- values
@@ -194,7 +194,7 @@ _WINDOWS = "windows drawn"
 _ZEROS = "fraction of zeros in [0, 1); 0.5 is 50%"
 _GLOBS = "glob patterns over fully qualified names"
 _NOT_NM = 'N:M keeps N of every M weights, with 1 <= N < M, such as "2:4"; {0} keeps {1} of {2}'
-_NOTATION = 'an N:M pattern is written "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept'
+_NOTATION = 'expected an N:M pattern, "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept'
 
 
 @pytest.mark.parametrize(
@@ -213,21 +213,21 @@ _NOTATION = 'an N:M pattern is written "2:4" or {keep: 2, of: 4}: of every 4 inp
      ("sparsity: 0.5", "sparsity: 0.5\n    pattern: 2:4", "7:5: prune[0]: sparsity and pattern exclude each other; "
       "keep one (sparsity at r.yaml:6:5, pattern at r.yaml:7:5)"),
      ("sparsity: 0.5", "sparsity: 0.5\n    group: rows", "7:5: prune[0].group is 'rows'; did you mean 'row'? expected "
-      "'row', 'layer' or 'joint': what competes for the budget; the pruner's own when absent"),
+      "'row', 'layer' or 'joint': which weights share the budget; the pruner's own when absent"),
      ("2:4", "5:4", f"8:41: prune[1].pattern is '5:4'; {_NOT_NM.format('5:4', 5, 4)}"),
      ("2:4", "0:4", f"8:41: prune[1].pattern is '0:4'; {_NOT_NM.format('0:4', 0, 4)}"),
-     ("2:4", "4:4", f"8:41: prune[1].pattern is '4:4'; {_NOT_NM.format('4:4', 4, 4)}; what is not to be pruned is left "
-      "out of targets"),
+     ("2:4", "4:4", f"8:41: prune[1].pattern is '4:4'; {_NOT_NM.format('4:4', 4, 4)}; to prune nothing, leave "
+      "the linear out of targets"),
      *(("2:4", written, f"8:41: prune[1].pattern is {shown}; {_NOTATION}") for written, shown in
        (("2/4", "'2/4'"), ("124", "124"), ("²:4", "'²:4'"), ("2:4:8", "'2:4:8'"), ("[2, 4]", "a list"))),
      ('["*.q_proj"]', '"*"', "4:5: prune[0].targets is '*'; expected a list, such as "
       f'["*.q_proj", "*.k_proj"]: {_GLOBS}'),
-     ('["*.q_proj"]', "[]", f"4:5: prune[0].targets is an empty list; expected at least 1 in it: {_GLOBS}"),
+     ('["*.q_proj"]', "[]", f"4:5: prune[0].targets is an empty list; expected a length of at least 1: {_GLOBS}"),
      ('["*.q_proj"]', "[1]", "4:15: prune[0].targets[0] is 1; expected text (numbers, true and null in quotes): "
       f"{_GLOBS}"),
      ("{steps: 3}", "[3]", "7:5: prune[0].options is a list; expected a mapping of keys to values: the pruner's own "
       "options"),
-     ("    pruner: wanda\n", "", "4:5: missing key 'pruner' in prune[0]: name of the pruner that selects"),
+     ("    pruner: wanda\n", "", "4:5: missing key 'pruner' in prune[0]: name of the pruner that selects weights"),
      ("    pruner: wanda\n", "    pruner: wanda\n    pruner: alps\n", "6:5: duplicate key 'pruner', first given at "
       "r.yaml:5:5; keep one of the two"),
      ("sparsity: 0.5", "sparsty: 0.5", "6:5: unknown key 'sparsty' in prune[0]; did you mean 'sparsity'? valid: group, "
@@ -235,12 +235,13 @@ _NOTATION = 'an N:M pattern is written "2:4" or {keep: 2, of: 4}: of every 4 inp
      ("org/model", "", "1:1: model is null; expected a mapping of keys to values"),
      ("wikitext", "{name: c4, text: a}", "2:35: calibration.dataset: give exactly one of name, text, json; got name "
       "and text (name at r.yaml:2:25, text at r.yaml:2:35)"),
-     ("wikitext", "{json: a}", "2:25: calibration.dataset: json also needs field, the name of the text in each line"),
+     ("wikitext", "{json: a}", "2:25: calibration.dataset: json also needs field, the name of the field that "
+      "holds the text"),
      ("wikitext", "{text: a, field: b}", "2:34: calibration.dataset: field only goes with json or name"),
      ("wikitext", "{text: a, split: b}", "2:34: calibration.dataset: split only goes with name"),
      ("org/model", "{package: p, file: f}", "1:9: model: a package also needs version, sha256"),
-     ("org/model", "{path: m.gguf, streaming: true}", "1:23: model: a GGUF file cannot be streamed, since transformers "
-      "converts it only whole; leave streaming out, or save the model as safetensors first"),
+     ("org/model", "{path: m.gguf, streaming: true}", "1:23: model: a GGUF file cannot be streamed, because "
+      "transformers can only convert it as a whole; leave streaming out, or save the model as safetensors first"),
      ("org/model", "{id: a, sha256: x}", "1:16: model.sha256 is 'x'; expected text like ^[0-9a-f]{64}$: sha256 of the "
       "wheel"),
      ("output: runs/x", "output: o\nevaluate: {lm_eval: {tasks: [3]}}", "10:30: evaluate.lm_eval.tasks[0] is 3; "
@@ -296,8 +297,8 @@ def test_allocation_is_set_from_the_command_line() -> None:
 def test_every_rule_with_a_budget_of_its_own_is_refused_beside_allocation() -> None:
     text = ALLOCATED.replace("attnprune}", "attnprune, sparsity: 0.5}").replace("group: row}", "sparsity: 0.4}")
     assert refusal(text).splitlines() == [
-        f"r.yaml:{place} has sparsity {sparsity}, and allocation at r.yaml:6:1 chooses every rule's sparsity; "
-        "expected one of the two: drop sparsity here, or drop allocation"
+        f"r.yaml:{place} has sparsity {sparsity}, but allocation at r.yaml:6:1 chooses every rule's sparsity; "
+        "drop sparsity here, or drop allocation"
         for place, sparsity in (("4:60: prune[0]", 0.5), ("5:41: prune[1]", 0.4))
     ]
 
@@ -322,13 +323,13 @@ METHODS = "valid: attention-aware, divergence, explicit, owl, uniform"
      ("target: 0.5", "target: 0.95", "r.yaml:6:39: allocation.target is 0.95; expected less than 0.95: fraction of "
                                      "zeros over all planned linears; 0.5 is 50%"),
      ("target: 0.5", "target: 0.5, scope: layer",
-      "r.yaml:6:52: allocation.scope is 'layer'; expected 'model' or 'block': what shares the target: all blocks, "
-      "or each block by itself"),
+      "r.yaml:6:52: allocation.scope is 'layer'; expected 'model' or 'block': what shares the target: the whole "
+      "model, or each block by itself"),
      ("target: 0.5", "target: 0.5, sparsities: [0.5, 0.3]",
-      "r.yaml:6:52: allocation: sparsities rise from each to the next; got [0.5, 0.3]"),
+      "r.yaml:6:52: allocation: sparsities must increase; got [0.5, 0.3]"),
      ("target: 0.5", "target: 0.5, sparsities: [0.5, 0.96]",
-      "r.yaml:6:70: allocation.sparsities[1] is 0.96; expected at most 0.95: sparsities to measure, rising; 0.5 is "
-      "50%"),
+      "r.yaml:6:70: allocation.sparsities[1] is 0.96; expected at most 0.95: sparsities to measure, increasing; 0.5 "
+      "is 50%"),
      ("target: 0.5", "target: 0.5, sample: 4",
       "r.yaml:6:52: unknown key 'sample' in allocation; did you mean 'samples'? valid: method, samples, scope, "
       "sparsities, target")],
@@ -383,7 +384,7 @@ def test_a_file_that_is_empty_or_no_mapping_is_told_what_it_needs() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a:\n\t- b", "r.yaml:2:1: not YAML: a tab, where only spaces may stand; replace it with spaces"),
+    [("a:\n\t- b", "r.yaml:2:1: not YAML: a tab where only spaces are allowed; replace it with spaces"),
      ("a: [1", "r.yaml:1:4: not YAML: what is opened here is not closed; add ]"),
      ("a: {b: 1", "r.yaml:1:4: not YAML: what is opened here is not closed; add }"),
      ("a: [", "r.yaml:1:5: not YAML: it ends where a value is expected; close what is opened with [ or {"),
@@ -392,20 +393,20 @@ def test_a_file_that_is_empty_or_no_mapping_is_told_what_it_needs() -> None:
      ("a: [1}", "r.yaml:1:6: not YAML: expected a comma, or the ] that closes what is opened at r.yaml:1:4"),
      ("a: [1]]", "r.yaml:1:7: not YAML: ] closes nothing; remove it"),
      ("a: [1,,2]", "r.yaml:1:7: not YAML: expected a value, got ,"),
-     ("a: - b", "r.yaml:1:4: not YAML: a list item cannot stand here; write it on a line of its own, below its key"),
+     ("a: - b", "r.yaml:1:4: not YAML: a list item is not allowed here; write it on its own line, below its key"),
      ("a: @b", "r.yaml:1:4: not YAML: text cannot begin with @; put it in quotes"),
-     ("a: 'b'c", "r.yaml:1:7: not YAML: more text after a value that is complete; put all of it in quotes"),
+     ("a: 'b'c", "r.yaml:1:7: not YAML: more text after a complete value; put all of it in quotes"),
      ("a: 'b\nc: 1", "r.yaml:1:4: not YAML: the quote that is opened here is not closed"),
-     ('a: "\\q"', "r.yaml:1:6: not YAML: \\q means nothing within double quotes; use single quotes, or two "
-                  "backslashes for one"),
+     ('a: "\\q"', "r.yaml:1:6: not YAML: \\q is not an escape in double quotes; use single quotes, or "
+                  "double the backslash"),
      ("a: |b", "r.yaml:1:5: not YAML: expected chomping or indentation indicators, but found 'b'"),
-     ("a\n---\nb", "r.yaml:2:1: a second document begins; expected one"),
+     ("a\n---\nb", "r.yaml:2:1: a second document begins; expected only one"),
      ("a: \x01", "r.yaml:1:4: the character '\\x01' is not allowed in YAML"),
-     ('a: "\\UFFFFFFFF"', "r.yaml:1:1: not YAML: an impossible escape or directive (OverflowError)"),
-     ("%YAML 1.3\n--- a", "r.yaml:1:1: not YAML: an impossible escape or directive (AssertionError)"),
-     ('a: "\\uD800"', "r.yaml:1:4: '\\ud800' holds a character that is not allowed in text"),
-     ('a: "\\0"', "r.yaml:1:4: '\\x00' holds a character that is not allowed in text"),
-     ("a: 1\n<<: [1]", "r.yaml:2:1: << takes a mapping or a list of them, got 1")],
+     ('a: "\\UFFFFFFFF"', "r.yaml:1:1: not YAML: an invalid escape or directive (OverflowError)"),
+     ("%YAML 1.3\n--- a", "r.yaml:1:1: not YAML: an invalid escape or directive (AssertionError)"),
+     ('a: "\\uD800"', "r.yaml:1:4: '\\ud800' contains a character that is not allowed in text"),
+     ('a: "\\0"', "r.yaml:1:4: '\\x00' contains a character that is not allowed in text"),
+     ("a: 1\n<<: [1]", "r.yaml:2:1: << expects a mapping or a list of mappings, got 1")],
 )  # fmt: skip
 def test_what_is_not_yaml_is_told_where(text: str, message: str) -> None:
     assert refusal(text) == message
@@ -414,13 +415,16 @@ def test_what_is_not_yaml_is_told_where(text: str, message: str) -> None:
 def test_a_key_out_of_place_is_told_what_a_key_needs() -> None:
     for text in ("a: b: c", "a: 1\n  b: 2", "a\nb: 1", "a:1\nb: 2"):
         assert refusal(text).partition(": ")[2] == (
-            'not YAML: a key cannot stand here; each key has a line of its own with ": " behind it and the indentation '
-            'of those beside it, and text that holds ": " has quotes'
+            'not YAML: a key is not allowed here; write each key on its own line, followed by ": " and indented like '
+            'its siblings, and put text that contains ": " in quotes'
         )
 
 
 def test_a_line_that_is_indented_like_none_above_is_named() -> None:
-    reason = "this line fits nothing above it; keys of one mapping, and items of one list, have the same indentation"
+    reason = (
+        "the indentation of this line matches nothing above it; keys of one mapping, and items of one list, have the "
+        "same indentation"
+    )
     for text in ("a:\n    b: 1\n  c: 2", "a:\n  - x\n - y", "a: 1\n- b", "- a\nb: 1"):
         message = refusal(text)
         assert message.startswith(f"r.yaml:{len(text.splitlines())}:")
@@ -441,9 +445,9 @@ def test_a_missing_file_names_the_nearest_one_beside_it() -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(Path("recipes/quikstart.yaml"))
     assert str(caught.value) == (
-        "recipes/quikstart.yaml: there is no such file; did you mean 'quickstart.yaml'? valid: quickstart.yaml"
+        "recipes/quikstart.yaml: no such file; did you mean 'quickstart.yaml'? valid: quickstart.yaml"
     )
-    with pytest.raises(RecipeError, match="there is no such file; the folder nowhere does not exist"):
+    with pytest.raises(RecipeError, match="no such file; the folder nowhere does not exist"):
         load_recipe(Path("nowhere/a.yaml"))
 
 
@@ -452,7 +456,7 @@ def test_what_cannot_be_read_is_refused() -> None:
         load_recipe(Path())
     with pytest.raises(RecipeError, match=r"^a\\x00b: cannot be read: "):
         load_recipe(Path("a\0b"))
-    assert refusal(b"#" * (MAX_BYTES + 1)) == "r.yaml: larger than 256 KiB, which no recipe is; is it another file?"
+    assert refusal(b"#" * (MAX_BYTES + 1)) == "r.yaml: larger than 256 KiB; it is probably not a recipe"
 
 
 def test_a_file_that_is_not_utf_8_names_the_byte_and_its_line() -> None:
@@ -464,8 +468,8 @@ def test_a_file_that_is_not_utf_8_names_the_byte_and_its_line() -> None:
 def test_a_tag_never_makes_an_object() -> None:
     text = swapped("{steps: 3}", "!!python/object/apply:os.system [touch pwned]") + "evaluate: !mine {}\n"
     assert refusal(text).splitlines() == [
-        "r.yaml:7:14: tag '!!python/object/apply:os.system' is refused: a recipe holds plain values only",
-        "r.yaml:10:11: tag '!mine' is refused: a recipe holds plain values only",
+        "r.yaml:7:14: tag '!!python/object/apply:os.system' is not allowed: a recipe has plain values only",
+        "r.yaml:10:11: tag '!mine' is not allowed: a recipe has plain values only",
     ]
     assert not Path("pwned").exists()
 
@@ -529,7 +533,7 @@ def test_an_override_changes_only_the_alias_it_names() -> None:
      ("output.x=1", "output is 'runs/x', which has no key 'x'; set output as a whole"),
      ("evaluate.lm_eval.limit=3", "missing key 'tasks' in evaluate.lm_eval"),
      ("output=[", "not YAML: it ends where a value is expected; close what is opened with [ or {"),
-     ("output=!!python/name:os.system x", "tag '!!python/name:os.system' is refused: a recipe holds plain values only"),
+     ("output=!!python/name:os.system x", "tag '!!python/name:os.system' is not allowed: a recipe has plain values"),
      ("prune.0.pattern=2:4", "prune[0]: sparsity and pattern exclude each other; keep one (sparsity at r.yaml:6:5, "
                              "pattern at --set prune.0.pattern=2:4)"),
      (".".join("a" * 100) + "=1", f"nested more than {MAX_DEPTH} levels deep")],
@@ -623,7 +627,7 @@ def test_an_option_for_a_pruner_without_any_is_refused() -> None:
     class Nothing(BaseModel):
         pass
 
-    with pytest.raises(RecipeError, match=r"^r\.yaml:7:15: unknown option 'steps'; no option is taken there$"):
+    with pytest.raises(RecipeError, match=r"^r\.yaml:7:15: unknown option 'steps'; no option is allowed there$"):
         validate_options(Nothing, *options("{steps: 3}"))
 
 
@@ -635,8 +639,8 @@ def test_a_dict_that_no_file_could_hold_is_refused() -> None:
     itself["a"] = itself
     tree: Any
     for tree, message in (
-        ({"model": {1, 2}}, ":model: a recipe holds text, numbers, true, false, null, lists and mappings; got set"),
-        ({"prune": [{1: 2}]}, ":prune[0]: a key is text; got 1"),
+        ({"model": {1, 2}}, ":model: expected text, a number, true, false, null, a list or a mapping; got set"),
+        ({"prune": [{1: 2}]}, ":prune[0]: a key must be text; got 1"),
         ({"a": float("nan")}, ":a: nan is not a finite number"),
         ({"a": 10**5000}, ":a: a whole number of 16610 bits is too long"),
         ({"a": [0] * 30_000}, ":a: more than 20000 values (aliases count as what they stand for)"),

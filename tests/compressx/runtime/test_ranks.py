@@ -137,4 +137,4 @@ def abandoned() -> str:
 @pytest.mark.slow
 def test_a_process_whose_fellow_is_gone_says_so(tmp_path: Path):
     (told, _) = in_two(abandoned, tmp_path, ends=(0, -signal.SIGKILL))
-    assert told == "another process of this run has ended, and only its own message says why"
+    assert told == "another process of this run has ended; see its own message for the reason"
