@@ -82,12 +82,12 @@ def test_inputs_that_are_all_zero_are_pruned_like_any_others(pruner, model, prun
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"sparsity": 0.999, "group": "row"}, "none of the 64 weights in each row of .*; at most 0.984375 leaves"),
-        ({"sparsity": 0.9999, "group": "layer"}, "none of the 4096 weights in all of .*q_proj; at most 0.999756"),
+        ({"sparsity": 0.999, "group": "row"}, "none of the 64 weights in each row of .*; at most 0.984375 keeps"),
+        ({"sparsity": 0.9999, "group": "layer"}, "none of the 4096 weights in all rows of .*q_proj; at most 0.999756"),
     ],
 )
 def test_a_sparsity_that_leaves_rows_empty_is_refused_with_the_highest_that_does_not(rule, message, prune):
-    with pytest.raises(RecipeError, match=rf"prune\[0\]\.sparsity: sparsity 0\.999.* leaves {message}"):
+    with pytest.raises(RecipeError, match=rf"prune\[0\]\.sparsity: sparsity 0\.999.* keeps {message}"):
         prune(**rule)
 
 

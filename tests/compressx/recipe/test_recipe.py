@@ -533,7 +533,8 @@ def test_an_override_changes_only_the_alias_it_names() -> None:
      ("output.x=1", "output is 'runs/x', which has no key 'x'; set output as a whole"),
      ("evaluate.lm_eval.limit=3", "missing key 'tasks' in evaluate.lm_eval"),
      ("output=[", "not YAML: it ends where a value is expected; close what is opened with [ or {"),
-     ("output=!!python/name:os.system x", "tag '!!python/name:os.system' is not allowed: a recipe has plain values"),
+     ("output=!!python/name:os.system x",
+      "tag '!!python/name:os.system' is not allowed: a recipe has plain values only"),
      ("prune.0.pattern=2:4", "prune[0]: sparsity and pattern exclude each other; keep one (sparsity at r.yaml:6:5, "
                              "pattern at --set prune.0.pattern=2:4)"),
      (".".join("a" * 100) + "=1", f"nested more than {MAX_DEPTH} levels deep")],
