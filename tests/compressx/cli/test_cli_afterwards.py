@@ -173,7 +173,7 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
         (["output=a,b"], "--grid output=a,b: every run of a sweep gets its own folder"),
         (
             ["prune.0.sparsty=0.5"],
-            "--grid prune.0.sparsty=0.5: unknown key 'sparsty' in prune[0]; did you mean 'sparsity'?",
+            "prune.0.sparsty=0.5: unknown key 'sparsty' in prune[0]; did you mean 'sparsity'?",
         ),
         (['prune.0.targets=["*.nothing"]'], "matches no linear"),
         (["calibration.samples=4,1000"], "calibration.samples=1000: r.yaml:2:1: calibration needs 1000 windows of 32"),
