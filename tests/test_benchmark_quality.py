@@ -154,15 +154,15 @@ def test_one_run_measures_a_model_before_and_after_fine_tuning(
 def test_rows_are_measured_once_with_bos_in_the_recipe_and_in_the_dense_figure_alike(
     quality, settings, measure, tmp_path, capsys
 ):
-    asked = ("--methods", "magnitude", "--budgets", "50%", "2:4", "--bos", "true")
+    asked = ("--methods", "Wanda", "--budgets", "50%", "2:4", "--bos", "true")
     measure(*asked)
-    assert "[2/2] magnitude, 2:4: perplexity" in capsys.readouterr().out
-    report = read_report(tmp_path / "q/reports/magnitude-2-4")
+    assert "[2/2] Wanda, 2:4: perplexity" in capsys.readouterr().out
+    report = read_report(tmp_path / "q/reports/Wanda-2-4")
     assert {layer.pattern for layer in report.layers} == {"2:4"}
     assert report.blocks[0].output_error is not None
     measure(*asked)
-    assert "magnitude, 2:4: perplexity" not in capsys.readouterr().out  # both rows are there
+    assert "Wanda, 2:4: perplexity" not in capsys.readouterr().out  # both rows are there
     rows = quality.Table(tmp_path / "q", replace(settings, bos=True)).rows
-    measured = read_report(tmp_path / "q/reports/magnitude-50").evaluation
+    measured = read_report(tmp_path / "q/reports/Wanda-50").evaluation
     assert rows["dense", ""]["perplexity"] == measured["dense"]["token_perplexity"]
     assert rows["dense", ""]["perplexity"] != quality.dense(settings)["perplexity"]

@@ -29,7 +29,6 @@ evaluate:
 output: out
 """
 WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-PER_BLOCK = 7  # linears in a block of the tiny llama
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
 
@@ -379,15 +378,6 @@ def test_a_mistake_in_an_allocation_has_its_place(work, allocation, rest, place,
     line = "\n".join(planned())
     assert line.startswith(f"error: r.yaml:{place}: "), line
     assert all(words in line for words in told), line
-
-
-@pytest.mark.slow
-def test_a_run_with_allocation_prints_one_row_for_each_kind_of_module(work):
-    allocate(ATTENTION_AWARE)
-    done = invoke("run", "r.yaml")
-    lines = [" ".join(x.split()) for x in done.stdout.splitlines()]
-    assert len([x for x in lines if " allocated " in x]) == PER_BLOCK
-    assert "sparsity 60.00% of 21 linears" in lines
 
 
 def test_plugins_say_what_loaded_and_what_is_blocked(work):

@@ -72,12 +72,12 @@ def test_eval_says_what_is_wrong(work):
     Path("bare.yaml").write_text(RECIPE[: RECIPE.index("evaluate:")] + "output: other\n")
     for arguments, complaint in (
         (["eval", "nowhere/at/all/model.gguf"], "model.gguf"),
-        (["eval", "out", "--recipe", "bare.yaml"], "bare.yaml: it has no evaluate section"),
+        (["eval", "out", "--recipe", "bare.yaml"], "bare.yaml: no evaluate section"),
         (["eval", "out", "--set", "evaluate.token_perplexty.samples=4"], "did you mean 'token_perplexity'?"),
         (["eval", "out", "--set", "evaluate.token_perplexity.dataset={text: no.txt}"], "no file matches 'no.txt'"),
         (["eval", "model", "--masks", "r.yaml", "--set", TEXT], "r.yaml"),
-        (["eval", "out", "--revision", "abc"], "--revision abc: only a model on the hub has revisions"),
-        (["eval", "out", "--set", "evaluate.token_perplexity=null"], "--set: evaluate asks for nothing"),
+        (["eval", "out", "--revision", "abc"], "--revision abc: out is a path, and only hub models have revisions"),
+        (["eval", "out", "--set", "evaluate.token_perplexity=null"], "--set: evaluate is empty"),
         (["eval", "model", "--set", TEXT.replace("samples: 4", "samples: 99")], "evaluation needs 99 windows of 32"),
     ):
         assert complaint in refused(*arguments)
@@ -170,8 +170,11 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
         (["prune.0.sparsity=0.5,0.5"], "a value is given twice"),
         (["prune.0.sparsity=0.5", "prune.0.sparsity=0.6"], "list all its values once"),
         (["prune.0.sparsity=0.5", "prune[0].sparsity=0.6"], "list all its values once"),
-        (["output=a,b"], "--grid output=a,b: every run of a sweep has a folder of its own"),
-        (["prune.0.sparsty=0.5"], "--grid prune.0.sparsty=0.5: unknown key 'sparsty'; did you mean 'sparsity'?"),
+        (["output=a,b"], "--grid output=a,b: every run of a sweep gets its own folder"),
+        (
+            ["prune.0.sparsty=0.5"],
+            "prune.0.sparsty=0.5: unknown key 'sparsty' in prune[0]; did you mean 'sparsity'?",
+        ),
         (['prune.0.targets=["*.nothing"]'], "matches no linear"),
         (["calibration.samples=4,1000"], "calibration.samples=1000: r.yaml:2:1: calibration needs 1000 windows of 32"),
         (["evaluate.token_perplexity.samples=4,900"], "evaluate.token_perplexity.samples=900: r.yaml:6:1: "),
@@ -181,7 +184,7 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
         )
         assert not Path("never").exists()
     axis, fixed = "prune.0.sparsity=0.5", "prune[0].sparsity=0.6"
-    assert f"--set {fixed}: --grid gives the same key its values" in refused(
+    assert f"--set {fixed}: --grid also sets this key" in refused(
         "sweep", "r.yaml", "--grid", axis, "--set", fixed, "--output", "never"
     )
 
@@ -189,7 +192,7 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
 def test_sweep_does_not_take_another_recipes_run_for_its_own(work):
     arguments = ["sweep", "r.yaml", "-q", "--grid", "prune.0.sparsity=0.5", "--output", "grid"]
     assert invoke(*arguments).exit_code == 0
-    assert "was made by another recipe than prune.0.sparsity=0.5" in refused(
+    assert "was written by another recipe than this one with prune.0.sparsity=0.5" in refused(
         *arguments, "--set", "calibration.samples=5"
     )
 

@@ -61,12 +61,12 @@ def report_of(recipe: Path, processes: int) -> dict[str, Any]:
 
 
 def alone_and_together(
-    model: Path, tmp_path: Path, rules: list[dict[str, Any]], **more: Any
+    saved: Path, tmp_path: Path, rules: list[dict[str, Any]], **more: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the reports of a run on one process and on two, in folders of these names."""
     for processes in (1, 2):
         (tmp_path / str(processes)).mkdir()
-    one, two = (report_of(write_recipe(model, rules, tmp_path / str(n), **more), n) for n in (1, 2))
+    one, two = (report_of(write_recipe(saved, rules, tmp_path / str(n), **more), n) for n in (1, 2))
     return one, two
 
 
