@@ -126,9 +126,12 @@ def test_replaying_the_blocks_one_by_one_gives_what_the_model_computes(architect
 WALKS = pairs(SPECS, [ROW, NM(2, 4)], [torch.float32, torch.bfloat16])
 
 
-@pytest.mark.parametrize(("architecture", "walk"), zip(TINY_CONFIGS, cycle(WALKS)), ids=str)
-def test_every_architecture_is_pruned_to_the_exact_count_and_keeps_its_dtype(architecture, walk):
-    pruner, pattern, dtype = walk
+@pytest.mark.parametrize(
+    ("architecture", "pruner", "pattern", "dtype"),
+    [(architecture, *walk) for architecture, walk in zip(TINY_CONFIGS, cycle(WALKS))],
+    ids=str,
+)
+def test_every_architecture_is_pruned_to_the_exact_count_and_keeps_its_dtype(architecture, pruner, pattern, dtype):
     model = tiny_model(architecture, dtype=dtype)
     blocks = pruned(model, SPECS[pruner], pattern)
     assert len(blocks) == 3
