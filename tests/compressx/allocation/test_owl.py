@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tests.compressx.allocation.test_measure import REST, SPECS, plan, rule
+from tests.compressx.allocation.test_measure import REST, one_rule
 
 from compressx.allocation.methods import allocate
 from compressx.allocation.owl import outlier_ratio, sparsities
@@ -21,8 +21,9 @@ from compressx.testing import tiny_model, tiny_tokens
 BLOCKS = st.lists(st.tuples(st.floats(0, 1), st.integers(1, 10**9)), min_size=1, max_size=40)
 
 
-@pytest.mark.parametrize("threshold", [1.0, 2.0, 5.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("threshold", "dtype"), [(1.0, torch.float32), (2.0, torch.bfloat16), (5.0, torch.float32)], ids=str
+)
 def test_the_outlier_ratio_is_that_of_all_scores_of_a_block_together(threshold: float, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = ((8, 12), (5, 12), (12, 30))
@@ -30,23 +31,16 @@ def test_the_outlier_ratio_is_that_of_all_scores_of_a_block_together(threshold: 
         (torch.randn(shape, generator=generator).pow(3).to(dtype), torch.rand(shape[1], generator=generator) ** 4)
         for shape in shapes
     ]
-    scores = []
-    for weight, norms in pairs:
-        for row in weight.double().numpy():
-            scores += [abs(w) * n for w, n in zip(row, norms.double().numpy(), strict=True)]
-    mean = sum(scores) / len(scores)
-    expected = sum(score > threshold * mean for score in scores) / len(scores)
+    scores = torch.cat([(weight.double().abs() * norms.double()).flatten() for weight, norms in pairs])
+    expected = float((scores > threshold * scores.mean()).double().mean())
     assert 0 < expected < 0.5
     assert outlier_ratio(pairs, threshold) == pytest.approx(expected, abs=1e-12)
-
-
-def test_scores_that_are_all_alike_have_no_outliers() -> None:
     assert outlier_ratio([(torch.ones(4, 6), torch.ones(6))], 5.0) == 0.0
 
 
 def test_as_many_windows_are_measured_and_as_many_outliers_counted_as_are_asked_for() -> None:
     model = tiny_model("llama")
-    planned = plan(model, (rule(0, SPECS["magnitude"]), "layer", REST))
+    planned = one_rule(model, "magnitude", *REST)
 
     def outliers(samples: int, threshold: float) -> list[float]:
         settings = OwlAllocation(method="owl", target=0.5, samples=samples, outlier_threshold=threshold)
@@ -58,27 +52,18 @@ def test_as_many_windows_are_measured_and_as_many_outliers_counted_as_are_asked_
 
 
 @given(BLOCKS, st.floats(0.1, 0.9), st.floats(0, 0.1))
-def test_the_mean_over_all_weights_is_the_target_and_no_block_leaves_the_spread(
+def test_the_mean_is_the_target_no_block_leaves_the_spread_and_more_outliers_mean_less_sparsity(
     blocks: list[tuple[float, int]], target: float, spread: float
 ) -> None:
     ratios, weights = map(list, zip(*blocks, strict=True))
     chosen = sparsities(ratios, weights, target, spread)
     assert np.average(chosen, weights=weights) == pytest.approx(target, abs=1e-9)
     assert all(target - spread - 1e-9 <= s <= target + spread + 1e-9 for s in chosen)
+    assert all(a[1] >= b[1] for a, b in pairwise(sorted(zip(ratios, chosen, strict=True))))
 
 
-@given(BLOCKS, st.floats(0.1, 0.9))
-def test_more_outliers_mean_less_sparsity(blocks: list[tuple[float, int]], target: float) -> None:
-    ratios, weights = map(list, zip(*blocks, strict=True))
-    by_ratio = sorted(zip(ratios, sparsities(ratios, weights, target, 0.08), strict=True))
-    assert all(a[1] >= b[1] for a, b in pairwise(by_ratio))
-
-
-def test_the_block_farthest_from_the_mean_uses_the_whole_spread() -> None:
+def test_the_block_farthest_from_the_mean_uses_the_whole_spread_and_alike_ones_none_of_it() -> None:
     assert sparsities([0.0, 0.0, 0.0, 0.4], [10] * 4, 0.6, 0.09) == pytest.approx([0.63, 0.63, 0.63, 0.51])
-
-
-def test_blocks_with_equal_ratios_have_the_target() -> None:
     assert sparsities([0.03, 0.03], [10, 90], 0.7, 0.08) == [0.7, 0.7]
     assert sparsities([0.03], [10], 0.7, 0.08) == [0.7]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     yield site
     for name in site.modules:
         sys.modules.pop(name, None)
+
+
+def listed(name: str, module: str, **keys: Any) -> str:
+    """Return the table of a plugin in plugins.toml, a line for each key."""
+    keys = {"name": name, "module": module} | keys
+    return "\n".join(["[[plugin]]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items()), ""])
 
 
 def refusal(load: Callable[[], object]) -> str:

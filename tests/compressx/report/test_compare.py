@@ -51,21 +51,6 @@ def test_table_numbers_and_plot_are_written(tmp_path):
     assert "wanda" in drawn
 
 
-def test_runs_without_an_evaluation_have_a_table_and_no_plot(tmp_path):
-    found = compare([saved(tmp_path / "a", 0.5, 30.0, evaluation={})])
-    assert [p.name for p in found.write(tmp_path / "out")] == ["compare.md", "compare.csv"]
-
-
-def test_folders_of_one_name_are_told_apart_by_those_above(tmp_path):
-    found = compare([saved(tmp_path / "x" / "run", 0.5, 30.0), saved(tmp_path / "y" / "run", 0.5, 30.0)])
-    assert [run.name for run in found.runs] == ["x/run", "y/run"]
-
-
-def test_a_report_may_be_named_itself(tmp_path):
-    folder = saved(tmp_path / "a", 0.5, 30.0)
-    assert [run.name for run in compare([folder / "report.json"]).runs] == ["a"]
-
-
 def test_dense_figures_that_differ_are_said_to_make_the_others_incomparable(tmp_path):
     found = compare([saved(tmp_path / "a", 0.5, 30.0), saved(tmp_path / "b", 0.5, 31.0, dense=21.0)])
     (warning,) = found.warnings
@@ -75,12 +60,19 @@ def test_dense_figures_that_differ_are_said_to_make_the_others_incomparable(tmp_
 
 
 def test_runs_that_differ_in_something_else_than_sparsity_are_not_joined_by_a_line(tmp_path):
-    found = compare(
-        [saved(tmp_path / "a", 0.5, 30.0), saved(tmp_path / "b", 0.5, 31.0), saved(tmp_path / "c", 0.6, 35.0)]
-    )
-    panels = found._panels()["token perplexity"]
-    assert panels == {"dense": [(0.0, 20.0)], "a: wanda": [(50.0, 30.0)], "b: wanda": [(50.0, 31.0)],
-                      "c: wanda": [(60.0, 35.0)]}  # fmt: skip
+    runs = [("a", 0.5, 30.0), ("b", 0.5, 31.0), ("c", 0.6, 35.0)]
+    found = compare([saved(tmp_path / name, *figures) for name, *figures in runs])
+    assert found._panels()["token perplexity"] == {
+        "dense": [(0.0, 20.0)], "a: wanda": [(50.0, 30.0)], "b: wanda": [(50.0, 31.0)], "c: wanda": [(60.0, 35.0)]
+    }  # fmt: skip
+
+
+def test_a_run_is_named_by_its_folder_or_its_report_and_by_the_folders_above_where_names_are_alike(tmp_path):
+    alike = [saved(tmp_path / above / "run", 0.5, 30.0, evaluation={}) for above in "xy"]
+    assert [run.name for run in compare(alike).runs] == ["x/run", "y/run"]
+    alone = compare([alike[0] / "report.json"])
+    assert [run.name for run in alone.runs] == ["run"]
+    assert [p.name for p in alone.write(tmp_path / "out")] == ["compare.md", "compare.csv"], "nothing to draw"
 
 
 def test_standard_errors_are_in_the_table_and_not_in_the_plot(tmp_path):
