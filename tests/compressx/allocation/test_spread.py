@@ -56,11 +56,13 @@ def test_more_zeros_in_all_never_mean_fewer_anywhere(units: list[tuple[Curve, in
     assert all(a <= b for a, b in zip(less, more, strict=True))
 
 
-def test_a_dent_in_a_curve_is_bridged() -> None:
-    """After the first dear zero come nine free ones: the second unit's steady price is the worse bargain."""
-    dented = [(0, 0.0), (1, 5.0), (10, 5.0)]
-    steady = [(n, 1.0 * n) for n in range(11)]
+def test_a_dent_in_a_curve_is_bridged_what_does_nothing_goes_first_and_too_many_zeros_fill_every_unit() -> None:
+    dented = [(0, 0.0), (1, 5.0), (10, 5.0)]  # after the first dear zero come nine free ones
+    steady = [(n, 1.0 * n) for n in range(11)]  # whose price is the worse bargain
     assert cheapest([dented, steady], 10) == [10, 0]
+    useless, useful = (points(Curve(GRID, e), 1000) for e in ((0.0,) * 6, GRID))
+    assert cheapest([useless, useful], 950) == [950, 0]
+    assert cheapest([points(Curve(GRID, GRID), 100)], 99) == [95]
 
 
 def test_what_costs_ten_times_as_much_is_pruned_less() -> None:
@@ -69,10 +71,6 @@ def test_what_costs_ten_times_as_much_is_pruned_less() -> None:
     # Marginal costs c s^3 meet where the sparsities' ratio is the cube root of ten, within one of the curves' pieces.
     assert given_cheap / given_dear == pytest.approx(10 ** (1 / 3), rel=0.01)
     assert given_cheap + given_dear == 10_000
-
-
-def test_more_zeros_than_there_is_room_for_fill_every_unit() -> None:
-    assert cheapest([points(Curve(GRID, GRID), 100)], 99) == [95]
 
 
 # --- curves
@@ -91,15 +89,10 @@ def test_a_curve_passes_through_errors_that_do_not_fall(errors: list[float]) -> 
     assert [curve.error(s) for s in GRID] == pytest.approx(curve.errors)
 
 
-@pytest.mark.parametrize("sparsity", [0.05, 0.3, 0.4, 0.75, 0.9, 0.95])
-def test_a_power_of_the_sparsity_is_drawn_through_two_of_its_points(sparsity: float) -> None:
-    assert Curve((0.3, 0.9), (2 * 0.3**3, 2 * 0.9**3)).error(sparsity) == pytest.approx(2 * sparsity**3)
-
-
-@pytest.mark.parametrize("sparsity", [0.25, 0.5, 0.75])
-def test_from_a_single_point_the_error_is_in_proportion(sparsity: float) -> None:
-    """All that a curve of 1:2 can know."""
-    assert Curve((0.5,), (0.2,)).error(sparsity) == pytest.approx(0.4 * sparsity)
+def test_a_power_of_the_sparsity_is_drawn_through_two_of_its_points_and_a_proportion_through_one() -> None:
+    for sparsity in (0.05, 0.3, 0.4, 0.75, 0.9, 0.95):
+        assert Curve((0.3, 0.9), (2 * 0.3**3, 2 * 0.9**3)).error(sparsity) == pytest.approx(2 * sparsity**3)
+        assert Curve((0.5,), (0.2,)).error(sparsity) == pytest.approx(0.4 * sparsity)  # all that one of 1:2 can know
 
 
 @pytest.mark.parametrize("of", [2, 4, 8, 16])
@@ -127,11 +120,6 @@ def test_errors_that_fall_are_averaged_with_what_they_fall_from() -> None:
     assert Curve((0.5, 0.7, 0.9), (1.0, 3.0, 2.0)).error(0.7) == pytest.approx(2.5)
 
 
-def test_a_unit_that_does_nothing_is_pruned_first() -> None:
-    useless, useful = (points(Curve(GRID, e), 1000) for e in ((0.0,) * 6, GRID))
-    assert cheapest([useless, useful], 950) == [950, 0]
-
-
 @pytest.mark.parametrize("weights", [1, 3, 64, 4096, 10**8])
 def test_points_are_whole_counts_up_to_the_most_that_is_allowed(weights: int) -> None:
     counts = [count for count, _ in points(Curve(GRID, GRID), weights)]
@@ -141,16 +129,10 @@ def test_points_are_whole_counts_up_to_the_most_that_is_allowed(weights: int) ->
 
 @pytest.mark.parametrize(
     ("sparsities", "errors", "complaint"),
-    [
-        ((), (), "as many"),
-        ((0.5, 0.6), (1.0,), "as many"),
-        ((0.6, 0.5), (1.0, 2.0), "increase"),
-        ((0.0, 0.5), (1.0, 2.0), "increase"),
-        ((0.5, 1.0), (1.0, 2.0), "increase"),
-        ((0.5, 0.6), (1.0, math.nan), "finite"),
-        ((0.5, 0.6), (-1.0, 1.0), "finite"),
-    ],
-)
+    [((), (), "as many"), ((0.5, 0.6), (1.0,), "as many"), ((0.6, 0.5), (1.0, 2.0), "increase"),
+     ((0.0, 0.5), (1.0, 2.0), "increase"), ((0.5, 1.0), (1.0, 2.0), "increase"), ((0.5, 0.6), (1.0, math.nan), "finite"),
+     ((0.5, 0.6), (-1.0, 1.0), "finite")],
+)  # fmt: skip
 def test_what_is_no_curve_is_refused(sparsities: tuple[float, ...], errors: tuple[float, ...], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Curve(sparsities, errors)
@@ -178,24 +160,21 @@ def test_what_rounding_to_steps_leaves_goes_on_to_the_next(parts: list[tuple[flo
     assert sum(in_steps([*wanted, 500], [*most, 950], [*steps, 1])) == sum(wanted) + 500
 
 
-def test_rounding_up_alternates_with_rounding_down() -> None:
-    """N:M of several layers with one target: neighbouring N, not one for the first layers and another for the last."""
-    assert in_steps([60] * 5, [75] * 5, [25] * 5) == [50, 75, 50, 75, 50]
+@pytest.mark.parametrize(
+    ("wanted", "most", "steps", "counts"),
+    [([60] * 5, [75] * 5, [25] * 5, [50, 75, 50, 75, 50]),  # not one N for the first layers, another for the last
+     ([50, 8, 95], [75, 20, 100], [25, 4, 100], [50, 4, 100]),  # no room is left: to what had its turn
+     ([19, 0], [19, 95], [10, 1], [10, 9])],  # all of a row of two would be 100%
+)  # fmt: skip
+def test_rounding_alternates_and_leaves_what_has_no_room_to_the_others(
+    wanted: list[int], most: list[int], steps: list[int], counts: list[int]
+) -> None:
+    assert in_steps(wanted, most, steps) == counts
 
 
-def test_what_has_no_room_for_what_is_left_leaves_it_to_what_had_its_turn() -> None:
-    assert in_steps([50, 8, 95], [75, 20, 100], [25, 4, 100]) == [50, 4, 100]
-
-
-def test_rounding_to_steps_stays_below_the_most_that_is_allowed() -> None:
-    """All of a row of two would be 100%."""
-    assert in_steps([19, 0], [19, 95], [10, 1]) == [10, 9]
-
-
-PARTS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), min_size=1, max_size=12)
-
-
-@given(PARTS, st.integers(0, 10**7))
+@given(
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), min_size=1, max_size=12), st.integers(0, 10**7)
+)
 def test_fitted_counts_sum_to_the_total_or_to_all_that_there_is_room_for(
     parts: list[tuple[int, int]], total: int
 ) -> None:
@@ -203,12 +182,8 @@ def test_fitted_counts_sum_to_the_total_or_to_all_that_there_is_room_for(
     counts = fitted(wanted, most, total)
     assert sum(counts) == min(total, sum(most))
     assert all(0 <= count <= limit for count, limit in zip(counts, most, strict=True))
-
-
-@given(PARTS)
-def test_counts_that_fit_stay_as_they_are(parts: list[tuple[int, int]]) -> None:
-    wanted = [min(part) for part in parts]
-    assert fitted(wanted, [limit for _, limit in parts], sum(wanted)) == wanted
+    fitting = [min(part) for part in parts]
+    assert fitted(fitting, most, sum(fitting)) == fitting
 
 
 def test_what_is_added_or_taken_is_shared_by_room_and_by_size() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -78,16 +78,17 @@ def by_cost(planned: Plan, target: float, scope: Any = "model", kind: Any = "rul
     return spread(units, target, lambda g, z: cheapest([u.points(curves[u]) for u in g], z), scope=scope)
 
 
-def allocated(planned: Plan, target: float, scope: Literal["model", "block"] = "model", kind: Any = "rule") -> Any:
+def allocated(planned: Plan, target: float, scope: Any = "model", kind: Any = "rule") -> Any:
     return planned, by_cost(planned, target, scope, kind)
 
 
+quick = settings(deadline=None, max_examples=40)
 TARGETS = st.floats(0.01, 0.94)
 KINDS = st.sampled_from(["block", "rule", "linear"])
 
 
 @pytest.mark.slow
-@settings(deadline=None)
+@quick
 @given(TARGETS, st.sampled_from(["model", "block"]), st.sampled_from(["row", "layer", "joint"]), KINDS)
 def test_the_total_is_exact_when_any_rule_can_take_any_count(target: float, scope: Any, other: Any, kind: Any) -> None:
     planned, patterns = allocated(plan(other, "layer", outside="row"), target, scope, kind)
@@ -96,7 +97,7 @@ def test_the_total_is_exact_when_any_rule_can_take_any_count(target: float, scop
 
 
 @pytest.mark.slow
-@settings(deadline=None)
+@quick
 @given(TARGETS, st.sampled_from([0.001, 1000.0]))
 def test_what_the_last_block_has_no_room_for_is_made_up_for_by_any_before_it(target: float, price: float) -> None:
     planned = plan("row", "layer")
@@ -109,7 +110,7 @@ def test_what_the_last_block_has_no_room_for_is_made_up_for_by_any_before_it(tar
 
 
 @pytest.mark.slow
-@settings(deadline=None)
+@quick
 @given(TARGETS, st.sampled_from(["model", "block"]))
 def test_the_total_is_within_half_a_row_group_when_all_rows_are_filled_evenly(target: float, scope: Any) -> None:
     planned, patterns = allocated(plan("row", "row", outside="row"), target, scope)
@@ -123,7 +124,7 @@ def test_the_total_is_within_half_a_row_group_when_all_rows_are_filled_evenly(ta
 
 
 @pytest.mark.slow
-@settings(deadline=None)
+@quick
 @given(TARGETS)
 def test_by_block_each_block_has_the_target_by_itself(target: float) -> None:
     planned, patterns = allocated(plan("layer", "joint"), target, "block")
@@ -142,30 +143,22 @@ def test_by_model_the_dear_blocks_are_pruned_less_and_each_unit_evenly() -> None
     assert all(abs(c - shared * x.weights) <= 1 for c, x in zip(counts, first, strict=True))
 
 
-def test_linears_that_compete_jointly_get_one_pattern() -> None:
-    planned, patterns = allocated(plan("joint", "layer"), 0.37)
-    jointly = {patterns[x.name] for x in planned.linears if x.block == "b1" and x.rule.index == 0}
-    assert len(jointly) == 1
-    assert jointly.pop().group == "joint"
-
-
-def test_what_lies_outside_the_blocks_keeps_the_target() -> None:
+def test_what_lies_outside_the_blocks_keeps_the_target_and_what_its_rows_cannot_express_is_made_up_for_within() -> None:
     planned, patterns = allocated(plan("layer", outside="layer"), 0.25)
     assert patterns["head"] == Unstructured(101 * 32 // 4 / (101 * 32), "layer")
     assert [u.block for u in units_of(planned, "rule")] == ["b0", "b1", "b2", ""]
-
-
-def test_what_rows_outside_the_blocks_cannot_express_is_made_up_for_within_them() -> None:
     planned, patterns = allocated(plan("layer", outside="row"), 0.3)
     assert patterns["head"].sparsity == 10 / 32
     assert zeros(planned, patterns) == pytest.approx(round(0.3 * sum(x.weights for x in planned.linears)))
 
 
-def test_the_dearer_rule_of_a_block_is_pruned_less() -> None:
+def test_the_dearer_rule_of_a_block_is_pruned_less_and_stays_dense_if_it_is_dear_enough() -> None:
     patterns = by_cost(plan("layer", "layer"), 0.5, "block", "rule", 1.0, 100.0)
     for b in range(3):
         assert patterns[f"b{b}.0.kind_a"].sparsity > 0.8
         assert patterns[f"b{b}.1.kind_a"].sparsity < 0.2
+    patterns = by_cost(plan(NM(2, 4), NM(2, 4), shapes=EVEN), 0.25, "block", "rule", 1.0, 1e6)
+    assert {str(p) for n, p in patterns.items() if ".1." in n} == {"4:4"}
 
 
 # --- what a unit is
@@ -175,18 +168,11 @@ def test_a_unit_is_a_block_or_what_a_rule_took_in_it_or_its_linears_of_one_kind(
     planned = plan("layer", "row", blocks=2, outside="layer")
     sizes = {kind: [len(u.linears) for u in units_of(planned, kind)] for kind in ("block", "rule", "linear")}  # type: ignore[arg-type]
     assert sizes == {"block": [8, 8, 1], "rule": [4] * 4 + [1], "linear": [1] * 16 + [1]}
-
-
-def test_the_experts_of_a_mixture_are_of_one_kind() -> None:
     planned = plan("layer", blocks=1)
-    experts = [replace(x, name=f"b0.experts.down_proj.{i}") for i, x in enumerate(planned.linears)]
-    assert [len(u.linears) for u in units_of(replace(planned, linears=tuple(experts)), "linear")] == [4]
-
-
-def test_numbers_within_a_name_tell_kinds_apart() -> None:
-    planned = plan("layer", blocks=1)
-    named = [replace(x, name=f"b0.fc{i}") for i, x in enumerate(planned.linears)]
-    assert len(units_of(replace(planned, linears=tuple(named)), "linear")) == 4
+    # The experts of a mixture are of one kind, and numbers within a name tell kinds apart.
+    for name, kinds in (("b0.experts.down_proj.{}", [4]), ("b0.fc{}", [1] * 4)):
+        named = tuple(replace(x, name=name.format(i)) for i, x in enumerate(planned.linears))
+        assert [len(u.linears) for u in units_of(replace(planned, linears=named), "linear")] == kinds
 
 
 @pytest.mark.parametrize(("kind", "spec"), [("joint", SPEC), ("layer", WHOLE), (NM(2, 4), WHOLE)])
@@ -201,7 +187,7 @@ def test_what_a_rule_does_not_decide_apart_is_one_unit_and_gets_one_pattern(kind
             assert len({patterns[x.name] for x in unit.linears}) == 1
 
 
-@settings(deadline=None)
+@quick
 @given(TARGETS, st.sampled_from(["layer", "row"]))
 def test_one_pattern_for_several_linears_means_a_whole_number_of_zeros_in_each(target: float, group: Any) -> None:
     planned = plan(group, spec=WHOLE)
@@ -218,7 +204,7 @@ def of(*sizes: int) -> Any:
     return st.sampled_from([NM(1, m) for m in sizes])
 
 
-@settings(deadline=None)
+@quick
 @given(st.floats(0.05, 0.7), of(4, 8), st.sampled_from(["layer", "joint"]), KINDS, st.sampled_from(["model", "block"]))
 def test_what_n_m_cannot_express_is_made_up_for_by_the_others(
     target: float, pattern: NM, other: Any, kind: Any, scope: Any
@@ -234,7 +220,7 @@ def test_what_n_m_cannot_express_is_made_up_for_by_the_others(
             assert 1 <= x.pattern.keep <= pattern.of
 
 
-@settings(deadline=None)
+@quick
 @given(st.floats(0.0, 0.74), of(4, 8, 16), KINDS)
 def test_of_n_m_alone_the_total_is_within_half_a_step(target: float, pattern: NM, kind: Any) -> None:
     planned = plan(pattern, shapes=EVEN)
@@ -256,11 +242,6 @@ def test_units_of_n_m_have_one_n_but_for_the_one_that_the_total_falls_in() -> No
     assert all(min(a) <= max(b) for a, b in pairwise(kept)), "the dearer keep more"
 
 
-def test_a_unit_that_is_dear_enough_stays_dense() -> None:
-    patterns = by_cost(plan(NM(2, 4), NM(2, 4), shapes=EVEN), 0.25, "block", "rule", 1.0, 1e6)
-    assert {str(p) for n, p in patterns.items() if ".1." in n} == {"4:4"}
-
-
 def test_a_sparsity_is_measured_at_the_nearest_that_the_patterns_of_a_unit_have() -> None:
     unit = units_of(plan(NM(2, 4), "layer", shapes=((10, 8),)), "block")[0]
     reached, patterns = unit.at(0.6)
@@ -274,11 +255,10 @@ def test_a_sparsity_is_measured_at_the_nearest_that_the_patterns_of_a_unit_have(
 
 
 def uniform(target: float, *kinds: Any, **settings: Any) -> Plan:
-    planned = replace(plan(*kinds, **settings), allocation=UniformAllocation(method="uniform", target=target))
-    return settled(planned)
+    return settled_by(plan(*kinds, **settings), UniformAllocation(method="uniform", target=target))
 
 
-@settings(deadline=None)
+@quick
 @given(st.floats(0.01, 0.9), st.sampled_from(["row", "layer", "joint"]))
 def test_uniform_gives_every_linear_the_target_and_the_total_exactly(target: float, group: Any) -> None:
     final = uniform(target, group, "layer")
@@ -289,12 +269,9 @@ def test_uniform_gives_every_linear_the_target_and_the_total_exactly(target: flo
         assert abs(x.pattern.sparsity - target) <= slack + 40 / x.weights
 
 
-def test_uniform_n_m_is_the_target_where_it_can_be() -> None:
+def test_uniform_n_m_is_the_target_where_it_can_be_and_else_mixes_the_two_nearest_within_every_block() -> None:
     assert {str(x.pattern) for x in uniform(0.5, NM(1, 4), shapes=EVEN).linears} == {"2:4"}
     assert {str(x.pattern) for x in uniform(0.625, NM(1, 8), shapes=EVEN).linears} == {"3:8"}
-
-
-def test_uniform_n_m_mixes_the_two_nearest_within_every_block_where_it_cannot_be() -> None:
     final = uniform(0.6, NM(1, 4), shapes=EVEN, blocks=8)
     assert {str(x.pattern) for x in final.linears} == {"2:4", "1:4"}
     for b in range(8):
@@ -314,41 +291,37 @@ def test_uniform_refuses_what_a_linear_cannot_have(target: float, kinds: Any, mo
         uniform(target, *kinds, shapes=EVEN)
 
 
-@pytest.mark.parametrize(("target", "fits"), [(0.84, True), (0.86, False)])
-def test_a_target_that_all_patterns_together_cannot_reach_is_refused(target: float, fits: bool) -> None:
-    settings = OwlAllocation(method="owl", target=target)
-    planned = replace(plan(NM(2, 4), "layer", shapes=EVEN), allocation=settings)
-    if fits:
-        assert settled(planned) is planned
-    else:
-        with pytest.raises(
-            RecipeError, match=r"the patterns allow at most 0\.8\d+; N:M .*, and a measured allocation 5%"
-        ):
-            settled(planned)
+def settled_by(planned: Plan, settings: Any) -> Plan:
+    return settled(replace(planned, allocation=settings))
+
+
+def test_a_target_that_all_patterns_together_cannot_reach_is_refused() -> None:
+    planned = plan(NM(2, 4), "layer", shapes=EVEN)
+    fits = OwlAllocation(method="owl", target=0.84)
+    assert settled_by(planned, fits).allocation == fits
+    with pytest.raises(RecipeError, match=r"the patterns allow at most 0\.8\d+; N:M .*, and a measured allocation 5%"):
+        settled_by(planned, OwlAllocation(method="owl", target=0.86))
 
 
 def test_a_block_that_cannot_reach_the_target_by_itself_is_named() -> None:
-    settings = AttentionAware(method="attention-aware", target=0.8, scope="block")
     planned = plan("layer", shapes=EVEN)
-    mixed = [replace(x, pattern=NM(2, 4)) if x.block == "b1" else x for x in planned.linears]
+    mixed = tuple(replace(x, pattern=NM(2, 4)) if x.block == "b1" else x for x in planned.linears)
+    planned = replace(planned, linears=mixed)
     with pytest.raises(RecipeError, match=r"the patterns in b1 allow at most 0\.75"):
-        settled(replace(planned, linears=tuple(mixed), allocation=settings))
-    by_model = settings.model_copy(update={"scope": "model"})
-    assert settled(replace(planned, linears=tuple(mixed), allocation=by_model)).allocation == by_model
+        settled_by(planned, AttentionAware(method="attention-aware", target=0.8, scope="block"))
+    by_model = AttentionAware(method="attention-aware", target=0.8, scope="model")
+    assert settled_by(planned, by_model).allocation == by_model
 
 
-@pytest.mark.parametrize(("target", "fits"), [(0.5, True), (0.50004, True), (0.5002, False), (None, True)])
-def test_explicit_sparsities_have_to_come_to_their_target(target: float | None, fits: bool) -> None:
-    settings = ExplicitAllocation(method="explicit", sparsities={"*": 0.5}, target=target)
-    planned = replace(plan("layer"), allocation=settings)
-    if fits:
-        assert settled(planned).linears == planned.linears
-        assert settled(planned).allocation is None
-    else:
-        with pytest.raises(
-            RecipeError, match=r"the sparsities amount to 50\.00% of the planned weights, but target is 50\.02"
-        ):
-            settled(planned)
+def test_explicit_sparsities_have_to_come_to_their_target() -> None:
+    planned = plan("layer")
+    for target in (0.5, 0.50004, None):
+        got = settled_by(planned, ExplicitAllocation(method="explicit", sparsities={"*": 0.5}, target=target))
+        assert (got.linears, got.allocation) == (planned.linears, None)
+    with pytest.raises(
+        RecipeError, match=r"the sparsities amount to 50\.00% of the planned weights, but target is 50\.02"
+    ):
+        settled_by(planned, ExplicitAllocation(method="explicit", sparsities={"*": 0.5}, target=0.5002))
 
 
 def test_zeros_are_counted_as_masks_will_have_them() -> None:
@@ -360,14 +333,11 @@ def test_zeros_are_counted_as_masks_will_have_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "targets"),
-    [(AttentionAware(method="attention-aware", target=0.5, scope="block"), 3),
-     (DivergenceAllocation(method="divergence", target=0.5, unit="rule", scope="block"), 3)],
+    "settings",
+    [AttentionAware(method="attention-aware", target=0.5, scope="block"),
+     DivergenceAllocation(method="divergence", target=0.5, unit="rule", scope="block")],
     ids=str,
 )  # fmt: skip
-def test_an_allocation_that_would_have_nothing_to_choose_is_refused(settings: AttentionAware, targets: int) -> None:
-    planned = replace(plan("layer", shapes=EVEN), allocation=settings)
-    with pytest.raises(
-        RecipeError, match=f"nothing to choose, because each of the {targets} targets applies to a single unit"
-    ):
-        settled(planned)
+def test_an_allocation_that_would_have_nothing_to_choose_is_refused(settings: Any) -> None:
+    with pytest.raises(RecipeError, match="nothing to choose, because each of the 3 targets applies to a single unit"):
+        settled_by(plan("layer", shapes=EVEN), settings)

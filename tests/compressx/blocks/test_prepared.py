@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from tests.compressx.blocks.test_prune import HALF, batches, plan_all, spec_of
+from tests.compressx.blocks.test_prune import HALF, Spy, batches, plan_all, pruned, spec_of
 
 from compressx import FeatureNorms, PluginError, PruneResult, keep_masks
 from compressx.blocks import contract
@@ -24,16 +24,14 @@ class Norms:
         self.norms = norms
 
 
-class Preparing:
+class Preparing(Spy):
     """Wanda, its norms prepared."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.prepared: list[str] = []
         self.held: list[int] = []
         self._made: list[weakref.ref[Norms]] = []
-
-    def observe(self, block, name):
-        return FeatureNorms(block.linears[name].in_features)
 
     def prepare(self, block, name, statistic):
         self.prepared.append(name.rpartition(".")[2])
@@ -49,9 +47,8 @@ class Preparing:
 
 @pytest.mark.parametrize("separable", [True, False])
 def test_each_statistic_of_a_block_is_prepared_once_and_one_is_held_at_a_time(separable):
-    model, pruner = tiny_model("llama"), Preparing()
-    plan = plan_all(model, spec_of(pruner, separable=separable), HALF, only="layers.0.")
-    list(prune_model(InMemory(model), plan, batches()))
+    pruner = Preparing()
+    pruned(tiny_model("llama"), spec_of(pruner, separable=separable), only="layers.0.")
     assert pruner.prepared == ["q_proj", "o_proj", "gate_proj", "down_proj"]
     assert max(pruner.held) == int(not separable)  # that of the loop, when the next one is asked for
     assert pruner._made[-1]() is None
@@ -67,6 +64,7 @@ def test_linears_that_share_a_statistic_come_in_turn_wherever_they_stand():
     prepared = Prepared("mine", pruner, None, observed(q=4, o=5, fc=4))
     assert [name for name, _ in prepared.items()] == ["q", "fc", "o"]
     assert pruner.prepared == ["q", "o"]
+    assert "lm_head" not in prepared
 
 
 def test_what_is_kept_is_not_prepared_again_and_what_is_not_is():
@@ -80,22 +78,17 @@ def test_what_is_kept_is_not_prepared_again_and_what_is_not_is():
     assert pruner.prepared == ["q", "o", *"qoq"]
 
 
-def test_a_linear_that_nothing_was_observed_of_has_nothing_prepared():
-    assert "lm_head" not in Prepared("mine", Preparing(), None, observed(q=4))
-
-
 def test_a_failure_to_prepare_names_the_plugin_the_linear_and_the_line():
     class Broken(Preparing):
         def prepare(self, block, name, statistic):
             raise ZeroDivisionError("boom")
 
-    model = tiny_model("llama")
     with pytest.raises(
         PluginError,
         match=r"^prepare of pruner 'other' failed on model\.layers\.0\.self_attn\.q_proj: "
         r"ZeroDivisionError: boom \(.*test_prepared\.py, line \d+\)$",
     ):
-        list(prune_model(InMemory(model), plan_all(model, spec_of(Broken()), HALF), batches()))
+        pruned(tiny_model("llama"), spec_of(Broken()))
 
 
 @pytest.mark.parametrize(("separable", "reads"), [(True, 5), (False, 2)])

@@ -14,7 +14,7 @@ from tests.compressx.references import mean_error
 from tests.pairs import pairs
 
 from compressx import Linear, PluginError, PruneResult, PrunerSpec, UnsupportedModelError
-from compressx.api.patterns import NM, FixedMask, Unstructured, keep_mask
+from compressx.api.patterns import NM, Unstructured, keep_mask
 from compressx.api.statistics import FeatureNorms, Hessian
 from compressx.blocks import prune
 from compressx.blocks.prune import prune_model
@@ -451,16 +451,6 @@ def test_a_selector_and_a_reconstructor_that_ask_for_the_same_statistic_are_give
     layers = [layer for block in blocks for layer in block.report.layers]
     assert len(layers) == 21
     assert all({"damping", "linear_error"} <= x.info.keys() for x in layers)
-
-
-def test_a_reconstructor_that_changes_the_mask_is_refused():
-    def stubborn(linear: Linear, pattern: FixedMask) -> PruneResult:
-        assert isinstance(pattern, FixedMask)
-        return PruneResult(pattern.keep.flip(0))
-
-    rebuilding = replace(made(stubborn), reconstructs=True)
-    with pytest.raises(PluginError, match="must return the mask that it was given"):
-        pruned(tiny_model("llama"), SPECS["magnitude"], given=(), only="q_proj", reconstructor=rebuilding)
 
 
 def test_an_untied_head_is_pruned_on_the_states_that_reach_it():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -19,45 +20,43 @@ from compressx.blocks.prune import prune_model
 from compressx.blocks.sensitivity import SquaredGradients
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
-from compressx.pruners import magnitude, sensitivity
+from compressx.pruners import sensitivity
 from compressx.runtime.ranks import Ranks
-from compressx.testing import TINY_CONFIGS, tiny_model
+from compressx.testing import tiny_model
 
 (SPEC,) = sensitivity.compressx_pruners()
 HALF = Unstructured(0.5, "layer")
+QUERY = "model.layers.0.self_attn.q_proj"
+LINEARS = {QUERY: survey(tiny_model("llama")).linears[QUERY]}
 
 
 def test_a_linear_that_no_token_came_through_is_refused_since_it_would_seem_to_matter_to_nothing():
-    linears = survey(tiny_model("llama")).linears
-    with pytest.raises(CalibrationError, match=r"no calibration token reached model\.layers\.0\.self_attn\.q_proj"):
-        SquaredGradients(linears, torch.device("cpu")).means()
+    with pytest.raises(CalibrationError, match=rf"no calibration token reached {re.escape(QUERY)}"):
+        SquaredGradients(LINEARS, torch.device("cpu")).means()
 
 
 def test_rows_are_means_over_the_tokens_of_all_processes(monkeypatch):
-    linears = {"q": survey(tiny_model("llama")).linears["model.layers.0.self_attn.q_proj"]}
-
     def gathered(tokens, value):
-        made = SquaredGradients(linears, torch.device("cpu"))
+        made = SquaredGradients(LINEARS, torch.device("cpu"))
         if tokens:
-            made.add("q", torch.full((1, tokens, 64), value))
+            made.add(QUERY, torch.full((1, tokens, 64), value))
         return made
 
     others = gathered(6, 3.0)
-    monkeypatch.setattr(Ranks, "all_reduce_", lambda self, tensor: tensor.add_(others.sums["q"]))
-    monkeypatch.setattr(Ranks, "all_gather", lambda self, value: [value, others.tokens["q"]])
+    monkeypatch.setattr(Ranks, "all_reduce_", lambda self, tensor: tensor.add_(others.sums[QUERY]))
+    monkeypatch.setattr(Ranks, "all_gather", lambda self, value: [value, others.tokens[QUERY]])
     for tokens, expected in ((2, 7.0), (0, 9.0)):  # (2 * 1 + 6 * 9) / 8; reached in the other process only
-        assert gathered(tokens, 1.0).means(Ranks(0, 2))["q"].tolist() == [expected] * 64
+        assert gathered(tokens, 1.0).means(Ranks(0, 2))[QUERY].tolist() == [expected] * 64
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_gradients_that_are_not_finite_are_refused(bad):
-    name = "model.layers.0.self_attn.q_proj"
-    gradients = SquaredGradients({name: survey(tiny_model("llama")).linears[name]}, torch.device("cpu"))
-    gradients.add(name, torch.full((2, 64), bad))
+    squares = SquaredGradients(LINEARS, torch.device("cpu"))
+    squares.add(QUERY, torch.full((2, 64), bad))
     with pytest.raises(
-        UnsupportedModelError, match=rf"^{re.escape(name)}: the gradient .* model\.dtype may be too narrow"
+        UnsupportedModelError, match=rf"^{re.escape(QUERY)}: the gradient .* model\.dtype may be too narrow"
     ):
-        gradients.means()
+        squares.means()
 
 
 def test_experts_are_measured_on_the_tokens_that_reach_them():
@@ -87,14 +86,9 @@ def prune(block: Block, x: torch.Tensor, pattern, **options):
 def test_costs_are_those_of_a_slow_float64_reading(power):
     block, x = block_of_one()
     result, _ = prune(block, x, HALF, rows=power)
-    flat = x.double().reshape(-1, x.shape[-1])
-    hessian = sum(torch.outer(row, row) for row in flat)
     weight, rows = block.linears["fc"].weight.double(), block.sensitivities["fc"].double()
-    cost = weight**2 * hessian.diagonal() * (rows.mean() * (rows / rows.mean()) ** power)[:, None]
-    dropped = cost.flatten().argsort()[: cost.numel() // 2]
-    expected = torch.ones(cost.numel(), dtype=torch.bool)
-    expected[dropped] = False
-    assert torch.equal(result.keep.flatten(), expected)
+    cost = weight**2 * x.double().square().sum(dim=(0, 1)) * (rows.mean() * (rows / rows.mean()) ** power)[:, None]
+    assert torch.equal(result.keep, cost > cost.flatten().sort().values[cost.numel() // 2 - 1])
 
 
 def test_the_update_lowers_the_weighted_error_of_the_same_mask():
@@ -109,29 +103,17 @@ def test_the_update_lowers_the_weighted_error_of_the_same_mask():
         assert errors[1] < 0.7 * errors[0]
 
 
-@pytest.mark.parametrize("architecture", TINY_CONFIGS)
-@pytest.mark.parametrize("pattern", [HALF, NM(2, 4)], ids=str)
-def test_every_architecture_is_pruned(architecture, pattern):
+@pytest.mark.parametrize(
+    ("architecture", "pattern"), zip(["llama", "gpt2", "gemma3", "mixtral", "phi3"], cycle([HALF, NM(2, 4)])), ids=str
+)
+def test_every_kind_of_architecture_is_pruned(architecture, pattern):
     model = tiny_model(architecture)
     found = survey(model)
     plan = plan_all(model, SPEC, pattern)
     assert plan.sensitive == set(found.linears)
     given = fisher_diagonal(InMemory(model), found, plan.sensitive, batches())
-    pruned = list(prune_model(InMemory(model), plan, batches(), fisher=given))
-    assert all(layer.sparsity == 0.5 for block in pruned for layer in block.report.layers)
-
-
-def test_as_a_reconstructor_it_keeps_the_mask_of_the_other():
-    (selects,) = magnitude.compressx_pruners()
-    model, plain = tiny_model("llama"), tiny_model("llama")
-    found = survey(model)
-    plan = plan_all(model, selects, HALF, reconstructor=SPEC)
-    given = fisher_diagonal(InMemory(model), found, plan.sensitive, batches())
-    first = next(iter(prune_model(InMemory(model), plan, batches(), fisher=given)))
-    other = next(iter(prune_model(InMemory(plain), plan_all(plain, selects, HALF), batches())))
-    for name, entry in first.masks.items():
-        assert torch.equal(entry.keep, other.masks[name].keep)
-        assert not torch.equal(found.linears[name].weight, survey(plain).linears[name].weight)
+    blocks = list(prune_model(InMemory(model), plan, batches(), fisher=given))
+    assert all(layer.sparsity == 0.5 for block in blocks for layer in block.report.layers)
 
 
 @pytest.mark.parametrize("rows", [0.0, 0.5, 1.0])

@@ -35,9 +35,7 @@ def test_the_heaviest_task_is_given_out_first():
 def test_windows_are_shared_out_in_order_and_evenly(windows: int, size: int):
     tokens = torch.arange(windows)[:, None]
     if windows < size:
-        with pytest.raises(
-            CalibrationError, match=f"{windows} calibration windows are fewer than the {size} processes"
-        ):
+        with pytest.raises(CalibrationError, match=f"{windows} calibration windows are fewer than the {size} proc"):
             Ranks(0, size).share(tokens)
         return
     parts = [Ranks(rank, size).share(tokens) for rank in range(size)]
@@ -45,14 +43,8 @@ def test_windows_are_shared_out_in_order_and_evenly(windows: int, size: int):
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-PLAIN = {
-    "text": "é",
-    "none": None,
-    "yes": True,
-    "counts": [1, 2**40],
-    "floats": [0.1, math.inf, -math.inf],
-    "in": {"": []},
-}
+FLOATS = [0.1, math.inf, -math.inf]
+PLAIN = {"text": "é", "none": None, "yes": True, "counts": [1, 2**40], "floats": FLOATS, "in": {"": []}}
 
 
 def test_a_process_alone_tells_itself():
@@ -67,16 +59,8 @@ def test_a_process_alone_tells_itself():
     assert tensor.tolist() == [1.0, 1.0]
 
 
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int16,
-    torch.int64,
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-]
+NAMES = ("bool", "uint8", "int16", "int64", "bfloat16", "float16", "float32", "float64")
+DTYPES = [getattr(torch, name) for name in NAMES]
 
 
 def of_rank(rank: int, dtype: torch.dtype) -> torch.Tensor:
