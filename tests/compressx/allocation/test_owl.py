@@ -71,5 +71,5 @@ def test_the_block_farthest_from_the_mean_uses_the_whole_spread_and_alike_ones_n
 @pytest.mark.parametrize(("target", "room"), [(0.05, 0.05), (0.3, 0.3), (0.65, 0.3), (0.9, 0.05)])
 def test_a_spread_that_leaves_no_room_is_refused(target: float, room: float) -> None:
     assert OwlAllocation(method="owl", target=target, spread=room).spread == room
-    with pytest.raises(ValidationError, match=f"a spread of at most {room} fits"):
+    with pytest.raises(ValidationError, match=f"expected a spread of at most {room} "):
         OwlAllocation(method="owl", target=target, spread=room + 0.001)
