@@ -128,6 +128,14 @@ def test_heavy_tokens_are_always_in_the_sample_with_the_weight_that_they_have():
         assert (importance[weights.gather(1, chosen) < 1].min() >= 1e-3).all()
 
 
+def test_every_token_counts_in_expectation_what_it_weighs_the_light_ones_too():
+    weights = torch.linspace(0.1, 1.0, 20) ** 3
+    drawn = weights.expand(20_000, -1)
+    chosen, importance = curvature._sample(drawn, 8, torch.Generator().manual_seed(0))
+    mean = torch.zeros_like(drawn).scatter_(1, chosen, importance).mean(dim=0)
+    torch.testing.assert_close(mean, weights, rtol=0.25, atol=0.0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_inputs_in_bfloat16_are_summed_in_float32(kind: str, x: Tensor, weights: Pair):
     halves = curvature.measure(make(kind), x.bfloat16(), weights)
