@@ -101,7 +101,11 @@ def run(
             it for `resume`.
     """
     timing = Timing("load", time.perf_counter() if started is None else started)
-    with joined_ranks(where := device_for(device)) as ranks, run_log(first=ranks.first, file=log_file) as log:
+    with (
+        joined_ranks(where := device_for(device)) as ranks,
+        run_log(first=ranks.first, file=log_file) as log,
+        contextlib.closing(Tracking(log)) as tracking,
+    ):
         log.header(machine(where), {"compressx": __version__, **versions()})
         context = RunContext(
             loaded=loaded_recipe(recipe, overrides),
@@ -111,12 +115,9 @@ def run(
             ranks=ranks,
             timing=timing,
             log=log,
-            tracking=Tracking(log),
+            tracking=tracking,
         )
-        try:
-            report = _run(context, resume=resume, restart=restart)
-        finally:
-            context.tracking.finish()
+        report = _run(context, resume=resume, restart=restart)
         received = ranks.broadcast({} if report is None else dataclasses.asdict(report))
         return _REPORT.validate_python(received) if report is None else report
 

@@ -94,7 +94,7 @@ class Tracking:
         found = _flat(figures)
         self.values({f"{name}/{key}": float(x) for key, x in found.items() if isinstance(x, int | float)})
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """End the trackers' runs."""
         self._each(lambda tracker: tracker.finish())
         self.trackers = []
