@@ -108,15 +108,9 @@ def run(
     ):
         log.header(machine(where), {"compressx": __version__, **versions()})
         context = RunContext(
-            loaded=loaded_recipe(recipe, overrides),
-            plugins=plugins or load_plugins(),
-            progress=progress if ranks.first else None,
-            device=where,
-            ranks=ranks,
-            timing=timing,
-            log=log,
-            tracking=tracking,
-        )
+            loaded_recipe(recipe, overrides), plugins or load_plugins(), progress if ranks.first else None, where,
+            ranks, timing, log, tracking,
+        )  # fmt: skip
         report = _run(context, resume=resume, restart=restart)
         received = ranks.broadcast({} if report is None else dataclasses.asdict(report))
         return _REPORT.validate_python(received) if report is None else report
