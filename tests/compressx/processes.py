@@ -33,8 +33,8 @@ def in_two(
 ) -> list[Any]:
     """Run something in two processes, and return what each made of it; None of one that was to end otherwise.
 
-    `start="fork"` imports nothing again, which takes most of a second test's time. It is for what needs no backward
-    pass, since autograd refuses to work in a fork of a process that has used it.
+    `start="fork"` takes a third of a second, because nothing is imported again. It is for what needs no backward pass:
+    autograd refuses to work in a fork of a process that has used it.
     """
     context: Any = multiprocessing.get_context(start)
     if start == "forkserver":
