@@ -14,8 +14,11 @@ from typing import Any
 from compressx.report.section import Column, Section, Table, Value
 from compressx.runtime.files import os_errors_named
 
-_COLOURS = {"#ffffff": "none", "#000000": "currentColor", "#dddddd": "var(--line)"}
-"""What a drawing's ground, lines and grid become, so that they follow the page."""
+_COLOURS = {
+    "#ffffff": "none", "#000000": "currentColor", "#dddddd": "var(--line)", "#0072b2": "var(--accent)",
+    "#56b4e9": "var(--sky)",
+}  # fmt: skip
+"""What a drawing's ground, text, grid and darkest lines become, so that they follow the page."""
 
 _LONG = 12
 """Rows and figures of a section for reference above which it is folded, unless its table is shaded."""
