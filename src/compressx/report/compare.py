@@ -67,7 +67,8 @@ class Comparison:
     @property
     def measures(self) -> list[tuple[str, str]]:
         """Name what was measured, and of which model, in any run."""
-        return list(dict.fromkeys(key for run in self.runs for key in run.measures))
+        order = ("dense", "pruned", "finetuned")
+        return sorted({key: 0 for run in self.runs for key in run.measures}, key=lambda key: order.index(key[1]))
 
     def sections(self) -> tuple[Section, ...]:
         """Return a table with a row for each run, what it did not measure being empty, and the warnings."""
@@ -83,7 +84,9 @@ class Comparison:
             rows,
         )
         note = "The best of each column are marked: no run that is as sparse or sparser has a better value."
-        return Section(note=note if marked else "", table=found), *(Section(note=f"warning: {text}") for text in self.warnings)
+        return Section(note=note if marked else "", table=found), *(
+            Section(note=f"warning: {text}") for text in self.warnings
+        )
 
     def _value(self, run: Compared, key: tuple[str, str]) -> float | None:
         """Return what a run measured, marked if it is the best of comparable runs that are as sparse or sparser."""

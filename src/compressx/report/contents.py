@@ -79,7 +79,9 @@ def _sample(report: RunReport) -> Iterator[Section]:
     """Yield what each model wrote after the same prompt, side by side."""
     if written := {of: values["sample"] for of, values in report.evaluation.items() if "sample" in values}:
         prompt = shorten(next(iter(written.values()))["prompt"], 300)
-        found = table([Column(of, look="prose") for of in written], [[said["text"] for said in written.values()]])
+        found = table(
+            [Column(of, look="prose") for of in written], [[said["text"].strip() for said in written.values()]]
+        )
         yield Section("Sample", f'What each model writes after "{prompt}", the likeliest token each time.', found)
 
 
@@ -243,6 +245,6 @@ def _number(block: BlockReport) -> str:
 
 
 BUILDERS: tuple[Builder, ...] = (
-    _head, _evaluation, _sample, _run, _modules, _heat, _curves, _blocks, _stages, _allocation, _reconstruction, _finetuning,
-    _matrices, _layers, _software,
+    _head, _evaluation, _sample, _run, _modules, _heat, _curves, _blocks, _stages, _allocation, _reconstruction,
+    _finetuning, _matrices, _layers, _software,
 )  # fmt: skip

@@ -20,6 +20,9 @@ _COLOURS = {
 }  # fmt: skip
 """What a drawing's ground, text, grid and darkest lines become, so that they follow the page."""
 
+_WIDE = 500
+"""Points of a drawing's width above which it gets the whole page, and is not made smaller than is legible."""
+
 _LONG = 12
 """Rows and figures of a section for reference above which it is folded, unless its table is shaded."""
 
@@ -40,6 +43,12 @@ class _Figure:
     caption: str
     svg: Any = None
     data: str = ""
+
+    @property
+    def wide(self) -> bool:
+        """Whether its text would be too small in half of a page, or on a phone."""
+        width = re.search(r'width="([\d.]+)pt"', self.svg or "")
+        return width is not None and float(width[1]) > _WIDE
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 def machine(device: torch.device) -> str:
     """Describe the system, the processor, its cores, the threads in use, the memory and the device of a run."""
     parts = [
-        platform.platform(terse=True),
+        f"{platform.system()} {platform.release().partition('-')[0]}",  # a build's own suffix says nothing
         _processor(),
         f"{_cores()} cores, {torch.get_num_threads()} threads",
         f"{psutil.virtual_memory().total / 2**30:.0f} GiB memory",
