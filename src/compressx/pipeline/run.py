@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -35,10 +36,12 @@ from compressx.pipeline.preparation import (
     refuse_uneven_steps,
 )
 from compressx.pipeline.pruning import Pruning
+from compressx.pipeline.texts import OwnText
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.plugins.record import code_digest
-from compressx.recipe.schema import Calibration, LoadedRecipe
+from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.sources import Calibration
 from compressx.runtime.ranks import Ranks, joined_ranks
 from compressx.runtime.timing import forget_peaks
 
@@ -155,7 +158,7 @@ class _Inputs:
 
 
 def _read(context: RunContext) -> _Inputs:
-    """Check the recipe, read the text, and open the model last."""
+    """Check the recipe, read the text, and open the model: last, or when text is to be generated with it."""
     loaded, timing, ranks = context.loaded, context.timing, context.ranks
     with timing.stage("load"):
         context.report_progress("load", 0, 1)
@@ -164,17 +167,27 @@ def _read(context: RunContext) -> _Inputs:
         prepared = prepare(loaded, context.plugins)
     with timing.stage("load"), loaded.at("model"):
         tokenizer = load_tokenizer(prepared.checkpoint)
+    opened = functools.cache(lambda: _opened(context, prepared))
     with timing.stage("calibrate"):
         context.report_progress("calibrate", 0, 1)
-        texts = read_all(loaded, prepared.plan, tokenizer, evaluated=ranks.first)
+        own = OwnText(context, tokenizer, opened)
+        texts = read_all(loaded, prepared.plan, tokenizer, own, evaluated=ranks.first)
         windows = texts.calibration
         batches = _batches(loaded.recipe.calibration, windows)
         mine = _batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))
-    with timing.stage("load"), loaded.at("model"):
+    with timing.stage("load"):
+        access = opened()
+    return _Inputs(prepared, tokenizer, texts, batches, mine, access)
+
+
+def _opened(context: RunContext, prepared: Prepared) -> Access:
+    """Open the model, and refuse what its weights cannot do if they are streamed."""
+    loaded = context.loaded
+    with loaded.at("model"):
         access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, context.device)
     if isinstance(access, StreamedModel):
         refuse_streamed(loaded)
-    return _Inputs(prepared, tokenizer, texts, batches, mine, access)
+    return access
 
 
 def _evaluate_dense(context: RunContext, given: _Inputs, model: str) -> dict[str, Any]:
