@@ -58,7 +58,7 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
     with loaded.at("model"):
         checkpoint = find_checkpoint(recipe.model)
         skeleton = load_skeleton(checkpoint)
-    check_tokenizer(loaded, checkpoint, skeleton, chats=chats)
+    check_tokenizer(loaded, checkpoint, skeleton, chats)
     output = recipe.output.expanduser().resolve()
     if (checkpoint_path := Path(checkpoint.location)).exists() and checkpoint_path.resolve().is_relative_to(output):
         raise ArtifactError(

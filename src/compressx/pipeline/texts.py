@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -19,6 +19,7 @@ from compressx.models.generate import first_token, generate
 from compressx.models.loading import load_tokenizer
 from compressx.pipeline.context import RunContext
 from compressx.plugins.record import code_digest
+from compressx.recipe.document import Step
 from compressx.recipe.methods import AttentionAware, DivergenceAllocation
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.sources import Generate
@@ -26,16 +27,17 @@ from compressx.runtime.cache import cache_folder, cached
 from compressx.runtime.errors import RecipeError
 
 
-def check_files(loaded: LoadedRecipe) -> bool:
-    """Check the datasets of a recipe without reading them, and return whether one of them is known to hold chats.
+def check_files(loaded: LoadedRecipe) -> list[tuple[Step, ...]]:
+    """Check the datasets of a recipe without reading them, and return the places of those known to hold chats.
 
     Raises:
         CalibrationError: as for `check_dataset`, with the dataset's place.
     """
-    chats = False
+    chats = []
     for place, dataset in loaded.recipe.datasets().items():
         with loaded.at(*place):
-            chats |= check_dataset(dataset)
+            if check_dataset(dataset):
+                chats.append(place)
     return chats
 
 
@@ -68,20 +70,24 @@ def check_windows(loaded: LoadedRecipe) -> None:
         )
 
 
-def check_tokenizer(loaded: LoadedRecipe, checkpoint: Checkpoint, skeleton: Any, *, chats: bool) -> None:
+def check_tokenizer(
+    loaded: LoadedRecipe, checkpoint: Checkpoint, skeleton: Any, chats: Sequence[tuple[Step, ...]]
+) -> None:
     """Refuse chats without a chat template, and generated text without a token to begin with.
 
     Raises:
-        CalibrationError: the tokenizer lacks what the text needs.
+        CalibrationError: the tokenizer lacks what the text needs; with the dataset's place.
     """
-    writes = any(dataset.generate is not None for dataset in loaded.recipe.datasets().values())
-    if not chats and not writes:
+    writing = [place for place, dataset in loaded.recipe.datasets().items() if dataset.generate is not None]
+    if not chats and not writing:
         return
     with loaded.at("model"):
         tokenizer = load_tokenizer(checkpoint)
-        if chats:
+    for place in chats:
+        with loaded.at(*place):
             require_template(tokenizer)
-        if writes:
+    for place in writing:
+        with loaded.at(*place):
             first_token(tokenizer, skeleton)
 
 

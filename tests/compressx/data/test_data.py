@@ -450,7 +450,7 @@ class TestTruncated:
         assert truncated_windows(["one\n\ntwo"], tokenizer, 1, 3, 0, bos=0).tolist() == with_own.tolist() == [[0, 2, 1]]
 
     def test_too_few_long_documents_are_counted(self, tokenizer: Any) -> None:
-        told = "needs 2 documents of 4 tokens or more; 1 of 2 are that long, and the longest has [0-9]+ tokens.*use windows"
+        told = "needs 2 documents of 4 tokens or more; 1 of 2 are that long, .*use windows"
         with pytest.raises(CalibrationError, match=told):
             truncated_windows(["one", "one\n\ntwo\n\none"], tokenizer, 2, 4, seed=0)
 

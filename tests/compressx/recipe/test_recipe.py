@@ -236,12 +236,12 @@ _NOTATION = 'expected an N:M pattern, "2:4" or {keep: 2, of: 4}: of every 4 inpu
      ("wikitext", "{name: c4, text: a}", "2:35: calibration.dataset: give exactly one of name, text, json, parquet, "
       "generate; got name and text (name at r.yaml:2:25, text at r.yaml:2:35)"),
      ("wikitext", "{text: a, field: b}", "2:34: calibration.dataset: field only goes with json, parquet or name"),
-     ("wikitext", "wikitext, datasets: [c4]", "2:35: calibration: dataset and datasets exclude each other; keep one "
-      "(dataset at r.yaml:2:24, datasets at r.yaml:2:35)"),
+     ("wikitext", "wikitext, datasets: [c4]", "2:34: calibration: dataset and datasets exclude each other; keep one "
+      "(dataset at r.yaml:2:15, datasets at r.yaml:2:34)"),
      ("dataset: wikitext, ", "", "2:1: calibration: give dataset, or datasets for several"),
-     ("dataset: wikitext", "datasets: []", "2:25: calibration.datasets is an empty list; expected a length of at least "
+     ("dataset: wikitext", "datasets: []", "2:15: calibration.datasets is an empty list; expected a length of at least "
       "1: several sources of text, mixed by their weights"),
-     ("dataset: wikitext", "datasets: [{name: c4, weight: 0}]", "2:36: calibration.datasets[0].weight is 0; expected "
+     ("dataset: wikitext", "datasets: [{name: c4, weight: 0}]", "2:37: calibration.datasets[0].weight is 0; expected "
       "more than 0: share of the windows, relative to the other datasets' weights"),
      ("wikitext", "{name: c4, weight: 1.0}", "2:35: unknown key 'weight' in calibration.dataset; "
       "valid: config, field, generate, json, name, parquet, revision, split, text"),
