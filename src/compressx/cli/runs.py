@@ -50,10 +50,11 @@ def run(
 @click.command()
 @click.argument("recipe", type=PATH)
 @set_option
+@click.option("--all", "every", is_flag=True, help="Print a line for every linear; by default equal ones share one.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.pass_obj
 @errors_for_users
-def plan(host: Host, recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+def plan(host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_json: bool) -> None:
     """Check RECIPE and show what would happen to every linear, without loading weights."""
     from compressx.cli import tables, terminal
     from compressx.pipeline.run import plan as plan_recipe
@@ -62,7 +63,7 @@ def plan(host: Host, recipe: Path, overrides: tuple[str, ...], as_json: bool) ->
     if as_json:
         click.echo(json.dumps(planned.to_dict(), indent=1))
     else:
-        terminal.show(*tables.of_plan(planned))
+        terminal.show(*tables.of_plan(planned, every=every))
 
 
 @click.command()

@@ -295,8 +295,16 @@ def planned(*options: str) -> list[str]:
     return [" ".join(x.split()) for x in (done.stdout or done.stderr).splitlines()]
 
 
-def test_a_plan_lists_every_linear_and_why_others_are_left_alone(work):
+def test_a_plan_folds_equal_linears_or_lists_all_and_says_why_others_are_left_alone(work):
+    Path("r.yaml").write_text(RECIPE + "ignore: [{layers: 0-1}]\n")
     lines = planned()
+    assert "model.layers.2.self_attn.q_proj 1 attnprune 50% joint 64 x 64" in lines
+    assert "model.layers.0-1.mlp.down_proj ignored by {layers: 0-1} at r.yaml:9:10" in lines
+    Path("r.yaml").write_text(RECIPE)
+    lines = planned()
+    assert "model.layers.0-2.self_attn.q_proj 3 attnprune 50% joint 64 x 64" in lines
+    assert len([x for x in lines if x.startswith("model.layers.")]) == 7
+    lines = planned("--all")
     assert "model.layers.0.self_attn.q_proj attnprune 50% joint 64 x 64" in lines
     assert "model.layers.2.mlp.down_proj wanda 50% row 64 x 96" in lines
     assert "model.embed_tokens an embedding, not a linear" in lines
@@ -319,7 +327,7 @@ TWO_FOUR = '{targets: ["*"], pruner: wanda, pattern: "2:4"}'
 
 def test_a_plan_with_allocation_shows_the_target_and_that_sparsities_are_chosen_later(work):
     allocate(ATTENTION_AWARE)
-    lines = planned()
+    lines = planned("--all")
     assert "model.layers.0.self_attn.q_proj attnprune allocated joint 64 x 64" in lines
     assert lines[-2:] == [
         "21 linears, 0.1 M weights, target sparsity 60.00%",
@@ -327,21 +335,21 @@ def test_a_plan_with_allocation_shows_the_target_and_that_sparsities_are_chosen_
         "(unit rule, scope model, 4 samples)",
     ]
     allocate("{method: owl, target: 0.5, spread: 0.1, samples: 4}", TWO_FOUR)
-    lines = planned()
+    lines = planned("--all")
     assert "model.layers.2.mlp.down_proj wanda allocated N:4 64 x 96" in lines, "M is given"
     assert lines[-1].startswith("owl measures outliers when the recipe is run")
 
 
 def test_a_plan_shows_what_uniform_and_explicit_sparsities_come_to(work):
     allocate("{method: uniform, target: 0.75}")
-    lines = planned()
+    lines = planned("--all")
     assert "model.layers.0.self_attn.q_proj attnprune 75% joint 64 x 64" in lines
     assert "model.layers.2.mlp.down_proj wanda 75% row 64 x 96" in lines
     assert lines[-1] == "21 linears, 0.1 M weights, sparsity 75.00%"
     allocate("{method: uniform, target: 0.25}", TWO_FOUR)
-    assert "model.layers.2.mlp.down_proj wanda 3:4 64 x 96" in planned()
+    assert "model.layers.2.mlp.down_proj wanda 3:4 64 x 96" in planned("--all")
     allocate('{method: explicit, sparsities: {"*.layers.0.*": 0.25, "*.down_proj": 0.75, "*": 0.5}}')
-    lines = planned()
+    lines = planned("--all")
     assert "model.layers.0.mlp.down_proj wanda 25% row 64 x 96" in lines
     assert "model.layers.1.mlp.down_proj wanda 75% row 64 x 96" in lines
     assert "model.layers.1.self_attn.q_proj attnprune 50% joint 64 x 64" in lines
@@ -375,7 +383,7 @@ EXPLICIT = "{method: explicit, sparsities: {%s}}"
 )  # fmt: skip
 def test_a_mistake_in_an_allocation_has_its_place(work, allocation, rest, place, told):
     allocate(allocation, *([rest] if rest else []))
-    line = "\n".join(planned())
+    line = "\n".join(planned("--all"))
     assert line.startswith(f"error: r.yaml:{place}: "), line
     assert all(words in line for words in told), line
 
