@@ -10,14 +10,14 @@ import click
 from compressx.cli.common import PATH, Host, device_option, errors_for_users, is_first, set_option
 
 
-@click.command()
+@click.command(epilog="Example: compressx run recipe.yaml --set calibration.samples=8")
 @click.argument("recipe", type=PATH)
 @set_option
 @device_option
 @click.option("--resume", is_flag=True, help="Continue an interrupted run after its last block or checkpoint.")
 @click.option("--restart", is_flag=True, help="Discard an interrupted run and start over.")
 @click.option("-v", "--verbose", is_flag=True, help="Print a line for every pruned layer, with its figures and curves.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only errors, and warnings of failed plugins.")
 @click.pass_obj
 @errors_for_users
 def run(
@@ -47,7 +47,7 @@ def run(
         click.echo(f"written to {loaded.recipe.output}")
 
 
-@click.command()
+@click.command(epilog="Example: compressx plan recipe.yaml --all")
 @click.argument("recipe", type=PATH)
 @set_option
 @click.option("--all", "every", is_flag=True, help="Print a line for every linear; by default equal ones share one.")
@@ -66,7 +66,7 @@ def plan(host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_j
         terminal.show(*tables.of_plan(planned, every=every))
 
 
-@click.command()
+@click.command(epilog="Example: compressx schema > recipe.schema.json")
 @click.pass_obj
 @errors_for_users
 def schema(host: Host) -> None:
@@ -77,7 +77,7 @@ def schema(host: Host) -> None:
     click.echo(text_of(json_schema(options)), nl=False)
 
 
-@click.command()
+@click.command(epilog="Example: compressx compare runs/one runs/two --output compared")
 @click.argument("runs", nargs=-1, required=True, type=PATH)
 @click.option("--output", type=PATH, help="Folder for compare.md, compare.csv and compare.svg.")
 @errors_for_users
@@ -92,7 +92,7 @@ def compare(runs: tuple[Path, ...], output: Path | None) -> None:
         click.echo(f"written to {', '.join(map(str, found.write(output)))}")
 
 
-@click.command()
+@click.command(epilog="Example: compressx sweep recipe.yaml --grid prune.0.sparsity=0.4,0.5,0.6")
 @click.argument("recipe", type=PATH)
 @click.option(
     "--grid",
@@ -106,7 +106,7 @@ def compare(runs: tuple[Path, ...], output: Path | None) -> None:
 @click.option("--output", type=PATH, help="Folder for all runs; by default the recipe's output with -sweep appended.")
 @device_option
 @click.option("--restart", is_flag=True, help="Start interrupted runs over instead of continuing them.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing but the comparison and errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the comparison, errors, and warnings of failed plugins.")
 @click.pass_obj
 @errors_for_users
 def sweep(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.compressx.architectures import KINDS
 from tests.compressx.built_in import BUILT_IN
 from tests.compressx.cli.commands import invoke, printed, refused
 from tests.compressx.saved import save_tiny
@@ -286,7 +287,42 @@ def test_a_program_that_sigterm_ends_has_status_143(stop):
     assert done.stderr == "terminated; finished blocks are kept, and --resume continues after them\n"
 
 
-# --- plan, plugins, version
+# --- init, plan, plugins, version
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_the_recipe_that_init_writes_is_planned_as_it_is_and_with_its_other_rule(architecture, project, monkeypatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    save_tiny(Path("tiny"), architecture)
+    assert "next: compressx plan r.yaml" in printed("init", "tiny", "--output", "r.yaml")
+    text = Path("r.yaml").read_text()
+    planned = json.loads(printed("plan", "r.yaml", "--json"))
+    assert {x["pattern"] for x in planned["linears"]} == {"50% layer"}
+    for name in [x["name"] for x in planned["skipped"] if not x["name"].startswith("model.layers")]:
+        assert f"#   {name}: " in text
+    assert "exists and is not overwritten" in refused("init", "tiny", "--output", "r.yaml")
+    assert Path("r.yaml").read_text() == text
+    assert printed("init", "tiny") == text
+    Path("r.yaml").write_text(text.replace("  # - {targets", "  - {targets"))
+    pruners = {x["pruner"] for x in json.loads(printed("plan", "r.yaml", "--json"))["linears"]}
+    assert pruners == {"sparsegpt"} | (set() if architecture == "bloom" else {"attnprune"})
+
+
+def test_init_says_what_is_where_which_pruners_take_it_and_what_it_cannot_do(work):
+    text = printed("init", "model", "--pruner", "attnprune", "--dtype", "bfloat16")
+    assert "# model: LlamaForCausalLM, 3 decoder blocks, " in text
+    assert "#   model.layers.0-2.self_attn.k_proj    32 x 64   0.0 M   3 linears\n" in text
+    assert "#   attnprune    only *.q_proj and *.k_proj, in a rule of their own\n#   magnitude    all\n" in text
+    assert 'model: {path: "model", dtype: "bfloat16"}\n' in text
+    Path("attention.yaml").write_text(text)
+    assert len(json.loads(printed("plan", "attention.yaml", "--json"))["linears"]) == 6
+    assert "no pruner 'wnda'; did you mean 'wanda'?" in refused("init", "model", "--pruner", "wnda")
+    assert "--revision x: model is a path" in refused("init", "model", "--revision", "x")
+    save_tiny(Path("alibi"), "bloom")
+    message = refused("init", "alibi", "--pruner", "attnprune")
+    assert "attnprune prunes none of this model's linears: transformer.h.0.self_attention (BloomAttention)" in message
+    assert "choose another --pruner" in message
 
 
 def planned(*options: str) -> list[str]:
