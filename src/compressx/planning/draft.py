@@ -95,10 +95,11 @@ def _described(found: Architecture, skeleton: nn.Module, name: str) -> list[str]
         "   ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
         for row in shown
     ]
+    what = f"{type(skeleton).__name__}, {len(found.blocks)} decoder blocks, {total / 1e6:.1f} M weights"
     outside = [f"{n}: outside the blocks; `*` leaves it dense, a target {n!r} prunes it" for n in found.outside]
     unprunable = [f"{n}: {reason}" for n, _, (reason,) in folded(found.unprunable.items())]
     return [
-        f"# {one_line(name)}: {type(skeleton).__name__}, {len(found.blocks)} decoder blocks, {total / 1e6:.1f} M weights,",
+        f"# {one_line(name)}: {what},",
         f"# {inside / 1e6:.1f} M of them in linears of the blocks.",
         "#",
         "#   compressx plan FILE    shows what would happen; compressx run FILE does it",
