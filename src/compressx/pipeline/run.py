@@ -242,6 +242,7 @@ def _fingerprint(context: RunContext, given: _Inputs) -> dict[str, Any]:
         "model": weights_fingerprint(access),
         "model config": config_fingerprint(access.model),
         "prune": recipe["prune"],
+        "ignore": recipe.get("ignore"),
         "allocation": recipe.get("allocation"),
         "reconstruct_block": recipe.get("reconstruct_block"),
         "calibration tokens": None if windows is None else fingerprint_of(windows),
