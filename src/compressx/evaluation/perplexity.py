@@ -62,7 +62,7 @@ def token_perplexity(
     """
     total = 0.0
     batches = torch.split(windows, batch_size)
-    with torch.no_grad(), _evaluation_mode(access.model):
+    with torch.no_grad(), evaluation_mode(access.model):
         for number, logits in enumerate(access.logits(batches)):  # [B, T, vocabulary]
             start, batch = number * batch_size, batches[number].to(logits.device)
             for index, (scores, ids) in enumerate(zip(logits, batch, strict=True), start=start):
@@ -153,7 +153,7 @@ def evaluate(
         batch_size = settings.token_perplexity.batch_size
         figures["token_perplexity"] = token_perplexity(access, texts.windows, batch_size=batch_size, progress=progress)
     if settings.lm_eval is not None:
-        with access.whole() as model, _evaluation_mode(model):
+        with access.whole() as model, evaluation_mode(model):
             tasks = run_tasks(model, tokenizer, settings.lm_eval, texts.rolling)
         figures |= tasks
         rolling = [metrics for metrics in tasks.values() if "word_perplexity" in metrics]
@@ -208,7 +208,7 @@ def _negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
 
 
 @contextlib.contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put a model in evaluation mode, and restore the mode of every module afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()

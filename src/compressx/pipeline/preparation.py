@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compressx.allocation.units import settled
@@ -22,7 +23,7 @@ from compressx.pipeline.tracking import check_trackers
 from compressx.planning.make import make_plan
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins
-from compressx.recipe.schema import LoadedRecipe, load_recipe, recipe_from_dict
+from compressx.recipe.schema import Calibration, LoadedRecipe, load_recipe, recipe_from_dict
 from compressx.runtime.errors import ArtifactError, RecipeError, UnsupportedModelError
 from compressx.training.finetune import training_windows
 
@@ -53,9 +54,7 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
     recipe = loaded.recipe
     with loaded.at("output"):
         check_output(recipe.output)
-    for place, dataset in recipe.datasets().items():
-        with loaded.at(*place):
-            check_dataset(dataset)
+    check_datasets(loaded)
     with loaded.at("model"):
         checkpoint = find_checkpoint(recipe.model)
         skeleton = load_skeleton(checkpoint)
@@ -64,6 +63,19 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
         raise ArtifactError(
             f"{loaded.where('output')}: output {recipe.output} would overwrite the input model; name another folder"
         )
+    return Prepared(checkpoint, plan_for(loaded, plugins, skeleton))
+
+
+def check_datasets(loaded: LoadedRecipe) -> None:
+    """Check every dataset of a recipe without reading it."""
+    for place, dataset in loaded.recipe.datasets().items():
+        with loaded.at(*place):
+            check_dataset(dataset)
+
+
+def plan_for(loaded: LoadedRecipe, plugins: Plugins, skeleton: Any) -> Plan:
+    """Plan a recipe for a model, with or without weights, and check all that needs neither weights nor text."""
+    recipe = loaded.recipe
     planned = make_plan(loaded, plugins, skeleton)
     with loaded.at("allocation", "target"):
         planned = settled(planned)
@@ -75,7 +87,7 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
     if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None:
         with loaded.at("evaluate", "lm_eval", "tasks"):
             check_tasks(recipe.evaluate.lm_eval)
-    return Prepared(checkpoint, planned)
+    return planned
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,15 +105,24 @@ class RunTexts:
     evaluation: Texts | None
 
 
-def read_all(loaded: LoadedRecipe, planned: Plan, tokenizer: Any, *, evaluated: bool = True) -> RunTexts:
-    """Read every text of a recipe and check that there is enough of it; evaluation text only if `evaluated`.
+def read_all(
+    loaded: LoadedRecipe, planned: Plan, tokenizer: Any, *, evaluated: bool = True, calibration: Tensor | None = None
+) -> RunTexts:
+    """Read every text of a recipe and check that there is enough of it.
+
+    Args:
+        loaded: the recipe.
+        planned: its plan.
+        tokenizer: the model's.
+        evaluated: whether to read evaluation text.
+        calibration: the calibration windows, if the caller has them; otherwise they are read if the plan needs them.
 
     Raises:
         CalibrationError: text that cannot be read, or is too short.
     """
-    recipe, calibration = loaded.recipe, None
+    recipe = loaded.recipe
     with loaded.at("calibration"):
-        if (settings := recipe.calibration) is not None and planned.needs_calibration:
+        if calibration is None and (settings := recipe.calibration) is not None and planned.needs_calibration:
             calibration = read_calibration(
                 settings.dataset, tokenizer, samples=settings.samples, sequence_length=settings.sequence_length,
                 seed=settings.seed, bos=settings.bos,
@@ -111,6 +132,11 @@ def read_all(loaded: LoadedRecipe, planned: Plan, tokenizer: Any, *, evaluated: 
     with loaded.at("evaluate"):
         evaluation = read_texts(recipe.evaluate, tokenizer) if recipe.evaluate is not None and evaluated else None
     return RunTexts(calibration, training, evaluation)
+
+
+def calibration_batches(settings: Calibration | None, windows: Tensor | None) -> Sequence[Tensor]:
+    """Split calibration windows [windows, tokens] into batches; none without windows."""
+    return () if settings is None or windows is None else torch.split(windows, settings.batch_size)
 
 
 def _check_finetune(loaded: LoadedRecipe, skeleton: Any) -> None:

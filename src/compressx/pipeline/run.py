@@ -29,6 +29,7 @@ from compressx.pipeline.log import run_log
 from compressx.pipeline.preparation import (
     Prepared,
     RunTexts,
+    calibration_batches,
     loaded_recipe,
     prepare,
     read_all,
@@ -41,7 +42,7 @@ from compressx.pipeline.tracking import Tracking
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.plugins.record import code_digest
-from compressx.recipe.schema import Calibration, LoadedRecipe
+from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.machine import machine
 from compressx.runtime.ranks import Ranks, joined_ranks
 from compressx.runtime.timing import Timing, forget_peaks
@@ -129,18 +130,14 @@ def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | Non
             context.tracking.start(loaded, folder, len(journal.finished), {"device": str(context.device), **versions()})
         evaluation = _evaluate_dense(context, given, fingerprint["model"])
         pruning = Pruning(context, given.access, given.batches, given.mine, journal)
-        planned = given.prepared.plan
-        fisher = pruning.fisher(planned)
-        with loaded.at("allocation"):
-            final, allocation = pruning.allocate(planned, fisher)
-        finished = pruning.prune(final, fisher)
+        final, allocation, finished = pruning.run(given.prepared.plan)
         if not ranks.first:
             return None
         pruned = Pruned(
-            given.prepared.checkpoint, given.tokenizer, given.access, final, allocation, finished, evaluation,
-            given.texts.evaluation, given.texts.training,
+            given.tokenizer, given.access, final, allocation, finished, evaluation, given.texts.evaluation,
+            given.texts.training,
         )  # fmt: skip
-        report = finish(context, pruned, journal, folder)
+        report = finish(context, pruned, given.prepared.checkpoint, journal, folder)
         context.log.close()  # Windows renames no folder with an open file
     context.plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output.expanduser())
     return report
@@ -180,8 +177,8 @@ def _read(context: RunContext) -> _Inputs:
     context.report_progress("calibrate", 0, 1)
     texts = read_all(loaded, prepared.plan, tokenizer, evaluated=ranks.first)
     windows = texts.calibration
-    batches = _batches(loaded.recipe.calibration, windows)
-    mine = _batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))
+    batches = calibration_batches(loaded.recipe.calibration, windows)
+    mine = calibration_batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))
     context.report_progress("load", 1, 2)
     with loaded.at("model"):
         access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, context.device)
@@ -214,10 +211,6 @@ def _folder(output: Path, *, resume: bool, restart: bool, ranks: Ranks) -> Itera
     with output_folder(output, resume=resume, restart=restart) as folder:
         ranks.broadcast(str(folder))
         yield folder
-
-
-def _batches(settings: Calibration | None, windows: torch.Tensor | None) -> Sequence[torch.Tensor]:
-    return () if settings is None or windows is None else torch.split(windows, settings.batch_size)
 
 
 def _fingerprint(context: RunContext, given: _Inputs) -> dict[str, Any]:

@@ -230,11 +230,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), grid: Sequence[str] =
     Raises:
         RecipeError: one line with its place for each error in the file or the overrides.
     """
-    source = read_yaml(path)
-    for option, given in (("--set", overrides), ("--grid", grid)):
-        for assignment in given:
-            source = override(source, assignment, option)
-    return _loaded(source)
+    return recipe_from_nodes(read_nodes(path, overrides, grid))
 
 
 def recipe_from_dict(recipe: Mapping[str, Any], name: str = "<dict>") -> LoadedRecipe:
@@ -247,10 +243,20 @@ def recipe_from_dict(recipe: Mapping[str, Any], name: str = "<dict>") -> LoadedR
     Raises:
         RecipeError: as for `load_recipe`.
     """
-    return _loaded(from_python(recipe, name))
+    return recipe_from_nodes(from_python(recipe, name))
 
 
-def _loaded(source: Node) -> LoadedRecipe:
+def read_nodes(path: Path, overrides: Sequence[str] = (), grid: Sequence[str] = ()) -> Node:
+    """Read a recipe's document; the arguments and errors are those of `load_recipe`."""
+    source = read_yaml(path)
+    for option, given in (("--set", overrides), ("--grid", grid)):
+        for assignment in given:
+            source = override(source, assignment, option)
+    return source
+
+
+def recipe_from_nodes(source: Node) -> LoadedRecipe:
+    """Validate a document; the errors are those of `load_recipe`."""
     if source.value is None or source.value == {}:
         needed = ", ".join(name for name, field in Recipe.model_fields.items() if field.is_required())
         raise RecipeError(f"{source.place}: the recipe is empty; it needs {needed}")

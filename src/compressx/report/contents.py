@@ -49,7 +49,7 @@ def _head(report: RunReport) -> Iterator[Section]:
     yield Section(f"Pruned {model_name(report.model)}", f"compressx {report.compressx}", table(["", "", ""], rows))
 
 
-def _evaluation(report: RunReport) -> Iterator[Section]:
+def evaluation(report: RunReport) -> Iterator[Section]:
     """Yield what was measured of all models."""
     if rows := _changes(report):
         changed = [c for of in _changed(report) for c in (Column(of, ".4g"), Column("change", "+.1%"))]
@@ -73,7 +73,7 @@ def _changes(report: RunReport) -> list[list[Any]]:
     return rows
 
 
-def _modules(report: RunReport) -> Iterator[Section]:
+def modules(report: RunReport) -> Iterator[Section]:
     """Yield a row for each kind of linear, pruner and pattern.
 
     Allocated sparsities, which differ from linear to linear, are one pattern: `allocated row`, or `allocated N:4`.
@@ -171,10 +171,11 @@ def _reconstruction(report: RunReport) -> Iterator[Section]:
 
 def _finetuning(report: RunReport) -> Iterator[Section]:
     if (tuned := report.finetune) is not None:
-        yield Section("Fine-tuning", _told(tuned))
+        yield Section("Fine-tuning", told(tuned))
 
 
-def _told(tuned: FinetuneReport) -> str:
+def told(tuned: FinetuneReport) -> str:
+    """Return how a model was fine-tuned, in one sentence."""
     count, tokens = tuned.windows
     loss = "next-token loss" if tuned.teacher == "none" else "divergence from the dense model"
     return (
@@ -220,6 +221,6 @@ def _number(block: BlockReport) -> str:
 
 
 BUILDERS: tuple[Builder, ...] = (
-    _head, _evaluation, _modules, _heat, _curves, _blocks, _stages, _allocation, _reconstruction, _finetuning,
+    _head, evaluation, modules, _heat, _curves, _blocks, _stages, _allocation, _reconstruction, _finetuning,
     _matrices, _layers, _software,
 )  # fmt: skip

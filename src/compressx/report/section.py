@@ -70,6 +70,7 @@ class Section:
         table: of values.
         figures: `file`, inside the output folder, and `caption` of each.
         text: shown as it is, line by line.
+        language: of `text`, for a Markdown page.
         brief: what it holds, such as `210 linears`, of a section for reference: the terminal shows this in its place,
             and a page folds it when it is long.
     """
@@ -79,4 +80,5 @@ class Section:
     table: Table = Table()
     figures: tuple[Mapping[str, str], ...] = ()
     text: str = ""
+    language: str = ""
     brief: str = ""
