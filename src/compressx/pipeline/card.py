@@ -71,7 +71,7 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
     values: dict[str, Any] = loaded.recipe.model_dump(
         mode="json", by_alias=True, exclude_none=True, exclude={"output", "track"}
     )
-    note = "Add `output: FOLDER` and run it by `compressx run recipe.yaml`."
+    note = "Save it as `recipe.yaml`, add `output: FOLDER`, and run `compressx run recipe.yaml`."
     yield Section("Recipe", note, text=dump_yaml(values), language="yaml")
 
 
@@ -82,7 +82,7 @@ def _method(report: RunReport) -> Iterator[str]:
     if any(block.reconstruction is not None for block in report.blocks):
         yield "After it was pruned, each block's surviving weights were trained towards the dense block's output."
     if report.finetune is not None:
-        yield f"Then the surviving weights were fine-tuned: {told(report.finetune)}"
+        yield f"The surviving weights were fine-tuned with masks held: {told(report.finetune)}"
 
 
 def _without(table: Table, name: str) -> Table:

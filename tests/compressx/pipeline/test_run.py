@@ -401,20 +401,24 @@ def test_a_run_with_nothing_to_show_has_no_plots_and_does_without_matplotlib(mod
 # --- the output folder, and what is refused
 
 
+@dataclasses.dataclass(eq=False)
 class Breaking:
+    error: type[BaseException]
+
     @compressx.hookimpl
     def compressx_block_pruned(self, report: BlockReport) -> None:
         if report.index == 1:
-            raise ZeroDivisionError
+            raise self.error
 
 
-def test_a_run_that_fails_half_way_leaves_the_earlier_output_and_keeps_finished_blocks_beside_it(model, plugins):
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_run_that_fails_half_way_leaves_the_earlier_output_and_keeps_finished_blocks_beside_it(error, model, plugins):
     given = recipe(model, {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5})
     run(given, plugins=plugins)
     before = {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()}
-    plugins.manager.register(Breaking())
+    plugins.manager.register(Breaking(error))
     given["prune"][0]["sparsity"] = 0.25
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(error):
         run(given, plugins=plugins)
     assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
     (kept,) = (p for p in Path().iterdir() if p.name != "out")
