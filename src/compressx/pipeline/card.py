@@ -59,9 +59,9 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
     for measured in evaluation(report):
         yield replace(measured, note="On the texts of the recipe's `evaluate` section, below.")
     if (text := loaded.recipe.calibration) is not None and plan.needs_calibration:
-        source = flow(text.dataset.model_dump(mode="json", by_alias=True, exclude_none=True))
+        sources = text.model_dump(mode="json", by_alias=True, exclude_none=True, include={"dataset", "datasets"})
         told_of = f"{text.samples} windows of {text.sequence_length} tokens, drawn with seed {text.seed} from"
-        yield Section("Calibration", f"{told_of} `{source}`.")
+        yield Section("Calibration", f"{told_of} `{flow(*sources.values())}`.")
     yield Section("Use", text=_USE, language="py")
     yield Section(
         "Train it further",

@@ -16,25 +16,28 @@ from torch import Tensor
 
 from compressx._version import __version__
 from compressx.api.record import RunReport
-from compressx.data.windows import beginning, calibration_windows, token_ids
+from compressx.data.chat import Document
+from compressx.data.windows import windows_of
 from compressx.evaluation.perplexity import evaluate, evaluation_mode
 from compressx.masks.file import MaskEntry, PackedMasks
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access, InMemory
 from compressx.models.architecture import text_config
 from compressx.models.export import refuse_prepared
+from compressx.models.generate import first_token, generate
 from compressx.models.hidden import Keep, Streams
 from compressx.pipeline.context import Progress, RunContext
 from compressx.pipeline.finishing import Pruned, describe, evaluated, report_of, trained, versions
 from compressx.pipeline.journal import Allocated, FinishedBlock
 from compressx.pipeline.log import run_log
-from compressx.pipeline.preparation import RunTexts, calibration_batches, check_datasets, plan_for, read_all
+from compressx.pipeline.preparation import RunTexts, calibration_batches, plan_for, read_all
 from compressx.pipeline.pruning import Pruning
+from compressx.pipeline.texts import check_files, check_tokenizer, check_windows
 from compressx.pipeline.tracking import Tracking
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.memory import recipe_in_memory
-from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.sources import Generate
 from compressx.runtime.errors import CalibrationError, CompressxError, UnsupportedModelError
 from compressx.runtime.machine import machine
 from compressx.runtime.ranks import ALONE
@@ -64,7 +67,7 @@ def prune(
     tokenizer: Any,
     recipe: Path | str | Mapping[str, Any],
     *,
-    calibration: Tensor | Sequence[str] | None = None,
+    calibration: Tensor | Sequence[Document] | None = None,
     copy: bool = False,
     plugins: Plugins | None = None,
     overrides: Sequence[str] = (),
@@ -102,16 +105,12 @@ def prune(
         )
         log.header(machine(access.device), {"compressx": __version__, **versions()})
         forget_peaks()
-        check_datasets(loaded)
-        planned = plan_for(loaded, context.plugins, model)
-        log.rules(loaded, planned)
-        context.report_progress("calibrate", 0, 1)
-        texts = _texts(loaded, planned, model, tokenizer, calibration)
-        context.report_progress("load", 1, 2)
         with evaluation_mode(model), tempfile.TemporaryDirectory(prefix="compressx-") as folder:
+            given = _NoTokenizer() if tokenizer is None else tokenizer
+            planned, texts = _read(context, model, given, calibration)
             kept = Kept(Path(folder))
             with contextlib.nullcontext() if copy else _changes_told(context, kept, planned):
-                return _pruned(context, kept, planned, texts, model, tokenizer, copy=copy)
+                return _pruned(context, kept, planned, texts, model, given, copy=copy)
 
 
 class Kept:
@@ -208,7 +207,7 @@ def _refuse(model: Any) -> None:
         )
 
 
-def _decided(calibration: Tensor | Sequence[str] | None) -> Mapping[str, Any] | None:
+def _decided(calibration: Tensor | Sequence[Document] | None) -> Mapping[str, Any] | None:
     """Return the keys of the recipe's `calibration` that given text decides."""
     if calibration is None:
         return None
@@ -220,31 +219,60 @@ def _decided(calibration: Tensor | Sequence[str] | None) -> Mapping[str, Any] | 
             "or a list of documents"
         )
     windows, length = calibration.shape
-    return {"dataset": "given", "samples": windows, "sequence_length": length, "seed": 0, "bos": False}
+    return {
+        "dataset": "given",
+        "samples": windows,
+        "sequence_length": length,
+        "windows": "pack",
+        "seed": 0,
+        "bos": False,
+    }
 
 
-def _texts(
-    loaded: LoadedRecipe, planned: Plan, model: Any, tokenizer: Any, calibration: Tensor | Sequence[str] | None
-) -> RunTexts:
-    """Read all text, with the caller's in place of the recipe's calibration dataset."""
-    recipe, windows = loaded.recipe, None
-    settings, ids = recipe.calibration, isinstance(calibration, Tensor)
-    reads = planned.needs_calibration or (recipe.finetune is not None and recipe.finetune.dataset is None)
-    if tokenizer is None and (
-        (reads and not ids) or recipe.evaluate is not None or (recipe.finetune and recipe.finetune.dataset)
-    ):
-        raise CalibrationError("tokenizer is None, but the recipe has text to read; pass the model's tokenizer")
+def _read(
+    context: RunContext, model: Any, tokenizer: Any, calibration: Tensor | Sequence[Document] | None
+) -> tuple[Plan, RunTexts]:
+    """Check the recipe, plan it, and read all text, with the caller's in place of the calibration dataset."""
+    loaded, windows = context.loaded, None
+    chats = check_files(loaded)
+    check_windows(loaded)
+    check_tokenizer(loaded, lambda: tokenizer, model, chats)
+    planned = plan_for(loaded, context.plugins, model)
+    context.log.rules(loaded, planned)
+    context.report_progress("calibrate", 0, 1)
+    settings = loaded.recipe.calibration
     if isinstance(calibration, Tensor):
-        windows, vocabulary = calibration.long().cpu(), text_config(model).vocab_size
-        if windows.numel() and not 0 <= int(windows.min()) <= int(windows.max()) < vocabulary:
-            raise CalibrationError(
-                f"calibration has token ids from {int(windows.min())} to {int(windows.max())}, but the model's "
-                f"vocabulary has {vocabulary}; tokenize with the model's own tokenizer"
-            )
-    elif calibration is not None and settings is not None and reads:
+        windows = _of_vocabulary(calibration.long().cpu(), text_config(model).vocab_size)
+    elif calibration is not None and settings is not None:
         documents = [calibration] if isinstance(calibration, str) else calibration
-        windows = calibration_windows(
-            token_ids(documents, tokenizer), settings.samples, settings.sequence_length, settings.seed,
-            bos=beginning(tokenizer, settings.bos),
+        windows = windows_of(documents, settings.samples, settings.draw, tokenizer)
+
+    def generated(settings: Generate, length: int) -> Tensor:
+        return generate(
+            model, first_token(tokenizer, model), settings, length,
+            lambda i, n: context.report_progress("calibrate", i, n, "sequences generated"),
         )  # fmt: skip
-    return read_all(loaded, planned, tokenizer, calibration=windows)
+
+    texts = read_all(loaded, planned, tokenizer, generated, calibration=windows)
+    context.report_progress("load", 1, 2)
+    return planned, texts
+
+
+def _of_vocabulary(windows: Tensor, vocabulary: int) -> Tensor:
+    low, high = (int(windows.min()), int(windows.max())) if windows.numel() else (0, 0)
+    if low >= 0 and high < vocabulary:
+        return windows
+    raise CalibrationError(
+        f"calibration has token ids from {low} to {high}, but the model's vocabulary has {vocabulary}; tokenize with "
+        "the model's own tokenizer"
+    )
+
+
+class _NoTokenizer:
+    """In place of a tokenizer that is None: any use is an error."""
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise CalibrationError("tokenizer is None, but the recipe has text to read; pass the model's tokenizer")
+
+    def __getattr__(self, name: str) -> Any:
+        return self()

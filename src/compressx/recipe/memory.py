@@ -37,7 +37,7 @@ def recipe_in_memory(
     if calibration is not None:
         section = source.value.get("calibration") if isinstance(source.value, Mapping) else None
         decided = "the argument calibration decides it; leave it out of the recipe"
-        _refuse_keys(section, dict.fromkeys(calibration, decided), "calibration.")
+        _refuse_keys(section, dict.fromkeys([*calibration, "datasets"], decided), "calibration.")
         source = put(source, ["calibration"], section or Node({}, _ARGUMENT))
         for key, value in calibration.items():
             source = put(source, ["calibration", key], Node(value, _ARGUMENT))

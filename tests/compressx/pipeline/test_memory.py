@@ -18,7 +18,7 @@ from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_model, load_tokenizer
 from compressx.pipeline.run import run
 from compressx.plugins.manager import load_plugins
-from compressx.recipe.sources import DatasetSource, ModelSource
+from compressx.recipe.sources import DatasetSource, Draw, ModelSource
 from compressx.runtime.errors import CalibrationError, RecipeError, UnsupportedModelError
 
 SEVERAL = (
@@ -101,10 +101,8 @@ def test_modes_gradients_and_the_folder_are_left_as_they_were(model, wanda):
 def test_text_that_the_caller_has_stands_for_the_recipes(model, wanda):
     text = model.with_name("text.txt").read_text()
     dense, tokenizer = loaded(model)
-    windows = read_calibration(
-        DatasetSource(text=str(model.with_name("text.txt"))), tokenizer, samples=8, sequence_length=32, seed=0,
-        bos=False,
-    )  # fmt: skip
+    source = DatasetSource(text=str(model.with_name("text.txt")))
+    windows = read_calibration(Draw([(source, 1.0)], samples=8, sequence_length=32), tokenizer)
     expected = tensors(compressx.prune(dense, tokenizer, wanda, copy=True).model)
     of_ids = compressx.prune(dense, None, {"prune": wanda["prune"]}, calibration=windows, copy=True)
     assert same(tensors(of_ids.model), expected)
@@ -113,6 +111,13 @@ def test_text_that_the_caller_has_stands_for_the_recipes(model, wanda):
     assert same(tensors(of_texts.model), expected)
     other = compressx.prune(dense, tokenizer, wanda, calibration=[text[::-1]], copy=True)
     assert not same(tensors(other.model), expected)
+
+
+def test_the_text_that_the_model_writes_itself_is_that_of_a_run(model):
+    asked = recipe(model)
+    asked["calibration"]["dataset"] = {"generate": {"samples": 8}}
+    run(asked)
+    assert same(tensors(compressx.prune(*loaded(model), in_memory(asked)).model), weights("out/model"))
 
 
 class Failing:
@@ -159,6 +164,7 @@ def test_a_failure_before_the_first_block_leaves_the_model_and_says_nothing_of_i
         ({"output": "out"}, None, "<dict>:output: output: a model in memory is pruned without writing files"),
         ({"track": "tensorboard"}, None, "track: a model in memory is pruned without trackers"),
         ({}, ["w1"], "<dict>:calibration.dataset: calibration.dataset: the argument calibration decides it"),
+        ({"calibration": {"datasets": ["c4"]}}, ["w1"], "calibration.datasets: the argument calibration decides it"),
         ({"calibration": {"samples": 8}}, torch.ones(2, 8, dtype=torch.int64), "calibration.samples: the argument"),
         ({"calibration": {}}, torch.ones(2, 256, dtype=torch.int64), "sequence_length 256 is longer than the model's"),
         ({"calibration": {}}, torch.full((2, 8), 128), "from 128 to 128, but the model's vocabulary has 128"),
