@@ -33,7 +33,8 @@ from compressx.api.record import (
 from compressx.plugins.file import LoadTable, plugin_table
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.methods import AttentionAware, DivergenceAllocation, OwlAllocation
-from compressx.recipe.schema import Calibration, Recipe, ReconstructBlock, load_recipe
+from compressx.recipe.schema import Recipe, ReconstructBlock, load_recipe
+from compressx.recipe.sources import Calibration
 from compressx.recipe.tracking import Track
 from compressx.recipe.tuning import Finetune
 

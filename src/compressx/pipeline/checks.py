@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from compressx.data.chat import require_template
 from compressx.data.documents import check_dataset
 from compressx.evaluation.harness import check_name
 from compressx.models.architecture import find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.export import check_output, unfinished
+from compressx.models.generate import first_token
 from compressx.models.loading import dtype_of, load_skeleton, load_tokenizer
 from compressx.planning.plan import Plan
+from compressx.recipe.document import Step
 from compressx.recipe.parts import Parts
 from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.errors import ArtifactError, Mistakes
@@ -47,9 +51,11 @@ def check_parts(parts: Parts, mistakes: Mistakes) -> FoundModel | None:
     if parts.output is not None:
         with mistakes.collected(), parts.at("output"):
             check_output(parts.output)
+    chats = []
     for place, dataset in parts.datasets.items():
         with mistakes.collected(), parts.at(*place):
-            check_dataset(dataset)
+            if check_dataset(dataset):
+                chats.append(place)
     if parts.model is None:
         return None
     found = None
@@ -60,8 +66,19 @@ def check_parts(parts: Parts, mistakes: Mistakes) -> FoundModel | None:
         found = FoundModel(checkpoint, skeleton, None)
     if found is not None:
         with mistakes.collected(), parts.at("model"):
-            return FoundModel(checkpoint, skeleton, load_tokenizer(checkpoint))
+            found = replace(found, tokenizer=load_tokenizer(found.checkpoint))
+            _check_tokenizer(parts, found, chats, mistakes)
     return found
+
+
+def _check_tokenizer(parts: Parts, found: FoundModel, chats: Sequence[tuple[Step, ...]], mistakes: Mistakes) -> None:
+    """Refuse chats without a chat template, and generated text without a token to begin with."""
+    for place, dataset in parts.datasets.items():
+        with mistakes.collected(), parts.at(*place):
+            if place in chats:
+                require_template(found.tokenizer)
+            if dataset.generate is not None:
+                first_token(found.tokenizer, found.skeleton)
 
 
 def check_names(parts: Parts, mistakes: Mistakes) -> bool:

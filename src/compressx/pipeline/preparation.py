@@ -10,17 +10,18 @@ from typing import Any
 from torch import Tensor
 
 from compressx.allocation.units import settled
-from compressx.data.windows import read_calibration
+from compressx.data.windows import Generated, read_calibration
 from compressx.evaluation.harness import check_tasks
 from compressx.evaluation.perplexity import Texts, read_texts
 from compressx.models.architecture import survey, text_config
 from compressx.models.checkpoint import Checkpoint
 from compressx.pipeline.checks import check_names, check_parts, check_space, refuse_overwriting
+from compressx.pipeline.texts import window_mistakes
 from compressx.pipeline.tracking import check_trackers
 from compressx.planning.make import check_rules, make_plan
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins
-from compressx.recipe.document import from_python
+from compressx.recipe.document import Step, from_python
 from compressx.recipe.parts import parts_of, valid_parts
 from compressx.recipe.schema import LoadedRecipe, read_recipe, recipe_from_source
 from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError
@@ -77,6 +78,7 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins, processes: int = 1) -> Prepa
     if recipe.model.streaming is True:
         with mistakes.collected():
             refuse_streamed(loaded)
+    mistakes.add(*window_mistakes(loaded))
     if recipe.track is not None:
         with mistakes.collected(), loaded.at("track"):
             check_trackers(recipe.track)
@@ -90,8 +92,7 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins, processes: int = 1) -> Prepa
     else:
         with mistakes.collected(), loaded.at("output"):
             refuse_overwriting(recipe.output, found.checkpoint)
-        for mistake in _finetune_mistakes(loaded, found.skeleton):
-            mistakes.add(mistake)
+        mistakes.add(*_finetune_mistakes(loaded, found.skeleton))
         with mistakes.collected():
             planned = make_plan(loaded, plugins, found.skeleton)
             with loaded.at("allocation", "target"):
@@ -119,7 +120,9 @@ class RunTexts:
     evaluation: Texts | None
 
 
-def read_all(loaded: LoadedRecipe, planned: Plan, tokenizer: Any, *, evaluated: bool = True) -> RunTexts:
+def read_all(
+    loaded: LoadedRecipe, planned: Plan, tokenizer: Any, generated: Generated, *, evaluated: bool = True
+) -> RunTexts:
     """Read every text of a recipe and check that there is enough of it; evaluation text only if `evaluated`.
 
     Raises:
@@ -127,18 +130,17 @@ def read_all(loaded: LoadedRecipe, planned: Plan, tokenizer: Any, *, evaluated: 
     """
     recipe, mistakes = loaded.recipe, Mistakes()
     calibration = training = evaluation = None
-    with mistakes.collected(), loaded.at("calibration"):
-        if (settings := recipe.calibration) is not None and planned.needs_calibration:
-            calibration = read_calibration(
-                settings.dataset, tokenizer, samples=settings.samples, sequence_length=settings.sequence_length,
-                seed=settings.seed, bos=settings.bos,
-            )  # fmt: skip
-    if not mistakes or (recipe.finetune is not None and recipe.finetune.dataset is not None):
-        with mistakes.collected(), loaded.at("finetune"):
-            training = training_windows(recipe, tokenizer, calibration)
     if recipe.evaluate is not None and evaluated:
         with mistakes.collected(), loaded.at("evaluate"):
             evaluation = read_texts(recipe.evaluate, tokenizer)
+    if any(dataset.generate is not None for dataset in recipe.datasets().values()):
+        mistakes.raise_all()  # what the model generates can take hours
+    with mistakes.collected(), loaded.at("calibration"):
+        if recipe.calibration is not None and planned.needs_calibration:
+            calibration = read_calibration(recipe.calibration.draw, tokenizer, generated)
+    if not mistakes or (recipe.finetune is not None and recipe.finetune.draw is not None):
+        with mistakes.collected(), loaded.at("finetune"):
+            training = training_windows(recipe, tokenizer, calibration, generated)
     mistakes.raise_all()
     return RunTexts(calibration, training, evaluation)
 
@@ -149,7 +151,8 @@ def _finetune_mistakes(loaded: LoadedRecipe, skeleton: Any) -> Iterator[Compress
     settings = recipe.finetune
     if settings is None:
         return
-    if settings.dataset is None and recipe.calibration is None:
+    draw = settings.draw
+    if draw is None and recipe.calibration is None:
         yield RecipeError(
             f"{loaded.where('finetune')}: no text to train on: the recipe has neither calibration nor "
             "finetune.dataset; add one, such as finetune.dataset: wikitext"
@@ -160,25 +163,27 @@ def _finetune_mistakes(loaded: LoadedRecipe, skeleton: Any) -> Iterator[Compress
             "finetune.gradient_checkpointing: false, which takes more memory"
         )
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
-    if settings.dataset is not None and positions is not None and settings.window > positions:
+    if draw is not None and positions is not None and draw.sequence_length > positions:
         yield RecipeError(
-            f"{loaded.where('finetune', 'sequence_length')}: sequence_length {settings.window} is longer than the "
+            f"{loaded.where('finetune', 'sequence_length')}: sequence_length {draw.sequence_length} is longer than the "
             f"model's {positions} positions"
         )
 
 
 def refuse_streamed(loaded: LoadedRecipe) -> None:
-    """Refuse to fine-tune a model whose weights are streamed from disk.
+    """Refuse to fine-tune, or generate text with, a model whose weights are streamed from disk.
 
     Raises:
-        RecipeError: the recipe has a `finetune` section.
+        RecipeError: the recipe has a `finetune` section, or a dataset that the model generates.
     """
-    if loaded.recipe.finetune is not None:
+    needs: list[tuple[tuple[Step, ...], str]] = [(("finetune",), "fine-tuning")] if loaded.recipe.finetune else []
+    needs += [((*at, "generate"), "generating text") for at, x in loaded.recipe.datasets().items() if x.generate]
+    for place, what in needs:
         given = loaded.recipe.model.streaming
         why = "which finds the model too large for the free memory" if given == "auto" else "which keeps them on disk"
         raise RecipeError(
-            f"{loaded.where('finetune')}: fine-tuning needs all weights in memory, and model.streaming is "
-            f"{str(given).lower()} at {loaded.where('model', 'streaming')}, {why}; set it to false, or remove finetune"
+            f"{loaded.where(*place)}: {what} needs all weights in memory, and model.streaming is {str(given).lower()} "
+            f"at {loaded.where('model', 'streaming')}, {why}; set it to false, or remove {place[-1]}"
         )
 
 

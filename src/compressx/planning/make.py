@@ -71,8 +71,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
         allocation=loaded.recipe.allocation, reconstruct_block=loaded.recipe.reconstruct_block,
     )  # fmt: skip
     needed = _check_blocks(loaded, plan, architecture, skeleton, assigned.ignored, mistakes) or bool(plan.sensitive)
-    for mistake in text_mistakes(loaded, skeleton, needed):
-        mistakes.add(mistake)
+    mistakes.add(*text_mistakes(loaded, skeleton, needed))
     mistakes.raise_all()
     measures = plan.allocation is not None and bool(plan.allocation.measures)
     return replace(plan, needs_calibration=needed or measures or plan.reconstruct_block is not None)

@@ -94,7 +94,7 @@ class _Measuring(Strict):
     )
     samples: StrictInt = Field(
         24,
-        ge=1,
+        ge=2,
         description=f"{_WINDOWS}; divergences are measured on the last quarter, which the pruners do not see",
     )
 

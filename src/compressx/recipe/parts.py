@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from compressx.recipe.document import Node, Placed, Step
 from compressx.recipe.measuring import RollingTask, TaskField
 from compressx.recipe.schema import LoadedRecipe, Rule
-from compressx.recipe.sources import DatasetField, DatasetSource, ModelField, ModelSource
+from compressx.recipe.sources import DatasetField, DatasetSource, ModelField, ModelSource, WeightedField
 
 _DATASETS = (("calibration", "dataset"), ("finetune", "dataset"), ("evaluate", "token_perplexity", "dataset"))
 _TASKS = ("evaluate", "lm_eval", "tasks")
@@ -52,6 +52,8 @@ def valid_parts(source: Node) -> Parts:
     datasets: dict[tuple[Step, ...], DatasetSource] = {
         loc: dataset for loc in _DATASETS if (dataset := _part(DatasetField, given, *loc)) is not None
     }
+    mixed = [loc for section in ("calibration", "finetune") for loc in _items(given, section, "datasets")]
+    datasets |= {loc: dataset for loc in mixed if (dataset := _part(WeightedField, given, *loc)) is not None}
     datasets |= {(*loc, "dataset"): task.dataset for loc, task in tasks.items() if isinstance(task, RollingTask)}
     return Parts(
         source,

@@ -54,9 +54,9 @@ class Mistakes:
         """Return their number."""
         return len(self._found)
 
-    def add(self, error: CompressxError) -> None:
-        """Keep an error."""
-        self._found.append(error)
+    def add(self, *errors: CompressxError) -> None:
+        """Keep errors."""
+        self._found.extend(errors)
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:

@@ -237,11 +237,18 @@ _NOTATION = 'expected an N:M pattern, "2:4" or {keep: 2, of: 4}: of every 4 inpu
      ("sparsity: 0.5", "sparsty: 0.5", "6:5: unknown key 'sparsty' in prune[0]; did you mean 'sparsity'? valid: group, "
       "ignore, options, pattern, pruner, reconstruct, sparsity, targets"),
      ("org/model", "", "1:1: model is null; expected a mapping of keys to values"),
-     ("wikitext", "{name: c4, text: a}", "2:35: calibration.dataset: give exactly one of name, text, json; got name "
-      "and text (name at r.yaml:2:25, text at r.yaml:2:35)"),
-     ("wikitext", "{json: a}", "2:25: calibration.dataset: json also needs field, the name of the field that "
-      "holds the text"),
-     ("wikitext", "{text: a, field: b}", "2:34: calibration.dataset: field only goes with json or name"),
+     ("wikitext", "{name: c4, text: a}", "2:35: calibration.dataset: give exactly one of name, text, json, parquet, "
+      "generate; got name and text (name at r.yaml:2:25, text at r.yaml:2:35)"),
+     ("wikitext", "{text: a, field: b}", "2:34: calibration.dataset: field only goes with json, parquet or name"),
+     ("wikitext", "wikitext, datasets: [c4]", "2:34: calibration: dataset and datasets exclude each other; keep one "
+      "(dataset at r.yaml:2:15, datasets at r.yaml:2:34)"),
+     ("dataset: wikitext, ", "", "2:1: calibration: give dataset, or datasets for several"),
+     ("dataset: wikitext", "datasets: []", "2:15: calibration.datasets is an empty list; expected a length of at least "
+      "1: several sources of text, mixed by their weights"),
+     ("dataset: wikitext", "datasets: [{name: c4, weight: 0}]", "2:37: calibration.datasets[0].weight is 0; expected "
+      "more than 0: share of the windows, relative to the other datasets' weights"),
+     ("wikitext", "{name: c4, weight: 1.0}", "2:35: unknown key 'weight' in calibration.dataset; "
+      "valid: config, field, generate, json, name, parquet, revision, split, text"),
      ("wikitext", "{text: a, split: b}", "2:34: calibration.dataset: split only goes with name"),
      ("org/model", "{package: p, file: f}", "1:9: model: a package also needs version, sha256"),
      ("org/model", "{path: m.gguf, streaming: true}", "1:23: model: a GGUF file cannot be streamed, because "
@@ -527,7 +534,7 @@ def test_an_override_changes_only_the_alias_it_names() -> None:
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [("calibration.samplse=8", "unknown key 'samplse' in calibration; did you mean 'samples'? valid: batch_size, "
-                               "bos, dataset, memory_limit, samples, seed, sequence_length"),
+                               "bos, dataset, datasets, memory_limit, samples, seed, sequence_length, windows"),
      ("prune.0.sparsity=4", "prune[0].sparsity is 4; expected less than 1: fraction of zeros in [0, 1); 0.5 is 50%"),
      ("prune[0].sparsity=4", "prune[0].sparsity is 4; expected less than 1: fraction of zeros in [0, 1); 0.5 is 50%"),
      ("prune[-1].sparsity=0.4", "prune takes an index from 0 to 1; got '-1'"),
