@@ -350,7 +350,7 @@ prune:
 output: out
 """
 _WRONG = {
-    "several": "model: any/model\ncalibration:\n  dataset: python-docs\n  samples: 0\nprune:\n"
+    "several": "model: ./tiny\ncalibration:\n  dataset: python-docs\n  samples: 0\nprune:\n"
     '  - targets: ["*"]\n    pruner: wanda\n    sparcity: 0.5\n'
     '  - targets: ["*.q_proj"]\n    pruner: magnitude\n    sparsity: 50\noutput: out\n',
     "no match": _WANDA.replace("*", "*.query").replace("wanda", "magnitude"),
@@ -367,7 +367,7 @@ _WRONG = {
 
 @pytest.mark.parametrize("mistake", _WRONG)
 def test_the_errors_that_the_recipe_page_shows_are_what_is_printed(mistake, project, capsys):
-    testing.tiny_model("llama").save_pretrained(project / "tiny")
+    testing.save_tiny_model(project / "tiny", "llama")
     (project / "recipe.yaml").write_text(_WRONG[mistake], encoding="utf-8")
     overrides = ["--set", "calibraton.samples=3"] if mistake == "--set" else []
     blocked = ["-p", "no:wanda"] if mistake == "blocked" else []
