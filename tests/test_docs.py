@@ -34,7 +34,7 @@ from compressx.plugins.file import LoadTable, plugin_table
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.methods import AttentionAware, DivergenceAllocation, OwlAllocation
 from compressx.recipe.schema import Calibration, Recipe, ReconstructBlock, load_recipe
-from compressx.recipe.tuning import Finetune
+from compressx.recipe.tuning import Finetune, Lora
 
 _ROOT = Path(__file__).parents[1]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")
@@ -109,7 +109,7 @@ def test_every_key_of_a_recipe_is_named_in_the_recipe_page():
 @pytest.mark.parametrize(
     ("section", "model"),
     [("calibration", Calibration), ("allocation", OwlAllocation), ("allocation", DivergenceAllocation),
-     ("allocation", AttentionAware), ("reconstruct_block", ReconstructBlock), ("finetune", Finetune)],
+     ("allocation", AttentionAware), ("reconstruct_block", ReconstructBlock), ("finetune", Finetune), ("finetune", Lora)],
 )  # fmt: skip
 def test_every_key_of_a_section_has_its_default_in_the_recipe_page(section, model: type[BaseModel]):
     rows = re.findall(r"^\| `(\w+)` \|.*$", text := _section(_RECIPE_MD, section), flags=re.MULTILINE)

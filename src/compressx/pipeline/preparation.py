@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def read_all(loaded: LoadedRecipe, planned: Plan, tokenizer: Any, *, evaluated: 
 
 
 def _check_finetune(loaded: LoadedRecipe, skeleton: Any) -> None:
-    """Refuse fine-tuning without text, with windows longer than the model's context, or with streamed weights."""
+    """Refuse fine-tuning without text or PEFT, with windows longer than the context, or with streamed weights."""
     recipe = loaded.recipe
     settings = recipe.finetune
     if settings is None:
@@ -121,6 +122,11 @@ def _check_finetune(loaded: LoadedRecipe, skeleton: Any) -> None:
         raise RecipeError(
             f"{loaded.where('finetune')}: no text to train on: the recipe has neither calibration nor "
             "finetune.dataset; add one, such as finetune.dataset: wikitext"
+        )
+    if settings.lora is not None and find_spec("peft") is None:
+        raise RecipeError(
+            f"{loaded.where('finetune', 'lora')}: lora needs PEFT, which is not installed; pip install "
+            "'compressx[lora]', or remove lora to train the weights themselves"
         )
     if settings.gradient_checkpointing and not skeleton.supports_gradient_checkpointing:
         raise UnsupportedModelError(

@@ -14,7 +14,7 @@ from compressx.api.pruner import Block, PrunerSpec, statistic_of
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.planning.budgets import asked_patterns, check_fits
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.planning.targets import match_targets
+from compressx.planning.targets import check_adapters, match_targets
 from compressx.planning.text import check_text
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
@@ -54,6 +54,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     for linear in linears:
         check_fits(loaded, linear, linears)
     _check_reconstruction(loaded, linears)
+    check_adapters(loaded, architecture, [linear.name for linear in linears])
     plan = Plan(
         linears, _skipped(architecture, taken), rules, needs_calibration=False,
         allocation=loaded.recipe.allocation, reconstruct_block=loaded.recipe.reconstruct_block,

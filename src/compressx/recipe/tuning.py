@@ -12,6 +12,18 @@ from compressx.recipe.validation import Strict, conflict
 Teacher = Literal["dense", "none"]
 
 
+class Lora(Strict):
+    """LoRA adapters, trained under the masks in place of the weights, and merged into them."""
+
+    rank: StrictInt = Field(16, ge=1, description="rank of each adapter")
+    alpha: StrictInt | None = Field(
+        None, ge=1, description="an adapter's product is multiplied by alpha / rank; twice the rank when absent"
+    )
+    targets: list[str] = Field(
+        ["*"], min_length=1, description="glob patterns over names of pruned linears, which get adapters"
+    )
+
+
 class Finetune(Strict):
     """Training of the pruned model with its masks held."""
 
@@ -25,6 +37,9 @@ class Finetune(Strict):
     temperature: StrictFloat = Field(1.0, gt=0, description="divides the logits of both models; only with a teacher")
     norms: StrictBool = Field(False, description="train the gains of norms")
     biases: StrictBool = Field(False, description="train biases")
+    lora: Lora | None = Field(
+        None, description="train LoRA adapters instead of the weights, merged at the end", examples=[{"rank": 16}]
+    )
     dataset: DatasetField | None = Field(None, description="text to train on; the calibration windows when absent")
     samples: StrictInt | None = Field(None, ge=1, description="windows drawn from `dataset`; 128 when absent")
     sequence_length: StrictInt | None = Field(
