@@ -109,7 +109,8 @@ def test_every_key_of_a_recipe_is_named_in_the_recipe_page():
 @pytest.mark.parametrize(
     ("section", "model"),
     [("calibration", Calibration), ("allocation", OwlAllocation), ("allocation", DivergenceAllocation),
-     ("allocation", AttentionAware), ("reconstruct_block", ReconstructBlock), ("finetune", Finetune), ("finetune", Lora)],
+     ("allocation", AttentionAware), ("reconstruct_block", ReconstructBlock), ("finetune", Finetune),
+     ("finetune", Lora)],
 )  # fmt: skip
 def test_every_key_of_a_section_has_its_default_in_the_recipe_page(section, model: type[BaseModel]):
     rows = re.findall(r"^\| `(\w+)` \|.*$", text := _section(_RECIPE_MD, section), flags=re.MULTILINE)
