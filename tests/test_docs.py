@@ -34,6 +34,7 @@ from compressx.plugins.file import LoadTable, plugin_table
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.methods import AttentionAware, DivergenceAllocation, OwlAllocation
 from compressx.recipe.schema import Calibration, Recipe, ReconstructBlock, load_recipe
+from compressx.recipe.tracking import Track
 from compressx.recipe.tuning import Finetune, Lora
 
 _ROOT = Path(__file__).parents[1]
@@ -110,7 +111,7 @@ def test_every_key_of_a_recipe_is_named_in_the_recipe_page():
     ("section", "model"),
     [("calibration", Calibration), ("allocation", OwlAllocation), ("allocation", DivergenceAllocation),
      ("allocation", AttentionAware), ("reconstruct_block", ReconstructBlock), ("finetune", Finetune),
-     ("finetune", Lora)],
+     ("finetune", Lora), ("track", Track)],
 )  # fmt: skip
 def test_every_key_of_a_section_has_its_default_in_the_recipe_page(section, model: type[BaseModel]):
     rows = re.findall(r"^\| `(\w+)` \|.*$", text := _section(_RECIPE_MD, section), flags=re.MULTILINE)

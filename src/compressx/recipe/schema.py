@@ -27,6 +27,7 @@ from compressx.recipe.document import Node, Step, from_python
 from compressx.recipe.measuring import Evaluate
 from compressx.recipe.methods import AllocationField
 from compressx.recipe.sources import Bos, DatasetField, DatasetSource, ModelField
+from compressx.recipe.tracking import TrackField
 from compressx.recipe.tuning import Finetune
 from compressx.recipe.validation import Strict, conflict, validated
 from compressx.recipe.validation import validate_options as validate_options  # noqa: PLC0414 - plan.py takes it from here
@@ -169,6 +170,9 @@ class Recipe(Strict):
         None, description="trains the surviving weights of the whole model, with masks held", examples=[{"steps": 200}]
     )
     evaluate: Evaluate | None = Field(None, examples=[{"token_perplexity": {"dataset": "wikitext"}}])
+    track: TrackField | None = Field(
+        None, description="experiment trackers that follow the run", examples=["tensorboard"]
+    )
     output: Path = Field(description="folder to write: new, empty, or an earlier run's output")
 
     def datasets(self) -> dict[tuple[Step, ...], DatasetSource]:
