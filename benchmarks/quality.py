@@ -106,14 +106,13 @@ def by_peer(settings: Settings, method: str, budget: str, python: str, folder: P
     """Prune with llm-compressor on the calibration windows of compressx, and evaluate with compressx."""
     from compressx.data.windows import read_calibration
     from compressx.models.loading import load_model, load_tokenizer
-    from compressx.recipe.sources import DatasetSource
+    from compressx.recipe.sources import DatasetSource, Draw
 
     found = checkpoint(settings.model, settings.dtype)
     tokenizer = load_tokenizer(found)
-    drawn = read_calibration(
-        DatasetSource(**_dataset(settings.calibration)), tokenizer, samples=settings.samples,
-        sequence_length=settings.sequence_length, seed=0, bos=settings.bos,
-    )  # fmt: skip
+    source = DatasetSource(**_dataset(settings.calibration))
+    draw = Draw([(source, 1.0)], settings.samples, settings.sequence_length, bos=settings.bos)
+    drawn = read_calibration(draw, tokenizer)
     (folder / "windows.json").write_text(json.dumps(drawn.tolist()), encoding="utf-8")
     model = load_model(found)  # saved as a folder, whatever its source
     model.save_pretrained(folder / "dense")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from compressx.data.documents import documents
+from compressx.data.documents import texts
 from compressx.recipe.sources import DatasetSource
 
 
@@ -68,7 +68,7 @@ TEXTS = (
 
 def write(text: Text, dataset: str, folder: Path) -> bool:
     """Write a text and print its sha256; return whether it is the expected one."""
-    rows = documents(DatasetSource(name=dataset, config=text.config, split=text.split), "evaluation")
+    rows = texts(DatasetSource(name=dataset, config=text.config, split=text.split), "evaluation")
     data = text.made(rows).encode()
     (folder / text.name).write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()

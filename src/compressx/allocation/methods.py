@@ -19,6 +19,7 @@ from compressx.models.access import Access
 from compressx.models.hidden import Keep, in_memory
 from compressx.planning.plan import Plan
 from compressx.recipe.methods import Allocation, AttentionAware, DivergenceAllocation, MeasuredAllocation, OwlAllocation
+from compressx.runtime.errors import CalibrationError
 
 
 def allocate(
@@ -154,9 +155,15 @@ def _held_out(samples: int, windows: int) -> int:
 
 
 def _parts(batches: Sequence[Tensor], samples: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Split off the last quarter of `samples` windows to measure on; a single window is used for both."""
+    """Split off the last quarter of `samples` windows to measure on.
+
+    Raises:
+        CalibrationError: a single window, of which nothing would be left for the pruners.
+    """
     windows = torch.cat(tuple(batches))[:samples]
+    if len(windows) < 2:
+        raise CalibrationError("divergences are measured on windows that pruners do not see; expected at least 2")
     held_out = _held_out(samples, len(windows))
-    seen, unseen = windows[:-held_out] if len(windows) > 1 else windows, windows[-held_out:]
+    seen, unseen = windows[:-held_out], windows[-held_out:]
     size = len(batches[0])
     return list(torch.split(seen, size)), list(torch.split(unseen, size))

@@ -11,7 +11,7 @@ import click
 from compressx.cli.common import PATH, Host, device_option, errors_for_users, is_first, set_option
 
 
-@click.command()
+@click.command(epilog="Example: compressx run recipe.yaml --set calibration.samples=8")
 @click.argument("recipe", type=PATH)
 @set_option
 @device_option
@@ -50,13 +50,14 @@ def run(
         click.echo(f"written to {loaded.recipe.output}")
 
 
-@click.command()
+@click.command(epilog="Example: compressx plan recipe.yaml --all")
 @click.argument("recipe", type=PATH)
 @set_option
+@click.option("--all", "every", is_flag=True, help="Print a line for every linear; by default equal ones share one.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.pass_obj
 @errors_for_users
-def plan(host: Host, recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+def plan(host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_json: bool) -> None:
     """Check RECIPE and show what would happen to every linear, without loading weights."""
     from compressx.cli import tables, terminal
     from compressx.pipeline.run import plan as plan_recipe
@@ -65,10 +66,10 @@ def plan(host: Host, recipe: Path, overrides: tuple[str, ...], as_json: bool) ->
     if as_json:
         click.echo(json.dumps(planned.to_dict(), indent=1))
     else:
-        terminal.show(*tables.of_plan(planned))
+        terminal.show(*tables.of_plan(planned, every=every))
 
 
-@click.command()
+@click.command(epilog="Example: compressx schema > recipe.schema.json")
 @click.pass_obj
 @errors_for_users
 def schema(host: Host) -> None:
@@ -79,7 +80,7 @@ def schema(host: Host) -> None:
     click.echo(text_of(json_schema(options)), nl=False)
 
 
-@click.command()
+@click.command(epilog="Example: compressx compare runs/one runs/two --output compared")
 @click.argument("runs", nargs=-1, required=True, type=PATH)
 @click.option("--output", type=PATH, help="Folder for compare.md, compare.csv and compare.svg.")
 @errors_for_users
@@ -94,7 +95,7 @@ def compare(runs: tuple[Path, ...], output: Path | None) -> None:
         click.echo(f"written to {', '.join(map(str, found.write(output)))}")
 
 
-@click.command()
+@click.command(epilog="Example: compressx sweep recipe.yaml --grid prune.0.sparsity=0.4,0.5,0.6")
 @click.argument("recipe", type=PATH)
 @click.option(
     "--grid",

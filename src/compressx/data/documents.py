@@ -1,22 +1,22 @@
-"""Read the documents of a dataset: text files, JSON lines, or a dataset on the hub."""
+"""Read the documents of a dataset: local files, Python's documentation, or a dataset on the hub."""
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from compressx.data import files
+from compressx.data.chat import Document, document, field_among, hold_chats
 from compressx.recipe.sources import DatasetSource
 from compressx.runtime.errors import CalibrationError, did_you_mean, nearest
 from compressx.runtime.quiet import quiet_libraries
 
 Purpose: TypeAlias = Literal["calibration", "evaluation"]
 
-_OFFLINE = "without network access, use local files ({text: PATH} or {json: PATH, field: NAME}) or python-docs"
+_OFFLINE = "without network access, use local files ({text: PATH}, {json: PATH} or {parquet: PATH}) or python-docs"
 
 
 @dataclass(frozen=True)
@@ -56,64 +56,104 @@ _SHORT_NAMES = {
 }
 
 
-def documents(source: DatasetSource, purpose: Purpose) -> list[str]:
+def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
     """Read the documents of a dataset.
 
     Args:
-        source: `text` gives one document per file, `json` one per line, a hub dataset one per row, `python-docs` one
-            per topic of `pydoc_data.topics`. Paths are relative to the working directory.
+        source: `text` gives one document per file, `json` and `parquet` one per row, a hub dataset one per row,
+            `python-docs` one per topic of `pydoc_data.topics`. Paths are relative to the working directory.
         purpose: selects the default split of a hub dataset (`train` or `test`) and the topics of `python-docs`.
 
     Returns:
-        The documents in a fixed order. Some may be empty, such as the blank rows of WikiText.
+        The documents in a fixed order, all of them text or all of them chats. Some may be empty, such as the blank
+        rows of WikiText.
 
     Raises:
         CalibrationError: a missing file, dataset or field, invalid UTF-8 or JSON, or no text at all.
     """
     _check_keys(source)
+    read: list[Document]
     if source.text is not None:
-        described, read = f"text {source.text!r}", [_text(path) for path in _matching(source.text, "text")]
-    elif source.json_path is not None:
-        described = f"json {source.json_path!r}"
-        read = [d for path in _matching(source.json_path, "json") for d in _json_lines(path, source.field or "text")]
+        described, read = f"text {source.text!r}", [files.text(path) for path in files.matching(source.text, "text")]
+    elif (key := _rows_key(source)) is not None:
+        described, read = f"{key} {_pattern(source, key)!r}", list(_of_rows(source, key))
     elif source.name == "python-docs":
-        described, read = "python-docs", _python_docs(purpose)
+        described, read = "python-docs", [*_python_docs(purpose)]
     else:
         described, read = f"dataset {source.name!r}", _hub_rows(source, purpose)
-    if not any(d.strip() for d in read):
+    if not any(d.strip() if isinstance(d, str) else d for d in read):
         raise CalibrationError(f"{described} has no text for {purpose}: all of its {len(read)} documents are empty")
+    try:
+        hold_chats(read)
+    except CalibrationError as error:
+        raise CalibrationError(f"{described}: {error}") from error
     return read
 
 
-def check_dataset(source: DatasetSource) -> None:
-    """Check a dataset without reading it or accessing the hub.
+def texts(source: DatasetSource, purpose: Purpose) -> list[str]:
+    """Read the documents of a dataset that holds text.
 
     Raises:
-        CalibrationError: a path or glob that matches no file, files that are all empty, the name of a file, or a
-            misspelt short name.
+        CalibrationError: as for `documents`, or it holds chats.
     """
-    for key, pattern in (("text", source.text), ("json", source.json_path)):
-        if pattern is not None:
-            paths = _matching(pattern, key)
+    read = documents(source, purpose)
+    if hold_chats(read):
+        raise CalibrationError("the dataset holds chats; expected text, whose words and bytes are counted")
+    return [str(d) for d in read]
+
+
+def check_dataset(source: DatasetSource) -> bool:
+    """Check a dataset by the first row of its files at most, without accessing the hub.
+
+    Returns:
+        Whether it holds chats, as far as its files tell.
+
+    Raises:
+        CalibrationError: a path or glob that matches no file, files that are all empty, a first row without the
+            field, the name of a file, or a misspelt short name.
+    """
+    for key in ("text", "json", "parquet"):
+        if (pattern := _pattern(source, key)) is not None:
+            paths = files.matching(pattern, key)
             if not any(path.stat().st_size for path in paths):
                 empty = "the file is empty" if len(paths) == 1 else f"all {len(paths)} files are empty"
                 raise CalibrationError(f"{key}: {pattern!r} has no text: {empty}")
     if source.name is not None:
         _check_name(source.name)
         _check_keys(source)
+    key = _rows_key(source) or ""
+    return bool(key) and not isinstance(next(_of_rows(source, key), ""), str)
+
+
+def _pattern(source: DatasetSource, key: str) -> str | None:
+    return {"text": source.text, "json": source.json_path, "parquet": source.parquet}[key]
+
+
+def _rows_key(source: DatasetSource) -> str | None:
+    """Return which key names files of rows, if one does."""
+    return next((key for key in ("json", "parquet") if _pattern(source, key) is not None), None)
+
+
+def _of_rows(source: DatasetSource, key: str) -> Iterator[Document]:
+    """Yield the document of each row of the files; the first row decides the field."""
+    field = None
+    for path in files.matching(_pattern(source, key) or "", key):
+        for where, row in files.rows(path, key, None if field is None else [field]):
+            field = field or field_among(row, source.field, where)
+            yield document(row, field, where)
 
 
 def _check_name(name: str) -> None:
     short = [*_SHORT_NAMES, "python-docs"]
     path = Path(name).expanduser()
     if path.is_file():
-        source = f"{{json: {name}, field: NAME}}" if path.suffix in {".json", ".jsonl"} else f"{{text: {name}}}"
-        raise CalibrationError(f"dataset {name!r} is a file, not the name of a dataset; write {source}")
+        key = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(path.suffix, "text")
+        raise CalibrationError(f"dataset {name!r} is a file, not the name of a dataset; write {{{key}: {name}}}")
     # A few old datasets on the hub have no owner in their name, so only close misspellings are refused.
     if name not in short and "/" not in name and not path.is_dir() and nearest(name, short, cutoff=0.8):
         raise CalibrationError(
-            f"no dataset {name!r}; {did_you_mean(name, short)}, OWNER/NAME on the hub, {{text: PATH}} or {{json: PATH, "
-            "field: NAME}"
+            f"no dataset {name!r}; {did_you_mean(name, short)}, OWNER/NAME on the hub, {{text: PATH}}, {{json: PATH}} "
+            "or {parquet: PATH}"
         )
 
 
@@ -133,59 +173,6 @@ def as_dataset(documents: Sequence[str]) -> Any:
     return datasets.Dataset.from_dict({"text": list(documents)})
 
 
-def _matching(pattern: str, key: str) -> list[Path]:
-    """Return the files that match a path or glob, sorted."""
-    expanded = Path(pattern).expanduser()
-    if expanded.is_file():  # before globbing: a file name may contain brackets
-        return [expanded]
-    paths = sorted(Path(p) for p in glob.glob(str(expanded), recursive=True) if Path(p).is_file())  # noqa: PTH207 - ** and absolute patterns
-    if not paths and expanded.is_dir():
-        inside = str(Path(pattern) / ("**/*.txt" if key == "text" else "**/*.jsonl"))
-        raise CalibrationError(f"{key}: {pattern!r} is a folder; name the files in it, such as {inside!r}")
-    if not paths:
-        beside = nearest(expanded.name, [p.name for p in expanded.parent.glob("*")])
-        raise CalibrationError(f"{key}: no file matches {pattern!r}; {beside}looked in {Path.cwd()}")
-    return paths
-
-
-def _text(path: Path) -> str:
-    """Read a text file with LF line ends: CR LF changes tokens, and lowers perplexity on WikiText-2 by 3%."""
-    return _decoded(path).replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _decoded(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise CalibrationError(
-            f"{path}: not UTF-8 at byte {error.start} ({error.object[error.start]:#04x}, {error.reason}); convert it, "
-            "for example with iconv -t utf-8"
-        ) from error
-    except OSError as error:
-        raise CalibrationError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _json_lines(path: Path, field: str) -> Iterator[str]:
-    for number, line in enumerate(_decoded(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise CalibrationError(f"{path}:{number}: not JSON ({error}); expected one object per line") from error
-        if not isinstance(row, dict):
-            raise CalibrationError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
-        yield _text_of(row, field, f"{path}:{number}")
-
-
-def _text_of(row: Mapping[str, Any], field: str, where: str) -> str:
-    if field not in row:
-        raise CalibrationError(f"{where}: no field {field!r}; {did_you_mean(field, row) or 'it has none'}")
-    if not isinstance(row[field], str):
-        raise CalibrationError(f"{where}: field {field!r} is {type(row[field]).__name__}, expected text")
-    return str(row[field])
-
-
 def _python_docs(purpose: Purpose) -> list[str]:
     """Split the topics by the hash of their names, so that the split is the same for every Python version.
 
@@ -203,8 +190,8 @@ def _python_docs(purpose: Purpose) -> list[str]:
     ]
 
 
-def _hub_rows(source: DatasetSource, purpose: Purpose) -> list[str]:
-    name, field = source.name or "", source.field or "text"
+def _hub_rows(source: DatasetSource, purpose: Purpose) -> list[Document]:
+    name = source.name or ""
     dataset = _hub_dataset(source)
     split = source.split or dataset.splits[purpose]
     where = f"dataset {name!r} (" + (f"{dataset.config}, " if dataset.config else "") + f"split {split!r})"
@@ -212,17 +199,25 @@ def _hub_rows(source: DatasetSource, purpose: Purpose) -> list[str]:
         with quiet_libraries():
             rows = _load(dataset, split, source, purpose)
             columns = list(next(iter(rows), {}))
-            values = [row[field] for row in rows.select_columns([field])] if field in columns else []
     except Exception as error:  # datasets lets any exception of its hub client, file systems and parsers through
-        reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
-        short = "" if name in _SHORT_NAMES else f" ({did_you_mean(name, [*_SHORT_NAMES, 'python-docs'])}, or a hub id)"
-        raise CalibrationError(
-            f"{where} could not be fetched ({reason}); check its name{short}, config, split and the connection; "
-            f"{_OFFLINE}"
-        ) from error
-    if columns and field not in columns:
-        raise CalibrationError(f"{where}: no field {field!r}; {did_you_mean(field, columns)}")
-    return [_text_of({field: value}, field, f"{where} row {i}") for i, value in enumerate(values)]
+        raise _unfetched(where, name, error) from error
+    if not columns:
+        return []
+    field = field_among(columns, source.field, where)
+    try:
+        with quiet_libraries():
+            values = [row[field] for row in rows.select_columns([field])]
+    except Exception as error:
+        raise _unfetched(where, name, error) from error
+    return [document({field: value}, field, f"{where} row {i}") for i, value in enumerate(values)]
+
+
+def _unfetched(where: str, name: str, error: Exception) -> CalibrationError:
+    reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
+    short = "" if name in _SHORT_NAMES else f" ({did_you_mean(name, [*_SHORT_NAMES, 'python-docs'])}, or a hub id)"
+    return CalibrationError(
+        f"{where} could not be fetched ({reason}); check its name{short}, config, split and the connection; {_OFFLINE}"
+    )
 
 
 def _hub_dataset(source: DatasetSource) -> _HubDataset:

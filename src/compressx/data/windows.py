@@ -1,38 +1,53 @@
 """Windows of tokens: drawn at random for calibration, in order for evaluation.
 
-Documents are joined by blank lines and tokenized once, as GPTQ, SparseGPT and Wanda do for WikiText. A window may
-span documents, and every window is full.
+Documents are joined by blank lines and tokenized once, as GPTQ, SparseGPT and Wanda do for WikiText, so a window may
+span documents; a truncated window is the beginning of one document. Every window is full.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from compressx.data.chat import Document, hold_chats, rendered
 from compressx.data.documents import documents
-from compressx.recipe.sources import Bos, DatasetSource
+from compressx.recipe.sources import Bos, DatasetSource, Draw, Generate
 from compressx.runtime.errors import CalibrationError
 
+Generated: TypeAlias = Callable[[Generate, int], Tensor]
+"""Returns sequences of the model's own text, int64 [samples, tokens], for the settings and the tokens in a sequence."""
 
-def token_ids(documents: Iterable[str], tokenizer: Any) -> Tensor:
-    """Join documents by blank lines and tokenize them once, with the tokenizer's own special tokens.
+
+def token_ids(documents: Sequence[Document], tokenizer: Any) -> Tensor:
+    """Join documents and tokenize them once.
+
+    Text is joined by blank lines and gets the tokenizer's own special tokens. Chats follow one another as the chat
+    template writes them, special tokens included.
 
     Returns:
         int64 [tokens].
 
     Raises:
-        CalibrationError: the text has no tokens.
+        CalibrationError: the text has no tokens, or chats that the template refuses.
     """
-    # verbose=False: no warning that the text is longer than the model; it is cut into windows afterwards
-    encoded = tokenizer("\n\n".join(documents), verbose=False, return_attention_mask=False)
-    ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
+    if hold_chats(documents):
+        ids = _encoded("".join(rendered(documents, tokenizer)), tokenizer, special=False)
+    else:
+        ids = _encoded("\n\n".join(map(str, documents)), tokenizer, special=True)
     if ids.numel() == 0:
         raise CalibrationError("the text has no tokens: it is empty, or unknown to the tokenizer")
     return ids
+
+
+def _encoded(text: str, tokenizer: Any, *, special: bool) -> Tensor:
+    # verbose=False: no warning that the text is longer than the model; it is cut into windows afterwards
+    encoded = tokenizer(text, verbose=False, return_attention_mask=False, add_special_tokens=special)
+    return torch.tensor(encoded["input_ids"], dtype=torch.int64)
 
 
 def beginning(tokenizer: Any, bos: Bos) -> int | None:
@@ -56,16 +71,98 @@ def beginning(tokenizer: Any, bos: Bos) -> int | None:
     return int(tokenizer.bos_token_id)
 
 
-def read_calibration(
-    dataset: DatasetSource, tokenizer: Any, *, samples: int, sequence_length: int, seed: int, bos: Bos
-) -> Tensor:
-    """Read a dataset's calibration split and draw `calibration_windows` from it, int64 [samples, tokens].
+def read_calibration(draw: Draw, tokenizer: Any, generated: Generated | None = None) -> Tensor:
+    """Read the calibration split of each source and draw its share of windows.
+
+    Windows of several sources are shuffled together, so that every batch and whatever is held out has some of each.
+
+    Args:
+        draw: what to read and draw.
+        tokenizer: the model's.
+        generated: returns the model's own text; None if no source asks for it.
+
+    Returns:
+        int64 [samples, sequence_length].
 
     Raises:
         CalibrationError: text that is missing or too short, or a tokenizer without the required BOS token.
     """
-    ids = token_ids(documents(dataset, "calibration"), tokenizer)
-    return calibration_windows(ids, samples, sequence_length, seed, bos=beginning(tokenizer, bos))
+    many = len(draw.sources) > 1
+    drawn = []
+    for i, ((source, _), share) in enumerate(zip(draw.sources, draw.shares(), strict=True)):
+        with _named(f"datasets[{i}]" if many else ""):
+            drawn.append(_drawn(source, share, draw, tokenizer, generated))
+    windows = torch.cat(drawn)
+    return windows[_order(len(windows), draw.seed)] if many else windows
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Prefix the message of an error with the name of a dataset, if it has one."""
+    try:
+        yield
+    except CalibrationError as error:
+        raise CalibrationError(f"{name}: {error}" if name else str(error)) from error
+
+
+def _drawn(source: DatasetSource, samples: int, draw: Draw, tokenizer: Any, generated: Generated | None) -> Tensor:
+    length, seed = draw.sequence_length, draw.seed
+    if source.generate is not None:
+        if generated is None:
+            raise ValueError("no model to generate text with")
+        sequences = generated(source.generate, length)
+        return sequences[_order(len(sequences), seed)[:samples]]
+    read, bos = documents(source, "calibration"), beginning(tokenizer, draw.bos)
+    if draw.windows == "truncate":
+        return truncated_windows(read, tokenizer, samples, length, seed, bos=bos)
+    return calibration_windows(token_ids(read, tokenizer), samples, length, seed, bos=bos)
+
+
+def _order(count: int, seed: int) -> Tensor:
+    """Return a permutation that depends on the seed alone, int64 [count]."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+def truncated_windows(
+    documents: Sequence[Document], tokenizer: Any, samples: int, sequence_length: int, seed: int, *,
+    bos: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Draw documents at random, without replacement, and cut each to one window; too short ones are skipped.
+
+    There is no padding: statistics, gradients and losses count every token of a window.
+
+    Args:
+        documents: text, tokenized with the tokenizer's own special tokens, or chats.
+        tokenizer: the model's.
+        samples: number of windows.
+        sequence_length: tokens in a window, BOS included.
+        seed: of the draw.
+        bos: as for `calibration_windows`.
+
+    Returns:
+        int64 [samples, sequence_length].
+
+    Raises:
+        CalibrationError: fewer documents that are long enough than samples.
+    """
+    chats = hold_chats(documents)
+    windows: list[Tensor] = []
+    longest = 0
+    for i in _order(len(documents), seed).tolist():
+        text = rendered([documents[i]], tokenizer)[0] if chats else str(documents[i])
+        ids = _encoded(text, tokenizer, special=not chats)
+        if bos is not None and (len(ids) == 0 or ids[0] != bos):
+            ids = torch.cat([ids.new_tensor([bos]), ids])
+        longest = max(longest, len(ids))
+        if len(ids) >= sequence_length:
+            windows.append(ids[:sequence_length])
+        if len(windows) == samples:
+            return torch.stack(windows)
+    raise CalibrationError(
+        f"windows: truncate needs {samples} documents of {sequence_length} tokens or more; {len(windows)} of "
+        f"{len(documents)} are that long, and the longest has {longest} tokens; lower samples or sequence_length, "
+        "provide longer documents, or use windows: pack, which joins short ones"
+    )
 
 
 def calibration_windows(
@@ -89,8 +186,7 @@ def calibration_windows(
         CalibrationError: fewer windows than samples, or a window longer than the model.
     """
     windows = _windows(ids, samples, sequence_length, bos, max_positions, "calibration")
-    generator = torch.Generator().manual_seed(seed)
-    return windows[torch.randperm(len(windows), generator=generator)[:samples]]
+    return windows[_order(len(windows), seed)[:samples]]
 
 
 def evaluation_windows(

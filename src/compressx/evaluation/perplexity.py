@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compressx._version import __version__
-from compressx.data.documents import documents
+from compressx.data.documents import documents, texts
 from compressx.data.windows import beginning, evaluation_windows, fingerprint, token_ids
 from compressx.evaluation.harness import ROLLING_METRICS, check_tasks, is_file, run_tasks
 from compressx.models.access import Access, config_fingerprint
@@ -120,9 +120,7 @@ def read_texts(settings: Evaluate, tokenizer: Any, *, max_positions: int | None 
     tasks = settings.lm_eval.tasks if settings.lm_eval is not None else []
     # The harness counts one word in a document without words.
     rolling = {
-        t.name: [d for d in documents(t.dataset, "evaluation") if d.strip()]
-        for t in tasks
-        if isinstance(t, RollingTask)
+        t.name: [d for d in texts(t.dataset, "evaluation") if d.strip()] for t in tasks if isinstance(t, RollingTask)
     }
     return Texts(windows, rolling)
 

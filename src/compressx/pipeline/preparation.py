@@ -11,18 +11,19 @@ from typing import Any
 from torch import Tensor
 
 from compressx.allocation.units import settled
-from compressx.data.documents import check_dataset
-from compressx.data.windows import read_calibration
+from compressx.data.windows import Generated, read_calibration
 from compressx.evaluation.harness import check_tasks
 from compressx.evaluation.perplexity import Texts, read_texts
 from compressx.models.architecture import text_config
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.export import check_output
 from compressx.models.loading import load_skeleton
+from compressx.pipeline.texts import check_files, check_tokenizer, check_windows
 from compressx.pipeline.tracking import check_trackers
 from compressx.planning.make import make_plan
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins
+from compressx.recipe.document import Step
 from compressx.recipe.schema import LoadedRecipe, load_recipe, recipe_from_dict
 from compressx.runtime.errors import ArtifactError, RecipeError, UnsupportedModelError
 from compressx.training.finetune import training_windows
@@ -54,12 +55,12 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
     recipe = loaded.recipe
     with loaded.at("output"):
         check_output(recipe.output)
-    for place, dataset in recipe.datasets().items():
-        with loaded.at(*place):
-            check_dataset(dataset)
+    chats = check_files(loaded)
+    check_windows(loaded)
     with loaded.at("model"):
         checkpoint = find_checkpoint(recipe.model)
         skeleton = load_skeleton(checkpoint)
+    check_tokenizer(loaded, checkpoint, skeleton, chats)
     output = recipe.output.expanduser().resolve()
     if (checkpoint_path := Path(checkpoint.location)).exists() and checkpoint_path.resolve().is_relative_to(output):
         raise ArtifactError(
@@ -69,6 +70,8 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
     with loaded.at("allocation", "target"):
         planned = settled(planned)
     refuse_nothing_held_out(loaded, 1)
+    if recipe.model.streaming is True:
+        refuse_streamed(loaded)
     if recipe.track is not None:
         with loaded.at("track"):
             check_trackers(recipe.track)
@@ -94,35 +97,33 @@ class RunTexts:
     evaluation: Texts | None
 
 
-def read_all(loaded: LoadedRecipe, planned: Plan, tokenizer: Any, *, evaluated: bool = True) -> RunTexts:
+def read_all(
+    loaded: LoadedRecipe, planned: Plan, tokenizer: Any, generated: Generated, *, evaluated: bool = True
+) -> RunTexts:
     """Read every text of a recipe and check that there is enough of it; evaluation text only if `evaluated`.
 
     Raises:
         CalibrationError: text that cannot be read, or is too short.
     """
     recipe, calibration = loaded.recipe, None
-    with loaded.at("calibration"):
-        if (settings := recipe.calibration) is not None and planned.needs_calibration:
-            calibration = read_calibration(
-                settings.dataset, tokenizer, samples=settings.samples, sequence_length=settings.sequence_length,
-                seed=settings.seed, bos=settings.bos,
-            )  # fmt: skip
-    with loaded.at("finetune"):
-        training = training_windows(recipe, tokenizer, calibration)
-    with loaded.at("evaluate"):
+    with loaded.at("evaluate"):  # first, because what the model generates can take hours
         evaluation = read_texts(recipe.evaluate, tokenizer) if recipe.evaluate is not None and evaluated else None
+    with loaded.at("calibration"):
+        if recipe.calibration is not None and planned.needs_calibration:
+            calibration = read_calibration(recipe.calibration.draw, tokenizer, generated)
+    with loaded.at("finetune"):
+        training = training_windows(recipe, tokenizer, calibration, generated)
     return RunTexts(calibration, training, evaluation)
 
 
 def _check_finetune(loaded: LoadedRecipe, skeleton: Any) -> None:
-    """Refuse fine-tuning without text or PEFT, with windows longer than the context, or with streamed weights."""
+    """Refuse fine-tuning without text or PEFT, or with windows longer than the model's context."""
     recipe = loaded.recipe
     settings = recipe.finetune
     if settings is None:
         return
-    if recipe.model.streaming is True:
-        refuse_streamed(loaded)
-    if settings.dataset is None and recipe.calibration is None:
+    draw = settings.draw
+    if draw is None and recipe.calibration is None:
         raise RecipeError(
             f"{loaded.where('finetune')}: no text to train on: the recipe has neither calibration nor "
             "finetune.dataset; add one, such as finetune.dataset: wikitext"
@@ -138,25 +139,27 @@ def _check_finetune(loaded: LoadedRecipe, skeleton: Any) -> None:
             "finetune.gradient_checkpointing: false, which takes more memory"
         )
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
-    if settings.dataset is not None and positions is not None and settings.window > positions:
+    if draw is not None and positions is not None and draw.sequence_length > positions:
         raise RecipeError(
-            f"{loaded.where('finetune', 'sequence_length')}: sequence_length {settings.window} is longer than the "
+            f"{loaded.where('finetune', 'sequence_length')}: sequence_length {draw.sequence_length} is longer than the "
             f"model's {positions} positions"
         )
 
 
 def refuse_streamed(loaded: LoadedRecipe) -> None:
-    """Refuse to fine-tune a model whose weights are streamed from disk.
+    """Refuse to fine-tune, or generate text with, a model whose weights are streamed from disk.
 
     Raises:
-        RecipeError: the recipe has a `finetune` section.
+        RecipeError: the recipe has a `finetune` section, or a dataset that the model generates.
     """
-    if loaded.recipe.finetune is not None:
+    needs: list[tuple[tuple[Step, ...], str]] = [(("finetune",), "fine-tuning")] if loaded.recipe.finetune else []
+    needs += [((*at, "generate"), "generating text") for at, x in loaded.recipe.datasets().items() if x.generate]
+    for place, what in needs:
         given = loaded.recipe.model.streaming
         why = "which finds the model too large for the free memory" if given == "auto" else "which keeps them on disk"
         raise RecipeError(
-            f"{loaded.where('finetune')}: fine-tuning needs all weights in memory, and model.streaming is "
-            f"{str(given).lower()} at {loaded.where('model', 'streaming')}, {why}; set it to false, or remove finetune"
+            f"{loaded.where(*place)}: {what} needs all weights in memory, and model.streaming is {str(given).lower()} "
+            f"at {loaded.where('model', 'streaming')}, {why}; set it to false, or remove {place[-1]}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,11 +38,13 @@ from compressx.pipeline.preparation import (
     refuse_uneven_steps,
 )
 from compressx.pipeline.pruning import Pruning
+from compressx.pipeline.texts import OwnText
 from compressx.pipeline.tracking import Tracking
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.plugins.record import code_digest
-from compressx.recipe.schema import Calibration, LoadedRecipe
+from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.sources import Calibration
 from compressx.runtime.machine import machine
 from compressx.runtime.ranks import Ranks, joined_ranks
 from compressx.runtime.timing import Timing, forget_peaks
@@ -168,7 +171,7 @@ class _Inputs:
 
 
 def _read(context: RunContext) -> _Inputs:
-    """Check the recipe, read the text, and open the model last."""
+    """Check the recipe, read the text, and open the model: last, or when text is to be generated with it."""
     loaded, ranks = context.loaded, context.ranks
     context.report_progress("load", 0, 2)
     refuse_uneven_steps(loaded, ranks.size)
@@ -177,17 +180,26 @@ def _read(context: RunContext) -> _Inputs:
     context.log.rules(loaded, prepared.plan)
     with loaded.at("model"):
         tokenizer = load_tokenizer(prepared.checkpoint)
+    opened = functools.cache(lambda: _opened(context, prepared))
     context.report_progress("calibrate", 0, 1)
-    texts = read_all(loaded, prepared.plan, tokenizer, evaluated=ranks.first)
+    own = OwnText(context, tokenizer, opened)
+    texts = read_all(loaded, prepared.plan, tokenizer, own, evaluated=ranks.first)
     windows = texts.calibration
     batches = _batches(loaded.recipe.calibration, windows)
     mine = _batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))
     context.report_progress("load", 1, 2)
+    access = opened()
+    return _Inputs(prepared, tokenizer, texts, batches, mine, access)
+
+
+def _opened(context: RunContext, prepared: Prepared) -> Access:
+    """Open the model, and refuse what its weights cannot do if they are streamed."""
+    loaded = context.loaded
     with loaded.at("model"):
         access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, context.device)
     if isinstance(access, StreamedModel):
         refuse_streamed(loaded)
-    return _Inputs(prepared, tokenizer, texts, batches, mine, access)
+    return access
 
 
 def _evaluate_dense(context: RunContext, given: _Inputs, model: str) -> dict[str, Any]:
@@ -230,6 +242,7 @@ def _fingerprint(context: RunContext, given: _Inputs) -> dict[str, Any]:
         "model": weights_fingerprint(access),
         "model config": config_fingerprint(access.model),
         "prune": recipe["prune"],
+        "ignore": recipe.get("ignore"),
         "allocation": recipe.get("allocation"),
         "reconstruct_block": recipe.get("reconstruct_block"),
         "calibration tokens": None if windows is None else fingerprint_of(windows),

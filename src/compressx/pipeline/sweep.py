@@ -14,6 +14,7 @@ from compressx.models.loading import load_tokenizer
 from compressx.pipeline.context import Progress
 from compressx.pipeline.preparation import prepare, read_all
 from compressx.pipeline.run import run
+from compressx.pipeline.texts import blank
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe, load_recipe
 from compressx.recipe.yamlfile import parse_yaml, steps_of
@@ -115,7 +116,7 @@ def check(cells: Iterable[Cell], plugins: Plugins) -> None:
         if (texts := f"{prepared.plan.needs_calibration} {named}") in counted:
             continue
         try:
-            read_all(cell.loaded, prepared.plan, load_tokenizer(prepared.checkpoint))
+            read_all(cell.loaded, prepared.plan, load_tokenizer(prepared.checkpoint), blank)
         except CompressxError as error:
             raise type(error)(f"{' '.join(cell.values)}: {error}") from error
         counted.add(texts)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import Discriminator, Field, StrictInt, Tag
+from pydantic import Discriminator, Field, StrictInt, Tag, model_validator
 
 from compressx.recipe.document import Step
 from compressx.recipe.sources import Bos, DatasetField, DatasetSource
-from compressx.recipe.validation import Strict
+from compressx.recipe.validation import Strict, conflict
 
 
 class TokenPerplexity(Strict):
@@ -58,6 +58,16 @@ class Evaluate(Strict):
 
     token_perplexity: TokenPerplexity | None = Field(None, examples=[{"dataset": "wikitext"}])
     lm_eval: LmEval | None = Field(None, examples=[{"tasks": ["wikitext"]}])
+
+    @model_validator(mode="after")
+    def _foreign_text(self) -> Evaluate:
+        if any(dataset.generate is not None for dataset in self.datasets().values()):
+            raise conflict(
+                "generate only goes with calibration and finetune: a model's own text does not measure it; name a "
+                "dataset",
+                [],
+            )
+        return self
 
     def datasets(self) -> dict[tuple[Step, ...], DatasetSource]:
         """Return the datasets by their location in this section."""

@@ -9,24 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    ByteSize,
-    Field,
-    PlainSerializer,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PlainSerializer, StrictBool, StrictFloat, StrictInt, model_validator
 from typing_extensions import TypedDict  # pydantic asks for it before Python 3.12
 
 from compressx.api.patterns import NM, Group
 from compressx.recipe.document import Node, Step, from_python
 from compressx.recipe.measuring import Evaluate
 from compressx.recipe.methods import AllocationField
-from compressx.recipe.sources import Bos, DatasetField, DatasetSource, ModelField
+from compressx.recipe.sources import Calibration, DatasetSource, Draw, ModelField
+from compressx.recipe.targets import Target
 from compressx.recipe.tracking import TrackField
 from compressx.recipe.tuning import Finetune
 from compressx.recipe.validation import Strict, conflict, validated
@@ -67,25 +58,6 @@ PatternField = Annotated[NM, BeforeValidator(_nm, json_schema_input_type=_NMText
 ReconstructionField = Annotated[
     "Reconstruction", BeforeValidator(_pruner_from_text, json_schema_input_type="str | Reconstruction")
 ]
-SizeField = Annotated[ByteSize, Field(ge=1000), WithJsonSchema({"type": ["string", "integer"]})]
-
-
-class Calibration(Strict):
-    """The text whose activations guide pruning."""
-
-    dataset: DatasetField
-    samples: StrictInt = Field(128, ge=1, description="windows drawn")
-    sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
-    bos: Bos = Field("auto", description="begin each window with the tokenizer's BOS token; auto: for Gemma only")
-    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
-    batch_size: StrictInt = Field(
-        4, ge=1, description="windows per forward pass; with reconstruct_block it affects the result"
-    )
-    memory_limit: SizeField | None = Field(
-        None,
-        description="size, such as 4GB, above which hidden states (and the gradients of an allocation) are kept in "
-        "files beside the output; null keeps them in memory",
-    )
 
 
 class Reconstruction(Strict):
@@ -98,8 +70,16 @@ class Reconstruction(Strict):
 class Rule(Strict):
     """One pruning rule. The first rule whose targets match a linear takes it."""
 
-    targets: list[str] = Field(
-        min_length=1, description="glob patterns over fully qualified names", examples=[["*.q_proj", "*.k_proj"]]
+    targets: list[Target] = Field(
+        min_length=1,
+        description="linears by glob over fully qualified names, by re: and a regular expression, or by layers",
+        examples=[["*.q_proj", "*.k_proj"]],
+    )
+    ignore: list[Target] | None = Field(
+        None,
+        min_length=1,
+        description="linears that this rule leaves alone, named as in targets",
+        examples=[["*.o_proj", {"layers": "0-3"}]],
     )
     pruner: str = Field(description="name of the pruner that selects weights")
     sparsity: StrictFloat | None = Field(None, ge=0, lt=1, description="fraction of zeros in [0, 1); 0.5 is 50%")
@@ -156,6 +136,12 @@ class Recipe(Strict):
         examples=[{"dataset": "wikitext", "samples": 128}],
     )
     prune: list[Rule] = Field(min_length=1, examples=[[{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}]])
+    ignore: list[Target] | None = Field(
+        None,
+        min_length=1,
+        description="linears that every rule leaves alone, named as in targets",
+        examples=[["*.o_proj", {"layers": "0-3"}]],
+    )
     allocation: AllocationField | None = Field(
         None,
         description="chooses the rules' sparsities; without it each rule gives its own",
@@ -175,13 +161,19 @@ class Recipe(Strict):
     )
     output: Path = Field(description="folder to write: new, empty, or an earlier run's output")
 
+    def draws(self) -> dict[str, Draw]:
+        """Return the draws of windows by their section."""
+        sections = {"calibration": self.calibration, "finetune": self.finetune}
+        return {name: x.draw for name, x in sections.items() if x is not None and x.draw is not None}
+
     def datasets(self) -> dict[tuple[Step, ...], DatasetSource]:
         """Return the datasets by their location in the recipe."""
         found: dict[tuple[Step, ...], DatasetSource] = {}
-        if self.calibration is not None:
-            found["calibration", "dataset"] = self.calibration.dataset
-        if self.finetune is not None and self.finetune.dataset is not None:
-            found["finetune", "dataset"] = self.finetune.dataset
+        for name, section in (("calibration", self.calibration), ("finetune", self.finetune)):
+            if section is not None and section.dataset is not None:
+                found[name, "dataset"] = section.dataset
+            elif section is not None:
+                found |= {(name, "datasets", i): dataset for i, dataset in enumerate(section.datasets or ())}
         if self.evaluate is not None:
             found |= {("evaluate", *place): dataset for place, dataset in self.evaluate.datasets().items()}
         return found

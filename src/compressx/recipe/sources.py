@@ -1,16 +1,29 @@
-"""Model and dataset sources in a recipe."""
+"""Where a recipe's model and text come from, and its `calibration` section."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, StrictBool, model_validator
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    WithJsonSchema,
+    model_validator,
+)
 
 from compressx.recipe.validation import Strict, conflict
 
 Streaming: TypeAlias = Literal["auto"] | StrictBool
 Bos: TypeAlias = Literal["auto"] | StrictBool
+Windows: TypeAlias = Literal["pack", "truncate"]
+"""How documents become windows: joined and cut, or one window from the beginning of each that is long enough."""
 
 
 def _exactly_one(values: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -61,6 +74,15 @@ class ModelSource(Strict):
         return self
 
 
+class Generate(Strict):
+    """Text that the dense model itself writes, from BOS on: independent sequences, each as long as a window."""
+
+    samples: StrictInt = Field(128, ge=1, description="sequences to generate, from which windows are drawn")
+    temperature: StrictFloat = Field(1.0, gt=0, allow_inf_nan=False, description="divides the logits")
+    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the sampled tokens")
+    batch_size: StrictInt = Field(16, ge=1, description="sequences generated at a time; affects the result")
+
+
 class DatasetSource(Strict):
     """Source of text. In a recipe, a plain string means `name`."""
 
@@ -69,19 +91,75 @@ class DatasetSource(Strict):
     split: str | None = Field(None, description="split to read; calibration and evaluation have their own defaults")
     revision: str | None = Field(None, description="branch, tag or commit of the hub dataset")
     text: str | None = Field(None, description="path or glob of text files, one document each")
-    json_path: str | None = Field(None, alias="json", description="path or glob of JSON-lines files")
-    field: str | None = Field(None, description="field that holds the text, in JSON lines or a hub dataset")
+    json_path: str | None = Field(None, alias="json", description="path or glob of JSON-lines files or JSON arrays")
+    parquet: str | None = Field(None, description="path or glob of parquet files, one document a row")
+    generate: Generate | None = Field(None, description="text that the dense model itself writes; not to evaluate")
+    field: str | None = Field(
+        None,
+        description="field that holds the text, or chats as lists of {role, content}; when absent `text`, else "
+        "`messages`, else `conversations`",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> DatasetSource:
         values = self.model_dump(by_alias=True)
-        _exactly_one(values, ("name", "text", "json"))
+        _exactly_one(values, ("name", "text", "json", "parquet", "generate"))
         _only_with(values, "name", ("config", "split", "revision"))
-        if self.text is not None and self.field is not None:
-            raise conflict("field only goes with json or name", ["field"])
-        if self.json_path is not None and self.field is None:
-            raise conflict("json also needs field, the name of the field that holds the text", ["json"])
+        if self.field is not None and (self.text is not None or self.generate is not None):
+            raise conflict("field only goes with json, parquet or name", ["field"])
         return self
+
+
+class WeightedSource(DatasetSource):
+    """One of several sources of text. In a recipe, a plain string means `name`."""
+
+    weight: StrictFloat = Field(
+        1.0, gt=0, allow_inf_nan=False, description="share of the windows, relative to the other datasets' weights"
+    )
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A draw of windows to calibrate with or to train on.
+
+    Attributes:
+        sources: where the text comes from, each with its weight.
+        samples: number of windows.
+        sequence_length: tokens in a window, BOS included.
+        seed: of the draw; the same seed gives the same windows in the same order.
+        bos: whether windows begin with BOS.
+        windows: how documents become windows.
+    """
+
+    sources: Sequence[tuple[DatasetSource, float]]
+    samples: int = 128
+    sequence_length: int = 2048
+    seed: int = 0
+    bos: Bos = "auto"
+    windows: Windows = "pack"
+
+    def shares(self) -> list[int]:
+        """Return the number of windows from each source: in proportion to weights, rounded by largest remainder."""
+        total = sum(weight for _, weight in self.sources)
+        exact = [self.samples * (weight / total) for _, weight in self.sources]
+        counts = [int(x) for x in exact]
+        by_rest = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+        for i in by_rest[: self.samples - sum(counts)]:
+            counts[i] += 1
+        return counts
+
+
+def weighted(
+    dataset: DatasetSource | None, datasets: Sequence[WeightedSource] | None
+) -> list[tuple[DatasetSource, float]]:
+    """Return the sources of a section and their weights.
+
+    Raises:
+        PydanticCustomError: both keys are given.
+    """
+    if dataset is not None and datasets is not None:
+        raise conflict("dataset and datasets exclude each other; keep one", ["dataset", "datasets"])
+    return [(dataset, 1.0)] if dataset is not None else [(source, source.weight) for source in datasets or ()]
 
 
 def _model_from_text(value: object) -> object:
@@ -104,3 +182,44 @@ def _dataset_from_text(value: object) -> object:
 
 ModelField = Annotated[ModelSource, BeforeValidator(_model_from_text, json_schema_input_type=str | ModelSource)]
 DatasetField = Annotated[DatasetSource, BeforeValidator(_dataset_from_text, json_schema_input_type=str | DatasetSource)]
+WeightedField = Annotated[
+    WeightedSource, BeforeValidator(_dataset_from_text, json_schema_input_type=str | WeightedSource)
+]
+DatasetsField = Annotated[list[WeightedField], Field(min_length=1, examples=[[{"name": "c4", "weight": 0.7}]])]
+SizeField = Annotated[ByteSize, Field(ge=1000), WithJsonSchema({"type": ["string", "integer"]})]
+
+
+class Calibration(Strict):
+    """The text whose activations guide pruning."""
+
+    dataset: DatasetField | None = Field(None, description="the text; exactly one of `dataset`, `datasets`")
+    datasets: DatasetsField | None = Field(None, description="several sources of text, mixed by their weights")
+    samples: StrictInt = Field(128, ge=1, description="windows drawn")
+    sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
+    windows: Windows = Field(
+        "pack",
+        description="pack: documents are joined and cut into windows; truncate: one window from the beginning of each "
+        "document that is long enough",
+    )
+    bos: Bos = Field("auto", description="begin each window with the tokenizer's BOS token; auto: for Gemma only")
+    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
+    batch_size: StrictInt = Field(
+        4, ge=1, description="windows per forward pass; with reconstruct_block it affects the result"
+    )
+    memory_limit: SizeField | None = Field(
+        None,
+        description="size, such as 4GB, above which hidden states (and the gradients of an allocation) are kept in "
+        "files beside the output; null keeps them in memory",
+    )
+
+    @model_validator(mode="after")
+    def _some_text(self) -> Calibration:
+        if not weighted(self.dataset, self.datasets):
+            raise conflict("give dataset, or datasets for several", [])
+        return self
+
+    @property
+    def draw(self) -> Draw:
+        """The draw of the windows."""
+        sources = weighted(self.dataset, self.datasets)
+        return Draw(sources, self.samples, self.sequence_length, self.seed, self.bos, self.windows)

@@ -6,10 +6,14 @@ from typing import Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, model_validator
 
-from compressx.recipe.sources import Bos, DatasetField
+from compressx.recipe.sources import Bos, DatasetField, DatasetsField, Draw, Windows, weighted
+from compressx.recipe.targets import Pattern
 from compressx.recipe.validation import Strict, conflict
 
 Teacher = Literal["dense", "none"]
+
+_DRAWING = ("samples", "sequence_length", "bos", "windows")
+"""Keys about the windows of `dataset` or `datasets`, by their names in `Draw`, which has their defaults."""
 
 
 class Lora(Strict):
@@ -19,8 +23,8 @@ class Lora(Strict):
     alpha: StrictInt | None = Field(
         None, ge=1, description="an adapter's product is multiplied by alpha / rank; twice the rank when absent"
     )
-    targets: list[str] = Field(
-        ["*"], min_length=1, description="glob patterns over names of pruned linears, which get adapters"
+    targets: list[Pattern] = Field(
+        ["*"], min_length=1, description="globs, or re: and a regular expression, over names of pruned linears"
     )
 
 
@@ -41,6 +45,7 @@ class Finetune(Strict):
         None, description="train LoRA adapters instead of the weights, merged at the end", examples=[{"rank": 16}]
     )
     dataset: DatasetField | None = Field(None, description="text to train on; the calibration windows when absent")
+    datasets: DatasetsField | None = Field(None, description="several sources of text, mixed by their weights")
     samples: StrictInt | None = Field(None, ge=1, description="windows drawn from `dataset`; 128 when absent")
     sequence_length: StrictInt | None = Field(
         None, ge=2, description="tokens in a window of `dataset`; 2048 when absent"
@@ -48,6 +53,7 @@ class Finetune(Strict):
     bos: Bos | None = Field(
         None, description="begin each window of `dataset` with the tokenizer's BOS token; auto when absent"
     )
+    windows: Windows | None = Field(None, description="how documents become windows, as in calibration; default pack")
     batch_size: StrictInt = Field(4, ge=1, description="windows per step")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw, the order of the windows and dropout")
     warmup: StrictFloat = Field(0.1, ge=0, le=1, description="fraction of the steps in which the learning rate rises")
@@ -64,14 +70,16 @@ class Finetune(Strict):
     )
 
     @property
-    def window(self) -> int:
-        """Tokens in a window of `dataset`."""
-        return self.sequence_length or 2048
+    def draw(self) -> Draw | None:
+        """The draw of the windows, or None if they are the calibration windows."""
+        sources = weighted(self.dataset, self.datasets)
+        drawing = {n: getattr(self, n) for n in _DRAWING if getattr(self, n) is not None}
+        return Draw(sources, seed=self.seed, **drawing) if sources else None
 
     @model_validator(mode="after")
     def _nothing_idle(self) -> Finetune:
-        stray = [n for n in ("samples", "sequence_length", "bos") if getattr(self, n) is not None]
-        if self.dataset is None and stray:
+        stray = [n for n in _DRAWING if getattr(self, n) is not None]
+        if not weighted(self.dataset, self.datasets) and stray:
             raise conflict(f"{' and '.join(stray)} only goes with dataset; calibration has its own", stray)
         if self.teacher == "none" and self.temperature != 1.0:
             raise conflict("temperature only goes with teacher: dense", ["temperature"])

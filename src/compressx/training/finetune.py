@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from compressx.api.record import FinetuneReport
-from compressx.data.windows import read_calibration
+from compressx.data.windows import Generated, read_calibration
 from compressx.masks.maskset import MaskSet
 from compressx.models.shards import read, write
 from compressx.recipe.schema import Recipe
@@ -35,13 +35,16 @@ _LARGEST_NORM = 1.0
 """Maximum norm of a step's gradient, a customary value."""
 
 
-def training_windows(recipe: Recipe, tokenizer: Any, calibration: Tensor | None) -> Tensor | None:
+def training_windows(
+    recipe: Recipe, tokenizer: Any, calibration: Tensor | None, generated: Generated | None = None
+) -> Tensor | None:
     """Read the text that a recipe fine-tunes on.
 
     Args:
         recipe: a planned recipe.
         tokenizer: the model's.
         calibration: the calibration windows, if they were read.
+        generated: as for `read_calibration`.
 
     Returns:
         int64 [windows, tokens], or None if the recipe has no `finetune` section.
@@ -49,22 +52,12 @@ def training_windows(recipe: Recipe, tokenizer: Any, calibration: Tensor | None)
     Raises:
         CalibrationError: text that cannot be read or is too short.
     """
-    settings = recipe.finetune
-    if settings is None:
+    if recipe.finetune is None:
         return None
-    if settings.dataset is not None:
-        return read_calibration(
-            settings.dataset, tokenizer, samples=settings.samples or 128, sequence_length=settings.window,
-            seed=settings.seed, bos="auto" if settings.bos is None else settings.bos,
-        )  # fmt: skip
-    if calibration is not None:
+    draws = recipe.draws()
+    if "finetune" not in draws and calibration is not None:
         return calibration
-    text = recipe.calibration
-    assert text is not None  # noqa: S101 - checked when the recipe was planned
-    return read_calibration(
-        text.dataset, tokenizer, samples=text.samples, sequence_length=text.sequence_length, seed=text.seed,
-        bos=text.bos,
-    )  # fmt: skip
+    return read_calibration(draws.get("finetune") or draws["calibration"], tokenizer, generated)
 
 
 def finetune(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from compressx.masks.adapters import mask_adapters, merge_adapters
 from compressx.masks.maskset import MaskSet, squash
+from compressx.recipe.targets import matches
 from compressx.recipe.tuning import Lora
 from compressx.runtime.quiet import quiet_libraries
 
@@ -71,7 +71,7 @@ def _adapters(model: Any, masks: MaskSet, lora: Lora, seed: int) -> Iterator[Non
     """Add adapters, and merge them afterwards; after an error only remove them."""
     from peft import LoraConfig, get_peft_model
 
-    names = [name for name in masks if any(fnmatchcase(name, target) for target in lora.targets)]
+    names = [name for name in masks if any(matches(target, name) for target in lora.targets)]
     transposed = not isinstance(model.get_submodule(names[0]), nn.Linear)
     with torch.random.fork_rng(devices=[]), quiet_libraries():
         torch.manual_seed(seed % 2**63)

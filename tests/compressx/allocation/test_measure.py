@@ -175,13 +175,18 @@ def test_pruners_learn_from_one_text_and_are_measured_on_another() -> None:
         assert of_blocks(pruner, one, one) != of_blocks(pruner, one, two)
 
 
-@pytest.mark.parametrize(("samples", "seen", "held_out"), [(1, 1, 1), (2, 1, 1), (5, 3, 2), (6, 4, 2), (99, 4, 2)])
+@pytest.mark.parametrize(("samples", "seen", "held_out"), [(2, 1, 1), (5, 3, 2), (6, 4, 2), (99, 4, 2)])
 def test_the_last_quarter_of_the_windows_is_held_out(samples: int, seen: int, held_out: int) -> None:
     whole = torch.cat(BATCHES)
     learnt_from, measured_on = allocators._parts(BATCHES, samples)
     assert torch.equal(torch.cat(learnt_from), whole[:seen])
     assert torch.equal(torch.cat(measured_on), whole[min(samples, len(whole)) - held_out : min(samples, len(whole))])
     assert all(len(batch) <= len(BATCHES[0]) for batch in (*learnt_from, *measured_on))
+
+
+def test_a_window_that_pruners_see_is_not_measured_on() -> None:
+    with pytest.raises(CalibrationError, match="windows that pruners do not see; expected at least 2"):
+        allocators._parts([BATCHES[0][:1]], 24)
 
 
 def test_units_are_the_linears_of_one_rule_in_one_block_or_those_that_are_decided_apart() -> None:

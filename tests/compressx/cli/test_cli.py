@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.compressx.architectures import KINDS
 from tests.compressx.built_in import BUILT_IN
 from tests.compressx.cli.commands import invoke, printed, refused
 from tests.compressx.saved import save_tiny
@@ -297,7 +298,42 @@ def test_a_program_that_sigterm_ends_has_status_143(stop):
     assert log.read_text().endswith(" ERROR the run ended: Terminated\n")
 
 
-# --- plan, plugins, version
+# --- init, plan, plugins, version
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_the_recipe_that_init_writes_is_planned_as_it_is_and_with_its_other_rule(architecture, project, monkeypatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    save_tiny(Path("tiny"), architecture)
+    assert "next: compressx plan r.yaml" in printed("init", "tiny", "--output", "r.yaml")
+    text = Path("r.yaml").read_text()
+    planned = json.loads(printed("plan", "r.yaml", "--json"))
+    assert {x["pattern"] for x in planned["linears"]} == {"50% layer"}
+    for name in [x["name"] for x in planned["skipped"] if not x["name"].startswith("model.layers")]:
+        assert f"#   {name}: " in text
+    assert "exists and is not overwritten" in refused("init", "tiny", "--output", "r.yaml")
+    assert Path("r.yaml").read_text() == text
+    assert printed("init", "tiny") == text
+    Path("r.yaml").write_text(text.replace("  # - {targets", "  - {targets"))
+    pruners = {x["pruner"] for x in json.loads(printed("plan", "r.yaml", "--json"))["linears"]}
+    assert pruners == {"sparsegpt"} | (set() if architecture == "bloom" else {"attnprune"})
+
+
+def test_init_says_what_is_where_which_pruners_take_it_and_what_it_cannot_do(work):
+    text = printed("init", "model", "--pruner", "attnprune", "--dtype", "bfloat16")
+    assert "# model: LlamaForCausalLM, 3 decoder blocks, 0.1 M weights,\n# 0.1 M of them in" in text
+    assert "#   model.layers.0-2.self_attn.k_proj    32 x 64   0.0 M   3 linears\n" in text
+    assert "#   attnprune    only *.q_proj and *.k_proj, in a rule of their own\n#   magnitude    all\n" in text
+    assert 'model: {path: "model", dtype: "bfloat16"}\n' in text
+    Path("attention.yaml").write_text(text)
+    assert len(json.loads(printed("plan", "attention.yaml", "--json"))["linears"]) == 6
+    assert "no pruner 'wnda'; did you mean 'wanda'?" in refused("init", "model", "--pruner", "wnda")
+    assert "--revision x: model is a path" in refused("init", "model", "--revision", "x")
+    save_tiny(Path("alibi"), "bloom")
+    message = refused("init", "alibi", "--pruner", "attnprune")
+    assert "attnprune prunes none of this model's linears: transformer.h.0.self_attention (BloomAttention)" in message
+    assert "choose another --pruner" in message
 
 
 def planned(*options: str) -> list[str]:
@@ -306,8 +342,16 @@ def planned(*options: str) -> list[str]:
     return [" ".join(x.split()) for x in (done.stdout or done.stderr).splitlines()]
 
 
-def test_a_plan_lists_every_linear_and_why_others_are_left_alone(work):
+def test_a_plan_folds_equal_linears_or_lists_all_and_says_why_others_are_left_alone(work):
+    Path("r.yaml").write_text(RECIPE + "ignore: [{layers: 0-1}]\n")
     lines = planned()
+    assert "model.layers.2.self_attn.q_proj 1 attnprune 50% joint 64 x 64" in lines
+    assert "model.layers.0-1.mlp.down_proj ignored by {layers: 0-1} at r.yaml:9:10" in lines
+    Path("r.yaml").write_text(RECIPE)
+    lines = planned()
+    assert "model.layers.0-2.self_attn.q_proj 3 attnprune 50% joint 64 x 64" in lines
+    assert len([x for x in lines if x.startswith("model.layers.")]) == 7
+    lines = planned("--all")
     assert "model.layers.0.self_attn.q_proj attnprune 50% joint 64 x 64" in lines
     assert "model.layers.2.mlp.down_proj wanda 50% row 64 x 96" in lines
     assert "model.embed_tokens an embedding, not a linear" in lines
@@ -330,7 +374,7 @@ TWO_FOUR = '{targets: ["*"], pruner: wanda, pattern: "2:4"}'
 
 def test_a_plan_with_allocation_shows_the_target_and_that_sparsities_are_chosen_later(work):
     allocate(ATTENTION_AWARE)
-    lines = planned()
+    lines = planned("--all")
     assert "model.layers.0.self_attn.q_proj attnprune allocated joint 64 x 64" in lines
     assert lines[-2:] == [
         "21 linears, 0.1 M weights, target sparsity 60.00%",
@@ -338,21 +382,21 @@ def test_a_plan_with_allocation_shows_the_target_and_that_sparsities_are_chosen_
         "(unit rule, scope model, 4 samples)",
     ]
     allocate("{method: owl, target: 0.5, spread: 0.1, samples: 4}", TWO_FOUR)
-    lines = planned()
+    lines = planned("--all")
     assert "model.layers.2.mlp.down_proj wanda allocated N:4 64 x 96" in lines, "M is given"
     assert lines[-1].startswith("owl measures outliers when the recipe is run")
 
 
 def test_a_plan_shows_what_uniform_and_explicit_sparsities_come_to(work):
     allocate("{method: uniform, target: 0.75}")
-    lines = planned()
+    lines = planned("--all")
     assert "model.layers.0.self_attn.q_proj attnprune 75% joint 64 x 64" in lines
     assert "model.layers.2.mlp.down_proj wanda 75% row 64 x 96" in lines
     assert lines[-1] == "21 linears, 0.1 M weights, sparsity 75.00%"
     allocate("{method: uniform, target: 0.25}", TWO_FOUR)
-    assert "model.layers.2.mlp.down_proj wanda 3:4 64 x 96" in planned()
+    assert "model.layers.2.mlp.down_proj wanda 3:4 64 x 96" in planned("--all")
     allocate('{method: explicit, sparsities: {"*.layers.0.*": 0.25, "*.down_proj": 0.75, "*": 0.5}}')
-    lines = planned()
+    lines = planned("--all")
     assert "model.layers.0.mlp.down_proj wanda 25% row 64 x 96" in lines
     assert "model.layers.1.mlp.down_proj wanda 75% row 64 x 96" in lines
     assert "model.layers.1.self_attn.q_proj attnprune 50% joint 64 x 64" in lines
@@ -386,7 +430,7 @@ EXPLICIT = "{method: explicit, sparsities: {%s}}"
 )  # fmt: skip
 def test_a_mistake_in_an_allocation_has_its_place(work, allocation, rest, place, told):
     allocate(allocation, *([rest] if rest else []))
-    line = "\n".join(planned())
+    line = "\n".join(planned("--all"))
     assert line.startswith(f"error: r.yaml:{place}: "), line
     assert all(words in line for words in told), line
 

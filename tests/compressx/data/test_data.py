@@ -14,8 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressx.data.documents import check_dataset, documents
-from compressx.data.windows import beginning, calibration_windows, evaluation_windows, fingerprint, token_ids
-from compressx.recipe.sources import DatasetSource
+from compressx.data.windows import (
+    beginning,
+    calibration_windows,
+    evaluation_windows,
+    fingerprint,
+    read_calibration,
+    token_ids,
+    truncated_windows,
+)
+from compressx.recipe.sources import DatasetSource, Draw
 from compressx.runtime.errors import CalibrationError
 
 
@@ -91,10 +99,11 @@ class TestWhatIsSeenWithoutReading:
             check_dataset(source(json="corpus", field="text"))
 
     def test_a_file_that_is_given_as_a_name_is_refused_with_how_to_write_it(self, project: Path) -> None:
-        for name, way in (("a.txt", r"\{text: a\.txt\}"), ("a.jsonl", r"\{json: a\.jsonl, field: NAME\}")):
+        for name, key in (("a.txt", "text"), ("a.jsonl", "json"), ("a.json", "json"), ("a.parquet", "parquet")):
             (project / name).write_text("text")
             with pytest.raises(
-                CalibrationError, match=rf"^dataset '{name}' is a file, not the name of a dataset; write {way}$"
+                CalibrationError,
+                match=rf"^dataset '{name}' is a file, not the name of a dataset; write \{{{key}: {name}\}}$",
             ):
                 check_dataset(source(name=name))
 
@@ -136,6 +145,103 @@ class TestJsonLines:
         lines = [json.dumps({"text": t}, ensure_ascii=not t.isprintable()) for t in texts]
         path.write_text("\n".join(lines), encoding="utf-8")
         assert documents(source(json=str(path), field="text"), "calibration") == texts
+
+
+class TestArraysAndParquet:
+    def test_a_json_file_that_holds_a_list_gives_a_document_for_each_item(self, project: Path) -> None:
+        (project / "a.json").write_text('\ufeff\n [{"text": "first"},\n {"text": "second"}]')
+        assert documents(source(json="a.json"), "calibration") == ["first", "second"]
+
+    @pytest.mark.parametrize(
+        ("content", "complaint"),
+        [('[{"text": "x"},\n', r"a\.json:2: not JSON .*; expected one array of objects$"),
+         ('[{"text": "x"}, 3]', r"a\.json\[1\]: expected a JSON object, got int$"),
+         ('[{"text": "x"}, {"txt": "y"}]', r"a\.json\[1\]: no field 'text'; did you mean 'txt'\?")],
+    )  # fmt: skip
+    def test_a_bad_item_is_named_by_file_and_number(self, project: Path, content: str, complaint: str) -> None:
+        (project / "a.json").write_text(content)
+        with pytest.raises(CalibrationError, match=f"^{complaint}"):
+            documents(source(json="a.json"), "calibration")
+
+    def test_rows_of_parquet_files_are_documents_in_the_order_of_the_files(self, project, capfd) -> None:
+        for name, texts in (("b", ["third"]), ("a", ["first", "second"])):
+            datasets.Dataset.from_dict({"id": range(len(texts)), "body": texts}).to_parquet(project / f"{name}.parquet")
+        capfd.readouterr()
+        assert documents(source(parquet="*.parquet", field="body"), "calibration") == ["first", "second", "third"]
+        assert capfd.readouterr() == ("", "")
+
+    def test_a_file_that_is_no_parquet_is_named(self, project: Path) -> None:
+        (project / "a.parquet").write_text("text")
+        with pytest.raises(CalibrationError, match=r"^a\.parquet: not a readable parquet file"):
+            check_dataset(source(parquet="a.parquet"))
+
+    def test_a_field_that_is_missing_is_told_without_reading_more_than_the_first_row(self, project: Path) -> None:
+        (project / "a.jsonl").write_text('{"body": "x"}\nnot read yet')
+        with pytest.raises(CalibrationError, match=r"no field text, messages or conversations; .*body; name one"):
+            check_dataset(source(json="a.jsonl"))
+        with pytest.raises(CalibrationError, match=r"^a\.jsonl:1: no field 'bodi'; did you mean 'body'\?"):
+            check_dataset(source(json="a.jsonl", field="bodi"))
+        check_dataset(source(json="a.jsonl", field="body"))
+
+
+CHATS = [
+    [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}],
+    [{"role": "user", "content": "three"}],
+]
+
+
+class TestChats:
+    @pytest.fixture
+    def instructed(self, tokenizer: Any) -> Any:
+        """The tokenizer with a template that writes <s> before every message."""
+        from tokenizers import Regex, pre_tokenizers
+
+        split = pre_tokenizers.Split(Regex(r"<s>|\n\n"), "isolated")
+        tokenizer.backend_tokenizer.pre_tokenizer = split
+        tokenizer.chat_template = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
+        return tokenizer
+
+    @pytest.mark.parametrize(("column", "field"), [("messages", None), ("conversations", None), ("turns", "turns")])
+    @pytest.mark.parametrize("kind", ["json", "parquet", "name"])
+    def test_a_column_of_messages_is_a_column_of_chats(self, project, monkeypatch, column, field, kind) -> None:
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", project / "cache")
+        (project / "set").mkdir()
+        rows = datasets.Dataset.from_list([{"id": i, column: chat} for i, chat in enumerate(CHATS)])
+        rows.to_parquet("set/a.parquet")
+        Path("a.json").write_text(json.dumps(rows.to_list()))
+        found = source(**{kind: {"json": "a.json", "parquet": "set/a.parquet", "name": "./set"}[kind], "field": field})
+        assert documents(found, "calibration") == CHATS
+        assert check_dataset(found) == (kind != "name"), "a dataset that may be on the hub is not looked into"
+
+    def test_chats_follow_one_another_as_the_template_writes_them_without_more_special_tokens(self, instructed) -> None:
+        assert token_ids(CHATS, instructed).tolist() == [0, 2, 0, 3, 0, 4]
+
+    @pytest.mark.parametrize(
+        ("value", "complaint"),
+        [(3, "is int, expected text or a list of {role, content}"),
+         (["hi"], "message 0 is str, expected {role, content}"),
+         ([{"from": "human", "value": "hi"}], "message 0 has no text in 'role', expected .*; it has from, value"),
+         ([{"role": "user", "content": None}], "message 0 has no text in 'content'")],
+    )  # fmt: skip
+    def test_what_is_no_chat_is_named_with_its_place(self, project: Path, value: object, complaint: str) -> None:
+        Path("a.jsonl").write_text(json.dumps({"messages": value}))
+        with pytest.raises(CalibrationError, match=rf"^a\.jsonl:1: field 'messages'.*{complaint}"):
+            documents(source(json="a.jsonl"), "calibration")
+
+    def test_chats_and_text_in_one_field_are_refused(self, project: Path) -> None:
+        Path("a.json").write_text(json.dumps([{"x": CHATS[0]}, {"x": "text"}]))
+        with pytest.raises(
+            CalibrationError, match=r"^json 'a\.json': 1 of 2 documents are chats and the others are text"
+        ):
+            documents(source(json="a.json", field="x"), "calibration")
+
+    def test_a_tokenizer_without_a_template_and_a_template_that_refuses_are_named(self, instructed: Any) -> None:
+        instructed.chat_template = "{{ raise_exception('no system role') }}"
+        with pytest.raises(CalibrationError, match=r"^chat 0 of 2 \(roles user, assistant\).*no system role"):
+            token_ids(CHATS, instructed)
+        instructed.chat_template = None
+        with pytest.raises(CalibrationError, match="tokenizer has no chat template; use an instruct model, or text"):
+            token_ids(CHATS, instructed)
 
 
 class TestPythonDocs:
@@ -199,7 +305,7 @@ class TestDatasets:
             CalibrationError, match=r"dataset 'wikitxt' \(split 'train'\) could not be fetched"
         ) as caught:
             documents(source(name="wikitxt"), "calibration")
-        for advice in ("did you mean 'wikitext'?", "{text: PATH}", "{json: PATH, field: NAME}", "python-docs"):
+        for advice in ("did you mean 'wikitext'?", "{text: PATH}", "{json: PATH}", "python-docs"):
             assert advice in str(caught.value)
 
     def test_wikitext_is_the_raw_wikitext_2(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,6 +434,67 @@ class TestWindows:
             calibration_windows(ids, 1, 9, 0, max_positions=8)
         with pytest.raises(CalibrationError, match="sequence_length 9 is longer than the model's 8 positions"):
             evaluation_windows(ids, 1, 9, max_positions=8)
+
+
+class TestTruncated:
+    def test_a_window_is_the_beginning_of_one_document_and_short_documents_are_skipped(self, tokenizer: Any) -> None:
+        read = ["one", "\n\n".join(["two"] * 5), "\n\n".join(["three"] * 9), ""]
+        windows = truncated_windows(read, tokenizer, 2, 4, seed=0)
+        assert sorted(windows.tolist()) == [[0, 3, 1, 3], [0, 4, 1, 4]]
+        assert torch.equal(windows, truncated_windows(read, tokenizer, 2, 4, seed=0))
+        assert len({truncated_windows(read, tokenizer, 1, 4, seed=s)[0, 1].item() for s in range(9)}) == 2
+
+    def test_a_bos_token_is_put_before_a_document_that_has_none(self, tokenizer: Any) -> None:
+        with_own = truncated_windows(["one\n\ntwo"], tokenizer, 1, 3, 0, bos=0)
+        tokenizer.backend_tokenizer.post_processor = None
+        assert truncated_windows(["one\n\ntwo"], tokenizer, 1, 3, 0, bos=0).tolist() == with_own.tolist() == [[0, 2, 1]]
+
+    def test_too_few_long_documents_are_counted(self, tokenizer: Any) -> None:
+        told = "needs 2 documents of 4 tokens or more; 1 of 2 are that long, .*use windows"
+        with pytest.raises(CalibrationError, match=told):
+            truncated_windows(["one", "one\n\ntwo\n\none"], tokenizer, 2, 4, seed=0)
+
+
+class TestSeveralSources:
+    @pytest.fixture
+    def texts(self, project: Path) -> None:
+        for word in ("one", "two", "three"):
+            Path(f"{word}.txt").write_text("\n\n".join([word] * 100))
+
+    def draw(self, *weights: float, **values: Any) -> Draw:
+        words = ("one", "two", "three")
+        return Draw([(source(text=f"{w}.txt"), x) for w, x in zip(words, weights, strict=False)], **values)
+
+    @pytest.mark.parametrize(
+        ("weights", "samples", "shares"),
+        [((0.7, 0.3), 10, [7, 3]), ((2, 1), 4, [3, 1]), ((1, 1, 1), 5, [2, 2, 1]), ((1, 9), 3, [0, 3]), ((5,), 3, [3])],
+    )
+    def test_windows_are_shared_by_weight_and_add_up(self, weights, samples, shares) -> None:
+        assert self.draw(*weights, samples=samples).shares() == shares
+
+    @pytest.mark.usefixtures("texts")
+    def test_each_source_gives_its_share_and_all_are_shuffled_together(self, tokenizer: Any) -> None:
+        wanted = self.draw(2, 1, samples=12, sequence_length=4)
+        windows = read_calibration(wanted, tokenizer)
+        two = (windows == 3).any(dim=1)
+        assert two.sum() == 4
+        assert two.tolist() != sorted(two.tolist())
+        assert torch.equal(windows, read_calibration(wanted, tokenizer))
+        assert not torch.equal(
+            windows, read_calibration(self.draw(2, 1, samples=12, sequence_length=4, seed=1), tokenizer)
+        )
+
+    @pytest.mark.usefixtures("texts")
+    def test_a_source_that_is_too_short_is_named(self, tokenizer: Any) -> None:
+        Path("two.txt").write_text("two")
+        with pytest.raises(CalibrationError, match=r"^datasets\[1\]: calibration needs 2 windows of 4 tokens"):
+            read_calibration(self.draw(1, 1, samples=4, sequence_length=4), tokenizer)
+
+    @pytest.mark.usefixtures("texts")
+    def test_the_models_own_text_can_be_one_of_them(self, tokenizer: Any) -> None:
+        mixed = Draw([(source(text="one.txt"), 1.0), (source(generate={"samples": 8}), 1.0)], 4, 5)
+        windows = read_calibration(mixed, tokenizer, lambda asked, length: torch.full((asked.samples, length), 9))
+        assert (windows == 9).all(dim=1).sum() == 2
 
 
 class TestFingerprint:

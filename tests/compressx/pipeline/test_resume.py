@@ -121,6 +121,7 @@ CHANGED: list[tuple[dict[str, Any], str]] = [
     ({"calibration": {"batch_size": 3}}, "calibration batch_size: was"),
     ({"model": {"dtype": "bfloat16"}}, "model: was"),
     ({"reconstruct_block": {"passes": 1}}, "reconstruct_block: was null"),
+    ({"ignore": ["*.o_proj"]}, "ignore: was null"),
 ]
 
 

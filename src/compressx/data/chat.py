@@ -1,0 +1,106 @@
+"""Documents of a row: text, or a chat, which the tokenizer's chat template turns into text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from compressx.runtime.errors import CalibrationError, did_you_mean
+
+Chat: TypeAlias = list[Any]
+"""Messages, each a mapping with `role` and `content`, and whatever else the template reads."""
+Document: TypeAlias = str | Chat
+
+_USUAL = ("text", "messages", "conversations")
+"""Fields that hold the document when the recipe names none, the first one present."""
+
+
+def field_among(columns: Iterable[str], wanted: str | None, where: str) -> str:
+    """Return the field that holds the documents: `wanted`, or the first usual one among a row's columns.
+
+    Raises:
+        CalibrationError: there is none.
+    """
+    present = list(columns)
+    if wanted is None and (usual := [name for name in _USUAL if name in present]):
+        return usual[0]
+    if wanted is not None and wanted in present:
+        return wanted
+    lacks = f"no field {wanted!r}" if wanted is not None else f"no field {', '.join(_USUAL[:-1])} or {_USUAL[-1]}"
+    valid = did_you_mean(wanted or _USUAL[0], present) or "it has none"
+    raise CalibrationError(f"{where}: {lacks}; {valid}" + ("" if wanted or not present else "; name one as field"))
+
+
+def document(row: Mapping[str, Any], field: str, where: str) -> Document:
+    """Return the text or chat of a row.
+
+    Raises:
+        CalibrationError: the field is missing, or is neither text nor a list of {role, content}.
+    """
+    value = row[field_among(row, field, where)]
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise CalibrationError(
+            f"{where}: field {field!r} is {type(value).__name__}, expected text or a list of {{role, content}}"
+        )
+    for i, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            raise CalibrationError(
+                f"{where}: field {field!r}: message {i} is {type(message).__name__}, expected {{role, content}}"
+            )
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise CalibrationError(
+                    f"{where}: field {field!r}: message {i} has no text in {key!r}, expected {{role, content}}; it has "
+                    f"{', '.join(map(str, message)) or 'nothing'}"
+                )
+    return value
+
+
+def hold_chats(documents: Sequence[Document]) -> bool:
+    """Return whether documents are chats.
+
+    Raises:
+        CalibrationError: some are, and some are text.
+    """
+    chats = [not isinstance(d, str) for d in documents]
+    if any(chats) != all(chats):
+        raise CalibrationError(
+            f"{sum(chats)} of {len(chats)} documents are chats and the others are text; put them in files of their own "
+            "and mix them with datasets"
+        )
+    return any(chats)
+
+
+def require_template(tokenizer: Any) -> None:
+    """Refuse a tokenizer without a chat template.
+
+    Raises:
+        CalibrationError: it has none.
+    """
+    if not tokenizer.chat_template:
+        raise CalibrationError(
+            "the dataset holds chats, but the tokenizer has no chat template; use an instruct model, or text"
+        )
+
+
+def rendered(chats: Sequence[Document], tokenizer: Any) -> list[str]:
+    """Turn chats into text by the tokenizer's chat template, which writes special tokens as text.
+
+    Raises:
+        CalibrationError: no template, or one that refuses a chat, such as Gemma's a system message.
+    """
+    require_template(tokenizer)
+    return [_rendered(chat, tokenizer, f"chat {i} of {len(chats)}") for i, chat in enumerate(chats)]
+
+
+def _rendered(chat: Document, tokenizer: Any, which: str) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(chat, tokenize=False))
+    except Exception as error:  # templates are programs, and raise what they like
+        roles = ", ".join(message["role"] for message in chat if isinstance(message, Mapping))
+        raise CalibrationError(
+            f"{which} (roles {roles}): the tokenizer's chat template refuses it ({type(error).__name__}: {error}); "
+            "remove or change such chats"
+        ) from error

@@ -1,0 +1,141 @@
+"""The text of a run: what can be checked of it before weights are loaded, and what the dense model writes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressx._version import __version__
+from compressx.data.chat import require_template
+from compressx.data.documents import check_dataset
+from compressx.models.access import Access, config_fingerprint, weights_fingerprint
+from compressx.models.checkpoint import Checkpoint
+from compressx.models.generate import first_token, generate
+from compressx.models.loading import load_tokenizer
+from compressx.pipeline.context import RunContext
+from compressx.plugins.record import code_digest
+from compressx.recipe.document import Step
+from compressx.recipe.methods import AttentionAware, DivergenceAllocation
+from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.sources import Generate
+from compressx.runtime.cache import cache_folder, cached
+from compressx.runtime.errors import RecipeError
+
+
+def check_files(loaded: LoadedRecipe) -> list[tuple[Step, ...]]:
+    """Check the datasets of a recipe without reading them, and return the places of those known to hold chats.
+
+    Raises:
+        CalibrationError: as for `check_dataset`, with the dataset's place.
+    """
+    chats = []
+    for place, dataset in loaded.recipe.datasets().items():
+        with loaded.at(*place):
+            if check_dataset(dataset):
+                chats.append(place)
+    return chats
+
+
+def check_windows(loaded: LoadedRecipe) -> None:
+    """Refuse numbers of windows that cannot be drawn, or of which none is left to measure on.
+
+    Raises:
+        RecipeError: a dataset without a window, fewer generated sequences than windows drawn from them, or an
+            allocation that measures divergences with one window.
+    """
+    for name, draw in loaded.recipe.draws().items():
+        places = [place for place in loaded.recipe.datasets() if place[0] == name]
+        for place, (source, weight), share in zip(places, draw.sources, draw.shares(), strict=True):
+            if share == 0:
+                raise RecipeError(
+                    f"{loaded.where(*place)}: weight {weight:g} gives this dataset none of the {draw.samples} windows; "
+                    f"raise its weight or {name}.samples, or remove it"
+                )
+            if source.generate is not None and source.generate.samples < share:
+                raise RecipeError(
+                    f"{loaded.where(*place, 'generate')}: {share} windows are drawn from {source.generate.samples} "
+                    f"generated sequences; expected generate.samples of {share} or more"
+                )
+    calibration, allocation = loaded.recipe.calibration, loaded.recipe.allocation
+    if isinstance(allocation, DivergenceAllocation | AttentionAware) and calibration and calibration.samples < 2:
+        raise RecipeError(
+            f"{loaded.where('calibration', 'samples')}: calibration.samples is {calibration.samples}, but "
+            f"{allocation.method} at {loaded.where('allocation')} measures on windows that pruners do not see; "
+            "expected at least 2"
+        )
+
+
+def check_tokenizer(
+    loaded: LoadedRecipe, checkpoint: Checkpoint, skeleton: Any, chats: Sequence[tuple[Step, ...]]
+) -> None:
+    """Refuse chats without a chat template, and generated text without a token to begin with.
+
+    Raises:
+        CalibrationError: the tokenizer lacks what the text needs; with the dataset's place.
+    """
+    writing = [place for place, dataset in loaded.recipe.datasets().items() if dataset.generate is not None]
+    if not chats and not writing:
+        return
+    with loaded.at("model"):
+        tokenizer = load_tokenizer(checkpoint)
+    for place in chats:
+        with loaded.at(*place):
+            require_template(tokenizer)
+    for place in writing:
+        with loaded.at(*place):
+            first_token(tokenizer, skeleton)
+
+
+def blank(settings: Generate, length: int) -> Tensor:
+    """Stand in for generated text where only its amount counts: int64 [samples, length], all 0."""
+    return torch.zeros(settings.samples, length, dtype=torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnText:
+    """The dense model's own text: written by the first process, cached on disk, and sent to the others.
+
+    Attributes:
+        context: device, processes and progress of the run.
+        tokenizer: the model's.
+        opened: returns the model; called when text is asked for, since all other text is read without it.
+    """
+
+    context: RunContext
+    tokenizer: Any
+    opened: Callable[[], Access]
+
+    def __call__(self, settings: Generate, length: int) -> Tensor:
+        """Return int64 [samples, length]."""
+        access, ranks = self.opened(), self.context.ranks
+        return torch.tensor(ranks.broadcast(self._sequences(access, settings, length) if ranks.first else []))
+
+    def _sequences(self, access: Access, settings: Generate, length: int) -> list[list[int]]:
+        first = first_token(self.tokenizer, access.model)
+        key = {
+            "settings": settings.model_dump(mode="json"),
+            "length": length,
+            "first": first,
+            "model": weights_fingerprint(access),
+            "config": config_fingerprint(access.model),
+            "device": access.device.type,
+            "versions": {
+                "compressx": f"{__version__}, code {code_digest('compressx')}",
+                **{name: metadata.version(name) for name in ("torch", "transformers")},
+            },
+        }
+
+        def compute() -> list[list[int]]:
+            ids = generate(
+                access.model, first, settings, length,
+                lambda i, n: self.context.report_progress("calibrate", i, n, "sequences generated"),
+            )  # fmt: skip
+            written: list[list[int]] = ids.tolist()
+            return written
+
+        return cached(key, compute, cache_folder() / "generated")

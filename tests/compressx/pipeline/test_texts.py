@@ -1,0 +1,154 @@
+"""Calibration text in whole runs: what is refused early, and text that the model writes."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.compressx.pipeline.runs import artifacts, recipe
+from tests.compressx.processes import in_two
+
+from compressx.masks.maskset import MaskSet
+from compressx.models import streaming
+from compressx.pipeline.run import plan, run
+from compressx.pipeline.sweep import check, grid
+from compressx.plugins.manager import load_plugins
+from compressx.runtime.errors import CalibrationError, CompressxError, RecipeError
+
+
+def with_text(model: Path, dataset: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """Return the recipe with another dataset, and other values of its calibration."""
+    given = recipe(model)
+    del given["calibration"]["dataset"]
+    given["calibration"] |= ({"datasets": dataset} if isinstance(dataset, list) else {"dataset": dataset}) | values
+    return given
+
+
+@pytest.mark.parametrize(
+    ("dataset", "values", "message"),
+    [
+        ({"json": "chats.json"}, {}, r"<dict>:calibration\.dataset: .* chats, but the tokenizer has no chat template"),
+        ({"json": "chats.json", "field": "mesages"}, {},
+         r"<dict>:calibration\.dataset: chats\.json\[0\]: no field 'mesages'; did you mean 'messages'\?"),
+        ([{"name": "c4", "weight": 0.01}, {"name": "wikitext"}], {},
+         r"<dict>:calibration\.datasets\[0\]: weight 0\.01 gives this dataset none of the 8 windows; raise its weight"),
+        ({"generate": {"samples": 7}}, {},
+         r"<dict>:calibration\.dataset\.generate: 8 windows are drawn from 7 generated .*samples of 8 or more"),
+        ([{"generate": {"samples": 5}}, {"name": "c4", "weight": 3.0}], {"samples": 24},
+         r"<dict>:calibration\.datasets\[0\]\.generate: 6 windows are drawn from 5"),
+    ],
+)  # fmt: skip
+def test_text_that_cannot_be_used_is_refused_by_a_plan(model, project, dataset, values, message) -> None:
+    Path("chats.json").write_text(json.dumps([{"messages": [{"role": "user", "content": "w1 w2"}]}]))
+    with pytest.raises(CompressxError, match=f"^{message}"):
+        plan(with_text(model, dataset, **values))
+
+
+@pytest.mark.parametrize("method", ["divergence", "attention-aware"])
+def test_an_allocation_does_not_measure_on_the_only_window_that_pruners_see(model, method) -> None:
+    rule = {"targets": ["*"], "pruner": "wanda"}
+    given = recipe(model, rule, allocation={"method": method, "target": 0.5})
+    plan(given)
+    given["calibration"]["samples"] = 1
+    told = rf"^<dict>:calibration\.samples: calibration\.samples is 1, but {method} at <dict>:allocation .* at least 2$"
+    with pytest.raises(RecipeError, match=told):
+        plan(given)
+    given["calibration"]["samples"] = 8
+    given["allocation"]["samples"] = 1
+    with pytest.raises(RecipeError, match=r"allocation\.samples is 1; expected at least 2"):
+        plan(given)
+    plan(given | {"allocation": {"method": "owl", "target": 0.5, "samples": 1}})
+
+
+def test_a_models_own_text_is_not_evaluated_on(model) -> None:
+    evaluate = {"token_perplexity": {"dataset": {"generate": {}}}}
+    with pytest.raises(RecipeError, match="generate only goes with calibration and finetune"):
+        plan(recipe(model, evaluate=evaluate))
+
+
+def test_several_sources_and_truncated_documents_reach_the_pruners(model, project) -> None:
+    for folder, word, words in (("long", "w1", 40), ("short", "w2", 20)):
+        Path(folder).mkdir()
+        for i in range(8):
+            Path(folder, f"{i}.txt").write_text(" ".join([word] * words))
+    long, short = {"text": "long/*.txt"}, {"text": "short/*.txt"}
+    given = with_text(model, [{**long, "weight": 3.0}, short], windows="truncate")
+    with pytest.raises(CalibrationError, match=r"datasets\[1\]: windows: truncate needs 2 documents of 32 tokens"):
+        run(given)
+    given["calibration"]["sequence_length"] = 16
+    assert run(given).sparsity == pytest.approx(0.5, abs=0.01)
+
+
+class TestGenerated:
+    GENERATE = {"generate": {"samples": 8, "seed": 3}}  # noqa: RUF012 - not changed
+
+    def test_text_is_generated_once_and_then_read_from_the_cache(self, model, monkeypatch) -> None:
+        given = with_text(model, self.GENERATE)
+        run(given)
+        before = artifacts("out")
+        (kept,) = Path("cache/generated").glob("*.json")
+        ids = torch.tensor(json.loads(kept.read_text())["value"])
+        assert ids.shape == (8, 32)
+        assert (ids[:, 0] == 1).all()
+        monkeypatch.setattr("compressx.pipeline.texts.generate", lambda *_: pytest.fail("generated again"))
+        run(given)
+        assert artifacts("out") == before
+
+    @pytest.mark.parametrize(
+        "changed", [{"samples": 9}, {"seed": 4}, {"temperature": 0.9}, {"batch_size": 3}], ids=lambda x: next(iter(x))
+    )
+    def test_every_setting_gives_other_text(self, model, monkeypatch, changed) -> None:
+        given = with_text(model, self.GENERATE)
+        run(given)
+        run(with_text(model, {"generate": self.GENERATE["generate"] | changed}))
+        assert len({json.dumps(json.loads(p.read_text())["value"]) for p in Path("cache/generated").iterdir()}) == 2
+
+    def test_it_is_a_dataset_of_fine_tuning_and_of_a_mixture_too(self, model) -> None:
+        text = {"text": str(model.with_name("text.txt"))}
+        tuned = {"steps": 2, "datasets": [self.GENERATE, text], "samples": 4, "sequence_length": 16}
+        report = run(with_text(model, [self.GENERATE, text]) | {"finetune": tuned})
+        assert report.finetune is not None
+        assert report.finetune.windows == (4, 16)
+        assert len(list(Path("cache/generated").iterdir())) == 2  # of 32 and of 16 tokens
+
+    def test_other_text_is_read_before_anything_is_generated(self, model, monkeypatch) -> None:
+        monkeypatch.setattr("compressx.pipeline.run.open_model", lambda *_: pytest.fail("weights were loaded"))
+        given = with_text(model, self.GENERATE) | {"evaluate": recipe(model, evaluated=True)["evaluate"]}
+        given["evaluate"]["token_perplexity"]["samples"] = 1000
+        with pytest.raises(CalibrationError, match="evaluation needs 1000 windows"):
+            run(given)
+
+    @pytest.mark.parametrize("asked", [True, "auto"])
+    def test_streamed_weights_are_refused_with_what_to_do(self, model, monkeypatch, asked) -> None:
+        monkeypatch.setattr(streaming, "_free_memory", lambda _device: 1000)
+        monkeypatch.setattr("compressx.pipeline.texts.generate", lambda *_: pytest.fail("generated"))
+        given = with_text(model, self.GENERATE) | {"model": {"path": str(model), "streaming": asked}}
+        told = r"calibration\.dataset\.generate: generating text needs all weights in memory, and model\.streaming is "
+        with pytest.raises(RecipeError, match=rf"{told}{str(asked).lower()} at .*set it to false, or remove generate$"):
+            (run if asked == "auto" else plan)(given)
+
+    def test_a_sweep_counts_it_without_a_model(self, model, monkeypatch) -> None:
+        Path("recipe.yaml").write_text(json.dumps(with_text(model, self.GENERATE)))
+        monkeypatch.setattr("compressx.pipeline.run.open_model", lambda *_: pytest.fail("weights were loaded"))
+        check(grid(Path("recipe.yaml"), ["prune.0.sparsity=0.4,0.5"], (), None), load_plugins())
+
+    @pytest.mark.slow
+    def test_the_first_of_two_processes_generates_what_both_prune_with(self, model, tmp_path) -> None:
+        given = with_text(model, self.GENERATE)
+        alone = run(given | {"output": str(tmp_path / "alone")})
+        for kept in Path("cache/generated").iterdir():
+            kept.unlink()
+        in_two(partial(_run, given | {"output": str(tmp_path / "out")}), tmp_path)
+        assert len(list(Path("cache/generated").iterdir())) == 1
+        one, two = (MaskSet.load(tmp_path / folder / "masks.safetensors") for folder in ("alone", "out"))
+        differing = sum(int((one[n].keep != two[n].keep).sum()) for n in one) / sum(one[n].keep.numel() for n in one)
+        assert differing < 1e-4
+        assert alone.sparsity > 0
+
+
+def _run(given: dict[str, Any]) -> str:
+    return run(given).to_json()
