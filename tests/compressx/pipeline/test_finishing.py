@@ -17,7 +17,7 @@ from compressx.data.windows import read_calibration
 from compressx.masks.maskset import MaskSet
 from compressx.models import streaming
 from compressx.pipeline.run import plan, run
-from compressx.recipe.sources import DatasetSource
+from compressx.recipe.sources import Calibration
 from compressx.runtime.errors import ArtifactError, CalibrationError, RecipeError, UnsupportedModelError
 
 TUNED = {"steps": 6, "learning_rate": 1e-3, "batch_size": 2, "checkpoint_every": 2}
@@ -104,9 +104,7 @@ def test_the_first_loss_is_the_divergence_from_the_dense_model_computed_by_hand(
     asked = recipe(model, evaluated=False, batch_size=8, steps=1, warmup=0.0)  # all windows, so their order is all one
     run({**asked, "finetune": None, "output": "pruned"})
     losses = run(asked).finetune.losses
-    text = DatasetSource(text=str(model.with_name("text.txt")))
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    windows = read_calibration(text, tokenizer, samples=8, sequence_length=32, seed=0, bos="auto")
+    windows = read_calibration(Calibration(**asked["calibration"]), AutoTokenizer.from_pretrained(model))
     with torch.no_grad():
         dense, pruned = (
             AutoModelForCausalLM.from_pretrained(folder)(windows).logits.double().log_softmax(-1)
