@@ -104,7 +104,7 @@ def test_the_first_loss_is_the_divergence_from_the_dense_model_computed_by_hand(
     asked = recipe(model, evaluated=False, batch_size=8, steps=1, warmup=0.0)  # all windows, so their order is all one
     run({**asked, "finetune": None, "output": "pruned"})
     losses = run(asked).finetune.losses
-    windows = read_calibration(Calibration(**asked["calibration"]), AutoTokenizer.from_pretrained(model))
+    windows = read_calibration(Calibration(**asked["calibration"]).draw, AutoTokenizer.from_pretrained(model))
     with torch.no_grad():
         dense, pruned = (
             AutoModelForCausalLM.from_pretrained(folder)(windows).logits.double().log_softmax(-1)
