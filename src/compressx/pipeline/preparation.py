@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def read_all(
 
 
 def _finetune_mistakes(loaded: LoadedRecipe, skeleton: Any) -> Iterator[CompressxError]:
-    """Yield an error for fine-tuning without text, and for one that the model does not support."""
+    """Yield an error for fine-tuning without text or PEFT, and for one that the model does not support."""
     recipe = loaded.recipe
     settings = recipe.finetune
     if settings is None:
@@ -156,6 +157,11 @@ def _finetune_mistakes(loaded: LoadedRecipe, skeleton: Any) -> Iterator[Compress
         yield RecipeError(
             f"{loaded.where('finetune')}: no text to train on: the recipe has neither calibration nor "
             "finetune.dataset; add one, such as finetune.dataset: wikitext"
+        )
+    if settings.lora is not None and find_spec("peft") is None:
+        yield RecipeError(
+            f"{loaded.where('finetune', 'lora')}: lora needs PEFT, which is not installed; pip install "
+            "'compressx[lora]', or remove lora to train the weights themselves"
         )
     if settings.gradient_checkpointing and not skeleton.supports_gradient_checkpointing:
         yield UnsupportedModelError(

@@ -16,7 +16,7 @@ from compressx.api.pruner import Block, PrunerSpec, statistic_of
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.planning.budgets import asked_patterns, check_fits
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.planning.targets import Assigned, match_targets, targeted_by
+from compressx.planning.targets import Assigned, check_adapters, match_targets, targeted_by
 from compressx.planning.text import text_mistakes
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
@@ -66,6 +66,8 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
                     check_fits(loaded, linear, linears)
     with mistakes.collected():
         _check_reconstruction(loaded, linears)
+    with mistakes.collected():
+        check_adapters(loaded, architecture, [linear.name for linear in linears])
     plan = Plan(
         linears, _skipped(architecture, assigned), rules, needs_calibration=False,
         allocation=loaded.recipe.allocation, reconstruct_block=loaded.recipe.reconstruct_block,

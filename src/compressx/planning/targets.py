@@ -242,6 +242,27 @@ def match_sparsities(loaded: LoadedRecipe, globs: Iterable[str], planned: Sequen
     return {name: taken[name] for name in planned}
 
 
+def check_adapters(loaded: LoadedRecipe, found: Architecture, planned: Sequence[str]) -> None:
+    """Check that each of `finetune.lora.targets` matches pruned linears, and none in fused experts.
+
+    Raises:
+        RecipeError: a glob that matches nothing, or an expert, with its place.
+    """
+    settings = loaded.recipe.finetune
+    for index, target in enumerate(settings.lora.targets if settings is not None and settings.lora is not None else ()):
+        where = loaded.where("finetune", "lora", "targets", index)
+        _refuse_interval(where, target)
+        matched = [name for name in planned if matches(target, name)]
+        if not matched:
+            raise RecipeError(f"{where}: {target!r} matches no pruned linear; {_similar(target, planned)}")
+        for name in matched:
+            if name in found.linears and found.linears[name].expert is not None:
+                raise RecipeError(
+                    f"{where}: {target!r} matches {name}, one of several experts in one parameter, which cannot have "
+                    'an adapter; expected targets without experts, such as "*.q_proj", or no lora'
+                )
+
+
 def first_matching(globs: Iterable[str], name: str) -> str:
     """Return the first glob that matches a name; `match_sparsities` ensures that there is one."""
     return next(glob for glob in globs if matches(glob, name))
