@@ -47,7 +47,7 @@ def evaluate(
     source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
     with terminal.progress(quiet=as_json) as tell:
         figures = evaluate_saved(
-            source, settings, masks=masks, device=device,  # type: ignore[arg-type]
+            source, settings, masks=masks, device=device,
             progress=lambda done, total: tell("evaluate", done, total, ""),
         )  # fmt: skip
     if as_json:

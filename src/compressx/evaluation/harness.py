@@ -38,7 +38,7 @@ def check_tasks(settings: LmEval) -> None:
         RecipeError: an unknown task (with the nearest names), a file that defines no task, a repeated name, or a task
             that is also part of a listed group.
     """
-    names = [task.name if isinstance(task, RollingTask) else _checked_name(task) for task in settings.tasks]
+    names = [task.name if isinstance(task, RollingTask) else check_name(task) for task in settings.tasks]
     for name in names:
         if names.count(name) > 1:
             raise RecipeError(f"lm_eval.tasks: {name!r} occurs {names.count(name)} times; each task needs its own name")
@@ -132,8 +132,12 @@ def _spec(task: str | RollingTask, index: Mapping[str, _Indexed], rolling: Mappi
     }
 
 
-def _checked_name(task: str) -> str:
-    """Return the name under which the harness reports a task."""
+def check_name(task: str) -> str:
+    """Return the name under which the harness reports a task.
+
+    Raises:
+        RecipeError: an unknown task (with the nearest names), or a file that defines no task.
+    """
     if is_file(task):
         return _name_in_file(_path(task))
     if task not in (names := _task_index()):

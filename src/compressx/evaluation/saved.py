@@ -45,9 +45,7 @@ def source_of(
     Raises:
         RecipeError: a revision for a model that is not on the hub.
     """
-    inner = Path(model).expanduser() / "model"
-    name = str(inner) if (inner / "config.json").is_file() else model
-    source = _SOURCE.validate_python(name)
+    source = _SOURCE.validate_python(model)
     if revision is not None and source.id is None:
         raise RecipeError(f"--revision {revision}: {model} is a path, and only hub models have revisions")
     return source.model_copy(update={"dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code})

@@ -30,9 +30,8 @@ from compressx.pipeline.context import Progress, RunContext
 from compressx.pipeline.finishing import Pruned, describe, evaluated, report_of, trained, versions
 from compressx.pipeline.journal import Allocated, FinishedBlock
 from compressx.pipeline.log import run_log
-from compressx.pipeline.preparation import RunTexts, calibration_batches, plan_for, read_all
+from compressx.pipeline.preparation import RunTexts, calibration_batches, plan_in_memory, read_all
 from compressx.pipeline.pruning import Pruning
-from compressx.pipeline.texts import check_files, check_tokenizer, check_windows
 from compressx.pipeline.tracking import Tracking
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
@@ -234,10 +233,7 @@ def _read(
 ) -> tuple[Plan, RunTexts]:
     """Check the recipe, plan it, and read all text, with the caller's in place of the calibration dataset."""
     loaded, windows = context.loaded, None
-    chats = check_files(loaded)
-    check_windows(loaded)
-    check_tokenizer(loaded, lambda: tokenizer, model, chats)
-    planned = plan_for(loaded, context.plugins, model)
+    planned = plan_in_memory(loaded, context.plugins, model, tokenizer)
     context.log.rules(loaded, planned)
     context.report_progress("calibrate", 0, 1)
     settings = loaded.recipe.calibration

@@ -20,8 +20,7 @@ from compressx.api.record import RunReport
 from compressx.data.windows import fingerprint as fingerprint_of
 from compressx.evaluation.perplexity import evaluate_cached
 from compressx.models.access import Access, Device, config_fingerprint, device_for, weights_fingerprint
-from compressx.models.export import output_folder
-from compressx.models.loading import load_tokenizer
+from compressx.models.export import check_unfinished, output_folder
 from compressx.models.streaming import StreamedModel, open_model
 from compressx.pipeline.context import Progress, RunContext
 from compressx.pipeline.finishing import Pruned, finish, versions
@@ -34,9 +33,7 @@ from compressx.pipeline.preparation import (
     loaded_recipe,
     prepare,
     read_all,
-    refuse_nothing_held_out,
     refuse_streamed,
-    refuse_uneven_steps,
 )
 from compressx.pipeline.pruning import Pruning
 from compressx.pipeline.texts import OwnText
@@ -68,7 +65,8 @@ def plan(
     Raises:
         CompressxError: an error in the recipe, the plugins or the model.
     """
-    return prepare(loaded_recipe(recipe, overrides), plugins or load_plugins()).plan
+    plugins = plugins or load_plugins()
+    return prepare(loaded_recipe(recipe, overrides, plugins), plugins).plan
 
 
 def run(
@@ -110,8 +108,9 @@ def run(
         contextlib.closing(Tracking(log)) as tracking,
     ):
         log.header(machine(where), {"compressx": __version__, **versions()})
+        plugins = plugins or load_plugins()
         context = RunContext(
-            loaded_recipe(recipe, overrides), plugins or load_plugins(), progress if ranks.first else None, where,
+            loaded_recipe(recipe, overrides, plugins), plugins, progress if ranks.first else None, where,
             ranks, timing, log, tracking,
         )  # fmt: skip
         report = _run(context, resume=resume, restart=restart)
@@ -123,9 +122,15 @@ def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | Non
     """Run all stages. Only the first process evaluates, writes, and returns a report."""
     loaded, ranks = context.loaded, context.ranks
     forget_peaks()
-    given = _read(context)
+    if ranks.first:
+        with loaded.at("output"):
+            check_unfinished(loaded.recipe.output, resume=resume, restart=restart)
+    context.report_progress("load", 0, 2)
+    prepared = prepare(loaded, context.plugins, ranks.size)
+    context.log.rules(loaded, prepared.plan)
     with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
         context.log.open(folder)
+        given = _read(context, prepared)
         fingerprint = ranks.broadcast(_fingerprint(context, given) if ranks.first else {})
         journal = Journal(folder, fingerprint, ranks, context.timing)
         if ranks.first:
@@ -136,7 +141,7 @@ def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | Non
         if not ranks.first:
             return None
         pruned = Pruned(
-            given.tokenizer, given.access, final, allocation, finished, evaluation, given.texts.evaluation,
+            given.prepared.tokenizer, given.access, final, allocation, finished, evaluation, given.texts.evaluation,
             given.texts.training,
         )  # fmt: skip
         report = finish(context, pruned, given.prepared.checkpoint, journal, folder)
@@ -150,8 +155,7 @@ class _Inputs:
     """The inputs of a run.
 
     Attributes:
-        prepared: the plan and the model's checkpoint.
-        tokenizer: the model's.
+        prepared: the plan, the model's checkpoint and its tokenizer.
         texts: as token ids.
         batches: calibration token ids, each [batch, tokens].
         mine: this process's share of them.
@@ -159,33 +163,25 @@ class _Inputs:
     """
 
     prepared: Prepared
-    tokenizer: Any
     texts: RunTexts
     batches: Sequence[torch.Tensor]
     mine: Sequence[torch.Tensor]
     access: Access
 
 
-def _read(context: RunContext) -> _Inputs:
-    """Check the recipe, read the text, and open the model: last, or when text is to be generated with it."""
+def _read(context: RunContext, prepared: Prepared) -> _Inputs:
+    """Read the text, and open the model: last, or when text is to be generated with it."""
     loaded, ranks = context.loaded, context.ranks
-    context.report_progress("load", 0, 2)
-    refuse_uneven_steps(loaded, ranks.size)
-    refuse_nothing_held_out(loaded, ranks.size)
-    prepared = prepare(loaded, context.plugins)
-    context.log.rules(loaded, prepared.plan)
-    with loaded.at("model"):
-        tokenizer = load_tokenizer(prepared.checkpoint)
     opened = functools.cache(lambda: _opened(context, prepared))
     context.report_progress("calibrate", 0, 1)
-    own = OwnText(context, tokenizer, opened)
-    texts = read_all(loaded, prepared.plan, tokenizer, own, evaluated=ranks.first)
+    own = OwnText(context, prepared.tokenizer, opened)
+    texts = read_all(loaded, prepared.plan, prepared.tokenizer, own, evaluated=ranks.first)
     windows = texts.calibration
     batches = calibration_batches(loaded.recipe.calibration, windows)
     mine = calibration_batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))
     context.report_progress("load", 1, 2)
     access = opened()
-    return _Inputs(prepared, tokenizer, texts, batches, mine, access)
+    return _Inputs(prepared, texts, batches, mine, access)
 
 
 def _opened(context: RunContext, prepared: Prepared) -> Access:
@@ -206,7 +202,7 @@ def _evaluate_dense(context: RunContext, given: _Inputs, model: str) -> dict[str
     context.report_progress("evaluate dense", 0, 1)
     with context.loaded.at("evaluate"):
         dense = evaluate_cached(
-            given.access, given.tokenizer, settings, given.texts.evaluation, model,
+            given.access, given.prepared.tokenizer, settings, given.texts.evaluation, model,
             progress=lambda i, n: context.report_progress("evaluate dense", i, n),
         )  # fmt: skip
     context.report_figures("dense", dense)

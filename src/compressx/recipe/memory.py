@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compressx.recipe.document import Node, from_python, put
-from compressx.recipe.schema import LoadedRecipe, read_nodes, recipe_from_nodes
+from compressx.recipe.schema import LoadedRecipe, read_recipe, recipe_from_source
 from compressx.runtime.errors import RecipeError
 
 _ARGUMENT = "the argument calibration"
@@ -32,7 +32,7 @@ def recipe_in_memory(
     Raises:
         RecipeError: as for `load_recipe`; a key that has no meaning here.
     """
-    source = read_nodes(recipe, overrides) if isinstance(recipe, Path) else from_python(recipe, "<dict>")
+    source = read_recipe(recipe, overrides) if isinstance(recipe, Path) else from_python(recipe, "<dict>")
     _refuse_keys(source, _NOT_IN_MEMORY)
     if calibration is not None:
         section = source.value.get("calibration") if isinstance(source.value, Mapping) else None
@@ -43,7 +43,7 @@ def recipe_in_memory(
             source = put(source, ["calibration", key], Node(value, _ARGUMENT))
     for key, value in (("model", model), ("output", ".")):
         source = put(source, [key], Node(value, source.place))
-    return recipe_from_nodes(source)
+    return recipe_from_source(source)
 
 
 def _refuse_keys(section: Node | None, reasons: Mapping[str, str], path: str = "") -> None:
