@@ -2,8 +2,8 @@
 
 python benchmarks/fingerprints.py > before.txt; ...; python benchmarks/fingerprints.py | diff before.txt -
 
-Runs in one thread. Hashes are comparable only on one machine with one build of torch. Seconds, memory, versions, paths
-and the recipe are left out of `report.json`.
+Runs in one thread. Hashes are comparable only on one machine with one build of torch. Seconds, date, memory, hardware,
+versions, command, paths and the recipe are left out of `report.json`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from compressx.testing import save_tiny_model, tiny_text
 
 QUERY_KEY = {"llama": ["*.q_proj", "*.k_proj"], "mixtral": ["*.q_proj", "*.k_proj"], "gpt2": ["*.c_attn"]}
 ALL = {"targets": ["*"]}
-LEFT_OUT = {"seconds", "peak_memory_bytes", "versions", "plugins", "model", "compressx", "figures"}
+LEFT_OUT = {
+    "seconds", "peak_memory_bytes", "versions", "plugins", "model", "compressx", "figures", "date", "command",
+    "hardware", "calibration",
+}  # fmt: skip
 
 
 def recipes(architecture: str) -> dict[str, dict[str, Any]]:

@@ -146,3 +146,13 @@ def test_growth_keeps_the_points_of_axes_that_are_not_measured_again(tmp_path, m
         ("tokens", "512.0"), ("tokens", "1024.0"), ("depth", "1"), ("depth", "2")
     ]  # fmt: skip
     assert (tmp_path / "growth.svg").is_file()
+
+
+def test_the_picture_of_a_summary_shows_what_the_report_of_a_run_has(tmp_path, benchmark):
+    from tests.compressx.report.reports import report
+
+    (tmp_path / "report.json").write_text(report(command="compressx run a.yaml").to_json())
+    benchmark("summary", tmp_path, tmp_path / "summary.svg")
+    drawn = (tmp_path / "summary.svg").read_text()
+    for text in ("compressx&#160;run&#160;a.yaml", "Pruned&#160;org/model", "token_perplexity", "+25.0%"):
+        assert text in drawn, text

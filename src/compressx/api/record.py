@@ -163,7 +163,7 @@ class RunReport:
         blocks: every pruned block with its linears, in the model's order.
         skipped: every linear or matrix that was not pruned, with the reason.
         evaluation: `dense`, `pruned` and, after fine-tuning, `finetuned`, each a mapping from the number's full name
-            to its value; empty when the recipe evaluates nothing.
+            to its value, and `sample` with `prompt` and `text`; empty when the recipe evaluates nothing.
         seconds: by stage, in the order of the run (load, calibrate, evaluate dense, allocate, prune, evaluate pruned,
             finetune, save, evaluate finetuned; only those that there were), and their sum as `total`.
         peak_memory_bytes: highest resident memory of the process, plus that of the accelerator if one was used.
@@ -172,6 +172,10 @@ class RunReport:
         figures: `file`, inside the output folder, and `caption` of each figure that was drawn.
         allocation: how sparsities were chosen; None when the recipe's rules gave their own.
         finetune: how the survivors were trained; None when they were not.
+        date: when the report was made, ISO 8601 with the offset from UTC.
+        command: that made the run.
+        hardware: system, processor, cores, memory and device.
+        calibration: `samples`, `sequence_length` and `seed`; empty without calibration text.
     """
 
     compressx: str
@@ -187,6 +191,10 @@ class RunReport:
     figures: tuple[Mapping[str, str], ...] = ()
     allocation: AllocationReport | None = None
     finetune: FinetuneReport | None = None
+    date: str = ""
+    command: str = ""
+    hardware: str = ""
+    calibration: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def layers(self) -> tuple[LayerReport, ...]:

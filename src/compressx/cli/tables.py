@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from compressx.allocation.units import zeros_of
@@ -65,9 +65,12 @@ def of_figures(figures: Figures) -> Iterator[Section]:
     rows = [
         (f"{name} {metric}".rstrip(), value)
         for name, values in figures.items()
-        for metric, value in (values.items() if isinstance(values, dict) else [("", values)])
+        for metric, value in (values.items() if isinstance(values, Mapping) else [("", values)])
+        if not isinstance(value, str)
     ]
     yield Section(table=table(["measure", Column("value", ".6g")], rows))
+    if isinstance(sample := figures.get("sample"), Mapping):
+        yield Section("Sample", text=f"{sample['prompt']}{sample['text']}")
 
 
 def of_applied(applied: Applied, output: Path) -> Iterator[Section]:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from compressx.pipeline.context import Progress as Tell
 from compressx.pipeline.log import FORMAT, LOG
-from compressx.report.section import Section, Table
+from compressx.report.section import Best, Section, Table, Value
 
 if TYPE_CHECKING:
     from compressx.testing.conformance import Outcome
@@ -71,9 +71,9 @@ def _lines(level: int) -> Iterator[None]:
         LOG.setLevel(before)
 
 
-def show(*sections: Section) -> None:
-    """Print sections; those for reference are only named, in one line at the end."""
-    console = _console()
+def show(*sections: Section, console: Console | None = None) -> None:
+    """Print sections, on standard output if no console is given; those for reference are only named, in one line."""
+    console = console or _console()
     for section in sections:
         if not section.brief:
             _print(console, section)
@@ -96,12 +96,20 @@ def _print(console: Console, section: Section) -> None:
 
 def _table(shown: Table) -> rich.table.Table:
     laid_out = rich.table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(shown.names))
+    marked = [any(isinstance(row[i], Best) for row in shown.rows) for i in range(len(shown.columns))]
     for column in shown.columns:
         number = bool(column.form)  # text that is too long goes on below, since a name cut short names nothing
         laid_out.add_column(column.name, justify="right" if number else "left", no_wrap=number, overflow="fold")
-    for row in shown.texts:
-        laid_out.add_row(*map(Text, row))
+    for texts, values in zip(shown.texts, shown.rows, strict=True):
+        laid_out.add_row(*map(_cell, texts, values, marked))
     return laid_out
+
+
+def _cell(text: str, value: Value, marked: bool) -> Text:
+    """Write a cell; in a column where something is marked as best, the others have a space in place of the mark."""
+    if isinstance(value, Best):
+        return Text(f"{text}*", style="bold")
+    return Text(f"{text} " if marked else text)
 
 
 def checked(pruner: str, outcomes: Iterable[Outcome]) -> list[Outcome]:

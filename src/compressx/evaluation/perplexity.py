@@ -1,4 +1,4 @@
-"""Evaluation: token perplexity in fixed windows, and tasks of lm-evaluation-harness.
+"""Evaluation: token perplexity in fixed windows, tasks of lm-evaluation-harness, and a sample of text.
 
 The perplexities are different metrics: `token_perplexity` is the one that SparseGPT and Wanda report;
 `word_perplexity` and `byte_perplexity` are the harness's, per whitespace-separated word and per byte.
@@ -24,16 +24,17 @@ from compressx._version import __version__
 from compressx.data.documents import documents, texts
 from compressx.data.windows import beginning, evaluation_windows, fingerprint, token_ids
 from compressx.evaluation.harness import ROLLING_METRICS, check_tasks, is_file, run_tasks
+from compressx.evaluation.sample import generate, prompt_ids
 from compressx.models.access import Access, config_fingerprint
 from compressx.recipe.measuring import Evaluate, RollingTask
 from compressx.runtime.cache import cache_folder, cached
 from compressx.runtime.errors import CalibrationError
 
 Progress: TypeAlias = Callable[[int, int], None]
-Figures: TypeAlias = dict[str, float | dict[str, float]]
+Figures: TypeAlias = dict[str, float | Mapping[str, float | str]]
 """Metrics by name: `token_perplexity`, and for each harness task or group a dict such as
 `{"arc_easy": {"acc": 0.61, "acc_stderr": 0.01}}`. If exactly one task has them, `word_perplexity`, `byte_perplexity`
-and `bits_per_byte` also appear at the top level."""
+and `bits_per_byte` also appear at the top level. `sample` is the `prompt` and the `text` that the model wrote."""
 
 _LOGITS_IN_FLOAT32 = 2**24
 """Logits converted to float32 at a time: 64 MiB, a few hundred positions of a large vocabulary."""
@@ -86,15 +87,17 @@ class Texts:
     Attributes:
         windows: for token perplexity, int64 [windows, T]; None when it is not measured.
         rolling: documents of each rolling task, by name.
+        prompt: of the sample, int64 [1, tokens]; None when there is none.
     """
 
     windows: Tensor | None
     rolling: Mapping[str, Sequence[str]]
+    prompt: Tensor | None = None
 
     def fingerprint(self) -> list[str]:
         """Return a hash of each text."""
-        windows = [] if self.windows is None else [fingerprint(self.windows)]
-        return [*windows, *(_sha256(json.dumps([name, *read])) for name, read in self.rolling.items())]
+        tokens = [fingerprint(ids) for ids in (self.windows, self.prompt) if ids is not None]
+        return [*tokens, *(_sha256(json.dumps([name, *read])) for name, read in self.rolling.items())]
 
 
 def read_texts(settings: Evaluate, tokenizer: Any, *, max_positions: int | None = None) -> Texts:
@@ -122,7 +125,8 @@ def read_texts(settings: Evaluate, tokenizer: Any, *, max_positions: int | None 
     rolling = {
         t.name: [d for d in texts(t.dataset, "evaluation") if d.strip()] for t in tasks if isinstance(t, RollingTask)
     }
-    return Texts(windows, rolling)
+    sample = settings.sample
+    return Texts(windows, rolling, None if sample is None else prompt_ids(sample, tokenizer))
 
 
 def evaluate(
@@ -157,6 +161,10 @@ def evaluate(
         rolling = [metrics for metrics in tasks.values() if "word_perplexity" in metrics]
         if len(rolling) == 1:
             figures |= {name: rolling[0][name] for name in ROLLING_METRICS if name in rolling[0]}
+    if settings.sample is not None and texts.prompt is not None:
+        with access.whole() as model, evaluation_mode(model):
+            text = generate(model, tokenizer, texts.prompt, settings.sample.tokens)
+        figures["sample"] = {"prompt": settings.sample.prompt, "text": text}
     return figures
 
 

@@ -8,6 +8,7 @@ import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +33,7 @@ from compressx.recipe.tuning import Finetune
 from compressx.report import figures, html, markdown
 from compressx.report.contents import sections
 from compressx.runtime.files import atomic_write
+from compressx.runtime.machine import command, machine
 from compressx.runtime.timing import peak_memory_bytes
 from compressx.training.finetune import finetune
 
@@ -199,6 +201,8 @@ def report_of(
 ) -> RunReport:  # fmt: skip
     """Return the report of a finished run."""
     blocks = tuple(block.report for block in pruned.blocks)
+    calibration = context.loaded.recipe.calibration
+    drawn_by = {"samples", "sequence_length", "seed"}
     return RunReport(
         compressx=__version__,
         model=context.loaded.recipe.model.model_dump(mode="json", exclude_none=True),
@@ -217,4 +221,8 @@ def report_of(
         figures=drawn,
         allocation=pruned.allocation,
         finetune=tuned,
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        command=command(),
+        hardware=machine(context.device),
+        calibration={} if calibration is None else calibration.model_dump(include=drawn_by),
     )

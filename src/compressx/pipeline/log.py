@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shlex
-import sys
 import time
 import traceback
 import warnings
@@ -25,6 +23,7 @@ from compressx.planning.plan import Plan
 from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.errors import CompressxError
 from compressx.runtime.files import os_errors_named
+from compressx.runtime.machine import command
 from compressx.runtime.timing import peak_memory_bytes
 
 LOG = logging.getLogger("compressx")
@@ -83,7 +82,7 @@ class RunLog:
 
     def header(self, machine: str, versions: Mapping[str, str]) -> None:
         """Write what is run, on what, and with what."""
-        self.write(logging.INFO, f"command: {shlex.join(sys.argv)}")
+        self.write(logging.INFO, f"command: {command()}")
         self.write(logging.INFO, f"machine: {machine}")
         self.write(logging.INFO, "versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
 

@@ -53,11 +53,20 @@ class LmEval(Strict):
     batch_size: StrictInt = Field(4, ge=1)
 
 
+class Sample(Strict):
+    """What each model writes after the same prompt, the likeliest token each time."""
+
+    prompt: str = Field(min_length=1, examples=["The three laws of motion are"])
+    tokens: StrictInt = Field(64, ge=1, description="written at most; fewer where the model ends its text")
+    apply_chat_template: bool = Field(False, description="give the prompt as a user's message")
+
+
 class Evaluate(Strict):
     """What is measured on the dense and on the pruned model; nothing without this section."""
 
     token_perplexity: TokenPerplexity | None = Field(None, examples=[{"dataset": "wikitext"}])
     lm_eval: LmEval | None = Field(None, examples=[{"tasks": ["wikitext"]}])
+    sample: Sample | None = Field(None, description="text written by each model, to read side by side")
 
     @model_validator(mode="after")
     def _foreign_text(self) -> Evaluate:

@@ -1,9 +1,10 @@
-"""Several runs side by side: what each reached, at what cost."""
+"""Several runs side by side, the best first: what each reached, at what cost."""
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,16 @@ from pydantic import TypeAdapter, ValidationError
 from compressx.api.record import RunReport
 from compressx.report import markdown, plots
 from compressx.report.contents import model_name
-from compressx.report.section import Column, Section, table
+from compressx.report.section import Best, Column, Section, table
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import atomic_write, os_errors_named
 
 _REPORT: TypeAdapter[RunReport] = TypeAdapter(RunReport)
+
+
+_LESS = ("perplexity", "bits_per_byte")
+_MORE = ("acc", "acc_norm", "exact_match", "f1", "mcc")
+"""Ends of the names of measures of which less, or more, is better."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ class Comparison:
     """Several runs.
 
     Attributes:
-        runs: in the order given.
+        runs: by the first measured perplexity of the last model that each made, the least first; those without one in
+            the order given.
         warnings: why their numbers may not be comparable.
     """
 
@@ -60,21 +67,35 @@ class Comparison:
     @property
     def measures(self) -> list[tuple[str, str]]:
         """Name what was measured, and of which model, in any run."""
-        return list(dict.fromkeys(key for run in self.runs for key in run.measures))
+        order = ("dense", "pruned", "finetuned")
+        return sorted({key: 0 for run in self.runs for key in run.measures}, key=lambda key: order.index(key[1]))
 
     def sections(self) -> tuple[Section, ...]:
         """Return a table with a row for each run, what it did not measure being empty, and the warnings."""
         measures = [Column(f"{name.replace('_', ' ')}, {of}", ".4g") for name, of in self.measures]
         rows = [
-            (run.name, run.pruners, run.report.sparsity, *(run.measures.get(key) for key in self.measures), run.seconds,
+            (run.name, run.pruners, run.report.sparsity, *(self._value(run, key) for key in self.measures), run.seconds,
              run.report.peak_memory_bytes / 2**30)
             for run in self.runs
         ]  # fmt: skip
+        marked = any(isinstance(value, Best) for row in rows for value in row)
         found = table(
             ["run", "pruners", Column("sparsity", ".2%"), *measures, Column("seconds", ".0f"), Column("GiB", ".1f")],
             rows,
         )
-        return Section(table=found), *(Section(note=f"warning: {text}") for text in self.warnings)
+        note = "The best of each column are marked: no run that is as sparse or sparser has a better value."
+        return Section(note=note if marked else "", table=found), *(
+            Section(note=f"warning: {text}") for text in self.warnings
+        )
+
+    def _value(self, run: Compared, key: tuple[str, str]) -> float | None:
+        """Return what a run measured, marked if it is the best of comparable runs that are as sparse or sparser."""
+        value, sign = run.measures.get(key), _sign(key[0])
+        others = [x for x in self.runs if x is not run and key in x.measures]
+        if value is None or not sign or key[1] == "dense" or not others or self.warnings:
+            return value
+        rivals = [x for x in others if round(x.report.sparsity, 3) >= round(run.report.sparsity, 3)]
+        return value if any(sign * x.measures[key] > sign * value for x in rivals) else Best(value)
 
     def csv(self) -> str:
         """Return the table for programs, numbers in full."""
@@ -140,8 +161,21 @@ def compare(folders: Sequence[Path]) -> Comparison:
     """
     reports = [read_report(folder) for folder in folders]
     names = _short([folder.parent if folder.name == "report.json" else folder for folder in folders])
-    runs = tuple(Compared(name, report, report.measures()) for name, report in zip(names, reports, strict=True))
+    found = [Compared(name, report, report.measures()) for name, report in zip(names, reports, strict=True)]
+    runs = tuple(sorted(found, key=_perplexity))
     return Comparison(runs, tuple(_warnings(runs)))
+
+
+def _perplexity(run: Compared) -> float:
+    """Return what runs are sorted by."""
+    found = {of: value for (name, of), value in reversed(run.measures.items()) if name.endswith(_LESS[0])}
+    return found.get("finetuned", found.get("pruned", math.inf))
+
+
+def _sign(name: str) -> int:
+    """Return whether more is better (1), less is better (-1), or neither is known (0)."""
+    metric = name.rsplit(" ", 1)[-1].partition(",")[0]
+    return -1 if metric.endswith(_LESS) else int(metric in _MORE)
 
 
 def read_report(folder: Path) -> RunReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sized
+from textwrap import shorten
 from typing import Any, TypeAlias
 
 from compressx.api.names import kind_of
@@ -46,7 +47,8 @@ def _head(report: RunReport) -> Iterator[Section]:
     took = f"{total / 60:.1f} min" if total >= 120 else f"{total:.0f} s"
     rows.append(("time", took, ", ".join(dict.fromkeys(layer.pruner for layer in report.layers))))
     rows.append(("peak memory", f"{report.peak_memory_bytes / 2**30:.1f} GiB", ""))
-    yield Section(f"Pruned {model_name(report.model)}", f"compressx {report.compressx}", table(["", "", ""], rows))
+    found = table(["measure", "value", "note"], rows)
+    yield Section(f"Pruned {model_name(report.model)}", f"compressx {report.compressx}", found)
 
 
 def evaluation(report: RunReport) -> Iterator[Section]:
@@ -71,6 +73,29 @@ def _changes(report: RunReport) -> list[list[Any]]:
             values = [measured[name, other] for other in changed]
             rows.append([name, dense, *(x for v in values for x in (v, v / dense - 1 if dense else None))])
     return rows
+
+
+def _sample(report: RunReport) -> Iterator[Section]:
+    """Yield what each model wrote after the same prompt, side by side."""
+    if written := {of: values["sample"] for of, values in report.evaluation.items() if "sample" in values}:
+        prompt = shorten(next(iter(written.values()))["prompt"], 300)
+        found = table(
+            [Column(of, look="prose") for of in written], [[said["text"].strip() for said in written.values()]]
+        )
+        yield Section("Sample", f'What each model writes after "{prompt}", the likeliest token each time.', found)
+
+
+def _run(report: RunReport) -> Iterator[Section]:
+    """Yield when, where and how the run was made."""
+    text = "{samples} windows of {sequence_length} tokens, seed {seed}"
+    rows = [
+        ("date", report.date.replace("T", " ")),
+        ("command", report.command),
+        ("hardware", report.hardware),
+        ("calibration", text.format(**report.calibration) if report.calibration else ""),
+    ]
+    if given := [row for row in rows if row[1]]:
+        yield Section("Run", table=table(["run", Column("value", look="prose")], given))
 
 
 def modules(report: RunReport) -> Iterator[Section]:
@@ -221,6 +246,6 @@ def _number(block: BlockReport) -> str:
 
 
 BUILDERS: tuple[Builder, ...] = (
-    _head, evaluation, modules, _heat, _curves, _blocks, _stages, _allocation, _reconstruction, _finetuning,
-    _matrices, _layers, _software,
+    _head, evaluation, _sample, _run, modules, _heat, _curves, _blocks, _stages, _allocation, _reconstruction,
+    _finetuning, _matrices, _layers, _software,
 )  # fmt: skip

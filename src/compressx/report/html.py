@@ -14,8 +14,14 @@ from typing import Any
 from compressx.report.section import Column, Section, Table, Value
 from compressx.runtime.files import os_errors_named
 
-_COLOURS = {"#ffffff": "none", "#000000": "currentColor", "#dddddd": "var(--line)"}
-"""What a drawing's ground, lines and grid become, so that they follow the page."""
+_COLOURS = {
+    "#ffffff": "none", "#000000": "currentColor", "#dddddd": "var(--line)", "#0072b2": "var(--accent)",
+    "#56b4e9": "var(--sky)",
+}  # fmt: skip
+"""What a drawing's ground, text, grid and darkest lines become, so that they follow the page."""
+
+_WIDE = 500
+"""Points of a drawing's width above which it gets the whole page, and is not made smaller than is legible."""
 
 _LONG = 12
 """Rows and figures of a section for reference above which it is folded, unless its table is shaded."""
@@ -37,6 +43,12 @@ class _Figure:
     caption: str
     svg: Any = None
     data: str = ""
+
+    @property
+    def wide(self) -> bool:
+        """Whether its text would be too small in half of a page, or on a phone."""
+        width = re.search(r'width="([\d.]+)pt"', self.svg or "")
+        return width is not None and float(width[1]) > _WIDE
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
-from compressx.report.section import Section, Table
+from compressx.report.section import Best, Column, Section, Table, Value
 
 
 def page(sections: Sequence[Section]) -> str:
@@ -29,5 +30,13 @@ def _parts(section: Section, level: str) -> Iterator[str]:
 
 
 def _lines(table: Table) -> list[str]:
-    rows = [[cell.replace("|", r"\|") for cell in row] for row in table.texts]
+    rows = [[_cell(column, value) for column, value in zip(table.columns, row, strict=True)] for row in table.rows]
     return [f"| {' | '.join(row)} |" for row in (table.names, ["---"] * len(table.columns), *rows)]
+
+
+def _cell(column: Column, value: Value) -> str:
+    text = column.text(value)
+    if column.look == "prose":  # a model's own words are no markup
+        text = re.sub(r"([\\`*_{}\[\]<>#~$&])", r"\\\1", text).replace("\n", "<br>")
+    text = text.replace("|", r"\|")
+    return f"**{text}**" if isinstance(value, Best) else text

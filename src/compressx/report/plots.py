@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, cycle
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -196,7 +197,21 @@ def _draw_lines(
         figure.supxlabel(across)
         figure.supylabel(up)
         if len(labels) > 1:
-            figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=len(labels))
+            _add_legend(figure, shown)
+
+
+def _add_legend(figure: Figure, shown: Mapping[str, Any]) -> None:
+    """Put a legend above, in as many columns as the figure is wide enough for; more rows make the figure higher."""
+    labels = [fill(label, 60) for label in shown]
+    columns = len(labels)
+    while True:
+        legend = figure.legend(shown.values(), labels, loc="outside upper center", ncols=columns)
+        box = legend.get_window_extent()
+        if columns == 1 or box.width <= 0.98 * figure.bbox.width:
+            break
+        legend.remove()
+        columns -= 1
+    figure.set_figheight(figure.get_figheight() + max(0.0, box.height / figure.dpi - 0.3))
 
 
 def _set_scales(ax: Axes, values: Sequence[float]) -> None:

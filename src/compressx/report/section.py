@@ -9,6 +9,10 @@ from typing import Literal, TypeAlias
 Value: TypeAlias = str | float | None
 
 
+class Best(float):
+    """A number that is marked as the best of its column."""
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of a table.
@@ -17,12 +21,12 @@ class Column:
         name: its heading.
         form: how its values are written, such as `.2%`; they are set right then. Empty for text, which is set left.
         look: what a page in colour adds to its numbers: `heat` shades a fraction of one, `bar` draws a bar as long as
-            the number is in proportion to the column's largest.
+            the number is in proportion to the column's largest; `prose` lets long text run over several lines.
     """
 
     name: str
     form: str = ""
-    look: Literal["", "heat", "bar"] = ""
+    look: Literal["", "heat", "bar", "prose"] = ""
 
     def text(self, value: Value) -> str:
         """Write a value; None is empty."""

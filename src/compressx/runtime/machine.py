@@ -1,9 +1,11 @@
-"""What a run is done on, in words."""
+"""What a run is done on, and by which command, in words."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
+import sys
 from pathlib import Path
 
 import psutil
@@ -13,13 +15,20 @@ import torch
 def machine(device: torch.device) -> str:
     """Describe the system, the processor, its cores, the threads in use, the memory and the device of a run."""
     parts = [
-        platform.platform(terse=True),
+        f"{platform.system()} {platform.release().partition('-')[0]}",  # a build's own suffix says nothing
         _processor(),
         f"{_cores()} cores, {torch.get_num_threads()} threads",
         f"{psutil.virtual_memory().total / 2**30:.0f} GiB memory",
         f"device {device}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""),
     ]
     return ", ".join(part for part in parts if part)
+
+
+def command() -> str:
+    """Return this process's command line, its program by name only."""
+    program = Path(sys.argv[0])
+    name = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
+    return shlex.join([*name, *sys.argv[1:]])
 
 
 def _cores() -> int:

@@ -3,12 +3,15 @@ from __future__ import annotations
 import csv
 import dataclasses
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 
 from compressx import ArtifactError
 from compressx.api.record import BlockReport, LayerReport, RunReport
+from compressx.cli import terminal
 from compressx.report.compare import compare
+from compressx.report.section import Best
 
 
 def saved(folder: Path, sparsity: float, pruned: float, dense: float = 20.0, pruner: str = "wanda", **fields) -> Path:
@@ -32,9 +35,9 @@ def test_runs_stand_side_by_side_with_what_each_measured(tmp_path):
     shown = found.sections()[0].table
     assert shown.names == ["run", "pruners", "sparsity", "token perplexity, dense", "token perplexity, pruned",
                                "token perplexity, finetuned", "seconds", "GiB"]  # fmt: skip
-    assert shown.texts == [
-        ["a", "wanda", "50.00%", "20", "30", "", "12", "1.0"],
+    assert shown.texts == [  # the least perplexity of the last model first
         ["b", "alps", "60.00%", "20", "", "22.5", "12", "1.0"],
+        ["a", "wanda", "50.00%", "20", "30", "", "12", "1.0"],
     ]
     assert found.warnings == ()
 
@@ -42,13 +45,47 @@ def test_runs_stand_side_by_side_with_what_each_measured(tmp_path):
 def test_table_numbers_and_plot_are_written(tmp_path):
     found = compare([saved(tmp_path / "a", 0.5, 30.0), saved(tmp_path / "b", 0.6, 40.123456)])
     assert [p.name for p in found.write(tmp_path / "out")] == ["compare.md", "compare.csv", "compare.svg"]
-    assert "| a | wanda | 50.00% | 20 | 30 | 12 | 1.0 |" in (tmp_path / "out" / "compare.md").read_text()
+    assert "| a | wanda | 50.00% | 20 | **30** | 12 | 1.0 |" in (tmp_path / "out" / "compare.md").read_text()
     with (tmp_path / "out" / "compare.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [float(r["token_perplexity.pruned"]) for r in rows] == [30.0, 40.123456]
     drawn = (tmp_path / "out" / "compare.svg").read_text()
     assert "token perplexity" in drawn
     assert "wanda" in drawn
+
+
+def test_what_no_run_as_sparse_or_sparser_beats_is_marked_unless_the_runs_cannot_be_compared(tmp_path, capsys):
+    def task(acc: float) -> dict[str, float]:
+        return {"arc": {"acc": acc, "acc_stderr": 0.01}, "mine": {"odd": acc}}
+
+    given = {"a": (0.5, 31.0, 0.4), "b": (0.5, 30.0, 0.3), "c": (0.6, 40.0, 0.5), "d": (0.6, 41.0, 0.2)}
+    folders = [
+        saved(tmp_path / name, sparsity, 0.0, evaluation={"pruned": {"token_perplexity": ppl, **task(acc)}})
+        for name, (sparsity, ppl, acc) in given.items()
+    ]
+    table = (found := compare(folders)).sections()[0].table
+    assert [row[0] for row in table.rows] == ["b", "a", "c", "d"], "the least perplexity first"
+    marked = {(row[0], column) for row in table.rows for column, x in zip(table.names, row, strict=True)
+              if isinstance(x, Best)}  # fmt: skip
+    perplexity, accuracy = "token perplexity, pruned", "arc acc, pruned"
+    assert marked == {("b", perplexity), ("c", perplexity), ("c", accuracy)}
+    terminal.show(*found.sections())
+    assert "30*" in capsys.readouterr().out
+    other = compare([*folders, saved(tmp_path / "e", 0.5, 29.0, model={"id": "c/d"})])
+    assert not any(isinstance(x, Best) for row in other.sections()[0].table.rows for x in row)
+
+
+def test_a_legend_of_many_long_names_stays_within_the_picture(tmp_path):
+    names = [f"pruner=attnprune_options.refit_steps={i}_sparsity=0.5" for i in range(9)]
+    compare([saved(tmp_path / n, 0.5, 30.0 + i) for i, n in enumerate(names)]).write(tmp_path / "out")
+    drawn = ET.fromstring((tmp_path / "out" / "compare.svg").read_text())  # noqa: S314 - our own file
+    legend = next(x for x in drawn.iter("{http://www.w3.org/2000/svg}g") if x.get("id") == "legend_1")
+    found = [text for text in legend.iter("{http://www.w3.org/2000/svg}text") if text.text]
+    assert len(found) == len(names) + 1
+    width = float(drawn.get("viewBox", "").split()[2])
+    ends = [float(x.get("x", 0)) + 5.4 * len(x.text or "") for x in found]  # about the width of 9 point letters
+    assert max(ends) < width + 20
+    assert min(float(x.get("y", 0)) for x in found) > 0
 
 
 def test_dense_figures_that_differ_are_said_to_make_the_others_incomparable(tmp_path):

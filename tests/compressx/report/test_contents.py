@@ -68,7 +68,7 @@ def test_markdown_shows_evaluation_modules_layers_and_what_was_not_pruned_and_no
     lines = shown(report()).splitlines()
     assert lines[0] == "# Pruned org/model"
     assert lines[2] == "compressx 1.2"
-    assert "| sparsity | 40.00% | of 3 linears |" in lines
+    assert lines[4:7] == ["| measure | value | note |", "| --- | --- | --- |", "| sparsity | 40.00% | of 3 linears |"]
     assert "| token_perplexity | 10 | 12.5 | +25.0% |" in lines
     assert "| up_proj | wanda | 50% row | 2 | 31.25% | 0.8 |" in lines
     assert "| total | 6.0 |" in lines
@@ -103,6 +103,31 @@ def test_markdown_shows_what_each_unit_was_given_and_what_that_is_expected_to_co
     )
     assert "| model.layers.0 | q_proj, k_proj | attnprune | 75.00% | 0.0123 |" in lines
     assert "| outside | lm_head | magnitude | 31.25% |  |" in lines
+
+
+def test_what_each_model_wrote_stands_side_by_side_and_is_no_markup(capsys, tmp_path) -> None:
+    written = {"dense": "It is *blue*.\n<b>", "pruned": "a|b"}
+    evaluation = {of: {"sample": {"prompt": "Why is\nthe sky blue?", "text": text}} for of, text in written.items()}
+    made = sections(report(evaluation=evaluation))
+    page = markdown.page(made)
+    assert '\n## Sample\n\nWhat each model writes after "Why is the sky blue?", ' in page
+    assert "\n| dense | pruned |\n| --- | --- |\n| It is \\*blue\\*.<br>\\<b\\> | a\\|b |\n" in page
+    web = html.page(made, tmp_path)
+    assert '<td class="prose">It is *blue*.\n&lt;b&gt;</td><td class="prose">a|b</td>' in web
+    terminal.show(*made)
+    assert "It is *blue*." in capsys.readouterr().out
+
+
+def test_the_section_run_says_when_where_how_and_on_how_much_text() -> None:
+    text = {"samples": 32, "sequence_length": 512, "seed": 7}
+    made = report(
+        date="2026-03-01T12:00:07+01:00", command="compressx run a.yaml", hardware="2 cores", calibration=text
+    )
+    assert rows(made, "Run") == [
+        ["date", "2026-03-01 12:00:07+01:00"], ["command", "compressx run a.yaml"], ["hardware", "2 cores"],
+        ["calibration", "32 windows of 512 tokens, seed 7"],
+    ]  # fmt: skip
+    assert rows(report(), "Run") == [], "a report of an earlier version has none"
 
 
 def test_a_sentence_says_how_the_survivors_were_trained() -> None:

@@ -1,0 +1,78 @@
+"""What a model writes after a prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.compressx.saved import save_tiny
+
+from compressx.evaluation.perplexity import evaluate, evaluate_cached, read_texts
+from compressx.evaluation.sample import generate, prompt_ids
+from compressx.models.access import InMemory
+from compressx.models.checkpoint import find_checkpoint
+from compressx.models.loading import load_tokenizer
+from compressx.models.streaming import open_model
+from compressx.recipe.measuring import Evaluate, Sample
+from compressx.recipe.sources import ModelSource
+from compressx.runtime.errors import CalibrationError
+from compressx.testing import tiny_model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_likeliest_token_is_taken_each_time_whatever_the_model_is_set_to(architecture: str, tokenizer: Any) -> None:
+    model = tiny_model(architecture).eval()
+    model.generation_config.update(do_sample=True, repetition_penalty=9.0, eos_token_id=None)
+    before = model.generation_config.to_dict()
+    ids = expected = torch.tensor([[65, 66, 67]])
+    with torch.no_grad():
+        for _ in range(6):
+            expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], dim=1)
+    tokenizer.eos_token = None
+    assert generate(model, tokenizer, ids, 6) == "".join(
+        c for c in tokenizer.decode(expected[0, 3:], skip_special_tokens=True) if c.isprintable() or c in "\n\t"
+    )
+    assert model.generation_config.to_dict() == before
+
+
+def test_a_prompt_may_be_a_users_message_and_needs_a_template_a_token_and_room_for_the_answer(tokenizer: Any) -> None:
+    plain = prompt_ids(Sample(prompt="ab"), tokenizer)
+    assert plain.tolist() == [tokenizer("ab")["input_ids"]]
+    chat = Sample(prompt="ab", apply_chat_template=True)
+    tokenizer.chat_template = None
+    with pytest.raises(CalibrationError, match="apply_chat_template is true, and the tokenizer has no chat template"):
+        prompt_ids(chat, tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    assert tokenizer.decode(prompt_ids(chat, tokenizer)[0]) == "<user>ab"
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = 8
+    with pytest.raises(CalibrationError, match="2 tokens and 7 after it are more than the model's 8 positions"):
+        generate(model, tokenizer, torch.tensor([[1, 2]]), 7)
+
+
+def test_a_sample_is_measured_cached_and_is_no_number(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path))
+    asked = Evaluate.model_validate({"sample": {"prompt": "ab", "tokens": 4}})
+    texts, model = read_texts(asked, tokenizer), InMemory(tiny_model("llama"))
+    found = evaluate_cached(model, tokenizer, asked, texts, "model")
+    assert found == evaluate(model, tokenizer, asked, texts)
+    monkeypatch.setattr("compressx.evaluation.perplexity.generate", lambda *_: pytest.fail("it is cached"))
+    assert evaluate_cached(model, tokenizer, asked, texts, "model") == found
+    other = read_texts(Evaluate.model_validate({"sample": {"prompt": "abc"}}), tokenizer)
+    assert other.fingerprint() != texts.fingerprint()
+
+
+@pytest.mark.slow
+def test_a_model_that_stays_on_disk_writes_the_same(tmp_path: Path) -> None:
+    source = ModelSource(path=save_tiny(tmp_path / "model", "llama"))
+    checkpoint = find_checkpoint(source)
+    asked = Evaluate.model_validate({"sample": {"prompt": "the quick", "tokens": 4}})
+    tokenizer = load_tokenizer(checkpoint)
+    texts = read_texts(asked, tokenizer)
+    found = [
+        evaluate(open_model(checkpoint, streaming, torch.device("cpu")), tokenizer, asked, texts)
+        for streaming in (False, True)
+    ]
+    assert found[0] == found[1]
