@@ -12,8 +12,9 @@ from torch import Tensor
 from compressx.allocation.units import settled
 from compressx.data.documents import check_dataset
 from compressx.data.windows import read_calibration
-from compressx.evaluation.harness import check_tasks
+from compressx.evaluation.harness import check_chat_template
 from compressx.evaluation.perplexity import Texts, read_texts
+from compressx.evaluation.tasks import check_tasks
 from compressx.models.architecture import text_config
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.export import check_output
@@ -94,6 +95,7 @@ def read_all(loaded: LoadedRecipe, planned: Plan, tokenizer: Any, *, evaluated: 
 
     Raises:
         CalibrationError: text that cannot be read, or is too short.
+        RecipeError: the tokenizer has not the chat template that is asked for.
     """
     recipe, calibration = loaded.recipe, None
     with loaded.at("calibration"):
@@ -104,6 +106,9 @@ def read_all(loaded: LoadedRecipe, planned: Plan, tokenizer: Any, *, evaluated: 
             )  # fmt: skip
     with loaded.at("finetune"):
         training = training_windows(recipe, tokenizer, calibration)
+    if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None:
+        with loaded.at("evaluate", "lm_eval", "apply_chat_template"):
+            check_chat_template(recipe.evaluate.lm_eval, tokenizer)
     with loaded.at("evaluate"):
         evaluation = read_texts(recipe.evaluate, tokenizer) if recipe.evaluate is not None and evaluated else None
     return RunTexts(calibration, training, evaluation)
