@@ -17,8 +17,6 @@ import numpy as np
 import pytest
 import torch
 from tests.compressx.cli.commands import printed
-from tests.compressx.saved import save_tiny
-from transformers import AutoTokenizer
 
 from compressx.evaluation.harness import check_chat_template, run_tasks
 from compressx.evaluation.tasks import check_tasks
@@ -31,11 +29,14 @@ CHAT = (
     "{% if add_generation_prompt %}w3 w4 {% endif %}"
 )
 THEIR_COMMAND = """
+import json, sys
 from functools import partial
-import lm_eval.tasks as tasks, lm_eval._cli.run
+import lm_eval.tasks as tasks
 tasks.TaskManager = partial(tasks.TaskManager, include_defaults=False)  # whose index takes many seconds
 from lm_eval.__main__ import cli_evaluate
-cli_evaluate()
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["lm_eval", *arguments]
+    cli_evaluate()
 """
 
 DOCUMENTS = ["A pruned model\nstill talks.", "It loses  {{ little }}."]
@@ -215,26 +216,30 @@ PYTHON_DOCS = Path(__file__).parents[3] / "recipes/tasks/python_docs.yaml"
 
 
 @pytest.mark.slow
-def test_the_harness_own_command_line_gives_the_same_figures(project: Path) -> None:
+def test_the_harness_own_command_line_gives_the_same_figures(project: Path, tokenizer: Any) -> None:
     """To the last digit, with examples and chat template on and off."""
-    save_tiny(project / "model", "llama")
-    tokenizer = AutoTokenizer.from_pretrained("model")
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = 4096  # what is longer would be cut off, the examples first
+    model.save_pretrained("model")
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained("model")
-    common = ["--tasks", "python_docs", "--include_path", PYTHON_DOCS.parent, "--limit", "12", "--batch_size", "4"]
+    common = f"--tasks python_docs --include_path {PYTHON_DOCS.parent} --limit 12 --batch_size 4 --device cpu".split()
+    cases = [(shots, chat) for shots in ("0", "2") for chat in (True, False)]
+    asked = [
+        ["run", "--model", "hf", "--model_args", "pretrained=model", *common, "--num_fewshot", shots,
+         *(["--apply_chat_template"] if chat else []), "--output_path", f"their{number}.json"]
+        for number, (shots, chat) in enumerate(cases)
+    ]  # fmt: skip
+    # All in one process, because its imports take most of the time.
+    subprocess.run([sys.executable, "-c", THEIR_COMMAND, json.dumps(asked)], check=True, capture_output=True)
     figures = []
-    for shots in ("0", "2"):
-        for ours, theirs in ((["--apply-chat-template"], ["--apply_chat_template"]), ([], [])):
-            harness = [sys.executable, "-c", THEIR_COMMAND, "run", "--model", "hf", "--model_args", "pretrained=model",
-                       *common, "--num_fewshot", shots, *theirs, "--output_path", f"their{len(figures)}.json",
-                       "--device", "cpu"]  # fmt: skip
-            subprocess.run(harness, check=True, capture_output=True)
-            (written,) = project.glob(f"their{len(figures)}*.json")
-            answer = json.loads(written.read_text())["results"]["python_docs"]
-            mine = json.loads(printed("eval", "model", "--tasks", str(PYTHON_DOCS), "--limit", "12", "--batch-size",
-                                      "4", "--num-fewshot", shots, *ours, "--json", "--device", "cpu"))  # fmt: skip
-            assert mine == {"python_docs": {name: answer[f"{name},none"] for name in ("acc", "acc_stderr")}}
-            figures.append(answer["acc,none"])
+    for number, (shots, chat) in enumerate(cases):
+        (written,) = project.glob(f"their{number}*.json")
+        theirs = json.loads(written.read_text())["results"]["python_docs"]
+        options = ["--limit", "12", "--batch-size", "4", "--num-fewshot", shots, "--device", "cpu", "--json"]
+        told = printed("eval", "model", "--tasks", str(PYTHON_DOCS), *options, *["--apply-chat-template"] * chat)
+        assert json.loads(told) == {"python_docs": {name: theirs[f"{name},none"] for name in ("acc", "acc_stderr")}}
+        figures.append(theirs["acc,none"])
     assert len({*figures}) > 1, "the settings do something"
 
 
