@@ -46,6 +46,7 @@ METHODS: dict[str, Callable[[str], dict[str, Any]]] = {
     "Wanda": rules((ALL, "wanda")),
     "SparseGPT": rules((ALL, "sparsegpt")),
     "ALPS": rules((ALL, "alps")),
+    "SparseGPT + block reconstruction": rules((ALL, "sparsegpt"), reconstruct_block={"passes": 4, "dtype": "bfloat16"}),
     "attnprune + SparseGPT": rules((QK, "attnprune"), (ALL, "sparsegpt")),
     "attnprune + ALPS": rules((QK, "attnprune"), (ALL, "alps")),
     "best": best,

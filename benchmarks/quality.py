@@ -88,8 +88,8 @@ def by_compressx(settings: Settings, sections: dict[str, Any], folder: Path, kep
     for name in ("report.json", "report.html"):
         shutil.copy(output / name, kept)
     spent = report["seconds"]
-    seconds = {"finetuned": spent["total"] - spent["evaluate"]}
-    seconds["pruned"] = seconds["finetuned"] - spent["finetune"]
+    seconds = {"finetuned": sum(x for name, x in spent.items() if name != "total" and not name.startswith("evaluate"))}
+    seconds["pruned"] = seconds["finetuned"] - spent.get("finetune", 0.0)
     return {
         stage: {
             "perplexity": measured["token_perplexity"],

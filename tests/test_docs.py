@@ -34,6 +34,7 @@ from compressx.plugins.file import LoadTable, plugin_table
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.methods import AttentionAware, DivergenceAllocation, OwlAllocation
 from compressx.recipe.schema import Calibration, Recipe, ReconstructBlock, load_recipe
+from compressx.recipe.tracking import Track
 from compressx.recipe.tuning import Finetune
 
 _ROOT = Path(__file__).parents[1]
@@ -41,6 +42,7 @@ _README = (_ROOT / "README.md").read_text(encoding="utf-8")
 _RECIPE_MD = (_ROOT / "docs/recipe.md").read_text(encoding="utf-8")
 _COMMANDS_MD = (_ROOT / "docs/command-line.md").read_text(encoding="utf-8")
 _DESIGN_MD = (_ROOT / "docs/design.md").read_text(encoding="utf-8")
+_RESULTS_MD = (_ROOT / "docs/results.md").read_text(encoding="utf-8")
 _WRITE_MD = (_ROOT / "docs/write-a-pruner.md").read_text(encoding="utf-8")
 _PAGES = [*(_ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *(_ROOT / "docs").rglob("*.md")]
 
@@ -109,7 +111,7 @@ def test_every_key_of_a_recipe_is_named_in_the_recipe_page():
 @pytest.mark.parametrize(
     ("section", "model"),
     [("calibration", Calibration), ("allocation", OwlAllocation), ("allocation", DivergenceAllocation),
-     ("allocation", AttentionAware), ("reconstruct_block", ReconstructBlock), ("finetune", Finetune)],
+     ("allocation", AttentionAware), ("reconstruct_block", ReconstructBlock), ("finetune", Finetune), ("track", Track)],
 )  # fmt: skip
 def test_every_key_of_a_section_has_its_default_in_the_recipe_page(section, model: type[BaseModel]):
     rows = re.findall(r"^\| `(\w+)` \|.*$", text := _section(_RECIPE_MD, section), flags=re.MULTILINE)
@@ -192,6 +194,30 @@ def test_every_module_has_its_place_in_the_design_page():
 
     assert modules - named == set()
     assert [name for name in named if not (source / name).is_file()] == []
+
+
+# --- figures
+
+
+def _row(section: str, start: str) -> list[str]:
+    """Return the cells of the row that begins so, without the first, bold type and brackets."""
+    line = next(line for line in section.splitlines() if line.replace("*", "").startswith(f"| {start}"))
+    return [re.sub(r"\*|\(.*?\)", "", cell).strip() for cell in line.strip("|").split("|")[1:]]
+
+
+def test_the_figures_of_the_readme_and_of_the_best_recipes_are_those_of_the_results_page():
+    measured, shown = _section(_RESULTS_MD, "The lowest perplexity"), _section(_README, "Results")
+    for readme, results in (("SparseGPT", "SparseGPT |"), ("[best-50]", "best |")):
+        for rounded, figure in zip(_row(shown, readme), _row(measured, results), strict=True):
+            assert abs(float(rounded) - float(figure)) <= 0.5 * 10 ** -len(rounded.partition(".")[2]), (rounded, figure)
+    minutes, memory = _row(measured, "best: minutes without"), _row(measured, "best: peak memory")
+    assert re.findall(r"best-60 took \[(\d+) minutes", shown) == [minutes[1]]
+    for name, *expected in zip(("50", "60", "70", "2of4"), minutes, memory, strict=True):
+        recipe = (_ROOT / f"recipes/best-{name}.yaml").read_text(encoding="utf-8")
+        assert [*re.findall(r"(\d+) minutes on one thread|([\d.]+) GB", recipe)] == [
+            (expected[0], ""),
+            ("", expected[1]),
+        ]
 
 
 # --- links

@@ -164,7 +164,8 @@ class RunReport:
         skipped: every linear or matrix that was not pruned, with the reason.
         evaluation: `dense`, `pruned` and, after fine-tuning, `finetuned`, each a mapping from the number's full name
             to its value; empty when the recipe evaluates nothing.
-        seconds: by stage: load, calibrate, allocate, prune, finetune, evaluate, total.
+        seconds: by stage, in the order of the run (load, calibrate, evaluate dense, allocate, prune, evaluate pruned,
+            finetune, save, evaluate finetuned; only those that there were), and their sum as `total`.
         peak_memory_bytes: highest resident memory of the process, plus that of the accelerator if one was used.
         plugins: name, version and source of every plugin that was loaded.
         versions: of the libraries that decide the result.

@@ -115,6 +115,13 @@ def errors_for_users(command: _Command) -> _Command:
     return wrapped  # type: ignore[return-value]
 
 
+def plugin_names(_context: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the name of an installed plugin, which is mostly its pruner's; imports none of them."""
+    from importlib import metadata
+
+    return [e.name for e in metadata.entry_points(group="compressx") if e.name.startswith(incomplete)]
+
+
 set_option = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
                     help="Override a recipe value, such as calibration.samples=8; may be repeated.")  # fmt: skip
 

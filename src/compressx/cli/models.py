@@ -1,8 +1,9 @@
-"""`compressx eval | apply | inspect`: commands for a pruned model and its masks."""
+"""`compressx init | eval | apply | inspect`: commands for one model, and for masks."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ import click
 
 from compressx.cli.common import (
     PATH,
+    Host,
     device_option,
     dtype_option,
     errors_for_users,
+    plugin_names,
     revision_option,
     trust_option,
 )
 
 
-@click.command("eval")
+@click.command("eval", epilog="Example: compressx eval runs/one --set evaluate.token_perplexity.samples=8")
 @click.argument("model")
 @click.option("--masks", type=PATH, help="Masks to apply to the model first.")
 @click.option("--recipe", type=PATH, help="Use this recipe's evaluate section.")
@@ -68,7 +71,43 @@ def evaluate(
         terminal.show(*tables.of_figures(figures))
 
 
-@click.command()
+@click.command(epilog="Example: compressx init ./my-model --output recipe.yaml")
+@click.argument("model")
+@click.option("--output", type=PATH, help="New file to write it to; by default it is printed.")
+@click.option("--pruner", default="sparsegpt", show_default=True, shell_complete=plugin_names,
+              help="Pruner of the first rule.")  # fmt: skip
+@dtype_option
+@revision_option
+@trust_option
+@click.pass_obj
+@errors_for_users
+def init(
+    host: Host, model: str, output: Path | None, pruner: str, dtype: str, revision: str | None, trust_remote_code: bool
+) -> None:
+    """Write a recipe for MODEL, with its linears, their sizes and the pruners that take them as comments.
+
+    MODEL is a model folder, a .gguf file, a hub id or an output folder. Its config is read, but no weights.
+    """
+    from compressx.evaluation.saved import source_of
+    from compressx.models.checkpoint import find_checkpoint
+    from compressx.models.loading import load_skeleton
+    from compressx.planning.draft import draft
+    from compressx.runtime.errors import ArtifactError
+    from compressx.runtime.files import os_errors_named
+
+    if output is not None and output.exists():
+        raise ArtifactError(f"{output} exists and is not overwritten; name a new file after --output")
+    source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    text = draft(source, model, load_skeleton(find_checkpoint(source)), host.plugins(), pruner)
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    with os_errors_named("write", output), output.open("x", encoding="utf-8") as file:
+        file.write(text)
+    click.echo(f"written to {output}; next: compressx plan {shlex.quote(str(output))}")
+
+
+@click.command(epilog="Example: compressx apply runs/one/masks.safetensors ./tuned --output masked")
 @click.argument("masks", type=PATH)
 @click.argument("model")
 @click.option("--output", type=PATH, required=True, help="Folder to write the masked model to.")
@@ -88,7 +127,7 @@ def apply(
     terminal.show(*tables.of_applied(apply_masks(masks, source, output, original=original), output))
 
 
-@click.command()
+@click.command(epilog="Example: compressx inspect runs/one --json")
 @click.argument("model")
 @click.option("--masks", type=PATH, help="Masks to compare with; by default those beside the model.")
 @revision_option

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 
-from compressx.cli.common import PATH, Host, errors_for_users
+from compressx.cli.common import PATH, Host, errors_for_users, plugin_names
 
 
-@click.group(invoke_without_command=True)
+@click.group(invoke_without_command=True, epilog="Example: compressx plugins --json")
 @click.option("--json", "as_json", is_flag=True, help="Print the records as JSON.")
 @click.pass_context
 @errors_for_users
@@ -29,7 +29,7 @@ def plugins(context: click.Context, as_json: bool) -> None:
         terminal.show(*tables.of_plugins(records))
 
 
-@plugins.command("new")
+@plugins.command("new", epilog="Example: compressx plugins new my-pruner --folder work")
 @click.argument("name")
 @click.option("--folder", type=PATH, default=Path(), help="Folder to create it in; by default the current one.")
 @click.pass_obj
@@ -48,8 +48,8 @@ def plugins_new(host: Host, name: str, folder: Path) -> None:
     click.echo(f"wrote {written}; next:\n  pip install -e {shlex.quote(str(where))}\n  compressx plugins check {name}")
 
 
-@plugins.command("check")
-@click.argument("name")
+@plugins.command("check", epilog="Example: compressx plugins check wanda --architecture llama")
+@click.argument("name", shell_complete=plugin_names)
 @click.option(
     "--set", "options", multiple=True, metavar="OPTION=VALUE", help="An option of the pruner; may be repeated."
 )

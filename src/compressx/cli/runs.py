@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import click
@@ -10,21 +11,25 @@ import click
 from compressx.cli.common import PATH, Host, device_option, errors_for_users, is_first, set_option
 
 
-@click.command()
+@click.command(epilog="Example: compressx run recipe.yaml --set calibration.samples=8")
 @click.argument("recipe", type=PATH)
 @set_option
 @device_option
 @click.option("--resume", is_flag=True, help="Continue an interrupted run after its last block or checkpoint.")
 @click.option("--restart", is_flag=True, help="Discard an interrupted run and start over.")
-@click.option("-v", "--verbose", is_flag=True, help="Print a line for every pruned layer, with its figures and curves.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("-v", "--verbose", is_flag=True, help="Print what each rule takes, and each layer's figures and curves.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors and warnings.")
+@click.option("--log-file", type=PATH, help="Also append the log to this file; the output has it as run.log.")
 @click.pass_obj
 @errors_for_users
 def run(
     host: Host, recipe: Path, overrides: tuple[str, ...], device: str, resume: bool, restart: bool, verbose: bool,
-    quiet: bool,
+    quiet: bool, log_file: Path | None,
 ) -> None:  # fmt: skip
     """Prune the model of RECIPE and write its output folder."""
+    started = time.perf_counter()  # what is imported below counts
+    if verbose and quiet:
+        raise click.UsageError("--verbose and --quiet exclude each other; give one of them")
     if resume and restart:
         raise click.UsageError("--resume and --restart exclude each other; give one of them")
     from compressx.cli import terminal
@@ -35,25 +40,24 @@ def run(
     loaded = load_recipe(recipe, overrides)
     plugins = host.plugins()
     quiet = quiet or not is_first()
-    if verbose and not quiet:
-        plugins.manager.register(terminal.LayerLines(), name="terminal")
-    with terminal.progress(quiet=quiet) as tell:
+    with terminal.progress(quiet=quiet, verbose=verbose) as tell:
         report = run_recipe(
             loaded, plugins=plugins, progress=tell, device=device,  # type: ignore[arg-type]
-            resume=resume, restart=restart,
+            resume=resume, restart=restart, log_file=log_file, started=started,
         )  # fmt: skip
     if not quiet:
         terminal.show(*sections(report))
         click.echo(f"written to {loaded.recipe.output}")
 
 
-@click.command()
+@click.command(epilog="Example: compressx plan recipe.yaml --all")
 @click.argument("recipe", type=PATH)
 @set_option
+@click.option("--all", "every", is_flag=True, help="Print a line for every linear; by default equal ones share one.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.pass_obj
 @errors_for_users
-def plan(host: Host, recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+def plan(host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_json: bool) -> None:
     """Check RECIPE and show what would happen to every linear, without loading weights."""
     from compressx.cli import tables, terminal
     from compressx.pipeline.run import plan as plan_recipe
@@ -62,10 +66,10 @@ def plan(host: Host, recipe: Path, overrides: tuple[str, ...], as_json: bool) ->
     if as_json:
         click.echo(json.dumps(planned.to_dict(), indent=1))
     else:
-        terminal.show(*tables.of_plan(planned))
+        terminal.show(*tables.of_plan(planned, every=every))
 
 
-@click.command()
+@click.command(epilog="Example: compressx schema > recipe.schema.json")
 @click.pass_obj
 @errors_for_users
 def schema(host: Host) -> None:
@@ -76,7 +80,7 @@ def schema(host: Host) -> None:
     click.echo(text_of(json_schema(options)), nl=False)
 
 
-@click.command()
+@click.command(epilog="Example: compressx compare runs/one runs/two --output compared")
 @click.argument("runs", nargs=-1, required=True, type=PATH)
 @click.option("--output", type=PATH, help="Folder for compare.md, compare.csv and compare.svg.")
 @errors_for_users
@@ -91,7 +95,7 @@ def compare(runs: tuple[Path, ...], output: Path | None) -> None:
         click.echo(f"written to {', '.join(map(str, found.write(output)))}")
 
 
-@click.command()
+@click.command(epilog="Example: compressx sweep recipe.yaml --grid prune.0.sparsity=0.4,0.5,0.6")
 @click.argument("recipe", type=PATH)
 @click.option(
     "--grid",
@@ -105,7 +109,7 @@ def compare(runs: tuple[Path, ...], output: Path | None) -> None:
 @click.option("--output", type=PATH, help="Folder for all runs; by default the recipe's output with -sweep appended.")
 @device_option
 @click.option("--restart", is_flag=True, help="Start interrupted runs over instead of continuing them.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing but the comparison and errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but the comparison, errors and warnings.")
 @click.pass_obj
 @errors_for_users
 def sweep(

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from compressx.allocation.units import zeros_of
-from compressx.api.names import kind_of
+from compressx.api.names import folded, kind_of
 from compressx.masks.inspect import sparsity_of
 from compressx.plugins import kinds
 from compressx.recipe.methods import MeasuredAllocation
-from compressx.report.section import Column, Section, estimates, table
+from compressx.report.section import Column, Section, Value, estimates, table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,11 +25,18 @@ if TYPE_CHECKING:
 _SPARSITY = Column("sparsity", ".2%")
 
 
-def of_plan(plan: Plan) -> Iterator[Section]:
-    """Yield every linear with its pruner, pattern and shape, and what is skipped and why."""
+def of_plan(plan: Plan, *, every: bool = False) -> Iterator[Section]:
+    """Yield the linears with pruner, pattern and shape, and what is skipped and why; folded unless `every`."""
     rows = [(x.name, x.rule.label, plan.shown_pattern(x), f"{x.shape[0]} x {x.shape[1]}") for x in plan.linears]
-    yield Section(table=table(["linear", "pruner", "pattern", Column("shape", "s")], rows))
-    yield Section(table=table(["not pruned", "reason"], plan.skipped.items()))
+    skipped = [*plan.skipped.items()]
+    columns: list[Column | str] = ["pruner", "pattern", Column("shape", "s")]
+    if every:
+        yield Section(table=table(["linear", *columns], rows))
+        yield Section(table=table(["not pruned", "reason"], skipped))
+    else:
+        alike: list[Sequence[Value]] = [(name, count, *rest) for name, count, rest in folded(rows)]
+        yield Section(table=table(["linear", Column("linears", "d"), *columns], alike))
+        yield Section(table=table(["not pruned", "reason"], [(name, *rest) for name, _, rest in folded(skipped)]))
     weights = sum(x.weights for x in plan.linears)
     sparsity = f"sparsity {zeros_of(plan.linears) / weights:.2%}"
     if plan.allocation is not None:

@@ -1,8 +1,10 @@
-"""How the command line prints: progress, sections, and lines for layers. Plain text when not a terminal."""
+"""How the command line prints: progress and sections. Plain text when not a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,10 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from compressx.api.hooks import hookimpl
-from compressx.api.names import in_short
-from compressx.api.record import BlockReport, shared
 from compressx.pipeline.context import Progress as Tell
+from compressx.pipeline.log import FORMAT, LOG
 from compressx.report.section import Section, Table
 
 if TYPE_CHECKING:
@@ -30,12 +30,19 @@ def _console() -> Console:
 
 
 @contextmanager
-def progress(*, quiet: bool = False) -> Iterator[Tell]:
-    """Show the stages of a run on standard error: a bar each on a terminal, nothing when it is not one."""
+def progress(*, quiet: bool = False, verbose: bool = False) -> Iterator[Tell]:
+    """Show the stages of a run on standard error: a bar each on a terminal, else the lines of its log.
+
+    Args:
+        quiet: show warnings only.
+        verbose: show the lines on a terminal, too, and everywhere those with details.
+    """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))  # fmt: skip
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bars:
+    bare = quiet or (console.is_terminal and not verbose)
+    level = logging.WARNING if bare else logging.DEBUG if verbose else logging.INFO
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bars, _lines(level):
         tasks: dict[str, object] = {}
 
         def tell(stage: str, done: int, total: int, note: str) -> None:
@@ -49,38 +56,19 @@ def progress(*, quiet: bool = False) -> Iterator[Tell]:
         yield tell
 
 
-class LayerLines:
-    """A plugin that prints a line for every pruned layer, with the figures that its pruner gave, and its curves."""
-
-    @hookimpl
-    def compressx_block_pruned(self, report: BlockReport) -> None:
-        """Print the layers of one block."""
-        console = _console()
-        for layer in report.layers:
-            figures = "  ".join(f"{k} {v:.4g}" for k, v in layer.info.items())
-            console.print(
-                f"{layer.name}  {layer.pruner}  {layer.pattern}  sparsity {layer.sparsity:.4f}  "
-                f"{layer.seconds:.2f} s  {figures}".rstrip(),
-                markup=False,
-            )
-        for names, history in shared((layer.name, layer.history) for layer in report.layers):
-            curves = "; ".join(f"{name} {_curve(values)}" for name, values in history.items())
-            console.print(f"{in_short(names)}  {curves}", markup=False)
-        if (error := report.output_error) is not None:
-            console.print(f"{report.fqn}  output error {error:.4g}  {report.seconds:.1f} s", markup=False)
-        if (trained := report.reconstruction) is not None:
-            console.print(
-                f"{report.fqn}  reconstructed in {trained.seconds:.1f} s  held-out error {_curve(trained.history)}",
-                markup=False,
-            )
-
-
-def _curve(values: Sequence[float], shown: int = 5) -> str:
-    """Write a curve's first and last value and a few between, evenly apart."""
-    last = len(values) - 1
-    steps = sorted({round(i * last / (shown - 1)) for i in range(shown)})
-    between = " ... " if len(steps) < len(values) else " "
-    return between.join(f"{values[i]:.3g}" for i in steps) + f" ({len(values)} steps)"
+@contextmanager
+def _lines(level: int) -> Iterator[None]:
+    """Show the lines of runs from a level on, on standard error."""
+    handler = logging.StreamHandler(sys.stderr)  # above the bars, if there are any: they have replaced `sys.stderr`
+    handler.setFormatter(FORMAT)
+    before = LOG.level
+    LOG.addHandler(handler)
+    LOG.setLevel(level)
+    try:
+        yield
+    finally:
+        LOG.removeHandler(handler)
+        LOG.setLevel(before)
 
 
 def show(*sections: Section) -> None:

@@ -36,6 +36,11 @@ from compressx.training.finetune import finetune
 _VERSIONS_OF = ("torch", "transformers", "lm_eval", "datasets", "safetensors")
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that decide the result."""
+    return {"python": platform.python_version(), **{n: metadata.version(n) for n in _VERSIONS_OF}}
+
+
 @dataclass(frozen=True, eq=False)
 class Pruned:
     """A run whose blocks are all pruned.
@@ -72,19 +77,20 @@ def finish(context: RunContext, pruned: Pruned, journal: Journal, folder: Path) 
         CompressxError: an error that the user can fix.
     """
     access, masks = pruned.access, folder / "masks.safetensors"
-    with context.timing.stage("save"):
-        journal.save_masks(masks)
+    context.report_progress("save", 0, 1)
+    journal.save_masks(masks)
     evaluation = dict(pruned.dense)
     tuned = None
     if pruned.training is not None:
         evaluation |= _evaluated(context, pruned, access, "pruned")
         tuned = _finetuned(context, pruned, pruned.training, MaskSet.load(masks), journal)
     context.report_progress("save", 0, 1)
-    with context.timing.stage("save"):
-        drawn = _save(pruned, tuned, journal, folder)
+    drawn = _save(pruned, tuned, journal, folder)
     if isinstance(access, StreamedModel):
         access = open_streamed(pruned.checkpoint.at(folder / "model"), access.device)
     evaluation |= _evaluated(context, pruned, access, "pruned" if tuned is None else "finetuned")
+    context.report_progress("save", 0, 1)
+    context.tracking.close()
     report = _report(context, pruned, evaluation, tuned, drawn)
     recipe = context.loaded.to_yaml()
     shown = sections(report, recipe)
@@ -96,6 +102,8 @@ def finish(context: RunContext, pruned: Pruned, journal: Journal, folder: Path) 
         "report.json": report.to_json(),
     }.items():
         atomic_write(folder / name, text.encode())
+    context.report_progress("save", 1, 1)
+    context.log.finished(report)
     return report
 
 
@@ -105,13 +113,18 @@ def _finetuned(
     """Train the remaining weights, from the checkpoint of an interrupted run if there is one."""
     settings = context.loaded.recipe.finetune
     assert settings is not None  # noqa: S101 - `windows` exist only with these settings
-    with context.timing.stage("finetune"), context.loaded.at("finetune"):
-        context.report_progress("finetune", 0, settings.steps)
+
+    def progress(done: int, total: int, loss: float) -> None:
+        context.tracking.values({"finetune/step": float(done), "finetune/loss": loss})
+        context.report_progress("finetune", done, total, f"loss {loss:.4g}")
+
+    context.report_progress("finetune", 0, settings.steps)
+    with context.loaded.at("finetune"):
         dense = open_model(pruned.checkpoint, False, context.device).model if settings.teacher == "dense" else None
         return finetune(
             pruned.access.model, masks, windows, settings, teacher=dense,
             checkpoint=journal.blocks / f"finetune-{_tuning_fingerprint(settings, windows)}.safetensors",
-            progress=lambda i, n, loss: context.report_progress("finetune", i, n, f"loss {loss:.4g}"),
+            progress=progress,
         )  # fmt: skip
 
 
@@ -129,9 +142,10 @@ def _evaluated(
     if settings is None or texts is None:
         return {}
     stage: Stage = "evaluate pruned" if name == "pruned" else "evaluate finetuned"
-    with context.timing.stage("evaluate"):
-        progress = partial(context.report_progress, stage)
-        return {name: evaluate(access, pruned.tokenizer, settings, texts, progress=progress)}
+    context.report_progress(stage, 0, 1)
+    figures = evaluate(access, pruned.tokenizer, settings, texts, progress=partial(context.report_progress, stage))
+    context.report_figures(name, figures)
+    return {name: figures}
 
 
 def _save(
@@ -166,7 +180,7 @@ def _report(
             for p in context.plugins.records
             if p.status == "loaded"
         ),
-        versions={"python": platform.python_version(), **{n: metadata.version(n) for n in _VERSIONS_OF}},
+        versions=versions(),
         figures=drawn,
         allocation=pruned.allocation,
         finetune=tuned,

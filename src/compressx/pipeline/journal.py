@@ -67,7 +67,7 @@ class Journal:
         self, folder: Path, fingerprint: Mapping[str, Any], ranks: Ranks = ALONE, timing: Timing | None = None
     ) -> None:
         self.ranks = ranks
-        self.timing = timing or Timing()
+        self.timing = timing or Timing("prune")
         self.state = folder / STATE
         self.blocks = folder / BLOCKS
         self.fingerprint = fingerprint

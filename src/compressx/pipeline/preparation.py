@@ -19,6 +19,7 @@ from compressx.models.architecture import text_config
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.export import check_output
 from compressx.models.loading import load_skeleton
+from compressx.pipeline.tracking import check_trackers
 from compressx.planning.make import make_plan
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins
@@ -68,6 +69,9 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
     with loaded.at("allocation", "target"):
         planned = settled(planned)
     refuse_nothing_held_out(loaded, 1)
+    if recipe.track is not None:
+        with loaded.at("track"):
+            check_trackers(recipe.track)
     _check_finetune(loaded, skeleton)
     if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None:
         with loaded.at("evaluate", "lm_eval", "tasks"):

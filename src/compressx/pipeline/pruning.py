@@ -48,6 +48,7 @@ class Pruning:
         wanted = names or planned.reconstruct_block is not None
         if not wanted or len(self.journal.finished) == _blocks(planned):
             return FisherDiagonal()
+        self.context.report_progress("calibrate", 0, 1)
         return fisher_diagonal(
             self.access, survey(self.access.model), names, self.mine, self.context.ranks,
             progress=lambda i, n: self.context.report_progress("calibrate", i, n),
@@ -78,6 +79,7 @@ class Pruning:
             received = context.ranks.broadcast({} if allocated is None else dataclasses.asdict(allocated))
             journal.allocate(ALLOCATED.validate_python(received) if allocated is None else allocated)
         assert journal.allocated is not None  # noqa: S101 - set above
+        context.log.allocation(journal.allocated.report)
         return planned.allocated(journal.allocated.patterns), journal.allocated.report
 
     def prune(self, planned: Plan, fisher: FisherDiagonal) -> list[FinishedBlock]:
@@ -89,12 +91,15 @@ class Pruning:
         resumed = None
         total = _blocks(planned)
         if journal.finished:
+            context.report_progress("load", 2, 2)
             finished, states = journal.restore(self.access, keep)
             resumed = Finished(journal.finished[-1], states)
         context.report_progress("prune", len(finished), total)
         for block in prune_model(self.access, planned, self.mine, resumed, keep, context.ranks, fisher):
             finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
             journal.add(self.access, finished[-1], block.masks, block.streams)
+            context.log.block(block.report, len(finished), total)
+            context.tracking.block(block.report)
             context.report_progress("prune", len(finished), total)
             if context.ranks.first:
                 context.plugins.manager.hook.compressx_block_pruned(report=block.report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -22,8 +23,9 @@ from compressx.models.export import output_folder
 from compressx.models.loading import load_tokenizer
 from compressx.models.streaming import StreamedModel, open_model
 from compressx.pipeline.context import Progress, RunContext
-from compressx.pipeline.finishing import Pruned, finish
+from compressx.pipeline.finishing import Pruned, finish, versions
 from compressx.pipeline.journal import Journal
+from compressx.pipeline.log import run_log
 from compressx.pipeline.preparation import (
     Prepared,
     RunTexts,
@@ -35,12 +37,14 @@ from compressx.pipeline.preparation import (
     refuse_uneven_steps,
 )
 from compressx.pipeline.pruning import Pruning
+from compressx.pipeline.tracking import Tracking
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.plugins.record import code_digest
 from compressx.recipe.schema import Calibration, LoadedRecipe
+from compressx.runtime.machine import machine
 from compressx.runtime.ranks import Ranks, joined_ranks
-from compressx.runtime.timing import forget_peaks
+from compressx.runtime.timing import Timing, forget_peaks
 
 _REPORT = TypeAdapter(RunReport)
 
@@ -73,6 +77,8 @@ def run(
     device: Device = "auto",
     resume: bool = False,
     restart: bool = False,
+    log_file: Path | None = None,
+    started: float | None = None,
 ) -> RunReport:
     """Prune a model by a recipe and write the output folder.
 
@@ -84,6 +90,8 @@ def run(
         device: where the model runs; `auto` is CUDA if available.
         resume: continue after the last finished block of an interrupted run of the same recipe, if there is one.
         restart: discard the finished blocks of an interrupted run.
+        log_file: a file to append the log to, beside `run.log` in the output folder.
+        started: of `time.perf_counter`, from which seconds are counted; now when absent.
 
     Returns:
         The report, which is also written to the output folder.
@@ -92,14 +100,17 @@ def run(
         CompressxError: an error that the user can fix. The output folder is unchanged; finished blocks are kept beside
             it for `resume`.
     """
-    with joined_ranks(where := device_for(device)) as ranks:
+    timing = Timing("load", time.perf_counter() if started is None else started)
+    with (
+        joined_ranks(where := device_for(device)) as ranks,
+        run_log(first=ranks.first, file=log_file) as log,
+        contextlib.closing(Tracking(log)) as tracking,
+    ):
+        log.header(machine(where), {"compressx": __version__, **versions()})
         context = RunContext(
-            loaded=loaded_recipe(recipe, overrides),
-            plugins=plugins or load_plugins(),
-            progress=progress if ranks.first else None,
-            device=where,
-            ranks=ranks,
-        )
+            loaded_recipe(recipe, overrides), plugins or load_plugins(), progress if ranks.first else None, where,
+            ranks, timing, log, tracking,
+        )  # fmt: skip
         report = _run(context, resume=resume, restart=restart)
         received = ranks.broadcast({} if report is None else dataclasses.asdict(report))
         return _REPORT.validate_python(received) if report is None else report
@@ -107,21 +118,22 @@ def run(
 
 def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | None:
     """Run all stages. Only the first process evaluates, writes, and returns a report."""
-    loaded, timing, ranks = context.loaded, context.timing, context.ranks
+    loaded, ranks = context.loaded, context.ranks
     forget_peaks()
     given = _read(context)
     with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
+        context.log.open(folder)
         fingerprint = ranks.broadcast(_fingerprint(context, given) if ranks.first else {})
-        journal = Journal(folder, fingerprint, ranks, timing)
+        journal = Journal(folder, fingerprint, ranks, context.timing)
+        if ranks.first:
+            context.tracking.start(loaded, folder, len(journal.finished), {"device": str(context.device), **versions()})
         evaluation = _evaluate_dense(context, given, fingerprint["model"])
         pruning = Pruning(context, given.access, given.batches, given.mine, journal)
         planned = given.prepared.plan
-        with timing.stage("calibrate"):
-            fisher = pruning.fisher(planned)
-        with timing.stage("allocate"), loaded.at("allocation"):
+        fisher = pruning.fisher(planned)
+        with loaded.at("allocation"):
             final, allocation = pruning.allocate(planned, fisher)
-        with timing.stage("prune"):
-            finished = pruning.prune(final, fisher)
+        finished = pruning.prune(final, fisher)
         if not ranks.first:
             return None
         pruned = Pruned(
@@ -129,6 +141,7 @@ def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | Non
             given.texts.evaluation, given.texts.training,
         )  # fmt: skip
         report = finish(context, pruned, journal, folder)
+        context.log.close()  # Windows renames no folder with an open file
     context.plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output.expanduser())
     return report
 
@@ -156,21 +169,21 @@ class _Inputs:
 
 def _read(context: RunContext) -> _Inputs:
     """Check the recipe, read the text, and open the model last."""
-    loaded, timing, ranks = context.loaded, context.timing, context.ranks
-    with timing.stage("load"):
-        context.report_progress("load", 0, 1)
-        refuse_uneven_steps(loaded, ranks.size)
-        refuse_nothing_held_out(loaded, ranks.size)
-        prepared = prepare(loaded, context.plugins)
-    with timing.stage("load"), loaded.at("model"):
+    loaded, ranks = context.loaded, context.ranks
+    context.report_progress("load", 0, 2)
+    refuse_uneven_steps(loaded, ranks.size)
+    refuse_nothing_held_out(loaded, ranks.size)
+    prepared = prepare(loaded, context.plugins)
+    context.log.rules(loaded, prepared.plan)
+    with loaded.at("model"):
         tokenizer = load_tokenizer(prepared.checkpoint)
-    with timing.stage("calibrate"):
-        context.report_progress("calibrate", 0, 1)
-        texts = read_all(loaded, prepared.plan, tokenizer, evaluated=ranks.first)
-        windows = texts.calibration
-        batches = _batches(loaded.recipe.calibration, windows)
-        mine = _batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))
-    with timing.stage("load"), loaded.at("model"):
+    context.report_progress("calibrate", 0, 1)
+    texts = read_all(loaded, prepared.plan, tokenizer, evaluated=ranks.first)
+    windows = texts.calibration
+    batches = _batches(loaded.recipe.calibration, windows)
+    mine = _batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))
+    context.report_progress("load", 1, 2)
+    with loaded.at("model"):
         access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, context.device)
     if isinstance(access, StreamedModel):
         refuse_streamed(loaded)
@@ -182,11 +195,13 @@ def _evaluate_dense(context: RunContext, given: _Inputs, model: str) -> dict[str
     settings = context.loaded.recipe.evaluate
     if settings is None or given.texts.evaluation is None:
         return {}
-    with context.timing.stage("evaluate"), context.loaded.at("evaluate"):
+    context.report_progress("evaluate dense", 0, 1)
+    with context.loaded.at("evaluate"):
         dense = evaluate_cached(
             given.access, given.tokenizer, settings, given.texts.evaluation, model,
             progress=lambda i, n: context.report_progress("evaluate dense", i, n),
         )  # fmt: skip
+    context.report_figures("dense", dense)
     return {"dense": dense}
 
 
@@ -215,6 +230,7 @@ def _fingerprint(context: RunContext, given: _Inputs) -> dict[str, Any]:
         "model": weights_fingerprint(access),
         "model config": config_fingerprint(access.model),
         "prune": recipe["prune"],
+        "ignore": recipe.get("ignore"),
         "allocation": recipe.get("allocation"),
         "reconstruct_block": recipe.get("reconstruct_block"),
         "calibration tokens": None if windows is None else fingerprint_of(windows),

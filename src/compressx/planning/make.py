@@ -5,7 +5,8 @@ Every error that can be found without weights or text is raised here, with its l
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -14,12 +15,12 @@ from compressx.api.pruner import Block, PrunerSpec, statistic_of
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.planning.budgets import asked_patterns, check_fits
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.planning.targets import match_targets
+from compressx.planning.targets import Assigned, match_targets
 from compressx.planning.text import check_text
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe, validate_options
-from compressx.runtime.errors import PluginError, RecipeError, blamed_on
+from compressx.runtime.errors import CompressxError, PluginError, RecipeError, blamed_on
 
 
 def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module) -> Plan:
@@ -37,7 +38,8 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     """
     architecture = survey(skeleton)
     rules = tuple(_plan_rule(loaded, plugins, i) for i in range(len(loaded.recipe.prune)))
-    taken = match_targets(loaded, architecture)
+    assigned = match_targets(loaded, architecture)
+    taken = assigned.taken
     patterns = asked_patterns(loaded, [rule.pruner for rule in rules], taken)
     everything = {**architecture.linears, **architecture.outside}
     linears = tuple(
@@ -55,23 +57,25 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
         check_fits(loaded, linear, linears)
     _check_reconstruction(loaded, linears)
     plan = Plan(
-        linears, _skipped(architecture, taken), rules, needs_calibration=False,
+        linears, _skipped(architecture, assigned), rules, needs_calibration=False,
         allocation=loaded.recipe.allocation, reconstruct_block=loaded.recipe.reconstruct_block,
     )  # fmt: skip
-    needed = _check_blocks(loaded, plan, architecture, skeleton) or bool(plan.sensitive)
+    needed = _check_blocks(loaded, plan, architecture, skeleton, assigned.ignored) or bool(plan.sensitive)
     check_text(loaded, skeleton, needed)
     measures = plan.allocation is not None and bool(plan.allocation.measures)
     return replace(plan, needs_calibration=needed or measures or plan.reconstruct_block is not None)
 
 
-def _skipped(architecture: Architecture, taken: Collection[str]) -> dict[str, str]:
+def _skipped(architecture: Architecture, assigned: Assigned) -> dict[str, str]:
     """Return the weights that are not pruned, with the reason."""
     outside = "outside the decoder blocks; pruned only when a rule names it"
-    return {
-        **{n: "no rule names it" for n in architecture.linears if n not in taken},
-        **{n: outside for n in architecture.outside if n not in taken},
+    reasons = {
+        **dict.fromkeys(architecture.linears, "no rule names it"),
+        **dict.fromkeys(architecture.outside, outside),
         **architecture.unprunable,
+        **{name: f"ignored by {entry}" for name, entry in assigned.ignored.items()},
     }
+    return {name: reason for name, reason in reasons.items() if name not in assigned.taken}
 
 
 def _check_reconstruction(loaded: LoadedRecipe, linears: Iterable[PlannedLinear]) -> None:
@@ -118,7 +122,9 @@ def _find(loaded: LoadedRecipe, plugins: Plugins, name: str, index: int, key: st
         raise PluginError(f"{loaded.where('prune', index, key)}: {error}") from error
 
 
-def _check_blocks(loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleton: torch.nn.Module) -> bool:
+def _check_blocks(
+    loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleton: torch.nn.Module, ignored: Mapping[str, str]
+) -> bool:
     """Run each pruner's check on its blocks; return whether any pruner observes calibration text."""
     observes = False
     config = text_config(skeleton)
@@ -131,12 +137,25 @@ def _check_blocks(loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleto
                 if spec is None or spec.check is None:
                     continue
                 place = ("prune", rule.index) if key == "pruner" else ("prune", rule.index, key)
-                with loaded.at(*place), blamed_on(f"check of pruner {spec.name!r} failed on {fqn or 'the model'}"):
+                blamed = blamed_on(f"check of pruner {spec.name!r} failed on {fqn or 'the model'}")
+                with loaded.at(*place), _mentioning({n: ignored[n] for n in linears if n in ignored}), blamed:
                     spec.check(block, patterns)
             if not observes:
                 with loaded.at("prune", rule.index):
                     observes = _observes(rule, block, patterns)
     return observes
+
+
+@contextlib.contextmanager
+def _mentioning(ignored: Mapping[str, str]) -> Iterator[None]:
+    """Add to a refusal which linears of the block are ignored: a pruner sees only that they are missing."""
+    try:
+        yield
+    except CompressxError as error:
+        if not ignored:
+            raise
+        told = ", ".join(f"{name} is ignored by {entry}" for name, entry in ignored.items())
+        raise type(error)(f"{error} ({told})") from error
 
 
 def _observes(rule: PlannedRule, block: Block, names: Iterable[str]) -> bool:

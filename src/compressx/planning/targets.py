@@ -1,81 +1,168 @@
-"""Match linears to rules: each linear belongs to the first rule with a matching target."""
+"""Match linears to rules: each linear belongs to the first rule that targets it and does not ignore it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
+from compressx.api.names import kind_of
 from compressx.models.architecture import Architecture
+from compressx.recipe.document import Step
 from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.targets import REGEX, Layers, Target, matches
 from compressx.runtime.errors import RecipeError, did_you_mean
 
 _INTERVAL = re.compile(r"\[[^\]]*(\d\d+-|-\d\d)[^\]]*\]")
 
 
-def match_targets(loaded: LoadedRecipe, found: Architecture) -> dict[str, int]:
-    """Assign each linear to the first rule that matches it.
+@dataclass(frozen=True)
+class Assigned:
+    """What the rules take and leave alone.
+
+    Attributes:
+        taken: the index of the rule in the recipe's `prune`, by linear name.
+        ignored: the entry of `ignore` that hides a weight, with its place, by name; only weights that no rule takes.
+    """
+
+    taken: Mapping[str, int]
+    ignored: Mapping[str, str]
+
+
+def match_targets(loaded: LoadedRecipe, found: Architecture) -> Assigned:
+    """Assign each linear to the first rule that targets it and does not ignore it.
 
     Args:
         loaded: the recipe with its places in the file.
         found: the model's linears; those outside the blocks match only targets that spell out their last part.
 
-    Returns:
-        The index of the rule in the recipe's `prune`, by linear name; unmatched linears are absent.
-
     Raises:
-        RecipeError: a target that matches nothing, or only linears of earlier rules, with its place.
+        RecipeError: a target or an entry of `ignore` that matches nothing or has no effect, a target without a linear
+            that is left for its rule, or a layer that the model does not have; with its place.
     """
+    recipe = loaded.recipe
+    targeted = [
+        [_targeted(loaded, ("prune", index, "targets", i), target, found) for i, target in enumerate(rule.targets)]
+        for index, rule in enumerate(recipe.prune)
+    ]
+    anywhere = {name for rule in targeted for names in rule for name in names}
+    everywhere = _ignored(loaded, (), recipe.ignore, found, anywhere)
     taken: dict[str, int] = {}
-    for index, rule in enumerate(loaded.recipe.prune):
-        matched = [_matching(loaded, index, i, target, found) for i, target in enumerate(rule.targets)]
-        for position, names in enumerate(matched):
-            if all(name in taken for name in names):
-                raise _shadowed(loaded, index, position, names, taken)
-        taken |= {name: index for names in matched for name in names if name not in taken}
-    return taken
+    ignored = dict(everywhere)
+    for index, rule in enumerate(recipe.prune):
+        own = dict.fromkeys(name for names in targeted[index] for name in names)
+        hidden = {**_ignored(loaded, ("prune", index), rule.ignore, found, own), **everywhere}
+        for position, names in enumerate(targeted[index]):
+            if all(name in taken or name in hidden for name in names):
+                raise _nothing_left(loaded, (index, position), names, taken, hidden)
+        taken |= {name: index for name in own if name not in taken and name not in hidden}
+        ignored |= hidden
+    return Assigned(taken, {name: by for name, by in ignored.items() if name not in taken})
 
 
-def _shadowed(
-    loaded: LoadedRecipe, index: int, position: int, names: Sequence[str], taken: Mapping[str, int]
-) -> RecipeError:
-    owners = {taken[name]: name for name in reversed(names)}
-    by = ", ".join(f"{n} by prune[{owner}] at {loaded.where('prune', owner)}" for owner, n in sorted(owners.items()))
-    return RecipeError(
-        f"{loaded.where('prune', index, 'targets', position)}: target {loaded.recipe.prune[index].targets[position]!r} "
-        f"of prune[{index}] is shadowed: all {len(names)} linears that it matches are already taken, {by}; the first "
-        "matching rule wins, so put the narrower rule first, or drop the target"
-    )
-
-
-def _matching(loaded: LoadedRecipe, index: int, position: int, target: str, found: Architecture) -> list[str]:
+def _targeted(loaded: LoadedRecipe, place: Sequence[Step], target: Target, found: Architecture) -> list[str]:
     """Return the linears that one target matches; raise if there is none."""
-    where = loaded.where("prune", index, "targets", position)
-    _refuse_interval(where, target)
-    names = [n for n in found.linears if fnmatchcase(n, target)]
+    names = _matching(loaded, place, target, found, found.linears)
     names += [n for n in found.outside if _names_outright(target, n)]
     if not names:
-        raise _no_match(where, target, {**found.linears, **found.outside}, found.unprunable)
+        where = loaded.where(*place)
+        for name, reason in found.unprunable.items():
+            if _names_outright(target, name):
+                raise RecipeError(f"{where}: target {_shown(target)} names {name}, which is not prunable: {reason}")
+        known = [*found.linears, *found.outside]
+        raise RecipeError(f"{where}: target {_shown(target)} matches no linear; {_similar(target, known)}")
     return names
 
 
-def _names_outright(target: str, name: str) -> bool:
-    """Return whether `target` matches a name and spells out its last part, unlike a bare `*`."""
-    return fnmatchcase(name, target) and target.endswith(name.rsplit(".", 1)[-1])
+def _ignored(
+    loaded: LoadedRecipe, owner: Sequence[Step], entries: Sequence[Target] | None, found: Architecture,
+    targeted: Collection[str],
+) -> dict[str, str]:  # fmt: skip
+    """Return the weights that a list of `ignore` hides, each with its entry and place; raise if one has no effect."""
+    hidden: dict[str, str] = {}
+    every = [*found.linears, *found.outside, *found.unprunable]
+    for i, entry in enumerate(entries or ()):
+        place = (*owner, "ignore", i)
+        where = loaded.where(*place)
+        names = _matching(loaded, place, entry, found, every)
+        if not names:
+            raise RecipeError(f"{where}: ignore {_shown(entry)} matches no linear; {_similar(entry, every)}")
+        # What is never pruned unless it is named, such as lm_head, may be ignored beside `*`: people write that.
+        if all(name in found.linears and name not in targeted for name in names):
+            whose = f"prune[{owner[1]}]" if owner else "no rule"
+            verb = "does not target" if owner else "targets"
+            raise RecipeError(
+                f"{where}: ignore {_shown(entry)} has no effect: {whose} {verb} any of the {len(names)} linears that "
+                f"it matches, such as {names[0]}; drop it"
+            )
+        hidden |= {name: f"{_shown(entry)} at {where}" for name in names if name not in hidden}
+    return hidden
 
 
-def _no_match(where: str, target: str, linears: Mapping[str, Any], unprunable: Mapping[str, str]) -> RecipeError:
-    for name, reason in unprunable.items():
-        if _names_outright(target, name):
-            return RecipeError(f"{where}: target {target!r} names {name}, which is not prunable: {reason}")
-    similar = [n for n in linears if n == target.removesuffix(".weight") or fnmatchcase(n, f"*.{target}")]
-    hint = f"did you mean {similar[0]!r}? " if similar else ""
-    first, last = next(iter(linears)), [*linears][-1]
+def _nothing_left(
+    loaded: LoadedRecipe, at: tuple[int, int], names: Sequence[str], taken: Mapping[str, int],
+    hidden: Mapping[str, str],
+) -> RecipeError:  # fmt: skip
+    """Make the error for a target whose linears are all taken by earlier rules, or ignored."""
+    index, position = at
+    owners = {taken[name]: name for name in reversed(names) if name in taken}
+    by = [f"{n} by prune[{owner}] at {loaded.where('prune', owner)}" for owner, n in sorted(owners.items())]
+    target = f"target {_shown(loaded.recipe.prune[index].targets[position])} of prune[{index}]"
+    where = loaded.where("prune", index, "targets", position)
+    if all(name in taken for name in names):
+        return RecipeError(
+            f"{where}: {target} is shadowed: all {len(names)} linears that it matches are already taken, "
+            f"{', '.join(by)}; the first matching rule wins, so put the narrower rule first, or drop the target"
+        )
+    ignorers = {hidden[name]: name for name in reversed(names) if name not in taken}
+    by += [f"{name} is ignored by {entry}" for entry, name in ignorers.items()]
     return RecipeError(
-        f"{where}: target {target!r} matches no linear; {hint}{did_you_mean(target, _kinds(linears))}; "
-        f"whole names go from {first} to {last}"
+        f"{where}: {target} is left without linears: of the {len(names)} that it matches, {', '.join(by)}; ignore "
+        "less, or drop the target"
     )
+
+
+def _matching(
+    loaded: LoadedRecipe, place: Sequence[Step], target: Target, found: Architecture, names: Iterable[str]
+) -> list[str]:
+    """Return which of some names a target matches; `layers` match linears of the blocks only."""
+    where = loaded.where(*place)
+    if isinstance(target, Layers):
+        blocks = [*found.blocks]
+        try:
+            wanted = {blocks[i] for i in target.of(len(blocks))}
+        except ValueError as error:
+            raise RecipeError(f"{where}: {target}: {error}") from None
+        return [name for name in names if name in found.linears and found.block_of(name) in wanted]
+    _refuse_interval(where, target)
+    return [name for name in names if matches(target, name)]
+
+
+def _names_outright(target: Target, name: str) -> bool:
+    """Return whether `target` matches a name and spells out its last part, unlike a bare `*` or `re:.*`."""
+    if isinstance(target, Layers) or not matches(target, name):
+        return False
+    last = name.rsplit(".", 1)[-1]
+    return last in target if target.startswith(REGEX) else target.endswith(last)
+
+
+def _shown(target: Target) -> str:
+    return f"{{{target}}}" if isinstance(target, Layers) else repr(target).replace(r"\\", "\\")
+
+
+def _similar(target: Target, names: Sequence[str]) -> str:
+    """Return what could have been meant, and what names look like; every glob in it matches."""
+    glob = str(target).removesuffix(".weight")
+    if glob.startswith(REGEX):
+        text = re.sub(r"\.\*|\.\+|\\d\+?", "*", glob.removeprefix(REGEX).rstrip("$"))
+        glob = re.sub(r"\\(.)", r"\1", text)
+    hint = ""
+    for meant in (glob, f"*.{glob}", f"{glob}.*", f"*.{glob}.*"):
+        if similar := [name for name in names if fnmatchcase(name, meant)]:
+            hint = f"did you mean {meant if len(similar) > 1 else similar[0]!r}? "
+            break
+    return f"{hint}{did_you_mean(glob, kinds(names))}; whole names go from {names[0]} to {names[-1]}"
 
 
 def _refuse_interval(where: str, glob: str) -> None:
@@ -83,13 +170,21 @@ def _refuse_interval(where: str, glob: str) -> None:
     if (found := _INTERVAL.search(glob)) is not None:
         raise RecipeError(
             f"{where}: {found[0]} in {glob!r} matches a single character, not a range of numbers; layers 10 to 12 are "
-            "'*.1[0-2].*'; use several patterns where one is not enough"
+            "'*.1[0-2].*', or {layers: 10-12} in targets and ignore; use several patterns where one is not enough"
         )
 
 
-def _kinds(names: Iterable[str]) -> set[str]:
-    """Return a glob for each kind of linear."""
-    return {f"*.{n.rsplit('.', 1)[-1]}" if "." in n else n for n in names}
+def kinds(names: Iterable[str]) -> dict[str, None]:
+    """Return a glob for each kind of linear, in order; the experts of a mixture are one kind."""
+    return dict.fromkeys(_kind(name) for name in names)
+
+
+def _kind(name: str) -> str:
+    if "." not in name:
+        return name
+    kind = kind_of(name)
+    stem, _, number = name.rpartition(f".{kind}")
+    return f"*.{stem.rsplit('.', 1)[-1]}.{kind}.*" if number else f"*.{kind}"
 
 
 def match_sparsities(loaded: LoadedRecipe, globs: Iterable[str], planned: Sequence[str]) -> dict[str, str]:
@@ -107,9 +202,9 @@ def match_sparsities(loaded: LoadedRecipe, globs: Iterable[str], planned: Sequen
     for glob in globs:
         where = loaded.where("allocation", "sparsities", glob)
         _refuse_interval(where, glob)
-        matched = [name for name in planned if fnmatchcase(name, glob)]
+        matched = [name for name in planned if matches(glob, name)]
         if not matched:
-            raise RecipeError(f"{where}: {glob!r} matches no planned linear; {did_you_mean(glob, _kinds(planned))}")
+            raise RecipeError(f"{where}: {glob!r} matches no planned linear; {did_you_mean(glob, kinds(planned))}")
         fresh = [name for name in matched if name not in taken]
         if not fresh:
             earlier = taken[matched[0]]
@@ -130,4 +225,4 @@ def match_sparsities(loaded: LoadedRecipe, globs: Iterable[str], planned: Sequen
 
 def first_matching(globs: Iterable[str], name: str) -> str:
     """Return the first glob that matches a name; `match_sparsities` ensures that there is one."""
-    return next(glob for glob in globs if fnmatchcase(name, glob))
+    return next(glob for glob in globs if matches(glob, name))

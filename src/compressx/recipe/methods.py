@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, StrictFloat, StrictInt, model_validator
 
 from compressx.recipe.document import shown
+from compressx.recipe.targets import Pattern
 from compressx.recipe.validation import Strict, conflict
 from compressx.runtime.errors import did_you_mean
 
@@ -39,9 +40,10 @@ class ExplicitAllocation(Strict):
     """A sparsity for each linear."""
 
     method: Literal["explicit"] = Field(description=_METHOD)
-    sparsities: dict[str, Annotated[StrictFloat, Field(ge=0, lt=1)]] = Field(
+    sparsities: dict[Pattern, Annotated[StrictFloat, Field(ge=0, lt=1)]] = Field(
         min_length=1,
-        description="sparsity (0.5 is 50%) by glob over fully qualified names; the first match wins",
+        description="sparsity (0.5 is 50%) by glob, or re: and a regular expression, over fully qualified names; the "
+        "first match wins",
     )
     target: StrictFloat | None = Field(
         None,

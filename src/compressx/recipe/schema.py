@@ -27,6 +27,8 @@ from compressx.recipe.document import Node, Step, from_python
 from compressx.recipe.measuring import Evaluate
 from compressx.recipe.methods import AllocationField
 from compressx.recipe.sources import Bos, DatasetField, DatasetSource, ModelField
+from compressx.recipe.targets import Target
+from compressx.recipe.tracking import TrackField
 from compressx.recipe.tuning import Finetune
 from compressx.recipe.validation import Strict, conflict, validated
 from compressx.recipe.validation import validate_options as validate_options  # noqa: PLC0414 - plan.py takes it from here
@@ -97,8 +99,16 @@ class Reconstruction(Strict):
 class Rule(Strict):
     """One pruning rule. The first rule whose targets match a linear takes it."""
 
-    targets: list[str] = Field(
-        min_length=1, description="glob patterns over fully qualified names", examples=[["*.q_proj", "*.k_proj"]]
+    targets: list[Target] = Field(
+        min_length=1,
+        description="linears by glob over fully qualified names, by re: and a regular expression, or by layers",
+        examples=[["*.q_proj", "*.k_proj"]],
+    )
+    ignore: list[Target] | None = Field(
+        None,
+        min_length=1,
+        description="linears that this rule leaves alone, named as in targets",
+        examples=[["*.o_proj", {"layers": "0-3"}]],
     )
     pruner: str = Field(description="name of the pruner that selects weights")
     sparsity: StrictFloat | None = Field(None, ge=0, lt=1, description="fraction of zeros in [0, 1); 0.5 is 50%")
@@ -155,6 +165,12 @@ class Recipe(Strict):
         examples=[{"dataset": "wikitext", "samples": 128}],
     )
     prune: list[Rule] = Field(min_length=1, examples=[[{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}]])
+    ignore: list[Target] | None = Field(
+        None,
+        min_length=1,
+        description="linears that every rule leaves alone, named as in targets",
+        examples=[["*.o_proj", {"layers": "0-3"}]],
+    )
     allocation: AllocationField | None = Field(
         None,
         description="chooses the rules' sparsities; without it each rule gives its own",
@@ -169,6 +185,9 @@ class Recipe(Strict):
         None, description="trains the surviving weights of the whole model, with masks held", examples=[{"steps": 200}]
     )
     evaluate: Evaluate | None = Field(None, examples=[{"token_perplexity": {"dataset": "wikitext"}}])
+    track: TrackField | None = Field(
+        None, description="experiment trackers that follow the run", examples=["tensorboard"]
+    )
     output: Path = Field(description="folder to write: new, empty, or an earlier run's output")
 
     def datasets(self) -> dict[tuple[Step, ...], DatasetSource]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,38 +14,34 @@ import torch
 
 @dataclass
 class Timing:
-    """Seconds of each stage, and in total."""
+    """Seconds of each stage. A stage lasts until the next one begins, so they add up to the total.
 
-    started: float = field(default_factory=time.perf_counter)
+    Attributes:
+        stage: the current one.
+        since: when it began, or when its seconds were last counted; of `time.perf_counter`.
+        spent: seconds by stage, in the order in which they first began.
+    """
+
+    stage: str
+    since: float = field(default_factory=time.perf_counter)
     spent: dict[str, float] = field(default_factory=dict)
-    running: dict[str, float] = field(default_factory=dict)  # start times of the stages in progress
-    before: float = 0.0  # total of the interrupted runs that this one resumes
 
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the duration of a `with` to a stage."""
-        self.running[name] = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - self.running.pop(name)
+    def enter(self, stage: str) -> None:
+        """Begin a stage, which ends the one before; the current one goes on."""
+        now = time.perf_counter()
+        self.add({self.stage: now - self.since})
+        self.stage, self.since = stage, now
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Add the `seconds()` of an interrupted run."""
+        """Add seconds by stage, such as the `seconds()` of an interrupted run."""
         for name, spent in seconds.items():
-            if name == "total":
-                self.before += spent
-            else:
+            if name != "total":
                 self.spent[name] = self.spent.get(name, 0.0) + spent
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each reported stage, and `total`, up to now."""
-        now = time.perf_counter()
-        stages = {
-            name: self.spent.get(name, 0.0) + now - self.running.get(name, now)
-            for name in ("load", "calibrate", "allocate", "prune", "finetune", "evaluate")
-        }
-        return stages | {"total": self.before + now - self.started}
+        """Return the seconds of each stage up to now, and their sum as `total`."""
+        self.enter(self.stage)
+        return {**self.spent, "total": sum(self.spent.values())}
 
 
 def forget_peaks() -> None:

@@ -17,6 +17,7 @@ from compressx.runtime.errors import CompressxError, UnsupportedModelError, did_
 from compressx.testing.checks import CHECKS, options_round_trip, plans, validated_options
 from compressx.testing.models import TINY_CONFIGS
 from compressx.testing.subject import NoSuchPromiseError, RefusedError, Subject
+from compressx.testing.surroundings import kept
 
 Status: TypeAlias = Literal["passed", "failed", "refused", "skipped"]
 
@@ -112,7 +113,8 @@ def conformance(
 
 def _outcome(name: str, architecture: str, check: Callable[[], None]) -> Outcome:
     try:
-        check()
+        with kept():
+            check()
     except RefusedError as refusal:
         return Outcome(name, architecture, "refused", str(refusal))
     except NoSuchPromiseError as reason:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 from torch import Tensor
-from torch.nn.utils import parametrize
 
 from compressx.api.patterns import NM, Unstructured
 from compressx.api.pruner import AnyPruner, Block, PruneResult, PrunerSpec
@@ -21,7 +20,7 @@ from compressx.blocks.select import Kept, Stats, decide, gather
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import capture, each_block, passes
-from compressx.planning.plan import PlannedRule
+from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.runtime.errors import CompressxError
 from compressx.testing.models import tiny_model, tiny_tokens
 
@@ -54,25 +53,6 @@ class Scene:
         if rule not in self.built:
             self.built[rule] = rule.build()
         return self.built[rule]
-
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """Return every parameter and buffer, those that no checkpoint holds too."""
-        return [*self.model.named_parameters(), *self.model.named_buffers()]
-
-    def state(self) -> dict[str, str]:
-        """Describe what a pruner could leave behind in each module."""
-        told = {}
-        for name, module in self.model.named_modules():
-            hooks = sum(
-                len(getattr(module, kind))
-                for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-            )
-            mine = list(module.parameters(recurse=False))
-            told[name] = (
-                f"{hooks} hooks, training {module.training}, parametrized {parametrize.is_parametrized(module)}, "
-                f"requires_grad {[p.requires_grad for p in mine]}, gradients {[p.grad is not None for p in mine]}"
-            )
-        return told
 
 
 class Subject:
@@ -122,6 +102,20 @@ class Subject:
         except CompressxError as refusal:
             return str(refusal)
         return None
+
+    def plan(self, model: Any) -> Plan:
+        """Plan the first pattern for what the pruner takes in every block; a block that it refuses is left out."""
+        found, (first, *_) = survey(model), self.patterns
+        kinds = {name.removeprefix(f"{next(iter(found.blocks))}.") for name in self.names}
+        linears: list[PlannedLinear] = []
+        for block, _ in each_block(InMemory(model), found, dict.fromkeys(found.blocks, ())):
+            taken = {name: x for name, x in block.linears.items() if name.removeprefix(f"{block.fqn}.") in kinds}
+            if self.refusal(block, dict.fromkeys(taken, first)) is None:
+                linears += [
+                    PlannedLinear(name, block.fqn, (x.out_features, x.in_features), self.rule, first)
+                    for name, x in taken.items()
+                ]
+        return Plan(tuple(linears), {}, (self.rule,), needs_calibration=True)
 
     def scene(
         self, *, weights: bool = True, dtype: torch.dtype = torch.float32, batches: Sequence[int] = (4, 4),

@@ -84,10 +84,9 @@ def _both(ranks: Ranks) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def exchanged(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return in_two(partial(joined, _both), tmp_path_factory.mktemp("two"))
+    return in_two(partial(joined, _both), tmp_path_factory.mktemp("two"), start="fork")
 
 
-@pytest.mark.slow
 def test_statistics_of_two_processes_are_those_of_one(exchanged: list[Any]):
     alone = _combined(Ranks())
     for found, _ in exchanged:
@@ -97,7 +96,6 @@ def test_statistics_of_two_processes_are_those_of_one(exchanged: list[Any]):
             torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)  # batches of other sizes
 
 
-@pytest.mark.slow
 def test_every_process_gets_every_result_and_what_linears_share(exchanged: list[Any]):
     (_, first), (_, second) = exchanged
     assert len(first) == 3

@@ -1,11 +1,17 @@
-"""`compressx plugins new` and `check` on the command line."""
+"""`compressx plugins new` and `check` on the command line; help and completion of all commands."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 from tests.compressx.cli.commands import invoke, printed, refused
+
+from compressx.cli import cli
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +89,36 @@ def test_a_mistake_is_named():
     ):
         assert complaint in refused("plugins", *arguments)
         assert list(Path().iterdir()) == []
+
+
+def test_the_shell_completes_names_of_plugins_and_paths_of_recipes():
+    Path("recipe.yaml").touch()
+    for words, complete in (
+        ("plugins check wa", "plain,wanda"), ("init m --pruner sparse", "plain,sparsegpt"), ("run rec", "file,rec"),
+    ):  # fmt: skip
+        asked = {"_COMPRESSX_COMPLETE": "bash_complete", "COMP_WORDS": f"compressx {words}",
+                 "COMP_CWORD": str(len(words.split()))}  # fmt: skip
+        done = CliRunner().invoke(cli, env=asked, prog_name="compressx")
+        assert complete in done.stdout.splitlines(), done.output
+
+
+def _below(command: click.Command, *names: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    yield names, command
+    for name, inner in command.commands.items() if isinstance(command, click.Group) else ():
+        yield from _below(inner, *names, name)
+
+
+@pytest.mark.parametrize(("names", "command"), _below(cli), ids=lambda x: "_".join(x) if isinstance(x, tuple) else "")
+def test_the_help_of_every_command_ends_with_an_example_that_parses(names, command, monkeypatch):
+    example = " ".join(printed(*names, "--help").split()).partition("Example: ")[2].partition(" > ")[0]
+    [program, *arguments] = shlex.split(example)
+    assert program == "compressx"
+    assert tuple(arguments[: len(names)]) == names
+    ran = []
+    command = cli.commands[arguments[0]] if command is cli else command
+    monkeypatch.setattr(command, "callback", lambda *_, **given: ran.append(given))
+    assert invoke(*arguments).exit_code == 0
+    assert len(ran) == 1
 
 
 def test_new_writes_a_package_once():

@@ -42,7 +42,7 @@ def artifacts(folder: str) -> dict[str, bytes]:
     """Return every file of an output; of its reports all but what is measured by the timing."""
     found = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
     report = json.loads(found.pop("report.json"))
-    del found["report.md"], found["report.html"]  # the same content for people
+    del found["report.md"], found["report.html"], found["run.log"]  # the same content for people, and times
     for name in ("seconds", "peak_memory_bytes"):
         del report[name]
     for block in report["blocks"]:

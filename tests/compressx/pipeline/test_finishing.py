@@ -91,7 +91,7 @@ def test_reports_hold_the_losses_and_a_figure_shows_them(model, drawn):
 def test_progress_tells_of_every_step_with_its_loss(model):
     report, told = told_by(recipe(model))
     stages = list(dict.fromkeys(stage for stage, *_ in told))
-    assert stages == ["load", "calibrate", "evaluate dense", "prune", "evaluate pruned", "finetune", "save",
+    assert stages == ["load", "calibrate", "evaluate dense", "prune", "save", "evaluate pruned", "finetune",
                       "evaluate finetuned"]  # fmt: skip
     expected = [(0, 6, ""), *((i + 1, 6, f"loss {x:.4g}") for i, x in enumerate(report.finetune.losses))]
     assert [tuple(rest) for stage, *rest in told if stage == "finetune"] == expected

@@ -121,6 +121,7 @@ CHANGED: list[tuple[dict[str, Any], str]] = [
     ({"calibration": {"batch_size": 3}}, "calibration batch_size: was"),
     ({"model": {"dtype": "bfloat16"}}, "model: was"),
     ({"reconstruct_block": {"passes": 1}}, "reconstruct_block: was null"),
+    ({"ignore": ["*.o_proj"]}, "ignore: was null"),
 ]
 
 
@@ -198,11 +199,11 @@ def test_seconds_are_those_of_the_interrupted_run_too_and_nothing_half_written_s
     spent = json.loads((left / "state.json").read_text())["seconds"]
     (left / ".masks.safetensors.0123abcd.partial").write_text("half")
     told = json.loads((left / "state.json").read_text())
-    told["seconds"] = {**spent, "prune": spent["prune"] + 1000, "total": spent["total"] + 2000}
+    told["seconds"] = {**spent, "prune": spent["prune"] + 1000}
     (left / "state.json").write_text(json.dumps(told))
     seconds = run(asked, resume=True).seconds
     assert seconds["prune"] > 1000 + spent["prune"] > 1000
-    assert seconds["total"] > 2000 + spent["total"]
+    assert seconds["total"] > 1000 + spent["total"]
     assert seconds["load"] > spent["load"]
     assert not [*Path("out").glob(".*")]
 

@@ -163,7 +163,7 @@ def test_a_dict_has_paths_for_places() -> None:
 def test_a_misspelt_key_names_the_nearest_valid_one() -> None:
     assert refusal(GOOD + "evalute: null\n") == (
         "r.yaml:10:1: unknown key 'evalute'; did you mean 'evaluate'? "
-        "valid: allocation, calibration, evaluate, finetune, model, output, prune, reconstruct_block"
+        "valid: allocation, calibration, evaluate, finetune, ignore, model, output, prune, reconstruct_block, track"
     )
 
 
@@ -192,7 +192,7 @@ def test_a_key_that_is_not_text_is_refused() -> None:
 
 _WINDOWS = "windows drawn"
 _ZEROS = "fraction of zeros in [0, 1); 0.5 is 50%"
-_GLOBS = "glob patterns over fully qualified names"
+_GLOBS = "linears by glob over fully qualified names, by re: and a regular expression, or by layers"
 _NOT_NM = 'N:M keeps N of every M weights, with 1 <= N < M, such as "2:4"; {0} keeps {1} of {2}'
 _NOTATION = 'expected an N:M pattern, "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept'
 
@@ -225,13 +225,17 @@ _NOTATION = 'expected an N:M pattern, "2:4" or {keep: 2, of: 4}: of every 4 inpu
      ('["*.q_proj"]', "[]", f"4:5: prune[0].targets is an empty list; expected a length of at least 1: {_GLOBS}"),
      ('["*.q_proj"]', "[1]", "4:15: prune[0].targets[0] is 1; expected text (numbers, true and null in quotes): "
       f"{_GLOBS}"),
+     ('["*.q_proj"]', "['re:(q']", "4:15: prune[0].targets[0] is 're:(q'; not a regular expression: missing ), "
+      "unterminated subpattern at position 0; a glob has no re: before it"),
+     ('["*.q_proj"]', "[{layers: 9-4}]", "4:16: prune[0].targets[0].layers is '9-4'; expected the number of a layer, "
+      "such as 3 or -1, or a range that rises, such as 4-27"),
      ("{steps: 3}", "[3]", "7:5: prune[0].options is a list; expected a mapping of keys to values: the pruner's own "
       "options"),
      ("    pruner: wanda\n", "", "4:5: missing key 'pruner' in prune[0]: name of the pruner that selects weights"),
      ("    pruner: wanda\n", "    pruner: wanda\n    pruner: alps\n", "6:5: duplicate key 'pruner', first given at "
       "r.yaml:5:5; keep one of the two"),
      ("sparsity: 0.5", "sparsty: 0.5", "6:5: unknown key 'sparsty' in prune[0]; did you mean 'sparsity'? valid: group, "
-      "options, pattern, pruner, reconstruct, sparsity, targets"),
+      "ignore, options, pattern, pruner, reconstruct, sparsity, targets"),
      ("org/model", "", "1:1: model is null; expected a mapping of keys to values"),
      ("wikitext", "{name: c4, text: a}", "2:35: calibration.dataset: give exactly one of name, text, json; got name "
       "and text (name at r.yaml:2:25, text at r.yaml:2:35)"),

@@ -7,7 +7,19 @@ import os
 import pytest
 import torch
 
-from compressx.runtime.timing import forget_peaks, peak_memory_bytes
+from compressx.runtime.timing import Timing, forget_peaks, peak_memory_bytes
+
+
+def test_a_stage_lasts_until_the_next_one_so_seconds_add_up_to_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    timing = Timing("load", now)
+    timing.add({"load": 100.0, "prune": 50.0, "total": 150.0})  # of an interrupted run
+    for stage, spent in (("load", 1), ("prune", 2), ("prune", 4), ("save", 8), ("load", 16)):
+        timing.enter(stage)
+        now += spent
+    expected = {"load": 117.0, "prune": 56.0, "save": 8.0, "total": 181.0}
+    assert timing.seconds() == expected == timing.seconds()
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peaks cannot be forgotten here")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from pydantic import BaseModel, Field, field_validator
 from tests.compressx.built_in import BUILT_IN
+from torch import nn
 
 from compressx import FeatureNorms, Hessian, PruneResult, PrunerSpec, UnsupportedModelError, keep_mask, keep_masks
 from compressx.testing import ConformanceError, check_pruner, conformance
@@ -53,7 +54,7 @@ def test_a_pruner_that_keeps_every_promise_passes_every_check():
         "reconstructs", "refusals name the layer", "leaves what it prepared as it is"
     }  # fmt: skip
     assert {o.status for o in outcomes} == {"passed", "skipped"}
-    assert len({o.check for o in outcomes}) >= 13
+    assert len({o.check for o in outcomes}) >= 18
 
 
 def test_a_pruner_that_prepares_passes_too_and_is_checked_for_it():
@@ -212,6 +213,58 @@ class UsesUpWhatItPrepared(Prepares):
         return results
 
 
+def only_later(change):
+    """Break the promise in a run alone, which goes on to the second block."""
+    return answering(lambda results, block: change(results, block) if block.index else None)
+
+
+def calling(change):
+    return answering(lambda results, block: change())
+
+
+def doubles(scores, block, stats):
+    """Overwrite statistics so that no mask changes."""
+    for statistic in stats.values():
+        statistic.squares.mul_(4.0)
+    return scores
+
+
+def divides_by_rows(scores, block, stats):
+    return {n: s / block.linears[n].weight.abs().sum(dim=1, keepdim=True) for n, s in scores.items()}
+
+
+def divides_by_norms(scores, block, stats):
+    return {n: s / stats[n].norms for n, s in scores.items()}
+
+
+def config(results, block):
+    block.config.num_attention_heads = 2
+
+
+def attribute(results, block):
+    block.module.mlp.up_proj.seen = True
+
+
+def parameter_attribute(results, block):
+    block.module.mlp.up_proj.weight.seen = True
+
+
+def tensor_hook(results, block):
+    block.module.mlp.up_proj.weight.register_hook(lambda gradient: gradient)
+
+
+def forward(results, block):
+    block.module.forward = block.module.forward
+
+
+class PrintsWhilePlanning(Base):
+    def observe(self, block, name):
+        print("observing", name)  # noqa: T201
+        return super().observe(block, name)
+
+
+MODEL, PROCESS = "leaves the model as it is", "leaves the process as it is"
+EVERY = "leaves every block of a model as it is"
 SHARED = FeatureNorms(64)
 APART = "decided after the others it gave another mask"
 
@@ -238,8 +291,27 @@ APART = "decided after the others it gave another mask"
         (spec(Base, reconstructs=True), "reconstructs", "returns no new weights"),
         (spec(answering(gradients_on)), "exact sparsity for every pattern", "leaves gradients switched on"),
         (spec(answering(other_mask), reconstructs=True), "reconstructs", "must return the mask that it was given"),
-        (spec(answering(hooks)), "leaves the model as it is", "1 hooks"),
-        (spec(answering(trains)), "leaves the model as it is", "training True"),
+        (spec(scoring(doubles)), "leaves statistics as they are", "prune changed squares of its statistic; other"),
+        (spec(answering(hooks)), MODEL, "layers.0: it left a hook in _forward_hooks; call remove() of its handle"),
+        (spec(answering(tensor_hook)), MODEL, "up_proj.weight: it left a hook in _backward_hooks; call remove()"),
+        (spec(answering(trains)), MODEL, "training True, was False; put it back in a `finally`"),
+        (spec(answering(attribute)), MODEL, "mlp.up_proj: it left seen; keep it in the pruner, or delete it"),
+        (spec(answering(parameter_attribute)), MODEL, "mlp.up_proj.weight: it left seen; keep it in the pruner"),
+        (spec(answering(forward)), MODEL, "layers.0: it left forward; keep it in the pruner, or delete it"),
+        (spec(answering(config)), MODEL, "config.num_attention_heads was changed from 4 to 2; the model computes"),
+        (spec(only_later(hooks)), EVERY, "layers.1: it left a hook in _forward_hooks; call remove() of its handle"),
+        (spec(only_later(config)), EVERY, "config.num_attention_heads was changed from 4 to 2"),
+        (spec(calling(lambda: torch.set_num_threads(2))), PROCESS,
+         "torch's number of threads was changed from 1 to 2; leave it to the user"),
+        (spec(calling(lambda: torch.set_default_dtype(torch.float64))), PROCESS,
+         "torch's default dtype was changed from torch.float32 to torch.float64; leave it to the user"),
+        (spec(calling(lambda: torch.manual_seed(0) and None)), PROCESS,
+         "torch's random state was changed; draw from a generator of your own"),
+        (spec(calling(lambda: nn.modules.module.register_module_forward_hook(lambda *_: None) and None)), PROCESS,
+         "the list of hooks on all modules was changed; remove() each handle"),
+        (spec(PrintsWhilePlanning), PROCESS, "it printed 'observing model.layers.0"),
+        (spec(scoring(divides_by_rows)), "rows that are all zero", "a row of zeros has the sum, the norm"),
+        (spec(scoring(divides_by_norms)), "inputs that are always zero", "divide by it plus a small number"),
         (spec(answering(writes)), "leaves the model as it is", "a pruner returns new weights"),
         (spec(Inverts), "few tokens", "not positive-definite"),
         (spec(scoring(lambda scores, *_: {n: s.log() for n, s in scores.items()})),
@@ -258,9 +330,9 @@ def test_each_broken_promise_is_found_by_the_check_of_its_name(broken, check, sa
 
 def test_what_a_check_says_stands_in_the_error_with_pruner_and_architecture():
     with pytest.raises(
-        ConformanceError, match=r"pruner 'mine' fails 1 checks:\n  leaves the model as it is \(llama\): "
+        ConformanceError, match=r"pruner 'mine' fails 1 checks:\n  leaves the process as it is \(llama\): "
     ):
-        check_pruner(spec(answering(hooks)), architectures=["llama"])
+        check_pruner(spec(PrintsWhilePlanning), architectures=["llama"])
 
 
 class Strict(BaseModel):
@@ -338,6 +410,21 @@ def test_a_refusal_that_does_not_say_which_layer_is_found():
     found = failures(gates)["refusals name the layer"]
     assert "up_proj, 50%" in found
     assert "names no layer: no gates, please" in found
+
+
+def test_what_a_pruner_does_to_its_process_is_undone_after_each_check_and_nothing_is_printed(capfd):
+    def everything():
+        print("pruned")  # noqa: T201
+        torch.use_deterministic_algorithms(True)
+        torch.manual_seed(5)
+
+    before = torch.get_rng_state()
+    found = failures(spec(calling(everything)))
+    assert found.keys() == {PROCESS}
+    assert found[PROCESS].count("was changed") == 2
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert capfd.readouterr().out == ""
 
 
 def test_an_architecture_that_is_none_is_the_callers_mistake():

@@ -1,0 +1,172 @@
+"""A first recipe for a model, with what its author needs to know as comments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from compressx.api.names import folded
+from compressx.api.patterns import Unstructured
+from compressx.api.pruner import Block, Linear, PrunerSpec
+from compressx.models.architecture import Architecture, survey, text_config
+from compressx.planning.make import make_plan
+from compressx.planning.targets import kinds
+from compressx.plugins.kinds import PRUNER
+from compressx.plugins.manager import Plugins
+from compressx.recipe.document import flow, one_line
+from compressx.recipe.schema import recipe_from_dict
+from compressx.recipe.sources import ModelSource
+from compressx.recipe.targets import matches
+from compressx.runtime.errors import CompressxError, UnsupportedModelError, blamed_on
+
+_SPARSITY = 0.5
+_SEQUENCE = 2048
+
+
+def draft(source: ModelSource, name: str, skeleton: nn.Module, plugins: Plugins, pruner: str) -> str:
+    """Write a recipe that prunes half of the weights in a model's blocks, with comments about this model.
+
+    Args:
+        source: the model, as the recipe will name it.
+        name: what the user calls it; the output is named after it.
+        skeleton: the model; only shapes are read, so it may be on the meta device.
+        plugins: the available pruners.
+        pruner: the one to prune with.
+
+    Returns:
+        YAML that `compressx plan` accepts as it is.
+
+    Raises:
+        PluginError: no such pruner.
+        UnsupportedModelError: the model is not supported, or not by this pruner.
+    """
+    plugins.find(PRUNER, pruner)
+    found = survey(skeleton)
+    recipe: dict[str, Any] = {"model": source.model_dump(mode="json", exclude_defaults=True, exclude_none=True)}
+    positions = getattr(text_config(skeleton), "max_position_embeddings", None)
+    length = min(_SEQUENCE, positions or _SEQUENCE)
+    recipe["calibration"] = {"dataset": "wikitext", "samples": 128, "sequence_length": length}
+    called = Path(name).expanduser().resolve().name.removesuffix(".gguf")  # a hub id's last part, too
+    recipe["output"] = f"runs/{called}-50"
+    taken = {spec.name: _taken(spec, found, skeleton, recipe, plugins) for spec in plugins.offers["pruners"].values()}
+    targets, refusal = taken[pruner]
+    if not targets:
+        raise UnsupportedModelError(f"{pruner} prunes none of this model's linears: {refusal}; choose another --pruner")
+    few = {n: t for n, (t, _) in taken.items() if t and t != ["*"] and n != pruner}
+    rules = [f"  # - {_rule(only, n)}  # before the next rule" for n, only in few.items()]
+    rules.append(f"  - {_rule(targets, pruner)}  # half of the weights")
+    return "\n".join(
+        [
+            *_described(found, skeleton, name),
+            "#",
+            "# Pruners, and which linears of this model they take (`compressx plugins` lists where they come from):",
+            *(f"#   {n:12} {_takes(t, why)}" for n, (t, why) in taken.items()),
+            "",
+            f"model: {_flow(recipe['model'])}",
+            f"calibration: {_flow(recipe['calibration'])}  # or c4, python-docs (offline), {{text: FILES}}",
+            "prune:  # the first rule that matches a linear takes it",
+            *rules,
+            "# ignore: [layers: [0, -1]]  # layers, globs or re: regular expressions that no rule takes",
+            "evaluate:",
+            f"  token_perplexity: {_flow({'dataset': 'wikitext', 'sequence_length': length})}  # before and after",
+            f"output: {json.dumps(recipe['output'])}",
+            "",
+        ]
+    )
+
+
+def _described(found: Architecture, skeleton: nn.Module, name: str) -> list[str]:
+    """Return comments with the model's linears, their sizes, and what cannot be pruned."""
+    every = {**found.linears, **found.outside}
+    total = sum(p.numel() for p in skeleton.parameters())
+    inside = sum(_weights(x) for x in found.linears.values())
+    rows = [(x.name, f"{x.out_features} x {x.in_features}", str(_weights(x))) for x in every.values()]
+    shown = [
+        (folds, shape, f"{count * int(each) / 1e6:.1f} M", "" if folds in found.outside else f"{count} linears")
+        for folds, count, (shape, each) in folded(rows)
+    ]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = [
+        "   ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
+        for row in shown
+    ]
+    what = f"{type(skeleton).__name__}, {len(found.blocks)} decoder blocks, {total / 1e6:.1f} M weights"
+    outside = [f"{n}: outside the blocks; `*` leaves it dense, a target {n!r} prunes it" for n in found.outside]
+    unprunable = [f"{n}: {reason}" for n, _, (reason,) in folded(found.unprunable.items())]
+    return [
+        f"# {one_line(name)}: {what},",
+        f"# {inside / 1e6:.1f} M of them in linears of the blocks.",
+        "#",
+        "#   compressx plan FILE    shows what would happen; compressx run FILE does it",
+        "#",
+        "# Linears, rows by columns:",
+        *(f"#   {line}" for line in lines),
+        "# Not pruned:",
+        *(f"#   {line}" for line in [*outside, *unprunable]),
+    ]
+
+
+def _weights(linear: Linear) -> int:
+    return linear.out_features * linear.in_features
+
+
+def _rule(targets: Sequence[str], pruner: str) -> str:
+    return f"{{targets: {json.dumps([*targets])}, pruner: {flow(pruner)}, sparsity: {_SPARSITY}}}"
+
+
+def _takes(targets: Sequence[str], why: str) -> str:
+    if not targets:
+        return f"none: {why}"
+    return "all" if [*targets] == ["*"] else f"only {' and '.join(targets)}, in a rule of their own"
+
+
+def _flow(values: dict[str, Any]) -> str:
+    return "{" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in values.items()) + "}"
+
+
+def _taken(
+    spec: PrunerSpec, found: Architecture, skeleton: nn.Module, recipe: dict[str, Any], plugins: Plugins
+) -> tuple[list[str], str]:
+    """Return the targets of a rule that a pruner takes on this model: `*`, or a kind or two; else why there is none."""
+    refusals: list[CompressxError] = []
+    for targets in chain([["*"]], _accepted(spec, found, skeleton, refusals)):
+        rule = {"targets": targets, "pruner": spec.name, "sparsity": _SPARSITY}
+        try:
+            make_plan(recipe_from_dict({**recipe, "prune": [rule]}), plugins, skeleton)
+        except CompressxError as error:
+            refusals.append(error)
+        else:
+            return targets, ""
+    # That the model is not supported says more than that some linears are not.
+    told = next((e for e in refusals if isinstance(e, UnsupportedModelError)), refusals[0])
+    return [], " ".join(str(told).rpartition("prune[0]: ")[2].split())
+
+
+def _accepted(
+    spec: PrunerSpec, found: Architecture, skeleton: nn.Module, refusals: list[CompressxError]
+) -> Iterable[list[str]]:
+    """Yield the kinds, alone or in pairs, that a pruner's check accepts in the first block that has them."""
+    tried: set[tuple[str, ...]] = set()
+    for index, (fqn, module) in enumerate(found.blocks.items()):
+        linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
+        block = Block(index, fqn, module, linears, (), text_config(skeleton))
+        names = [*kinds(linears)]
+        for some in chain(combinations(names, 1), combinations(names, 2)):
+            if some in tried or spec.check is None:
+                continue
+            tried.add(some)
+            patterns = {
+                n: Unstructured(_SPARSITY, spec.groups[0]) for n in linears if any(matches(glob, n) for glob in some)
+            }
+            try:
+                with blamed_on(f"check of pruner {spec.name!r} failed on {fqn}"):
+                    spec.check(block, patterns)
+            except CompressxError as error:
+                refusals.append(error)
+            else:
+                yield [*some]

@@ -1,0 +1,157 @@
+"""Checks that answers agree: asked again, in other batches and processes, and without the other linears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from compressx.api.patterns import Unstructured
+from compressx.api.pruner import PreparingPruner, PruneResult, Statistic
+from compressx.blocks.observe import Observed
+from compressx.blocks.select import Kept, Stats, write
+from compressx.testing.models import tiny_tokens
+from compressx.testing.subject import NoSuchPromiseError, Scene, Subject, expect
+from compressx.testing.untouched import Contents
+
+SAME = 0.98
+"""Fraction of mask bits that may not change with the order of sums: near ties change sides, nothing else does."""
+
+_ON_A_COPY = "other linears and an allocation's next question read it, so compute on a copy: `x * 2`, not `x.mul_(2)`"
+
+
+def deterministic(subject: Subject) -> None:
+    """Run twice, with other global seeds."""
+    for pattern in (subject.patterns[0], subject.patterns[-1]):
+        runs = []
+        for seed in (0, 1):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                runs.append(subject.decided(subject.scene(), pattern))
+        _expect_equal(runs[0], runs[1], f"{pattern}: two runs of one recipe, with other global seeds,")
+
+
+def repeatable(subject: Subject) -> None:
+    """Ask for other sparsities in between, and compare the statistics bit for bit."""
+    scene = subject.scene()
+    stats = subject.gathered(scene)
+    before = {name: [Contents(x.statistic) for x in of.values()] for name, of in stats.items()}
+    sensitivities = {name: tensor.clone() for name, tensor in scene.block.sensitivities.items()}
+    first = subject.decided(scene, subject.patterns[0], stats)
+    subject.decided(scene, subject.patterns[-1], stats)
+    again = subject.decided(scene, subject.patterns[0], stats)
+    _expect_equal(first, again, "asked again with the same statistics, as allocation does, it")
+    for name, contents in before.items():
+        changed = [tensor for of in contents for tensor in of.changed()]
+        expect(not changed, f"{name}: prune changed {', '.join(changed)} of its statistic; {_ON_A_COPY}")
+    for name, was in sensitivities.items():
+        same = torch.equal(scene.block.sensitivities[name], was)
+        expect(same, f"{name}: prune changed block.sensitivities; {_ON_A_COPY}")
+
+
+def prepared(subject: Subject) -> None:
+    """Decide with values that were prepared once, as allocation does."""
+    scene = subject.scene()
+    if not isinstance(scene.pruners(subject.rule)[0], PreparingPruner):
+        raise NoSuchPromiseError("it prepares nothing")
+    stats = subject.gathered(scene)
+    first, last = subject.patterns[0], subject.patterns[-1]
+    fresh = {pattern: subject.decided(scene, pattern, stats) for pattern in (first, last)}
+    kept: Kept = {}
+    for pattern in (first, last, first):
+        again = subject.decided(scene, pattern, stats, kept=kept)
+        _expect_equal(fresh[pattern], again, f"{pattern}: with what it had prepared it")
+
+
+def batches(subject: Subject) -> None:
+    """Gather the same tokens in batches of other sizes."""
+    pattern = subject.patterns[0]
+    tokens = tiny_tokens()
+    tokens[-1] = 7  # one sequence is nothing like the others, so that its weight shows
+    whole = subject.decided(subject.scene(batches=(8,), tokens=tokens), pattern)
+    for batches in ((7, 1), (1,) * 8):
+        results = subject.decided(subject.scene(batches=batches, tokens=tokens), pattern)
+        _expect_alike(whole, results, f"batches of {batches}")
+
+
+def processes(subject: Subject) -> None:
+    """Gather two halves apart and add them up, as two processes do."""
+    scene = subject.scene(batches=(4, 4))
+    whole = subject.gathered(scene)
+    halves: list[Stats] = []
+    for half in (0, 1):
+        block = replace(scene.block, calls=scene.block.calls[half : half + 1])
+        halves.append(subject.gathered(Scene(scene.model, block, scene.passes[half : half + 1])))
+    merged: dict[Observed, Observed] = {}
+    selector, _ = scene.pruners(subject.rule)
+    for name, stats in halves[0].items():
+        for role, mine in stats.items():
+            if mine not in merged:
+                other, fresh = halves[1][name][role].statistic, partial(selector.observe, scene.block, name)
+                merged[mine] = Observed(_added(mine.statistic, other, fresh))
+    pattern = subject.patterns[0]
+    both = {name: {role: merged[mine] for role, mine in stats.items()} for name, stats in halves[0].items()}
+    added = subject.decided(scene, pattern, both)
+    _expect_alike(subject.decided(scene, pattern, whole), added, "statistics of two processes, added up,")
+
+
+def _added(mine: Statistic, other: Statistic, fresh: Callable[[], Statistic | None]) -> Statistic:
+    """Combine what two processes gathered, as `Ranks.combine` does."""
+    tensors, others = mine.tensors(), other.tensors()
+    joined = []
+    for key, (tensor, how) in tensors.items():
+        theirs = others[key][0]
+        if how == "sum":
+            tensor.add_(theirs)
+        elif how == "max":
+            torch.maximum(tensor, theirs, out=tensor)
+        else:
+            joined += [tensor, theirs]
+    if not joined:
+        return mine
+    merged = fresh()
+    if merged is None:
+        raise AssertionError("observe returned a statistic once, and then None")
+    for part in joined:
+        merged.update(part)
+    return merged
+
+
+def separable(subject: Subject) -> None:
+    """Decide each linear alone, after all others were written."""
+    if not subject.spec.separable:
+        raise NoSuchPromiseError("it does not say separable")
+    scene = subject.scene()
+    stats = subject.gathered(scene)
+    joint = {p for p in subject.patterns if isinstance(p, Unstructured) and p.group == "joint"}
+    apart = [p for p in subject.patterns if p not in joint]
+    if not apart:
+        raise NoSuchPromiseError("it says separable, and every group of its own is joint")
+    for pattern in dict.fromkeys((apart[0], apart[-1])):
+        together = subject.decided(scene, pattern, stats)
+        for name in subject.names:
+            dense = {n: scene.block.linears[n].weight.clone() for n in subject.names if n != name}
+            for other in dense:  # in a run these may be pruned already
+                write(scene.block.linears[other], together[other])
+            alone = subject.decided(scene, pattern, stats, names=[name])
+            _expect_equal({name: together[name]}, alone, f"{pattern}: decided after the others it")
+            for other, weight in dense.items():
+                scene.block.linears[other].weight.copy_(weight)
+
+
+def _expect_equal(a: Mapping[str, PruneResult], b: Mapping[str, PruneResult], what: str) -> None:
+    for name, mine in a.items():
+        expect(torch.equal(mine.keep, b[name].keep), f"{name}: {what} gave another mask")
+        one, other = (None if r.weight is None else r.weight[r.keep] for r in (mine, b[name]))
+        same = one is other if one is None or other is None else torch.equal(one, other)
+        expect(same, f"{name}: {what} gave other weights")
+
+
+def _expect_alike(a: Mapping[str, PruneResult], b: Mapping[str, PruneResult], what: str) -> None:
+    for name, mine in a.items():
+        same = float((mine.keep == b[name].keep).float().mean())
+        difference = f"{name}: {what} gave a mask of which {same:.1%} is the same, expected {SAME:.0%} at least"
+        advice = "a statistic has to be a sum, a maximum or a list over tokens, not an average of batches"
+        expect(same >= SAME, f"{difference}; {advice}")

@@ -1,0 +1,125 @@
+"""Checks of single answers: exact masks and finite weights, whatever the pattern, the dtype, the weights and inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from pydantic import create_model
+
+from compressx.api.patterns import NM, Unstructured, keep_masks, zeros_in
+from compressx.api.pruner import Block, PruneResult, PrunerSpec, Statistic
+from compressx.planning.plan import PlannedRule
+from compressx.runtime.errors import CompressxError
+from compressx.testing.models import tiny_tokens
+from compressx.testing.subject import NoSuchPromiseError, Subject, expect
+
+
+class _BySize:
+    """Selects the largest weights: what a reconstructing pruner is given a mask by."""
+
+    def observe(self, block: Block, name: str) -> None:
+        """Ask for nothing."""
+
+    def prune(self, block: Block, patterns: Mapping[str, Any], stats: Mapping[str, Statistic]) -> Any:  # noqa: ARG002
+        scores = {n: block.linears[n].weight.float().abs() for n in patterns}
+        return {n: PruneResult(keep) for n, keep in keep_masks(scores, patterns).items()}
+
+
+_NoOptions = create_model("_NoOptions")
+_SELECTOR = PrunerSpec("by size", "the largest weights", _NoOptions, lambda _: _BySize())
+
+
+def exact(subject: Subject) -> None:
+    """Count zeros in rows, groups and wholes, for every pattern that is claimed."""
+    scene = subject.scene()
+    stats = subject.gathered(scene)
+    for pattern in subject.patterns:
+        results = subject.decided(scene, pattern, stats)
+        for name, result in results.items():
+            wanted = zeros_in(pattern, *result.keep.shape)
+            zeros = int((~result.keep).sum())
+            expect(wanted is None or zeros == wanted, f"{name}, {pattern}: {zeros} zeros, expected {wanted}")
+            if isinstance(pattern, NM):
+                kept = result.keep.view(len(result.keep), -1, pattern.of).sum(dim=2)
+                expect(bool((kept == pattern.keep).all()), f"{name}, {pattern}: groups do not lie along in_features")
+            elif pattern.group == "row":
+                each = (~result.keep).sum(dim=1)
+                expect(bool((each == each[0]).all()), f"{name}, {pattern}: rows differ in their number of zeros")
+
+
+def dense(subject: Subject) -> None:
+    """Ask for no zeros."""
+    patterns: list[Unstructured | NM] = [Unstructured(0.0, group) for group in subject.spec.groups]
+    patterns += [NM(4, 4)] if subject.spec.nm else []
+    scene = subject.scene()
+    for pattern in patterns:
+        for name, result in subject.decided(scene, pattern).items():
+            weight = scene.block.linears[name].weight
+            expect(bool(result.keep.all()), f"{name}, {pattern}: a weight is dropped")
+            same = result.weight is None or torch.equal(result.weight.to(weight.dtype), weight)
+            expect(same, f"{name}, {pattern}: weights are changed though all are kept")
+
+
+def dtypes(subject: Subject) -> None:
+    """Prune 16-bit models; new weights have to fit their dtype."""
+    for dtype in (torch.bfloat16, torch.float16):
+        scene = subject.scene(dtype=dtype)
+        for name, result in subject.decided(scene, subject.patterns[0]).items():
+            weight = scene.block.linears[name].weight
+            expect(weight.dtype == dtype, f"{name}: the model's {dtype} became {weight.dtype}")
+            if result.weight is not None:
+                kept = result.weight.to(dtype)[result.keep]
+                expect(bool(torch.isfinite(kept).all()), f"{name}: a weight does not fit {dtype}")
+
+
+def reconstructs(subject: Subject) -> None:
+    """Give masks that another pruner selected."""
+    if not subject.spec.reconstructs:
+        raise NoSuchPromiseError("it does not say reconstructs")
+    rule = PlannedRule(0, _SELECTOR, _NoOptions(), subject.spec, subject.rule.options)
+    scene = subject.scene()
+    for pattern in (Unstructured(0.5, "row"), Unstructured(0.5, "layer")):
+        results = subject.decided(scene, pattern, rule=rule)  # the host refuses another mask than it gave
+        expect(any(r.weight is not None for r in results.values()), "it says reconstructs, and returns no new weights")
+
+
+def few_tokens(subject: Subject) -> None:
+    """Gather fewer tokens than there are features, so that a Hessian is singular."""
+    scene = subject.scene(batches=(1,), tokens=tiny_tokens(sequences=1, length=12))
+    subject.decided(scene, subject.patterns[0])
+
+
+def dead_inputs(subject: Subject) -> None:
+    """Silence features of Llama's norms, which query, key, value, gate and up read."""
+    if subject.architecture != "llama":
+        raise NoSuchPromiseError("only Llama's norms are silenced")
+
+    def kill(model: Any) -> None:
+        model.model.layers[0].input_layernorm.weight[:7] = 0.0
+        model.model.layers[0].post_attention_layernorm.weight[:7] = 0.0
+
+    with _advice("where every input is zero so is the feature's statistic, so divide by it plus a small number"):
+        subject.decided(subject.scene(change=kill), subject.patterns[0])
+
+
+def dead_rows(subject: Subject) -> None:
+    """Zero the first rows of every linear: pruned models have such rows, and the next linear then reads zeros."""
+    scene = subject.scene()
+    for name in subject.names:
+        scene.block.linears[name].weight[:7] = 0.0
+    stats = subject.gathered(scene)
+    for pattern in dict.fromkeys((subject.patterns[0], subject.patterns[-1])):
+        with _advice("a row of zeros has the sum, the norm and the maximum 0, so divide by it plus a small number"):
+            subject.decided(scene, pattern, stats)
+
+
+@contextmanager
+def _advice(what: str) -> Iterator[None]:
+    """Add to the message of what a pruner raises where an input or a weight is zero."""
+    try:
+        yield
+    except (AssertionError, CompressxError) as error:
+        raise AssertionError(f"{error}; {what}") from error

@@ -1,0 +1,137 @@
+"""Checks that a pruner returns values and leaves all else as it is: the model, its modules, its config, the process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressx.api.pruner import Statistic
+from compressx.blocks.fisher import fisher_diagonal
+from compressx.blocks.prune import prune_model
+from compressx.models.access import InMemory
+from compressx.models.architecture import survey
+from compressx.testing.models import tiny_model, tiny_tokens
+from compressx.testing.subject import Subject, expect
+from compressx.testing.surroundings import kept, reseed
+
+_RESTORE = "put it back in a `finally`"
+
+
+def model(subject: Subject) -> None:
+    """Compare weights, modules and config before and after one block is observed and decided."""
+    scene = subject.scene()
+    before = _Snapshot(scene.model)
+    subject.decided(scene, subject.patterns[0])
+    before.expect_same()
+
+
+def every_block(subject: Subject) -> None:
+    """Prune every block of a model, as a run does, and compare all but the pruned weights."""
+    whole = tiny_model(subject.architecture)
+    before = _Snapshot(whole)
+    plan = subject.plan(whole)
+    batches = torch.split(tiny_tokens(), [4, 4])
+    access, found = InMemory(whole), survey(whole)
+    fisher = fisher_diagonal(access, found, plan.sensitive, batches) if plan.sensitive else None
+    for _ in prune_model(access, plan, batches, fisher=fisher):
+        pass
+    pruned = [found.linears[x.name] for x in plan.linears]
+    before.expect_same(but={id(getattr(x.module, x.parameter)) for x in pruned})
+
+
+def process(subject: Subject) -> None:
+    """Compare torch's settings and the random states before and after all that a pruner is asked; look for prints."""
+    reseed()
+    with kept() as changes:
+        block = subject.scene(weights=False).block
+        subject.refusal(block, dict.fromkeys(subject.names, subject.patterns[0]))
+        scene = subject.scene()
+        for pattern in dict.fromkeys((subject.patterns[0], subject.patterns[-1])):
+            subject.decided(scene, pattern)
+        found = changes()
+    expect(not found, "; ".join(found))
+
+
+class Contents:
+    """What a statistic has gathered: a copy of its tensors, those of its attributes too."""
+
+    def __init__(self, of: Statistic) -> None:
+        self._of = of
+        self._before = {name: tensor.clone() for name, tensor in self._tensors().items()}
+
+    def changed(self) -> list[str]:
+        """Return the names of the tensors that are others now."""
+        now = self._tensors()
+        return [name for name, was in self._before.items() if name not in now or not torch.equal(now[name], was)]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        attributes = {name: x for name, x in getattr(self._of, "__dict__", {}).items() if isinstance(x, Tensor)}
+        return attributes | {name: tensor for name, (tensor, _) in self._of.tensors().items()}
+
+
+class _Snapshot:
+    """What a model was like: its tensors, the attributes and hooks of its modules and parameters, its config."""
+
+    def __init__(self, whole: Any) -> None:
+        self._model = whole
+        self._tensors = {name: tensor.detach().clone() for name, tensor in _tensors(whole)}
+        self._attributes = dict(_attributes(whole))
+        self._config = copy.deepcopy(vars(whole.config))
+
+    def expect_same(self, but: Collection[int] = ()) -> None:
+        """Raise when something differs now; tensors with an id in `but` may."""
+        self._expect_same_attributes(dict(_attributes(self._model)))
+        for name, tensor in _tensors(self._model):
+            same = id(tensor) in but or torch.equal(tensor, self._tensors[name])
+            expect(same, f"{name} was changed; a pruner returns new weights, and compressx writes them")
+        for key, now in vars(self._model.config).items():
+            was = self._config.get(key)
+            expect(
+                now == was,
+                f"config.{key} was changed from {was!r:.40} to {now!r:.40}; the model computes with it, so change a "
+                "copy.deepcopy(block.config)",
+            )
+
+    def _expect_same_attributes(self, now: dict[tuple[str, str], Any]) -> None:
+        before = self._attributes
+        for (where, name), value in now.items():
+            left = f"it left {name}; keep it in the pruner, or delete it in a `finally`"
+            if "_hooks" in name:
+                left = f"it left a hook in {name.partition('[')[0]}; call remove() of its handle in a `finally`"
+            expect((where, name) in before, f"{where or 'the model'}: {left}")
+            was = before[where, name]
+            expect(_same(was, value), f"{where or 'the model'}: {name} {value!r:.40}, was {was!r:.40}; {_RESTORE}")
+        gone = [f"{where or 'the model'}: {name}" for where, name in before.keys() - now.keys()]
+        expect(not gone, f"{gone and min(gone)} was removed; {_RESTORE}")
+
+
+def _tensors(whole: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer, those that no checkpoint holds too."""
+    yield from whole.named_parameters()
+    yield from whole.named_buffers()
+
+
+def _attributes(whole: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Yield every attribute of every module and parameter by (where, its name); of dictionaries every entry."""
+    for where, module in whole.named_modules():
+        yield (where, "class"), type(module)
+        for name, value in vars(module).items():
+            if isinstance(value, dict):
+                yield from (((where, f"{name}[{key!r}]"), entry) for key, entry in value.items())
+            else:
+                yield (where, name), value
+    for where, parameter in whole.named_parameters():
+        yield (where, "requires_grad"), parameter.requires_grad
+        yield (where, "grad"), parameter.grad
+        hooks = {**(parameter._backward_hooks or {}), **(parameter._post_accumulate_grad_hooks or {})}
+        yield from (((where, f"_backward_hooks[{key}]"), hook) for key, hook in hooks.items())
+        yield from (((where, name), value) for name, value in vars(parameter).items())
+
+
+def _same(was: Any, now: Any) -> bool:
+    plain = (bool, int, float, str, tuple, torch.dtype, torch.device)
+    return was is now or (type(was) is type(now) and isinstance(was, plain) and was == now)

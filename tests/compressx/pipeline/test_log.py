@@ -1,0 +1,145 @@
+"""What a run says while it goes: its lines, `run.log`, and the names of its seconds."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.compressx.pipeline.runs import recipe, stopped
+
+from compressx import ArtifactError, hookimpl, load_plugins
+from compressx.pipeline import log as module
+from compressx.pipeline.log import RunLog
+from compressx.pipeline.run import run
+
+STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+
+
+def lines(path: str | Path) -> list[str]:
+    """Return what a log says, after each line's time."""
+    written = Path(path).read_text().splitlines()
+    assert all(re.match(STAMP, line) for line in written)
+    return [re.sub(STAMP, "", line) for line in written]
+
+
+def test_a_run_logs_what_it_is_its_stages_every_block_and_its_end(model):
+    report = run(recipe(model, evaluated=True, reconstruct_block={"passes": 1}), log_file=Path("more.log"))
+    said = lines("out/run.log")
+    assert [x.partition(":")[0] for x in said[:3]] == ["INFO command", "INFO machine", "INFO versions"]
+    assert "threads" in said[1]
+    assert ", torch " in said[2]
+    stages = [m[1] for x in said if (m := re.fullmatch(r"INFO (\D+)  peak \d+\.\d\d GiB", x))]
+    assert stages == ["load", "calibrate", "load", "evaluate dense", "calibrate", "prune", "save", "evaluate pruned",
+                      "save"]  # fmt: skip
+    blocks = [x for x in said if x.startswith("INFO prune ") and " of 3 " in x]
+    for number, (line, block) in enumerate(zip(blocks, report.blocks, strict=True), start=1):
+        trained = block.reconstruction
+        assert re.fullmatch(
+            rf"INFO prune {number} of 3  {block.fqn}  output error {block.output_error:.4g}  held-out error "
+            rf"{trained.before:.4g}, reconstructed {trained.after:.4g}  \d+\.\d s  \d+ s left  peak \d\.\d\d GiB",
+            line,
+        )
+    assert f"INFO evaluate pruned  token_perplexity {report.evaluation['pruned']['token_perplexity']:.6g}" in said
+    assert said[-1].startswith("INFO finished  sparsity 50.00%  seconds: load ")
+    assert lines("more.log") == said
+
+
+def test_an_interrupted_run_keeps_its_log_which_a_resumed_one_continues(model):
+    left = stopped(recipe(model), 1)
+    before = lines(left / "run.log")
+    assert before[-1] == "ERROR the run ended: KeyboardInterrupt"
+    run(recipe(model), resume=True)
+    after = lines("out/run.log")
+    assert after[: len(before)] == before
+    assert [x[:17] for x in after if " of 3 " in x] == [f"INFO prune {i} of 3" for i in (1, 2, 3)]
+
+
+def test_a_failure_before_there_is_a_folder_is_in_the_log_file(model):
+    with pytest.raises(ArtifactError):
+        run(recipe(model) | {"model": {"path": "missing"}}, log_file=Path("a.log"))
+    assert lines("a.log")[-1].startswith("ERROR the run ended: ArtifactError <dict>:model")
+    with pytest.raises(ArtifactError, match=r"cannot write .*none/a\.log"):
+        run(recipe(model), log_file=Path("none/a.log"))
+
+
+def test_the_logger_gets_the_lines_only_where_its_level_lets_them_pass(model, caplog):
+    run(recipe(model))
+    assert not caplog.records
+    with caplog.at_level(logging.DEBUG, "compressx"):
+        run(recipe(model))
+    said = [record.getMessage() for record in caplog.records]
+    taken = "wanda, 50% row, 21 linears: model.layers.0.self_attn.q_proj ... model.layers.2.mlp.down_proj"
+    assert f"prune[0] at <dict>:prune[0]: {taken}" in said
+    assert any(x.startswith("not pruned: lm_head: ") for x in said)
+    assert len([x for x in said if x.startswith("model.layers.") and "  wanda  50% row  sparsity 0.5000  " in x]) == 21
+    assert any("wanda  50% row" in x for x in lines("out/run.log"))
+
+
+def test_warnings_of_libraries_are_in_the_log(model):
+    class Warner:
+        @hookimpl
+        def compressx_block_pruned(self, report: Any) -> None:
+            if report.index == 0:
+                warnings.warn("from python", UserWarning, stacklevel=1)
+                logging.getLogger("transformers").warning("from a library")
+
+    plugins = load_plugins()
+    plugins.manager.register(Warner())
+    show = warnings.showwarning
+    with pytest.warns(UserWarning, match="from python"):
+        run(recipe(model), plugins=plugins)
+    assert {"WARNING UserWarning: from python", "WARNING from a library"} <= {*lines("out/run.log")}
+    assert warnings.showwarning is show
+    assert not any(isinstance(x, module.MemoryHandler) for x in logging.getLogger("transformers").handlers)
+
+
+def test_a_long_stage_says_twice_a_minute_how_far_it_is_and_how_long_it_takes(monkeypatch, caplog):
+    now = 0.0
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(module, "_peak", lambda: "")
+    log = RunLog()
+    with caplog.at_level(logging.INFO, "compressx"):
+        for done in range(101):
+            log.step("finetune", done, 100, f"loss {done}")
+            now += 10
+        log.step("save", 0, 1)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[:3] == ["finetune  loss 0", "finetune 3 of 100  loss 3  16 min left",
+                        "finetune 6 of 100  loss 6  16 min left"]  # fmt: skip
+    assert said[-2:] == ["finetune 99 of 100  loss 99  10 s left", "save"]
+
+
+SECTIONS: list[dict[str, Any]] = [
+    {},
+    {"evaluated": True, "finetune": {"steps": 2}, "reconstruct_block": {"passes": 1}},
+    {"allocation": {"method": "divergence", "target": 0.5, "samples": 4}},
+]
+
+
+@pytest.mark.parametrize("sections", SECTIONS)
+def test_every_second_of_a_run_is_under_the_name_of_a_stage_that_progress_told(model, sections):
+    rule = {"targets": ["*"], "pruner": "wanda"} | ({} if "allocation" in sections else {"sparsity": 0.5})
+    told: list[str] = []
+    times: list[float] = []
+
+    def progress(stage: str, *_: Any) -> None:
+        told.append(stage)
+        times.append(time.perf_counter())
+
+    began = time.perf_counter()
+    seconds = dict(run(recipe(model, rule, **sections), progress=progress).seconds)
+    took = times[-2] - began  # at the last but one the report is made, at the last it is written
+    total = seconds.pop("total")
+    assert list(seconds) == list(dict.fromkeys(told)), "in the order of the run, as the bars have them"
+    assert sum(seconds.values()) == pytest.approx(total)
+    assert total == pytest.approx(took, rel=0.1, abs=0.1)
+    assert all(spent > 0 for spent in seconds.values())
+
+
+def test_seconds_count_from_where_the_caller_says(model):
+    assert run(recipe(model), started=time.perf_counter() - 1000).seconds["load"] > 1000
