@@ -245,8 +245,8 @@ def test_the_harness_own_command_line_gives_the_same_figures(project: Path, toke
 
 @pytest.mark.slow
 def test_accuracy_on_pythons_documentation_is_above_chance_and_pruning_costs_some(smollm2: Any) -> None:
-    """Of 60 questions with four answers each, a model that guesses gets more than 30 once in thousands of times."""
-    few = settings(str(PYTHON_DOCS), limit=60)
+    """Of 40 questions with four answers each, guessing gets more than 20 right once in thousands of times."""
+    few = settings(str(PYTHON_DOCS), limit=40)
     dense = run_tasks(smollm2.model, smollm2.tokenizer, few, {})["python_docs"]["acc"]
     pruned = copy.deepcopy(smollm2.model)
     for layer in pruned.model.layers:
