@@ -12,8 +12,9 @@ from torch import Tensor
 
 from compressx.allocation.units import settled
 from compressx.data.windows import Generated, read_calibration
-from compressx.evaluation.harness import check_tasks
+from compressx.evaluation.harness import check_chat_template
 from compressx.evaluation.perplexity import Texts, read_texts
+from compressx.evaluation.tasks import check_tasks
 from compressx.models.architecture import survey, text_config
 from compressx.models.checkpoint import Checkpoint
 from compressx.pipeline.checks import check_names, check_parts, check_space, refuse_overwriting
@@ -94,6 +95,9 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins, processes: int = 1) -> Prepa
         with mistakes.collected(), loaded.at("output"):
             refuse_overwriting(recipe.output, found.checkpoint)
         mistakes.add(*_finetune_mistakes(loaded, found.skeleton))
+        if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None and found.tokenizer is not None:
+            with mistakes.collected(), loaded.at("evaluate", "lm_eval", "apply_chat_template"):
+                check_chat_template(recipe.evaluate.lm_eval, found.tokenizer)
         with mistakes.collected():
             planned = make_plan(loaded, plugins, found.skeleton)
             with loaded.at("allocation", "target"):
