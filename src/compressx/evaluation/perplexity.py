@@ -23,9 +23,11 @@ from torch.nn import functional
 from compressx._version import __version__
 from compressx.data.documents import documents, texts
 from compressx.data.windows import beginning, evaluation_windows, fingerprint, token_ids
-from compressx.evaluation.harness import ROLLING_METRICS, check_tasks, is_file, run_tasks
+from compressx.evaluation.harness import run_tasks
 from compressx.evaluation.sample import generate, prompt_ids
+from compressx.evaluation.tasks import ROLLING_METRICS, check_tasks, is_file
 from compressx.models.access import Access, config_fingerprint
+from compressx.plugins.record import code_digest
 from compressx.recipe.measuring import Evaluate, RollingTask
 from compressx.runtime.cache import cache_folder, cached
 from compressx.runtime.errors import CalibrationError
@@ -172,7 +174,7 @@ def evaluate_cached(
     access: Access, tokenizer: Any, settings: Evaluate, texts: Texts, model_fingerprint: str, *,
     progress: Progress | None = None,
 ) -> Figures:  # fmt: skip
-    """Do as `evaluate`, or return the cached metrics of the same model, text and library versions.
+    """Do as `evaluate`, or return the cached metrics of the same model, text, code and library versions.
 
     Tasks given as a YAML file are never cached, since such a task may read other files.
 
@@ -194,8 +196,8 @@ def evaluate_cached(
         "tokenizer": _sha256(_tokenizing(tokenizer)),
         "device": access.device.type,
         "versions": {
-            "compressx": __version__,
-            **{name: metadata.version(name) for name in ("torch", "transformers", "lm_eval")},
+            "compressx": f"{__version__}, code {code_digest('compressx')}",
+            **{name: metadata.version(name) for name in ("torch", "transformers", "numpy", "lm_eval")},
         },
     }
     folder = cache_folder() / "evaluations"

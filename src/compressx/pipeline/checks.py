@@ -10,7 +10,7 @@ from typing import Any
 
 from compressx.data.chat import require_template
 from compressx.data.documents import check_dataset
-from compressx.evaluation.harness import check_name
+from compressx.evaluation.tasks import check_name
 from compressx.models.architecture import find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.export import check_output, unfinished

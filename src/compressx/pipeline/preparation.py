@@ -13,8 +13,9 @@ from torch import Tensor
 
 from compressx.allocation.units import settled
 from compressx.data.windows import Generated, read_calibration
-from compressx.evaluation.harness import check_tasks
+from compressx.evaluation.harness import check_chat_template
 from compressx.evaluation.perplexity import Texts, read_texts
+from compressx.evaluation.tasks import check_tasks
 from compressx.models.architecture import survey, text_config
 from compressx.models.checkpoint import Checkpoint
 from compressx.pipeline.checks import (
@@ -90,7 +91,7 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins, processes: int = 1) -> Prepa
         with mistakes.collected(), loaded.at("output"):
             refuse_overwriting(recipe.output, found.checkpoint)
         with mistakes.collected():
-            planned = _planned(loaded, plugins, found.skeleton, mistakes)
+            planned = _planned(loaded, plugins, found.skeleton, found.tokenizer, mistakes)
             with loaded.at("output"):
                 check_space(loaded, found, planned)
     mistakes.raise_all()
@@ -109,7 +110,7 @@ def plan_in_memory(loaded: LoadedRecipe, plugins: Plugins, model: Any, tokenizer
     check_tokenizer(parts, model, tokenizer, check_datasets(parts, mistakes), mistakes)
     _check_settings(loaded, parts, 1, mistakes)
     with mistakes.collected():
-        planned = _planned(loaded, plugins, model, mistakes)
+        planned = _planned(loaded, plugins, model, tokenizer, mistakes)
     mistakes.raise_all()
     assert planned is not None  # noqa: S101 - otherwise there is a mistake
     return planned
@@ -134,9 +135,13 @@ def _check_settings(loaded: LoadedRecipe, parts: Parts, processes: int, mistakes
             check_tasks(recipe.evaluate.lm_eval)
 
 
-def _planned(loaded: LoadedRecipe, plugins: Plugins, skeleton: Any, mistakes: Mistakes) -> Plan:
+def _planned(loaded: LoadedRecipe, plugins: Plugins, skeleton: Any, tokenizer: Any, mistakes: Mistakes) -> Plan:
     """Plan the pruning of a model, with or without weights."""
     mistakes.add(*_finetune_mistakes(loaded, skeleton))
+    evaluated = loaded.recipe.evaluate
+    if evaluated is not None and evaluated.lm_eval is not None and tokenizer is not None:
+        with mistakes.collected(), loaded.at("evaluate", "lm_eval", "apply_chat_template"):
+            check_chat_template(evaluated.lm_eval, tokenizer)
     planned = make_plan(loaded, plugins, skeleton)
     with loaded.at("allocation", "target"):
         return settled(planned)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from compressx.api.names import kind_of
 from compressx.api.patterns import allocated_form
 from compressx.api.record import BlockReport, FinetuneReport, LayerReport, RunReport, total_sparsity
-from compressx.report.section import Column, Section, Value, table
+from compressx.report.section import Column, Section, Value, estimates, table
 
 Builder: TypeAlias = Callable[[RunReport], Iterator[Section]]
 
@@ -39,8 +39,7 @@ def model_name(model: Mapping[str, Any]) -> str:
 def _head(report: RunReport) -> Iterator[Section]:
     """Yield what matters most: name, value, note."""
     rows = [("sparsity", f"{report.sparsity:.2%}", f"of {len(report.layers)} linears")]
-    measured = [row for row in _changes(report) if not str(row[0]).endswith("stderr")]
-    for name, dense, *_, value, change in measured[:2]:
+    for name, dense, *_, value, change in _changes(report)[:2]:
         changed = "" if change is None else f", {change:+.1%}"
         rows.append((str(name).replace("_", " "), f"{value:.4g}", f"dense {dense:.4g}{changed}"))
     total = report.seconds.get("total", sum(report.seconds.values()))
@@ -66,12 +65,15 @@ def _changed(report: RunReport) -> list[str]:
 def _changes(report: RunReport) -> list[list[Any]]:
     """Return `[measure, dense, pruned, change, finetuned, change]` of what was measured of all; changes from dense."""
     measured, changed = report.measures(), _changed(report)
+    shown = {of: estimates({n: v for (n, model), v in measured.items() if model == of}) for of in ("dense", *changed)}
     rows = []
-    for name, of in measured:
-        if of == "dense" and changed and all((name, other) in measured for other in changed):
-            dense = measured[name, of]
-            values = [measured[name, other] for other in changed]
-            rows.append([name, dense, *(x for v in values for x in (v, v / dense - 1 if dense else None))])
+    for name, value in shown["dense"].items():
+        if changed and all(name in shown[of] for of in changed):
+            dense = measured[name, "dense"]
+            changes = [measured[name, of] / dense - 1 if dense else None for of in changed]
+            rows.append(
+                [name, value, *(x for of, c in zip(changed, changes, strict=True) for x in (shown[of][name], c))]
+            )
     return rows
 
 
