@@ -50,12 +50,9 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     everything = {**architecture.linears, **architecture.outside}
     linears = tuple(
         PlannedLinear(
-            name,
-            architecture.block_of(name),
-            (linear.out_features, linear.in_features),
-            rules[taken[name]],
+            name, architecture.block_of(name), (linear.out_features, linear.in_features), rules[taken[name]],
             patterns[name],
-        )
+        )  # fmt: skip
         for name, linear in everything.items()
         if name in taken
     )
