@@ -50,10 +50,10 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     everything = {**architecture.linears, **architecture.outside}
     linears = tuple(
         PlannedLinear(
-            name, architecture.block_of(name), (linear.out_features, linear.in_features), rules[rule], patterns[name]
+            name, architecture.block_of(name), (linear.out_features, linear.in_features), rules[index], patterns[name]
         )
         for name, linear in everything.items()
-        if (rule := taken.get(name)) is not None
+        if (index := taken.get(name)) is not None
     )
     for rule in rules:  # of each rule the first mistake: its other linears often repeat it
         with mistakes.collected():
