@@ -36,7 +36,7 @@ from compressx.recipe.methods import AttentionAware, DivergenceAllocation, OwlAl
 from compressx.recipe.schema import Recipe, ReconstructBlock, load_recipe
 from compressx.recipe.sources import Calibration
 from compressx.recipe.tracking import Track
-from compressx.recipe.tuning import Finetune
+from compressx.recipe.tuning import Finetune, Lora
 
 _ROOT = Path(__file__).parents[1]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")
@@ -112,7 +112,8 @@ def test_every_key_of_a_recipe_is_named_in_the_recipe_page():
 @pytest.mark.parametrize(
     ("section", "model"),
     [("calibration", Calibration), ("allocation", OwlAllocation), ("allocation", DivergenceAllocation),
-     ("allocation", AttentionAware), ("reconstruct_block", ReconstructBlock), ("finetune", Finetune), ("track", Track)],
+     ("allocation", AttentionAware), ("reconstruct_block", ReconstructBlock), ("finetune", Finetune),
+     ("finetune", Lora), ("track", Track)],
 )  # fmt: skip
 def test_every_key_of_a_section_has_its_default_in_the_recipe_page(section, model: type[BaseModel]):
     rows = re.findall(r"^\| `(\w+)` \|.*$", text := _section(_RECIPE_MD, section), flags=re.MULTILINE)
@@ -350,7 +351,7 @@ prune:
 output: out
 """
 _WRONG = {
-    "several": "model: any/model\ncalibration:\n  dataset: python-docs\n  samples: 0\nprune:\n"
+    "several": "model: ./tiny\ncalibration:\n  dataset: python-docs\n  samples: 0\nprune:\n"
     '  - targets: ["*"]\n    pruner: wanda\n    sparcity: 0.5\n'
     '  - targets: ["*.q_proj"]\n    pruner: magnitude\n    sparsity: 50\noutput: out\n',
     "no match": _WANDA.replace("*", "*.query").replace("wanda", "magnitude"),
@@ -367,7 +368,7 @@ _WRONG = {
 
 @pytest.mark.parametrize("mistake", _WRONG)
 def test_the_errors_that_the_recipe_page_shows_are_what_is_printed(mistake, project, capsys):
-    testing.tiny_model("llama").save_pretrained(project / "tiny")
+    testing.save_tiny_model(project / "tiny", "llama")
     (project / "recipe.yaml").write_text(_WRONG[mistake], encoding="utf-8")
     overrides = ["--set", "calibraton.samples=3"] if mistake == "--set" else []
     blocked = ["-p", "no:wanda"] if mistake == "blocked" else []

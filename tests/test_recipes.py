@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compressx.pipeline import preparation
+from compressx.pipeline import checks
 from compressx.pipeline.run import plan
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.schema import load_recipe
@@ -34,8 +34,9 @@ def test_a_recipe_loads_and_says_what_it_does_and_evaluates_on_the_kind_of_text_
 
 @pytest.mark.slow
 def test_a_recipe_plans_every_linear_of_the_real_model(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All name the same model, whose config takes seconds to read: it is read once."""
-    monkeypatch.setattr(preparation, "load_skeleton", cache(preparation.load_skeleton))
+    """All name the same model, whose config and tokenizer take seconds to read: they are read once."""
+    for name in ("load_skeleton", "load_tokenizer"):
+        monkeypatch.setattr(checks, name, cache(getattr(checks, name)))
     plugins = load_plugins(toml=_ROOT / "plugins.toml")
     for path in _RECIPES:
         planned = plan(path, plugins=plugins)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from compressx.api.record import BlockReport, LayerReport, RunReport
     from compressx.api.statistics import FeatureNorms, Hessian, SequenceSample
+    from compressx.pipeline.memory import PrunedModel, prune
     from compressx.pipeline.run import plan, run
     from compressx.plugins.manager import Plugins, load_plugins
     from compressx.runtime.errors import (
@@ -55,6 +56,7 @@ _HOME = {
     "api.pruner": ["Block", "BlockCall", "Linear", "PreparingPruner", "PruneResult", "Pruner", "PrunerSpec",
                "Statistic"],
     "api.record": ["BlockReport", "LayerReport", "RunReport"],
+    "pipeline.memory": ["PrunedModel", "prune"],
     "pipeline.run": ["plan", "run"],
     "api.statistics": ["FeatureNorms", "Hessian", "SequenceSample"],
 }  # fmt: skip
@@ -78,6 +80,7 @@ __all__ = [
     "Plugins",
     "PreparingPruner",
     "PruneResult",
+    "PrunedModel",
     "Pruner",
     "PrunerSpec",
     "RecipeError",
@@ -94,6 +97,7 @@ __all__ = [
     "keep_masks",
     "load_plugins",
     "plan",
+    "prune",
     "run",
 ]
 

@@ -24,7 +24,7 @@ from compressx.cli.runs import compare, plan, run, schema, sweep
     "modules",
     multiple=True,
     metavar="MODULE",
-    help="Load a plugin module, also from the working directory; may be repeated.",
+    help="Load a plugin: a module, also of the working directory, or path/to/file.py; may be repeated.",
 )
 @click.option("-p", "blocked", multiple=True, metavar="no:NAME", help="Block a plugin before it is imported.")
 @click.pass_context

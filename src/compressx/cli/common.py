@@ -126,7 +126,23 @@ set_option = click.option("--set", "overrides", multiple=True, metavar="KEY=VALU
                     help="Override a recipe value, such as calibration.samples=8; may be repeated.")  # fmt: skip
 
 
-device_option = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+def _existing(context: click.Context, _: click.Parameter, device: str) -> str:
+    """Refuse a device that this machine lacks, before anything is read."""
+    from compressx.models.access import device_for
+    from compressx.runtime.errors import CompressxError
+
+    try:
+        device_for(device)
+    except CompressxError as error:
+        click.echo(f"error: {error}", err=True)
+        context.exit(2)
+    return device
+
+
+device_option = click.option(
+    "--device", default="auto", show_default=True, callback=_existing,
+    help="auto (CUDA if available), cpu, cuda, or one GPU, such as cuda:1.",
+)  # fmt: skip
 trust_option = click.option(
     "--trust-remote-code", is_flag=True, help="Run Python code that comes with the model; only if you trust it."
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -26,6 +27,11 @@ from compressx.cli.common import (
 @click.option("--recipe", type=PATH, help="Use this recipe's evaluate section.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
               help="Set what to measure, such as evaluate.token_perplexity.samples=8; may be repeated.")  # fmt: skip
+@click.option("--tasks", metavar="TASK,TASK", help="Tasks of lm-evaluation-harness: names, or paths of YAML files.")
+@click.option("--limit", help="Documents per task.")
+@click.option("--num-fewshot", help="Solved examples before each question.")
+@click.option("--apply-chat-template", is_flag=True, default=None, help="Use the tokenizer's chat template.")
+@click.option("--batch-size", help="Requests per forward pass, or auto.")
 @dtype_option
 @revision_option
 @trust_option
@@ -34,20 +40,29 @@ from compressx.cli.common import (
 @errors_for_users
 def evaluate(
     model: str, masks: Path | None, recipe: Path | None, overrides: tuple[str, ...], dtype: str, revision: str | None,
-    trust_remote_code: bool, device: str, as_json: bool,
+    trust_remote_code: bool, device: str, as_json: bool, **lm_eval: Any,
 ) -> None:  # fmt: skip
-    """Measure MODEL: an output folder, a model folder, a .gguf file or a hub id.
+    r"""Measure MODEL: an output folder, a model folder, a .gguf file or a hub id.
 
-    Without --recipe, measure the token perplexity on WikiText-2; change that with --set evaluate.KEY=VALUE.
+    \b
+    compressx eval runs/mixed
+    compressx eval runs/mixed --tasks hellaswag,arc_easy --limit 100
+
+    Without --recipe and --tasks, measure the token perplexity on WikiText-2. --tasks and the options below it are
+    short for --set evaluate.lm_eval.KEY=VALUE.
     """
     from compressx.cli import tables, terminal
     from compressx.evaluation.saved import evaluate_saved, measures, source_of
 
-    settings = measures(recipe, overrides)
+    given = {key: json.dumps(value) if value is True else value for key, value in lm_eval.items() if value is not None}
+    if "tasks" in given:
+        given["tasks"] = json.dumps([task.strip() for task in given["tasks"].split(",")])
+    short = [f"evaluate.lm_eval.{key}={value}" for key, value in given.items()]
+    settings = measures(recipe, [*short, *overrides], perplexity="tasks" not in given)
     source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
     with terminal.progress(quiet=as_json) as tell:
         figures = evaluate_saved(
-            source, settings, masks=masks, device=device,  # type: ignore[arg-type]
+            source, settings, masks=masks, device=device,
             progress=lambda done, total: tell("evaluate", done, total, ""),
         )  # fmt: skip
     if as_json:

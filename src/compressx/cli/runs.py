@@ -33,16 +33,16 @@ def run(
     if resume and restart:
         raise click.UsageError("--resume and --restart exclude each other; give one of them")
     from compressx.cli import terminal
+    from compressx.pipeline.preparation import loaded_recipe
     from compressx.pipeline.run import run as run_recipe
-    from compressx.recipe.schema import load_recipe
     from compressx.report.contents import sections
 
-    loaded = load_recipe(recipe, overrides)
     plugins = host.plugins()
+    loaded = loaded_recipe(recipe, overrides, plugins)
     quiet = quiet or not is_first()
     with terminal.progress(quiet=quiet, verbose=verbose) as tell:
         report = run_recipe(
-            loaded, plugins=plugins, progress=tell, device=device,  # type: ignore[arg-type]
+            loaded, plugins=plugins, progress=tell, device=device,
             resume=resume, restart=restart, log_file=log_file, started=started,
         )  # fmt: skip
     if not quiet:
@@ -127,7 +127,7 @@ def sweep(
     check(cells, plugins)  # all of them, before the first run
     for number, cell in enumerate(cells, start=1):
         with terminal.progress(quiet=quiet) as tell:
-            ran = cell.run(plugins, tell, device, restart=restart)  # type: ignore[arg-type]
+            ran = cell.run(plugins, tell, device, restart=restart)
         if not quiet:
             click.echo(f"[{number}/{len(cells)}] {cell.output}" + ("" if ran else ": finished before"))
     if not is_first():

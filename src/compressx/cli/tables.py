@@ -10,7 +10,7 @@ from compressx.api.names import folded, kind_of
 from compressx.masks.inspect import sparsity_of
 from compressx.plugins import kinds
 from compressx.recipe.methods import MeasuredAllocation
-from compressx.report.section import Column, Section, Value, table
+from compressx.report.section import Column, Section, Value, estimates, table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,13 +62,13 @@ def of_plugins(records: Sequence[PluginRecord]) -> Iterator[Section]:
 
 def of_figures(figures: Figures) -> Iterator[Section]:
     """Yield what was measured, each number under its full name."""
-    rows = [
-        (f"{name} {metric}".rstrip(), value)
+    measured = {
+        f"{name} {metric}".rstrip(): value
         for name, values in figures.items()
         for metric, value in (values.items() if isinstance(values, Mapping) else [("", values)])
         if not isinstance(value, str)
-    ]
-    yield Section(table=table(["measure", Column("value", ".6g")], rows))
+    }
+    yield Section(table=table(["measure", Column("value", ".6g")], estimates(measured).items()))
     if isinstance(sample := figures.get("sample"), Mapping):
         yield Section("Sample", text=f"{sample['prompt']}{sample['text']}")
 

@@ -166,11 +166,11 @@ def _check_keys(source: DatasetSource) -> None:
         raise CalibrationError(f"dataset {source.name!r} takes no config; for another one use {{name: {short.path}}}")
 
 
-def as_dataset(documents: Sequence[str]) -> Any:
-    """Return the documents as an in-memory `datasets.Dataset` with one column, `text`."""
+def as_dataset(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return rows, all with the same keys, as an in-memory `datasets.Dataset`."""
     import datasets
 
-    return datasets.Dataset.from_dict({"text": list(documents)})
+    return datasets.Dataset.from_list([*rows])
 
 
 def _python_docs(purpose: Purpose) -> list[str]:

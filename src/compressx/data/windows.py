@@ -106,16 +106,24 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _drawn(source: DatasetSource, samples: int, draw: Draw, tokenizer: Any, generated: Generated | None) -> Tensor:
-    length, seed = draw.sequence_length, draw.seed
     if source.generate is not None:
         if generated is None:
             raise ValueError("no model to generate text with")
-        sequences = generated(source.generate, length)
-        return sequences[_order(len(sequences), seed)[:samples]]
-    read, bos = documents(source, "calibration"), beginning(tokenizer, draw.bos)
+        sequences = generated(source.generate, draw.sequence_length)
+        return sequences[_order(len(sequences), draw.seed)[:samples]]
+    return windows_of(documents(source, "calibration"), samples, draw, tokenizer)
+
+
+def windows_of(documents: Sequence[Document], samples: int, draw: Draw, tokenizer: Any) -> Tensor:
+    """Draw windows of documents as `draw` says, int64 [samples, sequence_length]; its own sources are not read.
+
+    Raises:
+        CalibrationError: too little text, or a tokenizer without the required BOS token.
+    """
+    length, seed, bos = draw.sequence_length, draw.seed, beginning(tokenizer, draw.bos)
     if draw.windows == "truncate":
-        return truncated_windows(read, tokenizer, samples, length, seed, bos=bos)
-    return calibration_windows(token_ids(read, tokenizer), samples, length, seed, bos=bos)
+        return truncated_windows(documents, tokenizer, samples, length, seed, bos=bos)
+    return calibration_windows(token_ids(documents, tokenizer), samples, length, seed, bos=bos)
 
 
 def _order(count: int, seed: int) -> Tensor:

@@ -1,58 +1,72 @@
-"""lm-evaluation-harness on a model in memory: tasks by name, tasks by YAML file, and a recipe's own datasets."""
+"""lm-evaluation-harness on a model in memory."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
+import logging
 import math
 import random
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from compressx.data.documents import as_dataset
+from compressx.evaluation.tasks import (
+    ROLLING_METRICS,
+    Indexed,
+    is_file,
+    is_group_file,
+    name_in_file,
+    path_of,
+    reads_index,
+    task_index,
+)
+from compressx.recipe.document import shown
 from compressx.recipe.measuring import LmEval, RollingTask
-from compressx.runtime.cache import cache_folder, cached
-from compressx.runtime.errors import CalibrationError, RecipeError
+from compressx.runtime.errors import CalibrationError, RecipeError, did_you_mean
 from compressx.runtime.quiet import quiet_libraries
 
-ROLLING_METRICS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
-"""The metrics of a `loglikelihood_rolling` task, per whitespace-separated word and per UTF-8 byte."""
+_log = logging.getLogger(__name__)
 
 _BOOTSTRAP_DRAWS = 1000
 """Draws for standard errors without a closed form, accurate to 2%. The harness's default of 100,000 takes minutes."""
 
 
-def check_tasks(settings: LmEval) -> None:
-    """Check that every task exists and that names are unique, without loading a model or a dataset.
-
-    The harness takes about 15 s to index its 14,000 files, so the index is cached for each version of it.
+def check_chat_template(settings: LmEval, tokenizer: Any) -> None:
+    """Check that the tokenizer has the chat template that is to be applied.
 
     Raises:
-        RecipeError: an unknown task (with the nearest names), a file that defines no task, a repeated name, or a task
-            that is also part of a listed group.
+        RecipeError: it has none, or none of that name.
     """
-    names = [task.name if isinstance(task, RollingTask) else _checked_name(task) for task in settings.tasks]
-    for name in names:
-        if names.count(name) > 1:
-            raise RecipeError(f"lm_eval.tasks: {name!r} occurs {names.count(name)} times; each task needs its own name")
-        if name == "token_perplexity" or name in ROLLING_METRICS:
-            raise RecipeError(f"lm_eval.tasks: a task cannot be named {name!r}, which is a metric; choose another name")
-    index = _task_index() if _reads_index(settings) else {}
-    held: dict[str, str] = {}
-    for name, task in zip(names, settings.tasks, strict=True):
-        for single in index[name].tasks if isinstance(task, str) and not is_file(task) else (name,):
-            if held.setdefault(single, name) != name:
-                raise RecipeError(
-                    f"lm_eval.tasks: {held[single]!r} and {name!r} both contain the task {single!r}, which the harness "
-                    "cannot run twice; remove one of them"
-                )
+    _chosen_template(settings.apply_chat_template, tokenizer)
+
+
+def _chosen_template(asked: bool | str, tokenizer: Any) -> str | None:
+    """Return the chat template to apply, or None for none.
+
+    The harness passes a name on to nobody, and transformers then takes the template called `default`.
+    """
+    if asked is False:
+        return None
+    templates = tokenizer.chat_template
+    if not templates:
+        raise RecipeError(
+            f"lm_eval.apply_chat_template is {shown(asked)}, but the model's tokenizer has no chat template: expected "
+            "an instruct model; remove apply_chat_template, or set tokenizer.chat_template and save the tokenizer "
+            "beside the model"
+        )
+    named: dict[str, str] = templates if isinstance(templates, dict) else {"default": templates}
+    name = "default" if asked is True else asked
+    if name not in named:
+        raise RecipeError(
+            f"lm_eval.apply_chat_template is {shown(asked)}, but the model's tokenizer has no chat template "
+            f"named {name!r}; {did_you_mean(name, named)}"
+        )
+    return named[name]
 
 
 def run_tasks(
@@ -71,17 +85,43 @@ def run_tasks(
 
     Raises:
         CalibrationError: a task's dataset cannot be fetched, or a perplexity is not finite.
+        RecipeError: the tokenizer has no such chat template.
     """
+    seeds: Sequence[int | None] = [None] if settings.seeds is None else settings.seeds
+    drawn = [_run_once(model, tokenizer, settings, rolling, seed) for seed in seeds]
+    return drawn[0] if len(drawn) == 1 else {name: _mean([each[name] for each in drawn]) for name in drawn[0]}
+
+
+def _mean(drawn: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the seeds, and `acc_seed_std`, the standard deviation between them."""
+    means = {name: statistics.fmean(each[name] for each in drawn) for name in drawn[0]}
+    spreads = {
+        f"{name}_seed_std": statistics.stdev(each[name] for each in drawn) for name in means if "_stderr" not in name
+    }
+    return means | spreads
+
+
+def _run_once(
+    model: Any, tokenizer: Any, settings: LmEval, rolling: Mapping[str, Sequence[str]], seed: int | None
+) -> dict[str, dict[str, float]]:
+    """Run all tasks once; `seed` is as `lm_eval --seed`, None for the harness's own."""
+    on_cpu = model.device.type == "cpu"  # whose memory the harness would try out until the process is killed
+    batch_size = 4 if settings.batch_size == "auto" and on_cpu else settings.batch_size
+    copied = copy.deepcopy(tokenizer)  # the harness adds a padding token where there is none
+    if (template := _chosen_template(settings.apply_chat_template, tokenizer)) is not None:
+        copied.chat_template = template
+    multiturn = settings.fewshot_as_multiturn
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     with quiet_libraries(), _random_state_kept():
         from lm_eval.evaluator import simple_evaluate
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
 
-        index = _task_index() if _reads_index(settings) else {}
+        index = task_index() if reads_index(settings) else {}
         specs = [_spec(task, index, rolling) for task in settings.tasks]
         by_file = all(isinstance(spec, dict) or is_file(spec) for spec in specs)
         # The tasks of a group file are searched beside it and among the harness's own.
-        beside = [str(_path(t).parent) for t in settings.tasks if isinstance(t, str) and _is_group_file(t)]
+        beside = [str(path_of(t).parent) for t in settings.tasks if isinstance(t, str) and is_group_file(t)]
         try:
             with (
                 # Bootstrap in this process: a pool would fork it while torch's threads run.
@@ -90,19 +130,29 @@ def run_tasks(
                 patch("lm_eval.evaluator.get_git_commit_hash", lambda: None),
             ):
                 results = simple_evaluate(
-                    # A copy: the harness adds a padding token where there is none.
-                    HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=settings.batch_size),
+                    HFLM(pretrained=model, tokenizer=copied, batch_size=batch_size),
                     tasks=specs,
                     limit=settings.limit,
+                    num_fewshot=settings.num_fewshot,
+                    apply_chat_template=template is not None,
+                    fewshot_as_multiturn=template is not None if multiturn is None else multiturn,
                     log_samples=False,
                     bootstrap_iters=_BOOTSTRAP_DRAWS,
                     task_manager=TaskManager(include_defaults=not by_file, include_path=beside or None),
+                    **({} if seed is None else dict.fromkeys(seeds, seed)),
                 )
         except OSError as error:
             raise CalibrationError(f"lm_eval.tasks: the dataset of a task could not be fetched: {error}") from error
         except OverflowError as error:
             raise CalibrationError("lm_eval.tasks: a perplexity overflows; the model's weights are broken") from error
+    _warn_of_fixed_examples(settings.num_fewshot, results["n-shot"])
     return {name: _numbers(name, metrics) for name, metrics in results["results"].items()}
+
+
+def _warn_of_fixed_examples(asked: int | None, used: Mapping[str, int]) -> None:
+    """Say which tasks keep their own number of examples: the harness never changes one that is 0."""
+    if asked and (fixed := [name for name, number in used.items() if number == 0]):
+        _log.warning("lm_eval.num_fewshot is %d, but without examples ran %s, which sets 0", asked, ", ".join(fixed))
 
 
 def _numbers(task: str, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -115,13 +165,13 @@ def _numbers(task: str, metrics: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _spec(task: str | RollingTask, index: Mapping[str, _Indexed], rolling: Mapping[str, Sequence[str]]) -> Any:
+def _spec(task: str | RollingTask, index: Mapping[str, Indexed], rolling: Mapping[str, Sequence[str]]) -> Any:
     """Return a task as the harness takes it: a name, the path of a YAML file, or a configuration."""
     if isinstance(task, str):
         if is_file(task):
-            return _name_in_file(_path(task)) if _is_group_file(task) else task
+            return name_in_file(path_of(task)) if is_group_file(task) else task
         return index[task].file or task
-    dataset = as_dataset(rolling[task.name])
+    dataset = as_dataset([{"text": document} for document in rolling[task.name]])
     return {
         "task": task.name,
         "custom_dataset": lambda **_: {"test": dataset},
@@ -130,108 +180,6 @@ def _spec(task: str | RollingTask, index: Mapping[str, _Indexed], rolling: Mappi
         "doc_to_text": "",
         "doc_to_target": lambda document: document["text"],  # a string would be a template
     }
-
-
-def _checked_name(task: str) -> str:
-    """Return the name under which the harness reports a task."""
-    if is_file(task):
-        return _name_in_file(_path(task))
-    if task not in (names := _task_index()):
-        near = difflib.get_close_matches(task, names, n=5, cutoff=0.6)
-        raise RecipeError(
-            f"lm_eval.tasks: no task is named {task!r}; "
-            + (f"the nearest are {', '.join(near)}" if near else "no name is near")
-            + "; `lm-eval ls tasks` lists them all, and a task of your own is given as the path of its .yaml file"
-        )
-    return task
-
-
-def is_file(task: str) -> bool:
-    """Return whether a task is given as the path of a YAML file rather than by name."""
-    return task.endswith((".yaml", ".yml"))
-
-
-def _path(task: str) -> Path:
-    return Path(task).expanduser()
-
-
-def _is_group_file(task: str) -> bool:
-    """Return whether a task is the YAML file of a group."""
-    return is_file(task) and "group" in _values_in_file(_path(task))
-
-
-def _reads_index(settings: LmEval) -> bool:
-    """Return whether any task is given by name."""
-    return any(isinstance(task, str) and not is_file(task) for task in settings.tasks)
-
-
-def _name_in_file(path: Path) -> str:
-    """Read the name of a task or group from its YAML file; the file name if only an included file names the task."""
-    values = _values_in_file(path)
-    if not {"task", "group", "include"} & set(values):
-        raise RecipeError(f"lm_eval.tasks: {path} names no task: expected the key task, group or include")
-    name = values.get("group", values.get("task", path.stem))
-    return name if isinstance(name, str) else path.stem
-
-
-def _values_in_file(path: Path) -> dict[str, Any]:
-    """Read the top-level keys of a harness YAML file."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
-    if not path.is_file():
-        raise RecipeError(f"lm_eval.tasks: no such file: {path} (looked in {Path.cwd()})")
-    try:
-        node = YAML().compose(path)  # compose does not construct: `!function` would run code
-        return {str(key.value): value.value for key, value in node.value}
-    except (YAMLError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as error:
-        raise RecipeError(f"lm_eval.tasks: {path} is not a valid task file: {error}") from error
-
-
-@dataclass(frozen=True)
-class _Indexed:
-    """An entry of the harness's index.
-
-    Attributes:
-        file: the YAML file of a task; None for a group or tag.
-        tasks: all tasks of a group, nested groups and tags included; the name itself for a task or tag.
-    """
-
-    file: str | None
-    tasks: tuple[str, ...]
-
-
-def _task_index() -> dict[str, _Indexed]:
-    """Return the harness's index of tasks, groups and tags, by name."""
-    import lm_eval.tasks
-
-    def build() -> dict[str, tuple[str | None, list[str]]]:
-        with quiet_libraries():
-            manager = lm_eval.tasks.TaskManager()
-        known, groups, single = manager.task_index, set(manager.all_groups), set(manager.all_subtasks)
-
-        def tasks_of(member: str | dict[str, Any], group: str) -> Iterator[str]:
-            """Yield the tasks of a group's member: an indexed name, or a task defined inside the group."""
-            name = member if isinstance(member, str) else str(member.get("group", member.get("task")))
-            if name in groups:
-                yield from (task for listed in known[name].cfg["task"] for task in tasks_of(listed, name))
-            elif isinstance(member, dict) and isinstance(member.get("task"), list):
-                yield from (task for listed in member["task"] for task in tasks_of(listed, f"{group}::{name}"))
-            elif name in known:
-                yield from (name,) if name in single else known[name].tags
-            else:
-                yield f"{group}::{name}"
-
-        return {
-            name: (str(entry.yaml_path) if name in single else None,
-                   sorted({*tasks_of(name, name)}) if name in groups else [name])
-            for name, entry in known.items()
-        }  # fmt: skip
-
-    folder = str(Path(lm_eval.tasks.__file__).parent)
-    key = {"lm_eval": metadata.version("lm_eval"), "folder": folder, "of each": ["file", "tasks"]}
-    index = cached(key, build, cache_folder() / "harness")
-    return {name: _Indexed(file, tuple(tasks)) for name, (file, tasks) in index.items()}
 
 
 @contextlib.contextmanager

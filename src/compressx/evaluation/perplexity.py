@@ -23,9 +23,11 @@ from torch.nn import functional
 from compressx._version import __version__
 from compressx.data.documents import documents, texts
 from compressx.data.windows import beginning, evaluation_windows, fingerprint, token_ids
-from compressx.evaluation.harness import ROLLING_METRICS, check_tasks, is_file, run_tasks
+from compressx.evaluation.harness import run_tasks
 from compressx.evaluation.sample import generate, prompt_ids
+from compressx.evaluation.tasks import ROLLING_METRICS, check_tasks, is_file
 from compressx.models.access import Access, config_fingerprint
+from compressx.plugins.record import code_digest
 from compressx.recipe.measuring import Evaluate, RollingTask
 from compressx.runtime.cache import cache_folder, cached
 from compressx.runtime.errors import CalibrationError
@@ -63,7 +65,7 @@ def token_perplexity(
     """
     total = 0.0
     batches = torch.split(windows, batch_size)
-    with torch.no_grad(), _evaluation_mode(access.model):
+    with torch.no_grad(), evaluation_mode(access.model):
         for number, logits in enumerate(access.logits(batches)):  # [B, T, vocabulary]
             start, batch = number * batch_size, batches[number].to(logits.device)
             for index, (scores, ids) in enumerate(zip(logits, batch, strict=True), start=start):
@@ -155,14 +157,14 @@ def evaluate(
         batch_size = settings.token_perplexity.batch_size
         figures["token_perplexity"] = token_perplexity(access, texts.windows, batch_size=batch_size, progress=progress)
     if settings.lm_eval is not None:
-        with access.whole() as model, _evaluation_mode(model):
+        with access.whole() as model, evaluation_mode(model):
             tasks = run_tasks(model, tokenizer, settings.lm_eval, texts.rolling)
         figures |= tasks
         rolling = [metrics for metrics in tasks.values() if "word_perplexity" in metrics]
         if len(rolling) == 1:
             figures |= {name: rolling[0][name] for name in ROLLING_METRICS if name in rolling[0]}
     if settings.sample is not None and texts.prompt is not None:
-        with access.whole() as model, _evaluation_mode(model):
+        with access.whole() as model, evaluation_mode(model):
             text = generate(model, tokenizer, texts.prompt, settings.sample.tokens)
         figures["sample"] = {"prompt": settings.sample.prompt, "text": text}
     return figures
@@ -172,7 +174,7 @@ def evaluate_cached(
     access: Access, tokenizer: Any, settings: Evaluate, texts: Texts, model_fingerprint: str, *,
     progress: Progress | None = None,
 ) -> Figures:  # fmt: skip
-    """Do as `evaluate`, or return the cached metrics of the same model, text and library versions.
+    """Do as `evaluate`, or return the cached metrics of the same model, text, code and library versions.
 
     Tasks given as a YAML file are never cached, since such a task may read other files.
 
@@ -194,8 +196,8 @@ def evaluate_cached(
         "tokenizer": _sha256(_tokenizing(tokenizer)),
         "device": access.device.type,
         "versions": {
-            "compressx": __version__,
-            **{name: metadata.version(name) for name in ("torch", "transformers", "lm_eval")},
+            "compressx": f"{__version__}, code {code_digest('compressx')}",
+            **{name: metadata.version(name) for name in ("torch", "transformers", "numpy", "lm_eval")},
         },
     }
     folder = cache_folder() / "evaluations"
@@ -214,7 +216,7 @@ def _negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
 
 
 @contextlib.contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put a model in evaluation mode, and restore the mode of every module afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from compressx.data.documents import check_dataset
-from compressx.evaluation.harness import check_tasks
+from compressx.evaluation.harness import check_chat_template
 from compressx.evaluation.perplexity import Figures, Progress, evaluate, read_texts
+from compressx.evaluation.tasks import check_tasks
 from compressx.masks.maskset import Deviation, MaskSet
 from compressx.models.access import Access, Device, device_for
 from compressx.models.architecture import survey, text_config
@@ -45,20 +46,19 @@ def source_of(
     Raises:
         RecipeError: a revision for a model that is not on the hub.
     """
-    inner = Path(model).expanduser() / "model"
-    name = str(inner) if (inner / "config.json").is_file() else model
-    source = _SOURCE.validate_python(name)
+    source = _SOURCE.validate_python(model)
     if revision is not None and source.id is None:
         raise RecipeError(f"--revision {revision}: {model} is a path, and only hub models have revisions")
     return source.model_copy(update={"dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code})
 
 
-def measures(recipe: Path | None, overrides: Sequence[str]) -> Evaluate:
+def measures(recipe: Path | None, overrides: Sequence[str], *, perplexity: bool = True) -> Evaluate:
     """Return the evaluation settings: a recipe's `evaluate` section, or token perplexity on WikiText-2.
 
     Args:
         recipe: a recipe with that section.
         overrides: `evaluate.KEY=VALUE`, as for `--set`.
+        perplexity: whether token perplexity is measured where no recipe says what to measure.
 
     Raises:
         RecipeError: an invalid setting, or a recipe without that section.
@@ -69,7 +69,7 @@ def measures(recipe: Path | None, overrides: Sequence[str]) -> Evaluate:
         if settings is None:
             raise RecipeError(f"{recipe}: no evaluate section; add one, or omit --recipe")
     else:
-        root: Node = from_python({"evaluate": dict(_DEFAULT)}, "--set")
+        root: Node = from_python({"evaluate": dict(_DEFAULT) if perplexity else {}}, "--set")
         for assignment in overrides:
             root = override(root, assignment)
         settings = validated(_Section, root.plain(), root.where).evaluate
@@ -108,6 +108,8 @@ def evaluate_saved(
     where = device_for(device)
     checkpoint = find_checkpoint(source)
     tokenizer = load_tokenizer(checkpoint)
+    if settings.lm_eval is not None:
+        check_chat_template(settings.lm_eval, tokenizer)
     positions = getattr(text_config(load_skeleton(checkpoint)), "max_position_embeddings", None)
     texts = read_texts(settings, tokenizer, max_positions=positions)
     loaded = None if masks is None else MaskSet.load(masks)

@@ -76,12 +76,8 @@ def write_masks(path: Path, entries: Mapping[str, MaskEntry]) -> None:
     Raises:
         ArtifactError: the file cannot be written; an existing one is left unchanged.
     """
-    packed = {name: _pack(entry.keep.cpu()) for name, entry in entries.items()}
-    stored = {
-        name: _StoredMask(shape=[*e.keep.shape], pattern=e.pattern, pruner=e.pruner, sha256=e.sha256)
-        for name, e in entries.items()
-    }
-    _write(path, stored, lambda: [packed])
+    masks = PackedMasks.of(entries)
+    _write(path, masks._stored, lambda: [masks._packed])
 
 
 def join_masks(path: Path, parts: Sequence[Path]) -> None:
@@ -127,6 +123,22 @@ class PackedMasks(Mapping[str, MaskEntry]):
 
     def __init__(self, stored: Mapping[str, _StoredMask], packed: Mapping[str, Tensor]) -> None:
         self._stored, self._packed = stored, packed
+
+    @classmethod
+    def of(cls, entries: Mapping[str, MaskEntry]) -> PackedMasks:
+        """Pack masks, by the names of their linears."""
+        stored = {
+            name: _StoredMask(shape=[*e.keep.shape], pattern=e.pattern, pruner=e.pruner, sha256=e.sha256)
+            for name, e in entries.items()
+        }
+        return cls(stored, {name: _pack(entry.keep.cpu()) for name, entry in entries.items()})
+
+    @classmethod
+    def joined(cls, parts: Iterable[PackedMasks]) -> PackedMasks:
+        """Return the masks of several parts, in order, without unpacking them."""
+        listed = list(parts)
+        stored = {name: mask for part in listed for name, mask in part._stored.items()}
+        return cls(stored, {name: bits for part in listed for name, bits in part._packed.items()})
 
     def __getitem__(self, name: str) -> MaskEntry:
         mask = self._stored[name]

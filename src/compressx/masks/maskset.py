@@ -14,6 +14,7 @@ it are lost; the parameter is `module.parametrizations.weight.original`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from compressx.api.pruner import Linear
+from compressx.masks.adapters import refuse_adapted
 from compressx.masks.file import MaskEntry, PackedMasks, read_masks, weight_sha256, write_masks
 from compressx.models.architecture import linears_of
 from compressx.models.export import refuse_prepared
@@ -72,6 +74,12 @@ class MaskSet(Mapping[str, MaskEntry]):
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
+
+    def __repr__(self) -> str:
+        patterns = Counter(entry.pattern for entry in self.values())
+        listed = ", ".join(f"{count} x {pattern}" for pattern, count in patterns.items())
+        linears = f"{len(self)} linear{'' if len(self) == 1 else 's'}"
+        return f"MaskSet({linears}, {self.sparsity():.2%} sparse: {listed})" if self else "MaskSet(0 linears)"
 
     def sparsity(self) -> float:
         """Return the fraction of zeros over all masks; 0 without masks."""
@@ -157,9 +165,26 @@ class MaskSet(Mapping[str, MaskEntry]):
         """
         from compressx.masks.sparsifier import HeldMasks, MaskedWeight
 
-        linears = self._writable(model)  # first, because `prepare` could fail half-way
-        masks: dict[str, Tensor] = {}  # by parameter: fused experts share one; those without a mask stay dense
-        for name, linear in linears.items():
+        sparsifier = HeldMasks()
+        sparsifier.prepare(
+            model,
+            [
+                {"tensor_fqn": fqn, "mask": x, "parametrization": MaskedWeight}
+                for fqn, x in self.by_parameter(model).items()
+            ],
+        )
+        return sparsifier
+
+    def by_parameter(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return a mask for each masked parameter of a model, by its name, in its layout and on its device.
+
+        Fused experts share a parameter; those without a mask are kept.
+
+        Raises:
+            ArtifactError: as for `apply`.
+        """
+        masks: dict[str, Tensor] = {}
+        for name, linear in self._writable(model).items():
             stored = linear.module.get_parameter(linear.parameter)
             keep = self[name].keep.to(stored.device)
             if linear.expert is None:
@@ -171,14 +196,11 @@ class MaskSet(Mapping[str, MaskEntry]):
                 if fused not in masks:
                     masks[fused] = torch.ones(stored.shape, dtype=torch.bool, device=stored.device)
                 masks[fused][linear.expert] = keep
-        sparsifier = HeldMasks()
-        sparsifier.prepare(
-            model, [{"tensor_fqn": fqn, "mask": mask, "parametrization": MaskedWeight} for fqn, mask in masks.items()]
-        )
-        return sparsifier
+        return masks
 
     def _linears(self, model: nn.Module) -> dict[str, Linear]:
         """Return the linear of each mask; check its shape."""
+        refuse_adapted(model)
         weights = {x.name: x for n, m in model.named_modules(remove_duplicate=False) for x in _weights_of(n, m)}
         for name, entry in self.items():
             if name not in weights:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.ao.pruning.sparsifier.base_sparsifier import BaseSparsifier
 from torch.ao.pruning.sparsifier.utils import FakeSparsity
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.utils import parametrize
 
 from compressx.runtime.errors import ArtifactError
 
@@ -37,6 +39,12 @@ class _Selected(torch.autograd.Function):
         return _Selected.apply(gradients[0], mask), None  # type: ignore[no-untyped-call]
 
 
+def select(x: Tensor, mask: Tensor) -> Tensor:
+    """Return `x` (of the mask's shape) with zeros, and zero gradients, where the mask is False."""
+    selected: Tensor = _Selected.apply(x, mask)  # type: ignore[no-untyped-call]
+    return selected
+
+
 @final
 class MaskedWeight(FakeSparsity):
     """Parametrization that sets the dropped entries of a weight to zero.
@@ -54,8 +62,25 @@ class MaskedWeight(FakeSparsity):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` (of the mask's shape) with zeros, and zero gradients, where the mask is False."""
-        selected: Tensor = _Selected.apply(x, self.mask)  # type: ignore[no-untyped-call]
-        return selected
+        return select(x, self.mask)
+
+
+def _refuse_adapters(_parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Refuse to put an adapter over a weight whose mask is held.
+
+    PEFT would merge the adapter into `module.weight`, which is computed on each access, and so lose all training.
+    """
+    if name != "base_layer" or module is None or not parametrize.is_parametrized(module, "weight"):
+        return
+    if any(isinstance(p, MaskedWeight) for p in module.parametrizations.weight):  # type: ignore[union-attr]
+        raise ArtifactError(
+            "an adapter over held masks cannot be merged, and its training would be lost; make the masks permanent by "
+            "compressx.masks.squash(sparsifier) before get_peft_model, and call compressx.masks.mask_adapters(model, "
+            "masks) after it"
+        )
+
+
+register_module_module_registration_hook(_refuse_adapters)
 
 
 def part_from_copies(module: nn.Module) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from compressx.models.export import save_model
 from compressx.models.shards import OUTSIDE
 from compressx.runtime.errors import CompressxError
 
-Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+Device: TypeAlias = str
+"""`auto`, or a device as torch names it: `cpu`, `cuda`, `cuda:1`."""
 
 
 class Access(Protocol):
@@ -140,21 +141,45 @@ def device_for(wanted: Device) -> torch.device:
     """Return the device of the model; `auto` is CUDA if available. Each process gets its own GPU.
 
     Raises:
-        CompressxError: CUDA is requested but not available, or there are fewer GPUs than processes.
+        CompressxError: no such device, CUDA is requested but not available, there are fewer GPUs than processes, or
+            several processes are given the same GPU.
     """
+    try:
+        device = torch.device("cuda" if wanted == "auto" else wanted)
+    except RuntimeError:
+        raise CompressxError(f"device {wanted}: unknown; expected auto, cpu, cuda or cuda:N, such as cuda:1") from None
+    if device.type == "mps":
+        raise CompressxError(
+            "device mps: pruning sums in float64, which Apple GPUs do not have; use --device cpu, or leave it out"
+        )
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cpu" or (wanted == "auto" and not gpus):
+    if device.type == "cpu" or (wanted == "auto" and not gpus):
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if device.type != "cuda":
+        raise CompressxError(f"device {wanted}: compressx runs on cpu and cuda only; choose one of them")
     if not gpus:
         raise CompressxError(
-            f"device cuda: torch {torch.__version__} finds no CUDA GPU; use --device cpu, or leave it out to use a GPU "
-            "only if there is one"
+            f"device {wanted}: torch {torch.__version__} finds no CUDA GPU; use --device cpu, or leave it out to use a "
+            "GPU only if there is one"
         )
-    if index >= gpus:
+    return _gpu(device, gpus)
+
+
+def _gpu(device: torch.device, gpus: int) -> torch.device:
+    """Return this process's GPU, and make it torch's current one."""
+    own, chosen = int(os.environ.get("LOCAL_RANK", "0")), device != torch.device("cuda")
+    if not chosen and own >= gpus:
         raise CompressxError(
-            f"device cuda: process {index} of this machine needs its own GPU, but torch finds {gpus}; start at most "
+            f"device cuda: process {own} of this machine needs its own GPU, but torch finds {gpus}; start at most "
             f"{gpus} processes (torchrun --nproc-per-node {gpus}), or use --device cpu"
         )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    if chosen and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        raise CompressxError(
+            f"device {device}: every process needs its own GPU; use --device cuda, and CUDA_VISIBLE_DEVICES to choose "
+            "among them"
+        )
+    if chosen and device.index >= gpus:
+        raise CompressxError(f"device {device}: torch finds {gpus}, cuda:0 to cuda:{gpus - 1}; choose one of them")
+    device = device if chosen else torch.device("cuda", own)
+    torch.cuda.set_device(device)
+    return device

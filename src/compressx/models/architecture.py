@@ -30,8 +30,8 @@ class Architecture:
     unprunable: Mapping[str, str]
 
     def block_of(self, name: str) -> str:
-        """Return the fully qualified name of the block that holds the linear `name`."""
-        return next(fqn for fqn in self.blocks if name.startswith(f"{fqn}."))
+        """Return the fully qualified name of the block that holds the linear `name`; empty if none does."""
+        return next((fqn for fqn in self.blocks if name.startswith(f"{fqn}.")), "")
 
 
 def survey(model: nn.Module) -> Architecture:

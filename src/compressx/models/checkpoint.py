@@ -123,7 +123,10 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
                 f"{where} has no safetensors; pickle checkpoints are refused, because reading one can run code"
             ) from error
         if isinstance(error, ValueError) and "Unrecognized configuration class" in reason:
-            raise UnsupportedModelError(f"{where} is not a causal language model: {reason}") from error
+            raise UnsupportedModelError(
+                f"{where} is not a causal language model; compressx prunes decoder-only language models, such as "
+                f"Llama, Gemma or GPT-2: {reason}"
+            ) from error
         advice = (
             "" if Path(where).exists() else f"; {_similar(where)}check the id and the network, or give a local folder"
         )
@@ -145,6 +148,14 @@ def _local_path(source: ModelSource) -> Path:
         if path.suffix != ".gguf":
             raise UnsupportedModelError(f"{path}: expected a folder with safetensors or a .gguf file")
         return path.resolve()
+    if not (path / "config.json").is_file() and (path / "model" / "config.json").is_file():
+        path /= "model"  # of a run's output folder
+    if (path / "adapter_config.json").is_file():
+        raise UnsupportedModelError(
+            f"model folder {path} is a PEFT adapter (adapter_config.json); merge it into its base model first, with "
+            "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(FOLDER), then give "
+            "FOLDER"
+        )
     if not (path / "config.json").is_file():
         raise ArtifactError(f"model folder {path} has no config.json; expected a folder written by save_pretrained")
     if not any(path.glob("*.safetensors")):

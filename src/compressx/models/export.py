@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +15,8 @@ from torch.nn.utils import parametrize
 
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import BLOCKS, STATE, os_errors_named, sync, sync_tree
+from compressx.runtime.locks import locked
 from compressx.runtime.quiet import quiet_libraries
-
-try:
-    import fcntl
-except ImportError:  # Windows: leftovers of killed processes stay
-    fcntl = None  # type: ignore[assignment]
 
 
 def check_output(target: Path) -> None:
@@ -53,12 +49,27 @@ def check_output(target: Path) -> None:
             raise ArtifactError(f"output {folder} cannot be created: {above} is not a folder that you can write to")
 
 
+def check_unfinished(target: Path, *, resume: bool = False, restart: bool = False) -> None:
+    """Refuse at once, without creating anything, what `output_folder` would refuse later for another run's sake.
+
+    Raises:
+        ArtifactError: another process is building the output, or there is an interrupted run and neither `resume` nor
+            `restart` is given.
+    """
+    folder = _resolved(target)
+    with os_errors_named("look into", folder.parent):
+        if folder.parent.is_dir() and (_lock_of(folder).exists() or unfinished(target)):
+            with _chosen(folder):
+                _resumable(folder, resume=resume, restart=restart)
+
+
 @contextmanager
 def output_folder(target: Path, *, resume: bool = False, restart: bool = False) -> Iterator[Path]:
     """Yield a folder to fill, which becomes `target` when the block ends without an exception.
 
-    Until then `target` is unchanged. After an exception (KeyboardInterrupt included) the new folder is removed, unless
-    it has a `state.json`: then a later call can resume with it. Leftovers of killed processes are removed first.
+    Until then `target` is unchanged, and no other process can build it. After an exception (KeyboardInterrupt included)
+    the new folder is removed, unless it has a `state.json`: then a later call can resume with it. Leftovers of killed
+    processes are removed first.
 
     Args:
         target: folder to create or replace.
@@ -66,15 +77,17 @@ def output_folder(target: Path, *, resume: bool = False, restart: bool = False) 
         restart: remove such a folder.
 
     Raises:
-        ArtifactError: as for `check_output`; another process is building it; there is an interrupted run and neither
-            `resume` nor `restart` is given; folders cannot be created, renamed or flushed to disk.
+        ArtifactError: as for `check_output` and `check_unfinished`; folders cannot be created, renamed or flushed to
+            disk.
     """
     check_output(target)
     folder = _resolved(target)
-    building = _made(folder, resume=resume, restart=restart)
-    earlier = _sibling(folder, "earlier", building.name.rpartition("-")[2])
-    try:
-        with _locked(building):
+    with os_errors_named("create", folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    with _chosen(folder):
+        building = _made(folder, resume=resume, restart=restart)
+        earlier = _sibling(folder, "earlier", building.name.rpartition("-")[2])
+        try:
             yield building
             check_output(folder)  # something may have been put there during the run
             with os_errors_named("write", folder):
@@ -86,28 +99,46 @@ def output_folder(target: Path, *, resume: bool = False, restart: bool = False) 
                 (folder / STATE).unlink(missing_ok=True)
                 shutil.rmtree(folder / BLOCKS, ignore_errors=True)
                 sync(folder.parent)
-    finally:
-        # After success only `earlier` is left to remove. After a failure remove `building` and restore `earlier`.
-        if not (building / STATE).exists():
-            shutil.rmtree(building, ignore_errors=True)
-        _settle(earlier, folder)
+        finally:
+            # After success only `earlier` is left to remove. After a failure remove `building` and restore `earlier`.
+            if not (building / STATE).exists():
+                shutil.rmtree(building, ignore_errors=True)
+            _settle(earlier, folder)
+
+
+def unfinished(target: Path) -> list[Path]:
+    """Return the folders that a running process or ended ones have been building for a target."""
+    folder = _resolved(target)
+    partial = _sibling(folder, "partial", "").name
+    return [p for p in folder.parent.iterdir() if p.name.startswith(partial)] if folder.parent.is_dir() else []
+
+
+def _chosen(folder: Path) -> AbstractContextManager[None]:
+    """Hold the lock that every change of a target or of what is built for it needs."""
+    return locked(_lock_of(folder), f"another run for output {folder}")
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def _resumable(folder: Path, *, resume: bool, restart: bool) -> Path | None:
+    """Return the folder of the latest interrupted run, which is an error if the user has not decided about it."""
+    found = [p for p in unfinished(folder) if (p / STATE).exists()]
+    left = max(found, key=lambda p: (p / STATE).stat().st_mtime, default=None)
+    if left is not None and not resume and not restart:
+        raise ArtifactError(
+            f"an earlier run for output {folder} was interrupted, and its finished blocks are kept in {left}; continue "
+            "with --resume, or start over with --restart"
+        )
+    return left if resume else None
 
 
 def _made(folder: Path, *, resume: bool, restart: bool) -> Path:
     """Return the folder to fill, beside the output: a new one, or that of an interrupted run."""
     with os_errors_named("create", folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if running := [p for p in _partials(folder) if _is_locked(p) is True]:
-            raise ArtifactError(
-                f"another run for output {folder} is active, in {running[0]}; wait for it, or choose another output"
-            )
-        left = _interrupted(folder)
-        if left and not resume and not restart:
-            raise ArtifactError(
-                f"an earlier run for output {folder} was interrupted, and its finished blocks are kept in {left[-1]}; "
-                "continue with --resume, or start over with --restart"
-            )
-        building = left[-1] if left and resume else _sibling(folder, "partial", secrets.token_hex(4))
+        left = _resumable(folder, resume=resume, restart=restart)
+        building = left or _sibling(folder, "partial", secrets.token_hex(4))
         _clear_leftovers(folder, building)
         building.mkdir(exist_ok=True)
         for part in building.glob(".*.partial"):  # of a file that a killed process was writing
@@ -171,24 +202,12 @@ def _sibling(folder: Path, role: Literal["partial", "earlier"], token: str) -> P
     return folder.with_name(f".{folder.name}.{role}-{token}")
 
 
-def _interrupted(folder: Path) -> list[Path]:
-    """Return the resumable folders of dead processes, the latest last."""
-    found = [p for p in _partials(folder) if (p / STATE).exists() and _is_locked(p) is False]
-    return sorted(found, key=lambda p: (p / STATE).stat().st_mtime)
-
-
-def _partials(folder: Path) -> list[Path]:
-    """Return the folders that living or dead processes have been building for a target."""
-    partial = _sibling(folder, "partial", "").name
-    return [p for p in folder.parent.iterdir() if p.name.startswith(partial)]
-
-
 def _clear_leftovers(folder: Path, kept: Path) -> None:
-    """Remove the partial folders of dead processes, and restore earlier outputs that they had moved aside."""
-    earlier = _sibling(folder, "earlier", "").name
-    for partial in _partials(folder):
-        if partial != kept and _is_locked(partial) is False:
+    """Remove the partial folders of ended processes, and restore earlier outputs that they had moved aside."""
+    for partial in unfinished(folder):
+        if partial != kept:
             shutil.rmtree(partial, ignore_errors=True)
+    earlier = _sibling(folder, "earlier", "").name
     for name in [path.name for path in folder.parent.iterdir()]:
         if name.startswith(earlier):
             builder = _sibling(folder, "partial", name.removeprefix(earlier))
@@ -204,41 +223,6 @@ def _settle(earlier: Path, folder: Path) -> None:
         shutil.rmtree(earlier, ignore_errors=True)
     else:
         earlier.rename(folder)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which the kernel releases however the process dies."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some network drives cannot lock folders; leftovers stay there
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _is_locked(folder: Path) -> bool | None:
-    """Return whether a living process holds the folder's lock; None if the system cannot tell.
-
-    A process id would be no alternative, because containers reuse them.
-    """
-    if fcntl is None:
-        return None
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        else:
-            return False
-        finally:
-            os.close(descriptor)
-    return None
 
 
 def refuse_prepared(model: nn.Module, action: str = "saved") -> None:

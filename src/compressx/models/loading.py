@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -14,6 +18,30 @@ from compressx.models.checkpoint import Checkpoint, explained, local_folder
 from compressx.models.shards import refuse_more_blocks
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
 from compressx.runtime.quiet import quiet_libraries
+
+_TOKENIZER_FILE = re.compile(r"token|vocab|merges|spiece|sentencepiece|tekken|\.(model|spm|bpe)$", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def _reading(checkpoint: Checkpoint) -> Iterator[None]:
+    """Read a checkpoint quietly, with errors explained, and the header of a GGUF file only once."""
+    with quiet_libraries(), explained(checkpoint), contextlib.ExitStack() as stack:
+        if checkpoint.gguf_file is not None:
+            stack.enter_context(patch("gguf.GGUFReader", _gguf_reader))
+        yield
+
+
+def _gguf_reader(path: str | os.PathLike[str]) -> Any:
+    found = Path(path).stat()
+    return _parsed_gguf(str(path), found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=1)
+def _parsed_gguf(path: str, _modified: int, _size: int) -> Any:
+    """Parse a GGUF header, which takes seconds; transformers would for the config, the tokenizer and the weights."""
+    from gguf.gguf_reader import GGUFReader
+
+    return GGUFReader(path)
 
 
 def load_skeleton(checkpoint: Checkpoint) -> Any:
@@ -25,7 +53,7 @@ def load_skeleton(checkpoint: Checkpoint) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    with quiet_libraries(), explained(checkpoint):
+    with _reading(checkpoint):
         config = _config(checkpoint)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=checkpoint.trust_remote_code).eval()
@@ -40,7 +68,7 @@ def load_empty(checkpoint: Checkpoint) -> Any:
     """
     from transformers import GenerationConfig
 
-    with quiet_libraries(), explained(checkpoint):
+    with _reading(checkpoint):
         config = _config(checkpoint)
         requested = None if checkpoint.dtype == "auto" else getattr(torch, checkpoint.dtype)
         dtype = requested or config.dtype or _stored_dtype(local_folder(checkpoint))
@@ -68,6 +96,15 @@ def _empty(config: Any, dtype: torch.dtype | None, *, trust_remote_code: bool = 
     return model
 
 
+def dtype_of(checkpoint: Checkpoint, config: Any) -> torch.dtype:
+    """Return the dtype that `load_model` loads in; of a model on the hub whose config has none, float32."""
+    if checkpoint.dtype != "auto":
+        return getattr(torch, checkpoint.dtype)  # type: ignore[no-any-return]
+    if checkpoint.gguf_file is not None:
+        return torch.float32
+    return config.dtype or _stored_dtype(Path(checkpoint.location)) or torch.float32
+
+
 def _stored_dtype(folder: Path) -> torch.dtype | None:
     """Return the dtype of a checkpoint's first floating-point weight, transformers' choice if the config has none."""
     from safetensors import safe_open
@@ -92,15 +129,14 @@ def load_model(checkpoint: Checkpoint) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    dtype = checkpoint.dtype
-    if checkpoint.gguf_file is not None and dtype == "auto":
-        dtype = "float32"
-    with quiet_libraries(), explained(checkpoint):
+    dtype = "float32" if checkpoint.gguf_file is not None and checkpoint.dtype == "auto" else checkpoint.dtype
+    with _reading(checkpoint):
         safetensors = {} if checkpoint.gguf_file is not None else {"use_safetensors": True}
         model, found = AutoModelForCausalLM.from_pretrained(
             checkpoint.location, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
             **safetensors, **checkpoint.arguments,
         )  # fmt: skip
+    _parsed_gguf.cache_clear()  # it is not needed any more, and keeps the file open
     # transformers would continue with random weights.
     if missing := sorted(found["missing_keys"]):
         raise ArtifactError(f"{checkpoint.location}: the checkpoint lacks {', '.join(missing[:3])}")
@@ -128,7 +164,7 @@ def load_offloaded(checkpoint: Checkpoint, blocks: Iterable[str], device: torch.
     """
     from transformers import AutoModelForCausalLM
 
-    with quiet_libraries(), explained(checkpoint):
+    with _reading(checkpoint):
         skeleton = load_skeleton(checkpoint)
         placed = dict.fromkeys(blocks, "disk")
         for name, _ in (*skeleton.named_parameters(remove_duplicate=False), *skeleton.named_buffers()):
@@ -148,8 +184,23 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """
     from transformers import AutoTokenizer
 
-    with quiet_libraries(), explained(checkpoint):
-        return AutoTokenizer.from_pretrained(checkpoint.location, **checkpoint.arguments)
+    folder = Path(checkpoint.location)
+    local = checkpoint.gguf_file is None and folder.is_dir()
+    if local and not any(_TOKENIZER_FILE.search(path.name) for path in folder.iterdir()):
+        raise _without_tokenizer(checkpoint)
+    with _reading(checkpoint):
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **checkpoint.arguments)
+    # Without a vocabulary transformers makes a tokenizer that knows no word.
+    if {*tokenizer.get_vocab()} <= {*tokenizer.all_special_tokens}:
+        raise _without_tokenizer(checkpoint)
+    return tokenizer
+
+
+def _without_tokenizer(checkpoint: Checkpoint) -> ArtifactError:
+    return ArtifactError(
+        f"{checkpoint.location} has no tokenizer, such as tokenizer.json; save the model's there, with "
+        "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
+    )
 
 
 def _config(checkpoint: Checkpoint) -> Any:
@@ -161,7 +212,23 @@ def _config(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.location} is quantized (its config has a quantization_config); prune the full-precision "
             "model, then quantize"
         )
+    _refuse_encoder(checkpoint, config)
     return config
+
+
+def _refuse_encoder(checkpoint: Checkpoint, config: Any) -> None:
+    """Refuse an encoder, which transformers would load with the head of a decoder, and an encoder-decoder."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    decodes = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
+    masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if not decodes and (config.is_encoder_decoder or masked):
+        kind = "an encoder-decoder" if config.is_encoder_decoder else "an encoder, which sees the tokens that follow"
+        (name, *_) = config.architectures or [config.model_type]
+        raise UnsupportedModelError(
+            f"{checkpoint.location}: {name} is {kind}; compressx prunes decoder-only language models, such as Llama, "
+            "Gemma or GPT-2"
+        )
 
 
 def _without_gguf(model: Any) -> Any:

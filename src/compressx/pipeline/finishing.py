@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from compressx._version import __version__
+from compressx.api.patterns import allocated_form
 from compressx.api.record import AllocationReport, FinetuneReport, RunReport, total_sparsity
 from compressx.data.windows import fingerprint as fingerprint_of
 from compressx.evaluation.perplexity import Texts, evaluate
@@ -24,6 +25,7 @@ from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import StreamedModel, open_model, open_streamed
+from compressx.pipeline.card import card
 from compressx.pipeline.context import RunContext, Stage
 from compressx.pipeline.journal import FinishedBlock, Journal
 from compressx.planning.plan import Plan
@@ -48,7 +50,6 @@ class Pruned:
     """A run whose blocks are all pruned.
 
     Attributes:
-        checkpoint: of the dense model.
         tokenizer: the model's.
         access: the model.
         plan: the executed plan.
@@ -59,7 +60,6 @@ class Pruned:
         training: token ids to fine-tune on, [windows, tokens], or None.
     """
 
-    checkpoint: Checkpoint
     tokenizer: Any
     access: Access
     plan: Plan
@@ -70,10 +70,15 @@ class Pruned:
     training: Tensor | None
 
 
-def finish(context: RunContext, pruned: Pruned, journal: Journal, folder: Path) -> RunReport:
+def finish(context: RunContext, pruned: Pruned, checkpoint: Checkpoint, journal: Journal, folder: Path) -> RunReport:
     """Fine-tune if the recipe does, evaluate, and fill the output folder.
 
-    A model that is fine-tuned is also evaluated before.
+    Args:
+        context: recipe, device, processes and progress of the run.
+        pruned: the pruned model.
+        checkpoint: of the dense model.
+        journal: the run's finished blocks.
+        folder: the output folder.
 
     Raises:
         CompressxError: an error that the user can fix.
@@ -81,19 +86,19 @@ def finish(context: RunContext, pruned: Pruned, journal: Journal, folder: Path) 
     access, masks = pruned.access, folder / "masks.safetensors"
     context.report_progress("save", 0, 1)
     journal.save_masks(masks)
-    evaluation = dict(pruned.dense)
-    tuned = None
-    if pruned.training is not None:
-        evaluation |= _evaluated(context, pruned, access, "pruned")
-        tuned = _finetuned(context, pruned, pruned.training, MaskSet.load(masks), journal)
+    evaluation, tuned = trained(
+        context, pruned, lambda: MaskSet.load(masks),
+        lambda: open_model(checkpoint, False, context.device).model,
+        journal.blocks,
+    )  # fmt: skip
     context.report_progress("save", 0, 1)
     drawn = _save(pruned, tuned, journal, folder)
     if isinstance(access, StreamedModel):
-        access = open_streamed(pruned.checkpoint.at(folder / "model"), access.device)
-    evaluation |= _evaluated(context, pruned, access, "pruned" if tuned is None else "finetuned")
+        access = open_streamed(checkpoint.at(folder / "model"), access.device)
+    evaluation |= evaluated(context, pruned, access, "pruned" if tuned is None else "finetuned")
     context.report_progress("save", 0, 1)
     context.tracking.close()
-    report = _report(context, pruned, evaluation, tuned, drawn)
+    report = report_of(context, pruned, evaluation, tuned, drawn)
     recipe = context.loaded.to_yaml()
     shown = sections(report, recipe)
     for name, text in {
@@ -102,6 +107,7 @@ def finish(context: RunContext, pruned: Pruned, journal: Journal, folder: Path) 
         "report.md": markdown.page(shown),
         "report.html": html.page(shown, folder),
         "report.json": report.to_json(),
+        "model/README.md": card(context.loaded, pruned.plan, report, checkpoint),
     }.items():
         atomic_write(folder / name, text.encode())
     context.report_progress("save", 1, 1)
@@ -109,12 +115,26 @@ def finish(context: RunContext, pruned: Pruned, journal: Journal, folder: Path) 
     return report
 
 
-def _finetuned(
-    context: RunContext, pruned: Pruned, windows: Tensor, masks: MaskSet, journal: Journal
-) -> FinetuneReport:
-    """Train the remaining weights, from the checkpoint of an interrupted run if there is one."""
-    settings = context.loaded.recipe.finetune
-    assert settings is not None  # noqa: S101 - `windows` exist only with these settings
+def trained(
+    context: RunContext, pruned: Pruned, masks: Callable[[], MaskSet], teacher: Callable[[], Any],
+    kept: Path | None,
+) -> tuple[dict[str, Mapping[str, Any]], FinetuneReport | None]:  # fmt: skip
+    """Fine-tune if the recipe does, from the checkpoint of an interrupted run if there is one.
+
+    Args:
+        context: recipe, device, processes and progress of the run.
+        pruned: the pruned model, which is also evaluated before it is trained.
+        masks: returns its masks.
+        teacher: returns the dense model, if the recipe trains towards it.
+        kept: a folder for checkpoints, or None for none.
+
+    Returns:
+        What was measured so far, and the report of the training; None without.
+    """
+    settings, windows = context.loaded.recipe.finetune, pruned.training
+    if settings is None or windows is None:
+        return dict(pruned.dense), None
+    evaluation = {**pruned.dense, **evaluated(context, pruned, pruned.access, "pruned")}
 
     def progress(done: int, total: int, loss: float) -> None:
         context.tracking.values({"finetune/step": float(done), "finetune/loss": loss})
@@ -122,10 +142,10 @@ def _finetuned(
 
     context.report_progress("finetune", 0, settings.steps)
     with context.loaded.at("finetune"):
-        dense = open_model(pruned.checkpoint, False, context.device).model if settings.teacher == "dense" else None
-        return finetune(
-            pruned.access.model, masks, windows, settings, teacher=dense,
-            checkpoint=journal.blocks / f"finetune-{_tuning_fingerprint(settings, windows)}.safetensors",
+        return evaluation, finetune(
+            pruned.access.model, masks(), windows, settings,
+            teacher=teacher() if settings.teacher == "dense" else None,
+            checkpoint=kept and kept / f"finetune-{_tuning_fingerprint(settings, windows)}.safetensors",
             progress=progress,
         )  # fmt: skip
 
@@ -136,10 +156,10 @@ def _tuning_fingerprint(settings: Finetune, windows: Tensor) -> str:
     return hashlib.sha256(f"{chosen} {fingerprint_of(windows)}".encode()).hexdigest()[:16]
 
 
-def _evaluated(
+def evaluated(
     context: RunContext, pruned: Pruned, access: Access, name: Literal["pruned", "finetuned"]
 ) -> dict[str, Mapping[str, Any]]:
-    """Evaluate as the recipe specifies, if it does."""
+    """Evaluate a pruned model as the recipe specifies, if it does; the figures are under `name`."""
     settings, texts = context.loaded.recipe.evaluate, pruned.texts
     if settings is None or texts is None:
         return {}
@@ -148,6 +168,17 @@ def _evaluated(
     figures = evaluate(access, pruned.tokenizer, settings, texts, progress=partial(context.report_progress, stage))
     context.report_figures(name, figures)
     return {name: figures}
+
+
+def describe(pruned: Pruned) -> None:
+    """Write the sparsity into the model's config, where transformers keeps it as the attribute `compressx`."""
+    layers = [layer for block in pruned.blocks for layer in block.report.layers]
+    pruned.access.model.config.compressx = {
+        "version": __version__,
+        "sparsity": total_sparsity(layers),
+        "patterns": list(dict.fromkeys(allocated_form(x.pattern) if pruned.allocation else x.pattern for x in layers)),
+        "pruners": list(dict.fromkeys(layer.pruner for layer in layers)),
+    }
 
 
 def _save(
@@ -159,14 +190,16 @@ def _save(
     matrices = [m for block in pruned.blocks for m in block.matrices]
     losses = () if tuned is None else tuned.losses
     drawn = figures.draw([block.report for block in pruned.blocks], matrices, folder / "plots", losses)
+    describe(pruned)
     pruned.access.save(pruned.tokenizer, journal.blocks, folder / "model")
     return drawn
 
 
-def _report(
+def report_of(
     context: RunContext, pruned: Pruned, evaluation: Mapping[str, Any], tuned: FinetuneReport | None,
     drawn: tuple[Mapping[str, str], ...],
 ) -> RunReport:  # fmt: skip
+    """Return the report of a finished run."""
     blocks = tuple(block.report for block in pruned.blocks)
     calibration = context.loaded.recipe.calibration
     drawn_by = {"samples", "sequence_length", "seed"}

@@ -2,83 +2,149 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compressx.allocation.units import settled
 from compressx.data.windows import Generated, read_calibration
-from compressx.evaluation.harness import check_tasks
+from compressx.evaluation.harness import check_chat_template
 from compressx.evaluation.perplexity import Texts, read_texts
-from compressx.models.architecture import text_config
-from compressx.models.checkpoint import Checkpoint, find_checkpoint
-from compressx.models.export import check_output
-from compressx.models.loading import load_skeleton
-from compressx.pipeline.texts import check_files, check_tokenizer, check_windows
+from compressx.evaluation.tasks import check_tasks
+from compressx.models.architecture import survey, text_config
+from compressx.models.checkpoint import Checkpoint
+from compressx.pipeline.checks import (
+    check_datasets,
+    check_names,
+    check_parts,
+    check_space,
+    check_tokenizer,
+    refuse_overwriting,
+)
+from compressx.pipeline.texts import window_mistakes
 from compressx.pipeline.tracking import check_trackers
-from compressx.planning.make import make_plan
+from compressx.planning.make import check_rules, make_plan
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins
-from compressx.recipe.document import Step
-from compressx.recipe.schema import LoadedRecipe, load_recipe, recipe_from_dict
-from compressx.runtime.errors import ArtifactError, RecipeError, UnsupportedModelError
+from compressx.recipe.document import Step, from_python
+from compressx.recipe.parts import Parts, parts_of, valid_parts
+from compressx.recipe.schema import LoadedRecipe, read_recipe, recipe_from_source
+from compressx.recipe.sources import Calibration
+from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError
 from compressx.training.finetune import training_windows
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked recipe: the model's checkpoint and the plan for its linears."""
+    """A checked recipe: the model's checkpoint and tokenizer, and the plan for its linears."""
 
     checkpoint: Checkpoint
+    tokenizer: Any
     plan: Plan
 
 
-def loaded_recipe(recipe: LoadedRecipe | Path | str | Mapping[str, Any], overrides: Sequence[str]) -> LoadedRecipe:
+def loaded_recipe(
+    recipe: LoadedRecipe | Path | str | Mapping[str, Any], overrides: Sequence[str], plugins: Plugins
+) -> LoadedRecipe:
     """Load a recipe from a path or mapping; return a loaded one as it is.
 
     Raises:
-        RecipeError: an invalid recipe.
+        CompressxError: an invalid recipe, with everything else that is wrong with its valid parts.
     """
-    if isinstance(recipe, Path | str):
-        return load_recipe(Path(recipe), overrides)
-    if overrides:
-        raise RecipeError("overrides need a recipe given as a path")
-    return recipe if isinstance(recipe, LoadedRecipe) else recipe_from_dict(dict(recipe))
-
-
-def prepare(loaded: LoadedRecipe, plugins: Plugins) -> Prepared:
-    """Check a recipe as far as possible without loading weights, and plan it."""
-    recipe = loaded.recipe
-    with loaded.at("output"):
-        check_output(recipe.output)
-    chats = check_files(loaded)
-    check_windows(loaded)
-    with loaded.at("model"):
-        checkpoint = find_checkpoint(recipe.model)
-        skeleton = load_skeleton(checkpoint)
-    check_tokenizer(loaded, checkpoint, skeleton, chats)
-    output = recipe.output.expanduser().resolve()
-    if (checkpoint_path := Path(checkpoint.location)).exists() and checkpoint_path.resolve().is_relative_to(output):
-        raise ArtifactError(
-            f"{loaded.where('output')}: output {recipe.output} would overwrite the input model; name another folder"
+    if isinstance(recipe, LoadedRecipe):
+        source = recipe.source
+    else:
+        source = (
+            from_python(dict(recipe), "<dict>") if isinstance(recipe, Mapping) else read_recipe(Path(recipe), overrides)
         )
+    if overrides and not isinstance(recipe, Path | str):
+        raise RecipeError("overrides need a recipe given as a path")
+    try:
+        return recipe if isinstance(recipe, LoadedRecipe) else recipe_from_source(source)
+    except RecipeError as error:
+        mistakes, parts = Mistakes(error), valid_parts(source)
+        found = check_parts(parts, mistakes)
+        check_names(parts, mistakes)
+        check_rules(parts, plugins, None if found is None else survey(found.skeleton), mistakes)
+        mistakes.raise_all()
+        raise
+
+
+def prepare(loaded: LoadedRecipe, plugins: Plugins, processes: int = 1) -> Prepared:
+    """Check a recipe as far as possible without loading weights, and plan it.
+
+    Raises:
+        CompressxError: everything that is wrong, a line for each mistake.
+    """
+    recipe, parts, mistakes = loaded.recipe, parts_of(loaded), Mistakes()
+    found = check_parts(parts, mistakes)
+    _check_settings(loaded, parts, processes, mistakes)
+    planned = None
+    if found is None:
+        check_rules(parts, plugins, None, mistakes)
+    else:
+        with mistakes.collected(), loaded.at("output"):
+            refuse_overwriting(recipe.output, found.checkpoint)
+        with mistakes.collected():
+            planned = _planned(loaded, plugins, found.skeleton, found.tokenizer, mistakes)
+            with loaded.at("output"):
+                check_space(loaded, found, planned)
+    mistakes.raise_all()
+    assert found is not None  # noqa: S101 - otherwise there is a mistake
+    assert planned is not None  # noqa: S101 - likewise
+    return Prepared(found.checkpoint, found.tokenizer, planned)
+
+
+def plan_in_memory(loaded: LoadedRecipe, plugins: Plugins, model: Any, tokenizer: Any) -> Plan:
+    """Do as `prepare` for a model that is in memory; there is no output folder to check.
+
+    Raises:
+        CompressxError: everything that is wrong, a line for each mistake.
+    """
+    parts, mistakes, planned = parts_of(loaded), Mistakes(), None
+    check_tokenizer(parts, model, tokenizer, check_datasets(parts, mistakes), mistakes)
+    _check_settings(loaded, parts, 1, mistakes)
+    with mistakes.collected():
+        planned = _planned(loaded, plugins, model, tokenizer, mistakes)
+    mistakes.raise_all()
+    assert planned is not None  # noqa: S101 - otherwise there is a mistake
+    return planned
+
+
+def _check_settings(loaded: LoadedRecipe, parts: Parts, processes: int, mistakes: Mistakes) -> None:
+    """Check what depends neither on the model nor on files."""
+    recipe = loaded.recipe
+    for check in (refuse_nothing_held_out, *([refuse_uneven_steps] if processes > 1 else [])):
+        with mistakes.collected():
+            check(loaded, processes)
+    if recipe.model.streaming is True:
+        with mistakes.collected():
+            refuse_streamed(loaded)
+    mistakes.add(*window_mistakes(loaded))
+    if recipe.track is not None:
+        with mistakes.collected(), loaded.at("track"):
+            check_trackers(recipe.track)
+    known = check_names(parts, mistakes)
+    if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None and known:
+        with mistakes.collected(), loaded.at("evaluate", "lm_eval", "tasks"):
+            check_tasks(recipe.evaluate.lm_eval)
+
+
+def _planned(loaded: LoadedRecipe, plugins: Plugins, skeleton: Any, tokenizer: Any, mistakes: Mistakes) -> Plan:
+    """Plan the pruning of a model, with or without weights."""
+    mistakes.add(*_finetune_mistakes(loaded, skeleton))
+    evaluated = loaded.recipe.evaluate
+    if evaluated is not None and evaluated.lm_eval is not None and tokenizer is not None:
+        with mistakes.collected(), loaded.at("evaluate", "lm_eval", "apply_chat_template"):
+            check_chat_template(evaluated.lm_eval, tokenizer)
     planned = make_plan(loaded, plugins, skeleton)
     with loaded.at("allocation", "target"):
-        planned = settled(planned)
-    refuse_nothing_held_out(loaded, 1)
-    if recipe.model.streaming is True:
-        refuse_streamed(loaded)
-    if recipe.track is not None:
-        with loaded.at("track"):
-            check_trackers(recipe.track)
-    _check_finetune(loaded, skeleton)
-    if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None:
-        with loaded.at("evaluate", "lm_eval", "tasks"):
-            check_tasks(recipe.evaluate.lm_eval)
-    return Prepared(checkpoint, planned)
+        return settled(planned)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,44 +163,69 @@ class RunTexts:
 
 
 def read_all(
-    loaded: LoadedRecipe, planned: Plan, tokenizer: Any, generated: Generated, *, evaluated: bool = True
-) -> RunTexts:
-    """Read every text of a recipe and check that there is enough of it; evaluation text only if `evaluated`.
+    loaded: LoadedRecipe, planned: Plan, tokenizer: Any, generated: Generated, *, evaluated: bool = True,
+    calibration: Tensor | None = None,
+) -> RunTexts:  # fmt: skip
+    """Read every text of a recipe and check that there is enough of it.
+
+    Args:
+        loaded: the recipe.
+        planned: its plan.
+        tokenizer: the model's.
+        generated: as for `read_calibration`.
+        evaluated: whether to read evaluation text.
+        calibration: the calibration windows, if the caller has them; otherwise they are read if the plan needs them.
 
     Raises:
         CalibrationError: text that cannot be read, or is too short.
     """
-    recipe, calibration = loaded.recipe, None
-    with loaded.at("evaluate"):  # first, because what the model generates can take hours
-        evaluation = read_texts(recipe.evaluate, tokenizer) if recipe.evaluate is not None and evaluated else None
-    with loaded.at("calibration"):
-        if recipe.calibration is not None and planned.needs_calibration:
+    recipe, mistakes = loaded.recipe, Mistakes()
+    training = evaluation = None
+    if recipe.evaluate is not None and evaluated:
+        with mistakes.collected(), loaded.at("evaluate"):
+            evaluation = read_texts(recipe.evaluate, tokenizer)
+    if any(dataset.generate is not None for dataset in recipe.datasets().values()):
+        mistakes.raise_all()  # what the model generates can take hours
+    with mistakes.collected(), loaded.at("calibration"):
+        if calibration is None and recipe.calibration is not None and planned.needs_calibration:
             calibration = read_calibration(recipe.calibration.draw, tokenizer, generated)
-    with loaded.at("finetune"):
-        training = training_windows(recipe, tokenizer, calibration, generated)
+    if not mistakes or (recipe.finetune is not None and recipe.finetune.draw is not None):
+        with mistakes.collected(), loaded.at("finetune"):
+            training = training_windows(recipe, tokenizer, calibration, generated)
+    mistakes.raise_all()
     return RunTexts(calibration, training, evaluation)
 
 
-def _check_finetune(loaded: LoadedRecipe, skeleton: Any) -> None:
-    """Refuse fine-tuning without text, or with windows longer than the model's context."""
+def calibration_batches(settings: Calibration | None, windows: Tensor | None) -> Sequence[Tensor]:
+    """Split calibration windows [windows, tokens] into batches; none without windows."""
+    return () if settings is None or windows is None else torch.split(windows, settings.batch_size)
+
+
+def _finetune_mistakes(loaded: LoadedRecipe, skeleton: Any) -> Iterator[CompressxError]:
+    """Yield an error for fine-tuning without text or PEFT, and for one that the model does not support."""
     recipe = loaded.recipe
     settings = recipe.finetune
     if settings is None:
         return
     draw = settings.draw
     if draw is None and recipe.calibration is None:
-        raise RecipeError(
+        yield RecipeError(
             f"{loaded.where('finetune')}: no text to train on: the recipe has neither calibration nor "
             "finetune.dataset; add one, such as finetune.dataset: wikitext"
         )
+    if settings.lora is not None and find_spec("peft") is None:
+        yield RecipeError(
+            f"{loaded.where('finetune', 'lora')}: lora needs PEFT, which is not installed; pip install "
+            "'compressx[lora]', or remove lora to train the weights themselves"
+        )
     if settings.gradient_checkpointing and not skeleton.supports_gradient_checkpointing:
-        raise UnsupportedModelError(
+        yield UnsupportedModelError(
             f"{loaded.where('finetune')}: {type(skeleton).__name__} does not support gradient checkpointing; set "
             "finetune.gradient_checkpointing: false, which takes more memory"
         )
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
     if draw is not None and positions is not None and draw.sequence_length > positions:
-        raise RecipeError(
+        yield RecipeError(
             f"{loaded.where('finetune', 'sequence_length')}: sequence_length {draw.sequence_length} is longer than the "
             f"model's {positions} positions"
         )

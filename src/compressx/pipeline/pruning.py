@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,14 +16,38 @@ from compressx.allocation.methods import allocate, report_on, windows_kept
 from compressx.api.record import AllocationReport
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
 from compressx.blocks.prune import Finished, prune_model
+from compressx.masks.file import MaskEntry
 from compressx.models.access import Access
 from compressx.models.architecture import survey, text_config
-from compressx.models.hidden import InFiles, Keep, in_memory
+from compressx.models.hidden import InFiles, Keep, Streams, in_memory
 from compressx.pipeline.context import RunContext
-from compressx.pipeline.journal import ALLOCATED, Allocated, FinishedBlock, Journal
+from compressx.pipeline.journal import ALLOCATED, Allocated, FinishedBlock
 from compressx.planning.plan import Plan
 from compressx.recipe.methods import MeasuredAllocation
 from compressx.report import figures
+
+
+class Record(Protocol):
+    """What a run keeps of its finished blocks: `journal.Journal` on disk, `memory.Kept` in memory.
+
+    Attributes:
+        finished: names of the finished blocks, in order.
+        allocated: the sparsities that an allocation chose, or None before that.
+        blocks: a folder for large temporary files.
+    """
+
+    finished: list[str]
+    allocated: Allocated | None
+    blocks: Path
+
+    def allocate(self, allocated: Allocated) -> None:
+        """Keep an allocation."""
+
+    def add(self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], streams: Streams) -> None:
+        """Keep a finished block, its masks and the hidden states that enter the next one."""
+
+    def restore(self, access: Access, keep: Keep) -> tuple[list[FinishedBlock], Streams]:
+        """Return to the state after the last finished block."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,14 +59,21 @@ class Pruning:
         access: the model.
         batches: calibration token ids, each [batch, tokens].
         mine: this process's share of them.
-        journal: the run's finished blocks.
+        journal: keeps the finished blocks.
     """
 
     context: RunContext
     access: Access
     batches: Sequence[Tensor]
     mine: Sequence[Tensor]
-    journal: Journal
+    journal: Record
+
+    def run(self, planned: Plan) -> tuple[Plan, AllocationReport | None, list[FinishedBlock]]:
+        """Go through all stages; return the final plan, how its sparsities were chosen, and the pruned blocks."""
+        fisher = self.fisher(planned)
+        with self.context.loaded.at("allocation"):
+            final, allocation = self.allocate(planned, fisher)
+        return final, allocation, self.prune(final, fisher)
 
     def fisher(self, planned: Plan) -> FisherDiagonal:
         """Measure mean squared gradients of the dense model's loss, if a block that is not yet pruned needs them."""

@@ -20,8 +20,7 @@ from compressx.api.record import RunReport
 from compressx.data.windows import fingerprint as fingerprint_of
 from compressx.evaluation.perplexity import evaluate_cached
 from compressx.models.access import Access, Device, config_fingerprint, device_for, weights_fingerprint
-from compressx.models.export import output_folder
-from compressx.models.loading import load_tokenizer
+from compressx.models.export import check_unfinished, output_folder
 from compressx.models.streaming import StreamedModel, open_model
 from compressx.pipeline.context import Progress, RunContext
 from compressx.pipeline.finishing import Pruned, finish, versions
@@ -30,12 +29,11 @@ from compressx.pipeline.log import run_log
 from compressx.pipeline.preparation import (
     Prepared,
     RunTexts,
+    calibration_batches,
     loaded_recipe,
     prepare,
     read_all,
-    refuse_nothing_held_out,
     refuse_streamed,
-    refuse_uneven_steps,
 )
 from compressx.pipeline.pruning import Pruning
 from compressx.pipeline.texts import OwnText
@@ -44,7 +42,6 @@ from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.plugins.record import code_digest
 from compressx.recipe.schema import LoadedRecipe
-from compressx.recipe.sources import Calibration
 from compressx.runtime.machine import machine
 from compressx.runtime.ranks import Ranks, joined_ranks
 from compressx.runtime.timing import Timing, forget_peaks
@@ -68,7 +65,8 @@ def plan(
     Raises:
         CompressxError: an error in the recipe, the plugins or the model.
     """
-    return prepare(loaded_recipe(recipe, overrides), plugins or load_plugins()).plan
+    plugins = plugins or load_plugins()
+    return prepare(loaded_recipe(recipe, overrides, plugins), plugins).plan
 
 
 def run(
@@ -110,8 +108,9 @@ def run(
         contextlib.closing(Tracking(log)) as tracking,
     ):
         log.header(machine(where), {"compressx": __version__, **versions()})
+        plugins = plugins or load_plugins()
         context = RunContext(
-            loaded_recipe(recipe, overrides), plugins or load_plugins(), progress if ranks.first else None, where,
+            loaded_recipe(recipe, overrides, plugins), plugins, progress if ranks.first else None, where,
             ranks, timing, log, tracking,
         )  # fmt: skip
         report = _run(context, resume=resume, restart=restart)
@@ -123,27 +122,29 @@ def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | Non
     """Run all stages. Only the first process evaluates, writes, and returns a report."""
     loaded, ranks = context.loaded, context.ranks
     forget_peaks()
-    given = _read(context)
+    if ranks.first:
+        with loaded.at("output"):
+            check_unfinished(loaded.recipe.output, resume=resume, restart=restart)
+    context.report_progress("load", 0, 2)
+    prepared = prepare(loaded, context.plugins, ranks.size)
+    context.log.rules(loaded, prepared.plan)
     with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
         context.log.open(folder)
+        given = _read(context, prepared)
         fingerprint = ranks.broadcast(_fingerprint(context, given) if ranks.first else {})
         journal = Journal(folder, fingerprint, ranks, context.timing)
         if ranks.first:
             context.tracking.start(loaded, folder, len(journal.finished), {"device": str(context.device), **versions()})
         evaluation = _evaluate_dense(context, given, fingerprint["model"])
         pruning = Pruning(context, given.access, given.batches, given.mine, journal)
-        planned = given.prepared.plan
-        fisher = pruning.fisher(planned)
-        with loaded.at("allocation"):
-            final, allocation = pruning.allocate(planned, fisher)
-        finished = pruning.prune(final, fisher)
+        final, allocation, finished = pruning.run(given.prepared.plan)
         if not ranks.first:
             return None
         pruned = Pruned(
-            given.prepared.checkpoint, given.tokenizer, given.access, final, allocation, finished, evaluation,
-            given.texts.evaluation, given.texts.training,
+            given.prepared.tokenizer, given.access, final, allocation, finished, evaluation, given.texts.evaluation,
+            given.texts.training,
         )  # fmt: skip
-        report = finish(context, pruned, journal, folder)
+        report = finish(context, pruned, given.prepared.checkpoint, journal, folder)
         context.log.close()  # Windows renames no folder with an open file
     context.plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output.expanduser())
     return report
@@ -154,8 +155,7 @@ class _Inputs:
     """The inputs of a run.
 
     Attributes:
-        prepared: the plan and the model's checkpoint.
-        tokenizer: the model's.
+        prepared: the plan, the model's checkpoint and its tokenizer.
         texts: as token ids.
         batches: calibration token ids, each [batch, tokens].
         mine: this process's share of them.
@@ -163,33 +163,25 @@ class _Inputs:
     """
 
     prepared: Prepared
-    tokenizer: Any
     texts: RunTexts
     batches: Sequence[torch.Tensor]
     mine: Sequence[torch.Tensor]
     access: Access
 
 
-def _read(context: RunContext) -> _Inputs:
-    """Check the recipe, read the text, and open the model: last, or when text is to be generated with it."""
+def _read(context: RunContext, prepared: Prepared) -> _Inputs:
+    """Read the text, and open the model: last, or when text is to be generated with it."""
     loaded, ranks = context.loaded, context.ranks
-    context.report_progress("load", 0, 2)
-    refuse_uneven_steps(loaded, ranks.size)
-    refuse_nothing_held_out(loaded, ranks.size)
-    prepared = prepare(loaded, context.plugins)
-    context.log.rules(loaded, prepared.plan)
-    with loaded.at("model"):
-        tokenizer = load_tokenizer(prepared.checkpoint)
     opened = functools.cache(lambda: _opened(context, prepared))
     context.report_progress("calibrate", 0, 1)
-    own = OwnText(context, tokenizer, opened)
-    texts = read_all(loaded, prepared.plan, tokenizer, own, evaluated=ranks.first)
+    own = OwnText(context, prepared.tokenizer, opened)
+    texts = read_all(loaded, prepared.plan, prepared.tokenizer, own, evaluated=ranks.first)
     windows = texts.calibration
-    batches = _batches(loaded.recipe.calibration, windows)
-    mine = _batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))
+    batches = calibration_batches(loaded.recipe.calibration, windows)
+    mine = calibration_batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))
     context.report_progress("load", 1, 2)
     access = opened()
-    return _Inputs(prepared, tokenizer, texts, batches, mine, access)
+    return _Inputs(prepared, texts, batches, mine, access)
 
 
 def _opened(context: RunContext, prepared: Prepared) -> Access:
@@ -210,7 +202,7 @@ def _evaluate_dense(context: RunContext, given: _Inputs, model: str) -> dict[str
     context.report_progress("evaluate dense", 0, 1)
     with context.loaded.at("evaluate"):
         dense = evaluate_cached(
-            given.access, given.tokenizer, settings, given.texts.evaluation, model,
+            given.access, given.prepared.tokenizer, settings, given.texts.evaluation, model,
             progress=lambda i, n: context.report_progress("evaluate dense", i, n),
         )  # fmt: skip
     context.report_figures("dense", dense)
@@ -226,10 +218,6 @@ def _folder(output: Path, *, resume: bool, restart: bool, ranks: Ranks) -> Itera
     with output_folder(output, resume=resume, restart=restart) as folder:
         ranks.broadcast(str(folder))
         yield folder
-
-
-def _batches(settings: Calibration | None, windows: torch.Tensor | None) -> Sequence[torch.Tensor]:
-    return () if settings is None or windows is None else torch.split(windows, settings.batch_size)
 
 
 def _fingerprint(context: RunContext, given: _Inputs) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from itertools import product
 from pathlib import Path
 
 from compressx.models.access import Device
-from compressx.models.loading import load_tokenizer
 from compressx.pipeline.context import Progress
 from compressx.pipeline.preparation import prepare, read_all
 from compressx.pipeline.run import run
@@ -116,7 +115,7 @@ def check(cells: Iterable[Cell], plugins: Plugins) -> None:
         if (texts := f"{prepared.plan.needs_calibration} {named}") in counted:
             continue
         try:
-            read_all(cell.loaded, prepared.plan, load_tokenizer(prepared.checkpoint), blank)
+            read_all(cell.loaded, prepared.plan, prepared.tokenizer, blank)
         except CompressxError as error:
             raise type(error)(f"{' '.join(cell.values)}: {error}") from error
         counted.add(texts)

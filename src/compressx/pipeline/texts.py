@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -11,15 +11,10 @@ import torch
 from torch import Tensor
 
 from compressx._version import __version__
-from compressx.data.chat import require_template
-from compressx.data.documents import check_dataset
 from compressx.models.access import Access, config_fingerprint, weights_fingerprint
-from compressx.models.checkpoint import Checkpoint
 from compressx.models.generate import first_token, generate
-from compressx.models.loading import load_tokenizer
 from compressx.pipeline.context import RunContext
 from compressx.plugins.record import code_digest
-from compressx.recipe.document import Step
 from compressx.recipe.methods import AttentionAware, DivergenceAllocation
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.sources import Generate
@@ -27,68 +22,33 @@ from compressx.runtime.cache import cache_folder, cached
 from compressx.runtime.errors import RecipeError
 
 
-def check_files(loaded: LoadedRecipe) -> list[tuple[Step, ...]]:
-    """Check the datasets of a recipe without reading them, and return the places of those known to hold chats.
+def window_mistakes(loaded: LoadedRecipe) -> Iterator[RecipeError]:
+    """Yield an error for each number of windows that cannot be drawn, or of which none is left to measure on.
 
-    Raises:
-        CalibrationError: as for `check_dataset`, with the dataset's place.
-    """
-    chats = []
-    for place, dataset in loaded.recipe.datasets().items():
-        with loaded.at(*place):
-            if check_dataset(dataset):
-                chats.append(place)
-    return chats
-
-
-def check_windows(loaded: LoadedRecipe) -> None:
-    """Refuse numbers of windows that cannot be drawn, or of which none is left to measure on.
-
-    Raises:
-        RecipeError: a dataset without a window, fewer generated sequences than windows drawn from them, or an
-            allocation that measures divergences with one window.
+    Yields:
+        Errors with their place: a dataset without a window, fewer generated sequences than windows drawn from them, an
+        allocation that measures divergences with one window.
     """
     for name, draw in loaded.recipe.draws().items():
         places = [place for place in loaded.recipe.datasets() if place[0] == name]
         for place, (source, weight), share in zip(places, draw.sources, draw.shares(), strict=True):
             if share == 0:
-                raise RecipeError(
+                yield RecipeError(
                     f"{loaded.where(*place)}: weight {weight:g} gives this dataset none of the {draw.samples} windows; "
                     f"raise its weight or {name}.samples, or remove it"
                 )
             if source.generate is not None and source.generate.samples < share:
-                raise RecipeError(
+                yield RecipeError(
                     f"{loaded.where(*place, 'generate')}: {share} windows are drawn from {source.generate.samples} "
                     f"generated sequences; expected generate.samples of {share} or more"
                 )
     calibration, allocation = loaded.recipe.calibration, loaded.recipe.allocation
     if isinstance(allocation, DivergenceAllocation | AttentionAware) and calibration and calibration.samples < 2:
-        raise RecipeError(
+        yield RecipeError(
             f"{loaded.where('calibration', 'samples')}: calibration.samples is {calibration.samples}, but "
             f"{allocation.method} at {loaded.where('allocation')} measures on windows that pruners do not see; "
             "expected at least 2"
         )
-
-
-def check_tokenizer(
-    loaded: LoadedRecipe, checkpoint: Checkpoint, skeleton: Any, chats: Sequence[tuple[Step, ...]]
-) -> None:
-    """Refuse chats without a chat template, and generated text without a token to begin with.
-
-    Raises:
-        CalibrationError: the tokenizer lacks what the text needs; with the dataset's place.
-    """
-    writing = [place for place, dataset in loaded.recipe.datasets().items() if dataset.generate is not None]
-    if not chats and not writing:
-        return
-    with loaded.at("model"):
-        tokenizer = load_tokenizer(checkpoint)
-    for place in chats:
-        with loaded.at(*place):
-            require_template(tokenizer)
-    for place in writing:
-        with loaded.at(*place):
-            first_token(tokenizer, skeleton)
 
 
 def blank(settings: Generate, length: int) -> Tensor:

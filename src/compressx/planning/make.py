@@ -11,16 +11,18 @@ from dataclasses import replace
 
 import torch
 
+from compressx.api.patterns import NM, Unstructured
 from compressx.api.pruner import Block, PrunerSpec, statistic_of
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.planning.budgets import asked_patterns, check_fits
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.planning.targets import Assigned, match_targets
-from compressx.planning.text import check_text
+from compressx.planning.targets import Assigned, check_adapters, match_targets, targeted_by
+from compressx.planning.text import text_mistakes
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
+from compressx.recipe.parts import Parts, parts_of
 from compressx.recipe.schema import LoadedRecipe, validate_options
-from compressx.runtime.errors import CompressxError, PluginError, RecipeError, blamed_on
+from compressx.runtime.errors import CompressxError, Mistakes, PluginError, RecipeError, blamed_on
 
 
 def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module) -> Plan:
@@ -32,36 +34,43 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
         skeleton: the model; only shapes are read, so it may be on the meta device.
 
     Raises:
+        CompressxError: several of the following, a line for each.
         RecipeError: a rule that is invalid, matches nothing or is shadowed, with file, line and column.
         PluginError: a pruner that does not exist or could not be imported.
         UnsupportedModelError: the model is not supported, or not by a pruner.
     """
     architecture = survey(skeleton)
-    rules = tuple(_plan_rule(loaded, plugins, i) for i in range(len(loaded.recipe.prune)))
-    assigned = match_targets(loaded, architecture)
+    mistakes = Mistakes()
+    rules = tuple(check_rules(parts_of(loaded), plugins, architecture, mistakes))
+    mistakes.raise_all()
+    assigned = match_targets(loaded, architecture, mistakes)
+    mistakes.raise_all()
     taken = assigned.taken
     patterns = asked_patterns(loaded, [rule.pruner for rule in rules], taken)
     everything = {**architecture.linears, **architecture.outside}
     linears = tuple(
         PlannedLinear(
-            name,
-            architecture.block_of(name) if name in architecture.linears else "",
-            (linear.out_features, linear.in_features),
-            rules[taken[name]],
-            patterns[name],
+            name, architecture.block_of(name), (linear.out_features, linear.in_features), rules[index], patterns[name]
         )
         for name, linear in everything.items()
-        if name in taken
+        if (index := taken.get(name)) is not None
     )
-    for linear in linears:
-        check_fits(loaded, linear, linears)
-    _check_reconstruction(loaded, linears)
+    for rule in rules:  # of each rule the first mistake: its other linears often repeat it
+        with mistakes.collected():
+            for linear in linears:
+                if linear.rule is rule:
+                    check_fits(loaded, linear, linears)
+    with mistakes.collected():
+        _check_reconstruction(loaded, linears)
+    with mistakes.collected():
+        check_adapters(loaded, architecture, [linear.name for linear in linears])
     plan = Plan(
         linears, _skipped(architecture, assigned), rules, needs_calibration=False,
         allocation=loaded.recipe.allocation, reconstruct_block=loaded.recipe.reconstruct_block,
     )  # fmt: skip
-    needed = _check_blocks(loaded, plan, architecture, skeleton, assigned.ignored) or bool(plan.sensitive)
-    check_text(loaded, skeleton, needed)
+    needed = _check_blocks(loaded, plan, architecture, skeleton, assigned.ignored, mistakes) or bool(plan.sensitive)
+    mistakes.add(*text_mistakes(loaded, skeleton, needed))
+    mistakes.raise_all()
     measures = plan.allocation is not None and bool(plan.allocation.measures)
     return replace(plan, needs_calibration=needed or measures or plan.reconstruct_block is not None)
 
@@ -87,8 +96,32 @@ def _check_reconstruction(loaded: LoadedRecipe, linears: Iterable[PlannedLinear]
         )
 
 
-def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRule:
-    rule = loaded.recipe.prune[index]
+def check_rules(parts: Parts, plugins: Plugins, found: Architecture | None, mistakes: Mistakes) -> list[PlannedRule]:
+    """Check each rule by itself: its pruners, their options and, in a known model, its targets.
+
+    Args:
+        parts: of the recipe.
+        plugins: the available pruners.
+        found: the model's linears, or None.
+        mistakes: receives an error for each mistake.
+
+    Returns:
+        The rules without a mistake in pruners and options.
+    """
+    planned = []
+    for index, rule in parts.rules.items():
+        with mistakes.collected():
+            planned.append(_plan_rule(parts, plugins, index))
+        for position, target in enumerate(rule.targets):
+            if found is None:
+                break
+            with mistakes.collected():
+                targeted_by(parts, ("prune", index, "targets", position), target, found)
+    return planned
+
+
+def _plan_rule(loaded: Parts, plugins: Plugins, index: int) -> PlannedRule:
+    rule = loaded.rules[index]
     spec = _find(loaded, plugins, rule.pruner, index, "pruner")
     options = validate_options(spec.options, rule.options, lambda *at: loaded.where("prune", index, "options", *at))
     reconstructor = reconstructor_options = None
@@ -115,7 +148,7 @@ def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRul
     return PlannedRule(index, spec, options, reconstructor, reconstructor_options)
 
 
-def _find(loaded: LoadedRecipe, plugins: Plugins, name: str, index: int, key: str) -> PrunerSpec:
+def _find(loaded: Parts, plugins: Plugins, name: str, index: int, key: str) -> PrunerSpec:
     try:
         return plugins.find(PRUNER, name)
     except PluginError as error:
@@ -123,27 +156,39 @@ def _find(loaded: LoadedRecipe, plugins: Plugins, name: str, index: int, key: st
 
 
 def _check_blocks(
-    loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleton: torch.nn.Module, ignored: Mapping[str, str]
-) -> bool:
+    loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleton: torch.nn.Module, ignored: Mapping[str, str],
+    mistakes: Mistakes,
+) -> bool:  # fmt: skip
     """Run each pruner's check on its blocks; return whether any pruner observes calibration text."""
     observes = False
     config = text_config(skeleton)
+    failed: set[PlannedRule] = set()
     for index, fqn in enumerate([*found.blocks, ""]):
         linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")} if fqn else dict(found.outside)
-        module = found.blocks[fqn] if fqn else skeleton
-        block = Block(index, fqn, module, linears, (), config)
+        block = Block(index, fqn, found.blocks[fqn] if fqn else skeleton, linears, (), config)
         for rule, patterns in plan.in_block(fqn).items():
-            for key, spec in (("pruner", rule.pruner), ("reconstruct", rule.reconstructor)):
-                if spec is None or spec.check is None:
-                    continue
-                place = ("prune", rule.index) if key == "pruner" else ("prune", rule.index, key)
-                blamed = blamed_on(f"check of pruner {spec.name!r} failed on {fqn or 'the model'}")
-                with loaded.at(*place), _mentioning({n: ignored[n] for n in linears if n in ignored}), blamed:
-                    spec.check(block, patterns)
-            if not observes:
-                with loaded.at("prune", rule.index):
-                    observes = _observes(rule, block, patterns)
+            if rule in failed:  # the other blocks would repeat the mistake
+                continue
+            failed.add(rule)
+            with mistakes.collected():
+                with _mentioning({n: ignored[n] for n in linears if n in ignored}):
+                    _check_block(loaded, rule, block, patterns)
+                if not observes:
+                    with loaded.at("prune", rule.index):
+                        observes = _observes(rule, block, patterns)
+                failed.remove(rule)
     return observes
+
+
+def _check_block(
+    loaded: LoadedRecipe, rule: PlannedRule, block: Block, patterns: Mapping[str, Unstructured | NM]
+) -> None:
+    for key, spec in (("pruner", rule.pruner), ("reconstruct", rule.reconstructor)):
+        if spec is not None and spec.check is not None:
+            place = ("prune", rule.index) if key == "pruner" else ("prune", rule.index, key)
+            where = block.fqn or "the model"
+            with loaded.at(*place), blamed_on(f"check of pruner {spec.name!r} failed on {where}"):
+                spec.check(block, patterns)
 
 
 @contextlib.contextmanager

@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 
 from compressx.api.names import kind_of
 from compressx.models.architecture import Architecture
-from compressx.recipe.document import Step
+from compressx.recipe.document import Placed, Step
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.targets import REGEX, Layers, Target, matches
-from compressx.runtime.errors import RecipeError, did_you_mean
+from compressx.runtime.errors import Mistakes, RecipeError, did_you_mean
 
 _INTERVAL = re.compile(r"\[[^\]]*(\d\d+-|-\d\d)[^\]]*\]")
 
@@ -30,39 +30,50 @@ class Assigned:
     ignored: Mapping[str, str]
 
 
-def match_targets(loaded: LoadedRecipe, found: Architecture) -> Assigned:
+def match_targets(loaded: LoadedRecipe, found: Architecture, mistakes: Mistakes) -> Assigned:
     """Assign each linear to the first rule that targets it and does not ignore it.
 
     Args:
         loaded: the recipe with its places in the file.
         found: the model's linears; those outside the blocks match only targets that spell out their last part.
+        mistakes: receives an entry of `ignore` that matches nothing or has no effect, and a target without a linear
+            that is left for its rule, with its place.
 
     Raises:
-        RecipeError: a target or an entry of `ignore` that matches nothing or has no effect, a target without a linear
-            that is left for its rule, or a layer that the model does not have; with its place.
+        RecipeError: as for `targeted_by`.
     """
     recipe = loaded.recipe
     targeted = [
-        [_targeted(loaded, ("prune", index, "targets", i), target, found) for i, target in enumerate(rule.targets)]
+        [targeted_by(loaded, ("prune", index, "targets", i), target, found) for i, target in enumerate(rule.targets)]
         for index, rule in enumerate(recipe.prune)
     ]
     anywhere = {name for rule in targeted for names in rule for name in names}
-    everywhere = _ignored(loaded, (), recipe.ignore, found, anywhere)
+    everywhere = _ignored(loaded, (), recipe.ignore, found, anywhere, mistakes)
     taken: dict[str, int] = {}
     ignored = dict(everywhere)
     for index, rule in enumerate(recipe.prune):
         own = dict.fromkeys(name for names in targeted[index] for name in names)
-        hidden = {**_ignored(loaded, ("prune", index), rule.ignore, found, own), **everywhere}
+        hidden = {**_ignored(loaded, ("prune", index), rule.ignore, found, own, mistakes), **everywhere}
         for position, names in enumerate(targeted[index]):
             if all(name in taken or name in hidden for name in names):
-                raise _nothing_left(loaded, (index, position), names, taken, hidden)
+                mistakes.add(_nothing_left(loaded, (index, position), names, taken, hidden))
         taken |= {name: index for name in own if name not in taken and name not in hidden}
         ignored |= hidden
     return Assigned(taken, {name: by for name, by in ignored.items() if name not in taken})
 
 
-def _targeted(loaded: LoadedRecipe, place: Sequence[Step], target: Target, found: Architecture) -> list[str]:
-    """Return the linears that one target matches; raise if there is none."""
+def targeted_by(loaded: Placed, place: Sequence[Step], target: Target, found: Architecture) -> list[str]:
+    """Return the linears that one target matches.
+
+    Args:
+        loaded: the recipe, or its parts.
+        place: the target's location.
+        target: names of linears, or layers.
+        found: the model's linears.
+
+    Raises:
+        RecipeError: there is none, a layer that the model does not have, or a glob with `[10-12]`.
+    """
     names = _matching(loaded, place, target, found, found.linears)
     names += [n for n in found.outside if _names_outright(target, n)]
     if not names:
@@ -77,27 +88,35 @@ def _targeted(loaded: LoadedRecipe, place: Sequence[Step], target: Target, found
 
 def _ignored(
     loaded: LoadedRecipe, owner: Sequence[Step], entries: Sequence[Target] | None, found: Architecture,
-    targeted: Collection[str],
+    targeted: Collection[str], mistakes: Mistakes,
 ) -> dict[str, str]:  # fmt: skip
-    """Return the weights that a list of `ignore` hides, each with its entry and place; raise if one has no effect."""
+    """Return the weights that a list of `ignore` hides, each with its entry and place."""
     hidden: dict[str, str] = {}
-    every = [*found.linears, *found.outside, *found.unprunable]
     for i, entry in enumerate(entries or ()):
         place = (*owner, "ignore", i)
-        where = loaded.where(*place)
-        names = _matching(loaded, place, entry, found, every)
-        if not names:
-            raise RecipeError(f"{where}: ignore {_shown(entry)} matches no linear; {_similar(entry, every)}")
-        # What is never pruned unless it is named, such as lm_head, may be ignored beside `*`: people write that.
-        if all(name in found.linears and name not in targeted for name in names):
-            whose = f"prune[{owner[1]}]" if owner else "no rule"
-            verb = "does not target" if owner else "targets"
-            raise RecipeError(
-                f"{where}: ignore {_shown(entry)} has no effect: {whose} {verb} any of the {len(names)} linears that "
-                f"it matches, such as {names[0]}; drop it"
-            )
-        hidden |= {name: f"{_shown(entry)} at {where}" for name in names if name not in hidden}
+        with mistakes.collected():
+            names = _hidden_by(loaded, place, entry, found, targeted)
+            hidden |= {name: f"{_shown(entry)} at {loaded.where(*place)}" for name in names if name not in hidden}
     return hidden
+
+
+def _hidden_by(
+    loaded: LoadedRecipe, place: Sequence[Step], entry: Target, found: Architecture, targeted: Collection[str]
+) -> list[str]:
+    """Return the weights that one entry of `ignore` matches; raise if it has no effect."""
+    where = loaded.where(*place)
+    every = [*found.linears, *found.outside, *found.unprunable]
+    names = _matching(loaded, place, entry, found, every)
+    if not names:
+        raise RecipeError(f"{where}: ignore {_shown(entry)} matches no linear; {_similar(entry, every)}")
+    # What is never pruned unless it is named, such as lm_head, may be ignored beside `*`: people write that.
+    if all(name in found.linears and name not in targeted for name in names):
+        (owner, verb) = (f"prune[{place[1]}]", "does not target") if len(place) > 2 else ("no rule", "targets")
+        raise RecipeError(
+            f"{where}: ignore {_shown(entry)} has no effect: {owner} {verb} any of the {len(names)} linears that it "
+            f"matches, such as {names[0]}; drop it"
+        )
+    return names
 
 
 def _nothing_left(
@@ -124,7 +143,7 @@ def _nothing_left(
 
 
 def _matching(
-    loaded: LoadedRecipe, place: Sequence[Step], target: Target, found: Architecture, names: Iterable[str]
+    loaded: Placed, place: Sequence[Step], target: Target, found: Architecture, names: Iterable[str]
 ) -> list[str]:
     """Return which of some names a target matches; `layers` match linears of the blocks only."""
     where = loaded.where(*place)
@@ -221,6 +240,27 @@ def match_sparsities(loaded: LoadedRecipe, globs: Iterable[str], planned: Sequen
             "sparsity for the rest"
         )
     return {name: taken[name] for name in planned}
+
+
+def check_adapters(loaded: LoadedRecipe, found: Architecture, planned: Sequence[str]) -> None:
+    """Check that each of `finetune.lora.targets` matches pruned linears, and none in fused experts.
+
+    Raises:
+        RecipeError: a glob that matches nothing, or an expert, with its place.
+    """
+    settings = loaded.recipe.finetune
+    for index, target in enumerate(settings.lora.targets if settings is not None and settings.lora is not None else ()):
+        where = loaded.where("finetune", "lora", "targets", index)
+        _refuse_interval(where, target)
+        matched = [name for name in planned if matches(target, name)]
+        if not matched:
+            raise RecipeError(f"{where}: {target!r} matches no pruned linear; {_similar(target, planned)}")
+        for name in matched:
+            if name in found.linears and found.linears[name].expert is not None:
+                raise RecipeError(
+                    f"{where}: {target!r} matches {name}, one of several experts in one parameter, which cannot have "
+                    'an adapter; expected targets without experts, such as "*.q_proj", or no lora'
+                )
 
 
 def first_matching(globs: Iterable[str], name: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from compressx.plugins.file import MODULE, PluginsFile
 from compressx.plugins.record import PluginRecord
-from compressx.runtime.errors import PluginError, did_you_mean
+from compressx.runtime.errors import PluginError, did_you_mean, nearest
 
 GROUP = "compressx"
 """The entry point group of plugins."""
@@ -64,13 +64,20 @@ def _installed(file: PluginsFile) -> Iterator[PluginRecord]:
 
 
 def _requested(modules: Sequence[str]) -> Iterator[PluginRecord]:
-    for module in modules:
-        if not re.match(MODULE, module) or (module.endswith(".py") and Path(module).exists()):
+    for given in modules:
+        module, folder = given, None
+        if found := re.fullmatch(r"(.+\.py)(:[A-Za-z_][\w.]*)?", given):
+            file = Path(found[1]).expanduser().absolute()
+            if not file.is_file():
+                beside = nearest(file.name, [path.name for path in file.parent.glob("*.py")])
+                raise PluginError(f"--plugin {given}: no such file; {beside}looked in {file.parent}")
+            module, folder = f"{file.stem}{found[2] or ''}", file.resolve().parent
+        if not re.match(MODULE, module):
             raise PluginError(
-                f"--plugin {module!r} is not a module; expected MODULE or MODULE:OBJECT, such as my_pruner for "
-                "my_pruner.py in the current folder; list modules of other folders in plugins.toml"
+                f"--plugin {given!r} is not a module; expected MODULE, such as my_pruner for my_pruner.py in the "
+                f"working directory, {Path.cwd()}, or the path of such a file, with :OBJECT or without"
             )
-        yield PluginRecord(module, module, "--plugin", f"--plugin {module}", required=True, asked=True)
+        yield PluginRecord(module, module, "--plugin", f"--plugin {given}", folder=folder, required=True, asked=True)
 
 
 def _add(found: dict[str, PluginRecord], new: PluginRecord) -> None:

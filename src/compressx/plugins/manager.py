@@ -71,7 +71,7 @@ def load_plugins(*, modules: Sequence[str] = (), blocked: Collection[str] = (), 
     """Load the installed plugins, then those of `plugins.toml`, then `modules`.
 
     Args:
-        modules: `MODULE` or `MODULE:OBJECT`, from `--plugin`; each must load.
+        modules: `MODULE` or `path/to/file.py`, with `:OBJECT` or without, from `--plugin`; each must load.
         blocked: names of plugins not to import, from `-p no:NAME`.
         toml: the project's file; None for `plugins.toml` in the working directory, if there is one.
 
@@ -92,7 +92,7 @@ def load_plugins(*, modules: Sequence[str] = (), blocked: Collection[str] = (), 
     offers: dict[str, dict[str, Any]] = {kind.key: {} for kind in kinds.KINDS}
     for record in found.values():
         if record.name in left_out:
-            records.append(replace(record, status="blocked"))
+            records.append(replace(record, status="blocked" if record.name in blocked else "disabled"))
             continue
         loaded, specs = _load(manager, record)
         for kind in kinds.KINDS:
@@ -111,10 +111,10 @@ def _load(manager: pluggy.PluginManager, record: PluginRecord) -> tuple[PluginRe
     if needed is not None and not SpecifierSet(needed).contains(__version__, prereleases=True):
         return _failed(record, f"it needs compressx {needed}, but this is {__version__}; update one of the two"), {}
     try:
-        with _on_sys_path(record.folder):
+        with _on_sys_path(record.folder or (Path.cwd() if record.asked else None)):
             plugin = EntryPoint(record.name, record.module, GROUP).load()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a broken plugin must not stop the others
-        return _failed(record, _message(error), error), {}
+        return _failed(record, _message(error) + _where_looked(record, error), error), {}
     _check_origin(record)
     _register(manager, record, plugin)
     try:
@@ -135,9 +135,7 @@ def _load(manager: pluggy.PluginManager, record: PluginRecord) -> tuple[PluginRe
 def _failed(record: PluginRecord, reason: str, error: BaseException | None = None) -> PluginRecord:
     """Record a failure; raise it if the plugin is required."""
     if record.required:
-        missing = isinstance(error, ModuleNotFoundError) and record.module.startswith(error.name or " ")
-        advice = "; install it, or list it in plugins.toml with the path of its folder" if missing else ""
-        raise PluginError(f"{record} is required and failed to load: {reason}{advice}") from error
+        raise PluginError(f"{record} is required and failed to load: {reason}") from error
     return replace(record, status="failed", error=reason)
 
 
@@ -145,6 +143,17 @@ def _message(error: BaseException) -> str:
     """Return the last line of a traceback, with file and line for a syntax error."""
     message = traceback.format_exception_only(error)[-1].strip()
     return f"{message} ({error.filename}, line {error.lineno})" if isinstance(error, SyntaxError) else message
+
+
+def _where_looked(record: PluginRecord, error: BaseException) -> str:
+    """Say where the plugin's own module was looked for, if it is what is missing."""
+    if not isinstance(error, ModuleNotFoundError) or not record.module.startswith(error.name or " "):
+        return ""
+    place = record.folder or (f"the working directory {Path.cwd()}" if record.asked else None)
+    return (
+        f"; looked in {f'{place} and in ' if place else ''}installed packages; install it, or give the path of its "
+        "file to --plugin, or that of its folder in plugins.toml"
+    )
 
 
 def _check_origin(record: PluginRecord) -> None:

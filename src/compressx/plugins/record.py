@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import hashlib
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from compressx.plugins import kinds
 
 Source: TypeAlias = Literal["entry point", "plugins.toml", "--plugin"]
-Status: TypeAlias = Literal["found", "loaded", "blocked", "failed"]
+Status: TypeAlias = Literal["found", "loaded", "blocked", "disabled", "failed"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class PluginRecord:
         requires_host: versions of compressx that it works with, as pip writes them, or None for any.
         required: whether it is an error if it cannot be loaded.
         asked: whether it was given to `--plugin`.
-        status: `found` before it is imported; its hooks are called if it is `loaded`.
+        status: `found` before it is imported; its hooks are called if it is `loaded`. `-p no:NAME` makes it `blocked`,
+            `plugins.toml` `disabled`.
         error: the last line of the traceback if it failed.
         offers: names that it registered, by `Kind.key`; before loading, those that `plugins.toml` declares.
     """
@@ -56,9 +60,23 @@ class PluginRecord:
 
     def as_json(self) -> dict[str, Any]:
         """Return the record as `compressx plugins --json` prints it."""
-        shown = ("name", "distribution", "version", "source", "module", "status", "error", "summary")
+        shown = ("name", "distribution", "version", "source", "module", "status", "error")
         offers = {kind.key: self.offers.get(kind.key, ()) for kind in kinds.KINDS}
-        return {**{name: getattr(self, name) for name in shown}, **offers}
+        return {**{name: getattr(self, name) for name in shown}, "summary": self.described(), **offers}
+
+    def described(self) -> str:
+        """Return its summary, or else the first line of its module's docstring, which is read without an import."""
+        places = None if self.folder is None else [str(self.folder)]
+        name, spec = "", None
+        for part in self.module.partition(":")[0].split("."):
+            name = f"{name}.{part}".removeprefix(".")
+            spec = PathFinder.find_spec(name, places)
+            places = [] if spec is None else spec.submodule_search_locations
+        if self.summary or spec is None or spec.origin is None:
+            return self.summary
+        with contextlib.suppress(OSError, SyntaxError, ValueError):
+            return (ast.get_docstring(ast.parse(Path(spec.origin).read_bytes())) or "").partition("\n")[0]
+        return ""
 
     def code(self) -> str:
         """Return the `code_digest` of its package."""
@@ -67,7 +85,9 @@ class PluginRecord:
     def why_absent(self) -> str:
         """Return why the plugin is not loaded, as a clause."""
         if self.status == "blocked":
-            return f"is blocked; drop -p no:{self.name}, or its name from [load] disabled"
+            return f"is blocked; drop -p no:{self.name}"
+        if self.status == "disabled":
+            return "is disabled; drop its name from [load] disabled in plugins.toml"
         return f"failed to load: {self.error}"
 
     def would_offer(self, key: str, name: str) -> bool:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from compressx.runtime.errors import RecipeError
+from compressx.runtime.errors import CompressxError, RecipeError
 
 Scalar: TypeAlias = str | int | float | bool | None
 Step: TypeAlias = str | int
@@ -65,6 +66,32 @@ class Node:
             else:
                 break
         return node.place
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What was read from a document.
+
+    Attributes:
+        source: the parsed document, with places.
+    """
+
+    source: Node
+
+    def where(self, *loc: Step) -> str:
+        """Return the place of a key or list item, such as `where("prune", 1, "options", "steps")`.
+
+        A key that the recipe leaves out has the place of its parent; one set by `--set` has the place `--set a.b=c`.
+        """
+        return self.source.where(*loc)
+
+    @contextlib.contextmanager
+    def at(self, *loc: Step) -> Iterator[None]:
+        """Prefix the message of an error with the place of a key or list item."""
+        try:
+            yield
+        except CompressxError as error:
+            raise type(error)(f"{self.where(*loc)}: {error}") from error
 
 
 def check_bounds(size: int, depth: int, place: str) -> None:

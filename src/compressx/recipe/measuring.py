@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, StrictInt, Tag, model_validator
+from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag, model_validator
 
 from compressx.recipe.document import Step
 from compressx.recipe.sources import Bos, DatasetField, DatasetSource
@@ -50,7 +50,44 @@ class LmEval(Strict):
 
     tasks: list[TaskField] = Field(min_length=1, examples=[["wikitext"]])
     limit: StrictInt | None = Field(None, ge=1, description="documents per task; all when absent")
-    batch_size: StrictInt = Field(4, ge=1)
+    num_fewshot: StrictInt | None = Field(
+        None, ge=0, description="solved examples before each question; as each task says when absent"
+    )
+    apply_chat_template: StrictBool | Annotated[str, Field(min_length=1)] = Field(
+        False,
+        description="prompt through the tokenizer's chat template; a text is the name of one of several templates",
+    )
+    fewshot_as_multiturn: StrictBool | None = Field(
+        None, description="examples as turns of a conversation; true with apply_chat_template when absent"
+    )
+    seeds: list[StrictInt] | None = Field(
+        None, min_length=1, description="of the draw of examples; figures are means over them. 1234 when absent",
+        examples=[[1, 2, 3]],
+    )  # fmt: skip
+    batch_size: Literal["auto"] | Annotated[StrictInt, Field(ge=1)] = Field(
+        4, description="requests per forward pass; auto: as many as the GPU's memory holds, 4 on the CPU"
+    )
+
+    @model_validator(mode="after")
+    def _refuse_without_effect(self) -> LmEval:
+        if self.fewshot_as_multiturn and not self.apply_chat_template:
+            raise conflict(
+                "fewshot_as_multiturn: true needs apply_chat_template: true, because turns are written by the chat "
+                "template; set it, or remove fewshot_as_multiturn",
+                ["fewshot_as_multiturn"],
+            )
+        if self.seeds is not None and len({*self.seeds}) < len(self.seeds):
+            raise conflict(
+                f"seeds are {self.seeds}; expected each once, since equal seeds give equal figures", ["seeds"]
+            )
+        own = [task.name for task in self.tasks if isinstance(task, RollingTask)]
+        if own and (given := [n for n in ("num_fewshot", "apply_chat_template", "seeds") if getattr(self, n)]):
+            raise conflict(
+                f"{' and '.join(given)} cannot apply to the task {own[0]!r}, which is a dataset: its documents are "
+                "scored as they are, without questions; remove the key, or measure the dataset by token_perplexity",
+                given,
+            )
+        return self
 
 
 class Sample(Strict):

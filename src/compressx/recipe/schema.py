@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, StrictBool, Strict
 from typing_extensions import TypedDict  # pydantic asks for it before Python 3.12
 
 from compressx.api.patterns import NM, Group
-from compressx.recipe.document import Node, Step, from_python
+from compressx.recipe.document import Node, Placed, Step, from_python
 from compressx.recipe.measuring import Evaluate
 from compressx.recipe.methods import AllocationField
 from compressx.recipe.sources import Calibration, DatasetSource, Draw, ModelField
@@ -23,7 +22,7 @@ from compressx.recipe.tuning import Finetune
 from compressx.recipe.validation import Strict, conflict, validated
 from compressx.recipe.validation import validate_options as validate_options  # noqa: PLC0414 - plan.py takes it from here
 from compressx.recipe.yamlfile import dump_yaml, override, read_yaml
-from compressx.runtime.errors import CompressxError, RecipeError
+from compressx.runtime.errors import RecipeError
 
 
 def _pruner_from_text(value: object) -> object:
@@ -180,31 +179,14 @@ class Recipe(Strict):
 
 
 @dataclass(frozen=True)
-class LoadedRecipe:
+class LoadedRecipe(Placed):
     """A valid recipe and its source.
 
     Attributes:
         recipe: the recipe, with short forms expanded and defaults filled in.
-        source: the parsed document, with places.
     """
 
     recipe: Recipe
-    source: Node
-
-    def where(self, *loc: Step) -> str:
-        """Return the place of a key or list item, such as `where("prune", 1, "options", "steps")`.
-
-        A key that the recipe leaves out has the place of its parent; one set by `--set` has the place `--set a.b=c`.
-        """
-        return self.source.where(*loc)
-
-    @contextlib.contextmanager
-    def at(self, *loc: Step) -> Iterator[None]:
-        """Prefix the message of an error with the place of a key or list item."""
-        try:
-            yield
-        except CompressxError as error:
-            raise type(error)(f"{self.where(*loc)}: {error}") from error
 
     def to_yaml(self) -> str:
         """Return the resolved recipe as YAML, which loads to an equal recipe."""
@@ -222,11 +204,20 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), grid: Sequence[str] =
     Raises:
         RecipeError: one line with its place for each error in the file or the overrides.
     """
+    return recipe_from_source(read_recipe(path, overrides, grid))
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = (), grid: Sequence[str] = ()) -> Node:
+    """Read a recipe's document from a YAML file, without comparing it with the schema.
+
+    Raises:
+        RecipeError: a file that cannot be read or is not YAML, or an override that has no place in it.
+    """
     source = read_yaml(path)
     for option, given in (("--set", overrides), ("--grid", grid)):
         for assignment in given:
             source = override(source, assignment, option)
-    return _loaded(source)
+    return source
 
 
 def recipe_from_dict(recipe: Mapping[str, Any], name: str = "<dict>") -> LoadedRecipe:
@@ -239,14 +230,19 @@ def recipe_from_dict(recipe: Mapping[str, Any], name: str = "<dict>") -> LoadedR
     Raises:
         RecipeError: as for `load_recipe`.
     """
-    return _loaded(from_python(recipe, name))
+    return recipe_from_source(from_python(recipe, name))
 
 
-def _loaded(source: Node) -> LoadedRecipe:
+def recipe_from_source(source: Node) -> LoadedRecipe:
+    """Compare a document with the schema.
+
+    Raises:
+        RecipeError: one line with its place for each error.
+    """
     if source.value is None or source.value == {}:
         needed = ", ".join(name for name, field in Recipe.model_fields.items() if field.is_required())
         raise RecipeError(f"{source.place}: the recipe is empty; it needs {needed}")
-    loaded = LoadedRecipe(validated(Recipe, source.plain(), source.where), source)
+    loaded = LoadedRecipe(source, validated(Recipe, source.plain(), source.where))
     if mistakes := list(_budget_mistakes(loaded)):
         raise RecipeError("\n".join(mistakes))
     return loaded

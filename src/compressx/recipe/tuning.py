@@ -7,12 +7,25 @@ from typing import Literal
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 from compressx.recipe.sources import Bos, DatasetField, DatasetsField, Draw, Windows, weighted
+from compressx.recipe.targets import Pattern
 from compressx.recipe.validation import Strict, conflict
 
 Teacher = Literal["dense", "none"]
 
 _DRAWING = ("samples", "sequence_length", "bos", "windows")
 """Keys about the windows of `dataset` or `datasets`, by their names in `Draw`, which has their defaults."""
+
+
+class Lora(Strict):
+    """LoRA adapters, trained under the masks in place of the weights, and merged into them."""
+
+    rank: StrictInt = Field(16, ge=1, description="rank of each adapter")
+    alpha: StrictInt | None = Field(
+        None, ge=1, description="an adapter's product is multiplied by alpha / rank; twice the rank when absent"
+    )
+    targets: list[Pattern] = Field(
+        ["*"], min_length=1, description="globs, or re: and a regular expression, over names of pruned linears"
+    )
 
 
 class Finetune(Strict):
@@ -28,6 +41,9 @@ class Finetune(Strict):
     temperature: StrictFloat = Field(1.0, gt=0, description="divides the logits of both models; only with a teacher")
     norms: StrictBool = Field(False, description="train the gains of norms")
     biases: StrictBool = Field(False, description="train biases")
+    lora: Lora | None = Field(
+        None, description="train LoRA adapters instead of the weights, merged at the end", examples=[{"rank": 16}]
+    )
     dataset: DatasetField | None = Field(None, description="text to train on; the calibration windows when absent")
     datasets: DatasetsField | None = Field(None, description="several sources of text, mixed by their weights")
     samples: StrictInt | None = Field(None, ge=1, description="windows drawn from `dataset`; 128 when absent")

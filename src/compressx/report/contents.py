@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from compressx.api.names import kind_of
 from compressx.api.patterns import allocated_form
 from compressx.api.record import BlockReport, FinetuneReport, LayerReport, RunReport, total_sparsity
-from compressx.report.section import Column, Section, Value, table
+from compressx.report.section import Column, Section, Value, estimates, table
 
 Builder: TypeAlias = Callable[[RunReport], Iterator[Section]]
 
@@ -39,8 +39,7 @@ def model_name(model: Mapping[str, Any]) -> str:
 def _head(report: RunReport) -> Iterator[Section]:
     """Yield what matters most: name, value, note."""
     rows = [("sparsity", f"{report.sparsity:.2%}", f"of {len(report.layers)} linears")]
-    measured = [row for row in _changes(report) if not str(row[0]).endswith("stderr")]
-    for name, dense, *_, value, change in measured[:2]:
+    for name, dense, *_, value, change in _changes(report)[:2]:
         changed = "" if change is None else f", {change:+.1%}"
         rows.append((str(name).replace("_", " "), f"{value:.4g}", f"dense {dense:.4g}{changed}"))
     total = report.seconds.get("total", sum(report.seconds.values()))
@@ -51,7 +50,7 @@ def _head(report: RunReport) -> Iterator[Section]:
     yield Section(f"Pruned {model_name(report.model)}", f"compressx {report.compressx}", found)
 
 
-def _evaluation(report: RunReport) -> Iterator[Section]:
+def evaluation(report: RunReport) -> Iterator[Section]:
     """Yield what was measured of all models."""
     if rows := _changes(report):
         changed = [c for of in _changed(report) for c in (Column(of, ".4g"), Column("change", "+.1%"))]
@@ -66,12 +65,15 @@ def _changed(report: RunReport) -> list[str]:
 def _changes(report: RunReport) -> list[list[Any]]:
     """Return `[measure, dense, pruned, change, finetuned, change]` of what was measured of all; changes from dense."""
     measured, changed = report.measures(), _changed(report)
+    shown = {of: estimates({n: v for (n, model), v in measured.items() if model == of}) for of in ("dense", *changed)}
     rows = []
-    for name, of in measured:
-        if of == "dense" and changed and all((name, other) in measured for other in changed):
-            dense = measured[name, of]
-            values = [measured[name, other] for other in changed]
-            rows.append([name, dense, *(x for v in values for x in (v, v / dense - 1 if dense else None))])
+    for name, value in shown["dense"].items():
+        if changed and all(name in shown[of] for of in changed):
+            dense = measured[name, "dense"]
+            changes = [measured[name, of] / dense - 1 if dense else None for of in changed]
+            rows.append(
+                [name, value, *(x for of, c in zip(changed, changes, strict=True) for x in (shown[of][name], c))]
+            )
     return rows
 
 
@@ -94,11 +96,11 @@ def _run(report: RunReport) -> Iterator[Section]:
         ("hardware", report.hardware),
         ("calibration", text.format(**report.calibration) if report.calibration else ""),
     ]
-    if told := [row for row in rows if row[1]]:
-        yield Section("Run", table=table(["run", Column("value", look="prose")], told))
+    if given := [row for row in rows if row[1]]:
+        yield Section("Run", table=table(["run", Column("value", look="prose")], given))
 
 
-def _modules(report: RunReport) -> Iterator[Section]:
+def modules(report: RunReport) -> Iterator[Section]:
     """Yield a row for each kind of linear, pruner and pattern.
 
     Allocated sparsities, which differ from linear to linear, are one pattern: `allocated row`, or `allocated N:4`.
@@ -196,10 +198,11 @@ def _reconstruction(report: RunReport) -> Iterator[Section]:
 
 def _finetuning(report: RunReport) -> Iterator[Section]:
     if (tuned := report.finetune) is not None:
-        yield Section("Fine-tuning", _told(tuned))
+        yield Section("Fine-tuning", told(tuned))
 
 
-def _told(tuned: FinetuneReport) -> str:
+def told(tuned: FinetuneReport) -> str:
+    """Return how a model was fine-tuned, in one sentence."""
     count, tokens = tuned.windows
     loss = "next-token loss" if tuned.teacher == "none" else "divergence from the dense model"
     return (
@@ -245,6 +248,6 @@ def _number(block: BlockReport) -> str:
 
 
 BUILDERS: tuple[Builder, ...] = (
-    _head, _evaluation, _sample, _run, _modules, _heat, _curves, _blocks, _stages, _allocation, _reconstruction,
+    _head, evaluation, _sample, _run, modules, _heat, _curves, _blocks, _stages, _allocation, _reconstruction,
     _finetuning, _matrices, _layers, _software,
 )  # fmt: skip

@@ -121,7 +121,7 @@ def _kind(column: Column) -> str:
 
 def _shares(column: Column, values: Sequence[Value]) -> list[float | None]:
     """Return how much of each cell is shaded, in percent; None where nothing is."""
-    numbers = [x if column.look and not isinstance(x, str) else None for x in values]
+    numbers = [x if column.look and isinstance(x, int | float) else None for x in values]
     whole = 1.0 if column.look == "heat" else max((x for x in numbers if x is not None), default=0.0) or 1.0
     return [None if x is None else 100 * x / whole for x in numbers]
 

@@ -26,7 +26,7 @@ def _parts(section: Section, level: str) -> Iterator[str]:
         yield figure["caption"]
         yield f"![{figure['caption']}]({figure['file']})"
     if section.text:
-        yield f"```\n{section.text.rstrip()}\n```"
+        yield f"```{section.language}\n{section.text.rstrip()}\n```"
 
 
 def _lines(table: Table) -> list[str]:

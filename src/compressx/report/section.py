@@ -6,7 +6,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Value: TypeAlias = str | float | None
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its standard error, written `0.412 ± 0.014`."""
+
+    value: float
+    error: float
+
+    def __format__(self, form: str) -> str:
+        return f"{self.value:{form}} ± {self.error:.2g}"
+
+
+Value: TypeAlias = str | float | Estimate | None
+
+
+def estimates(measured: Mapping[str, float]) -> dict[str, float | Estimate]:
+    """Join numbers with their standard errors, `acc` with `acc_stderr`; the names and their order are kept."""
+    errors = {name: _name_of_error(name) for name in measured}
+    return {
+        name: Estimate(value, measured[errors[name]]) if errors[name] in measured else value
+        for name, value in measured.items()
+        if name not in errors.values()
+    }
+
+
+def _name_of_error(name: str) -> str:
+    """Return the harness's name of a standard error: that of `exact_match,strict` is `exact_match_stderr,strict`."""
+    metric, comma, chosen = name.partition(",")
+    return f"{metric}_stderr{comma}{chosen}"
 
 
 class Best(float):
@@ -74,6 +102,7 @@ class Section:
         table: of values.
         figures: `file`, inside the output folder, and `caption` of each.
         text: shown as it is, line by line.
+        language: of `text`, for a Markdown page.
         brief: what it holds, such as `210 linears`, of a section for reference: the terminal shows this in its place,
             and a page folds it when it is long.
     """
@@ -83,4 +112,5 @@ class Section:
     table: Table = Table()
     figures: tuple[Mapping[str, str], ...] = ()
     text: str = ""
+    language: str = ""
     brief: str = ""

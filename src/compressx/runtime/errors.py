@@ -40,6 +40,45 @@ class ArtifactError(CompressxError):
     """A file cannot be read, verified or written. The message names the file."""
 
 
+class Mistakes:
+    """Errors that do not depend on each other, collected to be raised together.
+
+    Args:
+        first: an error that was found before, or None.
+    """
+
+    def __init__(self, first: CompressxError | None = None) -> None:
+        self._found = [] if first is None else [first]
+
+    def __len__(self) -> int:
+        """Return their number."""
+        return len(self._found)
+
+    def add(self, *errors: CompressxError) -> None:
+        """Keep errors."""
+        self._found.extend(errors)
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keep a `CompressxError` instead of raising it; what follows the `with` goes on without its result."""
+        try:
+            yield
+        except CompressxError as error:
+            self.add(error)
+
+    def raise_all(self) -> None:
+        """Raise what was collected, if anything: several errors as one, with the lines of all.
+
+        Raises:
+            CompressxError: of the class of the errors, if they have the same.
+        """
+        if len(self._found) == 1:
+            raise self._found[0]
+        if self._found:
+            (kind, *others) = {type(error) for error in self._found}
+            raise (CompressxError if others else kind)("\n".join(dict.fromkeys(map(str, self._found))))
+
+
 def did_you_mean(value: str, valid: Iterable[str]) -> str:
     """Suggest the nearest valid name and list up to twelve valid ones.
 

@@ -1,4 +1,4 @@
-"""Sparse fine-tuning: the remaining weights are trained, with masks applied by torch.ao's parametrization.
+"""Sparse fine-tuning: the remaining weights, or adapters of them, are trained with the masks held.
 
 The forward pass uses masked weights, so dropped weights get no gradient and are exactly zero afterwards. A step depends
 only on the settings and its number (its windows, and the units that dropout drops), so a checkpoint needs only weights,
@@ -27,7 +27,7 @@ from compressx.recipe.tuning import Finetune
 from compressx.runtime.errors import ArtifactError, CalibrationError, UnsupportedModelError
 from compressx.runtime.quiet import quiet_libraries
 from compressx.training.distillation import distillation_loss, next_token_loss
-from compressx.training.trainable import trainable
+from compressx.training.trainable import adapted, trainable
 
 Progress: TypeAlias = Callable[[int, int, float], None]
 
@@ -64,7 +64,7 @@ def finetune(
     model: Any, masks: MaskSet, windows: Tensor, settings: Finetune, *, teacher: Any | None = None,
     checkpoint: Path | None = None, progress: Progress | None = None,
 ) -> FinetuneReport:  # fmt: skip
-    """Train the remaining weights of a pruned model in place; dropped ones stay zero.
+    """Train the remaining weights of a pruned model, or adapters, in place; dropped ones stay zero.
 
     Args:
         model: a pruned transformers causal language model; keeps its dtypes and modes.
@@ -87,14 +87,17 @@ def finetune(
         raise ValueError(f"teacher {settings.teacher!r} with {'no' if teacher is None else 'a'} dense model")
     narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     narrow = settings.dtype == "bfloat16" or (settings.dtype == "auto" and narrow)
-    with (
-        trainable(model, model, masks, norms=settings.norms, biases=settings.biases) as parameters,
-        _training_mode(model, settings.gradient_checkpointing),
-    ):
+    small = {"norms": settings.norms, "biases": settings.biases}
+    prepared = (
+        trainable(model, model, masks, **small)
+        if settings.lora is None
+        else adapted(model, masks, settings.lora, settings.seed, **small)
+    )
+    with prepared as parameters, _training_mode(model, settings.gradient_checkpointing):
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter in parameters}
         steps = _Steps(model, teacher, windows, settings, trained, narrow=narrow)
         losses = steps.run(checkpoint, progress)
-        count = _numbers(trained, masks)
+        count = sum(p.numel() for p in trained.values()) - (_dropped(masks) if settings.lora is None else 0)
     _check_zeros(model, masks)
     return FinetuneReport(settings.teacher, count, len(losses), (len(windows), windows.shape[1]), tuple(losses))
 
@@ -218,10 +221,9 @@ def _training_mode(model: Any, gradient_checkpointing: bool) -> Iterator[None]:
             module.training = before
 
 
-def _numbers(trained: Mapping[str, nn.Parameter], masks: MaskSet) -> int:
-    """Count the trained weights; of masked parameters, the kept ones."""
-    dropped = sum(entry.keep.numel() - int(entry.keep.sum()) for entry in masks.values())
-    return sum(parameter.numel() for parameter in trained.values()) - dropped
+def _dropped(masks: MaskSet) -> int:
+    """Count the weights that masks drop."""
+    return sum(entry.keep.numel() - int(entry.keep.sum()) for entry in masks.values())
 
 
 def _check_zeros(model: nn.Module, masks: MaskSet) -> None:

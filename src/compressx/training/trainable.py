@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
+from compressx.masks.adapters import mask_adapters, merge_adapters
 from compressx.masks.maskset import MaskSet, squash
+from compressx.recipe.targets import matches
+from compressx.recipe.tuning import Lora
+from compressx.runtime.quiet import quiet_libraries
 
 
 @contextmanager
@@ -32,6 +37,54 @@ def trainable(
         wanted = {*stack.enter_context(_held(masks, model)), *_small(part, norms=norms, biases=biases)}
         stack.enter_context(_only_trained(part, wanted))
         yield {parameter: dtypes[parameter] for parameter in part.parameters() if parameter in wanted}
+
+
+@contextmanager
+def adapted(
+    model: Any, masks: MaskSet, lora: Lora, seed: int, *, norms: bool, biases: bool
+) -> Iterator[Mapping[nn.Parameter, torch.dtype]]:
+    """Add masked LoRA adapters to a model, require gradients only of them, and merge them afterwards.
+
+    Args:
+        model: a transformers model, pruned; in float32 inside the `with`, as with `trainable`.
+        masks: by name in the model.
+        lora: rank, alpha and targets of the adapters.
+        seed: of the adapters' first values.
+        norms: whether to train the gains of norms too.
+        biases: whether to train biases too, of norms and linears.
+
+    Yields:
+        The trained parameters in the model's order, each with the dtype that it has afterwards.
+    """
+    with ExitStack() as stack:
+        dtypes = stack.enter_context(_in_float32(model))
+        small = {*_small(model, norms=norms, biases=biases)}
+        stack.enter_context(_only_trained(model, small))  # PEFT freezes everything and does not restore it
+        stack.enter_context(_adapters(model, masks, lora, seed))
+        for parameter in small:
+            parameter.requires_grad_()
+        yield {p: dtypes.get(p, p.dtype) for p in model.parameters() if p.requires_grad}
+
+
+@contextmanager
+def _adapters(model: Any, masks: MaskSet, lora: Lora, seed: int) -> Iterator[None]:
+    """Add adapters, and merge them afterwards; after an error only remove them."""
+    from peft import LoraConfig, get_peft_model
+
+    names = [name for name in masks if any(matches(target, name) for target in lora.targets)]
+    transposed = not isinstance(model.get_submodule(names[0]), nn.Linear)
+    with torch.random.fork_rng(devices=[]), quiet_libraries():
+        torch.manual_seed(seed % 2**63)
+        alpha = 2 * lora.rank if lora.alpha is None else lora.alpha
+        config = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=names, fan_in_fan_out=transposed)
+        peft_model = get_peft_model(model, config)
+    mask_adapters(peft_model, masks)
+    try:
+        yield
+    except BaseException:
+        peft_model.unload()
+        raise
+    merge_adapters(peft_model, masks)
 
 
 @contextmanager

@@ -164,7 +164,7 @@ def test_a_run_prints_perplexities_and_where_it_wrote_and_beside_that_the_lines_
     assert finished.stdout.splitlines()[-1] == "written to out"
     assert finished.stderr == Path("out/run.log").read_text()
     lines = [x.split(" ", 2)[2] for x in finished.stderr.splitlines()]  # without date and time
-    assert lines[0].endswith("compressx/__main__.py run r.yaml -v --set calibration.samples=6")
+    assert lines[0] == "INFO command: python -m compressx run r.yaml -v --set calibration.samples=6"
     assert len([x for x in lines if x.startswith("DEBUG model.layers.") and "  sparsity 0." in x]) == 21
     assert any("attention_error" in x for x in lines)
     assert [x[:17] for x in lines if " of 3  model.layers." in x] == [f"INFO prune {i} of 3" for i in (1, 2, 3)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
+import subprocess
 import sys
 import warnings
 from functools import partial
@@ -14,11 +16,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.compressx.cli.commands import printed
 
-from compressx.evaluation.harness import check_tasks, run_tasks
+from compressx.evaluation.harness import check_chat_template, run_tasks
+from compressx.evaluation.tasks import check_tasks
 from compressx.recipe.measuring import LmEval
 from compressx.runtime.errors import CalibrationError, RecipeError
 from compressx.testing import tiny_model
+
+CHAT = (
+    "{% for m in messages %}{{ m.role + ' w1 ' + m.content + ' w2 ' }}{% endfor %}"
+    "{% if add_generation_prompt %}w3 w4 {% endif %}"
+)
+THEIR_COMMAND = """
+import json, sys
+from functools import partial
+import lm_eval.tasks as tasks
+tasks.TaskManager = partial(tasks.TaskManager, include_defaults=False)  # whose index takes many seconds
+from lm_eval.__main__ import cli_evaluate
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["lm_eval", *arguments]
+    cli_evaluate()
+"""
 
 DOCUMENTS = ["A pruned model\nstill talks.", "It loses  {{ little }}."]
 
@@ -120,6 +139,121 @@ class TestCheckTasks:
         check_tasks(settings("wikitext"))
         with pytest.raises(RecipeError, match="no task is named 'wikitxt'; the nearest are wikitext"):
             check_tasks(settings("wikitxt"))
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("values", "complaint"),
+        [({"fewshot_as_multiturn": True}, "fewshot_as_multiturn: true needs apply_chat_template: true"),
+         ({"seeds": [1, 1]}, r"seeds are \[1, 1\]; expected each once"),
+         ({"num_fewshot": 2}, "num_fewshot cannot apply to the task 'docs', which is a dataset"),
+         ({"apply_chat_template": True}, "apply_chat_template cannot apply to the task 'docs'"),
+         ({"batch_size": "many"}, "batch_size")],
+    )  # fmt: skip
+    def test_keys_that_would_have_no_effect_are_refused(self, values: dict[str, Any], complaint: str) -> None:
+        with pytest.raises(ValueError, match=complaint):
+            settings("arc_easy", rolling("docs"), **values)
+
+    def test_a_chat_template_that_the_tokenizer_does_not_have_is_refused(self, tokenizer: Any) -> None:
+        with pytest.raises(RecipeError, match=r"tokenizer has no chat template: expected an instruct model; remove"):
+            check_chat_template(settings("arc_easy", apply_chat_template=True), tokenizer)
+        tokenizer.chat_template = {"default": CHAT, "tools": CHAT}
+        check_chat_template(settings("arc_easy", apply_chat_template="tools"), tokenizer)
+        with pytest.raises(RecipeError, match=r"no chat template named 'tolls'; did you mean 'tools'\?"):
+            check_chat_template(settings("arc_easy", apply_chat_template="tolls"), tokenizer)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the harness was asked, which answers with the seed as accuracy and runs `fixed` without examples."""
+    calls: list[dict[str, Any]] = []
+
+    def answer(model: Any, **values: Any) -> dict[str, Any]:
+        calls.append({"template": model.tokenizer.chat_template, "batch_size": model.batch_size, **values})
+        accuracy = values.get("fewshot_random_seed", 0.5)
+        return {"results": {"mine": {"acc,none": accuracy, "acc_stderr,none": 0.1}}, "n-shot": {"mine": 5, "fixed": 0}}
+
+    monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", answer)
+    return calls
+
+
+class TestWhatTheHarnessIsAsked:
+    def test_nothing_is_changed_when_nothing_is_asked(self, few_tasks: Path, tokenizer: Any, asked: Any) -> None:
+        run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml"), {})
+        assert (asked[0]["num_fewshot"], asked[0]["apply_chat_template"], asked[0]["fewshot_as_multiturn"]) == (
+            None, False, False,
+        )  # fmt: skip
+        assert "fewshot_random_seed" not in asked[0]
+
+    def test_examples_template_turns_and_batch_size_reach_it(self, few_tasks: Path, tokenizer: Any, asked: Any) -> None:
+        tokenizer.chat_template = {"default": "one", "tools": "two"}
+        given = {"num_fewshot": 5, "apply_chat_template": "tools", "batch_size": "auto"}
+        for turns, expected in ((None, True), (False, False)):
+            mine = settings("tasks/letters_easy.yaml", fewshot_as_multiturn=turns, **given)
+            run_tasks(tiny_model("llama"), tokenizer, mine, {})
+            seen = asked.pop()
+            assert seen["template"] == "two", "the harness itself would take the default"
+            assert (seen["num_fewshot"], seen["apply_chat_template"], seen["fewshot_as_multiturn"]) == (
+                5, True, expected,
+            )  # fmt: skip
+            assert seen["batch_size"] == 4, "on the CPU nothing tries out how much memory there is"
+        assert isinstance(tokenizer.chat_template, dict)
+
+    def test_figures_of_several_seeds_are_their_mean_with_the_spread(self, few_tasks, tokenizer, asked) -> None:
+        measured = run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml", seeds=[1, 3]), {})
+        assert measured == {
+            "mine": {"acc": 2, "acc_stderr": pytest.approx(0.1), "acc_seed_std": pytest.approx(math.sqrt(2))}
+        }
+        names = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+        assert [[call[name] for name in names] for call in asked] == [[1] * 4, [3] * 4]
+
+    def test_a_task_that_allows_no_examples_is_named(self, few_tasks, tokenizer, asked, caplog) -> None:
+        run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml", num_fewshot=5), {})
+        assert "num_fewshot is 5, but without examples ran fixed" in caplog.text
+
+
+PYTHON_DOCS = Path(__file__).parents[3] / "recipes/tasks/python_docs.yaml"
+
+
+@pytest.mark.slow
+def test_the_harness_own_command_line_gives_the_same_figures(project: Path, tokenizer: Any) -> None:
+    """To the last digit, with examples and chat template on and off."""
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = 4096  # what is longer would be cut off, the examples first
+    model.save_pretrained("model")
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained("model")
+    common = f"--tasks python_docs --include_path {PYTHON_DOCS.parent} --limit 12 --batch_size 4 --device cpu".split()
+    cases = [(shots, chat) for shots in ("0", "2") for chat in (True, False)]
+    asked = [
+        ["run", "--model", "hf", "--model_args", "pretrained=model", *common, "--num_fewshot", shots,
+         *(["--apply_chat_template"] if chat else []), "--output_path", f"their{number}.json"]
+        for number, (shots, chat) in enumerate(cases)
+    ]  # fmt: skip
+    # All in one process, because its imports take most of the time.
+    subprocess.run([sys.executable, "-c", THEIR_COMMAND, json.dumps(asked)], check=True, capture_output=True)
+    figures = []
+    for number, (shots, chat) in enumerate(cases):
+        (written,) = project.glob(f"their{number}*.json")
+        theirs = json.loads(written.read_text())["results"]["python_docs"]
+        options = ["--limit", "12", "--batch-size", "4", "--num-fewshot", shots, "--device", "cpu", "--json"]
+        told = printed("eval", "model", "--tasks", str(PYTHON_DOCS), *options, *["--apply-chat-template"] * chat)
+        assert json.loads(told) == {"python_docs": {name: theirs[f"{name},none"] for name in ("acc", "acc_stderr")}}
+        figures.append(theirs["acc,none"])
+    assert len({*figures}) > 1, "the settings do something"
+
+
+@pytest.mark.slow
+def test_accuracy_on_pythons_documentation_is_above_chance_and_pruning_costs_some(smollm2: Any) -> None:
+    """Of 40 questions with four answers each, guessing gets more than 20 right once in thousands of times."""
+    few = settings(str(PYTHON_DOCS), limit=40)
+    dense = run_tasks(smollm2.model, smollm2.tokenizer, few, {})["python_docs"]["acc"]
+    pruned = copy.deepcopy(smollm2.model)
+    for layer in pruned.model.layers:
+        for weight in (p.data for p in layer.parameters() if p.dim() == 2):
+            weight[weight.abs() <= weight.abs().flatten().kthvalue(weight.numel() * 7 // 10).values] = 0.0
+    assert dense > 0.5
+    assert run_tasks(pruned, smollm2.tokenizer, few, {})["python_docs"]["acc"] < dense
 
 
 class TestRunTasks:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import compressx
 from compressx.evaluation.perplexity import evaluate, evaluate_cached, read_texts, token_perplexity
 from compressx.models.access import InMemory
 from compressx.recipe.measuring import Evaluate
@@ -220,6 +221,9 @@ class TestEvaluateCached:
         tokenizer.add_special_tokens({"pad_token": "<s>"})
         assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
         tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+        assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
+        (text / "edited.py").write_text("edited")
+        monkeypatch.setattr("compressx.__path__", [*compressx.__path__, str(text)])  # its code counts, not its version
         assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
         monkeypatch.setattr("compressx.evaluation.perplexity.__version__", "another")
         assert (runs(with_tasks), runs(with_tasks)) == (1, 0)

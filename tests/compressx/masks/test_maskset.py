@@ -37,6 +37,15 @@ def unchanged(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
     return after.keys() == before.keys() and all(torch.equal(after[n], before[n]) for n in before)
 
 
+def test_masks_say_how_many_linears_they_have_how_sparse_they_are_and_in_which_pattern() -> None:
+    keep = torch.tensor([[True, False, True, False]])
+    rows = MaskEntry(keep | torch.tensor([[False, True, False, False]]), "25% row", "wanda", "0" * 64)
+    two = MaskEntry(keep, "2:4", "magnitude", "0" * 64)
+    assert repr(MaskSet({"a": two, "b": rows, "c": two})) == "MaskSet(3 linears, 41.67% sparse: 2 x 2:4, 1 x 25% row)"
+    assert repr(MaskSet({"a": two})) == "MaskSet(1 linear, 50.00% sparse: 1 x 2:4)"
+    assert repr(MaskSet({})) == "MaskSet(0 linears)"
+
+
 @everywhere
 def test_applied_masks_make_exact_zeros_where_they_drop_and_touch_nothing_else(architecture, dtype, tmp_path):
     model, dense = tiny_model(architecture, dtype=dtype), tiny_model(architecture, dtype=dtype)

@@ -55,3 +55,31 @@ def test_the_weights_convert_to_semi_structured_and_give_the_same_product(pruned
             x = torch.randn(64, module.in_features, device="cuda", dtype=module.weight.dtype)
             sparse = to_sparse_semi_structured(module.weight.detach())
             assert torch.allclose(torch.nn.functional.linear(x, sparse), module(x), rtol=2e-2, atol=2e-2), name
+
+
+def test_adapters_of_a_recipe_lower_its_perplexity_and_keep_the_zeros(smollm2_short_folder, tmp_path):
+    pytest.importorskip("peft")
+    text = {"dataset": "python-docs", "sequence_length": 64}
+    report = run(
+        {
+            "model": {"path": str(smollm2_short_folder)},
+            "calibration": {**text, "samples": 8},
+            "prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.6}],
+            "finetune": {
+                **text,
+                "samples": 64,
+                "steps": 30,
+                "batch_size": 2,
+                "learning_rate": 2e-3,
+                "lora": {"rank": 16},
+            },
+            "evaluate": {"token_perplexity": {**text, "samples": 8}},
+            "output": str(tmp_path / "out"),
+        },
+        plugins=load_plugins(),
+    )
+    pruned, finetuned = (report.evaluation[name]["token_perplexity"] for name in ("pruned", "finetuned"))
+    assert finetuned < 0.8 * pruned
+    found = inspect(source_of(str(tmp_path / "out")))
+    assert sum(x.off_mask or 0 for x in found.linears) == 0
+    assert report.sparsity == pytest.approx(0.6, abs=1e-3)

@@ -109,3 +109,26 @@ def test_every_process_has_a_gpu_of_its_own_or_is_refused(monkeypatch: pytest.Mo
     with pytest.raises(CompressxError, match="process 2 of this machine needs its own GPU, but torch finds 2; "):
         device_for("auto")
     assert device_for("cpu") == torch.device("cpu")
+
+
+def test_one_gpu_can_be_chosen_by_a_single_process_if_it_is_there(monkeypatch: pytest.MonkeyPatch):
+    gpus(monkeypatch, 2)
+    assert device_for("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(CompressxError, match="device cuda:2: torch finds 2, cuda:0 to cuda:1; choose one of them"):
+        device_for("cuda:2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(CompressxError, match="device cuda:1: every process needs its own GPU; use --device cuda"):
+        device_for("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ("mps", "sums in float64, which Apple GPUs do not have; use --device cpu"),
+        ("gpu", "unknown; expected auto, cpu, cuda or cuda:N"),
+        ("meta", "compressx runs on cpu and cuda only"),
+    ],
+)
+def test_a_device_that_cannot_work_is_refused_with_what_can(wanted: str, told: str):
+    with pytest.raises(CompressxError, match=f"^device {wanted}: .*{told}"):
+        device_for(wanted)

@@ -5,6 +5,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tests.compressx.saved import save_tiny
 
 from compressx.models.checkpoint import find_checkpoint
 from compressx.recipe.sources import ModelSource
@@ -65,6 +66,17 @@ def test_folders_and_files_that_hold_no_model_say_what_was_expected(tmp_path):
     (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(UnsupportedModelError, match=r"expected a folder with safetensors or a \.gguf file"):
         find_checkpoint(source(path=tmp_path / "model.bin"))
+
+
+def test_an_adapter_is_refused_with_how_to_merge_it(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=r"is a PEFT adapter .*merge_and_unload\(\)\.save_pretrained"):
+        find_checkpoint(source(path=tmp_path))
+
+
+def test_the_output_folder_of_a_run_is_taken_for_its_model(tmp_path):
+    saved = save_tiny(tmp_path / "out" / "model", "llama")
+    assert find_checkpoint(source(path=tmp_path / "out")).location == str(saved)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from tests.compressx.two_of_four import two_of_four
 
 from compressx.masks.maskset import MaskSet, squash
-from compressx.models.export import check_output, output_folder, save_model
+from compressx.models.export import check_output, check_unfinished, output_folder, save_model
 from compressx.runtime.errors import ArtifactError
 from compressx.testing import tiny_model, tiny_tokens
 
@@ -153,12 +154,59 @@ def test_a_second_run_for_an_output_is_refused_while_the_first_is_going_on(tmp_p
             if state:
                 (building / "state.json").write_text("{}")
             with (
-                pytest.raises(ArtifactError, match=r"out is active, in .*\.partial-.*; wait for it, or choose an"),
+                pytest.raises(
+                    ArtifactError, match=r"out is active, by process .*\.out\.lock; wait for it, or choose an"
+                ),
                 output_folder(tmp_path / "out", **asked),
             ):
                 pytest.fail("the block must not run")
         (building / "report").write_text("whole")
     assert names_in(tmp_path / "out") == ["report"]
+
+
+def _contending(target: Path, wanted: int, failures: Any) -> None:
+    """Build an output again and again while others do, and check that nobody else is in the folder."""
+    failure, mine = None, target.with_name("mine")
+    while wanted and failure is None:
+        try:
+            with output_folder(target, resume=True) as building:
+                mine.touch(exist_ok=False)
+                (building / "state.json").write_text("{}")
+                mine.unlink()
+                wanted -= 1
+                sys.exit()
+        except SystemExit:  # noqa: PERF203 - each round may fail
+            pass
+        except BaseException as error:  # noqa: BLE001 - the parent raises it
+            failure = None if isinstance(error, ArtifactError) and " is active, " in str(error) else repr(error)
+    failures.put(failure)
+
+
+def test_of_runs_that_start_and_end_at_the_same_time_none_shares_a_folder(tmp_path: Path) -> None:
+    processes = multiprocessing.get_context("fork")
+    failures = processes.Queue()
+    several = [processes.Process(target=_contending, args=(tmp_path / "out", 100, failures)) for _ in range(3)]
+    for process in several:
+        process.start()
+    assert [failures.get(timeout=60) for _ in several] == [None] * 3
+    for process in several:
+        process.join()
+    assert len(names_in(tmp_path)) == 1
+
+
+def test_a_run_that_cannot_have_the_folder_is_refused_at_once_and_nothing_changes(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    check_unfinished(tmp_path / "none" / "out")
+    with contextlib.suppress(KeyboardInterrupt), output_folder(target) as building:
+        (building / "state.json").write_text("{}")
+        with pytest.raises(ArtifactError, match="is active, by"):
+            check_unfinished(target, restart=True)
+        raise KeyboardInterrupt
+    with pytest.raises(ArtifactError, match="continue with --resume, or start over with --restart"):
+        check_unfinished(target)
+    check_unfinished(target, resume=True)
+    check_unfinished(target, restart=True)
+    assert names_in(tmp_path) == [building.name]
 
 
 def test_a_folder_with_other_files_is_refused_before_any_work(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from gguf import GGUFWriter
 from safetensors.torch import save_file
+from tests.compressx.saved import save_tiny
 
+from compressx.models.architecture import find_blocks
 from compressx.models.checkpoint import Checkpoint, explained, find_checkpoint, local_folder
 from compressx.models.loading import _without_gguf, load_empty, load_model, load_skeleton, load_tokenizer
 from compressx.models.streaming import open_streamed
@@ -223,3 +225,40 @@ def test_a_pickle_is_not_read_however_it_is_named(saved):
     hub = OSError("cannot be loaded with `safetensors`. Please do not set `use_safetensors=True`.")
     with pytest.raises(UnsupportedModelError, match="pickle checkpoints are refused"), explained(Checkpoint("a/b")):
         raise hub
+
+
+def test_a_folder_without_a_tokenizer_is_refused_also_where_transformers_makes_an_empty_one(tmp_path):
+    folder = save_tiny(tmp_path / "model", "gpt2")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text("{}")
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match=f"^{folder} has no tokenizer, such as tokenizer.json; save"):
+            load_tokenizer(find_checkpoint(ModelSource(path=folder)))
+        (folder / "tokenizer_config.json").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is an encoder, which sees the"),
+        ({"model_type": "bart", "architectures": ["BartModel"]}, "BartModel is an encoder-decoder"),
+        ({"model_type": "t5"}, "t5 is an encoder-decoder"),
+        (
+            {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]},
+            "ModernBertForMaskedLM is an encoder",
+        ),
+    ],
+)
+def test_a_model_that_is_no_decoder_is_refused_with_what_it_is(config, told, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=f"{told}.*; compressx prunes decoder-only language models"):
+        load_skeleton(find_checkpoint(ModelSource(path=tmp_path)))
+
+
+def test_a_bert_that_is_a_decoder_is_loaded(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "bert", "is_decoder": True, "num_hidden_layers": 2})
+    )
+    save_file({}, tmp_path / "model.safetensors")
+    assert len(find_blocks(load_skeleton(find_checkpoint(ModelSource(path=tmp_path))))) == 2

@@ -10,11 +10,14 @@ import pytest
 import torch
 from tests.compressx.pipeline import runs
 from tests.compressx.pipeline.runs import artifacts, leftovers, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compressx.api.record import RunReport
+from compressx.data.windows import read_calibration
 from compressx.masks.maskset import MaskSet
 from compressx.models import streaming
 from compressx.pipeline.run import plan, run
+from compressx.recipe.sources import Calibration
 from compressx.runtime.errors import ArtifactError, CalibrationError, RecipeError, UnsupportedModelError
 
 TUNED = {"steps": 6, "learning_rate": 1e-3, "batch_size": 2, "checkpoint_every": 2}
@@ -95,7 +98,39 @@ def test_progress_tells_of_every_step_with_its_loss(model):
                       "evaluate finetuned"]  # fmt: skip
     expected = [(0, 6, ""), *((i + 1, 6, f"loss {x:.4g}") for i, x in enumerate(report.finetune.losses))]
     assert [tuple(rest) for stage, *rest in told if stage == "finetune"] == expected
-    assert report.finetune.losses[0] > 0.01, "the teacher is the dense model, not the pruned one"
+
+
+def test_the_first_loss_is_the_divergence_from_the_dense_model_computed_by_hand(model):
+    asked = recipe(model, evaluated=False, batch_size=8, steps=1, warmup=0.0)  # all windows, so their order is all one
+    run({**asked, "finetune": None, "output": "pruned"})
+    losses = run(asked).finetune.losses
+    windows = read_calibration(Calibration(**asked["calibration"]).draw, AutoTokenizer.from_pretrained(model))
+    with torch.no_grad():
+        dense, pruned = (
+            AutoModelForCausalLM.from_pretrained(folder)(windows).logits.double().log_softmax(-1)
+            for folder in (model, "pruned/model")
+        )
+    divergence = float((dense.exp() * (dense - pruned)).sum(-1).mean())
+    assert divergence > 0.01
+    assert losses[0] == pytest.approx(divergence, rel=1e-4)
+
+
+def test_adapters_of_a_recipe_are_merged_under_the_masks_and_resumed_to_the_same_files(model):
+    pytest.importorskip("peft")
+    asked = recipe(model, lora={"rank": 4})
+    run({**asked, "output": "whole"})
+    saved, masks = weights("whole/model"), MaskSet.load("whole/masks.safetensors")
+    assert all(torch.equal(saved[f"{name}.weight"] != 0, masks[name].keep) for name in masks)
+    stopped(asked, 3)
+    _, told = told_by(asked, resume=True)
+    assert steps(told, "finetune") == [0, 3, 4, 5, 6]
+    assert artifacts("out") == artifacts("whole")
+
+
+def test_adapters_without_peft_are_refused_before_weights_are_read(model, monkeypatch):
+    monkeypatch.setattr("compressx.pipeline.preparation.find_spec", lambda name: None if name == "peft" else True)
+    with pytest.raises(RecipeError, match=r"finetune\.lora: .*pip install 'compressx\[lora\]'"):
+        plan(recipe(model, lora={"rank": 4}))
 
 
 @pytest.mark.parametrize("own_text", [False, True])

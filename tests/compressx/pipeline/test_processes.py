@@ -144,7 +144,9 @@ def test_training_of_which_nothing_could_be_held_out_is_refused(model, tmp_path)
 def test_what_processes_cannot_share_is_refused_before_anything_is_written(
     model, setting, error, told, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("compressx.pipeline.run.joined_ranks", lambda _: nullcontext(Ranks(0, 2)))
+    ranks = Ranks(0, 2)
+    monkeypatch.setattr("compressx.pipeline.run.joined_ranks", lambda _: nullcontext(ranks))
+    monkeypatch.setattr(Ranks, "broadcast", lambda _, value: value)
     with pytest.raises(error, match=told):
         run(write_recipe(model, RULES["wanda"], tmp_path), overrides=[setting])
     assert not (tmp_path / "out").exists()

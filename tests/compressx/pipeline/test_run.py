@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from pydantic import BaseModel
 from safetensors.torch import save_file
-from tests.compressx.pipeline.runs import recipe, weights
+from tests.compressx.pipeline.runs import recipe, stopped, weights
 from tests.compressx.saved import save_tiny
 
 import compressx
@@ -24,9 +26,11 @@ from compressx.blocks.prune import prune_model
 from compressx.masks.maskset import MaskSet
 from compressx.models import hidden
 from compressx.models.access import InMemory
+from compressx.models.architecture import survey
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import Plugins, load_plugins
-from compressx.runtime.errors import ArtifactError, CalibrationError, RecipeError
+from compressx.runtime.errors import ArtifactError, CalibrationError, CompressxError, RecipeError
+from compressx.testing import tiny_model
 
 
 @pytest.fixture
@@ -401,20 +405,24 @@ def test_a_run_with_nothing_to_show_has_no_plots_and_does_without_matplotlib(mod
 # --- the output folder, and what is refused
 
 
+@dataclasses.dataclass(eq=False)
 class Breaking:
+    error: type[BaseException]
+
     @compressx.hookimpl
     def compressx_block_pruned(self, report: BlockReport) -> None:
         if report.index == 1:
-            raise ZeroDivisionError
+            raise self.error
 
 
-def test_a_run_that_fails_half_way_leaves_the_earlier_output_and_keeps_finished_blocks_beside_it(model, plugins):
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_run_that_fails_half_way_leaves_the_earlier_output_and_keeps_finished_blocks_beside_it(error, model, plugins):
     given = recipe(model, {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5})
     run(given, plugins=plugins)
     before = {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()}
-    plugins.manager.register(Breaking())
+    plugins.manager.register(Breaking(error))
     given["prune"][0]["sparsity"] = 0.25
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(error):
         run(given, plugins=plugins)
     assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
     (kept,) = (p for p in Path().iterdir() if p.name != "out")
@@ -433,21 +441,72 @@ def test_text_that_is_too_short_is_refused_before_weights_are_loaded(model, monk
     assert not Path("out").exists()
 
 
-def test_text_is_looked_for_before_the_model_is(project):
-    for dataset, told in (
-        ({"text": "none.txt"}, "text: no file matches 'none.txt'"),
-        ({"name": "c4", "config": "other"}, "dataset 'c4' takes no config"),
-    ):
-        given = recipe(project / "nowhere", evaluated=True)
-        given["calibration"]["dataset"] = given["evaluate"]["token_perplexity"]["dataset"] = dataset
-        with pytest.raises(CalibrationError, match=rf"^<dict>:calibration\.dataset: {told}"):
-            plan(given)
+def test_all_mistakes_of_a_recipe_are_reported_at_once(model, project):
+    Path("recipe.yaml").write_text(
+        f"""\
+model: {model}
+calibration: {{dataset: {{text: none.txt}}, samples: 8, sequence_length: 32}}
+prune:
+  - {{targets: ["*.query"], pruner: wanda, sparsity: 0.5}}
+  - {{targets: ["*.q_proj"], pruner: wnda, sparsity: 0.5}}
+evaluate:
+  token_perplexity: {{dataset: wikitxt}}
+  lm_eval: {{tasks: [none.yaml]}}
+output: recipe.yaml
+"""
+    )
+    told = ["output", "no file", "no dataset", "no such file", "target '*.query' matches no linear", "no pruner 'wnda'"]
+    schema = ["calibration.samples is 0"]
+    for asked in (plan, run):
+        for overrides, expected in (([], told), (["calibration.samples=0"], [*told, *schema])):
+            with pytest.raises(CompressxError) as raised:
+                asked("recipe.yaml", overrides=overrides)
+            lines = str(raised.value).splitlines()
+            assert len(lines) == len(expected)
+            for line in expected:
+                assert any(line in found for found in lines)
+            assert all(found.startswith(("recipe.yaml:", "--set ")) for found in lines)
+    assert sorted(map(str, Path().iterdir())) == ["recipe.yaml"]
+
+
+def test_a_model_that_is_not_there_hides_no_other_mistake_and_makes_none(project):
+    given = recipe(project / "nowhere", {"targets": ["*.nothing"], "pruner": "wnda", "sparsity": 0.5})
+    with pytest.raises(CompressxError) as raised:
+        plan(given)
+    text, missing, pruner = str(raised.value).splitlines()
+    assert text.startswith("<dict>:calibration.dataset: text: no file matches")
+    assert missing.startswith("<dict>:model: model path")
+    assert pruner.startswith("<dict>:prune[0].pruner: no pruner 'wnda'")
+
+
+@pytest.mark.parametrize("asked", [plan, run])
+def test_a_disk_without_room_is_refused_with_what_is_needed_and_what_is_free(model, asked, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(ArtifactError) as raised:
+        asked(recipe(model))
+    parameters = tiny_model("llama")
+    whole = 4 * sum(p.numel() for p in parameters.parameters())
+    blocks = 4 * sum(p.numel() for p in parameters.model.layers.parameters())
+    masks = 2 * sum(x.weight.numel() for x in survey(parameters).linears.values()) // 8
+    states = 8 * 32 * 64 * 4
+    assert str(raised.value).startswith(
+        f"<dict>:output: output out needs {whole + blocks + masks + states} bytes: model {whole}, finished blocks "
+        f"{blocks}, masks {masks}, hidden states {states}; "
+    )
+    assert " has 1000 bytes free" in str(raised.value)
+
+
+def test_an_interrupted_run_is_refused_before_the_model_is_looked_for(model, project):
+    stopped(recipe(model), after=1)
+    with pytest.raises(ArtifactError, match=r"^<dict>:output: an earlier run .* continue with --resume"):
+        run(recipe(project / "nowhere"))
 
 
 def test_a_plan_loads_neither_weights_nor_text(model, project):
     bare = project / "bare"
     bare.mkdir()
-    (bare / "config.json").write_bytes((model / "config.json").read_bytes())
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (bare / name).write_bytes((model / name).read_bytes())
     save_file({}, bare / "model.safetensors")
     bare.with_name("text.txt").write_bytes(b"\xff no text")
     assert len(plan(recipe(bare)).linears) == 21

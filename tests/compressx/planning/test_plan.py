@@ -128,6 +128,21 @@ def test_fused_experts_are_planned_one_by_one(planned: Any) -> None:
     assert plan.linears[0].shape == (192, 64)
 
 
+@pytest.mark.parametrize(
+    ("target", "model", "complaint"),
+    [("*.q_prj", "llama", "'*.q_prj' matches no pruned linear; did you mean '*.q_proj'?"),
+     ("lm_head", "llama", "'lm_head' matches no pruned linear"),
+     ("*.layers.[10-12].*", "llama", "matches a single character"),
+     ("*", "mixtral", "one of several experts in one parameter, which cannot have an adapter")],
+)  # fmt: skip
+def test_adapters_are_refused_where_they_would_be_nowhere_or_cannot_be(target, model, complaint, refusal):
+    tuned = f'{CALIBRATION}\nfinetune: {{lora: {{targets: ["{target}"]}}}}'
+    rule = 'targets: ["*"], pruner: wanda, sparsity: 0.5'
+    message = refusal(RecipeError, rule, model=model, calibration=tuned)
+    assert message.startswith("r.yaml:3:")
+    assert complaint in message
+
+
 # --- groups and patterns
 
 

@@ -148,7 +148,8 @@ def test_a_required_plugin_that_fails_is_an_error_with_its_cause(site: Site) -> 
         (
             "", {"modules": ["cx_absent"]},
             "plugin 'cx_absent' (--plugin cx_absent) is required and failed to load: ModuleNotFoundError: "
-            "No module named 'cx_absent'; install it, or list it in plugins.toml with the path of its folder",
+            "No module named 'cx_absent'; looked in the working directory HERE and in installed packages; install it, "
+            "or give the path of its file to --plugin, or that of its folder in plugins.toml",
         ),
         ("", {"blocked": ["aa"]}, "-p no:aa: no plugin is named 'aa'; did you mean 'a'? valid: a"),
         (
@@ -172,15 +173,46 @@ def test_what_cannot_all_be_loaded_is_an_error_that_names_both_places(
     site.offers("cx_a", "wanda")
     site.install("dist", a="cx_a")
     site.toml(toml)
-    assert refusal(lambda: load_plugins(**given)) == message
+    assert refusal(lambda: load_plugins(**given)) == message.replace("HERE", str(site.folder))
 
 
-@pytest.mark.parametrize("module", ["", "a b", "1", ":", "a:b:c", "./cx_mine.py", "cx_mine.py"])
+@pytest.mark.parametrize("given", ["deep/cx_mine.py", "./deep/cx_mine.py:plugin", "HERE/deep/cx_mine.py"])
+def test_a_plugin_can_be_given_as_the_path_of_its_file(site: Site, given: str) -> None:
+    site.offers("cx_mine", "mine", folder="deep")
+    with (site.folder / "deep/cx_mine.py").open("a") as file:
+        file.write("\nplugin = __import__('sys').modules[__name__]\n")
+    plugins = load_plugins(modules=[given.replace("HERE", str(site.folder))])
+    assert [*plugins.offers["pruners"]] == ["mine"]
+    assert plugins.records[0].code()
+
+
+def test_a_file_that_is_not_there_is_told_with_the_folder_in_which_it_was_looked_for(site: Site) -> None:
+    site.offers("cx_mine", "mine", folder="deep")
+    assert refusal(lambda: load_plugins(modules=["deep/cx_mien.py"])) == (
+        f"--plugin deep/cx_mien.py: no such file; did you mean 'cx_mine.py'? looked in {site.folder}/deep"
+    )
+
+
+def test_a_plugin_that_is_not_loaded_is_listed_with_its_docstring_unless_it_has_a_summary(site: Site) -> None:
+    for name in ("cx_a", "cx_b"):
+        site.module(name, f'"""What {name} does.\n\nMore."""\nraise AssertionError("imported")')
+    site.install("dist", a="cx_a")
+    site.toml(listed("b", "cx_b", summary="Listed.") + '[load]\ndisabled = ["b"]\n')
+    found = [record.as_json() for record in load_plugins(blocked=["a"]).records]
+    assert [(r["name"], r["status"], r["summary"]) for r in found] == [
+        ("a", "blocked", "What cx_a does."), ("b", "disabled", "Listed."),
+    ]  # fmt: skip
+    wanda = PluginRecord("wanda", "compressx.pruners.wanda", "entry point", "").described()
+    assert wanda.startswith("Wanda (arXiv 2306.11695)")
+
+
+@pytest.mark.parametrize("module", ["", "a b", "1", ":", "a:b:c", "./my-own.py"])
 def test_a_module_that_is_no_module_name_is_an_error(site: Site, module: str) -> None:
-    (site.folder / "cx_mine.py").touch()
+    (site.folder / "my-own.py").touch()
     told = refusal(lambda: load_plugins(modules=[module]))
     assert told.startswith(
-        f"--plugin {module!r} is not a module; expected MODULE or MODULE:OBJECT, such as my_pruner for "
+        f"--plugin {module!r} is not a module; expected MODULE, such as my_pruner for my_pruner.py in the working "
+        f"directory, {site.folder}, or the path"
     )
 
 
@@ -190,7 +222,7 @@ def test_a_blocked_plugin_is_never_imported_even_if_it_is_required(site: Site) -
     site.install("dist", a="cx_a", b="cx_b")
     site.toml('[load]\ndisabled = ["b"]\nrequired = ["a"]\n')
     plugins = load_plugins(blocked=["a"])
-    assert [(r.name, r.status, r.error) for r in plugins.records] == [("a", "blocked", None), ("b", "blocked", None)]
+    assert [(r.name, r.status, r.error) for r in plugins.records] == [("a", "blocked", None), ("b", "disabled", None)]
     assert not {"cx_a", "cx_b"} & set(sys.modules)
     assert plugins.manager.is_blocked("a")
 

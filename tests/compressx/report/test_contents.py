@@ -76,7 +76,7 @@ def test_markdown_shows_evaluation_modules_layers_and_what_was_not_pruned_and_no
     wanted = "| model.layers.0.self_attn.q_proj | attnprune | 70% joint | 0.7500 | 1.00 | attention_error 0.0123 |"
     assert wanted in lines
     assert "| lm_head | outside the decoder blocks |" in lines
-    assert "| arc acc | 0.5 | 0.4 | -20.0% |" in lines
+    assert "| arc acc | 0.5 ± 0.01 | 0.4 ± 0.01 | -20.0% |" in lines
     for line, after in pairwise(lines):
         assert not (line[:1] == after[:1] == "|") or line.count("|") == after.count("|"), after
     alone = shown(report(evaluation={}, skipped=()))

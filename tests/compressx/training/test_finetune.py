@@ -120,6 +120,67 @@ def test_norms_and_biases_are_trained_when_asked_for(architecture: str, norms: b
     assert report.trained == small + sum(int(entry.keep.sum()) for entry in masks.values())
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "llama-tied"])
+@pytest.mark.parametrize("norms", [False, True])
+def test_adapters_are_trained_in_place_of_weights_and_merged_under_the_masks(architecture: str, norms: bool) -> None:
+    pytest.importorskip("peft")
+    before, masks = pruned(architecture)
+    after, _, report = tuned(architecture, lora={"rank": 4}, norms=norms)
+    assert not any(hasattr(module, "base_layer") for module in after.modules())
+    old, new = survey(before).linears, survey(after).linears
+    gains = 0
+    for name, parameter in parameters(before).items():
+        if (linear := name.removesuffix(".weight")) in masks:
+            weight, keep = new[linear].weight, masks[linear].keep
+            assert not torch.equal(weight, old[linear].weight)
+            assert torch.equal(weight != 0, keep), linear
+            assert not torch.signbit(weight[~keep]).any()
+        elif norms and name.endswith(".weight") and any(x in name for x in ("norm", "ln_")):
+            gains += parameter.numel()
+            assert not torch.equal(parameter, parameters(after)[name]), name
+        else:
+            assert torch.equal(parameter, parameters(after)[name]), name
+    adapters = sum(4 * sum(entry.keep.shape) for entry in masks.values())
+    assert report.trained == adapters + gains
+
+
+def test_rank_alpha_and_targets_decide_what_an_adapter_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    before, masks = pruned("llama")
+    made: list[Any] = []
+    wrap = peft.get_peft_model
+    monkeypatch.setattr(peft, "get_peft_model", lambda model, config: made.append(config) or wrap(model, config))
+    after, _, report = tuned(lora={"rank": 2, "targets": ["*.q_proj", "*.0.mlp.*"]})
+    tuned(lora={"rank": 2, "alpha": 3, "targets": ["*.q_proj"]})
+    assert [(config.r, config.lora_alpha) for config in made] == [(2, 4), (2, 3)]
+    changed = {n for n in masks if not torch.equal(survey(after).linears[n].weight, survey(before).linears[n].weight)}
+    expected = {n for n in masks if n.endswith("q_proj") or ".0.mlp." in n}
+    assert changed == expected
+    assert report.trained == sum(2 * sum(masks[name].keep.shape) for name in expected)
+
+
+def test_adapters_learn_and_a_16_bit_model_is_rounded_once() -> None:
+    pytest.importorskip("peft")
+    before, _ = pruned("llama")
+    after, masks, report = tuned(steps=30, teacher="none", learning_rate=1e-2, lora={"rank": 4})
+    assert sum(report.losses[-5:]) < 0.9 * sum(report.losses[:5])
+    assert loss_of(after, None) < loss_of(before, None)
+    narrow, masks, _ = tuned(dtype=torch.bfloat16, lora={"rank": 4})
+    assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
+    assert masks.verify(narrow)
+
+
+def test_an_interrupted_training_leaves_no_adapters_on_the_model() -> None:
+    pytest.importorskip("peft")
+    model, masks = pruned("llama")
+    before = parameters(model)
+    settings = Finetune(steps=3, teacher="none", lora={"rank": 4})  # type: ignore[arg-type]
+    with pytest.raises(Stop):
+        finetune(model, masks, WINDOWS, settings, progress=stop_after(2))
+    assert all(torch.equal(p, before[n]) for n, p in parameters(model).items())
+    assert all(p.requires_grad for p in model.parameters())
+
+
 def test_a_tied_embedding_is_untouched_and_stays_tied() -> None:
     before, _ = pruned("llama-tied")
     after, _, _ = tuned("llama-tied", norms=True, biases=True)
@@ -347,10 +408,15 @@ def stop_after(step: int) -> Callable[[int, int, float], None]:
     return progress
 
 
-@pytest.mark.parametrize(("architecture", "every", "stopped_at"), [("llama", 2, 4), ("gpt2", 3, 5)])
-def test_an_interrupted_one_goes_on_to_the_same_bits(architecture, every, stopped_at, tmp_path):
+@pytest.mark.parametrize(
+    ("architecture", "every", "stopped_at", "lora"),
+    [("llama", 2, 4, None), ("gpt2", 3, 5, None), ("gpt2", 3, 5, {"rank": 4})],
+)
+def test_an_interrupted_one_goes_on_to_the_same_bits(architecture, every, stopped_at, lora, tmp_path):
     """GPT-2 drops units, so the random state has to be that of the step too."""
-    given = {"steps": 8, "checkpoint_every": every, "norms": True}
+    if lora is not None:
+        pytest.importorskip("peft")
+    given = {"steps": 8, "checkpoint_every": every, "norms": True, "lora": lora}
     whole, _, expected = tuned(architecture, **given)
     checkpoint = tmp_path / "finetune.safetensors"
     with pytest.raises(Stop):

@@ -1,0 +1,91 @@
+"""The model card: `README.md` in the folder of the pruned model, which the hub shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from compressx.api.record import RunReport
+from compressx.models.checkpoint import Checkpoint
+from compressx.models.license import license_of
+from compressx.planning.plan import Plan
+from compressx.recipe.document import flow
+from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.yamlfile import dump_yaml
+from compressx.report import markdown
+from compressx.report.contents import evaluation, model_name, modules, told
+from compressx.report.section import Section, Table
+
+_USE = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".")  # this folder, or the id of its repository
+tokenizer = AutoTokenizer.from_pretrained(".")
+print(model.config.compressx)  # sparsity, patterns and pruners
+"""
+
+
+def card(loaded: LoadedRecipe, plan: Plan, report: RunReport, checkpoint: Checkpoint) -> str:
+    """Return the content of the model card.
+
+    Args:
+        loaded: the recipe; the card leaves out its output folder and its trackers.
+        plan: the executed plan.
+        report: what the run did.
+        checkpoint: of the dense model, whose license is carried over if it is known.
+    """
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        base_model=loaded.recipe.model.id, **license_of(checkpoint), library_name="transformers",
+        pipeline_tag="text-generation", tags=["compressx", "pruned", "sparse"],
+    )  # fmt: skip
+    return f"---\n{data.to_yaml()}\n---\n\n{markdown.page([*_sections(loaded, plan, report)])}"
+
+
+def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[Section]:
+    base = loaded.recipe.model.id
+    name = base or Path(model_name(report.model)).name
+    yield Section(
+        f"{name}, {report.sparsity:.0%} sparse",
+        (f"[{base}](https://huggingface.co/{base})" if base else name)
+        + f", pruned by compressx {report.compressx}: {report.sparsity:.2%} of the weights of {len(report.layers)} "
+        "linears are zero. The weights are stored dense: files are as large as those of the base model.",
+    )
+    (method,) = modules(report)
+    yield replace(method, title="Method", note=" ".join(_method(report)), table=_without(method.table, "seconds"))
+    for measured in evaluation(report):
+        yield replace(measured, note="On the texts of the recipe's `evaluate` section, below.")
+    if (text := loaded.recipe.calibration) is not None and plan.needs_calibration:
+        sources = text.model_dump(mode="json", by_alias=True, exclude_none=True, include={"dataset", "datasets"})
+        told_of = f"{text.samples} windows of {text.sequence_length} tokens, drawn with seed {text.seed} from"
+        yield Section("Calibration", f"{told_of} `{flow(*sources.values())}`.")
+    yield Section("Use", text=_USE, language="py")
+    yield Section(
+        "Train it further",
+        "Training makes zeros nonzero again, unless the masks are held. `compressx apply masks.safetensors TRAINED "
+        "--output SPARSE` sets them to zero again; `masks.safetensors` is in the folder of the run.",
+    )
+    values: dict[str, Any] = loaded.recipe.model_dump(
+        mode="json", by_alias=True, exclude_none=True, exclude={"output", "track"}
+    )
+    note = "Save it as `recipe.yaml`, add `output: FOLDER`, and run `compressx run recipe.yaml`."
+    yield Section("Recipe", note, text=dump_yaml(values), language="yaml")
+
+
+def _method(report: RunReport) -> Iterator[str]:
+    """Yield what was done beside pruning, a sentence each."""
+    if (chosen := report.allocation) is not None:
+        yield f"The sparsities were chosen by the method `{chosen.method}`."
+    if any(block.reconstruction is not None for block in report.blocks):
+        yield "After it was pruned, each block's surviving weights were trained towards the dense block's output."
+    if report.finetune is not None:
+        yield f"The surviving weights were fine-tuned with masks held: {told(report.finetune)}"
+
+
+def _without(table: Table, name: str) -> Table:
+    """Return a table without one of its columns."""
+    kept = [i for i, column in enumerate(table.columns) if column.name != name]
+    return Table(tuple(table.columns[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in table.rows))

@@ -1,0 +1,139 @@
+"""Checks of a recipe's parts before weights are loaded: output, disk space, text, tasks, model and tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from compressx.data.chat import require_template
+from compressx.data.documents import check_dataset
+from compressx.evaluation.tasks import check_name
+from compressx.models.architecture import find_blocks, text_config
+from compressx.models.checkpoint import Checkpoint, find_checkpoint
+from compressx.models.export import check_output, unfinished
+from compressx.models.generate import first_token
+from compressx.models.loading import dtype_of, load_skeleton, load_tokenizer
+from compressx.planning.plan import Plan
+from compressx.recipe.document import Step
+from compressx.recipe.parts import Parts
+from compressx.recipe.schema import LoadedRecipe
+from compressx.runtime.errors import ArtifactError, Mistakes
+
+
+@dataclass(frozen=True, eq=False)
+class FoundModel:
+    """A model without its weights.
+
+    Attributes:
+        checkpoint: where its weights are.
+        skeleton: the transformers model on the meta device.
+        tokenizer: its tokenizer.
+    """
+
+    checkpoint: Checkpoint
+    skeleton: Any
+    tokenizer: Any
+
+
+def check_parts(parts: Parts, mistakes: Mistakes) -> FoundModel | None:
+    """Check the output folder, the datasets and the model, each by itself.
+
+    Args:
+        parts: of the recipe.
+        mistakes: receives an error for each mistake.
+
+    Returns:
+        The model, or None if there is none or it has a mistake.
+    """
+    if parts.output is not None:
+        with mistakes.collected(), parts.at("output"):
+            check_output(parts.output)
+    chats = check_datasets(parts, mistakes)
+    if parts.model is None:
+        return None
+    found = None
+    with mistakes.collected(), parts.at("model"):
+        checkpoint = find_checkpoint(parts.model)
+        skeleton = load_skeleton(checkpoint)
+        find_blocks(skeleton)
+        found = FoundModel(checkpoint, skeleton, None)
+    if found is not None:
+        with mistakes.collected(), parts.at("model"):
+            found = replace(found, tokenizer=load_tokenizer(found.checkpoint))
+            check_tokenizer(parts, found.skeleton, found.tokenizer, chats, mistakes)
+    return found
+
+
+def check_datasets(parts: Parts, mistakes: Mistakes) -> list[tuple[Step, ...]]:
+    """Check the datasets without reading them; return the places of those known to hold chats."""
+    chats = []
+    for place, dataset in parts.datasets.items():
+        with mistakes.collected(), parts.at(*place):
+            if check_dataset(dataset):
+                chats.append(place)
+    return chats
+
+
+def check_tokenizer(
+    parts: Parts, skeleton: Any, tokenizer: Any, chats: Sequence[tuple[Step, ...]], mistakes: Mistakes
+) -> None:
+    """Refuse chats without a chat template, and generated text without a token to begin with."""
+    for place, dataset in parts.datasets.items():
+        with mistakes.collected(), parts.at(*place):
+            if place in chats:
+                require_template(tokenizer)
+            if dataset.generate is not None:
+                first_token(tokenizer, skeleton)
+
+
+def check_names(parts: Parts, mistakes: Mistakes) -> bool:
+    """Check that lm-evaluation-harness has each task; return whether it has all."""
+    before = len(mistakes)
+    for place, task in parts.tasks.items():
+        with mistakes.collected(), parts.at(*place):
+            check_name(task)
+    return len(mistakes) == before
+
+
+def refuse_overwriting(output: Path, checkpoint: Checkpoint) -> None:
+    """Refuse an output folder that holds the input model.
+
+    Raises:
+        ArtifactError: names the folder.
+    """
+    model = Path(checkpoint.location)
+    if model.exists() and model.resolve().is_relative_to(output.expanduser().resolve()):
+        raise ArtifactError(f"output {output} would overwrite the input model; name another folder")
+
+
+def check_space(loaded: LoadedRecipe, found: FoundModel, planned: Plan) -> None:
+    """Refuse an output for which the disk has no room.
+
+    What is needed at the end of a run is counted: the model, the finished blocks, their masks twice, and the hidden
+    states that an interrupted run would resume from. What earlier runs left for the same output counts as free.
+
+    Raises:
+        ArtifactError: names both sizes in bytes.
+    """
+    recipe = loaded.recipe
+    folder = next(p for p in recipe.output.expanduser().resolve().parents if p.is_dir())
+    itemsize = dtype_of(found.checkpoint, found.skeleton.config).itemsize
+    sizes = {name: p.numel() * itemsize for name, p in found.skeleton.named_parameters()}
+    blocks = tuple(f"{fqn}." for fqn in find_blocks(found.skeleton) if planned.in_block(fqn))
+    finished = sum(size for name, size in sizes.items() if name.startswith(blocks))
+    masks = 2 * sum(x.weights for x in planned.linears) // 8
+    states = 0
+    if (text := recipe.calibration) is not None and planned.needs_calibration:
+        streams = 1 if recipe.reconstruct_block is None else 2  # dense and pruned
+        states = streams * text.samples * text.sequence_length * text_config(found.skeleton).hidden_size * itemsize
+    needed = sum(sizes.values()) + finished + masks + states
+    left = sum(f.stat().st_size for p in unfinished(recipe.output) for f in p.rglob("*") if f.is_file())
+    if (free := shutil.disk_usage(folder).free + left) < needed:
+        raise ArtifactError(
+            f"output {recipe.output} needs {needed} bytes: model {sum(sizes.values())}, finished blocks {finished}, "
+            f"masks {masks}, hidden states {states}; {folder} has {free} bytes free. Free some space there, or choose "
+            "another disk"
+        )

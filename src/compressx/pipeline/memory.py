@@ -1,0 +1,274 @@
+"""`prune`: prune a model that is in memory, without writing files."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressx._version import __version__
+from compressx.api.record import RunReport
+from compressx.data.chat import Document
+from compressx.data.windows import windows_of
+from compressx.evaluation.perplexity import evaluate, evaluation_mode
+from compressx.masks.file import MaskEntry, PackedMasks
+from compressx.masks.maskset import MaskSet
+from compressx.models.access import Access, InMemory
+from compressx.models.architecture import text_config
+from compressx.models.export import refuse_prepared
+from compressx.models.generate import first_token, generate
+from compressx.models.hidden import Keep, Streams
+from compressx.pipeline.context import Progress, RunContext
+from compressx.pipeline.finishing import Pruned, describe, evaluated, report_of, trained, versions
+from compressx.pipeline.journal import Allocated, FinishedBlock
+from compressx.pipeline.log import run_log
+from compressx.pipeline.preparation import RunTexts, calibration_batches, plan_in_memory, read_all
+from compressx.pipeline.pruning import Pruning
+from compressx.pipeline.tracking import Tracking
+from compressx.planning.plan import Plan
+from compressx.plugins.manager import Plugins, load_plugins
+from compressx.recipe.memory import recipe_in_memory
+from compressx.recipe.sources import Generate
+from compressx.runtime.errors import CalibrationError, CompressxError, UnsupportedModelError
+from compressx.runtime.machine import machine
+from compressx.runtime.ranks import ALONE
+from compressx.runtime.timing import Timing, forget_peaks
+
+_DENSE_STAGES = ("load", "calibrate", "evaluate dense", "allocate")
+"""The stages that leave the model's weights as they were."""
+
+
+@dataclass(frozen=True, eq=False)
+class PrunedModel:
+    """What `prune` returns.
+
+    Attributes:
+        model: the pruned model, with zeros; its config has the attribute `compressx`.
+        masks: of its pruned linears.
+        report: as a run writes it to `report.json`.
+    """
+
+    model: Any
+    masks: MaskSet
+    report: RunReport
+
+
+def prune(
+    model: Any,
+    tokenizer: Any,
+    recipe: Path | str | Mapping[str, Any],
+    *,
+    calibration: Tensor | Sequence[Document] | None = None,
+    copy: bool = False,
+    plugins: Plugins | None = None,
+    overrides: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> PrunedModel:
+    """Prune a model in memory, on its device and in its dtype; equal to a `run` on the same weights, to the bit.
+
+    No files are written, except temporary ones if `calibration.memory_limit` asks for them. Modes, `requires_grad` and
+    dtypes are kept.
+
+    Args:
+        model: a transformers causal language model, all on one device.
+        tokenizer: its tokenizer; None if no text has to be read.
+        recipe: a path or a mapping, without `model`, `output` and `track`.
+        calibration: text in place of `calibration.dataset`: documents, or token ids, int64 [windows, tokens], which are
+            used as they are. The other keys of `calibration` are optional then.
+        copy: prune a copy, and leave the model as it is.
+        plugins: what `load_plugins` returned; discovered when absent. `compressx_run_finished` is not called.
+        overrides: `a.b=VALUE`, as for `--set`; only with a path.
+        progress: see `context.Progress`.
+
+    Raises:
+        CompressxError: an error that the user can fix. After an error without `copy` the model is as it was, or the
+            message says that blocks are already pruned; for other exceptions, the logger `compressx` says so.
+    """
+    timing = Timing("load")
+    with run_log(first=True, file=None) as log:
+        _refuse(model)
+        name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
+        path = Path(recipe) if isinstance(recipe, str | Path) else recipe
+        loaded = recipe_in_memory(path, name, _decided(calibration), overrides)
+        access = InMemory(model)
+        context = RunContext(
+            loaded, plugins or load_plugins(), progress, access.device, ALONE, timing, log, Tracking(log)
+        )
+        log.header(machine(access.device), {"compressx": __version__, **versions()})
+        forget_peaks()
+        with evaluation_mode(model), tempfile.TemporaryDirectory(prefix="compressx-") as folder:
+            given = _NoTokenizer() if tokenizer is None else tokenizer
+            planned, texts = _read(context, model, given, calibration)
+            kept = Kept(Path(folder))
+            with contextlib.nullcontext() if copy else _changes_told(context, kept, planned):
+                return _pruned(context, kept, planned, texts, model, given, copy=copy)
+
+
+class Kept:
+    """The finished blocks of a run in memory, which cannot be resumed; see `pruning.Record`."""
+
+    def __init__(self, blocks: Path) -> None:
+        self.blocks = blocks
+        self.finished: list[str] = []
+        self.allocated: Allocated | None = None
+        self.masks: list[PackedMasks] = []
+
+    def allocate(self, allocated: Allocated) -> None:
+        """Keep an allocation."""
+        self.allocated = allocated
+
+    def add(self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], streams: Streams) -> None:  # noqa: ARG002 - the weights are in the model
+        """Keep the masks of a block."""
+        self.finished.append(block.report.fqn)
+        self.masks.append(PackedMasks.of(masks))
+
+    def restore(self, access: Access, keep: Keep) -> tuple[list[FinishedBlock], Streams]:  # noqa: ARG002 - nothing is resumed
+        """Return nothing: every run is a new one."""
+        return [], Streams(())
+
+
+def _pruned(
+    context: RunContext, kept: Kept, planned: Plan, texts: RunTexts, model: Any, tokenizer: Any, *, copy: bool
+) -> PrunedModel:
+    """Go through the stages of a run."""
+    recipe = context.loaded.recipe
+    work = deepcopy(model) if copy else model
+    # Training towards the dense model needs it beside the pruned one.
+    distilled = recipe.finetune is not None and recipe.finetune.teacher == "dense"
+    dense = deepcopy(model) if distilled and not copy else model
+    access = InMemory(work)
+    measured = {}
+    if recipe.evaluate is not None and texts.evaluation is not None:
+        context.report_progress("evaluate dense", 0, 1)
+        with context.loaded.at("evaluate"):
+            # Not cached: a model in memory may compute something else than its weights and config say.
+            measured["dense"] = evaluate(access, tokenizer, recipe.evaluate, texts.evaluation)
+        context.report_figures("dense", measured["dense"])
+    batches = calibration_batches(recipe.calibration, texts.calibration)
+    final, allocation, blocks = Pruning(context, access, batches, batches, kept).run(planned)
+    masks = MaskSet(PackedMasks.joined(kept.masks))
+    pruned = Pruned(tokenizer, access, final, allocation, blocks, measured, texts.evaluation, texts.training)
+    evaluation, tuned = trained(context, pruned, lambda: masks, lambda: dense, None)
+    evaluation |= evaluated(context, pruned, access, "pruned" if tuned is None else "finetuned")
+    describe(pruned)
+    report = report_of(context, pruned, evaluation, tuned, ())
+    context.log.finished(report)
+    return PrunedModel(work, masks, report)
+
+
+@contextlib.contextmanager
+def _changes_told(context: RunContext, kept: Kept, planned: Plan) -> Iterator[None]:
+    """Say after an exception that the model is no longer as it was, unless it is."""
+    try:
+        yield
+    except BaseException as error:
+        if context.timing.stage in _DENSE_STAGES:
+            raise
+        total = len({x.block for x in planned.linears})
+        told = (
+            f"the model is no longer as it was: {len(kept.finished)} of {total} blocks are pruned, and one more may be "
+            "in part; load it again, or prune a copy (copy=True)"
+        )
+        if isinstance(error, CompressxError):
+            raise type(error)(f"{error}; {told}") from error
+        context.log.write(logging.ERROR, told)
+        raise
+
+
+def _refuse(model: Any) -> None:
+    """Refuse what is no dense transformers model on one device."""
+    from transformers import PreTrainedModel
+
+    kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"prune takes a transformers causal language model, got {kind}; unwrap it first (of PEFT: "
+            "model.merge_and_unload())"
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UnsupportedModelError(f"{kind} has PEFT adapters; merge them into its weights, or load it without them")
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(f"{kind} is quantized; prune the full-precision model, then quantize")
+    refuse_prepared(model, "pruned")
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) != 1 or "meta" in devices:
+        raise UnsupportedModelError(
+            f"{kind} has weights on {' and '.join(sorted(devices))}, expected one device; load it without device_map, "
+            "or write a recipe with model.streaming: true and call compressx.run"
+        )
+
+
+def _decided(calibration: Tensor | Sequence[Document] | None) -> Mapping[str, Any] | None:
+    """Return the keys of the recipe's `calibration` that given text decides."""
+    if calibration is None:
+        return None
+    if not isinstance(calibration, Tensor):
+        return {"dataset": "given"}
+    if calibration.dim() != 2 or calibration.is_floating_point() or calibration.dtype == torch.bool:
+        raise CalibrationError(
+            f"calibration is {calibration.dtype} {[*calibration.shape]}, expected token ids, int64 [windows, tokens], "
+            "or a list of documents"
+        )
+    windows, length = calibration.shape
+    return {
+        "dataset": "given",
+        "samples": windows,
+        "sequence_length": length,
+        "windows": "pack",
+        "seed": 0,
+        "bos": False,
+    }
+
+
+def _read(
+    context: RunContext, model: Any, tokenizer: Any, calibration: Tensor | Sequence[Document] | None
+) -> tuple[Plan, RunTexts]:
+    """Check the recipe, plan it, and read all text, with the caller's in place of the calibration dataset."""
+    loaded, windows = context.loaded, None
+    planned = plan_in_memory(loaded, context.plugins, model, tokenizer)
+    context.log.rules(loaded, planned)
+    context.report_progress("calibrate", 0, 1)
+    settings = loaded.recipe.calibration
+    if isinstance(calibration, Tensor):
+        windows = _of_vocabulary(calibration.long().cpu(), text_config(model).vocab_size)
+    elif calibration is not None and settings is not None:
+        documents = [calibration] if isinstance(calibration, str) else calibration
+        windows = windows_of(documents, settings.samples, settings.draw, tokenizer)
+
+    def generated(settings: Generate, length: int) -> Tensor:
+        return generate(
+            model, first_token(tokenizer, model), settings, length,
+            lambda i, n: context.report_progress("calibrate", i, n, "sequences generated"),
+        )  # fmt: skip
+
+    texts = read_all(loaded, planned, tokenizer, generated, calibration=windows)
+    context.report_progress("load", 1, 2)
+    return planned, texts
+
+
+def _of_vocabulary(windows: Tensor, vocabulary: int) -> Tensor:
+    low, high = (int(windows.min()), int(windows.max())) if windows.numel() else (0, 0)
+    if low >= 0 and high < vocabulary:
+        return windows
+    raise CalibrationError(
+        f"calibration has token ids from {low} to {high}, but the model's vocabulary has {vocabulary}; tokenize with "
+        "the model's own tokenizer"
+    )
+
+
+class _NoTokenizer:
+    """In place of a tokenizer that is None: any use is an error."""
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise CalibrationError("tokenizer is None, but the recipe has text to read; pass the model's tokenizer")
+
+    def __getattr__(self, name: str) -> Any:
+        return self()

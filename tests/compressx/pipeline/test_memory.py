@@ -1,0 +1,199 @@
+"""`compressx.prune`: a model in memory, against a run on the folder that the same model was loaded from."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.compressx.pipeline.runs import recipe, weights
+
+import compressx
+from compressx.data.windows import read_calibration
+from compressx.masks.maskset import MaskSet
+from compressx.models.checkpoint import find_checkpoint
+from compressx.models.loading import load_model, load_tokenizer
+from compressx.pipeline.run import run
+from compressx.plugins.manager import load_plugins
+from compressx.recipe.sources import DatasetSource, Draw, ModelSource
+from compressx.runtime.errors import CalibrationError, RecipeError, UnsupportedModelError
+
+SEVERAL = (
+    {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune"},
+    {"targets": ["*"], "pruner": "sparsegpt"},
+)
+SECTIONS: dict[str, Any] = {
+    "allocation": {"method": "attention-aware", "target": 0.5, "sparsities": [0.4, 0.6], "samples": 4},
+    "reconstruct_block": {"passes": 1},
+    "finetune": {"steps": 2, "batch_size": 2},
+}
+
+
+def loaded(folder: Path) -> tuple[Any, Any]:
+    """Return a model and its tokenizer, as a caller has them."""
+    checkpoint = find_checkpoint(ModelSource(path=folder))
+    return load_model(checkpoint), load_tokenizer(checkpoint)
+
+
+def in_memory(asked: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in asked.items() if key not in ("model", "output")}
+
+
+def tensors(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def untimed(report: Any) -> Any:
+    """Return a part of a report without what differs from run to run, and the model's place."""
+    left_out = ("seconds", "peak_memory_bytes", "model", "date", "command", "hardware")
+    if dataclasses.is_dataclass(report):
+        return {k: untimed(v) for k, v in vars(report).items() if k not in left_out}
+    return tuple(map(untimed, report)) if isinstance(report, tuple) else report
+
+
+@pytest.fixture
+def wanda(model: Path) -> dict[str, Any]:
+    return in_memory(recipe(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_model_in_memory_ends_as_a_run_of_the_same_recipe_to_the_bit(copy, models):
+    folder = models("llama-tied")
+    asked = recipe(folder, *SEVERAL, evaluated=True, **SECTIONS)
+    written = run(asked)
+    model, tokenizer = loaded(folder)
+    dense = tensors(model)
+    given = in_memory(asked)
+    pruned = compressx.prune(model, tokenizer, given, copy=copy)
+    assert same(tensors(pruned.model), weights("out/model"))
+    masks = MaskSet.load("out/masks.safetensors")
+    assert [*pruned.masks] == [*masks]
+    assert all(torch.equal(pruned.masks[name].keep, masks[name].keep) for name in masks)
+    assert pruned.masks["model.layers.0.mlp.up_proj"].sha256 == masks["model.layers.0.mlp.up_proj"].sha256
+    assert untimed(pruned.report) == untimed(written)
+    assert set(pruned.report.evaluation) == {"dense", "pruned", "finetuned"}
+    assert (pruned.model is model) == (not copy)
+    assert same(tensors(model), dense) == copy, "a copy leaves the dense weights as they are"
+
+
+def test_modes_gradients_and_the_folder_are_left_as_they_were(model, wanda):
+    before = [*Path().iterdir()]
+    dense, tokenizer = loaded(model)
+    dense.train().requires_grad_(False)
+    wanda["calibration"]["memory_limit"] = 1000
+    pruned = compressx.prune(dense, tokenizer, wanda)
+    assert pruned.model is dense
+    assert dense.training
+    assert not any(p.requires_grad for p in dense.parameters())
+    assert pruned.report.sparsity == pruned.masks.sparsity() == 0.5
+    assert pruned.masks.verify(dense)
+    assert dense.config.compressx["sparsity"] == 0.5
+    assert [*Path().iterdir()] == before
+
+
+def test_text_that_the_caller_has_stands_for_the_recipes(model, wanda):
+    text = model.with_name("text.txt").read_text()
+    dense, tokenizer = loaded(model)
+    source = DatasetSource(text=str(model.with_name("text.txt")))
+    windows = read_calibration(Draw([(source, 1.0)], samples=8, sequence_length=32), tokenizer)
+    expected = tensors(compressx.prune(dense, tokenizer, wanda, copy=True).model)
+    of_ids = compressx.prune(dense, None, {"prune": wanda["prune"]}, calibration=windows, copy=True)
+    assert same(tensors(of_ids.model), expected)
+    del wanda["calibration"]["dataset"]
+    of_texts = compressx.prune(dense, tokenizer, wanda, calibration=[text], copy=True)
+    assert same(tensors(of_texts.model), expected)
+    other = compressx.prune(dense, tokenizer, wanda, calibration=[text[::-1]], copy=True)
+    assert not same(tensors(other.model), expected)
+
+
+def test_the_text_that_the_model_writes_itself_is_that_of_a_run(model):
+    asked = recipe(model)
+    asked["calibration"]["dataset"] = {"generate": {"samples": 8}}
+    run(asked)
+    assert same(tensors(compressx.prune(*loaded(model), in_memory(asked)).model), weights("out/model"))
+
+
+class Failing:
+    """A plugin that fails after the second block."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    @compressx.hookimpl
+    def compressx_block_pruned(self, report: compressx.BlockReport) -> None:
+        if report.index == 1:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [CalibrationError("no luck"), KeyboardInterrupt()], ids=["known", "ctrl-c"])
+def test_a_failure_half_way_says_that_the_model_is_changed_unless_it_is_a_copy(error, model, wanda, caplog):
+    dense, tokenizer = loaded(model)
+    before, plugins = tensors(dense), load_plugins()
+    plugins.manager.register(Failing(error))
+    with pytest.raises(type(error)):
+        compressx.prune(dense, tokenizer, wanda, plugins=plugins, copy=True)
+    assert same(tensors(dense), before)
+    assert not caplog.messages
+    with caplog.at_level(logging.ERROR, "compressx"), pytest.raises(type(error)) as raised:
+        compressx.prune(dense, tokenizer, wanda, plugins=plugins)
+    assert not same(tensors(dense), before)
+    assert "the model is no longer as it was: 2 of 3 blocks are pruned" in f"{raised.value}{caplog.text}"
+
+
+def test_a_failure_before_the_first_block_leaves_the_model_and_says_nothing_of_it(model, wanda):
+    dense, tokenizer = loaded(model)
+    before = tensors(dense)
+    wanda["calibration"]["samples"] = 10_000
+    with pytest.raises(CalibrationError, match="calibration needs 10000 windows of 32 tokens") as raised:
+        compressx.prune(dense, tokenizer, wanda)
+    assert "no longer" not in str(raised.value)
+    assert same(tensors(dense), before)
+
+
+@pytest.mark.parametrize(
+    ("changed", "calibration", "message"),
+    [
+        ({"model": "any/model"}, None, "<dict>:model: model: the model is the one that is passed to prune"),
+        ({"output": "out"}, None, "<dict>:output: output: a model in memory is pruned without writing files"),
+        ({"track": "tensorboard"}, None, "track: a model in memory is pruned without trackers"),
+        ({}, ["w1"], "<dict>:calibration.dataset: calibration.dataset: the argument calibration decides it"),
+        ({"calibration": {"datasets": ["c4"]}}, ["w1"], "calibration.datasets: the argument calibration decides it"),
+        ({"calibration": {"samples": 8}}, torch.ones(2, 8, dtype=torch.int64), "calibration.samples: the argument"),
+        ({"calibration": {}}, torch.ones(2, 256, dtype=torch.int64), "sequence_length 256 is longer than the model's"),
+        ({"calibration": {}}, torch.full((2, 8), 128), "from 128 to 128, but the model's vocabulary has 128"),
+        ({"calibration": {}}, torch.ones(8), r"calibration is torch.float32 \[8\], expected token ids, int64"),
+        ({"sparcity": 0.5}, None, "unknown key 'sparcity'"),
+    ],
+)  # fmt: skip
+def test_what_has_no_meaning_for_a_model_in_memory_is_refused(changed, calibration, message, model, wanda):
+    dense, tokenizer = loaded(model)
+    with pytest.raises((RecipeError, CalibrationError), match=message):
+        compressx.prune(dense, tokenizer, wanda | changed, calibration=calibration)
+
+
+def test_a_tokenizer_is_needed_where_there_is_text_to_read(model, wanda):
+    with pytest.raises(CalibrationError, match="tokenizer is None, but the recipe has text to read"):
+        compressx.prune(loaded(model)[0], None, wanda)
+
+
+def test_what_is_no_dense_model_on_one_device_is_refused(model, wanda):
+    from peft import LoraConfig, get_peft_model
+
+    dense, tokenizer = loaded(model)
+    with pytest.raises(UnsupportedModelError, match="got Linear; unwrap it first"):
+        compressx.prune(torch.nn.Linear(2, 2), tokenizer, wanda)
+    with torch.device("meta"):
+        empty = type(dense)(dense.config)
+    with pytest.raises(UnsupportedModelError, match="has weights on meta, expected one device"):
+        compressx.prune(empty, tokenizer, wanda)
+    adapted = get_peft_model(dense, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with pytest.raises(UnsupportedModelError, match=r"got PeftModelForCausalLM; .*merge_and_unload"):
+        compressx.prune(adapted, tokenizer, wanda)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from compressx.runtime import locks
+from compressx.runtime.errors import ArtifactError
+from compressx.runtime.locks import locked
+
+
+def test_the_second_is_told_who_holds_the_lock_and_the_file_goes_with_the_lock(tmp_path: Path) -> None:
+    lock = tmp_path / ".out.lock"
+    with locked(lock, "a run"):
+        message = (
+            rf"^a run is active, by process {os.getpid()} on \S+, and holds {lock}; wait for it, or choose another$"
+        )
+        with pytest.raises(ArtifactError, match=message), locked(lock, "a run"):
+            pytest.fail("the block must not run")
+        assert lock.exists()
+    assert not lock.exists()
+
+
+def test_a_file_that_a_killed_process_left_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("process 7 on a machine with a long name\n")
+    with locked(tmp_path / "lock", "a run"):
+        assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert not (tmp_path / "lock").exists()
+
+
+def test_where_files_cannot_be_locked_the_file_itself_is_the_lock(tmp_path, monkeypatch):
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    with locked(tmp_path / "lock", "a run"):
+        message = "is active, by process .*; wait .* If that process has ended, remove the file"
+        with pytest.raises(ArtifactError, match=message), locked(tmp_path / "lock", "a run"):
+            pytest.fail("the block must not run")
+    with locked(tmp_path / "lock", "a run"):
+        pass
+
+
+def test_a_forked_child_that_outlives_the_owner_of_a_lock_does_not_keep_it(tmp_path: Path) -> None:
+    lock, reader, writer = tmp_path / "lock", *os.pipe()
+    if (owner := os.fork()) == 0:
+        with locked(lock, "a run"):
+            if (child := os.fork()) == 0:
+                signal.pause()
+            os.write(writer, str(child).encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+    child = int(os.read(reader, 100))
+    os.waitpid(owner, 0)
+    try:
+        assert lock.exists()
+        with locked(lock, "a run"):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_lock_whose_file_was_removed_while_it_was_opened_is_no_lock(tmp_path, monkeypatch):
+    real, opened = locks._opened, []
+
+    def opened_late(path: Path) -> tuple[int, bool]:
+        found = real(path)
+        if not opened:
+            path.unlink()  # as the last holder does between the open and the lock
+        opened.append(found)
+        return found
+
+    monkeypatch.setattr(locks, "_opened", opened_late)
+    with locked(tmp_path / "lock", "a run"):
+        assert len(opened) == 2
+        assert (tmp_path / "lock").exists()
