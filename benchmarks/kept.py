@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from compressx.plugins.record import code_digest
+from compressx.runtime.code import code_digest
 
 
 def same_settings(folder: Path, settings: Mapping[str, object]) -> None:

@@ -21,7 +21,7 @@ from compressx.cli.common import (
 )
 
 
-@click.command("eval", epilog="Example: compressx eval runs/one --set evaluate.token_perplexity.samples=8")
+@click.command("eval", epilog="Example: compressx eval runs/one --tasks hellaswag,arc_easy --limit 100")
 @click.argument("model")
 @click.option("--masks", type=PATH, help="Masks to apply to the model first.")
 @click.option("--recipe", type=PATH, help="Use this recipe's evaluate section.")
@@ -42,11 +42,7 @@ def evaluate(
     model: str, masks: Path | None, recipe: Path | None, overrides: tuple[str, ...], dtype: str, revision: str | None,
     trust_remote_code: bool, device: str, as_json: bool, **lm_eval: Any,
 ) -> None:  # fmt: skip
-    r"""Measure MODEL: an output folder, a model folder, a .gguf file or a hub id.
-
-    \b
-    compressx eval runs/mixed
-    compressx eval runs/mixed --tasks hellaswag,arc_easy --limit 100
+    """Measure MODEL: an output folder, a model folder, a .gguf file or a hub id.
 
     Without --recipe and --tasks, measure the token perplexity on WikiText-2. --tasks and the options below it are
     short for --set evaluate.lm_eval.KEY=VALUE.

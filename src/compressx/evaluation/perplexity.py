@@ -13,23 +13,21 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compressx._version import __version__
 from compressx.data.documents import documents, texts
 from compressx.data.windows import beginning, evaluation_windows, fingerprint, token_ids
 from compressx.evaluation.harness import run_tasks
-from compressx.evaluation.sample import generate, prompt_ids
+from compressx.evaluation.sample import continuation, prompt_ids
 from compressx.evaluation.tasks import ROLLING_METRICS, check_tasks, is_file
 from compressx.models.access import Access, config_fingerprint
-from compressx.plugins.record import code_digest
 from compressx.recipe.measuring import Evaluate, RollingTask
 from compressx.runtime.cache import cache_folder, cached
+from compressx.runtime.code import code_versions
 from compressx.runtime.errors import CalibrationError
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -165,7 +163,7 @@ def evaluate(
             figures |= {name: rolling[0][name] for name in ROLLING_METRICS if name in rolling[0]}
     if settings.sample is not None and texts.prompt is not None:
         with access.whole() as model, evaluation_mode(model):
-            text = generate(model, tokenizer, texts.prompt, settings.sample.tokens)
+            text = continuation(model, tokenizer, texts.prompt, settings.sample.tokens)
         figures["sample"] = {"prompt": settings.sample.prompt, "text": text}
     return figures
 
@@ -195,10 +193,7 @@ def evaluate_cached(
         "config": config_fingerprint(access.model),
         "tokenizer": _sha256(_tokenizing(tokenizer)),
         "device": access.device.type,
-        "versions": {
-            "compressx": f"{__version__}, code {code_digest('compressx')}",
-            **{name: metadata.version(name) for name in ("torch", "transformers", "numpy", "lm_eval")},
-        },
+        "versions": code_versions("lm_eval"),
     }
     folder = cache_folder() / "evaluations"
     return cached(key, lambda: evaluate(access, tokenizer, settings, texts, progress=progress), folder)

@@ -38,7 +38,7 @@ def prompt_ids(settings: Sample, tokenizer: Any) -> Tensor:
     return torch.tensor([ids])
 
 
-def generate(model: Any, tokenizer: Any, ids: Tensor, tokens: int) -> str:
+def continuation(model: Any, tokenizer: Any, ids: Tensor, tokens: int) -> str:
     """Return what a model writes after a prompt, the likeliest token each time, until it ends or `tokens` are written.
 
     The model's own generation settings, such as a penalty for repetition, are not used, since they would hide what

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,10 @@ def _pruned(
         context.report_progress("evaluate dense", 0, 1)
         with context.loaded.at("evaluate"):
             # Not cached: a model in memory may compute something else than its weights and config say.
-            measured["dense"] = evaluate(access, tokenizer, recipe.evaluate, texts.evaluation)
+            measured["dense"] = evaluate(
+                access, tokenizer, recipe.evaluate, texts.evaluation,
+                progress=partial(context.report_progress, "evaluate dense"),
+            )  # fmt: skip
         context.report_figures("dense", measured["dense"])
     batches = calibration_batches(recipe.calibration, texts.calibration)
     final, allocation, blocks = Pruning(context, access, batches, batches, kept).run(planned)

@@ -8,7 +8,6 @@ import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,8 @@ from compressx.pipeline.texts import OwnText
 from compressx.pipeline.tracking import Tracking
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
-from compressx.plugins.record import code_digest
 from compressx.recipe.schema import LoadedRecipe
+from compressx.runtime.code import code_versions
 from compressx.runtime.machine import machine
 from compressx.runtime.ranks import Ranks, joined_ranks
 from compressx.runtime.timing import Timing, forget_peaks
@@ -236,10 +235,7 @@ def _fingerprint(context: RunContext, given: _Inputs) -> dict[str, Any]:
         "calibration tokens": None if windows is None else fingerprint_of(windows),
         "calibration batch_size": None if windows is None else recipe["calibration"]["batch_size"],
         "plugins": {p.name: f"{p.version or 'no version'}, code {p.code()}" for p in plugins},
-        "versions": {
-            "compressx": f"{__version__}, code {code_digest('compressx')}",
-            **{n: metadata.version(n) for n in ("torch", "transformers", "numpy")},
-        },
+        "versions": code_versions(),
         "device": access.device.type,
         "processes": context.ranks.size,
     }

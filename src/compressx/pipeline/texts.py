@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressx._version import __version__
 from compressx.models.access import Access, config_fingerprint, weights_fingerprint
 from compressx.models.generate import first_token, generate
 from compressx.pipeline.context import RunContext
-from compressx.plugins.record import code_digest
 from compressx.recipe.methods import AttentionAware, DivergenceAllocation
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.sources import Generate
 from compressx.runtime.cache import cache_folder, cached
+from compressx.runtime.code import code_versions
 from compressx.runtime.errors import RecipeError
 
 
@@ -84,10 +82,7 @@ class OwnText:
             "model": weights_fingerprint(access),
             "config": config_fingerprint(access.model),
             "device": access.device.type,
-            "versions": {
-                "compressx": f"{__version__}, code {code_digest('compressx')}",
-                **{name: metadata.version(name) for name in ("torch", "transformers")},
-            },
+            "versions": code_versions(),
         }
 
         def compute() -> list[list[int]]:

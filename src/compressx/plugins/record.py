@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import hashlib
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from compressx.plugins import kinds
+from compressx.runtime.code import code_digest
 
 Source: TypeAlias = Literal["entry point", "plugins.toml", "--plugin"]
 Status: TypeAlias = Literal["found", "loaded", "blocked", "disabled", "failed"]
@@ -96,17 +95,3 @@ class PluginRecord:
         return name in self.offers.get(key, ()) or any(
             of == name.lower() or (min(len(of), len(name)) > 3 and (of in name or name in of)) for of in own
         )
-
-
-def code_digest(package: str) -> str:
-    """Return the first 8 digits of the sha256 of a package's, or a single module's, Python sources.
-
-    Unlike the version, it changes with every edit of an editable install.
-    """
-    module = importlib.import_module(package)
-    files = sorted(path for place in getattr(module, "__path__", ()) for path in Path(place).rglob("*.py"))
-    digest = hashlib.sha256()
-    for path in files or [Path(module.__file__ or "")]:
-        if path.is_file():
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:8]

@@ -95,7 +95,7 @@ class Sample(Strict):
 
     prompt: str = Field(min_length=1, examples=["The three laws of motion are"])
     tokens: StrictInt = Field(64, ge=1, description="written at most; fewer where the model ends its text")
-    apply_chat_template: bool = Field(False, description="give the prompt as a user's message")
+    apply_chat_template: StrictBool = Field(False, description="give the prompt as a user's message")
 
 
 class Evaluate(Strict):

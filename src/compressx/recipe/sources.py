@@ -15,7 +15,6 @@ from pydantic import (
     StrictFloat,
     StrictInt,
     WithJsonSchema,
-    field_validator,
     model_validator,
 )
 
@@ -57,14 +56,6 @@ class ModelSource(Strict):
         description="keep weights on disk and load one decoder block at a time; auto: if the model would take more "
         "than half of the free memory",
     )
-
-    @field_validator("path")
-    @classmethod
-    def _model_of_a_run(cls, path: Path | None) -> Path | None:
-        """Take the output folder of a run for the model in it."""
-        if path is None or (path.expanduser() / "config.json").exists():
-            return path
-        return path / "model" if (path.expanduser() / "model" / "config.json").is_file() else path
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSource:

@@ -225,7 +225,7 @@ class TestEvaluateCached:
         (text / "edited.py").write_text("edited")
         monkeypatch.setattr("compressx.__path__", [*compressx.__path__, str(text)])  # its code counts, not its version
         assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
-        monkeypatch.setattr("compressx.evaluation.perplexity.__version__", "another")
+        monkeypatch.setattr("compressx.runtime.code.__version__", "another")
         assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
         assert (runs(asked), runs(asked)) == (1, 0)
         tokenizer.model_max_length = 15

@@ -10,7 +10,7 @@ import torch
 from tests.compressx.saved import save_tiny
 
 from compressx.evaluation.perplexity import evaluate, evaluate_cached, read_texts
-from compressx.evaluation.sample import generate, prompt_ids
+from compressx.evaluation.sample import continuation, prompt_ids
 from compressx.models.access import InMemory
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_tokenizer
@@ -31,7 +31,7 @@ def test_the_likeliest_token_is_taken_each_time_whatever_the_model_is_set_to(arc
         for _ in range(6):
             expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], dim=1)
     tokenizer.eos_token = None
-    assert generate(model, tokenizer, ids, 6) == "".join(
+    assert continuation(model, tokenizer, ids, 6) == "".join(
         c for c in tokenizer.decode(expected[0, 3:], skip_special_tokens=True) if c.isprintable() or c in "\n\t"
     )
     assert model.generation_config.to_dict() == before
@@ -49,7 +49,7 @@ def test_a_prompt_may_be_a_users_message_and_needs_a_template_a_token_and_room_f
     model = tiny_model("llama")
     model.config.max_position_embeddings = 8
     with pytest.raises(CalibrationError, match="2 tokens and 7 after it are more than the model's 8 positions"):
-        generate(model, tokenizer, torch.tensor([[1, 2]]), 7)
+        continuation(model, tokenizer, torch.tensor([[1, 2]]), 7)
 
 
 def test_a_sample_is_measured_cached_and_is_no_number(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -58,7 +58,7 @@ def test_a_sample_is_measured_cached_and_is_no_number(tokenizer: Any, tmp_path: 
     texts, model = read_texts(asked, tokenizer), InMemory(tiny_model("llama"))
     found = evaluate_cached(model, tokenizer, asked, texts, "model")
     assert found == evaluate(model, tokenizer, asked, texts)
-    monkeypatch.setattr("compressx.evaluation.perplexity.generate", lambda *_: pytest.fail("it is cached"))
+    monkeypatch.setattr("compressx.evaluation.perplexity.continuation", lambda *_: pytest.fail("it is cached"))
     assert evaluate_cached(model, tokenizer, asked, texts, "model") == found
     other = read_texts(Evaluate.model_validate({"sample": {"prompt": "abc"}}), tokenizer)
     assert other.fingerprint() != texts.fingerprint()

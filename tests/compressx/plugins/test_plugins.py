@@ -20,7 +20,7 @@ import compressx
 from compressx.plugins.file import PluginsFile, read_plugins_file
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import load_plugins
-from compressx.plugins.record import PluginRecord, code_digest
+from compressx.plugins.record import PluginRecord
 from compressx.runtime.errors import PluginError
 
 if sys.version_info >= (3, 11):
@@ -519,20 +519,3 @@ def test_arbitrary_tables_are_read_as_written_or_refused_with_a_line(
     else:
         places = [line.removeprefix(f"{path}:").split(": ")[0] for line in outcome.split("\n")]
         assert all(lines[int(place) - 1] for place in places)
-
-
-def test_the_digest_of_a_packages_code_is_of_all_its_files_and_says_which_state_it_is_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inner = tmp_path / "digested" / "inner"
-    inner.mkdir(parents=True)
-    for file in (inner.parent / "__init__.py", inner / "__init__.py", inner / "solver.py"):
-        file.write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    first = code_digest("digested")
-    (inner / "solver.py").write_text("steps = 3\n")
-    second = code_digest("digested")
-    (inner / "notes.txt").write_text("no code")
-    assert first != second == code_digest("digested")
-    (inner / "solver.py").write_text("")
-    assert code_digest("digested") == first

@@ -1,0 +1,37 @@
+"""Which code made a result: digests of sources, and versions of libraries."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from importlib import metadata
+from pathlib import Path
+
+from compressx._version import __version__
+
+
+def code_digest(package: str) -> str:
+    """Return the first 8 digits of the sha256 of a package's, or a single module's, Python sources.
+
+    Unlike the version, it changes with every edit of an editable install.
+    """
+    module = importlib.import_module(package)
+    files = sorted(path for place in getattr(module, "__path__", ()) for path in Path(place).rglob("*.py"))
+    digest = hashlib.sha256()
+    for path in files or [Path(module.__file__ or "")]:
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def code_versions(*others: str) -> dict[str, str]:
+    """Return what decides a result beside its inputs: compressx with its code's digest, and versions of libraries.
+
+    Args:
+        others: libraries beside torch, transformers and NumPy.
+    """
+    libraries = ("torch", "transformers", "numpy", *others)
+    return {
+        "compressx": f"{__version__}, code {code_digest('compressx')}",
+        **{name: metadata.version(name) for name in libraries},
+    }
