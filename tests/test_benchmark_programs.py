@@ -14,6 +14,8 @@ import pytest
 import torch
 from tests.compressx.saved import save_tiny
 
+from compressx import run
+
 pytestmark = pytest.mark.slow
 Benchmark: TypeAlias = Callable[..., str]
 
@@ -156,3 +158,19 @@ def test_the_picture_of_a_summary_shows_what_the_report_of_a_run_has(tmp_path, b
     drawn = (tmp_path / "summary.svg").read_text()
     for text in ("compressx&#160;run&#160;a.yaml", "Pruned&#160;org/model", "token_perplexity", "+25.0%"):
         assert text in drawn, text
+
+
+def test_adapters_masked_in_training_lose_nothing_when_they_are_merged(model, text, tmp_path, benchmark):
+    run({
+        "model": {"path": str(model)}, "prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}],
+        "output": str(tmp_path / "run"),
+    })  # fmt: skip
+    benchmark("adapters", tmp_path / "run", "--training", text, "--evaluation", text, "--output", tmp_path / "out",
+              "--rates", 1e-2, "--steps", 6, "--length", 16, "--windows", 4)  # fmt: skip
+    masked, plain = rows(tmp_path / "out" / "adapters.csv")
+    assert float(masked["outside"]) == 0.0
+    assert float(masked["adapted"]) == pytest.approx(float(masked["merged"]), rel=1e-5)
+    assert float(plain["outside"]) > 0.2
+    assert masked["verified"] == plain["verified"] == "True"
+    assert float(masked["merged"]) < float(masked["before"])
+    assert (tmp_path / "out" / "adapters.md").read_text().count("\n") == 4
