@@ -133,6 +133,21 @@ class AllocationReport:
 
 
 @dataclass(frozen=True)
+class HeldOutLoss:
+    """The loss on text that fine-tuning does not train on.
+
+    Attributes:
+        step: optimizer steps before it was measured.
+        loss: as in `FinetuneReport.losses`.
+        seconds: of training before it was measured.
+    """
+
+    step: int
+    loss: float
+    seconds: float = field(compare=False)
+
+
+@dataclass(frozen=True)
 class FinetuneReport:
     """How a pruned model was fine-tuned.
 
@@ -143,6 +158,8 @@ class FinetuneReport:
         windows: how many windows there were to train on, and tokens in each.
         losses: of every step, on its own batch, before the step: KL divergence from the teacher per token times the
             square of the temperature, or negative log-likelihood per token.
+        held_out: losses on held-out windows, from before the first step to after the last; the weights of the lowest
+            were kept. Empty when nothing was held out.
     """
 
     teacher: str
@@ -150,6 +167,7 @@ class FinetuneReport:
     steps: int
     windows: tuple[int, int]
     losses: tuple[float, ...]
+    held_out: tuple[HeldOutLoss, ...] = ()
 
 
 @dataclass(frozen=True)

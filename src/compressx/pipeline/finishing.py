@@ -36,6 +36,7 @@ from compressx.runtime.files import atomic_write
 from compressx.runtime.machine import command, machine
 from compressx.runtime.timing import peak_memory_bytes
 from compressx.training.finetune import finetune
+from compressx.training.schedule import total_steps
 
 _VERSIONS_OF = ("torch", "transformers", "lm_eval", "datasets", "safetensors")
 
@@ -140,7 +141,7 @@ def trained(
         context.tracking.values({"finetune/step": float(done), "finetune/loss": loss})
         context.report_progress("finetune", done, total, f"loss {loss:.4g}")
 
-    context.report_progress("finetune", 0, settings.steps)
+    context.report_progress("finetune", 0, total_steps(settings, 0, 0.0))
     with context.loaded.at("finetune"):
         return evaluation, finetune(
             pruned.access.model, masks(), windows, settings,
@@ -188,8 +189,7 @@ def _save(
     for name in ("plots", "model"):  # left incomplete by an interrupted run
         shutil.rmtree(folder / name, ignore_errors=True)
     matrices = [m for block in pruned.blocks for m in block.matrices]
-    losses = () if tuned is None else tuned.losses
-    drawn = figures.draw([block.report for block in pruned.blocks], matrices, folder / "plots", losses)
+    drawn = figures.draw([block.report for block in pruned.blocks], matrices, folder / "plots", tuned)
     describe(pruned)
     pruned.access.save(pruned.tokenizer, journal.blocks, folder / "model")
     return drawn

@@ -31,7 +31,10 @@ class Lora(Strict):
 class Finetune(Strict):
     """Training of the pruned model with its masks held."""
 
-    steps: StrictInt = Field(200, ge=1, description="optimizer steps")
+    steps: StrictInt | None = Field(None, ge=1, description="optimizer steps; 200 when absent, without minutes")
+    minutes: StrictFloat | None = Field(
+        None, gt=0, description="time to train, in place of steps; the number of steps then depends on the machine"
+    )
     learning_rate: StrictFloat = Field(
         1e-4, gt=0, description="the maximum, at the end of the warmup; a cosine decreases it to 0"
     )
@@ -55,8 +58,15 @@ class Finetune(Strict):
     )
     windows: Windows | None = Field(None, description="how documents become windows, as in calibration; default pack")
     batch_size: StrictInt = Field(4, ge=1, description="windows per step")
+    held_out: StrictInt = Field(
+        8,
+        ge=0,
+        description="windows, at most an eighth of all, that are not trained on and decide which weights are kept",
+    )
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw, the order of the windows and dropout")
-    warmup: StrictFloat = Field(0.1, ge=0, le=1, description="fraction of the steps in which the learning rate rises")
+    warmup: StrictFloat = Field(
+        0.1, ge=0, lt=1, description="fraction of the training in which the learning rate rises"
+    )
     gradient_checkpointing: StrictBool = Field(
         True, description="compute each block again in the backward pass instead of keeping its activations"
     )
@@ -68,6 +78,11 @@ class Finetune(Strict):
     checkpoint_every: StrictInt = Field(
         50, ge=1, description="steps between checkpoints from which an interrupted run resumes"
     )
+
+    @property
+    def total_steps(self) -> int:
+        """The number of optimizer steps, when it is not the time that is given."""
+        return self.steps or 200
 
     @property
     def draw(self) -> Draw | None:
@@ -83,6 +98,6 @@ class Finetune(Strict):
             raise conflict(f"{' and '.join(stray)} only goes with dataset; calibration has its own", stray)
         if self.teacher == "none" and self.temperature != 1.0:
             raise conflict("temperature only goes with teacher: dense", ["temperature"])
-        if round(self.warmup * self.steps) >= self.steps:
-            raise conflict(f"warmup leaves none of the {self.steps} steps at the full learning rate", ["warmup"])
+        if self.minutes is not None and self.steps is not None:
+            raise conflict("minutes takes the place of steps; remove one of them", ["minutes", "steps"])
         return self

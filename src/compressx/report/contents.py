@@ -198,16 +198,23 @@ def _reconstruction(report: RunReport) -> Iterator[Section]:
 
 def _finetuning(report: RunReport) -> Iterator[Section]:
     if (tuned := report.finetune) is not None:
-        yield Section("Fine-tuning", told(tuned))
+        rows = [(x.step, x.seconds / 60, x.loss) for x in tuned.held_out]
+        columns = [Column("steps", "d"), Column("minutes", ".1f"), Column("held-out loss", ".4g")]
+        yield Section("Fine-tuning", told(tuned), table(columns, rows))
 
 
 def told(tuned: FinetuneReport) -> str:
     """Return how a model was fine-tuned, in one sentence."""
     count, tokens = tuned.windows
     loss = "next-token loss" if tuned.teacher == "none" else "divergence from the dense model"
+    first, last = tuned.losses[0], tuned.losses[-1]
+    measured = f"{first:.4g} at the first, {last:.4g} at the last"
+    if tuned.held_out:
+        kept = min(tuned.held_out, key=lambda x: x.loss)
+        measured = f"on held-out windows {tuned.held_out[0].loss:.4g} before, {kept.loss:.4g} after {kept.step} steps"
     return (
         f"{tuned.steps} steps on {count} windows of {tokens} tokens, {tuned.trained / 1e6:.3g} M numbers trained: "
-        f"{loss} {tuned.losses[0]:.4g} at the first, {tuned.losses[-1]:.4g} at the last."
+        f"{loss} {measured}."
     )
 
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from compressx.api.names import in_short, kind_of
-from compressx.api.record import BlockReport, LayerReport, shared
+from compressx.api.record import BlockReport, FinetuneReport, LayerReport, shared
 from compressx.report import plots
 from compressx.report.plots import Pooled
 from compressx.runtime.files import os_errors_named
@@ -59,7 +59,7 @@ def matrices(images: Mapping[str, Mapping[str, Tensor]]) -> tuple[Matrices, ...]
 
 
 def draw(
-    blocks: Sequence[BlockReport], kept: Sequence[Matrices], folder: Path, losses: Sequence[float] = ()
+    blocks: Sequence[BlockReport], kept: Sequence[Matrices], folder: Path, tuned: FinetuneReport | None = None
 ) -> tuple[Mapping[str, str], ...]:
     """Draw every figure that there is something for.
 
@@ -67,7 +67,7 @@ def draw(
         blocks: every pruned block, in the order of the model.
         kept: what `matrices` returned for them.
         folder: where the files go; made when there is a figure, else left alone, and then matplotlib is not imported.
-        losses: of the steps of fine-tuning.
+        tuned: how the model was fine-tuned.
 
     Returns:
         For each figure, in the order of the report, its `file` (relative to the folder's parent) and `caption`.
@@ -76,7 +76,7 @@ def draw(
         ArtifactError: when a file cannot be written.
     """
     figures = [
-        *_losses(losses), *_reconstructions(blocks), *_families(blocks), *_histories(blocks), *map(_heat_maps, kept),
+        *_losses(tuned), *_reconstructions(blocks), *_families(blocks), *_histories(blocks), *map(_heat_maps, kept),
     ]  # fmt: skip
     written: dict[str, Mapping[str, str]] = {}
     for figure in figures:
@@ -97,10 +97,13 @@ class _Figure:
     draw: Callable[[Path], None]
 
 
-def _losses(losses: Sequence[float]) -> Iterator[_Figure]:
-    if losses:
-        drawn = partial(plots.curves, panels={"fine-tuning": {"loss": losses}})
-        yield _Figure("finetune", ".svg", "`loss` over the steps of fine-tuning, each on its own batch.", drawn)
+def _losses(tuned: FinetuneReport | None) -> Iterator[_Figure]:
+    if tuned is not None and tuned.losses:
+        lines: dict[str, plots.Line] = {"of each step's batch": (range(1, tuned.steps + 1), tuned.losses)}
+        if tuned.held_out:
+            lines["held out"] = ([x.step for x in tuned.held_out], [x.loss for x in tuned.held_out])
+        drawn = partial(plots.losses, lines=lines)
+        yield _Figure("finetune", ".svg", f"Loss over the steps of fine-tuning, {' and '.join(lines)}.", drawn)
 
 
 def _reconstructions(blocks: Sequence[BlockReport]) -> Iterator[_Figure]:

@@ -95,6 +95,11 @@ def curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> N
     _draw_lines(path, stepped, across="step", up=up, columns=5, size=(2.6, 2.0), marked=False)
 
 
+def losses(path: Path, lines: Mapping[str, Line]) -> None:
+    """Draw losses over the steps of a training; as `curves`, but each line has steps of its own."""
+    _draw_lines(path, {"": lines}, across="step", up="loss", columns=1, size=(5.0, 2.6), marked=False)
+
+
 def measures_by_sparsity(path: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> None:
     """Draw measures over sparsity, one panel with its own vertical axis per measure.
 

@@ -2,7 +2,7 @@
 
 The forward pass uses masked weights, so dropped weights get no gradient and are exactly zero afterwards. A step depends
 only on the settings and its number (its windows, and the units that dropout drops), so a checkpoint needs only weights,
-optimizer state and losses.
+optimizer state and losses. Where the recipe gives minutes, the learning rate also depends on the time.
 
 A 16-bit model is trained in float32, with matrix products in bfloat16 by default, and rounded once, at the end.
 """
@@ -10,6 +10,7 @@ A 16-bit model is trained in float32, with matrix products in bfloat16 by defaul
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from compressx.api.record import FinetuneReport
+from compressx.api.record import FinetuneReport, HeldOutLoss
 from compressx.data.windows import Generated, read_calibration
 from compressx.masks.maskset import MaskSet
 from compressx.models.shards import read, write
@@ -27,12 +28,25 @@ from compressx.recipe.tuning import Finetune
 from compressx.runtime.errors import ArtifactError, CalibrationError, UnsupportedModelError
 from compressx.runtime.quiet import quiet_libraries
 from compressx.training.distillation import distillation_loss, next_token_loss
+from compressx.training.schedule import (
+    fraction_done,
+    is_check_due,
+    learning_rate,
+    split_windows,
+    total_steps,
+)
 from compressx.training.trainable import adapted, trainable
 
 Progress: TypeAlias = Callable[[int, int, float], None]
 
 _LARGEST_NORM = 1.0
 """Maximum norm of a step's gradient, a customary value."""
+
+_BETAS = (0.9, 0.95)
+"""Adam's. A training has a few hundred steps, too few for the usual second value of 0.999."""
+
+_AT_ONCE = 4
+"""Held-out windows in a batch."""
 
 
 def training_windows(
@@ -76,7 +90,7 @@ def finetune(
         progress: called with the steps done, the total and the last loss.
 
     Returns:
-        A report with the loss of every step.
+        A report with the loss of every step, and of held-out windows at intervals.
 
     Raises:
         CalibrationError: a loss or gradient that is not finite.
@@ -96,49 +110,66 @@ def finetune(
     with prepared as parameters, _training_mode(model, settings.gradient_checkpointing):
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter in parameters}
         steps = _Steps(model, teacher, windows, settings, trained, narrow=narrow)
-        losses = steps.run(checkpoint, progress)
+        steps.run(checkpoint, progress)
         count = sum(p.numel() for p in trained.values()) - (_dropped(masks) if settings.lora is None else 0)
     _check_zeros(model, masks)
-    return FinetuneReport(settings.teacher, count, len(losses), (len(windows), windows.shape[1]), tuple(losses))
+    drawn = (len(steps.seen), windows.shape[1])
+    return FinetuneReport(settings.teacher, count, len(steps.losses), drawn, tuple(steps.losses), tuple(steps.held_out))
 
 
 class _Steps:
-    """The optimizer steps of one fine-tuning run, resumable from a checkpoint."""
+    """The optimizer steps of one fine-tuning run, resumable from a checkpoint.
+
+    Attributes:
+        seen: windows to train on, int64 [windows, tokens].
+        losses: of every step.
+        held_out: losses on the other windows, the unseen ones.
+    """
 
     def __init__(
         self, model: Any, teacher: Any | None, windows: Tensor, settings: Finetune, trained: Mapping[str, nn.Parameter],
         *, narrow: bool,
     ) -> None:  # fmt: skip
-        self.model, self.teacher, self.windows, self.settings = model, teacher, windows, settings
-        self.trained, self.narrow = trained, narrow
+        self.model, self.teacher, self.settings, self.trained, self.narrow = model, teacher, settings, trained, narrow
+        self.seen, self.unseen = torch.split(windows, list(split_windows(len(windows), settings.held_out)))
         self.device = next(model.parameters()).device
-        rate = settings.learning_rate
-        self.optimizer = torch.optim.AdamW(
-            [{"params": [*trained.values()], "initial_lr": rate}], lr=rate, weight_decay=0.0
-        )
+        self.optimizer = torch.optim.AdamW(trained.values(), betas=_BETAS, weight_decay=0.0, fused=True)
         self.losses: list[float] = []
+        self.held_out: list[HeldOutLoss] = []
+        self.best: dict[str, Tensor] = {}  # the weights of the lowest held-out loss
+        self.before = 0.0  # seconds before an interruption
+        self.started = time.perf_counter()
 
-    def run(self, checkpoint: Path | None, progress: Progress | None) -> list[float]:
-        """Do the remaining steps, and return the loss of every step."""
-        from transformers import get_cosine_schedule_with_warmup
-
+    def run(self, checkpoint: Path | None, progress: Progress | None) -> None:
+        """Do the remaining steps, and end with the best weights."""
         if checkpoint is not None and checkpoint.exists():
             self._load(checkpoint)
-        settings, total = self.settings, self.settings.steps
-        schedule = get_cosine_schedule_with_warmup(
-            self.optimizer, round(settings.warmup * total), total, last_epoch=len(self.losses) - 1
-        )
-        while (done := len(self.losses)) < total:
-            self.losses.append(self._step(done))
-            schedule.step()
-            if checkpoint is not None and ((done + 1) % settings.checkpoint_every == 0 or done + 1 == total):
+        if not self.held_out:
+            self._check()
+        done = fraction_done(self.settings, len(self.losses), self.seconds)
+        while done < 1.0:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(self.settings, done)
+            self.losses.append(self._step(len(self.losses)))
+            done, before = fraction_done(self.settings, len(self.losses), self.seconds), done
+            if is_check_due(before, done):
+                self._check()
+            if checkpoint is not None and (len(self.losses) % self.settings.checkpoint_every == 0 or done == 1.0):
                 write(checkpoint, self._state())
             if progress is not None:
-                progress(done + 1, total, self.losses[-1])
-        return self.losses
+                steps = len(self.losses)
+                progress(steps, total_steps(self.settings, steps, done), self.losses[-1])
+        with torch.no_grad():
+            for name, value in self.best.items():
+                self.trained[name].copy_(value)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far."""
+        return self.before + time.perf_counter() - self.started
 
     def _step(self, number: int) -> float:
-        batch = _batch(self.windows, number, self.settings).to(self.device)
+        batch = _batch(self.seen, number, self.settings).to(self.device)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed((self.settings.seed + number) % 2**63)  # for dropout
             loss = self._loss(batch)
@@ -147,12 +178,25 @@ class _Steps:
         value = float(loss.detach())
         if not (math.isfinite(value) and math.isfinite(norm)):
             raise CalibrationError(
-                f"step {number + 1} of {self.settings.steps}: the loss is {value} and the norm of its gradient {norm}; "
+                f"step {number + 1} of fine-tuning: the loss is {value} and the norm of its gradient {norm}; "
                 f"learning_rate {self.settings.learning_rate:g} is too large, or the pruned model's weights are broken"
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
         return value
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """Measure the loss on the unseen windows, if there are any, and keep the weights if it is the lowest."""
+        if not len(self.unseen):
+            return
+        self.model.eval()
+        losses = [float(self._loss(ids.to(self.device))) * len(ids) for ids in torch.split(self.unseen, _AT_ONCE)]
+        self.model.train()
+        loss = math.fsum(losses) / len(self.unseen)
+        if not loss >= min((x.loss for x in self.held_out), default=math.inf):
+            self.best = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
+        self.held_out.append(HeldOutLoss(len(self.losses), loss, self.seconds))
 
     def _loss(self, batch: Tensor) -> Tensor:
         """Return the loss of windows [batch, tokens]."""
@@ -161,31 +205,38 @@ class _Steps:
             logits = self.model(batch, use_cache=False).logits  # [batch, tokens, vocabulary]
         if self.teacher is None:
             return next_token_loss(logits, batch)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.narrow):
             target = self.teacher(batch, use_cache=False).logits
         return distillation_loss(logits.flatten(0, 1), target.flatten(0, 1), self.settings.temperature)
 
     def _state(self) -> dict[str, Tensor]:
-        """Return the content of a checkpoint: weights, optimizer state, and the losses so far."""
-        state = {"losses": torch.tensor(self.losses, dtype=torch.float64)}
+        """Return the content of a checkpoint: weights, optimizer state, and what was measured so far."""
+        measured = [[x.step, x.loss, x.seconds] for x in self.held_out]
+        state = {
+            "losses": torch.tensor(self.losses, dtype=torch.float64),
+            "held_out": torch.tensor(measured, dtype=torch.float64),
+            "seconds": torch.tensor(self.seconds, dtype=torch.float64),
+        }
         for name, parameter in self.trained.items():
             state[f"value.{name}"] = parameter.detach().contiguous()
             state |= {f"{kind}.{name}": x.contiguous() for kind, x in self.optimizer.state[parameter].items()}
-        return state
+        return state | {f"best.{name}": value.contiguous() for name, value in self.best.items()}
 
     def _load(self, checkpoint: Path) -> None:
         state = read(checkpoint)
         try:
             self.losses = state.pop("losses").tolist()
+            self.held_out = [HeldOutLoss(int(n), loss, s) for n, loss, s in state.pop("held_out").tolist()]
+            self.before = float(state.pop("seconds"))
             with torch.no_grad():
                 for name, parameter in self.trained.items():
                     parameter.copy_(state.pop(f"value.{name}"))
+            for key, value in state.items():
+                kind, _, name = key.partition(".")
+                into = self.best if kind == "best" else self.optimizer.state[self.trained[name]]
+                into[name if kind == "best" else kind] = value.to(self.device)
         except (KeyError, RuntimeError) as error:
             raise ArtifactError(f"{checkpoint} is damaged ({error!r}); start over with --restart") from error
-        for key, value in state.items():
-            kind, _, name = key.partition(".")
-            moment = value if kind == "step" else value.to(self.device)  # AdamW counts steps on the CPU
-            self.optimizer.state[self.trained[name]][kind] = moment
 
 
 def _batch(windows: Tensor, step: int, settings: Finetune) -> Tensor:

@@ -50,6 +50,8 @@ def artifacts(folder: str) -> dict[str, bytes]:
             del timed["seconds"]
         if block["reconstruction"] is not None:
             del block["reconstruction"]["seconds"]
+    for check in (report["finetune"] or {}).get("held_out", ()):
+        del check["seconds"]
     found["recipe.yaml"] = found["recipe.yaml"].replace(folder.encode(), b"out")
     return {**found, "report": json.dumps(report).encode()}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.compressx.report.reports import ALLOCATION, LAYERS, layer, report
 
-from compressx.api.record import FinetuneReport, RunReport
+from compressx.api.record import FinetuneReport, HeldOutLoss, RunReport
 from compressx.cli import terminal
 from compressx.report import contents, html, markdown
 from compressx.report.contents import sections
@@ -136,6 +136,13 @@ def test_a_sentence_says_how_the_survivors_were_trained() -> None:
     assert "divergence from the dense model 0.75 at the first, 0.5 at the last.\n" in text
     alone = FinetuneReport("none", 1, 2, (8, 512), (0.75, 0.5))
     assert "next-token loss 0.75" in shown(report(finetune=alone))
+
+
+def test_held_out_losses_are_told_with_the_steps_and_the_time_they_took() -> None:
+    held_out = (HeldOutLoss(0, 0.75, 0.0), HeldOutLoss(4, 0.5, 60.0), HeldOutLoss(8, 0.625, 120.0))
+    made = report(finetune=FinetuneReport("dense", 1, 8, (8, 512), (0.7, 0.4), held_out))
+    assert "on held-out windows 0.75 before, 0.5 after 4 steps." in shown(made)
+    assert rows(made, "Fine-tuning") == [["0", "0.0", "0.75"], ["4", "1.0", "0.5"], ["8", "2.0", "0.625"]]
 
 
 def test_a_new_section_is_one_function_and_stands_in_terminal_markdown_and_html(monkeypatch, capsys, tmp_path) -> None:

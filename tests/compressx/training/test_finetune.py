@@ -48,7 +48,7 @@ def tuned(
     progress: Callable[[int, int, float], None] | None = None, **given: Any,
 ) -> tuple[Any, MaskSet, FinetuneReport]:  # fmt: skip
     model, masks = pruned(architecture, dtype)
-    settings = Finetune(**{"steps": 6, "learning_rate": 1e-3, "batch_size": 2, **given})
+    settings = Finetune(**{"steps": 6, "learning_rate": 1e-3, "batch_size": 2, "held_out": 0, **given})
     teacher = None if settings.teacher == "none" else tiny_model(architecture, dtype=dtype)
     report = finetune(model, masks, WINDOWS, settings, teacher=teacher, checkpoint=checkpoint, progress=progress)
     return model, masks, report
@@ -193,7 +193,9 @@ def test_a_model_in_16_bits_is_trained_in_float32_and_rounded_once() -> None:
     dtype = torch.bfloat16
     narrow, masks = pruned("llama", dtype)
     wide = copy.deepcopy(narrow).float()
-    settings = Finetune(steps=30, learning_rate=2e-5, batch_size=2, teacher="none", dtype="float32", norms=True)
+    settings = Finetune(
+        steps=30, learning_rate=2e-5, batch_size=2, teacher="none", dtype="float32", norms=True, held_out=0
+    )
     start = parameters(narrow)
     for model in (narrow, wide):
         finetune(model, masks, WINDOWS, settings)
@@ -218,7 +220,7 @@ def test_the_next_step_sees_every_parameter_that_a_step_changed_whatever_the_pro
     """Within one autocast, narrow copies of biases would be kept from step to step."""
     model, masks = pruned("qwen2")
     settings = Finetune(
-        steps=3, learning_rate=1e-2, warmup=0.0, batch_size=8, teacher="none", dtype="bfloat16", biases=True
+        steps=3, learning_rate=1e-2, warmup=0.0, batch_size=8, teacher="none", dtype="bfloat16", biases=True, held_out=0
     )
     expected: list[float] = []
 
@@ -316,7 +318,9 @@ def test_gradient_checkpointing_computes_blocks_again_and_changes_nothing_but_me
         calls: list[Any] = []
         model, masks = pruned(architecture)
         list(survey(model).blocks.values())[1].mlp.register_forward_pre_hook(lambda *given, to=calls: to.append(given))
-        settings = Finetune(steps=2, learning_rate=1e-2, teacher="none", gradient_checkpointing=checkpointing)
+        settings = Finetune(
+            steps=2, learning_rate=1e-2, teacher="none", held_out=0, gradient_checkpointing=checkpointing
+        )
         report = finetune(model, masks, WINDOWS, settings)
         trained.append((len(calls), report.losses, parameters(model)))
     (twice, losses, with_it), (once, others, without) = trained
@@ -343,7 +347,7 @@ def test_the_learning_rate_rises_and_falls_and_weights_do_not_decay(monkeypatch:
     watch_steps(monkeypatch, see)
     tuned(steps=10, warmup=0.3, learning_rate=1e-3)
     assert decays == {0.0}
-    assert rates[0] == 0.0
+    assert rates[0] == pytest.approx(1e-4)
     assert rates[:4] == sorted(rates[:4])
     assert rates[3] == pytest.approx(1e-3)
     assert rates[3:] == sorted(rates[3:], reverse=True)
@@ -374,7 +378,9 @@ def test_dropout_drops_other_units_at_every_step() -> None:
 
 
 def test_a_learning_rate_that_is_too_large_is_an_error_that_says_so() -> None:
-    with pytest.raises(CalibrationError, match=r"step \d of 30: the loss is .*learning_rate 1e\+30 is too large"):
+    with pytest.raises(
+        CalibrationError, match=r"step \d of fine-tuning: the loss is .*learning_rate 1e\+30 is too large"
+    ):
         tuned(steps=30, learning_rate=1e30, warmup=0.0)
 
 
@@ -391,6 +397,62 @@ def test_zeros_that_are_lost_are_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("compressx.training.trainable.squash", forget)
     with pytest.raises(ArtifactError, match=r"q_proj: \d+ weights that the mask drops are not zero after fine-tuning"):
         tuned()
+
+
+# --- how long, and what is held out
+
+
+def test_a_training_by_time_ends_nearest_to_its_minutes_with_a_whole_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock on which every step takes ten seconds: six of them are nearest to 62 seconds."""
+    clock, rates = iter(range(0, 10_000, 10)), []
+    now = next(clock)
+
+    def tick(optimizer: Any) -> None:
+        nonlocal now
+        now = next(clock)
+        rates.append(optimizer.param_groups[0]["lr"])
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: float(now))
+    watch_steps(monkeypatch, tick)
+    told: list[tuple[int, int]] = []
+    _, _, report = tuned(
+        steps=None, minutes=62 / 60, held_out=1, progress=lambda done, total, _: told.append((done, total))
+    )
+    assert report.steps == 6
+    assert told == [(1, 6), (2, 6), (3, 6), (4, 6), (5, 6), (6, 6)]
+    assert rates[0] == pytest.approx(1e-4)
+    assert max(rates) > 0.9e-3
+    assert rates[-1] < 0.2e-3
+    assert [x.seconds for x in report.held_out] == [0.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
+
+
+def test_a_training_has_at_least_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tuned(steps=None, minutes=1e-9)[2].steps == 1
+
+
+def test_held_out_windows_are_not_trained_on_and_measured_eight_times() -> None:
+    windows = tiny_tokens(sequences=32, length=16)
+    model, masks = pruned("llama")
+    teacher = tiny_model("llama")
+    settings = Finetune(steps=16, learning_rate=1e-3, batch_size=2, held_out=4)
+    report = finetune(model, masks, windows, settings, teacher=teacher)
+    assert report.windows == (28, 16)
+    assert [x.step for x in report.held_out] == [0, 2, 4, 6, 8, 10, 12, 14, 16]
+    assert report.held_out[-1].loss < report.held_out[0].loss
+    with torch.no_grad():
+        logits = [m.eval()(windows[28:]).logits.flatten(0, 1) for m in (model, teacher)]
+    kept = min(x.loss for x in report.held_out)
+    assert float(distillation_loss(*logits)) == pytest.approx(kept, rel=1e-4)
+    assert not finetune(*pruned("llama"), windows, Finetune(steps=1, teacher="none", held_out=0)).held_out
+
+
+def test_the_weights_with_the_lowest_held_out_loss_are_kept() -> None:
+    """A rate so large that training only harms: the weights before it are the best."""
+    start = parameters(pruned("llama")[0])
+    model, masks, report = tuned(steps=4, learning_rate=0.3, warmup=0.0, held_out=1)
+    assert min(report.held_out, key=lambda x: x.loss).step == 0
+    assert all(torch.equal(p, start[n]) for n, p in parameters(model).items())
+    assert masks.verify(model)
 
 
 # --- going on
@@ -416,7 +478,7 @@ def test_an_interrupted_one_goes_on_to_the_same_bits(architecture, every, stoppe
     """GPT-2 drops units, so the random state has to be that of the step too."""
     if lora is not None:
         pytest.importorskip("peft")
-    given = {"steps": 8, "checkpoint_every": every, "norms": True, "lora": lora}
+    given = {"steps": 8, "checkpoint_every": every, "norms": True, "lora": lora, "held_out": 1}
     whole, _, expected = tuned(architecture, **given)
     checkpoint = tmp_path / "finetune.safetensors"
     with pytest.raises(Stop):

@@ -1,0 +1,53 @@
+"""How far a training is, by steps or by time, and the learning rate there."""
+
+from __future__ import annotations
+
+import math
+
+from compressx.recipe.tuning import Finetune
+
+CHECKS = 8
+"""How often the held-out loss is measured during a training, beside once before it."""
+
+
+def fraction_done(settings: Finetune, steps: int, seconds: float) -> float:
+    """Return the fraction of a training that is done, 1.0 when it is over.
+
+    A training by time is over when less than half a step of time is left; it has at least one step.
+
+    Args:
+        settings: the recipe's `finetune` section.
+        steps: that were done.
+        seconds: that they took.
+    """
+    if settings.minutes is None:
+        return steps / settings.total_steps
+    limit = 60.0 * settings.minutes
+    over = steps > 0 and seconds + seconds / steps / 2 >= limit
+    return 1.0 if over else min(seconds / limit, math.nextafter(1.0, 0.0))
+
+
+def total_steps(settings: Finetune, steps: int, done: float) -> int:
+    """Return how many steps a training has, by time an estimate from the `done` fraction of it."""
+    if settings.minutes is None:
+        return settings.total_steps
+    return max(steps, round(steps / done)) if steps else 1
+
+
+def learning_rate(settings: Finetune, done: float) -> float:
+    """Return the learning rate after a fraction of a training: a linear warm-up, then a cosine to zero."""
+    if done < settings.warmup:
+        return settings.learning_rate * (0.1 + 0.9 * done / settings.warmup)
+    along = (done - settings.warmup) / (1.0 - settings.warmup)
+    return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * along))
+
+
+def is_check_due(before: float, after: float) -> bool:
+    """Return whether the held-out loss is to be measured after a step between two fractions of a training."""
+    return math.floor(before * CHECKS) < math.floor(after * CHECKS)
+
+
+def split_windows(windows: int, held_out: int) -> tuple[int, int]:
+    """Return how many windows to train on and how many to hold out: the wanted number, at most an eighth."""
+    unseen = min(held_out, windows // 8)
+    return windows - unseen, unseen
