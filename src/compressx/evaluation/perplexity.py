@@ -32,7 +32,8 @@ from compressx.runtime.errors import CalibrationError
 
 Progress: TypeAlias = Callable[[int, int], None]
 Figures: TypeAlias = dict[str, float | Mapping[str, float | str]]
-"""Metrics by name: `token_perplexity`, and for each harness task or group a dict such as
+"""Metrics by name: `token_perplexity`, or where several texts are measured a dict for each such as
+`{"prose": {"token_perplexity": 12.5}}`, and for each harness task or group a dict such as
 `{"arc_easy": {"acc": 0.61, "acc_stderr": 0.01}}`. If exactly one task has them, `word_perplexity`, `byte_perplexity`
 and `bits_per_byte` also appear at the top level. `sample` is the `prompt` and the `text` that the model wrote."""
 
@@ -85,19 +86,19 @@ class Texts:
     """The text of an evaluation.
 
     Attributes:
-        windows: for token perplexity, int64 [windows, T]; None when it is not measured.
+        windows: for token perplexity, int64 [windows, T] of each text by name, "" for a single one.
         rolling: documents of each rolling task, by name.
         prompt: of the sample, int64 [1, tokens]; None when there is none.
     """
 
-    windows: Tensor | None
+    windows: Mapping[str, Tensor]
     rolling: Mapping[str, Sequence[str]]
     prompt: Tensor | None = None
 
     def fingerprint(self) -> list[str]:
         """Return a hash of each text."""
-        tokens = [fingerprint(ids) for ids in (self.windows, self.prompt) if ids is not None]
-        return [*tokens, *(_sha256(json.dumps([name, *read])) for name, read in self.rolling.items())]
+        tokens = [*self.windows.values(), *([] if self.prompt is None else [self.prompt])]
+        return [*map(fingerprint, tokens), *(_sha256(json.dumps([name, *read])) for name, read in self.rolling.items())]
 
 
 def read_texts(settings: Evaluate, tokenizer: Any, *, max_positions: int | None = None) -> Texts:
@@ -111,15 +112,14 @@ def read_texts(settings: Evaluate, tokenizer: Any, *, max_positions: int | None 
     Raises:
         CalibrationError: text that cannot be read, or is too short for the windows.
     """
-    windows = None
+    windows = {}
     if (wanted := settings.token_perplexity) is not None:
-        windows = evaluation_windows(
-            token_ids(documents(wanted.dataset, "evaluation"), tokenizer),
-            wanted.samples,
-            wanted.sequence_length,
-            bos=beginning(tokenizer, wanted.bos),
-            max_positions=max_positions,
-        )
+        bos = beginning(tokenizer, wanted.bos)
+        for name, source in wanted.texts.items():
+            ids = token_ids(documents(source, "evaluation"), tokenizer)
+            windows[name] = evaluation_windows(
+                ids, wanted.samples, wanted.sequence_length, bos=bos, max_positions=max_positions
+            )
     tasks = settings.lm_eval.tasks if settings.lm_eval is not None else []
     # The harness counts one word in a document without words.
     rolling = {
@@ -151,13 +151,13 @@ def evaluate(
     figures: Figures = {}
     if settings.lm_eval is not None:
         check_tasks(settings.lm_eval)  # before any work
-    if settings.token_perplexity is not None and texts.windows is not None:
-        batch_size = settings.token_perplexity.batch_size
-        figures["token_perplexity"] = token_perplexity(access, texts.windows, batch_size=batch_size, progress=progress)
+    if (wanted := settings.token_perplexity) is not None:
+        for name, value in _perplexities(access, texts.windows, wanted.batch_size, progress).items():
+            figures |= {name: {"token_perplexity": value}} if name else {"token_perplexity": value}
     if settings.lm_eval is not None:
         with access.whole() as model, evaluation_mode(model):
             tasks = run_tasks(model, tokenizer, settings.lm_eval, texts.rolling)
-        figures |= tasks
+        figures |= {name: {**_nested(figures, name), **metrics} for name, metrics in tasks.items()}
         rolling = [metrics for metrics in tasks.values() if "word_perplexity" in metrics]
         if len(rolling) == 1:
             figures |= {name: rolling[0][name] for name in ROLLING_METRICS if name in rolling[0]}
@@ -166,6 +166,29 @@ def evaluate(
             text = continuation(model, tokenizer, texts.prompt, settings.sample.tokens)
         figures["sample"] = {"prompt": settings.sample.prompt, "text": text}
     return figures
+
+
+def _nested(figures: Figures, name: str) -> Mapping[str, float | str]:
+    """Return the metrics of a text or task of that name; none if there is none."""
+    found = figures.get(name, {})
+    return found if isinstance(found, Mapping) else {}
+
+
+def _perplexities(
+    access: Access, windows: Mapping[str, Tensor], batch_size: int, progress: Progress | None
+) -> dict[str, float]:
+    """Return the token perplexity of each text; progress is that of all of them."""
+    found: dict[str, float] = {}
+    before, total = 0, sum(map(len, windows.values()))
+
+    def passed(done: int, _of_text: int) -> None:
+        if progress is not None:
+            progress(before + done, total)
+
+    for name, ids in windows.items():
+        found[name] = token_perplexity(access, ids, batch_size=batch_size, progress=passed)
+        before += len(ids)
+    return found
 
 
 def evaluate_cached(

@@ -110,8 +110,8 @@ class RunLog:
 
     def figures(self, name: str, figures: Mapping[str, Any]) -> None:
         """Write what was measured."""
-        numbers = [f"{key} {value:.6g}" for key, value in figures.items() if isinstance(value, int | float)]
-        self._line(name, *numbers)
+        shown = {key: x.get("token_perplexity") if isinstance(x, Mapping) else x for key, x in figures.items()}
+        self._line(name, *(f"{key} {value:.6g}" for key, value in shown.items() if isinstance(value, int | float)))
 
     def finished(self, report: RunReport) -> None:
         """Write the sparsity, and how long each stage took."""

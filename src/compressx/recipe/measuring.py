@@ -15,11 +15,35 @@ from compressx.recipe.validation import Strict, conflict
 class TokenPerplexity(Strict):
     """exp of the mean negative log-likelihood per token over fixed, non-overlapping windows."""
 
-    dataset: DatasetField
+    dataset: DatasetField | None = Field(None, description="text to measure on; this or datasets")
+    datasets: dict[str, DatasetField] | None = Field(
+        None,
+        min_length=1,
+        description="several texts, each measured by itself, by their names in the report",
+        examples=[{"prose": "wikitext", "code": {"text": "code.txt"}}],
+    )
     sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
-    samples: StrictInt | None = Field(None, ge=1, description="number of windows, from the first; all when absent")
+    samples: StrictInt | None = Field(
+        None, ge=1, description="number of windows of each text, from the first; all when absent"
+    )
     bos: Bos = Field("auto", description="begin each window with the tokenizer's BOS token; auto: for Gemma only")
     batch_size: StrictInt = Field(4, ge=1, description="windows per forward pass")
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> TokenPerplexity:
+        if (self.dataset is None) == (self.datasets is None):
+            given = "both" if self.dataset else "neither"
+            raise conflict(
+                f"expected either dataset or datasets, got {given}; datasets measures each text by itself", []
+            )
+        if taken := sorted({"", "token_perplexity", "sample"} & {*(self.datasets or ())}):
+            raise conflict(f"a text cannot be named {taken[0]!r}; choose another name", ["datasets"])
+        return self
+
+    @property
+    def texts(self) -> dict[str, DatasetSource]:
+        """The texts by name; the name of a single one is empty."""
+        return self.datasets or ({} if self.dataset is None else {"": self.dataset})
 
 
 class RollingTask(Strict):
@@ -119,7 +143,9 @@ class Evaluate(Strict):
         """Return the datasets by their location in this section."""
         found: dict[tuple[Step, ...], DatasetSource] = {}
         if self.token_perplexity is not None:
-            found["token_perplexity", "dataset"] = self.token_perplexity.dataset
+            for name, source in self.token_perplexity.texts.items():
+                place = ("datasets", name) if name else ("dataset",)
+                found[("token_perplexity", *place)] = source
         for i, task in enumerate(self.lm_eval.tasks if self.lm_eval is not None else ()):
             if isinstance(task, RollingTask):
                 found["lm_eval", "tasks", i, "dataset"] = task.dataset

@@ -52,6 +52,9 @@ def valid_parts(source: Node) -> Parts:
     datasets: dict[tuple[Step, ...], DatasetSource] = {
         loc: dataset for loc in _DATASETS if (dataset := _part(DatasetField, given, *loc)) is not None
     }
+    several = ("evaluate", "token_perplexity", "datasets")
+    named = [(*several, name) for name in _part(dict, given, *several) or ()]
+    datasets |= {loc: dataset for loc in named if (dataset := _part(DatasetField, given, *loc)) is not None}
     mixed = [loc for section in ("calibration", "finetune") for loc in _items(given, section, "datasets")]
     datasets |= {loc: dataset for loc in mixed if (dataset := _part(WeightedField, given, *loc)) is not None}
     datasets |= {(*loc, "dataset"): task.dataset for loc, task in tasks.items() if isinstance(task, RollingTask)}

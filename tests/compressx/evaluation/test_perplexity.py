@@ -128,6 +128,19 @@ class TestEvaluate:
             "token_perplexity": pytest.approx(token_perplexity(InMemory(model), ids[:48].view(3, 16)), rel=1e-6)
         }
 
+    def test_of_several_texts_each_is_measured_under_its_name(self, text: Path, tokenizer: Any) -> None:
+        (text / "c.txt").write_text("pack my box with five dozen liquor jugs " * 3)
+        alone = [{"dataset": {"text": name}, "sequence_length": 16} for name in ("a.txt", "c.txt")]
+        figures = [measure(InMemory(tiny_model("llama")), tokenizer, settings(token_perplexity=x)) for x in alone]
+        both = {"datasets": {"fox": alone[0]["dataset"], "box": alone[1]["dataset"]}, "sequence_length": 16}
+        told: list[tuple[int, int]] = []
+        asked = settings(token_perplexity=both)
+        read = read_texts(asked, tokenizer)
+        found = evaluate(InMemory(tiny_model("llama")), tokenizer, asked, read, progress=lambda *x: told.append(x))
+        assert found == {"fox": figures[0], "box": figures[1]}
+        assert told[-1] == (sum(map(len, read.windows.values())),) * 2
+        assert [done for done, _ in told] == sorted(done for done, _ in told)
+
     @pytest.mark.slow
     def test_each_figure_carries_its_name_and_documents_of_blanks_count_no_words(self, text, tokenizer, capfd):
         """Nor does git complain where there is no repository, and the training mode is put back."""

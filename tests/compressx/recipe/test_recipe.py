@@ -743,3 +743,15 @@ def test_loading_a_recipe_does_not_wait_for_transformers_or_datasets() -> None:
         sys.exit(f"imported {heavy}" if heavy else 0)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("{sequence_length: 8}", "expected either dataset or datasets, got neither; datasets"),
+     ("{dataset: wikitext, datasets: {a: wikitext}}", "expected either dataset or datasets, got both"),
+     ("{datasets: {}}", "evaluate.token_perplexity.datasets"),
+     ("{datasets: {sample: wikitext}}", "a text cannot be named 'sample'; choose another name"),
+     ("{datasets: {a: {txt: a.txt}}}", "unknown key 'txt' in evaluate.token_perplexity.datasets.a; did you mean")],
+)  # fmt: skip
+def test_texts_of_token_perplexity_are_one_or_several_with_names(given: str, message: str) -> None:
+    assert message in refusal(f"{GOOD}evaluate: {{token_perplexity: {given}}}\n")
