@@ -9,7 +9,6 @@ from typing import Any
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 BUDGETS = ("50%", "60%", "70%", "2:4", "4:8")
-FINETUNE = {"steps": 128, "learning_rate": 1.0e-4, "teacher": "dense"}  # 4 passes over 128 windows, as in every block
 
 
 def rules(*pruners: tuple[list[str], str], **options: Any) -> Callable[[str], dict[str, Any]]:
@@ -35,11 +34,6 @@ def best(budget: str) -> dict[str, Any]:
     return sections
 
 
-def best_tuned(budget: str) -> dict[str, Any]:
-    """Return the same with fine-tuning."""
-    return {**best(budget), "finetune": FINETUNE}
-
-
 QK, ALL = ["*.q_proj", "*.k_proj"], ["*"]
 METHODS: dict[str, Callable[[str], dict[str, Any]]] = {
     "magnitude": rules((ALL, "magnitude")),
@@ -50,7 +44,6 @@ METHODS: dict[str, Callable[[str], dict[str, Any]]] = {
     "attnprune + SparseGPT": rules((QK, "attnprune"), (ALL, "sparsegpt")),
     "attnprune + ALPS": rules((QK, "attnprune"), (ALL, "alps")),
     "best": best,
-    "best, fine-tuned": best_tuned,
 }
 
 
@@ -68,7 +61,6 @@ INGREDIENTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "+ allocation": partial(best_but, without=("reconstruct_block",)),
 }
 OF_PERCENTAGES = ("+ sensitivity weights", "+ allocation")  # not part of `best` at N:M
-UNTUNED = {"best, fine-tuned": "best"}  # the row that the same run measures before fine-tuning
 
 
 def applies(method: str, budget: str) -> bool:

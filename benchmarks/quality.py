@@ -5,7 +5,8 @@
 Calibration and evaluation are a dataset's short name or a text file; the model is a hub id, a folder or a `.gguf` file.
 Each row is measured in a new process and written immediately. A second run with the same settings resumes, within a row
 after its last finished block if the code is unchanged. `--methods` and `--budgets` select rows. `best` uses
-`recipes/best-*.yaml`, and `best, fine-tuned` adds `finetune`: one run measures both, so both report its peak memory.
+`recipes/best-*.yaml`. With `--minutes` or `--steps` every pruned model is trained as a whole in the same way, and each
+method has two rows, before and after; both report the run's peak memory.
 The ablation of `best` adds one component at a time: SparseGPT, ALPS, `attnprune + ALPS`, `+ sensitivity weights`,
 `+ allocation`, and `best`, which adds block reconstruction. Rows with a plus are only measured if named. llm-compressor
 is installed into `OUTPUT/llm-compressor` when needed, unless `--peer` names a Python that has it.
@@ -17,7 +18,6 @@ and the state of an unfinished row in `unfinished/`.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import re
 import shutil
@@ -32,13 +32,14 @@ from typing import Any
 from compressx.recipe.sources import Bos
 from kept import same_settings, unfinished
 from loaded import checkpoint, source
-from methods import BUDGETS, INGREDIENTS, METHODS, UNTUNED, applies
+from methods import BUDGETS, INGREDIENTS, METHODS, applies
+from quality_table import Table, column
 
 ROOT = Path(__file__).parents[1]
+LEARNING_RATE = 2.0e-4
 PEER = "llm-compressor"
 PEER_VERSION = "0.14.0.1"
 PEERS = {f"{PEER} Wanda": "wanda", f"{PEER} SparseGPT": "sparsegpt"}
-COLUMNS = ("method", "budget", "perplexity", "sparsity", "seconds", "gigabytes")
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,13 @@ class Settings:
 
     model: str
     calibration: str
-    evaluation: str
+    evaluation: dict[str, str]
     samples: int
     sequence_length: int
     windows: int
     dtype: str
     bos: Bos = "auto"
+    training: dict[str, Any] | None = None
 
     def recipe(self, output: Path, **sections: Any) -> dict[str, Any]:
         """Return a recipe that prunes and measures token perplexity."""
@@ -63,9 +65,10 @@ class Settings:
                 "sequence_length": self.sequence_length, "bos": self.bos,
             },
             "evaluate": {"token_perplexity": {
-                "dataset": _dataset(self.evaluation), "samples": self.windows,
+                "datasets": {name: _dataset(text) for name, text in self.evaluation.items()}, "samples": self.windows,
                 "sequence_length": self.sequence_length, "bos": self.bos,
             }},
+            **({} if self.training is None else {"finetune": self.training}),
             "output": str(output),
             **sections,
         }  # fmt: skip
@@ -92,7 +95,7 @@ def by_compressx(settings: Settings, sections: dict[str, Any], folder: Path, kep
     seconds["pruned"] = seconds["finetuned"] - spent.get("finetune", 0.0)
     return {
         stage: {
-            "perplexity": measured["token_perplexity"],
+            **{column(name): measured[name]["token_perplexity"] for name in settings.evaluation},
             "sparsity": report["sparsity"],
             "seconds": seconds[stage],
             "gigabytes": report["peak_memory_bytes"] / 1e9,
@@ -142,12 +145,14 @@ def dense(settings: Settings) -> dict[str, float]:
     from compressx.recipe.sources import DatasetSource
 
     found = checkpoint(settings.model, settings.dtype)
-    text = documents(DatasetSource(**_dataset(settings.evaluation)), "evaluation")
-    tokenizer = load_tokenizer(found)
-    ids, bos = token_ids(text, tokenizer), beginning(tokenizer, settings.bos)
-    windows = evaluation_windows(ids, settings.windows, settings.sequence_length, bos=bos)
-    perplexity = token_perplexity(InMemory(load_model(found).eval()), windows)
-    return {"perplexity": perplexity, "sparsity": 0.0, "seconds": 0.0, "gigabytes": 0.0}
+    tokenizer, model = load_tokenizer(found), InMemory(load_model(found).eval())
+    measured = {"sparsity": 0.0, "seconds": 0.0, "gigabytes": 0.0}
+    for name, text in settings.evaluation.items():
+        ids, bos = token_ids(documents(DatasetSource(**_dataset(text)), "evaluation"), tokenizer), settings.bos
+        first = beginning(tokenizer, bos)
+        windows = evaluation_windows(ids, settings.windows, settings.sequence_length, bos=first)
+        measured[column(name)] = token_perplexity(model, windows)
+    return measured
 
 
 def peer_python(folder: Path) -> str:
@@ -175,70 +180,32 @@ def _dataset(name: str) -> dict[str, str]:
     return {"text": name} if Path(name).exists() else {"name": name}
 
 
-class Table:
-    """The measured rows, stored on disk."""
+def _named(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    return (name, path) if equals else (Path(text).stem, text)
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
-        self.folder, self.path = folder, folder / "quality.csv"
-        same_settings(folder, asdict(settings))
-        self.rows: dict[tuple[str, str], dict[str, float]] = {}
-        if self.path.exists():
-            with self.path.open(newline="", encoding="utf-8") as file:
-                for row in csv.DictReader(file):
-                    self.rows[row["method"], row["budget"]] = {k: float(row[k]) for k in COLUMNS[2:]}
 
-    def add(self, method: str, budget: str, figures: dict[str, float]) -> None:
-        """Add a row, and rewrite CSV, Markdown and plot."""
-        self.rows[method, budget] = {k: figures[k] for k in COLUMNS[2:]}
-        with self.path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            writer.writerows([*key, *row.values()] for key, row in self.rows.items())
-        (self.folder / "quality.md").write_text(self.markdown(), encoding="utf-8")
-        self.draw(self.folder / "quality.svg")
+def _rows(method: str, settings: Settings) -> list[str]:
+    """Return the rows that one run measures: the pruned model, and then the trained one."""
+    return [method] if settings.training is None or method in PEERS else [method, f"{method}, trained"]
 
-    def markdown(self) -> str:
-        """Return a table of perplexities by method, with the closed share of SparseGPT's gap to the dense model."""
-        budgets = [b for b in BUDGETS if any(key[1] == b for key in self.rows)]
-        methods = [m for m in dict.fromkeys(key[0] for key in self.rows) if m != "dense"]
-        base = self.rows["dense", ""]["perplexity"]
-        lines = [f"dense {base:.2f}", "", f"| | {' | '.join(budgets)} |", f"|---|{'---:|' * len(budgets)}"]
-        for method in methods:
-            cells = []
-            for budget in budgets:
-                row, peer = self.rows.get((method, budget)), self.rows.get(("SparseGPT", budget))
-                closed = ""
-                if row and peer and method != "SparseGPT":
-                    left = peer["perplexity"] - base
-                    closed = f" ({(peer['perplexity'] - row['perplexity']) / left:+.0%})"
-                cells.append(f"{row['perplexity']:.2f}{closed}" if row else "")
-            lines.append(f"| {method} | {' | '.join(cells)} |")
-        lines += ["", "In brackets: the share of SparseGPT's gap to the dense model that is closed.", ""]
-        return "\n".join(lines)
 
-    def draw(self, path: Path) -> None:
-        """Plot perplexity against unstructured sparsity, with a line per method and N:M as separate points."""
-        import matplotlib as mpl
+def _told(row: dict[str, float], settings: Settings) -> str:
+    return ", ".join(f"{column(name)} {row[column(name)]:.2f}" for name in settings.evaluation)
 
-        mpl.use("svg")
-        mpl.rcParams["svg.hashsalt"] = "quality"
-        import matplotlib.pyplot as plt
 
-        figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
-        for method in dict.fromkeys(key[0] for key in self.rows if key[0] != "dense"):
-            mine = {b: r["perplexity"] for (m, b), r in self.rows.items() if m == method}
-            line = sorted((int(b.rstrip("%")), p) for b, p in mine.items() if ":" not in b)
-            (drawn,) = axes.semilogy([x for x, _ in line], [y for _, y in line], marker="o", label=method)
-            for place, budget in ((80, "2:4"), (85, "4:8")):
-                if budget in mine:
-                    axes.semilogy([place], [mine[budget]], marker="s", color=drawn.get_color())
-        axes.axhline(self.rows["dense", ""]["perplexity"], color="black", linewidth=0.8, label="dense")
-        axes.set_xticks([50, 60, 70, 80, 85], ["50%", "60%", "70%", "2:4", "4:8"])
-        axes.set(xlabel="sparsity", ylabel="token perplexity")
-        axes.grid(visible=True, which="both", alpha=0.3)
-        axes.legend(fontsize="small")
-        figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
+def _training(given: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the recipe's `finetune` section, the same for all methods."""
+    if given.minutes is None and given.steps is None:
+        return None
+    section = {
+        "minutes": given.minutes, "steps": given.steps, "learning_rate": LEARNING_RATE, "dtype": "bfloat16",
+        "gradient_checkpointing": False,
+    }  # fmt: skip
+    if given.training:
+        section["datasets"] = [_dataset(text) for text in given.training]
+        section |= {"samples": given.training_samples, "sequence_length": given.sequence_length, "bos": given.bos}
+    return {key: value for key, value in section.items() if value is not None}
 
 
 def main() -> None:
@@ -246,7 +213,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--calibration", default="wikitext")
-    parser.add_argument("--evaluation", default="wikitext")
+    parser.add_argument("--evaluation", nargs="+", default=["wikitext"], metavar="NAME=TEXT",
+                        help="texts to evaluate on, each by itself; the name may be left out")  # fmt: skip
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--sequence-length", type=int, default=512)
@@ -255,24 +223,32 @@ def main() -> None:
     parser.add_argument("--bos", choices=("auto", "true", "false"), default="auto", help="as a recipe's bos")
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *INGREDIENTS, *PEERS], default=[*METHODS, *PEERS])
     parser.add_argument("--budgets", nargs="+", choices=BUDGETS, default=list(BUDGETS))
+    parser.add_argument("--minutes", type=float, help="train every pruned model as a whole, so long")
+    parser.add_argument("--steps", type=int, help="the same, so many steps of four windows")
+    parser.add_argument("--training", nargs="+", metavar="TEXT", help="texts to train on, in equal parts; the "
+                        "calibration windows when absent")  # fmt: skip
+    parser.add_argument("--training-samples", type=int, default=1024, help="windows drawn from --training")
     parser.add_argument("--peer", help="Python of an environment with llm-compressor")
     given = parser.parse_args()
     settings = Settings(
         given.model,
         given.calibration,
-        given.evaluation,
+        dict(_named(text) for text in given.evaluation),
         given.samples,
         given.sequence_length,
         given.windows,
         given.dtype,
         {"true": True, "false": False}.get(given.bos, given.bos),
+        _training(given),
     )
-    table = Table(given.output, settings)
+    same_settings(given.output, asdict(settings))
+    table = Table(given.output, list(settings.evaluation))
     if ("dense", "") not in table.rows:
         table.add("dense", "", dense(settings))
-    wanted = [(m, b) for b in given.budgets for m in given.methods if (m, b) not in table.rows]
-    measured_along = {(UNTUNED[m], b) for m, b in wanted if m in UNTUNED}
-    wanted = [row for row in wanted if row not in measured_along and applies(*row)]
+    wanted = [
+        (m, b) for b in given.budgets for m in given.methods
+        if applies(m, b) and any((row, b) not in table.rows for row in _rows(m, settings))
+    ]  # fmt: skip
     for number, (method, budget) in enumerate(wanted, start=1):
         started = time.perf_counter()
         rows: dict[str, dict[str, float]] = {}
@@ -284,14 +260,12 @@ def main() -> None:
         else:
             sections = {**METHODS, **INGREDIENTS}[method](budget)
             stages = by_compressx(settings, sections, folder, given.output / "reports" / name)
-            rows = {UNTUNED.get(method, method): stages["pruned"]}
-            if "finetuned" in stages:
-                rows[method] = stages["finetuned"]
+            rows = dict(zip(_rows(method, settings), stages.values(), strict=True))
         for row, figures in rows.items():
             table.add(row, budget, figures)
         shutil.rmtree(folder)
         print(
-            f"[{number}/{len(wanted)}] {method}, {budget}: perplexity {rows[method]['perplexity']:.2f} at "
+            f"[{number}/{len(wanted)}] {method}, {budget}: {_told([*rows.values()][-1], settings)} at "
             f"{rows[method]['sparsity']:.2%}, {time.perf_counter() - started:.0f} s", flush=True,
         )  # fmt: skip
     print(f"\n{table.markdown()}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +26,7 @@ def quality() -> ModuleType:
 def settings(quality: ModuleType, tmp_path_factory: pytest.TempPathFactory):
     model = save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama")
     text = str(model.with_name("text.txt"))
-    return quality.Settings(str(model), text, text, 8, 32, 2, "float32")
+    return quality.Settings(str(model), text, {"text": text}, 8, 32, 2, "float32")
 
 
 @pytest.mark.parametrize("budget", ["50%", "70%", "2:4"])
@@ -66,24 +65,25 @@ def test_each_ingredient_adds_one_thing_to_those_before_it(quality):
         assert all(one != other for one, other in combinations(told, 2)), budget
 
 
-def test_rows_are_kept_and_gone_on_with_and_other_settings_are_refused(quality, settings, tmp_path):
+def test_rows_are_kept_and_gone_on_with(quality, tmp_path):
     figures = {"sparsity": 0.5, "seconds": 1.0, "gigabytes": 2.0}
-    table = quality.Table(tmp_path, settings)
+    table = quality.Table(tmp_path, ["prose", "code"])
     for method, budget, perplexity in (("dense", "", 20.0), ("SparseGPT", "50%", 40.0), ("best", "50%", 25.0)):
-        table.add(method, budget, {**figures, "perplexity": perplexity})
-    again = quality.Table(tmp_path, settings)
+        table.add(method, budget, {**figures, "perplexity prose": perplexity, "perplexity code": perplexity / 2})
+    again = quality.Table(tmp_path, ["prose", "code"])
     assert again.rows == table.rows
-    assert "| best | 25.00 (+75%) |" in (tmp_path / "quality.md").read_text()
+    said = (tmp_path / "quality.md").read_text()
+    assert "perplexity prose, dense 20.00" in said
+    assert "| best | 25.00 (+75%) |" in said
+    assert "| best | 12.50 (+75%) |" in said
     assert (tmp_path / "quality.svg").is_file()
-    with pytest.raises(SystemExit, match="measured with other settings"):
-        quality.Table(tmp_path, quality.Settings(**{**vars(settings), "samples": 5}))
 
 
 @pytest.fixture
 def measure(quality, settings, tmp_path, monkeypatch):
     monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path / "cache"))
-    told = {"model": settings.model, "calibration": settings.calibration, "evaluation": settings.evaluation,
-            "samples": "8", "sequence-length": "32", "windows": "2", "output": str(tmp_path / "q")}  # fmt: skip
+    told = {"model": settings.model, "calibration": settings.calibration, "samples": "8",
+            "evaluation": f"text={settings.calibration}", "sequence-length": "32", "windows": "2", "output": str(tmp_path / "q")}  # fmt: skip
     common = [part for name, value in told.items() for part in (f"--{name}", value)]
     in_process = lambda command: run(Path(command[4]), resume=command[5:] == ["--resume"])  # noqa: E731 - seconds less
 
@@ -133,21 +133,18 @@ def test_what_other_code_has_begun_of_a_row_is_not_gone_on_with(quality, tmp_pat
 
 
 @pytest.mark.slow
-def test_one_run_measures_a_model_before_and_after_fine_tuning(
-    quality, settings, measure, tmp_path, monkeypatch, capsys
-):
-    pruned = quality.METHODS["magnitude"]
-    monkeypatch.setitem(quality.METHODS, "best", pruned)
-    monkeypatch.setitem(
-        quality.METHODS, "best, fine-tuned", lambda budget: {**pruned(budget), "finetune": {"steps": 3}}
-    )
-    measure("--methods", "best", "best, fine-tuned", "--budgets", "50%")
-    assert "[1/1] best, fine-tuned, 50%" in capsys.readouterr().out
-    rows = quality.Table(tmp_path / "q", settings).rows
-    measured = read_report(tmp_path / "q/reports/best-fine-tuned-50").evaluation
-    for name, stage in (("best", "pruned"), ("best, fine-tuned", "finetuned")):
-        assert rows[name, "50%"]["perplexity"] == measured[stage]["token_perplexity"]
-    assert rows["best", "50%"]["seconds"] < rows["best, fine-tuned", "50%"]["seconds"]
+def test_one_run_measures_a_model_before_and_after_training(quality, settings, measure, tmp_path, capsys):
+    asked = ("--methods", "magnitude", "--budgets", "50%", "--steps", "3")
+    measure(*asked, "--training", settings.calibration, "--training-samples", "8")
+    assert "[1/1] magnitude, 50%" in capsys.readouterr().out
+    rows = quality.Table(tmp_path / "q", ["text"]).rows
+    report = read_report(tmp_path / "q/reports/magnitude-50")
+    assert (report.finetune.steps, report.finetune.windows) == (3, (7, 32))
+    for name, stage in (("magnitude", "pruned"), ("magnitude, trained", "finetuned")):
+        assert rows[name, "50%"]["perplexity text"] == report.evaluation[stage]["text"]["token_perplexity"]
+    assert rows["magnitude", "50%"]["seconds"] < rows["magnitude, trained", "50%"]["seconds"]
+    with pytest.raises(SystemExit, match="measured with other settings"):
+        measure(*asked)
 
 
 @pytest.mark.slow
@@ -156,13 +153,13 @@ def test_rows_are_measured_once_with_bos_in_the_recipe_and_in_the_dense_figure_a
 ):
     asked = ("--methods", "Wanda", "--budgets", "50%", "2:4", "--bos", "true")
     measure(*asked)
-    assert "[2/2] Wanda, 2:4: perplexity" in capsys.readouterr().out
+    assert "[2/2] Wanda, 2:4: perplexity text" in capsys.readouterr().out
     report = read_report(tmp_path / "q/reports/Wanda-2-4")
     assert {layer.pattern for layer in report.layers} == {"2:4"}
     assert report.blocks[0].output_error is not None
     measure(*asked)
-    assert "Wanda, 2:4: perplexity" not in capsys.readouterr().out  # both rows are there
-    rows = quality.Table(tmp_path / "q", replace(settings, bos=True)).rows
+    assert "Wanda, 2:4: perplexity text" not in capsys.readouterr().out  # both rows are there
+    rows = quality.Table(tmp_path / "q", ["text"]).rows
     measured = read_report(tmp_path / "q/reports/Wanda-50").evaluation
-    assert rows["dense", ""]["perplexity"] == measured["dense"]["token_perplexity"]
-    assert rows["dense", ""]["perplexity"] != quality.dense(settings)["perplexity"]
+    assert rows["dense", ""]["perplexity text"] == measured["dense"]["text"]["token_perplexity"]
+    assert rows["dense", ""]["perplexity text"] != quality.dense(settings)["perplexity text"]
