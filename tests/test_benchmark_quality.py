@@ -82,8 +82,10 @@ def test_rows_are_kept_and_gone_on_with(quality, tmp_path):
 @pytest.fixture
 def measure(quality, settings, tmp_path, monkeypatch):
     monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path / "cache"))
-    told = {"model": settings.model, "calibration": settings.calibration, "samples": "8",
-            "evaluation": f"text={settings.calibration}", "sequence-length": "32", "windows": "2", "output": str(tmp_path / "q")}  # fmt: skip
+    told = {
+        "model": settings.model, "calibration": settings.calibration, "evaluation": f"text={settings.calibration}",
+        "samples": "8", "sequence-length": "32", "windows": "2", "output": str(tmp_path / "q"),
+    }  # fmt: skip
     common = [part for name, value in told.items() for part in (f"--{name}", value)]
     in_process = lambda command: run(Path(command[4]), resume=command[5:] == ["--resume"])  # noqa: E731 - seconds less
 
