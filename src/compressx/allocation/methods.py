@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from compressx.allocation.measure import Measured, measure, measure_outliers
+from compressx.allocation.measure import measure, measure_outliers
 from compressx.allocation.owl import sparsities
 from compressx.allocation.spread import Curve, cheapest
 from compressx.allocation.units import Unit, spread, units_of, zeros_of
@@ -21,6 +21,9 @@ from compressx.planning.plan import Plan
 from compressx.recipe.methods import Allocation, AttentionAware, DivergenceAllocation, MeasuredAllocation, OwlAllocation
 from compressx.runtime.errors import CalibrationError
 
+Curves: TypeAlias = Mapping[str, Sequence[Sequence[float]]]
+"""The sparsities of each measured unit, and their divergences, by the name of its first linear; JSON types."""
+
 
 def allocate(
     access: Access,
@@ -30,6 +33,7 @@ def allocate(
     sensitivities: Mapping[str, Tensor] = MappingProxyType({}),
     progress: Callable[[int, int, str], None] = lambda _done, _total, _note: None,
     keep: Keep = in_memory,
+    remembered: Callable[[Callable[[], Curves]], Curves] = lambda compute: compute(),
 ) -> tuple[Plan, AllocationReport]:
     """Measure the units of a plan, and set the sparsity of every linear by the method.
 
@@ -41,6 +45,7 @@ def allocate(
         sensitivities: as for `measure`.
         progress: called with the blocks measured, their total, and a note.
         keep: as for `measure`.
+        remembered: returns what its argument computes, or what that computed before for the same model, text and rules.
 
     Returns:
         The final plan, and a report of measurements and sparsities.
@@ -57,7 +62,11 @@ def allocate(
     blocks_done(0)
     if isinstance(settings, OwlAllocation):
         return _by_outliers(access, plan, settings, units, batches, blocks_done, keep)
-    return _by_divergence(access, plan, settings, units, batches, sensitivities, blocks_done, keep)
+
+    def curves() -> Curves:
+        return _curves(access, settings, units, batches, sensitivities, blocks_done, keep)
+
+    return _by_divergence(plan, settings, units, remembered(curves))
 
 
 def report_on(
@@ -88,33 +97,38 @@ def _unit_report(unit: Unit, details: Callable[[Unit, float], Mapping[str, Any]]
     return UnitReport(unit.block, unit.label, names, unit.weights, sparsity, **details(unit, sparsity))
 
 
-def _by_divergence(
-    access: Access, plan: Plan, settings: DivergenceAllocation | AttentionAware, units: Sequence[Unit],
-    batches: Sequence[Tensor], sensitivities: Mapping[str, Tensor], progress: Callable[..., None], keep: Keep,
-) -> tuple[Plan, AllocationReport]:  # fmt: skip
-    """Choose the sparsities with the lowest summed divergence."""
+def _curves(
+    access: Access, settings: DivergenceAllocation | AttentionAware, units: Sequence[Unit], batches: Sequence[Tensor],
+    sensitivities: Mapping[str, Tensor], progress: Callable[..., None], keep: Keep,
+) -> Curves:  # fmt: skip
+    """Measure what each sparsity of each unit costs; no target is in it, so it serves all."""
     seen, held_out = _parts(batches, settings.samples)
-    measured: dict[str, Measured] = {}  # by the name of the unit's first linear
+    found: dict[str, Sequence[Sequence[float]]] = {}
     blocks = measure(
         access, units, seen, held_out, settings.sparsities, sensitivities, keep,
         progress=lambda done, windows: progress(0, f"gradients at {done} of {windows} windows"),
     )  # fmt: skip
     for done, block in enumerate(blocks, start=1):
-        measured |= {m.unit.linears[0].name: m for m in block}
+        found |= {m.unit.linears[0].name: [[*m.sparsities], [*m.divergences]] for m in block}
         progress(done)
-    curves = {name: Curve(m.sparsities, m.divergences) for name, m in measured.items()}
+    return found
+
+
+def _by_divergence(
+    plan: Plan, settings: DivergenceAllocation | AttentionAware, units: Sequence[Unit], measured: Curves
+) -> tuple[Plan, AllocationReport]:
+    """Choose the sparsities with the lowest summed divergence."""
+    curves = {name: Curve(tuple(at), tuple(costs)) for name, (at, costs) in measured.items()}
 
     def choose(group: Sequence[Unit], zeros: int) -> list[int]:
         return cheapest([unit.points(curves[unit.linears[0].name]) for unit in group], zeros)
 
     def details(unit: Unit, sparsity: float) -> dict[str, Any]:
-        if (m := measured.get(unit.linears[0].name)) is None:
+        if (curve := curves.get(unit.linears[0].name)) is None:
             return {}
         return {
-            "divergence": curves[unit.linears[0].name].error(sparsity),
-            "sparsities": m.sparsities,
-            "divergences": m.divergences,
-        }
+            "divergence": curve.error(sparsity), "sparsities": curve.sparsities, "divergences": curve.errors,
+        }  # fmt: skip
 
     final = plan.allocated(spread(units, settings.target, choose, scope=settings.scope))
     return final, report_on(final, settings, details)

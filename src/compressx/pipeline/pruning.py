@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from compressx.allocation.methods import allocate, report_on, windows_kept
+from compressx.allocation.methods import Curves, allocate, report_on, windows_kept
 from compressx.api.record import AllocationReport
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
 from compressx.blocks.prune import Finished, prune_model
@@ -25,6 +25,7 @@ from compressx.pipeline.journal import ALLOCATED, Allocated, FinishedBlock
 from compressx.planning.plan import Plan
 from compressx.recipe.methods import MeasuredAllocation
 from compressx.report import figures
+from compressx.runtime.cache import cache_folder, cached
 
 
 class Record(Protocol):
@@ -60,6 +61,8 @@ class Pruning:
         batches: calibration token ids, each [batch, tokens].
         mine: this process's share of them.
         journal: keeps the finished blocks.
+        inputs: everything that decides the result, in JSON types, by which an allocation's measurements are cached; not
+            cached when absent.
     """
 
     context: RunContext
@@ -67,6 +70,7 @@ class Pruning:
     batches: Sequence[Tensor]
     mine: Sequence[Tensor]
     journal: Record
+    inputs: Mapping[str, Any] | None = None
 
     def run(self, planned: Plan) -> tuple[Plan, AllocationReport | None, list[FinishedBlock]]:
         """Go through all stages; return the final plan, how its sparsities were chosen, and the pruned blocks."""
@@ -105,6 +109,7 @@ class Pruning:
                     final, report = allocate(
                         self.access, planned, planned.allocation, self.batches, fisher.linears,
                         progress=partial(context.report_progress, "allocate"), keep=keep,
+                        remembered=self._remembered,
                     )  # fmt: skip
                 finally:
                     shutil.rmtree(journal.blocks / "allocation", ignore_errors=True)
@@ -114,6 +119,14 @@ class Pruning:
         assert journal.allocated is not None  # noqa: S101 - set above
         context.log.allocation(journal.allocated.report)
         return planned.allocated(journal.allocated.patterns), journal.allocated.report
+
+    def _remembered(self, curves: Callable[[], Curves]) -> Curves:
+        """Return cached measurements of the same model, text and rules, whatever the target, or measure."""
+        if self.inputs is None:
+            return curves()
+        measuring = {k: v for k, v in self.inputs["allocation"].items() if k not in {"target", "scope"}}
+        key = {**self.inputs, "allocation": measuring, "reconstruct_block": None}
+        return cached(key, curves, cache_folder() / "allocations")
 
     def prune(self, planned: Plan, fisher: FisherDiagonal) -> list[FinishedBlock]:
         """Prune the blocks that an interrupted run has not finished, and record each."""

@@ -135,7 +135,7 @@ def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | Non
         if ranks.first:
             context.tracking.start(loaded, folder, len(journal.finished), {"device": str(context.device), **versions()})
         evaluation = _evaluate_dense(context, given, fingerprint["model"])
-        pruning = Pruning(context, given.access, given.batches, given.mine, journal)
+        pruning = Pruning(context, given.access, given.batches, given.mine, journal, fingerprint)
         final, allocation, finished = pruning.run(given.prepared.plan)
         if not ranks.first:
             return None

@@ -316,6 +316,31 @@ def test_the_dense_evaluation_is_cached_and_the_pruned_is_not(model, monkeypatch
     assert other.evaluation["dense"] == first.evaluation["pruned"], "what is cached is of one model's weights"
 
 
+def test_what_an_allocation_measures_serves_every_target_of_the_same_rules_and_text(model, monkeypatch):
+    from compressx.allocation import methods
+
+    measured: list[int] = []
+    real = methods.measure
+    monkeypatch.setattr(methods, "measure", lambda *a, **k: (measured.append(1), real(*a, **k))[1])
+    settings = {"method": "divergence", "samples": 4, "sparsities": [0.4, 0.8]}
+
+    def allocated(target: float, **changed: Any) -> RunReport:
+        given = recipe(
+            model, {"targets": ["*"], "pruner": "wanda"}, allocation={**settings, "target": target, **changed}
+        )
+        return run(given, restart=True)
+
+    first = allocated(0.5)
+    other = allocated(0.6)
+    assert len(measured) == 1
+    assert [u.divergences for u in other.allocation.units] == [u.divergences for u in first.allocation.units]
+    assert other.sparsity == pytest.approx(0.6, abs=1e-3)
+    shutil.rmtree("cache")
+    assert allocated(0.6).allocation == other.allocation, "the same as when it is measured"
+    allocated(0.6, sparsities=[0.4, 0.7])
+    assert len(measured) == 3
+
+
 def test_progress_and_hooks_hear_of_every_block_and_of_the_end(model, plugins, monkeypatch):
     told: list[tuple[str, int, int]] = []
     blocks: list[BlockReport] = []
