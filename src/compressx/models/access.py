@@ -35,6 +35,10 @@ class Access(Protocol):
     def device(self) -> torch.device:
         """Device of materialised weights."""
 
+    @property
+    def products(self) -> torch.dtype | None:
+        """Dtype of matrix products while blocks are run one at a time, by autocast; None: that of the weights."""
+
     def materialise(self, fqn: str) -> AbstractContextManager[nn.Module]:
         """Return a context manager that yields a block, or the whole model for `shards.OUTSIDE`, with its weights.
 
@@ -62,6 +66,7 @@ class InMemory:
     """A model with all weights in memory."""
 
     model: Any
+    products: torch.dtype | None = None
 
     @property
     def device(self) -> torch.device:

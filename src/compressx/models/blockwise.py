@@ -7,8 +7,9 @@ to the rest of the model (`capture.run_around`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ def each_block(
         linears = {name: linear for name, linear in found.linears.items() if name.startswith(f"{fqn}.")}
         with access.materialise(fqn) as module:
             block = Block(order.index(fqn), fqn, module, linears, tuple(calls[fqn]), config)
-            yield block, [partial(_run, module, access.device, call) for call in calls[fqn]]
+            yield block, [partial(_run, module, access, call) for call in calls[fqn]]
 
 
 def passes(runs: Sequence[Run], states: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
@@ -82,5 +83,14 @@ def advance(fqn: str, runs: Sequence[Run], states: Sequence[Tensor], into: Seque
         room.copy_(finite(run(state), fqn))
 
 
-def _run(module: nn.Module, device: torch.device, call: BlockCall, state: Tensor) -> Tensor:
-    return replay(module, state.to(device), call)
+def narrowed(access: Access) -> AbstractContextManager[Any]:
+    """Return a context in which matrix products have the dtype that `access` asks for."""
+    if access.products is None:
+        return nullcontext()  # not a disabled autocast, which would end the caller's
+    # Without a cache: pruning changes weights between two calls.
+    return torch.autocast(access.device.type, access.products, cache_enabled=False)
+
+
+def _run(module: nn.Module, access: Access, call: BlockCall, state: Tensor) -> Tensor:
+    with narrowed(access):
+        return replay(module, state.to(access.device), call)

@@ -44,6 +44,7 @@ class StreamedModel:
         blocks: its decoder blocks by fully qualified name.
         source: files of the weights of each block and of `OUTSIDE`; `write` changes it.
         device: of loaded weights.
+        products: as for `Access`.
     """
 
     checkpoint: Checkpoint
@@ -51,6 +52,7 @@ class StreamedModel:
     blocks: Mapping[str, nn.Module]
     source: dict[str, Shards]
     device: torch.device
+    products: torch.dtype | None = None
 
     @contextmanager
     def materialise(self, fqn: str) -> Iterator[nn.Module]:

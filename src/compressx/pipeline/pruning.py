@@ -6,10 +6,11 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from compressx.allocation.methods import Curves, allocate, report_on, windows_kept
@@ -72,6 +73,14 @@ class Pruning:
     journal: Record
     inputs: Mapping[str, Any] | None = None
 
+    @cached_property
+    def calibrated(self) -> Access:
+        """The model, with the blocks' products in the dtype that the recipe asks for."""
+        settings = self.context.loaded.recipe.calibration
+        if settings is None or settings.dtype == "auto" or self.access.model.dtype == torch.bfloat16:
+            return self.access
+        return dataclasses.replace(self.access, products=torch.bfloat16)  # type: ignore[type-var]
+
     def run(self, planned: Plan) -> tuple[Plan, AllocationReport | None, list[FinishedBlock]]:
         """Go through all stages; return the final plan, how its sparsities were chosen, and the pruned blocks."""
         fisher = self.fisher(planned)
@@ -87,7 +96,7 @@ class Pruning:
             return FisherDiagonal()
         self.context.report_progress("calibrate", 0, 1)
         return fisher_diagonal(
-            self.access, survey(self.access.model), names, self.mine, self.context.ranks,
+            self.calibrated, survey(self.access.model), names, self.mine, self.context.ranks,
             progress=lambda i, n: self.context.report_progress("calibrate", i, n),
         )  # fmt: skip
 
@@ -107,7 +116,7 @@ class Pruning:
                 keep = self._keep("allocation", windows_kept(planned, planned.allocation, windows))
                 try:
                     final, report = allocate(
-                        self.access, planned, planned.allocation, self.batches, fisher.linears,
+                        self.calibrated, planned, planned.allocation, self.batches, fisher.linears,
                         progress=partial(context.report_progress, "allocate"), keep=keep,
                         remembered=self._remembered,
                     )  # fmt: skip
@@ -141,7 +150,7 @@ class Pruning:
             finished, states = journal.restore(self.access, keep)
             resumed = Finished(journal.finished[-1], states)
         context.report_progress("prune", len(finished), total)
-        for block in prune_model(self.access, planned, self.mine, resumed, keep, context.ranks, fisher):
+        for block in prune_model(self.calibrated, planned, self.mine, resumed, keep, context.ranks, fisher):
             finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
             journal.add(self.access, finished[-1], block.masks, block.streams)
             context.log.block(block.report, len(finished), total)

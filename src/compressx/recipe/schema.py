@@ -243,9 +243,19 @@ def recipe_from_source(source: Node) -> LoadedRecipe:
         needed = ", ".join(name for name, field in Recipe.model_fields.items() if field.is_required())
         raise RecipeError(f"{source.place}: the recipe is empty; it needs {needed}")
     loaded = LoadedRecipe(source, validated(Recipe, source.plain(), source.where))
-    if mistakes := list(_budget_mistakes(loaded)):
+    if mistakes := [*_budget_mistakes(loaded), *_dtype_mistakes(loaded)]:
         raise RecipeError("\n".join(mistakes))
     return loaded
+
+
+def _dtype_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
+    """Yield a message if blocks are to be trained in another dtype than they run in."""
+    calibration, training = loaded.recipe.calibration, loaded.recipe.reconstruct_block
+    if calibration and training and calibration.dtype == "bfloat16" and training.dtype == "float32":
+        yield (
+            f"{loaded.where('reconstruct_block', 'dtype')}: reconstruct_block.dtype is float32, but calibration.dtype "
+            f"at {loaded.where('calibration', 'dtype')} has the blocks run in bfloat16; drop one of them"
+        )
 
 
 def _budget_mistakes(loaded: LoadedRecipe) -> Iterator[str]:

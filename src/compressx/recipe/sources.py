@@ -211,6 +211,11 @@ class Calibration(Strict):
         description="size, such as 4GB, above which hidden states (and the gradients of an allocation) are kept in "
         "files beside the output; null keeps them in memory",
     )
+    dtype: Literal["auto", "bfloat16"] = Field(
+        "auto",
+        description="dtype of matrix products when the model runs on this text; weights, statistics and pruners keep "
+        "theirs. auto: that of the model; bfloat16 is faster on processors that support it",
+    )
 
     @model_validator(mode="after")
     def _some_text(self) -> Calibration:

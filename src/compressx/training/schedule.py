@@ -6,7 +6,7 @@ import math
 
 from compressx.recipe.tuning import Finetune
 
-CHECKS = 8
+CHECKS = 4
 """How often the held-out loss is measured during a training, beside once before it."""
 
 

@@ -109,3 +109,18 @@ def test_an_output_that_is_not_finite_is_refused_by_the_blocks_name():
     block, runs = next(each_block(access, found, calls))
     with torch.no_grad(), pytest.raises(UnsupportedModelError, match=r"^model\.layers\.0: its output has NaN or inf"):
         advance(block.fqn, runs, states)
+
+
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+def test_products_are_narrow_where_access_says_so_and_states_stay_wide(architecture: str):
+    access = InMemory(tiny_model(architecture), products=torch.bfloat16)
+    found, ids = survey(access.model), tiny_tokens(sequences=2)
+    (state,), calls = capture(access, found, [ids])
+    with torch.no_grad():
+        for block, runs in each_block(access, found, calls):
+            (state,) = (run(state) for run in runs)
+            assert state.dtype == torch.float32, block.fqn
+        logits = run_around(access.model, found.blocks, ids, state).logits
+        exact = access.model(ids, use_cache=False).logits
+    assert not torch.equal(logits, exact)
+    assert (logits - exact).norm() < 0.03 * exact.norm()

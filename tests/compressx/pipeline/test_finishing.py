@@ -84,11 +84,13 @@ def test_reports_hold_the_losses_and_a_figure_shows_them(model, drawn):
     report = run(recipe(model))
     read = json.loads(Path("out/report.json").read_text())
     assert read["finetune"]["losses"] == list(report.finetune.losses)
-    assert (read["finetune"]["steps"], read["finetune"]["windows"]) == (6, [8, 32])
+    assert (read["finetune"]["steps"], read["finetune"]["windows"]) == (6, [7, 32])  # one of eight is held out
     assert read["seconds"]["finetune"] > 0
     assert report.figures[0]["file"] == "plots/finetune.svg"
-    assert ">fine-tuning<" in Path("out/plots/finetune.svg").read_text()
-    assert "## Fine-tuning\n\n6 steps on 8 windows of 32 tokens, " in Path("out/report.md").read_text()
+    drawing = Path("out/plots/finetune.svg").read_text()
+    assert ">of each step's batch<" in drawing
+    assert ">held out<" in drawing
+    assert "## Fine-tuning\n\n6 steps on 7 windows of 32 tokens, " in Path("out/report.md").read_text()
 
 
 def test_progress_tells_of_every_step_with_its_loss(model):
@@ -101,7 +103,8 @@ def test_progress_tells_of_every_step_with_its_loss(model):
 
 
 def test_the_first_loss_is_the_divergence_from_the_dense_model_computed_by_hand(model):
-    asked = recipe(model, evaluated=False, batch_size=8, steps=1, warmup=0.0)  # all windows, so their order is all one
+    # All windows in one step, so their order does not matter.
+    asked = recipe(model, evaluated=False, batch_size=8, steps=1, warmup=0.0, held_out=0)
     run({**asked, "finetune": None, "output": "pruned"})
     losses = run(asked).finetune.losses
     windows = read_calibration(Calibration(**asked["calibration"]).draw, AutoTokenizer.from_pretrained(model))
@@ -146,7 +149,7 @@ def test_text_of_its_own_is_trained_on_and_windows_begin_with_bos_wherever_the_m
     if own_text:
         Path("other.txt").write_text("w7 w8 w9 " * 100)
         asked["finetune"] |= {"dataset": {"text": "other.txt"}, "samples": 5, "sequence_length": 16, "bos": True}
-    assert run(asked).finetune.windows == ((5, 16) if own_text else (8, 32))
+    assert run(asked).finetune.windows == ((5, 16) if own_text else (7, 32))
     assert {ids.shape[1] for ids in seen} == ({16, 32} if own_text else {32})
     assert all((ids[:, 0] == 1).all() and (ids[:, 1:] != 1).all() for ids in seen)
     assert all(len(ids[:, 1:].unique()) == 3 for ids in seen if ids.shape[1] == 16)
@@ -162,7 +165,7 @@ def test_a_model_that_is_found_too_large_for_memory_is_refused_before_it_is_prun
 
 def test_a_loss_that_is_not_finite_names_the_recipes_section(model):
     Path("r.yaml").write_text(json.dumps(recipe(model, learning_rate=1e30, warmup=0.0)))
-    with pytest.raises(CalibrationError, match=r"^r\.yaml:1:\d+: step \d of 6: the loss is"):
+    with pytest.raises(CalibrationError, match=r"^r\.yaml:1:\d+: step \d of fine-tuning: the loss is"):
         run(Path("r.yaml"))
 
 

