@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-BUDGETS = ("50%", "60%", "70%", "2:4", "4:8")
+BUDGETS = ("50%", "60%", "70%", "80%", "2:4", "4:8")
 
 
 def rules(*pruners: tuple[list[str], str], **options: Any) -> Callable[[str], dict[str, Any]]:
@@ -21,14 +21,25 @@ def rules(*pruners: tuple[list[str], str], **options: Any) -> Callable[[str], di
     return make
 
 
-def best(budget: str) -> dict[str, Any]:
-    """Return the sections of the shipped recipe for a budget; 4:8 uses that of 2:4 with another pattern."""
+def shipped(budget: str) -> dict[str, Any]:
+    """Return the shipped recipe of the lowest perplexity for a budget; 4:8 uses that of 2:4."""
     from compressx.recipe.schema import load_recipe
 
     path = RECIPES / ("best-2of4.yaml" if ":" in budget else f"best-{budget.rstrip('%')}.yaml")
-    shipped = load_recipe(path).recipe.model_dump(mode="json", exclude_none=True)
-    kept = ("prune", "allocation", "reconstruct_block")
-    sections: dict[str, Any] = {k: shipped[k] for k in kept if k in shipped}
+    return load_recipe(path).recipe.model_dump(mode="json", exclude_none=True)
+
+
+def training() -> dict[str, Any]:
+    """Return how the shipped recipes train the whole model, without how long and on what."""
+    section: dict[str, Any] = shipped("50%")["finetune"]
+    return {k: v for k, v in section.items() if k not in {"minutes", "datasets", "samples", "sequence_length"}}
+
+
+def best(budget: str) -> dict[str, Any]:
+    """Return the sections of the shipped recipe by which a model is pruned."""
+    recipe = shipped(budget)
+    sections: dict[str, Any] = {k: recipe[k] for k in ("prune", "allocation") if k in recipe}
+    sections["calibration"] = {k: recipe["calibration"][k] for k in ("samples", "dtype")}
     if ":" in budget:
         sections["prune"] = [{**rule, "pattern": budget} for rule in sections["prune"]]
     return sections
@@ -57,10 +68,9 @@ def best_but(budget: str, *, without: Sequence[str] = (), **sections: Any) -> di
 
 # Ablation of `best`, adding one component at a time; ALPS, "attnprune + ALPS" and `best` are its other steps.
 INGREDIENTS: dict[str, Callable[[str], dict[str, Any]]] = {
-    "+ sensitivity weights": partial(best_but, without=("allocation", "reconstruct_block")),
-    "+ allocation": partial(best_but, without=("reconstruct_block",)),
+    "+ sensitivity weights": partial(best_but, without=("allocation",)),
 }
-OF_PERCENTAGES = ("+ sensitivity weights", "+ allocation")  # not part of `best` at N:M
+OF_PERCENTAGES = ("+ sensitivity weights",)  # not part of `best` at N:M
 
 
 def applies(method: str, budget: str) -> bool:

@@ -7,8 +7,8 @@ Each row is measured in a new process and written immediately. A second run with
 after its last finished block if the code is unchanged. `--methods` and `--budgets` select rows. `best` uses
 `recipes/best-*.yaml`. With `--minutes` or `--steps` every pruned model is trained as a whole in the same way, and each
 method has two rows, before and after; both report the run's peak memory.
-The ablation of `best` adds one component at a time: SparseGPT, ALPS, `attnprune + ALPS`, `+ sensitivity weights`,
-`+ allocation`, and `best`, which adds block reconstruction. Rows with a plus are only measured if named. llm-compressor
+The ablation of `best` adds one component at a time: SparseGPT, ALPS, `attnprune + ALPS`, `+ sensitivity weights`, and
+`best`, which adds the allocation. Rows with a plus are only measured if named. llm-compressor
 is installed into `OUTPUT/llm-compressor` when needed, unless `--peer` names a Python that has it.
 
 OUTPUT gets `quality.csv`, `quality.md`, `quality.svg`, the report of every row in `reports/` (for `compressx compare`),
@@ -32,11 +32,10 @@ from typing import Any
 from compressx.recipe.sources import Bos
 from kept import same_settings, unfinished
 from loaded import checkpoint, source
-from methods import BUDGETS, INGREDIENTS, METHODS, applies
+from methods import BUDGETS, INGREDIENTS, METHODS, applies, training
 from quality_table import Table, column
 
 ROOT = Path(__file__).parents[1]
-LEARNING_RATE = 2.0e-4
 PEER = "llm-compressor"
 PEER_VERSION = "0.14.0.1"
 PEERS = {f"{PEER} Wanda": "wanda", f"{PEER} SparseGPT": "sparsegpt"}
@@ -58,11 +57,12 @@ class Settings:
 
     def recipe(self, output: Path, **sections: Any) -> dict[str, Any]:
         """Return a recipe that prunes and measures token perplexity."""
+        calibration = sections.pop("calibration", {})  # what a method changes of it
         return {
             "model": {**source(self.model), "dtype": self.dtype},
             "calibration": {
                 "dataset": _dataset(self.calibration), "samples": self.samples,
-                "sequence_length": self.sequence_length, "bos": self.bos,
+                "sequence_length": self.sequence_length, "bos": self.bos, **calibration,
             },
             "evaluate": {"token_perplexity": {
                 "datasets": {name: _dataset(text) for name, text in self.evaluation.items()}, "samples": self.windows,
@@ -198,10 +198,7 @@ def _training(given: argparse.Namespace) -> dict[str, Any] | None:
     """Return the recipe's `finetune` section, the same for all methods."""
     if given.minutes is None and given.steps is None:
         return None
-    section = {
-        "minutes": given.minutes, "steps": given.steps, "learning_rate": LEARNING_RATE, "dtype": "bfloat16",
-        "gradient_checkpointing": False,
-    }  # fmt: skip
+    section = {**training(), "minutes": given.minutes, "steps": given.steps}
     if given.training:
         section["datasets"] = [_dataset(text) for text in given.training]
         section |= {"samples": given.training_samples, "sequence_length": given.sequence_length, "bos": given.bos}
@@ -224,7 +221,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *INGREDIENTS, *PEERS], default=[*METHODS, *PEERS])
     parser.add_argument("--budgets", nargs="+", choices=BUDGETS, default=list(BUDGETS))
     parser.add_argument("--minutes", type=float, help="train every pruned model as a whole, so long")
-    parser.add_argument("--steps", type=int, help="the same, so many steps of four windows")
+    parser.add_argument("--steps", type=int, help="the same, so many steps")
     parser.add_argument("--training", nargs="+", metavar="TEXT", help="texts to train on, in equal parts; the "
                         "calibration windows when absent")  # fmt: skip
     parser.add_argument("--training-samples", type=int, default=1024, help="windows drawn from --training")

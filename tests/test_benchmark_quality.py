@@ -46,18 +46,18 @@ def test_every_method_plans_every_linear_at_every_budget(quality, settings, budg
 
 def test_each_ingredient_adds_one_thing_to_those_before_it(quality):
     methods = {**quality.METHODS, **quality.INGREDIENTS}
-    steps = ["ALPS", "attnprune + ALPS", "+ sensitivity weights", "+ allocation", "best"]
+    steps = ["ALPS", "attnprune + ALPS", "+ sensitivity weights", "best"]
     told = []
     for step in steps:
         sections = methods[step]("50%")
         rules = sections.pop("prune")
+        sections.pop("calibration", None)
         told.append(([rule["pruner"] for rule in rules], sorted(key for key, value in sections.items() if value)))
     assert told == [
         (["alps"], []),
         (["attnprune", "alps"], []),
         (["attnprune", "sensitivity"], []),
         (["attnprune", "sensitivity"], ["allocation"]),
-        (["attnprune", "sensitivity"], ["allocation", "reconstruct_block"]),
     ]
     ladder = ["SparseGPT", *steps]
     for budget in quality.BUDGETS:
