@@ -152,7 +152,7 @@ class FinetuneReport:
     """How a pruned model was fine-tuned.
 
     Attributes:
-        teacher: `dense` or `none`.
+        teacher: `dense`, `none`, or where another model comes from.
         trained: how many numbers were trained: weights that are kept, and gains and biases if these were too.
         steps: optimizer steps.
         windows: how many windows there were to train on, and tokens in each.

@@ -23,12 +23,13 @@ from compressx.data.windows import fingerprint as fingerprint_of
 from compressx.evaluation.perplexity import Texts, evaluate
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access
-from compressx.models.checkpoint import Checkpoint
+from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.streaming import StreamedModel, open_model, open_streamed
 from compressx.pipeline.card import card
 from compressx.pipeline.context import RunContext, Stage
 from compressx.pipeline.journal import FinishedBlock, Journal
 from compressx.planning.plan import Plan
+from compressx.recipe.sources import ModelSource
 from compressx.recipe.tuning import Finetune
 from compressx.report import figures, html, markdown
 from compressx.report.contents import sections
@@ -145,10 +146,17 @@ def trained(
     with context.loaded.at("finetune"):
         return evaluation, finetune(
             pruned.access.model, masks(), windows, settings,
-            teacher=teacher() if settings.teacher == "dense" else None,
+            teacher=_teacher(settings, context, teacher),
             checkpoint=kept and kept / f"finetune-{_tuning_fingerprint(settings, windows)}.safetensors",
             progress=progress,
         )  # fmt: skip
+
+
+def _teacher(settings: Finetune, context: RunContext, dense: Callable[[], Any]) -> Any | None:
+    """Return the model to train towards, if there is one."""
+    if isinstance(settings.teacher, ModelSource):
+        return open_model(find_checkpoint(settings.teacher), False, context.device).model
+    return dense() if settings.teacher == "dense" else None
 
 
 def _tuning_fingerprint(settings: Finetune, windows: Tensor) -> str:

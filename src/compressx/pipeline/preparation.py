@@ -17,7 +17,8 @@ from compressx.evaluation.harness import check_chat_template
 from compressx.evaluation.perplexity import Texts, read_texts
 from compressx.evaluation.tasks import check_tasks
 from compressx.models.architecture import survey, text_config
-from compressx.models.checkpoint import Checkpoint
+from compressx.models.checkpoint import Checkpoint, find_checkpoint
+from compressx.models.loading import load_skeleton
 from compressx.pipeline.checks import (
     check_datasets,
     check_names,
@@ -34,7 +35,7 @@ from compressx.plugins.manager import Plugins
 from compressx.recipe.document import Step, from_python
 from compressx.recipe.parts import Parts, parts_of, valid_parts
 from compressx.recipe.schema import LoadedRecipe, read_recipe, recipe_from_source
-from compressx.recipe.sources import Calibration
+from compressx.recipe.sources import Calibration, ModelSource
 from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError
 from compressx.training.finetune import training_windows
 
@@ -138,6 +139,9 @@ def _check_settings(loaded: LoadedRecipe, parts: Parts, processes: int, mistakes
 def _planned(loaded: LoadedRecipe, plugins: Plugins, skeleton: Any, tokenizer: Any, mistakes: Mistakes) -> Plan:
     """Plan the pruning of a model, with or without weights."""
     mistakes.add(*_finetune_mistakes(loaded, skeleton))
+    if loaded.recipe.finetune is not None and isinstance(loaded.recipe.finetune.teacher, ModelSource):
+        with mistakes.collected(), loaded.at("finetune", "teacher"):
+            _check_teacher(loaded.recipe.finetune.teacher, skeleton)
     evaluated = loaded.recipe.evaluate
     if evaluated is not None and evaluated.lm_eval is not None and tokenizer is not None:
         with mistakes.collected(), loaded.at("evaluate", "lm_eval", "apply_chat_template"):
@@ -228,6 +232,21 @@ def _finetune_mistakes(loaded: LoadedRecipe, skeleton: Any) -> Iterator[Compress
         yield RecipeError(
             f"{loaded.where('finetune', 'sequence_length')}: sequence_length {draw.sequence_length} is longer than the "
             f"model's {positions} positions"
+        )
+
+
+def _check_teacher(source: ModelSource, skeleton: Any) -> None:
+    """Refuse a teacher whose predictions cannot be compared with the model's.
+
+    Raises:
+        CompressxError: no such model.
+        UnsupportedModelError: another vocabulary.
+    """
+    teacher = load_skeleton(find_checkpoint(source))
+    given, own = (text_config(model).vocab_size for model in (teacher, skeleton))
+    if given != own:
+        raise UnsupportedModelError(
+            f"the teacher has a vocabulary of {given} tokens and the model one of {own}; expected the same vocabulary"
         )
 
 

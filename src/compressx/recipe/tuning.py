@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
-from compressx.recipe.sources import Bos, DatasetField, DatasetsField, Draw, Windows, weighted
+from compressx.recipe.sources import Bos, DatasetField, DatasetsField, Draw, ModelSource, Windows, weighted
 from compressx.recipe.targets import Pattern
 from compressx.recipe.validation import Strict, conflict
+from compressx.runtime.errors import did_you_mean
 
-Teacher = Literal["dense", "none"]
+_TEACHERS = ("dense", "none")
+
+
+def _known_teacher(value: object) -> object:
+    if not isinstance(value, dict | ModelSource) and value not in _TEACHERS:
+        raise conflict(f"{did_you_mean(str(value), _TEACHERS)}; or a model, such as {{path: FOLDER}}", [])
+    return value
+
+
+Teacher = Annotated[Literal["dense", "none"] | ModelSource, BeforeValidator(_known_teacher)]
 
 _DRAWING = ("samples", "sequence_length", "bos", "windows")
 """Keys about the windows of `dataset` or `datasets`, by their names in `Draw`, which has their defaults."""
@@ -39,7 +49,9 @@ class Finetune(Strict):
         1e-4, gt=0, description="the maximum, at the end of the warmup; a cosine decreases it to 0"
     )
     teacher: Teacher = Field(
-        "dense", description="dense: distillation from the dense model; none: next-token prediction"
+        "dense",
+        description="dense: distillation from the recipe's model as it was; none: next-token prediction; another model "
+        "with the same vocabulary, such as {path: FOLDER}, if the recipe's is pruned already",
     )
     temperature: StrictFloat = Field(1.0, gt=0, description="divides the logits of both models; only with a teacher")
     norms: StrictBool = Field(False, description="train the gains of norms")
@@ -83,6 +95,12 @@ class Finetune(Strict):
     def total_steps(self) -> int:
         """The number of optimizer steps, when it is not the time that is given."""
         return self.steps or 200
+
+    @property
+    def taught_by(self) -> str:
+        """The teacher's name for people: `dense`, `none`, or where a model comes from."""
+        source = self.teacher
+        return source if isinstance(source, str) else str(source.id or source.path or source.package)
 
     @property
     def draw(self) -> Draw | None:

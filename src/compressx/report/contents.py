@@ -206,7 +206,8 @@ def _finetuning(report: RunReport) -> Iterator[Section]:
 def told(tuned: FinetuneReport) -> str:
     """Return how a model was fine-tuned, in one sentence."""
     count, tokens = tuned.windows
-    loss = "next-token loss" if tuned.teacher == "none" else "divergence from the dense model"
+    taught_by = "the dense model" if tuned.teacher == "dense" else tuned.teacher
+    loss = "next-token loss" if tuned.teacher == "none" else f"divergence from {taught_by}"
     first, last = tuned.losses[0], tuned.losses[-1]
     measured = f"{first:.4g} at the first, {last:.4g} at the last"
     if tuned.held_out:

@@ -85,7 +85,7 @@ def finetune(
         masks: its masks.
         windows: int64 [windows, tokens].
         settings: the recipe's `finetune` section.
-        teacher: the dense model if `settings.teacher` is dense; not changed.
+        teacher: the model that `settings.teacher` names; not changed.
         checkpoint: a file to resume from if it exists, updated during training.
         progress: called with the steps done, the total and the last loss.
 
@@ -98,7 +98,7 @@ def finetune(
         UnsupportedModelError: gradient checkpointing is on, and the model does not support it.
     """
     if (teacher is None) != (settings.teacher == "none"):
-        raise ValueError(f"teacher {settings.teacher!r} with {'no' if teacher is None else 'a'} dense model")
+        raise ValueError(f"teacher {settings.taught_by!r} with {'no' if teacher is None else 'a'} dense model")
     narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     narrow = settings.dtype == "bfloat16" or (settings.dtype == "auto" and narrow)
     small = {"norms": settings.norms, "biases": settings.biases}
@@ -114,7 +114,9 @@ def finetune(
         count = sum(p.numel() for p in trained.values()) - (_dropped(masks) if settings.lora is None else 0)
     _check_zeros(model, masks)
     drawn = (len(steps.seen), windows.shape[1])
-    return FinetuneReport(settings.teacher, count, len(steps.losses), drawn, tuple(steps.losses), tuple(steps.held_out))
+    return FinetuneReport(
+        settings.taught_by, count, len(steps.losses), drawn, tuple(steps.losses), tuple(steps.held_out)
+    )
 
 
 class _Steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,18 @@ def told_by(asked: dict[str, Any], **options: Any) -> tuple[RunReport, list[tupl
 
 def steps(told: list[tuple[str, int, int, str]], stage: str) -> list[int]:
     return [done for name, done, *_ in told if name == stage]
+
+
+def divergence(dense: Path, pruned: str, windows: torch.Tensor) -> float:
+    """Return the mean divergence of a saved model's predictions from another's, in float64."""
+    with torch.no_grad():
+        p, q = (
+            AutoModelForCausalLM.from_pretrained(folder)(windows).logits.double().log_softmax(-1)
+            for folder in (dense, pruned)
+        )
+    found = float((p.exp() * (p - q)).sum(-1).mean())
+    assert found > 0.01
+    return found
 
 
 # --- what a run does
@@ -108,14 +121,35 @@ def test_the_first_loss_is_the_divergence_from_the_dense_model_computed_by_hand(
     run({**asked, "finetune": None, "output": "pruned"})
     losses = run(asked).finetune.losses
     windows = read_calibration(Calibration(**asked["calibration"]).draw, AutoTokenizer.from_pretrained(model))
-    with torch.no_grad():
-        dense, pruned = (
-            AutoModelForCausalLM.from_pretrained(folder)(windows).logits.double().log_softmax(-1)
-            for folder in (model, "pruned/model")
-        )
-    divergence = float((dense.exp() * (dense - pruned)).sum(-1).mean())
-    assert divergence > 0.01
-    assert losses[0] == pytest.approx(divergence, rel=1e-4)
+    assert losses[0] == pytest.approx(divergence(model, "pruned/model", windows), rel=1e-4)
+
+
+def test_a_pruned_model_is_pruned_further_and_trained_towards_the_dense_one(model):
+    """Its first loss is the divergence from the teacher, and the weights that were zero stay so."""
+    run({**recipe(model, evaluated=False), "finetune": None, "output": "half"})
+    rule = {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.7}
+    further = {"model": {"path": "half/model"}, "prune": [rule]}
+    asked = recipe(model, evaluated=False, batch_size=8, steps=1, held_out=0, teacher={"path": str(model)})
+    run({**asked, **further, "finetune": None, "output": "pruned"})
+    report = run({**asked, **further})
+    windows = read_calibration(Calibration(**asked["calibration"]).draw, AutoTokenizer.from_pretrained(model))
+    assert report.sparsity == pytest.approx(0.7, abs=1e-3)
+    assert report.finetune.losses[0] == pytest.approx(divergence(model, "pruned/model", windows), rel=1e-4)
+    assert report.finetune.teacher == str(model)
+    assert f"divergence from {model}" in Path("out/report.md").read_text()
+    before, after = weights("half/model"), weights("out/model")
+    assert all(not after[f"{x.name}.weight"][before[f"{x.name}.weight"] == 0].any() for x in report.layers)
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_before_weights_are_read(model, tmp_path):
+    shutil.copytree(model, other := tmp_path / "other")
+    smaller = AutoModelForCausalLM.from_pretrained(model)
+    smaller.resize_token_embeddings(64)
+    smaller.save_pretrained(other)
+    with pytest.raises(UnsupportedModelError, match=r"teacher.* vocabulary of 64 tokens and the model one of \d+"):
+        plan(recipe(model, teacher={"path": str(other)}))
+    with pytest.raises(ArtifactError, match="finetune.*nowhere"):
+        plan(recipe(model, teacher={"path": "nowhere"}))
 
 
 def test_adapters_of_a_recipe_are_merged_under_the_masks_and_resumed_to_the_same_files(model):

@@ -52,9 +52,11 @@ def test_a_resolved_recipe_loads_again_to_an_equal_one(project: Path) -> None:
     ("finetune", "message"),
     [
         ("{teacher: dens}", r"recipe\.yaml:5:12: finetune\.teacher is 'dens'; did you mean 'dense'\? "
-                            "expected 'dense' or 'none'"),
+                            r"valid: dense, none; or a model, such as \{path: FOLDER\}"),
+        ("{teacher: {pth: x}}", r"unknown key 'pth' in finetune\.teacher; did you mean 'path'\?"),
+        ("{teacher: {path: x, id: y}}", r"finetune\.teacher: give exactly one of id, path, package; got id and path"),
         ("{teecher: none}", r"recipe\.yaml:5:12: unknown key 'teecher' in finetune; did you mean 'teacher'\?"),
-        ("{teacher: 3}", r"recipe\.yaml:5:12: finetune\.teacher is 3; expected 'dense' or 'none'"),
+        ("{teacher: 3}", r"recipe\.yaml:5:12: finetune\.teacher is 3; valid: dense, none; or a model"),
         ("{steps: 0}", r"recipe\.yaml:5:12: finetune\.steps is 0; expected at least 1: optimizer steps"),
         ("{steps: 1.5}", r"recipe\.yaml:5:12: finetune\.steps is 1.5; expected a whole number"),
         ("{learning_rate: 0}", r"finetune\.learning_rate is 0; expected more than 0"),
