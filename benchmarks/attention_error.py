@@ -30,6 +30,8 @@ from compressx.blocks.observe import Observed, observe
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import advance, capture, each_block, passes
+from compressx.numerics import admm
+from compressx.pruners.alps import ALPSOptions
 from compressx_attnprune import baselines, layer, solver, training
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair, relative_errors
 from compressx_attnprune.options import AttnPruneOptions
@@ -89,6 +91,17 @@ def sparsegpt_layer(case: Case) -> Pair:
     return query, key
 
 
+def alps(case: Case) -> Pair:
+    """ALPS (arXiv 2406.07831), one threshold for a weight, as published, with the pruner's defaults."""
+    x = case.layer.inputs.x.flatten(0, 1).double()
+    metric = admm.Metric.of((x.T @ x).float(), ALPSOptions().damping)
+    limits = ALPSOptions().model_dump(exclude={"damping"})
+    query, key = (
+        admm.prune(w, metric, Unstructured(case.sparsity, "layer"), **limits).weight for w in case.layer.dense
+    )
+    return query, key
+
+
 def gauss_newton(case: Case) -> Pair:
     """The default of attnprune, in closed form."""
     return solver.gauss_newton(case.layer, case.joint)[1]
@@ -120,11 +133,16 @@ METHODS: dict[str, Callable[[Case], Pair]] = {
     "wanda": wanda,
     "sparsegpt": sparsegpt,
     "sparsegpt-layer": sparsegpt_layer,
+    "alps": alps,
     "gauss-newton": gauss_newton,
     "gauss-newton+refit": gauss_newton_refit,
     "mask": mask,
     "joint": joint,
 }
+
+
+BASELINES = ("wanda", "sparsegpt", "alps")
+"""To the best of which every error is compared."""
 
 
 def windows(arguments: argparse.Namespace, tokenizer: Any) -> tuple[Tensor, Tensor]:
@@ -192,7 +210,7 @@ def measure(
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Return a Markdown table of means over layers, with the ratio to the better of Wanda and SparseGPT."""
+    """Return a Markdown table of means over layers, with the ratio to the best of `BASELINES`."""
     cells: dict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
     sparsities = sorted({r["sparsity"] for r in rows}, key=float)
     for row in rows:
@@ -207,7 +225,7 @@ def table(rows: list[dict[str, str]]) -> str:
             for s in sparsities:
                 own = cells[method, s, figure]
                 better = [
-                    _mean({k: v for k, v in cells[m, s, figure].items() if k in own}) for m in ("wanda", "sparsegpt")
+                    _mean({k: v for k, v in cells[m, s, figure].items() if k in own}) for m in BASELINES
                 ]
                 best = min((b for b in better if not math.isnan(b)), default=math.nan)
                 shown.append(f"{_mean(own):.4f} ({_mean(own) / best:.2f})" if own else "")

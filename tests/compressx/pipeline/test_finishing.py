@@ -148,7 +148,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_weights_are_read(mo
     smaller.save_pretrained(other)
     with pytest.raises(UnsupportedModelError, match=r"teacher.* vocabulary of 64 tokens and the model one of \d+"):
         plan(recipe(model, teacher={"path": str(other)}))
-    with pytest.raises(ArtifactError, match="finetune.*nowhere"):
+    with pytest.raises(ArtifactError, match=r"finetune.*nowhere"):
         plan(recipe(model, teacher={"path": "nowhere"}))
 
 
