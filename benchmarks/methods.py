@@ -38,7 +38,7 @@ def training() -> dict[str, Any]:
 def best(budget: str) -> dict[str, Any]:
     """Return the sections of the shipped recipe by which a model is pruned."""
     recipe = shipped(budget)
-    sections: dict[str, Any] = {k: recipe[k] for k in ("prune", "allocation") if k in recipe}
+    sections: dict[str, Any] = {k: recipe[k] for k in ("prune", "allocation", "reconstruct_block") if k in recipe}
     sections["calibration"] = {k: recipe["calibration"][k] for k in ("samples", "dtype")}
     if ":" in budget:
         sections["prune"] = [{**rule, "pattern": budget} for rule in sections["prune"]]
@@ -68,9 +68,10 @@ def best_but(budget: str, *, without: Sequence[str] = (), **sections: Any) -> di
 
 # Ablation of `best`, adding one component at a time; ALPS, "attnprune + ALPS" and `best` are its other steps.
 INGREDIENTS: dict[str, Callable[[str], dict[str, Any]]] = {
-    "+ sensitivity weights": partial(best_but, without=("allocation",)),
+    "+ sensitivity weights": partial(best_but, without=("allocation", "reconstruct_block")),
+    "+ allocation": partial(best_but, without=("reconstruct_block",)),
 }
-OF_PERCENTAGES = ("+ sensitivity weights",)  # not part of `best` at N:M
+OF_PERCENTAGES = ("+ sensitivity weights", "+ allocation")  # not part of `best` at N:M
 
 
 def applies(method: str, budget: str) -> bool:

@@ -7,8 +7,8 @@ Each row is measured in a new process and written immediately. A second run with
 after its last finished block if the code is unchanged. `--methods` and `--budgets` select rows. `best` uses
 `recipes/best-*.yaml`. With `--minutes` or `--steps` every pruned model is trained as a whole in the same way, and each
 method has two rows, before and after; both report the run's peak memory.
-The ablation of `best` adds one component at a time: SparseGPT, ALPS, `attnprune + ALPS`, `+ sensitivity weights`, and
-`best`, which adds the allocation. Rows with a plus are only measured if named. llm-compressor
+The ablation of `best` adds one component at a time: SparseGPT, ALPS, `attnprune + ALPS`, `+ sensitivity weights`,
+`+ allocation`, and `best`, which adds block reconstruction. Rows with a plus are only measured if named. llm-compressor
 is installed into `OUTPUT/llm-compressor` when needed, unless `--peer` names a Python that has it.
 
 OUTPUT gets `quality.csv`, `quality.md`, `quality.svg`, the report of every row in `reports/` (for `compressx compare`),

@@ -46,7 +46,7 @@ def test_every_method_plans_every_linear_at_every_budget(quality, settings, budg
 
 def test_each_ingredient_adds_one_thing_to_those_before_it(quality):
     methods = {**quality.METHODS, **quality.INGREDIENTS}
-    steps = ["ALPS", "attnprune + ALPS", "+ sensitivity weights", "best"]
+    steps = ["ALPS", "attnprune + ALPS", "+ sensitivity weights", "+ allocation", "best"]
     told = []
     for step in steps:
         sections = methods[step]("50%")
@@ -58,6 +58,7 @@ def test_each_ingredient_adds_one_thing_to_those_before_it(quality):
         (["attnprune", "alps"], []),
         (["attnprune", "sensitivity"], []),
         (["attnprune", "sensitivity"], ["allocation"]),
+        (["attnprune", "sensitivity"], ["allocation", "reconstruct_block"]),
     ]
     ladder = ["SparseGPT", *steps]
     for budget in quality.BUDGETS:
