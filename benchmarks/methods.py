@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-BUDGETS = ("50%", "60%", "70%", "80%", "2:4", "4:8")
+BUDGETS = ("50%", "60%", "70%", "2:4", "4:8")
 
 
 def rules(*pruners: tuple[list[str], str], **options: Any) -> Callable[[str], dict[str, Any]]:
