@@ -224,9 +224,7 @@ def table(rows: list[dict[str, str]]) -> str:
         for figure in ("attention", "output"):
             for s in sparsities:
                 own = cells[method, s, figure]
-                better = [
-                    _mean({k: v for k, v in cells[m, s, figure].items() if k in own}) for m in BASELINES
-                ]
+                better = [_mean({k: v for k, v in cells[m, s, figure].items() if k in own}) for m in BASELINES]
                 best = min((b for b in better if not math.isnan(b)), default=math.nan)
                 shown.append(f"{_mean(own):.4f} ({_mean(own) / best:.2f})" if own else "")
         seconds = [v for s in sparsities for v in cells[method, s, "seconds"].values()]
