@@ -534,7 +534,7 @@ def test_an_override_changes_only_the_alias_it_names() -> None:
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [("calibration.samplse=8", "unknown key 'samplse' in calibration; did you mean 'samples'? valid: batch_size, "
-                               "bos, dataset, datasets, memory_limit, samples, seed, sequence_length, windows"),
+                               "bos, dataset, datasets, dtype, memory_limit, samples, seed, sequence_length, windows"),
      ("prune.0.sparsity=4", "prune[0].sparsity is 4; expected less than 1: fraction of zeros in [0, 1); 0.5 is 50%"),
      ("prune[0].sparsity=4", "prune[0].sparsity is 4; expected less than 1: fraction of zeros in [0, 1); 0.5 is 50%"),
      ("prune[-1].sparsity=0.4", "prune takes an index from 0 to 1; got '-1'"),
