@@ -20,7 +20,8 @@ from compressx.planning.plan import Plan
 from compressx.recipe.document import Step
 from compressx.recipe.parts import Parts
 from compressx.recipe.schema import LoadedRecipe
-from compressx.runtime.errors import ArtifactError, Mistakes
+from compressx.recipe.sources import ModelSource
+from compressx.runtime.errors import ArtifactError, Mistakes, UnsupportedModelError
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,21 @@ def check_tokenizer(
                 require_template(tokenizer)
             if dataset.generate is not None:
                 first_token(tokenizer, skeleton)
+
+
+def check_teacher(source: ModelSource, skeleton: Any) -> None:
+    """Refuse a teacher whose predictions cannot be compared with the model's.
+
+    Raises:
+        CompressxError: no such model.
+        UnsupportedModelError: another vocabulary.
+    """
+    teacher = load_skeleton(find_checkpoint(source))
+    given, own = (text_config(model).vocab_size for model in (teacher, skeleton))
+    if given != own:
+        raise UnsupportedModelError(
+            f"the teacher has a vocabulary of {given} tokens and the model one of {own}; expected the same vocabulary"
+        )
 
 
 def check_names(parts: Parts, mistakes: Mistakes) -> bool:

@@ -17,13 +17,13 @@ from compressx.evaluation.harness import check_chat_template
 from compressx.evaluation.perplexity import Texts, read_texts
 from compressx.evaluation.tasks import check_tasks
 from compressx.models.architecture import survey, text_config
-from compressx.models.checkpoint import Checkpoint, find_checkpoint
-from compressx.models.loading import load_skeleton
+from compressx.models.checkpoint import Checkpoint
 from compressx.pipeline.checks import (
     check_datasets,
     check_names,
     check_parts,
     check_space,
+    check_teacher,
     check_tokenizer,
     refuse_overwriting,
 )
@@ -141,7 +141,7 @@ def _planned(loaded: LoadedRecipe, plugins: Plugins, skeleton: Any, tokenizer: A
     mistakes.add(*_finetune_mistakes(loaded, skeleton))
     if loaded.recipe.finetune is not None and isinstance(loaded.recipe.finetune.teacher, ModelSource):
         with mistakes.collected(), loaded.at("finetune", "teacher"):
-            _check_teacher(loaded.recipe.finetune.teacher, skeleton)
+            check_teacher(loaded.recipe.finetune.teacher, skeleton)
     evaluated = loaded.recipe.evaluate
     if evaluated is not None and evaluated.lm_eval is not None and tokenizer is not None:
         with mistakes.collected(), loaded.at("evaluate", "lm_eval", "apply_chat_template"):
@@ -232,21 +232,6 @@ def _finetune_mistakes(loaded: LoadedRecipe, skeleton: Any) -> Iterator[Compress
         yield RecipeError(
             f"{loaded.where('finetune', 'sequence_length')}: sequence_length {draw.sequence_length} is longer than the "
             f"model's {positions} positions"
-        )
-
-
-def _check_teacher(source: ModelSource, skeleton: Any) -> None:
-    """Refuse a teacher whose predictions cannot be compared with the model's.
-
-    Raises:
-        CompressxError: no such model.
-        UnsupportedModelError: another vocabulary.
-    """
-    teacher = load_skeleton(find_checkpoint(source))
-    given, own = (text_config(model).vocab_size for model in (teacher, skeleton))
-    if given != own:
-        raise UnsupportedModelError(
-            f"the teacher has a vocabulary of {given} tokens and the model one of {own}; expected the same vocabulary"
         )
 
 
