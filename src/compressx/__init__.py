@@ -34,10 +34,13 @@ if TYPE_CHECKING:
         Statistic,
     )
     from compressx.api.record import BlockReport, LayerReport, RunReport
+    from compressx.api.selector import AttentionRows, ModelFacts, Needle, TokenSelector, TokenSelectorSpec
     from compressx.api.statistics import FeatureNorms, Hessian, SequenceSample
     from compressx.pipeline.memory import PrunedModel, prune
     from compressx.pipeline.run import plan, run
     from compressx.plugins.manager import Plugins, load_plugins
+    from compressx.prompts.answer import Answer, generate
+    from compressx.prompts.select import Selected, select_tokens
     from compressx.runtime.errors import (
         ArtifactError,
         CalibrationError,
@@ -58,13 +61,18 @@ _HOME = {
     "api.record": ["BlockReport", "LayerReport", "RunReport"],
     "pipeline.memory": ["PrunedModel", "prune"],
     "pipeline.run": ["plan", "run"],
+    "api.selector": ["AttentionRows", "ModelFacts", "Needle", "TokenSelector", "TokenSelectorSpec"],
     "api.statistics": ["FeatureNorms", "Hessian", "SequenceSample"],
+    "prompts.answer": ["Answer", "generate"],
+    "prompts.select": ["Selected", "select_tokens"],
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "NM",
+    "Answer",
     "ArtifactError",
+    "AttentionRows",
     "Block",
     "BlockCall",
     "BlockReport",
@@ -75,6 +83,8 @@ __all__ = [
     "Hessian",
     "LayerReport",
     "Linear",
+    "ModelFacts",
+    "Needle",
     "Pattern",
     "PluginError",
     "Plugins",
@@ -85,13 +95,17 @@ __all__ = [
     "PrunerSpec",
     "RecipeError",
     "RunReport",
+    "Selected",
     "SequenceSample",
     "Statistic",
+    "TokenSelector",
+    "TokenSelectorSpec",
     "Unstructured",
     "UnsupportedModelError",
     "__version__",
     "count_dropped",
     "drop_lowest",
+    "generate",
     "hookimpl",
     "keep_mask",
     "keep_masks",
@@ -99,6 +113,7 @@ __all__ = [
     "plan",
     "prune",
     "run",
+    "select_tokens",
 ]
 
 

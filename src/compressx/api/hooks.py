@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from compressx.api.pruner import PrunerSpec
     from compressx.api.record import BlockReport, RunReport
+    from compressx.api.selector import TokenSelectorSpec
 
 hookspec = pluggy.HookspecMarker("compressx")
 hookimpl = pluggy.HookimplMarker("compressx")
@@ -24,6 +25,11 @@ hookimpl = pluggy.HookimplMarker("compressx")
 @hookspec
 def compressx_pruners() -> Iterable[PrunerSpec]:  # type: ignore[empty-body]
     """Offer pruners to recipes. Names must be unique over all plugins."""
+
+
+@hookspec
+def compressx_token_selectors() -> Iterable[TokenSelectorSpec]:  # type: ignore[empty-body]
+    """Offer token selectors, which shorten prompts. Names must be unique over all plugins."""
 
 
 @hookspec

@@ -1,16 +1,18 @@
-"""Text that a model writes by itself, to calibrate with (data-free, as in LLM-QAT, arXiv 2305.17888)."""
+"""Text that a model writes: after a prompt, or by itself to calibrate with (data-free, as in LLM-QAT, arXiv 2305.17888)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from compressx.models.architecture import text_config
 from compressx.recipe.sources import Generate
-from compressx.runtime.errors import CalibrationError
+from compressx.runtime.errors import CalibrationError, UnsupportedModelError
+from compressx.runtime.quiet import quiet_libraries
 
 
 def first_token(tokenizer: Any, model: Any) -> int:
@@ -77,3 +79,68 @@ def generate(
         model.generation_config = own
     progress(settings.samples, settings.samples)
     return torch.cat(written)
+
+
+def check_room(model: Any, prompt: int, tokens: int, said_by: str) -> None:
+    """Check that a model can write so many tokens after a prompt of so many.
+
+    Args:
+        model: a transformers model.
+        prompt: tokens of the prompt.
+        tokens: to write at most.
+        said_by: the recipe's key or the command, for messages.
+
+    Raises:
+        UnsupportedModelError: a model that cannot generate.
+        CalibrationError: more tokens than the model has positions.
+    """
+    if not model.can_generate():
+        raise UnsupportedModelError(
+            f"{said_by}: a {type(model).__name__} cannot generate text; expected a causal language model"
+        )
+    positions = getattr(text_config(model), "max_position_embeddings", None)
+    if positions is not None and prompt + tokens > positions:
+        raise CalibrationError(
+            f"{said_by}: a prompt of {prompt} tokens and {tokens} after it are more than the model's {positions} "
+            "positions; write fewer tokens, or shorten the prompt"
+        )
+
+
+def greedy(
+    model: Any, tokenizer: Any, ids: Tensor, tokens: int, *, mask: Tensor | None = None,
+    processors: Sequence[Callable[[Tensor, Tensor], Tensor]] = (),
+) -> Tensor:  # fmt: skip
+    """Write the likeliest token each time, until all prompts' texts end or `tokens` are written.
+
+    The model's own generation settings, such as a penalty for repetition, are not used, since they would hide what
+    pruning did.
+
+    Args:
+        model: a transformers causal language model in evaluation mode.
+        tokenizer: its tokenizer.
+        ids: of the prompts, int64 [batch, n].
+        tokens: maximum to write.
+        mask: int64 [batch, n], 0 at padding on the left; None for none.
+        processors: called with the ids so far and the logits of the next token, before each is chosen.
+
+    Returns:
+        What was written, int64 [batch, at most tokens]; padded with the end token after it.
+    """
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
+    first = ends[0] if isinstance(ends, list) else ends
+    config = GenerationConfig(do_sample=False, max_new_tokens=tokens, eos_token_id=ends, pad_token_id=first)
+    device = next(model.parameters()).device
+    ids = ids.to("cpu" if device.type == "meta" else device)  # an offloaded model moves its inputs
+    mask = torch.ones_like(ids) if mask is None else mask.to(ids.device)
+    with patch.object(model, "generation_config", config), torch.no_grad(), quiet_libraries():
+        written: Tensor = model.generate(ids, attention_mask=mask, logits_processor=[*processors])[:, ids.shape[1] :]
+    return written
+
+
+def readable(tokenizer: Any, ids: Tensor) -> str:
+    """Return the text of token ids [tokens] without special tokens and control characters, which a terminal obeys."""
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return "".join(c for c in text if c.isprintable() or c in "\n\t")

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from compressx.api.patterns import Group
 from compressx.api.pruner import PrunerSpec
+from compressx.api.selector import TokenSelectorSpec
 
 Spec = TypeVar("Spec")
 
@@ -75,6 +76,12 @@ def _check_pruner(spec: PrunerSpec) -> None:
         raise TypeError(f"pruner {spec.name!r} has selecting_options {sorted(unknown)}, which are not options of it")
 
 
-PRUNER = Kind("pruner", "pruners", PrunerSpec, _check_pruner)
+def _check_selector(spec: TokenSelectorSpec) -> None:
+    if spec.needles is not None and not callable(spec.needles):
+        raise TypeError(f"token selector {spec.name!r} has needles {spec.needles!r:.80}, which is not callable")
 
-KINDS: tuple[Kind[Any], ...] = (PRUNER,)
+
+PRUNER = Kind("pruner", "pruners", PrunerSpec, _check_pruner)
+TOKEN_SELECTOR = Kind("token selector", "token_selectors", TokenSelectorSpec, _check_selector)
+
+KINDS: tuple[Kind[Any], ...] = (PRUNER, TOKEN_SELECTOR)

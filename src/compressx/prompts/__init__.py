@@ -1,0 +1,1 @@
+"""Shorten prompts by token selectors, and let a model answer them."""

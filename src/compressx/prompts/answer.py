@@ -1,0 +1,155 @@
+"""Let a model answer prompts of which it reads the selected tokens only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressx.models.access import InMemory
+from compressx.models.generate import check_room, greedy, readable
+from compressx.plugins.manager import Plugins, load_plugins
+from compressx.prompts.frame import frame, frame_of_chat, text_ids
+from compressx.prompts.select import Selection, prepare_selection
+from compressx.recipe.selecting import SelectTokens
+from compressx.recipe.validation import validated
+from compressx.runtime.errors import CalibrationError
+from compressx.runtime.timing import forget_peaks, peak_memory_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a model wrote after a prompt, and what that took.
+
+    Attributes:
+        text: what it wrote.
+        prompt_tokens: of the whole prompt.
+        kept_tokens: of what it read.
+        kept_text: what it read, with ` ... ` where tokens are left out.
+        seconds: of `select` (running the first blocks on the whole prompt), `prefill` (reading the kept tokens up to
+            the first new one) and `generate` (the other new ones).
+        peak_memory_bytes: of the process, during `select` and during `prefill` and `generate` together, as `generate`.
+        reason: how the selector chose its blocks and heads.
+    """
+
+    text: str
+    prompt_tokens: int
+    kept_tokens: int
+    kept_text: str
+    seconds: Mapping[str, float]
+    peak_memory_bytes: Mapping[str, int]
+    reason: str = ""
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: str | Sequence[Mapping[str, str]],
+    *,
+    question: str = "",
+    selector: str | None = "retrieval-heads",
+    keep: float = 0.125,
+    options: Mapping[str, Any] | None = None,
+    protect: Mapping[str, int] | None = None,
+    max_new_tokens: int = 50,
+    plugins: Plugins | None = None,
+) -> Answer:
+    """Answer a long prompt, reading only its selected tokens; the likeliest token each time.
+
+    Args:
+        model: a transformers causal language model with all weights in memory.
+        tokenizer: its tokenizer. With a chat template, a text is given as a user's message.
+        prompt: a long text, or chat messages. In a chat, tokens are selected from the longest message; the template and
+            all other messages are kept.
+        question: asked after a text, and kept; not with messages.
+        selector: name of a token selector; None reads the whole prompt.
+        keep: tokens of the prompt to read: a number, or a fraction.
+        options: the selector's own.
+        protect: `first` and `last` tokens of the prompt that are always kept, as in a recipe.
+        max_new_tokens: to write at most.
+        plugins: what `load_plugins` returned; discovered when absent.
+
+    Raises:
+        CompressxError: an error that the user can fix.
+    """
+    selection = None
+    if selector is not None:
+        given = {"selector": selector, "keep": keep, "options": dict(options or {}), "protect": dict(protect or {})}
+        settings = validated(SelectTokens, given, lambda *loc: ".".join(["select_tokens", *map(str, loc)]))
+        selection = prepare_selection(settings, InMemory(model), tokenizer, plugins or load_plugins())
+    return answer(model, tokenizer, *framed(tokenizer, prompt, question), max_new_tokens, selection)
+
+
+def framed(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], question: str = "") -> tuple[Tensor, Tensor]:
+    """Return the ids of a prompt, int64 [n], and which are no part of its long text, bool [n].
+
+    Raises:
+        CalibrationError: no text, a question beside messages, or messages that the chat template refuses.
+    """
+    if isinstance(prompt, str):
+        text, (before, after) = prompt, frame(tokenizer, question)
+    else:
+        if question:
+            raise CalibrationError("question goes with a text; in messages, ask it in the last one")
+        if not prompt or not tokenizer.chat_template:
+            raise CalibrationError(
+                "expected at least one message" if not prompt else "the tokenizer has no chat template; give a text"
+            )
+        text = max((message["content"] for message in prompt), key=len)
+        before, after = frame_of_chat(tokenizer, prompt, text)
+    ids = text_ids(tokenizer, text)
+    if not len(ids):
+        raise CalibrationError("the prompt is empty; expected a text")
+    protected = torch.ones(len(before) + len(ids) + len(after), dtype=torch.bool)
+    protected[len(before) : len(before) + len(ids)] = False
+    return torch.cat([before, ids, after]), protected
+
+
+def answer(
+    model: Any, tokenizer: Any, ids: Tensor, protected: Tensor, tokens: int, selection: Selection | None
+) -> Answer:
+    """Answer one prompt.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: the model's.
+        ids: of the prompt, int64 [n].
+        protected: which tokens to keep in any case, bool [n].
+        tokens: to write at most.
+        selection: None reads the whole prompt.
+    """
+    forget_peaks()
+    started = time.perf_counter()
+    places = torch.arange(len(ids)) if selection is None else selection.places(ids, protected)
+    selected, memory = time.perf_counter(), {"select": peak_memory_bytes()}
+    forget_peaks()
+    kept = ids[places]
+    check_room(model, len(kept), tokens, "generate")
+    first: list[float] = []
+
+    def clock(_: Tensor, logits: Tensor) -> Tensor:
+        if not first:
+            first.append(time.perf_counter())
+        return logits
+
+    written = greedy(model, tokenizer, kept[None], tokens, processors=[clock])[0]
+    ended = time.perf_counter()
+    return Answer(
+        text=readable(tokenizer, written).strip(),
+        prompt_tokens=len(ids),
+        kept_tokens=len(kept),
+        kept_text=_kept_text(tokenizer, kept, places),
+        seconds={"select": selected - started, "prefill": first[0] - selected, "generate": ended - first[0]},
+        peak_memory_bytes={**memory, "generate": peak_memory_bytes()},
+        reason="" if selection is None else selection.wanted.reason,
+    )
+
+
+def _kept_text(tokenizer: Any, kept: Tensor, places: Tensor) -> str:
+    gaps = (places[1:] != places[:-1] + 1).nonzero()[:, 0] + 1
+    parts = torch.tensor_split(kept, gaps.tolist())
+    return " ... ".join(readable(tokenizer, part) for part in parts)

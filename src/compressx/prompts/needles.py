@@ -1,0 +1,152 @@
+"""Needles in hay: prompts of other text in which one sentence answers the question at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressx.api.selector import AttentionRows, ModelFacts, Needle
+from compressx.data.documents import texts
+from compressx.models.access import Access
+from compressx.models.architecture import Architecture, text_config
+from compressx.prompts.frame import frame, text_ids
+from compressx.prompts.scores import check_global, global_blocks, read_scores
+from compressx.recipe.sources import DatasetSource
+from compressx.runtime.errors import CalibrationError
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A sentence to hide, the question that it answers, and the answer, which the sentence ends with."""
+
+    sentence: str
+    question: str
+    answer: str
+
+
+CHOOSING = (
+    Fact("The password of the blue door is marigold.", "What is the password of the blue door?", "marigold"),
+    Fact("The old captain's dog is called Biscuit.", "What is the old captain's dog called?", "Biscuit"),
+    Fact("The secret ingredient of the soup is ginger.", "What is the secret ingredient of the soup?", "ginger"),
+    Fact("The locker number of the tall girl is 4182.", "What is the locker number of the tall girl?", "4182"),
+)
+"""For choosing blocks and heads; never for measuring."""
+
+MEASURING = (
+    Fact("The magic word of the green castle is umbrella.", "What is the magic word of the green castle?", "umbrella"),
+    Fact("The best thing to drink in Lisbon is cold lemonade.", "What is the best thing to drink in Lisbon?",
+         "lemonade"),
+    Fact("The number of the lost train ticket is 73914.", "What is the number of the lost train ticket?", "73914"),
+    Fact("The gardener's favourite flower is the tulip.", "What is the gardener's favourite flower?", "tulip"),
+    Fact("The treasure was buried under the wooden bridge.", "Where was the treasure buried?", "bridge"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Hidden:
+    """A prompt with a hidden sentence.
+
+    Attributes:
+        ids: int64 [n].
+        places: of the sentence's tokens, int64 [k].
+        protected: whether a token is no part of the long text, bool [n]: the question, and a chat's template.
+        answer: that the model should give.
+    """
+
+    ids: Tensor
+    places: Tensor
+    protected: Tensor
+    answer: str
+
+
+def hidden(tokenizer: Any, hay: Tensor, fact: Fact, length: int, depth: float, *, start: int = 0) -> Hidden:
+    """Hide a sentence in hay.
+
+    Args:
+        tokenizer: the model's.
+        hay: token ids of other text, int64 [tokens].
+        fact: what is hidden and asked.
+        length: tokens of the prompt in all.
+        depth: of the sentence in the hay, 0 is its beginning and 1 its end. The sentence goes to the nearest end of a
+            sentence before it.
+        start: first token of hay to use.
+
+    Raises:
+        CalibrationError: too little hay.
+    """
+    before, after = frame(tokenizer, fact.question)
+    sentence = text_ids(tokenizer, f" {fact.sentence}")
+    wanted = length - len(before) - len(after) - len(sentence)
+    if wanted < 1 or len(hay) < wanted:
+        raise CalibrationError(
+            f"needle: a prompt of {length} tokens takes {wanted} tokens of hay, and the text has {len(hay)}; expected "
+            f"1 to {len(hay)}; choose other lengths, or a longer dataset"
+        )
+    start %= len(hay) - wanted + 1
+    around = hay[start : start + wanted]
+    place = round(depth * wanted)
+    while 0 < place < wanted and not tokenizer.decode(around[place - 1 : place]).rstrip().endswith("."):
+        place -= 1
+    ids = torch.cat([before, around[:place], sentence, around[place:], after])
+    first = len(before) + place
+    protected = torch.zeros(len(ids), dtype=torch.bool)
+    protected[: len(before)] = protected[len(ids) - len(after) :] = True
+    return Hidden(ids, torch.arange(first, first + len(sentence)), protected, fact.answer)
+
+
+_LENGTH = 1024
+"""Tokens of a synthetic prompt; fewer for models with fewer positions."""
+
+_DEPTHS = (0.1, 0.5, 0.9)
+
+
+def model_facts(access: Access, found: Architecture, tokenizer: Any | None, queries: int) -> ModelFacts:
+    """Return what a token selector may know of a model.
+
+    Args:
+        access: the model.
+        found: its blocks.
+        tokenizer: the model's; needed for needles. When absent, the one saved beside the model.
+        queries: last tokens that are queries in the needles' scores; 0 for no needles.
+
+    Raises:
+        CalibrationError: no tokenizer.
+        UnsupportedModelError: a model whose scores cannot be read.
+    """
+    config, blocks = text_config(access.model), global_blocks(access.model)
+    facts = ModelFacts(len(found.blocks), config.num_attention_heads, blocks, config)
+    if not queries:
+        return facts
+    if not blocks:
+        check_global(access.model, found, [0])  # raises, with the reason
+    tokenizer = _beside(access.model) if tokenizer is None else tokenizer
+    hay = text_ids(tokenizer, "\n\n".join(texts(DatasetSource(name="python-docs"), "calibration")))
+    length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
+    needles = []
+    for number, (fact, depth) in enumerate(product(CHOOSING, _DEPTHS)):
+        prompt = hidden(tokenizer, hay, fact, length, depth, start=number * length)
+        free = (~prompt.protected).nonzero()[:, 0]
+        scores = read_scores(access, found, prompt.ids.to(access.device), AttentionRows(blocks, queries=queries))
+        places = torch.searchsorted(free, prompt.places)
+        needles.append(Needle(scores[..., free.to(scores.device)].cpu(), blocks, places))
+    return replace(facts, needles=tuple(needles))
+
+
+def _beside(model: Any) -> Any:
+    """Return the tokenizer saved beside a model."""
+    from transformers import AutoTokenizer
+
+    place = str(getattr(model.config, "name_or_path", "") or "")
+    try:
+        if place:
+            return AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError):
+        pass
+    raise CalibrationError(
+        "the selector chooses its block on synthetic prompts, which need the model's tokenizer, and there is none "
+        f"beside the model ({place or 'which is not from a folder'}); pass tokenizer=..., or set the option block"
+    )

@@ -1,0 +1,253 @@
+"""Select the tokens of a prompt that a model reads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressx.api.selector import AttentionRows, TokenSelector, TokenSelectorSpec
+from compressx.models.access import Access, InMemory, config_fingerprint, weights_fingerprint
+from compressx.models.architecture import Architecture, survey, text_config
+from compressx.plugins.kinds import TOKEN_SELECTOR
+from compressx.plugins.manager import Plugins, load_plugins
+from compressx.prompts.needles import model_facts
+from compressx.prompts.scores import check_global, read_scores
+from compressx.recipe.selecting import SelectTokens
+from compressx.recipe.validation import validate_options, validated
+from compressx.runtime.cache import cache_folder, cached
+from compressx.runtime.code import code_versions
+from compressx.runtime.errors import CalibrationError, PluginError, blamed_on
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Selected:
+    """The kept tokens of a batch of prompts.
+
+    Attributes:
+        input_ids: int64 [batch, tokens], padded on the left where prompts differ in length.
+        attention_mask: int64 [batch, tokens], 0 at padding.
+        places: of each prompt, where its kept tokens were in the given row, int64 [kept], ascending.
+        reason: how the selector chose its blocks and heads; empty if it did not.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    places: tuple[Tensor, ...]
+    reason: str = ""
+
+
+def select_tokens(
+    model: Any,
+    input_ids: Tensor,
+    *,
+    selector: str = "retrieval-heads",
+    keep: float,
+    attention_mask: Tensor | None = None,
+    options: Mapping[str, Any] | None = None,
+    protect: Mapping[str, int] | None = None,
+    tokenizer: Any | None = None,
+    plugins: Plugins | None = None,
+) -> Selected:
+    """Select tokens of prompts, for the caller's own `model.generate(selected.input_ids, attention_mask=...)`.
+
+    Args:
+        model: a transformers causal language model with all weights in memory.
+        input_ids: int64 [batch, tokens] or [tokens].
+        selector: name of a token selector.
+        keep: tokens to keep of each prompt: a number, or a fraction of the prompt.
+        attention_mask: [batch, tokens], 0 at padding, which may be on either side; no padding when absent.
+        options: the selector's own.
+        protect: `first` and `last`, tokens that are always kept, as in a recipe.
+        tokenizer: the model's, for selectors that choose blocks or heads on synthetic prompts; when absent, the one
+            saved beside the model.
+        plugins: what `load_plugins` returned; discovered when absent.
+
+    Raises:
+        CompressxError: an error that the user can fix.
+    """
+    given = {"selector": selector, "keep": keep, "options": dict(options or {}), "protect": dict(protect or {})}
+    settings = validated(SelectTokens, given, lambda *loc: f"select_tokens{''.join(f'[{x!r}]' for x in loc)}")
+    prepared = prepare_selection(settings, InMemory(model), tokenizer, plugins or load_plugins())
+    rows = input_ids[None] if input_ids.dim() == 1 else input_ids
+    return prepared.select(rows, attention_mask)
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """A selector that is ready to shorten prompts for one model.
+
+    Attributes:
+        settings: the recipe's section.
+        access: the model.
+        found: its blocks.
+        selector: the plugin's.
+        wanted: the scores that it asks for.
+    """
+
+    settings: SelectTokens
+    access: Access
+    found: Architecture
+    selector: TokenSelector
+    wanted: AttentionRows
+
+    def select(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Selected:
+        """Select the tokens of prompts, one after the other.
+
+        Args:
+            input_ids: int64 [batch, tokens].
+            attention_mask: [batch, tokens], 0 at padding; None for none.
+
+        Raises:
+            CalibrationError: a mask with holes, more tokens than the model has positions, or more protected than kept.
+            PluginError: an answer of the selector that breaks its contract.
+        """
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if mask.shape != input_ids.shape:
+            raise CalibrationError(f"attention_mask is {[*mask.shape]}, expected {[*input_ids.shape]} as input_ids")
+        places = []
+        for number, row in enumerate(mask):
+            there = row.nonzero()[:, 0]
+            if not len(there) or int(there[-1] - there[0]) + 1 != len(there):
+                raise CalibrationError(
+                    f"attention_mask of prompt {number}: expected ones without a gap, with zeros only before or after"
+                )
+            kept = self.places(input_ids[number, there])
+            places.append(there[kept.to(there.device)])
+        if all(len(kept) == int(row.sum()) for kept, row in zip(places, mask, strict=True)):
+            _log.warning("select_tokens.keep is %s: no prompt is longer, so nothing is left out", self.settings.keep)
+        longest = max(map(len, places))
+        ids, ones = input_ids.new_zeros(len(places), longest), mask.new_zeros(len(places), longest)
+        for number, kept in enumerate(places):
+            ids[number, longest - len(kept) :] = input_ids[number, kept]
+            ones[number, longest - len(kept) :] = 1
+        return Selected(ids, ones, tuple(places), self.wanted.reason)
+
+    def places(self, ids: Tensor, protected: Tensor | None = None) -> Tensor:
+        """Return the places of the tokens to keep of one prompt, int64 [kept], ascending, on the CPU.
+
+        Args:
+            ids: int64 [n], without padding.
+            protected: tokens to keep in any case, bool [n], besides those of `settings.protect`.
+        """
+        n, protect = len(ids), self.settings.protect
+        fixed = torch.zeros(n, dtype=torch.bool) if protected is None else protected.clone()
+        fixed[: protect.first] = True
+        fixed[n - min(n, protect.last) :] = True
+        free, keep = (~fixed).nonzero()[:, 0], self._number(n, int(fixed.sum()))
+        wanted = keep - (n - len(free))
+        if keep >= n:
+            return torch.arange(n)
+        if not wanted:
+            return fixed.nonzero()[:, 0]
+        scores = self._read(ids)
+        with blamed_on(f"select of token selector {self.settings.selector!r} failed on a prompt of {n} tokens"):
+            answer = self.selector.select(scores[..., free.to(scores.device)], wanted)
+        chosen = _checked(answer, len(free), wanted, self.settings.selector).cpu()
+        fixed[free[chosen]] = True
+        return fixed.nonzero()[:, 0]
+
+    def _number(self, n: int, protected: int) -> int:
+        """Return how many tokens of a prompt to keep."""
+        keep = self.settings.keep
+        if isinstance(keep, float):
+            return max(round(keep * n), protected, 1)
+        if keep < min(protected, n):
+            raise CalibrationError(
+                f"select_tokens.keep is {keep}, but {protected} tokens of the prompt are protected; raise keep, or "
+                "lower select_tokens.protect"
+            )
+        return keep
+
+    def _read(self, ids: Tensor) -> Tensor:
+        positions = getattr(text_config(self.access.model), "max_position_embeddings", None)
+        if self.wanted.blocks and positions is not None and len(ids) > positions:
+            raise CalibrationError(
+                f"the prompt has {len(ids)} tokens, and the model {positions} positions, which its first blocks need "
+                f"to read it for {self.settings.selector!r}; shorten it, or use a selector that reads no attention, "
+                "such as recent"
+            )
+        return read_scores(self.access, self.found, ids.to(self.access.device), self.wanted)
+
+
+def prepare_selection(settings: SelectTokens, access: Access, tokenizer: Any | None, plugins: Plugins) -> Selection:
+    """Build a selector, and ask it once which scores it needs of a model.
+
+    Raises:
+        CompressxError: an unknown selector or option, a model whose attention cannot be read, or an invalid answer.
+    """
+    spec, options = checked_selector(settings, plugins)
+    found, name = survey(access.model), settings.selector
+    queries = 0 if spec.needles is None else spec.needles(options)
+    with blamed_on(f"build of token selector {name!r} failed"):
+        selector = spec.build(options)
+    rows = partial(_observed, settings, selector, access, found, tokenizer, queries)
+    if queries:  # the needles take a run of the whole model
+        plugin = next((p for p in plugins.records if name in p.offers.get(TOKEN_SELECTOR.key, ())), None)
+        key = {
+            "selector": name,
+            "options": options.model_dump(mode="json"),
+            "code": None if plugin is None else plugin.code(),
+            "model": weights_fingerprint(access),
+            "config": config_fingerprint(access.model),
+            "versions": code_versions(),
+        }
+        kept = cached(key, lambda: asdict(rows()), cache_folder() / "selections")
+        heads = None if kept["heads"] is None else tuple(kept["heads"])
+        wanted = AttentionRows(tuple(kept["blocks"]), heads, kept["queries"], kept["reason"])
+    else:
+        wanted = rows()
+    check_global(access.model, found, wanted.blocks)
+    return Selection(settings, access, found, selector, wanted)
+
+
+def _observed(
+    settings: SelectTokens, selector: TokenSelector, access: Access, found: Architecture, tokenizer: Any | None,
+    queries: int,
+) -> AttentionRows:  # fmt: skip
+    """Ask a selector which scores it needs, and check the answer."""
+    name = settings.selector
+    facts = model_facts(access, found, tokenizer, queries)
+    with blamed_on(f"observe of token selector {name!r} failed on {type(access.model).__name__}"):
+        wanted = selector.observe(facts)
+    whole: object = wanted
+    if not isinstance(whole, AttentionRows) or [*whole.blocks] != sorted({*whole.blocks}) or whole.queries < 1:
+        raise PluginError(
+            f"observe of token selector {name!r} must return AttentionRows with ascending blocks and at least one "
+            f"query, got {wanted!r:.200}"
+        )
+    if bad := [head for head in wanted.heads or () if not 0 <= head < facts.heads]:
+        raise PluginError(f"observe of token selector {name!r} asks for head {bad[0]}; expected 0 to {facts.heads - 1}")
+    return wanted
+
+
+def checked_selector(settings: SelectTokens, plugins: Plugins) -> tuple[TokenSelectorSpec, Any]:
+    """Return the selector that a section names, and its validated options.
+
+    Raises:
+        PluginError: no such selector.
+        RecipeError: an unknown or invalid option.
+    """
+    spec = plugins.find(TOKEN_SELECTOR, settings.selector)
+    return spec, validate_options(spec.options, settings.options, lambda *loc: ".".join(map(str, ("options", *loc))))
+
+
+def _checked(answer: object, n: int, keep: int, name: str) -> Tensor:
+    """Check the places that a selector returned."""
+    said = f"select of token selector {name!r}: expected {keep} different places from 0 to {n - 1} in ascending order"
+    if not isinstance(answer, Tensor) or answer.dtype != torch.int64 or answer.shape != (keep,):
+        kind = f"{answer.dtype} {[*answer.shape]}" if isinstance(answer, Tensor) else f"{answer!r:.80}"
+        raise PluginError(f"{said}, int64 [{keep}]; got {kind}")
+    if bool((answer[1:] <= answer[:-1]).any()):
+        at = int((answer[1:] <= answer[:-1]).nonzero()[0])
+        raise PluginError(f"{said}; got {int(answer[at])} followed by {int(answer[at + 1])}")
+    if int(answer[0]) < 0 or int(answer[-1]) >= n:
+        raise PluginError(f"{said}; got {int(answer[0])} to {int(answer[-1])}")
+    return answer

@@ -1,0 +1,1 @@
+"""The built-in token selectors; each module is a plugin."""

@@ -1,0 +1,198 @@
+"""The shallow transformer of `benchmarks/token_sparsification.py`, and what it measures on tokens of known patterns."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+SEEDS, SAMPLES = 2, 4
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    return importlib.import_module("token_sparsification")
+
+
+@pytest.fixture
+def data(program: ModuleType) -> Any:
+    """30 of 50 tokens relevant, 18 for the label; 15 noisy."""
+    each = [program.draw(seed, SAMPLES, relevant=0.6, noisy=0.3) for seed in range(SEEDS)]
+    return program.Data(*map(torch.stack, zip(*each, strict=True)))
+
+
+@pytest.fixture
+def model(program: ModuleType) -> Any:
+    """Weights so large that attention is far from uniform."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(SEEDS, 10, 10)] * 3 + [(SEEDS, 6, 10)]
+    return program.Model(*(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes))
+
+
+def in_double(program: ModuleType, data: Any) -> Any:
+    return program.Data(*(v.double() if v.is_floating_point() else v for v in data))
+
+
+def slow_output(model: Any, seed: int, tokens: Tensor) -> float:
+    """F as the docstring has it, token by token."""
+    query, key, value, hidden = (w[seed] for w in model)
+    total = 0.0
+    for x_l in tokens:
+        weights = torch.stack([torch.exp(x_s @ key.T @ query @ x_l) for x_s in tokens])
+        mixed = sum(w * (value @ x_s) for w, x_s in zip(weights / weights.sum(), tokens, strict=True))
+        for neuron, row in enumerate(hidden):
+            total += (-1) ** neuron / len(hidden) ** 0.5 * max(float(row @ mixed), 0.0) / len(tokens)
+    return total
+
+
+def test_the_output_is_the_formula_of_the_paper(program, model, data):
+    tokens = in_double(program, data).tokens[:, :2, :5]
+    expected = [[slow_output(model, seed, sample) for sample in tokens[seed]] for seed in range(SEEDS)]
+    torch.testing.assert_close(model.outputs(tokens), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_attention_is_a_probability_and_all_of_it_is_on_relevant_tokens_where_there_are_no_others(program, model, data):
+    data = in_double(program, data)
+    attention = model.attention(data.tokens)
+    assert attention.shape == (SEEDS, SAMPLES, 50, 50)
+    assert (attention >= 0).all()
+    torch.testing.assert_close(attention.sum(dim=-1), torch.ones(SEEDS, SAMPLES, 50, dtype=torch.float64))
+    relevant, every = (program.relevant_attention(model, data._replace(relevant=r)) for r in (
+        data.relevant, torch.ones_like(data.relevant)))  # fmt: skip
+    others = program.relevant_attention(model, data._replace(relevant=~data.relevant))
+    assert ((relevant > 0) & (relevant < 1)).all()
+    torch.testing.assert_close(every, torch.ones(SEEDS, dtype=torch.float64))
+    torch.testing.assert_close(relevant + others, every)
+
+
+def test_uniform_attention_is_on_relevant_tokens_by_their_share(program, model, data):
+    model = model._replace(query=torch.zeros_like(model.query))
+    found = program.relevant_attention(model, in_double(program, data))
+    torch.testing.assert_close(found, torch.full((SEEDS,), 0.6, dtype=torch.float64))
+
+
+def test_the_gradient_of_each_seed_is_that_of_finite_differences(program, model, data):
+    data, step = in_double(program, data), 1e-6
+    found = program.gradients(model, data)
+    for name, weight, gradient in zip(model._fields, model, found, strict=True):
+        direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        up, down = (program.hinge(model._replace(**{name: weight + s * direction}), data) for s in (step, -step))
+        along = (gradient * direction).sum(dim=(1, 2))
+        torch.testing.assert_close(along, (up - down) / (2 * step), rtol=1e-4, atol=1e-7)
+
+
+def test_a_label_is_that_of_the_majority_of_the_relevant_tokens(program, monkeypatch):
+    monkeypatch.setattr(program, "SIGMA", 0.0)
+    data = program.draw(3, 40, relevant=0.6, noisy=0.0)
+    patterns = torch.linalg.qr(torch.randn(10, 5, generator=torch.Generator().manual_seed(3))).Q
+    torch.testing.assert_close(patterns.T @ patterns, torch.eye(5))
+    shares = data.tokens @ patterns  # one-hot
+    carried = shares.round().sum(dim=1)
+    assert (data.relevant == (shares[..., :2].sum(dim=-1) > 0.5)).all()
+    assert (data.relevant.sum(dim=-1) == 30).all()
+    assert set(data.labels.tolist()) == {-1.0, 1.0}
+    assert (carried[:, 0] == torch.where(data.labels > 0, 18, 12)).all()
+    assert (carried[:, 1] == torch.where(data.labels > 0, 12, 18)).all()
+    assert (carried[:, 2:].sum(dim=-1) == 20).all()
+
+
+def test_each_removal_takes_as_many_tokens_of_its_own_kind(program, data):
+    left = {removal: program.without(data, removal) for removal in program.REMOVALS}
+    assert left["none"] is data
+    for removal in program.REMOVALS[1:]:
+        one = left[removal]
+        assert [v.shape[2] for v in (one.tokens, one.relevant, one.noise)] == [35] * 3
+        assert torch.equal(one.labels, data.labels)
+        before = [{tuple(x) for x in sample} for sample in data.tokens.flatten(0, 1).tolist()]
+        after = [{tuple(x) for x in sample} for sample in one.tokens.flatten(0, 1).tolist()]
+        assert all(len(few) == 35 and few < many for few, many in zip(after, before, strict=True))
+    assert (left["irrelevant"].relevant.sum(dim=-1) == 30).all()
+    assert (left["noisiest"].noise.amax(dim=-1) <= data.noise.sort(dim=-1).values[..., 34]).all()
+    assert left["random"].relevant.sum(dim=-1).float().mean() == pytest.approx(21, abs=3)
+
+
+def test_the_printed_initialisation_saturates_the_softmax_and_ours_does_not(program, monkeypatch):
+    data = program.Data(*(v[None] for v in program.draw(0, SAMPLES, relevant=0.5, noisy=0.0)))
+    largest = {}
+    for scale in (program.DELTA, program.DELTA**2 / 0.1**2):
+        monkeypatch.setattr(program, "DELTA", scale)
+        model = program.Model(*(w[None] for w in program.start(0)))
+        weight, attention = model.query[0, 0, 0], model.attention(data.tokens)
+        assert float(weight) == pytest.approx(scale)
+        same = (data.tokens @ data.tokens.mT) > 0.5  # of the same pattern
+        largest[scale] = float((attention * same).sum(dim=-1).mean())
+    ours, printed = largest.values()
+    assert ours < 0.3
+    assert printed > 0.99
+
+
+def run(program: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["token_sparsification.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.slow
+def test_the_command_writes_its_files_and_ends_with_status_1_if_a_claim_does_not_hold(
+    program, tmp_path, monkeypatch, capsys
+):
+    tiny = {"samples": 20, "steps": 20, "relevant": 0.6, "noisy": 0.3}
+    for name, value in {"ATTENTION": tiny, "REMOVAL": tiny, "TEST_SAMPLES": 4, "EVERY": 10}.items():
+        monkeypatch.setattr(program, name, value)
+    status = run(program, monkeypatch, "--output", tmp_path / "new", "--seeds", 2)
+    path = tmp_path / "new" / "token-sparsification.csv"
+    held = json.loads(path.with_suffix(".json").read_text())["claims"]
+    assert len(held) == 4
+    assert status == (0 if all(held.values()) else 1) == 1  # 20 steps learn nothing
+    table = path.with_suffix(".md").read_text(encoding="utf-8")
+    assert "DOES NOT HOLD" in table
+    assert table in capsys.readouterr().out
+    assert path.with_suffix(".svg").read_text(encoding="utf-8").count("tokens removed") >= 1
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 5 * 4 * 3 * 2
+    assert {(r["step"], r["seed"]) for r in rows} == {(s, seed) for s in ("0", "10", "20") for seed in "01"}
+    first = {r["seed"]: r["value"] for r in rows if (r["curve"], r["measure"], r["step"]) == ("none", "test loss", "0")}
+    assert all(float(value) == pytest.approx(1.0, abs=0.05) for value in first.values())
+    assert len(set(first.values())) == 2
+
+
+def test_one_seed_has_no_confidence_interval(program, tmp_path, monkeypatch, capsys):
+    assert run(program, monkeypatch, "--output", tmp_path, "--seeds", 1) == 2
+    assert "--seeds 1: a confidence interval needs at least 2 seeds" in capsys.readouterr().err
+
+
+def test_an_interval_is_that_of_students_t(program):
+    mean, half = program.interval(torch.tensor([[1.0, 2.0, 4.0], [3.0, 3.0, 3.0]]))
+    torch.testing.assert_close(mean, torch.tensor([7 / 3, 3.0], dtype=torch.float64))
+    torch.testing.assert_close(half, torch.tensor([4.302653 * (7 / 9) ** 0.5, 0.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("wrong", [None, "attention", "random", "irrelevant", "noisiest"])
+def test_each_claim_fails_alone_if_its_change_is_missing(program, wrong):
+    flat = torch.ones(2, 3)
+
+    def change(by: float) -> Tensor:
+        return torch.stack([flat[0], flat[0] + by + torch.tensor([-0.01, 0.0, 0.01])])
+
+    by = {"random": 0.2, "irrelevant": -0.2, "noisiest": -0.2, "none": 0.0, "attention": 0.2}
+    if wrong is not None:
+        by[wrong] = -0.2 if wrong == "random" else 0.0
+    found = {name: {"test loss": change(value), "attention": change(value)} for name, value in by.items()}
+    found["none"]["test loss"] = flat
+    failed = [claim for claim, held in program.claims(found).items() if not held]
+    assert len(failed) == (wrong is not None)
+    assert all(str(wrong) in claim for claim in failed)
+
+
+@pytest.mark.slow
+def test_the_claims_hold_with_five_seeds(program, tmp_path, monkeypatch):
+    assert run(program, monkeypatch, "--output", tmp_path, "--seeds", 5) == 0
