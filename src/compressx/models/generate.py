@@ -1,4 +1,4 @@
-"""Text that a model writes: after a prompt, or by itself to calibrate with (data-free, as in LLM-QAT, arXiv 2305.17888)."""
+"""Text that a model writes: after a prompt, or by itself, to calibrate with (as in LLM-QAT, arXiv 2305.17888)."""
 
 from __future__ import annotations
 

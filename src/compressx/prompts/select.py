@@ -241,7 +241,7 @@ def checked_selector(settings: SelectTokens, plugins: Plugins) -> tuple[TokenSel
 
 def _checked(answer: object, n: int, keep: int, name: str) -> Tensor:
     """Check the places that a selector returned."""
-    said = f"select of token selector {name!r}: expected {keep} different places from 0 to {n - 1} in ascending order"
+    said = f"token selector {name!r}: expected {keep} different places from 0 to {n - 1} in ascending order"
     if not isinstance(answer, Tensor) or answer.dtype != torch.int64 or answer.shape != (keep,):
         kind = f"{answer.dtype} {[*answer.shape]}" if isinstance(answer, Tensor) else f"{answer!r:.80}"
         raise PluginError(f"{said}, int64 [{keep}]; got {kind}")
