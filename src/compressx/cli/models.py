@@ -26,7 +26,8 @@ from compressx.cli.common import (
 @click.option("--masks", type=PATH, help="Masks to apply to the model first.")
 @click.option("--recipe", type=PATH, help="Use this recipe's evaluate section.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
-              help="Set what to measure, such as evaluate.token_perplexity.samples=8; may be repeated.")  # fmt: skip
+              help="Set what to measure, such as evaluate.token_perplexity.samples=8, or select_tokens.KEY; may be "
+              "repeated.")  # fmt: skip
 @click.option("--tasks", metavar="TASK,TASK", help="Tasks of lm-evaluation-harness: names, or paths of YAML files.")
 @click.option("--limit", help="Documents per task.")
 @click.option("--num-fewshot", help="Solved examples before each question.")
@@ -37,10 +38,11 @@ from compressx.cli.common import (
 @trust_option
 @device_option
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@click.pass_obj
 @errors_for_users
 def evaluate(
-    model: str, masks: Path | None, recipe: Path | None, overrides: tuple[str, ...], dtype: str, revision: str | None,
-    trust_remote_code: bool, device: str, as_json: bool, **lm_eval: Any,
+    host: Host, /, model: str, masks: Path | None, recipe: Path | None, overrides: tuple[str, ...], dtype: str,
+    revision: str | None, trust_remote_code: bool, device: str, as_json: bool, **lm_eval: Any,
 ) -> None:  # fmt: skip
     """Measure MODEL: an output folder, a model folder, a .gguf file or a hub id.
 
@@ -49,16 +51,18 @@ def evaluate(
     """
     from compressx.cli import tables, terminal
     from compressx.evaluation.saved import evaluate_saved, measures, source_of
+    from compressx.prompts.select import Selecting
 
     given = {key: json.dumps(value) if value is True else value for key, value in lm_eval.items() if value is not None}
     if "tasks" in given:
         given["tasks"] = json.dumps([task.strip() for task in given["tasks"].split(",")])
     short = [f"evaluate.lm_eval.{key}={value}" for key, value in given.items()]
-    settings = measures(recipe, [*short, *overrides], perplexity="tasks" not in given)
+    settings, select = measures(recipe, [*short, *overrides], perplexity="tasks" not in given)
+    selecting = None if select is None else Selecting(select, host.plugins())
     source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
     with terminal.progress(quiet=as_json) as tell:
         figures = evaluate_saved(
-            source, settings, masks=masks, device=device,
+            source, settings, masks=masks, selecting=selecting, device=device,
             progress=lambda done, total: tell("evaluate", done, total, ""),
         )  # fmt: skip
     if as_json:

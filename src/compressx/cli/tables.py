@@ -66,7 +66,7 @@ def of_figures(figures: Figures) -> Iterator[Section]:
         f"{name} {metric}".rstrip(): value
         for name, values in figures.items()
         for metric, value in (values.items() if isinstance(values, Mapping) else [("", values)])
-        if not isinstance(value, str)
+        if isinstance(value, int | float)
     }
     yield Section(table=table(["measure", Column("value", ".6g")], estimates(measured).items()))
     if isinstance(sample := figures.get("sample"), Mapping):

@@ -25,6 +25,7 @@ from compressx.evaluation.tasks import (
     reads_index,
     task_index,
 )
+from compressx.prompts.select import Selection
 from compressx.recipe.document import shown
 from compressx.recipe.measuring import LmEval, RollingTask
 from compressx.runtime.errors import CalibrationError, RecipeError, did_you_mean
@@ -70,8 +71,9 @@ def _chosen_template(asked: bool | str, tokenizer: Any) -> str | None:
 
 
 def run_tasks(
-    model: Any, tokenizer: Any, settings: LmEval, rolling: Mapping[str, Sequence[str]]
-) -> dict[str, dict[str, float]]:
+    model: Any, tokenizer: Any, settings: LmEval, rolling: Mapping[str, Sequence[str]],
+    selection: Selection | None = None,
+) -> dict[str, dict[str, float]]:  # fmt: skip
     """Run tasks through lm-evaluation-harness, quietly.
 
     Args:
@@ -79,6 +81,7 @@ def run_tasks(
         tokenizer: its tokenizer, which is not changed.
         settings: the tasks, as `check_tasks` accepts them.
         rolling: the documents of each `RollingTask`, by name; scored in windows of the model's maximum length.
+        selection: shortens the prompts of tasks that generate text.
 
     Returns:
         Metrics by task or group, with standard errors where available (`acc_stderr`).
@@ -88,7 +91,7 @@ def run_tasks(
         RecipeError: the tokenizer has no such chat template.
     """
     seeds: Sequence[int | None] = [None] if settings.seeds is None else settings.seeds
-    drawn = [_run_once(model, tokenizer, settings, rolling, seed) for seed in seeds]
+    drawn = [_run_once(model, tokenizer, settings, rolling, seed, selection) for seed in seeds]
     return drawn[0] if len(drawn) == 1 else {name: _mean([each[name] for each in drawn]) for name in drawn[0]}
 
 
@@ -102,8 +105,9 @@ def _mean(drawn: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _run_once(
-    model: Any, tokenizer: Any, settings: LmEval, rolling: Mapping[str, Sequence[str]], seed: int | None
-) -> dict[str, dict[str, float]]:
+    model: Any, tokenizer: Any, settings: LmEval, rolling: Mapping[str, Sequence[str]], seed: int | None,
+    selection: Selection | None,
+) -> dict[str, dict[str, float]]:  # fmt: skip
     """Run all tasks once; `seed` is as `lm_eval --seed`, None for the harness's own."""
     on_cpu = model.device.type == "cpu"  # whose memory the harness would try out until the process is killed
     batch_size = 4 if settings.batch_size == "auto" and on_cpu else settings.batch_size
@@ -114,7 +118,6 @@ def _run_once(
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     with quiet_libraries(), _random_state_kept():
         from lm_eval.evaluator import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
 
         index = task_index() if reads_index(settings) else {}
@@ -130,7 +133,7 @@ def _run_once(
                 patch("lm_eval.evaluator.get_git_commit_hash", lambda: None),
             ):
                 results = simple_evaluate(
-                    HFLM(pretrained=model, tokenizer=copied, batch_size=batch_size),
+                    _language_model(selection)(pretrained=model, tokenizer=copied, batch_size=batch_size),
                     tasks=specs,
                     limit=settings.limit,
                     num_fewshot=settings.num_fewshot,
@@ -147,6 +150,29 @@ def _run_once(
             raise CalibrationError("lm_eval.tasks: a perplexity overflows; the model's weights are broken") from error
     _warn_of_fixed_examples(settings.num_fewshot, results["n-shot"])
     return {name: _numbers(name, metrics) for name, metrics in results["results"].items()}
+
+
+def _language_model(selection: Selection | None) -> Any:
+    """Return the harness's class of models, with prompts shortened before text is generated."""
+    from lm_eval.models.huggingface import HFLM
+
+    if selection is None:
+        return HFLM
+    select = selection.select
+
+    class Selecting(HFLM):  # type: ignore[misc]
+        def _model_generate(
+            self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any
+        ) -> torch.Tensor:
+            selected = select(context, kwargs.pop("attention_mask", None))
+            kept = selected.input_ids.shape[1]
+            written = super()._model_generate(
+                selected.input_ids, max_length - context.shape[1] + kept, stop,
+                attention_mask=selected.attention_mask, **kwargs,
+            )  # fmt: skip
+            return torch.cat([context, written[:, kept:]], dim=1)  # the harness cuts the whole prompt off
+
+    return Selecting
 
 
 def _warn_of_fixed_examples(asked: int | None, used: Mapping[str, int]) -> None:

@@ -22,20 +22,24 @@ from torch.nn import functional
 from compressx.data.documents import documents, texts
 from compressx.data.windows import beginning, evaluation_windows, fingerprint, token_ids
 from compressx.evaluation.harness import run_tasks
+from compressx.evaluation.needle import needle_figures
 from compressx.evaluation.sample import continuation, prompt_ids
 from compressx.evaluation.tasks import ROLLING_METRICS, check_tasks, is_file
 from compressx.models.access import Access, config_fingerprint
+from compressx.prompts.frame import text_ids
+from compressx.prompts.select import Selecting
 from compressx.recipe.measuring import Evaluate, RollingTask
 from compressx.runtime.cache import cache_folder, cached
 from compressx.runtime.code import code_versions
 from compressx.runtime.errors import CalibrationError
 
 Progress: TypeAlias = Callable[[int, int], None]
-Figures: TypeAlias = dict[str, float | Mapping[str, float | str]]
+Figures: TypeAlias = dict[str, float | Mapping[str, Any]]
 """Metrics by name: `token_perplexity`, or where several texts are measured a dict for each such as
 `{"prose": {"token_perplexity": 12.5}}`, and for each harness task or group a dict such as
 `{"arc_easy": {"acc": 0.61, "acc_stderr": 0.01}}`. If exactly one task has them, `word_perplexity`, `byte_perplexity`
-and `bits_per_byte` also appear at the top level. `sample` is the `prompt` and the `text` that the model wrote."""
+and `bits_per_byte` also appear at the top level. `needle` is what `needle_figures` returns, `sample` the `prompt` and
+the `text` that the model wrote."""
 
 _LOGITS_IN_FLOAT32 = 2**24
 """Logits converted to float32 at a time: 64 MiB, a few hundred positions of a large vocabulary."""
@@ -89,15 +93,17 @@ class Texts:
         windows: for token perplexity, int64 [windows, T] of each text by name, "" for a single one.
         rolling: documents of each rolling task, by name.
         prompt: of the sample, int64 [1, tokens]; None when there is none.
+        hay: in which needles are hidden, int64 [tokens]; None when there are none.
     """
 
     windows: Mapping[str, Tensor]
     rolling: Mapping[str, Sequence[str]]
     prompt: Tensor | None = None
+    hay: Tensor | None = None
 
     def fingerprint(self) -> list[str]:
         """Return a hash of each text."""
-        tokens = [*self.windows.values(), *([] if self.prompt is None else [self.prompt])]
+        tokens = [*self.windows.values(), *(x for x in (self.prompt, self.hay) if x is not None)]
         return [*map(fingerprint, tokens), *(_sha256(json.dumps([name, *read])) for name, read in self.rolling.items())]
 
 
@@ -126,12 +132,16 @@ def read_texts(settings: Evaluate, tokenizer: Any, *, max_positions: int | None 
         t.name: [d for d in texts(t.dataset, "evaluation") if d.strip()] for t in tasks if isinstance(t, RollingTask)
     }
     sample = settings.sample
-    return Texts(windows, rolling, None if sample is None else prompt_ids(sample, tokenizer))
+    hay = None
+    if settings.needle is not None:
+        hay = text_ids(tokenizer, "\n\n".join(texts(settings.needle.dataset, "evaluation")))
+    return Texts(windows, rolling, None if sample is None else prompt_ids(sample, tokenizer), hay)
 
 
 def evaluate(
-    access: Access, tokenizer: Any, settings: Evaluate, texts: Texts, *, progress: Progress | None = None
-) -> Figures:
+    access: Access, tokenizer: Any, settings: Evaluate, texts: Texts, *, selecting: Selecting | None = None,
+    progress: Progress | None = None,
+) -> Figures:  # fmt: skip
     """Compute every metric of a recipe's `evaluate` section.
 
     Args:
@@ -139,6 +149,7 @@ def evaluate(
         tokenizer: its tokenizer; neither is changed.
         settings: the recipe's `evaluate` section.
         texts: the result of `read_texts` for these settings.
+        selecting: how prompts are shortened, for needles and for tasks that generate text.
         progress: called with the windows of token perplexity done and their total; harness tasks are not counted.
 
     Returns:
@@ -154,9 +165,13 @@ def evaluate(
     if (wanted := settings.token_perplexity) is not None:
         for name, value in _perplexities(access, texts.windows, wanted.batch_size, progress).items():
             figures |= {name: {"token_perplexity": value}} if name else {"token_perplexity": value}
+    with evaluation_mode(access.model):
+        selection = None if selecting is None else selecting.prepare(access, tokenizer)
+        if settings.needle is not None and texts.hay is not None:
+            figures["needle"] = needle_figures(access, tokenizer, texts.hay, settings.needle, selection, progress)
     if settings.lm_eval is not None:
         with access.whole() as model, evaluation_mode(model):
-            tasks = run_tasks(model, tokenizer, settings.lm_eval, texts.rolling)
+            tasks = run_tasks(model, tokenizer, settings.lm_eval, texts.rolling, selection)
         figures |= {name: {**_nested(figures, name), **metrics} for name, metrics in tasks.items()}
         rolling = [metrics for metrics in tasks.values() if "word_perplexity" in metrics]
         if len(rolling) == 1:
@@ -193,7 +208,7 @@ def _perplexities(
 
 def evaluate_cached(
     access: Access, tokenizer: Any, settings: Evaluate, texts: Texts, model_fingerprint: str, *,
-    progress: Progress | None = None,
+    selecting: Selecting | None = None, progress: Progress | None = None,
 ) -> Figures:  # fmt: skip
     """Do as `evaluate`, or return the cached metrics of the same model, text, code and library versions.
 
@@ -205,12 +220,14 @@ def evaluate_cached(
         settings: as for `evaluate`.
         texts: as for `evaluate`.
         model_fingerprint: hash of the weights, as returned by `access.weights_fingerprint`.
+        selecting: as for `evaluate`.
         progress: as for `evaluate`; not called for cached metrics.
     """
     if any(isinstance(t, str) and is_file(t) for t in (settings.lm_eval.tasks if settings.lm_eval else ())):
-        return evaluate(access, tokenizer, settings, texts, progress=progress)
+        return evaluate(access, tokenizer, settings, texts, selecting=selecting, progress=progress)
     key = {
         "settings": settings.model_dump(mode="json", by_alias=True),
+        "selecting": None if selecting is None else selecting.key(),
         "text": texts.fingerprint(),
         "model": model_fingerprint,
         "config": config_fingerprint(access.model),
@@ -219,7 +236,9 @@ def evaluate_cached(
         "versions": code_versions("lm_eval"),
     }
     folder = cache_folder() / "evaluations"
-    return cached(key, lambda: evaluate(access, tokenizer, settings, texts, progress=progress), folder)
+    return cached(
+        key, lambda: evaluate(access, tokenizer, settings, texts, selecting=selecting, progress=progress), folder
+    )
 
 
 def _negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:

@@ -21,9 +21,11 @@ from compressx.models.checkpoint import find_checkpoint
 from compressx.models.export import output_folder, save_model
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.models.streaming import open_model
+from compressx.prompts.select import Selecting, checked_selector
 from compressx.recipe.document import Node, from_python
 from compressx.recipe.measuring import Evaluate
 from compressx.recipe.schema import load_recipe
+from compressx.recipe.selecting import SelectTokens
 from compressx.recipe.sources import ModelField, ModelSource
 from compressx.recipe.validation import Strict, validated
 from compressx.recipe.yamlfile import override
@@ -36,6 +38,7 @@ _DEFAULT: Mapping[str, Any] = {"token_perplexity": {"dataset": "wikitext", "sequ
 
 class _Section(Strict):
     evaluate: Evaluate
+    select_tokens: SelectTokens | None = None
 
 
 def source_of(
@@ -52,12 +55,14 @@ def source_of(
     return source.model_copy(update={"dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code})
 
 
-def measures(recipe: Path | None, overrides: Sequence[str], *, perplexity: bool = True) -> Evaluate:
-    """Return the evaluation settings: a recipe's `evaluate` section, or token perplexity on WikiText-2.
+def measures(
+    recipe: Path | None, overrides: Sequence[str], *, perplexity: bool = True
+) -> tuple[Evaluate, SelectTokens | None]:
+    """Return what to measure, a recipe's `evaluate` section or token perplexity on WikiText-2, and `select_tokens`.
 
     Args:
         recipe: a recipe with that section.
-        overrides: `evaluate.KEY=VALUE`, as for `--set`.
+        overrides: `evaluate.KEY=VALUE` or `select_tokens.KEY=VALUE`, as for `--set`.
         perplexity: whether token perplexity is measured where no recipe says what to measure.
 
     Raises:
@@ -65,21 +70,23 @@ def measures(recipe: Path | None, overrides: Sequence[str], *, perplexity: bool 
         CalibrationError: a local text file that does not exist.
     """
     if recipe is not None:
-        settings = load_recipe(recipe, overrides).recipe.evaluate
+        whole = load_recipe(recipe, overrides).recipe
+        settings, selecting = whole.evaluate, whole.select_tokens
         if settings is None:
             raise RecipeError(f"{recipe}: no evaluate section; add one, or omit --recipe")
     else:
         root: Node = from_python({"evaluate": dict(_DEFAULT) if perplexity else {}}, "--set")
         for assignment in overrides:
             root = override(root, assignment)
-        settings = validated(_Section, root.plain(), root.where).evaluate
-    if settings.token_perplexity is None and settings.lm_eval is None:
-        raise RecipeError(f"{recipe or '--set'}: evaluate is empty; give it token_perplexity, lm_eval, or both")
+        section = validated(_Section, root.plain(), root.where)
+        settings, selecting = section.evaluate, section.select_tokens
+    if settings.token_perplexity is None and settings.lm_eval is None and settings.needle is None:
+        raise RecipeError(f"{recipe or '--set'}: evaluate is empty; give it token_perplexity, lm_eval, or needle")
     for dataset in settings.datasets().values():
         check_dataset(dataset)
     if settings.lm_eval is not None:
         check_tasks(settings.lm_eval)
-    return settings
+    return settings, selecting
 
 
 def evaluate_saved(
@@ -87,6 +94,7 @@ def evaluate_saved(
     settings: Evaluate,
     *,
     masks: Path | None = None,
+    selecting: Selecting | None = None,
     device: Device = "auto",
     progress: Progress | None = None,
 ) -> Figures:
@@ -96,6 +104,7 @@ def evaluate_saved(
         source: the model.
         settings: the metrics to compute.
         masks: a file of masks to apply.
+        selecting: how prompts are shortened, as for `evaluate`.
         device: where the model runs.
         progress: as for `evaluate`.
 
@@ -106,6 +115,8 @@ def evaluate_saved(
         CompressxError: an error that the user can fix.
     """
     where = device_for(device)
+    if selecting is not None:
+        checked_selector(selecting.settings, selecting.plugins)
     checkpoint = find_checkpoint(source)
     tokenizer = load_tokenizer(checkpoint)
     if settings.lm_eval is not None:
@@ -116,7 +127,7 @@ def evaluate_saved(
     access: Access = open_model(checkpoint, False if loaded is not None else source.streaming, where)
     if loaded is not None:
         loaded.apply(access.model)
-    return evaluate(access, tokenizer, settings, texts, progress=progress)
+    return evaluate(access, tokenizer, settings, texts, selecting=selecting, progress=progress)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from compressx.pipeline.log import RunLog
 from compressx.pipeline.tracking import Tracking
 from compressx.plugins.manager import Plugins
+from compressx.prompts.select import Selecting
 from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.ranks import Ranks
 from compressx.runtime.timing import Timing
@@ -47,6 +48,12 @@ class RunContext:
     timing: Timing
     log: RunLog
     tracking: Tracking
+
+    @property
+    def selecting(self) -> Selecting | None:
+        """How prompts are shortened, if the recipe does."""
+        settings = self.loaded.recipe.select_tokens
+        return None if settings is None else Selecting(settings, self.plugins)
 
     def report_progress(self, stage: Stage, done: int, total: int, note: str = "") -> None:
         """Say how far a stage is; another stage than before begins with that, on the clock and in the log, too."""

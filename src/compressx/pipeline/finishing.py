@@ -174,7 +174,10 @@ def evaluated(
         return {}
     stage: Stage = "evaluate pruned" if name == "pruned" else "evaluate finetuned"
     context.report_progress(stage, 0, 1)
-    figures = evaluate(access, pruned.tokenizer, settings, texts, progress=partial(context.report_progress, stage))
+    figures = evaluate(
+        access, pruned.tokenizer, settings, texts, selecting=context.selecting,
+        progress=partial(context.report_progress, stage),
+    )  # fmt: skip
     context.report_figures(name, figures)
     return {name: figures}
 

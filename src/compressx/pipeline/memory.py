@@ -152,7 +152,7 @@ def _pruned(
         with context.loaded.at("evaluate"):
             # Not cached: a model in memory may compute something else than its weights and config say.
             measured["dense"] = evaluate(
-                access, tokenizer, recipe.evaluate, texts.evaluation,
+                access, tokenizer, recipe.evaluate, texts.evaluation, selecting=context.selecting,
                 progress=partial(context.report_progress, "evaluate dense"),
             )  # fmt: skip
         context.report_figures("dense", measured["dense"])

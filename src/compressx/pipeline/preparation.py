@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from compressx.pipeline.texts import window_mistakes
 from compressx.pipeline.tracking import check_trackers
 from compressx.planning.make import check_rules, make_plan
 from compressx.planning.plan import Plan
+from compressx.plugins.kinds import TOKEN_SELECTOR
 from compressx.plugins.manager import Plugins
+from compressx.prompts.select import checked_selector
 from compressx.recipe.document import Step, from_python
 from compressx.recipe.parts import Parts, parts_of, valid_parts
 from compressx.recipe.schema import LoadedRecipe, read_recipe, recipe_from_source
@@ -138,6 +141,11 @@ def _check_settings(loaded: LoadedRecipe, parts: Parts, processes: int, mistakes
 
 def _planned(loaded: LoadedRecipe, plugins: Plugins, skeleton: Any, tokenizer: Any, mistakes: Mistakes) -> Plan:
     """Plan the pruning of a model, with or without weights."""
+    if (select := loaded.recipe.select_tokens) is not None:
+        with mistakes.collected():
+            with loaded.at("select_tokens", "selector"):
+                plugins.find(TOKEN_SELECTOR, select.selector)
+            checked_selector(select, plugins, partial(loaded.where, "select_tokens", "options"))
     mistakes.add(*_finetune_mistakes(loaded, skeleton))
     if loaded.recipe.finetune is not None and isinstance(loaded.recipe.finetune.teacher, ModelSource):
         with mistakes.collected(), loaded.at("finetune", "teacher"):

@@ -202,7 +202,7 @@ def _evaluate_dense(context: RunContext, given: _Inputs, model: str) -> dict[str
     with context.loaded.at("evaluate"):
         dense = evaluate_cached(
             given.access, given.prepared.tokenizer, settings, given.texts.evaluation, model,
-            progress=lambda i, n: context.report_progress("evaluate dense", i, n),
+            selecting=context.selecting, progress=lambda i, n: context.report_progress("evaluate dense", i, n),
         )  # fmt: skip
     context.report_figures("dense", dense)
     return {"dense": dense}

@@ -53,3 +53,10 @@ def text_mistakes(loaded: LoadedRecipe, skeleton: nn.Module, needed: bool) -> It
                 f"{loaded.where(*place, 'sequence_length')}: sequence_length {settings.sequence_length} is longer than "
                 f"the model's {positions} positions"
             )
+    needle = recipe.evaluate.needle if recipe.evaluate is not None else None
+    for i, length in enumerate(needle.lengths if needle is not None else ()):
+        if needle is not None and positions is not None and length + needle.tokens > positions:
+            yield RecipeError(
+                f"{loaded.where('evaluate', 'needle', 'lengths', i)}: a prompt of {length} tokens and {needle.tokens} "
+                f"of an answer are more than the model's {positions} positions; remove this length"
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -190,11 +190,10 @@ def prepare_selection(settings: SelectTokens, access: Access, tokenizer: Any | N
         selector = spec.build(options)
     rows = partial(_observed, settings, selector, access, found, tokenizer, queries)
     if queries:  # the needles take a run of the whole model
-        plugin = next((p for p in plugins.records if name in p.offers.get(TOKEN_SELECTOR.key, ())), None)
         key = {
             "selector": name,
             "options": options.model_dump(mode="json"),
-            "code": None if plugin is None else plugin.code(),
+            "code": _code(plugins, name),
             "model": weights_fingerprint(access),
             "config": config_fingerprint(access.model),
             "versions": code_versions(),
@@ -228,15 +227,47 @@ def _observed(
     return wanted
 
 
-def checked_selector(settings: SelectTokens, plugins: Plugins) -> tuple[TokenSelectorSpec, Any]:
+@dataclass(frozen=True)
+class Selecting:
+    """How prompts are shortened: a recipe's `select_tokens` section, and the plugins that it names one of."""
+
+    settings: SelectTokens
+    plugins: Plugins
+
+    def prepare(self, access: Access, tokenizer: Any) -> Selection:
+        """Return the selection for a model; see `prepare_selection`."""
+        return prepare_selection(self.settings, access, tokenizer, self.plugins)
+
+    def key(self) -> dict[str, Any]:
+        """Return what decides the selected tokens of a given model, in types that survive JSON."""
+        return {"settings": self.settings.model_dump(mode="json"), "code": _code(self.plugins, self.settings.selector)}
+
+
+def _by_itself(*loc: object) -> str:
+    return ".".join(map(str, ("select_tokens", "options", *loc)))
+
+
+def _code(plugins: Plugins, selector: str) -> str | None:
+    """Return the digest of the code of a selector's plugin."""
+    return next((p.code() for p in plugins.records if selector in p.offers.get(TOKEN_SELECTOR.key, ())), None)
+
+
+def checked_selector(
+    settings: SelectTokens, plugins: Plugins, where: Callable[..., str] = _by_itself
+) -> tuple[TokenSelectorSpec, Any]:
     """Return the selector that a section names, and its validated options.
+
+    Args:
+        settings: the section.
+        plugins: the available selectors.
+        where: returns the place of a location within the options, for messages.
 
     Raises:
         PluginError: no such selector.
         RecipeError: an unknown or invalid option.
     """
     spec = plugins.find(TOKEN_SELECTOR, settings.selector)
-    return spec, validate_options(spec.options, settings.options, lambda *loc: ".".join(map(str, ("options", *loc))))
+    return spec, validate_options(spec.options, settings.options, where)
 
 
 def _checked(answer: object, n: int, keep: int, name: str) -> Tensor:

@@ -122,11 +122,32 @@ class Sample(Strict):
     apply_chat_template: StrictBool = Field(False, description="give the prompt as a user's message")
 
 
+class NeedleGrid(Strict):
+    """Sentences hidden in other text, and whether a model answers a question about each."""
+
+    dataset: DatasetField = Field(description="the other text", examples=["wikitext"])
+    lengths: list[StrictInt] = Field([1024, 2048, 4096], min_length=1, description="tokens of a prompt")
+    depths: StrictInt = Field(9, ge=1, description="places of the sentence, evenly spaced from beginning to end")
+    needles: StrictInt = Field(5, ge=1, le=5, description="different sentences at each length and depth")
+    tokens: StrictInt = Field(16, ge=1, description="of an answer, at most")
+
+    @model_validator(mode="after")
+    def _different_lengths(self) -> NeedleGrid:
+        if len({*self.lengths}) < len(self.lengths) or min(self.lengths) < 64:
+            raise conflict(f"lengths are {self.lengths}; expected different ones, of 64 or more", ["lengths"])
+        return self
+
+
 class Evaluate(Strict):
     """What is measured on the dense and on the pruned model; nothing without this section."""
 
     token_perplexity: TokenPerplexity | None = Field(None, examples=[{"dataset": "wikitext"}])
     lm_eval: LmEval | None = Field(None, examples=[{"tasks": ["wikitext"]}])
+    needle: NeedleGrid | None = Field(
+        None,
+        description="whether sentences hidden in long prompts are found; with select_tokens, also by its tokens alone",
+        examples=[{"dataset": "wikitext"}],
+    )
     sample: Sample | None = Field(None, description="text written by each model, to read side by side")
 
     @model_validator(mode="after")
@@ -146,6 +167,8 @@ class Evaluate(Strict):
             for name, source in self.token_perplexity.texts.items():
                 place = ("datasets", name) if name else ("dataset",)
                 found[("token_perplexity", *place)] = source
+        if self.needle is not None:
+            found["needle", "dataset"] = self.needle.dataset
         for i, task in enumerate(self.lm_eval.tasks if self.lm_eval is not None else ()):
             if isinstance(task, RollingTask):
                 found["lm_eval", "tasks", i, "dataset"] = task.dataset

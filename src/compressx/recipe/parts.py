@@ -14,7 +14,10 @@ from compressx.recipe.measuring import RollingTask, TaskField
 from compressx.recipe.schema import LoadedRecipe, Rule
 from compressx.recipe.sources import DatasetField, DatasetSource, ModelField, ModelSource, WeightedField
 
-_DATASETS = (("calibration", "dataset"), ("finetune", "dataset"), ("evaluate", "token_perplexity", "dataset"))
+_DATASETS = (
+    ("calibration", "dataset"), ("finetune", "dataset"), ("evaluate", "token_perplexity", "dataset"),
+    ("evaluate", "needle", "dataset"),
+)  # fmt: skip
 _TASKS = ("evaluate", "lm_eval", "tasks")
 
 

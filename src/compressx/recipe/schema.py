@@ -15,6 +15,7 @@ from compressx.api.patterns import NM, Group
 from compressx.recipe.document import Node, Placed, Step, from_python
 from compressx.recipe.measuring import Evaluate
 from compressx.recipe.methods import AllocationField
+from compressx.recipe.selecting import SelectTokens
 from compressx.recipe.sources import Calibration, DatasetSource, Draw, ModelField
 from compressx.recipe.targets import Target
 from compressx.recipe.tracking import TrackField
@@ -155,6 +156,12 @@ class Recipe(Strict):
         None, description="trains the surviving weights of the whole model, with masks held", examples=[{"steps": 200}]
     )
     evaluate: Evaluate | None = Field(None, examples=[{"token_perplexity": {"dataset": "wikitext"}}])
+    select_tokens: SelectTokens | None = Field(
+        None,
+        description="which tokens of a long prompt the pruned model reads: in evaluate.needle and in lm_eval's tasks "
+        "that generate text, and by default in compressx generate",
+        examples=[{"selector": "retrieval-heads", "keep": 0.125}],
+    )
     track: TrackField | None = Field(
         None, description="experiment trackers that follow the run", examples=["tensorboard"]
     )

@@ -87,6 +87,21 @@ def _sample(report: RunReport) -> Iterator[Section]:
         yield Section("Sample", f'What each model writes after "{prompt}", the likeliest token each time.', found)
 
 
+def _needles(report: RunReport) -> Iterator[Section]:
+    """Yield a grid of each model and way to read: a row for each depth, a column for each length of prompt."""
+    for of, values in report.evaluation.items():
+        cells = values.get("needle", {}).get("grid", ())
+        depths, lengths = ([*dict.fromkeys(cell[key] for cell in cells)] for key in ("depth", "length"))
+        for name in [key for key in (cells[0] if cells else ()) if key not in {"depth", "length"}]:
+            found = {(cell["depth"], cell["length"]): cell[name] for cell in cells}
+            rows = [[depth, *(found[depth, length] for length in lengths)] for depth in depths]
+            columns = [Column("depth", ".0%"), *(Column(f"{length} tokens", ".0%", "heat") for length in lengths)]
+            note = "Sentences hidden at a depth of a prompt: the share of questions about them that are answered."
+            if name == "kept, selected":
+                note = "Sentences hidden at a depth of a prompt: the share of their tokens that are selected."
+            yield Section(f"Needles, {of}: {name}", note, table(columns, rows), brief=_count(cells, "cell"))
+
+
 def _run(report: RunReport) -> Iterator[Section]:
     """Yield when, where and how the run was made."""
     text = "{samples} windows of {sequence_length} tokens, seed {seed}"
@@ -256,6 +271,6 @@ def _number(block: BlockReport) -> str:
 
 
 BUILDERS: tuple[Builder, ...] = (
-    _head, evaluation, _sample, _run, modules, _heat, _curves, _blocks, _stages, _allocation, _reconstruction,
+    _head, evaluation, _needles, _sample, _run, modules, _heat, _curves, _blocks, _stages, _allocation, _reconstruction,
     _finetuning, _matrices, _layers, _software,
 )  # fmt: skip
