@@ -20,7 +20,7 @@ _ENOUGH = 0.95
 
 def attention_mass(scores: Tensor) -> Tensor:
     """Return the mean attention that tokens get from queries and heads [n], for scores [heads, queries, n]."""
-    return scores.softmax(-1).mean((0, 1))
+    return scores.softmax(-1).nan_to_num(0.0).mean((0, 1))  # a query may see none of the tokens
 
 
 def pooled(scores: Tensor, width: int) -> Tensor:

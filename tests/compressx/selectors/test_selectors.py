@@ -1,0 +1,219 @@
+"""The built-in token selectors and what they compute with, against slow float64 readings of the definitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.compressx.built_in import SELECTORS
+from torch import Tensor
+
+from compressx import AttentionRows, ModelFacts, Needle
+from compressx.numerics.tokens import attention_mass, first_good_block, highest, needles_kept, pooled
+
+quick = settings(max_examples=60, deadline=None)
+whole_numbers = st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=40)
+
+
+def built(name: str, **options: Any) -> Any:
+    return SELECTORS[name].build(SELECTORS[name].options(**options))
+
+
+# --- readings of the definitions
+
+
+def mean_of_neighbours(scores: Sequence[float], width: int) -> list[float]:
+    """`width` neighbours around each place, itself among them, those that are there; more before it if it is even."""
+    means = []
+    for place in range(len(scores)):
+        window = [scores[i] for i in range(place - width // 2, place - width // 2 + width) if 0 <= i < len(scores)]
+        means.append(sum(window) / len(window))
+    return means
+
+
+def first_of_the_highest(scores: Sequence[float], keep: int) -> list[int]:
+    return sorted(sorted(range(len(scores)), key=lambda place: (-scores[place], place))[:keep])
+
+
+def attention_that_tokens_get(scores: Tensor) -> list[float]:
+    """The mean over heads [heads, queries, n] and queries of the softmax; a query that sees nothing gives nothing."""
+    heads, queries, n = scores.shape
+    given = [0.0] * n
+    for head in range(heads):
+        for query in range(queries):
+            powers = [math.exp(x) for x in scores[head, query].double().tolist()]
+            for token in range(n):
+                given[token] += powers[token] / sum(powers) / heads / queries if sum(powers) else 0.0
+    return given
+
+
+def causal(scores: Tensor) -> Tensor:
+    """Hide from each of the last queries the tokens after it."""
+    queries, n = scores.shape[-2:]
+    hidden = torch.arange(n) > torch.arange(n - queries, n)[:, None]
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+# --- what selectors compute with
+
+
+@quick
+@given(scores=whole_numbers, width=st.integers(1, 90))
+def test_pooled_scores_are_means_of_the_neighbours_that_are_there(scores: list[float], width: int) -> None:
+    found = pooled(torch.tensor(scores), width).tolist()
+    assert found == pytest.approx(mean_of_neighbours(scores, width), abs=1e-6)
+
+
+@quick
+@given(scores=whole_numbers, share=st.floats(0, 1))
+def test_the_highest_scores_are_kept_in_order_and_of_equal_ones_the_first(scores: list[float], share: float) -> None:
+    keep = round(share * len(scores))
+    assert highest(torch.tensor(scores), keep).tolist() == first_of_the_highest(scores, keep)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 9])
+def test_attention_mass_is_the_mean_softmax_of_heads_and_queries(queries: int) -> None:
+    scores = causal(3 * torch.randn(2, queries, 9))
+    assert attention_mass(scores).tolist() == pytest.approx(attention_that_tokens_get(scores), abs=1e-6)
+    assert float(attention_mass(scores).sum()) == pytest.approx(1)
+
+
+def test_a_query_that_sees_no_token_gives_no_attention() -> None:
+    scores = torch.randn(2, 3, 9)
+    scores[:, 1] = -torch.inf
+    assert attention_mass(scores).tolist() == pytest.approx(attention_that_tokens_get(scores), abs=1e-6)
+
+
+def test_a_needle_counts_by_the_share_of_its_tokens_among_the_highest_eighth() -> None:
+    places = [torch.tensor(p) for p in ([3, 4, 5, 6], [20, 21], [0, 1])]
+    needles = [Needle(torch.empty(0), (), p) for p in places]
+    scores = [torch.arange(32.0), -torch.arange(32.0).sub(20).abs(), torch.zeros(7)]  # keep 28 to 31; 19 to 22; 0
+    given = {id(needle): score for needle, score in zip(needles, scores, strict=True)}
+    assert needles_kept(needles, lambda needle: given[id(needle)]) == pytest.approx((0 + 1 + 1 / 2) / 3)
+
+
+@pytest.mark.parametrize(
+    ("shares", "first", "said"),
+    [
+        ({1: 0.2, 4: 0.94, 5: 0.96, 9: 1.0}, 5, "96%{}; the best, block 9, 100%"),
+        ({2: 0.5, 3: 0.5}, 2, "50%{}"),
+    ],
+)
+def test_the_first_block_that_keeps_nearly_as_much_as_the_best_is_chosen(
+    shares: dict[int, float], first: int, said: str
+) -> None:
+    facts = ModelFacts(12, 4, tuple(shares), None, (Needle(torch.empty(0), (), torch.empty(0)),) * 3)
+    prompts = " of the hidden sentences of 3 synthetic prompts at 1/8 of their tokens"
+    assert first_good_block(facts, shares) == (first, f"block {first} of 12 keeps {said.format(prompts)}")
+
+
+# --- selectors that read scores
+
+
+@pytest.mark.parametrize("keep", [1, 7, 29])
+def test_gemfilter_keeps_the_highest_means_of_five_of_the_last_tokens_scores_summed_over_heads(keep: int) -> None:
+    scores = causal(torch.randn(1, 4, 3, 30))
+    sums = [sum(float(scores[0, head, -1, token]) for head in range(4)) for token in range(30)]
+    expected = first_of_the_highest(mean_of_neighbours(sums, 5), keep)
+    assert built("gemfilter", block=3).select(scores, keep).tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["snapkv", "retrieval-heads"])
+@pytest.mark.parametrize(("pool", "keep"), [(1, 4), (4, 15), (25, 29)])
+def test_snapkv_and_retrieval_heads_keep_the_highest_means_of_attention(name: str, pool: int, keep: int) -> None:
+    scores = causal(3 * torch.randn(1, 2, 8, 30))
+    expected = first_of_the_highest(mean_of_neighbours(attention_that_tokens_get(scores[0]), pool), keep)
+    assert built(name, pool=pool).select(scores, keep).tolist() == expected
+
+
+HEADS, BLOCKS, TOKENS = 4, (0, 2, 3, 5), 400
+
+
+def facts_where(found: dict[tuple[int, int], float], queries: int) -> ModelFacts:
+    """Facts with needles that only some heads look at, by block and head: each at the share of the needles given."""
+    needles = []
+    for number in range(10):
+        places = torch.arange(12) + 35 * number
+        scores = 0.1 * torch.randn(len(BLOCKS), HEADS, queries, TOKENS)
+        for (block, head), share in found.items():
+            there = places if number < share * 10 else (places + TOKENS // 2) % TOKENS
+            scores[BLOCKS.index(block), head, :, there] = 12.0
+        needles.append(Needle(scores, BLOCKS, places))
+    return ModelFacts(6, HEADS, BLOCKS, None, tuple(needles))
+
+
+@pytest.mark.parametrize(
+    ("found", "options", "block", "heads"),
+    [
+        ({(2, 1): 1.0, (5, 3): 1.0}, {}, 2, (1,)),
+        ({(2, 1): 0.9, (5, 3): 1.0}, {}, 5, (3,)),
+        ({(2, 1): 0.5, (2, 3): 1.0, (3, 0): 1.0}, {}, 2, (3,)),
+        ({(2, 1): 1.0, (5, 3): 1.0, (5, 0): 0.8}, {"block": 5}, 5, (3,)),
+        ({(2, 1): 1.0, (5, 3): 1.0, (5, 0): 0.8}, {"block": 5, "heads": 2}, 5, (0, 3)),
+        ({(3, 2): 1.0}, {"block": 3, "heads": 9}, 3, (0, 1, 2, 3)),
+    ],
+)  # fmt: skip
+def test_retrieval_heads_are_those_that_look_at_the_needles_in_the_first_good_block(
+    found: dict[tuple[int, int], float], options: dict[str, int], block: int, heads: tuple[int, ...]
+) -> None:
+    rows = built("retrieval-heads", **options).observe(facts_where(found, queries=16))
+    assert (rows.blocks, rows.heads, rows.queries) == ((block,), heads, 16)
+    assert rows.reason.startswith(
+        f"head{'s' * (len(heads) > 1)} {', '.join(map(str, heads))}: block {block} of 6 keeps"
+    )
+
+
+def test_retrieval_heads_leave_a_block_that_cannot_be_read_to_the_host() -> None:
+    rows = built("retrieval-heads", block=1).observe(facts_where({(2, 1): 1.0}, queries=16))
+    assert rows.blocks == (1,)
+
+
+@pytest.mark.parametrize(("name", "queries"), [("gemfilter", 1), ("snapkv", 32)])
+def test_the_block_that_all_heads_share_is_the_one_named_or_the_first_that_keeps_the_needles(
+    name: str, queries: int
+) -> None:
+    assert built(name, block=4).observe(facts_where({}, queries)) == AttentionRows((4,), queries=queries)
+    rows = built(name).observe(facts_where({(3, head): 1.0 for head in range(HEADS)}, queries))
+    assert (rows.blocks, rows.heads, rows.queries) == ((3,), None, queries)
+    assert rows.reason.startswith("block 3 of 6 keeps 100% of the hidden sentences of 10 synthetic prompts")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "queries"),
+    [("gemfilter", {}, 1), ("gemfilter", {"block": 3}, 0), ("snapkv", {"queries": 5}, 5), ("snapkv", {"block": 3}, 0),
+     ("retrieval-heads", {"queries": 7}, 7), ("retrieval-heads", {"queries": 7, "block": 3}, 7)],
+)  # fmt: skip
+def test_needles_are_asked_for_where_they_are_read(name: str, options: dict[str, int], queries: int) -> None:
+    needles = SELECTORS[name].needles
+    assert needles is not None
+    assert needles(SELECTORS[name].options(**options)) == queries
+
+
+# --- selectors that read none
+
+
+def without_scores(n: int) -> Tensor:
+    return torch.empty(0, 0, 1, n)
+
+
+@quick
+@given(n=st.integers(2, 50), data=st.data())
+def test_recent_keeps_the_last_tokens(n: int, data: st.DataObject) -> None:
+    keep = data.draw(st.integers(1, n - 1))
+    assert built("recent").select(without_scores(n), keep).tolist() == [*range(n)][n - keep :]
+    assert SELECTORS["recent"].needles is None
+
+
+def test_random_tokens_are_drawn_alike_by_one_seed_and_every_token_as_often_by_many() -> None:
+    counts = torch.zeros(20)
+    for seed in range(200):
+        places = built("random", seed=seed).select(without_scores(20), 5)
+        assert torch.equal(places, built("random", seed=seed).select(without_scores(20), 5))
+        counts[places] += 1
+    assert counts.sum() == 1000, "no place twice"
+    assert 25 < counts.min() <= counts.max() < 75  # 50 expected, with a standard deviation of 6
