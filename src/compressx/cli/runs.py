@@ -73,11 +73,12 @@ def plan(host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_j
 @click.pass_obj
 @errors_for_users
 def schema(host: Host) -> None:
-    """Print the JSON schema of recipes, with the options of every loaded pruner, for editors."""
+    """Print the JSON schema of recipes, with the options of every loaded pruner and token selector, for editors."""
     from compressx.recipe.jsonschema import json_schema, text_of
 
-    options = {name: spec.options for name, spec in host.plugins().offers["pruners"].items()}
-    click.echo(text_of(json_schema(options)), nl=False)
+    offers = host.plugins().offers
+    pruners, selectors = ({n: spec.options for n, spec in offers[k].items()} for k in ("pruners", "token_selectors"))
+    click.echo(text_of(json_schema(pruners, selectors)), nl=False)
 
 
 @click.command(epilog="Example: compressx compare runs/one runs/two --output compared")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -12,32 +12,42 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 from compressx.recipe.schema import Recipe
 
 
-def json_schema(options: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
+def json_schema(
+    pruners: Mapping[str, type[BaseModel]], selectors: Mapping[str, type[BaseModel]] | None = None
+) -> dict[str, Any]:
     """Return the JSON schema (2020-12) of recipes.
 
     Args:
-        options: option models by pruner; the options of rules with that pruner are validated against them.
+        pruners: option models by pruner; the options of rules with that pruner are validated against them.
+        selectors: option models by token selector.
 
     Returns:
-        Plain data. Pruners that are not in `options` are allowed, because others may be installed elsewhere.
+        Plain data. Other names are allowed, because others may be installed elsewhere.
     """
     schema = Recipe.model_json_schema(by_alias=True)
-    definitions = schema["$defs"]
+    _add_options(schema["$defs"], "pruner", ("Rule", "Reconstruction"), pruners)
+    _add_options(schema["$defs"], "selector", ("SelectTokens",), selectors or {})
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "compressx recipe"}
+
+
+def _add_options(
+    definitions: dict[str, Any], key: str, sections: Sequence[str], options: Mapping[str, type[BaseModel]]
+) -> None:
+    """Let the options of sections depend on the name under a key of theirs."""
     for name, model in options.items():
         described = _closed(_described(model))
-        definitions |= {f"{name}.{inner}": d for inner, d in described.pop("$defs", {}).items()}
+        definitions |= {f"{key} {name}.{inner}": d for inner, d in described.pop("$defs", {}).items()}
         text = json.dumps(described)
-        definitions[f"options of {name}"] = json.loads(text.replace('"#/$defs/', f'"#/$defs/{name}.'))
-    for kind in ("Rule", "Reconstruction"):
-        definitions[kind]["properties"]["pruner"]["examples"] = list(options)
+        definitions[f"options of {key} {name}"] = json.loads(text.replace('"#/$defs/', f'"#/$defs/{key} {name}.'))
+    for kind in sections:
+        definitions[kind]["properties"][key]["examples"] = list(options)
         definitions[kind]["allOf"] = [
             {
-                "if": {"properties": {"pruner": {"const": name}}, "required": ["pruner"]},
-                "then": {"properties": {"options": {"$ref": f"#/$defs/options of {name}"}}},
+                "if": {"properties": {key: {"const": name}}, "required": [key]},
+                "then": {"properties": {"options": {"$ref": f"#/$defs/options of {key} {name}"}}},
             }
             for name in options
         ]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "compressx recipe"}
 
 
 def _described(model: type[BaseModel]) -> dict[str, Any]:

@@ -20,7 +20,11 @@ from tests.compressx.cli.commands import printed
 
 from compressx.evaluation.harness import check_chat_template, run_tasks
 from compressx.evaluation.tasks import check_tasks
+from compressx.models.access import InMemory
+from compressx.plugins.manager import load_plugins
+from compressx.prompts.select import Selecting
 from compressx.recipe.measuring import LmEval
+from compressx.recipe.selecting import SelectTokens
 from compressx.runtime.errors import CalibrationError, RecipeError
 from compressx.testing import tiny_model
 
@@ -324,3 +328,45 @@ class TestRunTasks:
         model.lm_head.weight.data.mul_(factor)
         with pytest.raises(CalibrationError, match="weights are broken"):
             run_tasks(model, tokenizer, settings(rolling("docs")), {"docs": DOCUMENTS})
+
+
+class TestSelection:
+    @pytest.fixture
+    def written(self, few_tasks: Path) -> LmEval:
+        rows = [{"q": "abcdefghij" * n, "a": "x"} for n in (1, 3)]
+        (few_tasks / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (few_tasks / "copying.yaml").write_text(
+            f"task: copying\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {few_tasks}/long.jsonl}}}}\n"
+            'test_split: test\noutput_type: generate_until\ndoc_to_text: "{{q}}"\ndoc_to_target: a\n'
+            "generation_kwargs: {until: ['z'], max_gen_toks: 3}\nmetric_list:\n  - metric: exact_match\n"
+        )
+        return settings("tasks/copying.yaml", batch_size=2)
+
+    def read(self, written: LmEval, tokenizer: Any, keep: int | None) -> tuple[list[list[list[int]]], Any]:
+        """Return the prompts without padding that the model was given, and the figures."""
+        model, seen = tiny_model("llama"), []
+        own = model.generate
+
+        def generate(input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            mask = kwargs["attention_mask"].bool()
+            seen.append([row[there].tolist() for row, there in zip(input_ids, mask, strict=True)])
+            result = own(input_ids=input_ids, **kwargs)
+            assert result.shape[1] - input_ids.shape[1] <= 3
+            return result
+
+        model.generate = generate
+        given = {"selector": "recent", "keep": keep, "protect": {"first": 0, "last": 0}}
+        select = None
+        if keep is not None:
+            select = Selecting(SelectTokens.model_validate(given), load_plugins()).prepare(InMemory(model), tokenizer)
+        tokenizer.model_max_length, tokenizer.eos_token, tokenizer.pad_token = 128, "</s>", "<s>"
+        return seen, run_tasks(model, tokenizer, written, {}, select)
+
+    def test_a_task_that_generates_text_reads_the_selected_tokens_only(self, written: LmEval, tokenizer: Any) -> None:
+        (whole,), _ = self.read(written, tokenizer, None)
+        (kept,), _ = self.read(written, tokenizer, 12)
+        assert sorted(map(len, whole)) == [10, 30]
+        assert kept == [row[-12:] for row in whole]
+
+    def test_a_selection_that_keeps_everything_changes_no_figure(self, written: LmEval, tokenizer: Any) -> None:
+        assert self.read(written, tokenizer, 100) == self.read(written, tokenizer, None)

@@ -27,8 +27,9 @@ def committed() -> Draft202012Validator:
 
 
 def test_the_committed_schema_is_that_of_the_code_and_the_command_prints_it():
-    options = {name: spec.options for name, spec in load_plugins().offers["pruners"].items()}
-    assert COMMITTED.read_text() == text_of(json_schema(options)), (
+    offers = load_plugins().offers
+    pruners, selectors = ({n: spec.options for n, spec in offers[k].items()} for k in ("pruners", "token_selectors"))
+    assert COMMITTED.read_text() == text_of(json_schema(pruners, selectors)), (
         "the recipe has changed; write its schema anew: compressx schema > recipes/recipe.schema.json"
     )
     assert CliRunner().invoke(cli, ["schema"]).stdout == COMMITTED.read_text()
@@ -50,6 +51,9 @@ def test_every_shipped_recipe_names_the_schema_and_obeys_it(committed):
      {"prune": [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5, "reconstruct": {"pruner": "alps"}}]},
      {"prune": [{"targets": ["*"], "pruner": "somebodys", "sparsity": 0.5, "options": {"any": 1}}]},
      {"allocation": {"method": "owl", "target": 0.6}, "prune": [{"targets": ["*"], "pruner": "wanda"}]},
+     {"select_tokens": {"selector": "snapkv", "keep": 0.125, "options": {"block": "auto"}}},
+     {"select_tokens": {"selector": "recent", "keep": 64, "protect": {"first": 0}}},
+     {"evaluate": {"needle": {"dataset": "wikitext", "lengths": [512]}}},
      {"evaluate": {"lm_eval": {"tasks": ["wikitext", {"name": "mine", "dataset": "c4"}], "limit": 3}}}],
     ids=str,
 )  # fmt: skip
@@ -67,6 +71,8 @@ def test_what_a_recipe_may_say_the_schema_allows(change, committed):
      {"prune": [{"targets": ["*"], "pruner": "attnprune", "sparsity": 0.5, "options": {"modus": "joint"}}]},
      {"prune": [{"targets": ["*"], "pruner": "attnprune", "sparsity": 0.5, "options": {"mode": "slow"}}]},
      {"prune": [{"targets": ["*"], "pruner": "wanda", "reconstruct": {"pruner": "alps", "options": {"x": 1}}}]},
+     {"select_tokens": {"selector": "snapkv", "keep": 0}},
+     {"select_tokens": {"selector": "snapkv", "keep": 0.1, "options": {"blok": 1}}},
      {"allocation": {"method": "owl", "target": 0.6, "sread": 0.1}}],
     ids=str,
 )  # fmt: skip

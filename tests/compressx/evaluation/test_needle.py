@@ -1,0 +1,145 @@
+"""Needles in hay: what is asked, how answers are counted, and that a selection changes what is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.compressx.pipeline.runs import recipe
+from tests.compressx.saved import save_tiny
+
+from compressx.evaluation import needle
+from compressx.evaluation.needle import grid, needle_figures
+from compressx.models.access import InMemory
+from compressx.pipeline.run import plan, run
+from compressx.plugins.manager import load_plugins
+from compressx.prompts.needles import MEASURING
+from compressx.prompts.select import Selecting
+from compressx.recipe.measuring import NeedleGrid
+from compressx.recipe.selecting import SelectTokens
+from compressx.runtime.errors import CalibrationError, PluginError, RecipeError
+from compressx.testing import tiny_model
+
+LENGTHS = [150, 200]
+
+
+@pytest.fixture
+def hay() -> torch.Tensor:
+    return torch.tensor([ord(c) for c in "All of this is about nothing much. " * 20])
+
+
+def settings(**given: Any) -> NeedleGrid:
+    return NeedleGrid.model_validate({"dataset": "python-docs", "lengths": LENGTHS, "depths": 3, "needles": 2, **given})
+
+
+def model() -> InMemory:
+    found = tiny_model("llama")
+    found.config.max_position_embeddings = 256
+    return InMemory(found)
+
+
+def test_a_grid_has_every_length_depth_and_sentence_once(tokenizer: Any, hay: torch.Tensor) -> None:
+    asked = list(grid(tokenizer, hay, settings()))
+    assert len(asked) == 2 * 3 * 2
+    assert {(x.length, x.depth) for x in asked} == {(n, d) for n in LENGTHS for d in (0.0, 0.5, 1.0)}
+    for x in asked:
+        assert len(x.prompt.ids) == x.length
+        assert tokenizer.decode(x.prompt.ids[x.prompt.places]).strip() in {fact.sentence for fact in MEASURING}
+        assert not x.prompt.protected[x.prompt.places].any()
+    places = [int(x.prompt.places[0]) for x in asked if x.length == LENGTHS[0]][::2]
+    assert places == sorted(places)
+    assert places[0] < 10
+
+
+def test_one_depth_is_the_middle(tokenizer: Any, hay: torch.Tensor) -> None:
+    assert {x.depth for x in grid(tokenizer, hay, settings(depths=1))} == {0.5}
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_an_answer_counts_if_it_contains_the_hidden_word_in_any_case(
+    right: bool, tokenizer: Any, hay: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {fact.question: fact.answer for fact in MEASURING}
+
+    def says(_model: Any, tokenizer: Any, ids: torch.Tensor, _tokens: int) -> torch.Tensor:
+        question = tokenizer.decode(ids[0]).rpartition("Question: ")[2].partition("\n")[0]
+        said = f"It is {answers[question].upper()}, I think" if right else "no idea"
+        return torch.tensor([[ord(c) for c in said]])
+
+    monkeypatch.setattr(needle, "greedy", says)
+    figures = needle_figures(model(), tokenizer, hay, settings())
+    assert figures["answered"] == float(right)
+    assert [cell["answered"] for cell in figures["grid"]] == [float(right)] * 6
+
+
+def test_with_a_selection_the_model_reads_the_kept_tokens_only(
+    tokenizer: Any, hay: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def counted(_model: Any, _tokenizer: Any, ids: torch.Tensor, _tokens: int) -> torch.Tensor:
+        read.append(ids.shape[1])
+        return torch.tensor([[65]])
+
+    monkeypatch.setattr(needle, "greedy", counted)
+    select = SelectTokens.model_validate({"selector": "recent", "keep": 100, "protect": {"first": 0, "last": 0}})
+    selection = Selecting(select, load_plugins()).prepare(model(), tokenizer)
+    told: list[tuple[int, int]] = []
+    figures = needle_figures(
+        model(), tokenizer, hay, settings(needles=1), selection, progress=lambda i, n: told.append((i, n))
+    )
+    assert read == [150] * 3 + [200] * 3 + [100] * 6
+    assert told == [(i + 1, 12) for i in range(12)]
+    kept = {(cell["length"], cell["depth"]): cell["kept, selected"] for cell in figures["grid"]}
+    assert kept[200, 0.0] == 0.0  # recent forgets the beginning
+    assert kept[150, 1.0] > 0.5
+    assert figures["kept, selected"] == pytest.approx(sum(kept.values()) / 6)
+
+
+def test_a_prompt_longer_than_the_model_or_the_text_is_refused(tokenizer: Any, hay: torch.Tensor) -> None:
+    with pytest.raises(CalibrationError, match=r"evaluate.needle: a prompt of 250 tokens and 16 after it .* 256 posit"):
+        needle_figures(model(), tokenizer, hay, settings(lengths=[250]))
+    with pytest.raises(CalibrationError, match="takes .* tokens of hay, and the text has 700"):
+        list(grid(tokenizer, hay, settings(lengths=[2000])))
+
+
+def test_lengths_that_are_equal_or_too_short_are_refused() -> None:
+    for lengths in ([100, 100], [10]):
+        with pytest.raises(ValueError, match="expected different ones, of 64 or more"):
+            settings(lengths=lengths)
+
+
+NEEDLE = {"dataset": "python-docs", "lengths": [80, 110], "depths": 2, "needles": 1, "tokens": 4}
+SELECT = {"selector": "gemfilter", "keep": 0.5, "options": {"block": 1}, "protect": {"first": 1, "last": 4}}
+
+
+def test_a_run_measures_needles_with_and_without_selection_and_the_report_has_the_grid(project: Path) -> None:
+    saved = save_tiny(project / "model", "llama")
+    given = recipe(saved, {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5},
+                   evaluate={"needle": NEEDLE}, select_tokens=SELECT)  # fmt: skip
+    report = run(given)
+    assert set(report.evaluation) == {"dense", "pruned"}
+    for measured in report.evaluation.values():
+        assert set(measured["needle"]) == {"answered", "answered, selected", "kept, selected", "grid"}
+        assert len(measured["needle"]["grid"]) == 4
+    page = (project / "out" / "report.md").read_text()
+    assert "Needles, pruned: answered, selected" in page
+    assert "| 110 tokens" in page
+    assert "needle kept, selected" in page
+    assert json.loads((project / "out" / "report.json").read_text())["evaluation"] == report.evaluation
+
+
+def test_mistakes_in_selection_and_needles_are_found_by_the_plan_each_with_its_place(project: Path) -> None:
+    saved = save_tiny(project / "model", "llama")
+    with pytest.raises(PluginError, match=r"<dict>:select_tokens.selector: no token selector 'gemfliter'; did you mean"):
+        plan(recipe(saved, select_tokens={**SELECT, "selector": "gemfliter"}))
+    with pytest.raises(RecipeError, match=r"<dict>:select_tokens.options.blok: unknown option 'blok'"):
+        plan(recipe(saved, select_tokens={**SELECT, "options": {"blok": 1}}))
+    with pytest.raises(RecipeError, match=r"<dict>:evaluate.needle.lengths\[1\]: a prompt of 4096 tokens"):
+        plan(recipe(saved, evaluate={"needle": {**NEEDLE, "lengths": [64, 4096]}}))
+    for keep in (0, -3, 1.5, True, "half"):
+        with pytest.raises(RecipeError, match="select_tokens.keep: .*expected a number of tokens, at least 1, or a"):
+            plan(recipe(saved, select_tokens={**SELECT, "keep": keep}))
