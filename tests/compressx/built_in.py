@@ -1,4 +1,4 @@
-"""The pruners and token selectors that the package brings along, by name: what its entry points offer."""
+"""The plugins that the package brings along, and their pruners and token selectors, each by name."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 from compressx import PrunerSpec, TokenSelectorSpec, load_plugins
 
-_PLUGINS = load_plugins()
+_LOADED = load_plugins()
+PLUGINS = {r.name: r for r in _LOADED.records if r.distribution == "compressx"}
 
 
 def _own(key: str) -> dict[str, Any]:
-    names = [name for r in _PLUGINS.records if r.distribution == "compressx" for name in r.offers[key]]
-    return {name: _PLUGINS.offers[key][name] for name in names}
+    return {name: _LOADED.offers[key][name] for record in PLUGINS.values() for name in record.offers[key]}
 
 
 BUILT_IN: dict[str, PrunerSpec] = _own("pruners")

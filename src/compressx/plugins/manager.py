@@ -57,14 +57,33 @@ class Plugins:
         if name in (offered := self.offers[kind.key]):
             found: Spec = offered[name]
             return found
+        raise PluginError(self._why_none(name, [kind]))
+
+    def named(self, name: str) -> list[Any]:
+        """Return all that the plugin with a name offers, of every kind; or, when none has it, the specs with that name.
+
+        Raises:
+            PluginError: there is none, as for `find`.
+        """
+        plugin = next((r for r in self.records if r.name == name and r.status == "loaded"), None)
+        own = {} if plugin is None else plugin.offers
+        specs = [self.offers[key][offered] for key, names in own.items() for offered in names]
+        specs = specs or [offered[name] for offered in self.offers.values() if name in offered]
+        if not specs:
+            raise PluginError(self._why_none(name, kinds.KINDS))
+        return specs
+
+    def _why_none(self, name: str, wanted: Sequence[Kind[Any]]) -> str:
+        """Say why no spec of these kinds has a name."""
+        none = f"no {' or '.join(kind.name for kind in wanted)} {name!r}"
         absent = [r for r in self.records if r.status != "loaded"]
-        if likely := [r for r in absent if r.would_offer(kind.key, name)]:
+        if likely := [r for r in absent if any(r.would_offer(kind.key, name) for kind in wanted)]:
             reasons = "; ".join(f"plugin {r.name!r} ({r.source}) {r.why_absent()}" for r in likely)
-            raise PluginError(f"no {kind.name} {name!r}: {reasons}")
+            return f"{none}: {reasons}"
         failed = [r.name for r in absent if r.status == "failed"]
         also = f"; plugins that failed to load: {', '.join(failed)}" if failed else ""
-        known = did_you_mean(name, offered) or "none is loaded"
-        raise PluginError(f"no {kind.name} {name!r}; {known}{also}; compressx plugins lists what is installed")
+        known = did_you_mean(name, [n for kind in wanted for n in self.offers[kind.key]]) or "none is loaded"
+        return f"{none}; {known}{also}; compressx plugins lists what is installed"
 
 
 def load_plugins(*, modules: Sequence[str] = (), blocked: Collection[str] = (), toml: Path | None = None) -> Plugins:

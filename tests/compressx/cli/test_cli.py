@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.compressx.architectures import KINDS
-from tests.compressx.built_in import BUILT_IN
+from tests.compressx.built_in import PLUGINS
 from tests.compressx.cli.commands import invoke, printed, refused
 from tests.compressx.saved import save_tiny
 
@@ -438,11 +438,10 @@ def test_a_mistake_in_an_allocation_has_its_place(work, allocation, rest, place,
 def test_plugins_say_what_loaded_and_what_is_blocked(work):
     done = invoke("-p", "no:wanda", "plugins", "--json")
     records = {r["name"]: r for r in json.loads(done.stdout)}
-    assert {name: r["status"] for name, r in records.items()} == dict.fromkeys(BUILT_IN, "loaded") | {
-        "wanda": "blocked"
-    }
+    assert {name: r["status"] for name, r in records.items()} == dict.fromkeys(PLUGINS, "loaded") | {"wanda": "blocked"}
     assert records["attnprune"]["pruners"] == ["attnprune"]
     assert records["attnprune"]["module"] == "compressx_attnprune.plugin"
+    assert records["random-tokens"]["token_selectors"] == ["random"]
     table = printed("plugins").splitlines()
     for name in records:
         assert any(line.split()[:1] == [name] and "loaded" in line for line in table)

@@ -29,6 +29,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[3]
+SELECTORS = OFFERS.replace("compressx_pruners", "compressx_token_selectors").replace("PrunerSpec", "TokenSelectorSpec")
 # --- finding and loading
 
 
@@ -38,7 +39,7 @@ def test_an_installed_plugin_is_loaded_with_its_distribution_and_pruners(site: S
     plugins = load_plugins()
     place = "entry point of compressx-alps 1.2"
     found = PluginRecord("alps", "cx_alps", "entry point", place, "compressx-alps", "1.2")
-    offers = {"pruners": ("alps", "alps-fast")}
+    offers = {"pruners": ("alps", "alps-fast"), "token_selectors": ()}
     assert plugins.records == (dataclasses.replace(found, status="loaded", offers=offers),)
     assert plugins.find(PRUNER, "alps-fast").name == "alps-fast"
     assert plugins.manager.get_plugin("alps") is sys.modules["cx_alps"]
@@ -61,6 +62,7 @@ def test_records_can_be_written_as_json(site: Site) -> None:
     assert json.loads(json.dumps(load_plugins(modules=["cx_a"]).records[0].as_json())) == {
         "name": "cx_a", "distribution": None, "version": None, "source": "--plugin", "module": "cx_a",
         "status": "loaded", "error": None, "summary": "", "pruners": ["a"],
+        "token_selectors": [],
     }  # fmt: skip
 
 
@@ -248,7 +250,7 @@ def test_a_misspelt_hook_or_one_without_its_marker_is_refused_even_if_the_plugin
     nearest = "; did you mean 'compressx_pruners'? valid: compressx_block_pruned, compressx_pruners, "
     assert refusal(load_plugins) == (
         f"plugin 'mine' (entry point of dist 1.2): function {problem}"
-        + (f"{nearest}compressx_run_finished" if "not a hook" in problem else "")
+        + (f"{nearest}compressx_run_finished, compressx_token_selectors" if "not a hook" in problem else "")
     )
 
 
@@ -281,7 +283,7 @@ def listen(report):
     plugins.manager.hook.compressx_run_finished(report=None, output="folder")
     plugins.manager.hook.compressx_block_pruned(report="block 3")
     assert sys.modules["cx_listener"].heard == ["folder", "block 3"]
-    assert plugins.records[0].offers == {"pruners": ()}
+    assert plugins.records[0].offers == {"pruners": (), "token_selectors": ()}
 
 
 GROUPS = "expected a tuple of row, layer, joint, such as ('row',)"
@@ -327,7 +329,29 @@ def compressx_block_pruned(report):
     plugins = load_plugins()
     assert [(r.status, r.error) for r in plugins.records] == [("failed", error)]
     plugins.manager.hook.compressx_block_pruned(report=None)
-    assert plugins.offers == {"pruners": {}}
+    assert plugins.offers == {"pruners": {}, "token_selectors": {}}
+
+
+def test_a_token_selector_whose_needles_cannot_be_called_is_refused(site: Site) -> None:
+    site.module("cx_needles", SELECTORS.format(names=["x"]).replace("None)", "None, 16)"))
+    site.install("dist", needles="cx_needles")
+    assert load_plugins().records[0].error == "TypeError: token selector 'x' has needles 16, which is not callable"
+
+
+def test_what_a_name_stands_for_is_what_the_plugin_offers_or_else_what_has_that_name(site: Site) -> None:
+    site.offers("cx_pruners", "one", "two")
+    site.module("cx_tokens", SELECTORS.format(names=["cx_pruners", "two", "three"]))
+    site.module("cx_ears", "import compressx\n@compressx.hookimpl\ndef compressx_block_pruned(report): ...")
+    plugins = load_plugins(modules=["cx_pruners", "cx_tokens", "cx_ears"])
+    pruners, selectors = plugins.offers["pruners"], plugins.offers["token_selectors"]
+    assert plugins.named("cx_pruners") == [pruners["one"], pruners["two"]]
+    assert plugins.named("two") == [pruners["two"], selectors["two"]]
+    assert plugins.named("three") == [selectors["three"]]
+    assert refusal(lambda: plugins.named("cx_ears")).startswith("no pruner or token selector 'cx_ears'; ")
+    assert refusal(lambda: plugins.named("thre")) == (
+        "no pruner or token selector 'thre'; did you mean 'three'? valid: cx_pruners, one, three, two; compressx "
+        "plugins lists what is installed"
+    )
 
 
 def test_a_pruner_that_is_not_there_is_told_with_the_plugins_that_failed(site: Site) -> None:
@@ -412,7 +436,7 @@ def test_a_plugin_is_loaded_by_the_versions_that_it_is_for_and_by_others_never_i
          "2: load.entry_points is 'yes'; expected true or false: whether installed plugins are loaded"),
         ("[[plugin]]\nname='a'\nmodule='m'\n\n[[plugin]]\nname='b'\nmodul='m'\n",
          "7: unknown key 'modul' in plugin[1]; did you mean 'module'? "
-         "valid: module, name, path, pruners, requires-host, summary\n"
+         "valid: module, name, path, pruners, requires-host, summary, token_selectors\n"
          "plugins.toml:5: missing key 'module' in plugin[1]: MODULE or MODULE:OBJECT"),
         (listed("a", "m") + listed("a", "n"), "5: plugin 'a' is already listed at plugins.toml:2"),
         ("[load]\ndisabled=['a']\nrequired=['a']\n", "3: 'a' is both required and disabled; keep one"),
@@ -490,7 +514,7 @@ tables = st.fixed_dictionaries(
     optional={
         "module": st.sampled_from(["a", "a.b:c", "1", ""]),
         "path": st.sampled_from([".", "..", "lib", ""]) | names,
-        "pruners": lists, "summary": names, "sumary": names,
+        "pruners": lists, "token_selectors": lists, "summary": names, "sumary": names,
     },
 )  # fmt: skip
 
@@ -512,7 +536,7 @@ def test_arbitrary_tables_are_read_as_written_or_refused_with_a_line(
     if isinstance(outcome, PluginsFile):
         assert outcome.load.model_dump(exclude_unset=True) == load
         for record, table in zip(outcome.plugins, plugins, strict=True):
-            declared = {"pruners": tuple(table["pruners"])} if "pruners" in table else {}
+            declared = {key: tuple(table[key]) for key in ("pruners", "token_selectors") if key in table}
             assert (record.name, record.module, record.offers) == (table["name"], table["module"], declared)
             assert record.summary == table.get("summary", "")
             assert record.folder == ((tmp_path / table["path"]).resolve() if "path" in table else None)
