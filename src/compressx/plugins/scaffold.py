@@ -1,18 +1,23 @@
-"""Create a new plugin package: a working pruner, its tests, and its entry point."""
+"""Create a new plugin package: a working pruner or token selector, its tests, and its entry point."""
 
 from __future__ import annotations
 
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
+from compressx.plugins.kinds import PRUNER, TOKEN_SELECTOR, Kind
 from compressx.runtime.errors import ArtifactError, PluginError
 from compressx.runtime.files import atomic_write
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 _TEMPLATE = Path(__file__).with_name("template")
-"""The package's files; `@name@` and `@module@` are replaced, in paths too."""
+"""A package's files, `shared` and those of its kind; `@name@`, `@module@` and `@kind@` are replaced, in paths too."""
+
+_KINDS: dict[str, Kind[Any]] = {"pruner": PRUNER, "selector": TOKEN_SELECTOR}
+"""By the name of the folder."""
 
 
 def check_name(name: str) -> None:
@@ -28,12 +33,13 @@ def check_name(name: str) -> None:
         )
 
 
-def new_plugin(name: str, parent: Path) -> Path:
-    """Write a plugin package `compressx-NAME` with a working pruner called NAME.
+def new_plugin(name: str, parent: Path, kind: str = "pruner") -> Path:
+    """Write a plugin package `compressx-NAME` with a working pruner or token selector called NAME.
 
     Args:
-        name: of the pruner and the plugin.
+        name: of the plugin and of what it offers.
         parent: the folder to create the package in.
+        kind: `pruner` or `selector`.
 
     Returns:
         The package's folder.
@@ -48,12 +54,14 @@ def new_plugin(name: str, parent: Path) -> Path:
         raise ArtifactError(f"{folder} exists already; choose another name or --folder, or remove it")
 
     def filled(text: str) -> str:
-        return text.replace("@name@", name).replace("@module@", name.replace("-", "_"))
+        text = text.replace("@name@", name).replace("@kind@", _KINDS[kind].name)
+        return text.replace("@module@", name.replace("-", "_"))
 
     try:
-        for source in _TEMPLATE.rglob("*.template"):
-            place = folder / filled(str(source.relative_to(_TEMPLATE).with_suffix("")))
-            atomic_write(place, filled(source.read_text(encoding="utf-8")).encode())
+        for part in (_TEMPLATE / "shared", _TEMPLATE / kind):
+            for source in part.rglob("*.template"):
+                place = folder / filled(str(source.relative_to(part).with_suffix("")))
+                atomic_write(place, filled(source.read_text(encoding="utf-8")).encode())
     except ArtifactError:
         shutil.rmtree(folder, ignore_errors=True)  # an incomplete package would block the next try
         raise
