@@ -14,6 +14,7 @@ from compressx.models.access import InMemory
 from compressx.models.generate import check_room, greedy, readable
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.prompts.frame import frame, frame_of_chat, text_ids
+from compressx.prompts.scores import check_decoder, check_ids, evaluation_mode
 from compressx.prompts.select import Selection, prepare_selection
 from compressx.recipe.selecting import SelectTokens
 from compressx.recipe.validation import validated
@@ -29,6 +30,7 @@ class Answer:
         text: what it wrote.
         prompt_tokens: of the whole prompt.
         kept_tokens: of what it read.
+        new_tokens: of what it wrote, with the end token.
         kept_text: what it read, with ` ... ` where tokens are left out.
         seconds: of `select` (running the first blocks on the whole prompt), `prefill` (reading the kept tokens up to
             the first new one) and `generate` (the other new ones).
@@ -39,6 +41,7 @@ class Answer:
     text: str
     prompt_tokens: int
     kept_tokens: int
+    new_tokens: int
     kept_text: str
     seconds: Mapping[str, float]
     peak_memory_bytes: Mapping[str, int]
@@ -61,7 +64,7 @@ def generate(
     """Answer a long prompt, reading only its selected tokens; the likeliest token each time.
 
     Args:
-        model: a transformers causal language model with all weights in memory.
+        model: a transformers causal language model with all weights in memory; its training mode is restored.
         tokenizer: its tokenizer. With a chat template, a text is given as a user's message.
         prompt: a long text, or chat messages. In a chat, tokens are selected from the longest message; the template and
             all other messages are kept.
@@ -76,12 +79,16 @@ def generate(
     Raises:
         CompressxError: an error that the user can fix.
     """
+    if max_new_tokens < 1:
+        raise CalibrationError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
+    check_decoder(model)
+    ids, protected = framed(tokenizer, prompt, question)
     selection = None
     if selector is not None:
         given = {"selector": selector, "keep": keep, "options": dict(options or {}), "protect": dict(protect or {})}
         settings = validated(SelectTokens, given, lambda *loc: ".".join(["select_tokens", *map(str, loc)]))
         selection = prepare_selection(settings, InMemory(model), tokenizer, plugins or load_plugins())
-    return answer(model, tokenizer, *framed(tokenizer, prompt, question), max_new_tokens, selection)
+    return answer(model, tokenizer, ids, protected, max_new_tokens, selection)
 
 
 def framed(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], question: str = "") -> tuple[Tensor, Tensor]:
@@ -92,15 +99,10 @@ def framed(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], question: 
     """
     if isinstance(prompt, str):
         text, (before, after) = prompt, frame(tokenizer, question)
+    elif question:
+        raise CalibrationError("question goes with a text; in messages, ask it in the last one")
     else:
-        if question:
-            raise CalibrationError("question goes with a text; in messages, ask it in the last one")
-        if not prompt or not tokenizer.chat_template:
-            raise CalibrationError(
-                "expected at least one message" if not prompt else "the tokenizer has no chat template; give a text"
-            )
-        text = max((message["content"] for message in prompt), key=len)
-        before, after = frame_of_chat(tokenizer, prompt, text)
+        before, text, after = frame_of_chat(tokenizer, prompt)
     ids = text_ids(tokenizer, text)
     if not len(ids):
         raise CalibrationError("the prompt is empty; expected a text")
@@ -115,13 +117,19 @@ def answer(
     """Answer one prompt.
 
     Args:
-        model: in evaluation mode.
+        model: a transformers causal language model; its training mode is restored.
         tokenizer: the model's.
         ids: of the prompt, int64 [n].
         protected: which tokens to keep in any case, bool [n].
-        tokens: to write at most.
+        tokens: to write at most, 1 or more.
         selection: None reads the whole prompt.
+
+    Raises:
+        UnsupportedModelError: a model that cannot generate, or whose scores cannot be read.
+        CalibrationError: more tokens than the model has positions, or more protected than kept.
+        PluginError: an answer of the selector that breaks its contract.
     """
+    check_ids(model, ids)
     forget_peaks()
     started = time.perf_counter()
     places = torch.arange(len(ids)) if selection is None else selection.places(ids, protected)
@@ -136,12 +144,14 @@ def answer(
             first.append(time.perf_counter())
         return logits
 
-    written = greedy(model, tokenizer, kept[None], tokens, processors=[clock])[0]
+    with evaluation_mode(model):
+        written = greedy(model, tokenizer, kept[None], tokens, processors=[clock])[0]
     ended = time.perf_counter()
     return Answer(
         text=readable(tokenizer, written).strip(),
         prompt_tokens=len(ids),
         kept_tokens=len(kept),
+        new_tokens=len(written),
         kept_text=_kept_text(tokenizer, kept, places),
         seconds={"select": selected - started, "prefill": first[0] - selected, "generate": ended - first[0]},
         peak_memory_bytes={**memory, "generate": peak_memory_bytes()},

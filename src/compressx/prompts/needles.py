@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -14,9 +15,10 @@ from compressx.data.documents import texts
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
 from compressx.prompts.frame import frame, text_ids
-from compressx.prompts.scores import check_global, global_blocks, read_scores
+from compressx.prompts.scores import global_blocks, read_scores
 from compressx.recipe.sources import DatasetSource
 from compressx.runtime.errors import CalibrationError
+from compressx.runtime.quiet import quiet_libraries
 
 
 @dataclass(frozen=True)
@@ -110,20 +112,17 @@ def model_facts(access: Access, found: Architecture, tokenizer: Any | None, quer
     Args:
         access: the model.
         found: its blocks.
-        tokenizer: the model's; needed for needles. When absent, the one saved beside the model.
+        tokenizer: the model's, for needles.
         queries: last tokens that are queries in the needles' scores; 0 for no needles.
 
     Raises:
-        CalibrationError: no tokenizer.
+        CalibrationError: too few positions for a needle.
         UnsupportedModelError: a model whose scores cannot be read.
     """
     config, blocks = text_config(access.model), global_blocks(access.model)
-    facts = ModelFacts(len(found.blocks), config.num_attention_heads, blocks, config)
+    facts = ModelFacts(len(found.blocks), getattr(config, "num_attention_heads", None) or 0, blocks, config)
     if not queries:
         return facts
-    if not blocks:
-        check_global(access.model, found, [0])  # raises, with the reason
-    tokenizer = _beside(access.model) if tokenizer is None else tokenizer
     hay = text_ids(tokenizer, "\n\n".join(texts(DatasetSource(name="python-docs"), "calibration")))
     length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
     needles = []
@@ -136,17 +135,25 @@ def model_facts(access: Access, found: Architecture, tokenizer: Any | None, quer
     return replace(facts, needles=tuple(needles))
 
 
-def _beside(model: Any) -> Any:
-    """Return the tokenizer saved beside a model."""
+def choosing_ids(tokenizer: Any) -> list[list[int]]:
+    """Return the token ids of what is hidden and asked to choose blocks and heads; they tell tokenizers apart."""
+    pieces = [[*frame(tokenizer, fact.question), text_ids(tokenizer, f" {fact.sentence}")] for fact in CHOOSING]
+    return [torch.cat(piece).tolist() for piece in pieces]
+
+
+def tokenizer_beside(model: Any) -> Any:
+    """Return the tokenizer saved beside a model.
+
+    Raises:
+        CalibrationError: there is none, or it cannot be read.
+    """
     from transformers import AutoTokenizer
 
     place = str(getattr(model.config, "name_or_path", "") or "")
-    try:
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, ImportError), quiet_libraries():
         if place:
             return AutoTokenizer.from_pretrained(place)
-    except (OSError, ValueError):
-        pass
     raise CalibrationError(
-        "the selector chooses its block on synthetic prompts, which need the model's tokenizer, and there is none "
-        f"beside the model ({place or 'which is not from a folder'}); pass tokenizer=..., or set the option block"
+        "the selector chooses blocks or heads on synthetic prompts, which need the model's tokenizer, and there is "
+        f"none beside the model ({place or 'which is not from a folder'}); pass tokenizer=..."
     )

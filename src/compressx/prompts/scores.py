@@ -20,7 +20,7 @@ from compressx.api.selector import AttentionRows
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
 from compressx.models.blockwise import Run, advance, capture, each_block
-from compressx.runtime.errors import UnsupportedModelError
+from compressx.runtime.errors import CalibrationError, UnsupportedModelError
 
 _NAME = "compressx_scores"
 _queries: ContextVar[int] = ContextVar("queries")
@@ -36,7 +36,7 @@ def read_scores(access: Access, found: Architecture, ids: Tensor, wanted: Attent
     """Run a prompt through a model's first blocks, and return the scores of its last queries.
 
     Args:
-        access: a transformers causal language model in evaluation mode.
+        access: a transformers causal language model; its training mode is restored afterwards.
         found: its blocks.
         ids: int64 [n], without padding.
         wanted: which blocks, heads and queries. Blocks after the last are not called.
@@ -45,27 +45,44 @@ def read_scores(access: Access, found: Architecture, ids: Tensor, wanted: Attent
         float32 [blocks, heads, queries, n], see `TokenSelector.select`; [0, 0, queries, n] without blocks.
 
     Raises:
-        UnsupportedModelError: a block with a sliding window, or whose attention is not transformers' interface.
+        UnsupportedModelError: a block with a sliding window, or whose attention is not transformers' interface; scores
+            that are NaN, or of more tokens than the prompt has.
         ArtifactError: weights that cannot be read.
     """
     if not wanted.blocks:
         return torch.empty(0, 0, wanted.queries, len(ids), device=access.device)
     check_global(access.model, found, wanted.blocks)
     read: list[Tensor] = []
-    with torch.no_grad():
-        states, calls = capture(access, found, [ids[None]])
+    with torch.no_grad(), evaluation_mode(access.model):
+        with torch.compiler.set_stance("force_eager"):  # a compiled model would be compiled again for every prompt
+            states, calls = capture(access, found, [ids[None]])
         for block, (run,) in each_block(access, found, calls, [*found.blocks][: wanted.blocks[-1] + 1]):
             if block.index in wanted.blocks:
                 scores = _scores(block.fqn, block.module, run, states[0], wanted.queries)
+                _check_scores(scores, block.fqn, len(ids))
                 read.append(scores if wanted.heads is None else scores[list(wanted.heads)])
             if block.index < wanted.blocks[-1]:
                 advance(block.fqn, [run], states)
     return torch.stack(read)
 
 
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode, and restore the mode of every module afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def global_blocks(model: Any) -> tuple[int, ...]:
     """Return the indices of the blocks whose queries see every key before them, by the model's config."""
     config = text_config(model)
+    if not getattr(config, "num_attention_heads", None):
+        return ()
     kinds: Sequence[str] | None = getattr(config, "layer_types", None)
     if kinds is None:
         return () if getattr(config, "sliding_window", None) else tuple(range(config.num_hidden_layers))
@@ -91,9 +108,58 @@ def check_global(model: Any, found: Architecture, blocks: Sequence[int]) -> None
             )
 
 
+def check_decoder(model: Any) -> None:
+    """Check that a model is a decoder that writes text, and no encoder, whose tokens see those that follow.
+
+    Raises:
+        UnsupportedModelError: it is not.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if config is None or not hasattr(model, "can_generate"):
+        raise UnsupportedModelError(f"expected a transformers causal language model, got {name}")
+    decodes = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
+    if config.is_encoder_decoder:
+        reason = "is an encoder-decoder"
+    elif config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes:
+        reason = "is an encoder, which sees the tokens that follow"
+    elif not model.can_generate():
+        reason = "cannot generate text"
+    else:
+        return
+    raise UnsupportedModelError(
+        f"{name} {reason}; prompts are shortened for decoder-only language models, such as Llama, Gemma or GPT-2"
+    )
+
+
+def check_ids(model: Any, ids: Tensor) -> None:
+    """Check that a model knows the token ids of a prompt [n].
+
+    Raises:
+        CalibrationError: it does not.
+    """
+    known = model.get_input_embeddings().weight.shape[0]
+    if bad := [token for token in (int(ids.min()), int(ids.max())) if not 0 <= token < known]:
+        raise CalibrationError(
+            f"the prompt has the token id {bad[0]}, and {type(model).__name__} knows 0 to {known - 1}; use the model's "
+            "own tokenizer"
+        )
+
+
+def _check_scores(scores: Tensor, fqn: str, n: int) -> None:
+    if scores.shape[-1] != n:
+        raise UnsupportedModelError(
+            f"{fqn}: its attention has {scores.shape[-1]} keys for a prompt of {n} tokens, so they are not the "
+            "prompt's tokens alone; take virtual tokens (prompt or prefix tuning) off the model"
+        )
+    if bool(scores.isnan().any()):
+        raise UnsupportedModelError(f"{fqn}: its attention scores are NaN; check the model's weights and dtype")
+
+
 def _scores(fqn: str, module: nn.Module, run: Run, state: Tensor, queries: int) -> Tensor:
     """Return a block's scores [heads, queries, n]."""
-    with _reading(module, queries):
+    with _reading(module, queries), torch.compiler.set_stance("force_eager"):
         try:
             run(state)
         except _Read as found:
@@ -124,7 +190,7 @@ def _reading(module: nn.Module, queries: int) -> Iterator[None]:
 
 
 def _read(
-    _module: nn.Module, query: Tensor, key: Tensor, _value: Tensor, attention_mask: Tensor | None = None, *,
+    _module: nn.Module, query: Tensor, key: Tensor, _value: Tensor, attention_mask: object = None, *,
     scaling: float | None = None, softcap: float | None = None, **_: Any,
 ) -> None:  # fmt: skip
     """Stand in for an attention function: compute the scores of the last queries, and stop.
@@ -132,7 +198,8 @@ def _read(
     Args:
         query: [1, heads, n, head_dim].
         key: [1, key heads, n, head_dim].
-        attention_mask: [1, 1 or heads, n, n], bool or added to the scores; None for causal attention.
+        attention_mask: [1, 1 or heads, n, n], bool or added to the scores. Otherwise attention is causal: without a
+            mask, and where flash or flex attention have one of their own, since nothing is padded.
         scaling: of the products; head_dim^-0.5 if None.
         softcap: scores are `softcap * tanh(score / softcap)`.
     """
@@ -143,7 +210,7 @@ def _read(
     scores = (grouped @ key[0].float().mT).view(query.shape[1], count, n)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if attention_mask is None:
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
         seen = torch.arange(n, device=scores.device) <= torch.arange(n - count, n, device=scores.device)[:, None]
         scores = scores.masked_fill(~seen, -torch.inf)
     elif attention_mask.dtype == torch.bool:

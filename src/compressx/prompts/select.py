@@ -16,13 +16,14 @@ from compressx.models.access import Access, InMemory, config_fingerprint, weight
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.plugins.kinds import TOKEN_SELECTOR
 from compressx.plugins.manager import Plugins, load_plugins
-from compressx.prompts.needles import model_facts
-from compressx.prompts.scores import check_global, read_scores
+from compressx.prompts.contract import checked_places, checked_rows
+from compressx.prompts.needles import choosing_ids, model_facts, tokenizer_beside
+from compressx.prompts.scores import check_decoder, check_global, check_ids, global_blocks, read_scores
 from compressx.recipe.selecting import SelectTokens
 from compressx.recipe.validation import validate_options, validated
 from compressx.runtime.cache import cache_folder, cached
 from compressx.runtime.code import code_versions
-from compressx.runtime.errors import CalibrationError, PluginError, blamed_on
+from compressx.runtime.errors import CalibrationError, blamed_on
 
 _log = logging.getLogger(__name__)
 
@@ -60,10 +61,10 @@ def select_tokens(
 
     Args:
         model: a transformers causal language model with all weights in memory.
-        input_ids: int64 [batch, tokens] or [tokens].
+        input_ids: int64 [batch, tokens] or [tokens], on any device.
         selector: name of a token selector.
         keep: tokens to keep of each prompt: a number, or a fraction of the prompt.
-        attention_mask: [batch, tokens], 0 at padding, which may be on either side; no padding when absent.
+        attention_mask: of the same shape, 0 at padding, which may be on either side; no padding when absent.
         options: the selector's own.
         protect: `first` and `last`, tokens that are always kept, as in a recipe.
         tokenizer: the model's, for selectors that choose blocks or heads on synthetic prompts; when absent, the one
@@ -75,9 +76,14 @@ def select_tokens(
     """
     given = {"selector": selector, "keep": keep, "options": dict(options or {}), "protect": dict(protect or {})}
     settings = validated(SelectTokens, given, lambda *loc: f"select_tokens{''.join(f'[{x!r}]' for x in loc)}")
+    ids: object = input_ids
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.dim() not in (1, 2):
+        kind = f"{ids.dtype} {[*ids.shape]}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise CalibrationError(f"input_ids are {kind}; expected token ids, int64 [batch, tokens] or [tokens]")
     prepared = prepare_selection(settings, InMemory(model), tokenizer, plugins or load_plugins())
-    rows = input_ids[None] if input_ids.dim() == 1 else input_ids
-    return prepared.select(rows, attention_mask)
+    if attention_mask is not None and attention_mask.dim() == input_ids.dim() == 1:
+        attention_mask = attention_mask[None]
+    return prepared.select(input_ids[None] if input_ids.dim() == 1 else input_ids, attention_mask)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,25 +112,36 @@ class Selection:
             attention_mask: [batch, tokens], 0 at padding; None for none.
 
         Raises:
-            CalibrationError: a mask with holes, more tokens than the model has positions, or more protected than kept.
+            CalibrationError: an empty prompt, a mask with holes, more tokens than the model has positions, or more
+                protected than kept.
             PluginError: an answer of the selector that breaks its contract.
         """
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device) != 0
         if mask.shape != input_ids.shape:
             raise CalibrationError(f"attention_mask is {[*mask.shape]}, expected {[*input_ids.shape]} as input_ids")
-        places = []
+        if not len(input_ids):
+            raise CalibrationError("input_ids has no prompt; expected one or more")
+        places, lengths = [], []
         for number, row in enumerate(mask):
             there = row.nonzero()[:, 0]
-            if not len(there) or int(there[-1] - there[0]) + 1 != len(there):
+            if not len(there):
+                raise CalibrationError(f"prompt {number} has no token; expected one or more")
+            if int(there[-1] - there[0]) + 1 != len(there):
                 raise CalibrationError(
                     f"attention_mask of prompt {number}: expected ones without a gap, with zeros only before or after"
                 )
             kept = self.places(input_ids[number, there])
             places.append(there[kept.to(there.device)])
-        if all(len(kept) == int(row.sum()) for kept, row in zip(places, mask, strict=True)):
-            _log.warning("select_tokens.keep is %s: no prompt is longer, so nothing is left out", self.settings.keep)
+            lengths.append(len(there))
+        if lengths == [*map(len, places)]:
+            _log.warning(
+                "select_tokens leaves nothing out of prompts of up to %d tokens: keep is %s, and protected are the "
+                "first %d and the last %d",
+                max(lengths), self.settings.keep, self.settings.protect.first, self.settings.protect.last,
+            )  # fmt: skip
         longest = max(map(len, places))
-        ids, ones = input_ids.new_zeros(len(places), longest), mask.new_zeros(len(places), longest)
+        ids = input_ids.new_zeros(len(places), longest)
+        ones = torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
         for number, kept in enumerate(places):
             ids[number, longest - len(kept) :] = input_ids[number, kept]
             ones[number, longest - len(kept) :] = 1
@@ -150,8 +167,7 @@ class Selection:
         scores = self._read(ids)
         with blamed_on(f"select of token selector {self.settings.selector!r} failed on a prompt of {n} tokens"):
             answer = self.selector.select(scores[..., free.to(scores.device)], wanted)
-        chosen = _checked(answer, len(free), wanted, self.settings.selector).cpu()
-        fixed[free[chosen]] = True
+        fixed[free[checked_places(answer, len(free), wanted, self.settings.selector)]] = True
         return fixed.nonzero()[:, 0]
 
     def _number(self, n: int, protected: int) -> int:
@@ -161,12 +177,13 @@ class Selection:
             return max(round(keep * n), protected, 1)
         if keep < min(protected, n):
             raise CalibrationError(
-                f"select_tokens.keep is {keep}, but {protected} tokens of the prompt are protected; raise keep, or "
-                "lower select_tokens.protect"
+                f"keep is {keep}, but {protected} tokens of the prompt are protected: what stands around a long text, "
+                "such as the question, and the first and last tokens; raise keep, or lower protect"
             )
         return keep
 
     def _read(self, ids: Tensor) -> Tensor:
+        check_ids(self.access.model, ids)
         positions = getattr(text_config(self.access.model), "max_position_embeddings", None)
         if self.wanted.blocks and positions is not None and len(ids) > positions:
             raise CalibrationError(
@@ -184,16 +201,21 @@ def prepare_selection(settings: SelectTokens, access: Access, tokenizer: Any | N
         CompressxError: an unknown selector or option, a model whose attention cannot be read, or an invalid answer.
     """
     spec, options = checked_selector(settings, plugins)
+    check_decoder(access.model)
     found, name = survey(access.model), settings.selector
-    queries = 0 if spec.needles is None else spec.needles(options)
     with blamed_on(f"build of token selector {name!r} failed"):
+        queries = 0 if spec.needles is None else spec.needles(options)
         selector = spec.build(options)
+    if queries:
+        check_global(access.model, found, global_blocks(access.model)[:1] or (0,))
+        tokenizer = tokenizer_beside(access.model) if tokenizer is None else tokenizer
     rows = partial(_observed, settings, selector, access, found, tokenizer, queries)
     if queries:  # the needles take a run of the whole model
         key = {
             "selector": name,
             "options": options.model_dump(mode="json"),
             "code": _code(plugins, name),
+            "prompts": choosing_ids(tokenizer),
             "model": weights_fingerprint(access),
             "config": config_fingerprint(access.model),
             "versions": code_versions(),
@@ -215,16 +237,8 @@ def _observed(
     name = settings.selector
     facts = model_facts(access, found, tokenizer, queries)
     with blamed_on(f"observe of token selector {name!r} failed on {type(access.model).__name__}"):
-        wanted = selector.observe(facts)
-    whole: object = wanted
-    if not isinstance(whole, AttentionRows) or [*whole.blocks] != sorted({*whole.blocks}) or whole.queries < 1:
-        raise PluginError(
-            f"observe of token selector {name!r} must return AttentionRows with ascending blocks and at least one "
-            f"query, got {wanted!r:.200}"
-        )
-    if bad := [head for head in wanted.heads or () if not 0 <= head < facts.heads]:
-        raise PluginError(f"observe of token selector {name!r} asks for head {bad[0]}; expected 0 to {facts.heads - 1}")
-    return wanted
+        asked = selector.observe(facts)
+    return checked_rows(asked, facts, name)
 
 
 @dataclass(frozen=True)
@@ -268,17 +282,3 @@ def checked_selector(
     """
     spec = plugins.find(TOKEN_SELECTOR, settings.selector)
     return spec, validate_options(spec.options, settings.options, where)
-
-
-def _checked(answer: object, n: int, keep: int, name: str) -> Tensor:
-    """Check the places that a selector returned."""
-    said = f"token selector {name!r}: expected {keep} different places from 0 to {n - 1} in ascending order"
-    if not isinstance(answer, Tensor) or answer.dtype != torch.int64 or answer.shape != (keep,):
-        kind = f"{answer.dtype} {[*answer.shape]}" if isinstance(answer, Tensor) else f"{answer!r:.80}"
-        raise PluginError(f"{said}, int64 [{keep}]; got {kind}")
-    if bool((answer[1:] <= answer[:-1]).any()):
-        at = int((answer[1:] <= answer[:-1]).nonzero()[0])
-        raise PluginError(f"{said}; got {int(answer[at])} followed by {int(answer[at + 1])}")
-    if int(answer[0]) < 0 or int(answer[-1]) >= n:
-        raise PluginError(f"{said}; got {int(answer[0])} to {int(answer[-1])}")
-    return answer
