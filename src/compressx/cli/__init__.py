@@ -1,4 +1,4 @@
-"""The command line: `compressx init | run | plan | schema | sweep | compare | eval | apply | inspect | plugins`.
+"""The command line: `compressx COMMAND`.
 
 Exit status: 0 success; 1 a bug (with its traceback) or a failed check; 2 an error that the user can fix (one message,
 no traceback); 130 interrupted; 143 terminated. Output is plain if standard output is not a terminal.
@@ -14,6 +14,7 @@ from compressx._version import __version__
 from compressx.cli.common import Host
 from compressx.cli.models import apply, evaluate, init, inspect
 from compressx.cli.plugins import plugins
+from compressx.cli.prompts import generate
 from compressx.cli.runs import compare, plan, run, schema, sweep
 
 
@@ -36,7 +37,7 @@ def cli(context: click.Context, modules: tuple[str, ...], blocked: tuple[str, ..
     context.obj = Host(modules, tuple(b.removeprefix("no:") for b in blocked))
 
 
-for _command in (init, run, plan, schema, sweep, compare, evaluate, apply, inspect, plugins):
+for _command in (init, run, plan, schema, sweep, compare, evaluate, generate, apply, inspect, plugins):
     cli.add_command(_command)
 
 

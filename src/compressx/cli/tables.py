@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from compressx.masks.inspect import Inspected, Inspection
     from compressx.planning.plan import Plan
     from compressx.plugins.record import PluginRecord
+    from compressx.prompts.answer import Answer
     from compressx.testing.conformance import Outcome
 
+_COSTS = (Column("tokens", "d"), Column("seconds", ".2f"), Column("peak GiB", ".2f"))
 _SPARSITY = Column("sparsity", ".2%")
 
 
@@ -71,6 +73,28 @@ def of_figures(figures: Figures) -> Iterator[Section]:
     yield Section(table=table(["measure", Column("value", ".6g")], estimates(measured).items()))
     if isinstance(sample := figures.get("sample"), Mapping):
         yield Section("Sample", text=f"{sample['prompt']}{sample['text']}")
+
+
+def of_answer(answer: Answer, selector: str | None) -> Iterator[Section]:
+    """Yield what answering a prompt took, stage by stage, and which tokens of it were read.
+
+    Args:
+        answer: the answer.
+        selector: name of the token selector; None if the whole prompt was read.
+    """
+    memory = {name: used / 2**30 for name, used in answer.peak_memory_bytes.items()}
+    rows: list[Sequence[Value]] = [
+        ("prefill", answer.kept_tokens, answer.seconds["prefill"], None),
+        ("generate", answer.new_tokens, answer.seconds["generate"], memory["generate"]),
+    ]
+    if selector is not None:
+        rows = [("select", answer.prompt_tokens, answer.seconds["select"], memory["select"]), *rows]
+    yield Section(table=table(["stage", *_COSTS], rows))
+    if answer.kept_tokens == answer.prompt_tokens:
+        yield Section(note=f"read all of the prompt's {answer.prompt_tokens} tokens")
+        return
+    how = f"{selector} ({answer.reason})" if answer.reason else selector
+    yield Section(note=f"read {answer.kept_tokens} of the prompt's {answer.prompt_tokens} tokens, chosen by {how}")
 
 
 def of_applied(applied: Applied, output: Path) -> Iterator[Section]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from compressx.testing.conformance import Outcome
 
 
-def _console() -> Console:
-    console = Console(highlight=False)
+def _console(*, stderr: bool = False) -> Console:
+    console = Console(highlight=False, stderr=stderr)
     if not console.is_terminal:
         console.width = 200  # a pipe has no width; do not wrap what a program may read
     return console
@@ -57,6 +57,13 @@ def progress(*, quiet: bool = False, verbose: bool = False) -> Iterator[Tell]:
 
 
 @contextmanager
+def under_way() -> Iterator[Callable[[str], None]]:
+    """Show on standard error, if it is a terminal, what is under way, as the function that is yielded is told."""
+    with Console(stderr=True).status("") as status, _lines(logging.WARNING):
+        yield status.update
+
+
+@contextmanager
 def _lines(level: int) -> Iterator[None]:
     """Show the lines of runs from a level on, on standard error."""
     handler = logging.StreamHandler(sys.stderr)  # above the bars, if there are any: they have replaced `sys.stderr`
@@ -71,9 +78,9 @@ def _lines(level: int) -> Iterator[None]:
         LOG.setLevel(before)
 
 
-def show(*sections: Section, console: Console | None = None) -> None:
-    """Print sections, on standard output if no console is given; those for reference are only named, in one line."""
-    console = console or _console()
+def show(*sections: Section, console: Console | None = None, stderr: bool = False) -> None:
+    """Print sections, on standard output if nothing else is given; those for reference are only named, in one line."""
+    console = console or _console(stderr=stderr)
     for section in sections:
         if not section.brief:
             _print(console, section)
