@@ -1,4 +1,4 @@
-"""The wheel and two plugins, in fresh virtual environments whose only other packages are our dependencies."""
+"""The wheel and three plugins, in fresh virtual environments whose only other packages are our dependencies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tests.compressx.built_in import BUILT_IN
+from tests.compressx.built_in import PLUGINS
 from tests.compressx.cli.commands import invoke
 from tests.compressx.saved import save_tiny
 
@@ -36,24 +36,25 @@ def environment(folder: Path, *wheels: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new plugin as the command line writes it."""
+def generated(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A new plugin of each kind as the command line writes it."""
     folder = tmp_path_factory.mktemp("new")
-    assert invoke("plugins", "new", "my-scores", "--folder", str(folder)).exit_code == 0
-    return folder / "compressx-my-scores"
+    for name, kind in (("my-scores", "pruner"), ("my-tokens", "selector")):
+        assert invoke("plugins", "new", name, "--kind", kind, "--folder", str(folder)).exit_code == 0
+    return sorted(folder.iterdir())
 
 
 @pytest.fixture(scope="module")
-def wheels(generated: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The wheels of compressx, of the example and of a new plugin, by their distribution."""
+def wheels(generated: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheels of compressx, of the example and of the new plugins, by their distribution."""
     folder = tmp_path_factory.mktemp("wheels")
-    pip("wheel", "--no-deps", "--wheel-dir", folder, ROOT, EXAMPLE, generated)
+    pip("wheel", "--no-deps", "--wheel-dir", folder, ROOT, EXAMPLE, *generated)
     return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
 
 
 @pytest.fixture(scope="module")
 def fresh(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of a virtual environment with the three and nothing else of ours."""
+    """The programs of a virtual environment with these and nothing else of ours."""
     return environment(tmp_path_factory.mktemp("venv"), *wheels.values())
 
 
@@ -72,11 +73,13 @@ def test_the_wheel_ships_both_packages_their_types_and_the_licence(wheels):
 
 def test_every_plugin_arrives_through_its_entry_point(fresh, tmp_path):
     records = {r["name"]: r for r in json.loads(compressx(fresh, tmp_path, "plugins", "--json").stdout)}
-    ours = dict.fromkeys(BUILT_IN, "compressx")
-    expected = {**ours, "random": "compressx-plugin-random", "my-scores": "compressx-my-scores"}
+    new = {name: f"compressx-{name}" for name in ("my-scores", "my-tokens")}
+    expected = {**dict.fromkeys(PLUGINS, "compressx"), "random": "compressx-plugin-random", **new}
     assert {name: record["distribution"] for name, record in records.items()} == expected
-    for name, record in records.items():
-        assert (record["status"], record["source"], record["pruners"]) == ("loaded", "entry point", [name])
+    offered = {name: [*record["pruners"], *record["token_selectors"]] for name, record in records.items()}
+    assert offered == {name: [name] for name in expected} | {"random-tokens": ["random"]}
+    for record in records.values():
+        assert (record["status"], record["source"]) == ("loaded", "entry point")
     assert records["random"]["version"] == "0.1.0"
 
 
@@ -116,9 +119,31 @@ output: out
     assert "valid: alps, attnprune, magnitude" in gone.stderr
 
 
-def test_the_example_is_short_and_its_own_tests_pass_as_do_those_of_a_new_plugin(fresh, generated, tmp_path):
+def test_a_token_selector_by_pip_shortens_prompts_and_blocked_it_is_named(fresh, tmp_path):
+    checked = compressx(fresh, tmp_path, "plugins", "check", "my-tokens", "--architecture", "llama")
+    assert "13 checks passed, 0 failed" in checked.stdout, checked.stderr
+    program = """
+import sys, compressx
+from compressx.testing import tiny_model, tiny_tokens
+few = {"selector": "my-tokens", "keep": 10, "protect": {"last": 4}}
+plugins = compressx.load_plugins(blocked=sys.argv[1:])
+print([*compressx.select_tokens(tiny_model("llama"), tiny_tokens(), **few, plugins=plugins).input_ids.shape])
+"""
+    for blocked, told in (
+        ([], "[8, 10]\n"),
+        (["my-tokens"], "'my-tokens' (entry point) is blocked; drop -p no:my-tok"),
+    ):
+        command = [fresh / "python", "-c", program, *blocked]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+        assert told in (done.stderr if blocked else done.stdout), done.stderr
+    refused = compressx(fresh, tmp_path, "-p", "no:my-tokens", "plugins", "check", "my-tokens")
+    assert refused.returncode == 2
+    assert "plugin 'my-tokens' (entry point) is blocked; drop -p no:my-tokens" in refused.stderr
+
+
+def test_the_example_is_short_and_its_own_tests_pass_as_do_those_of_new_plugins(fresh, generated, tmp_path):
     assert sum(len(p.read_text().splitlines()) for p in EXAMPLE.rglob("*.py")) < 100
     command = [fresh / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path]
-    command += [EXAMPLE / "tests", generated / "tests"]
+    command += [EXAMPLE / "tests", *(folder / "tests" for folder in generated)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -31,19 +31,21 @@ def plugins(context: click.Context, as_json: bool) -> None:
 
 @plugins.command("new", epilog="Example: compressx plugins new my-pruner --folder work")
 @click.argument("name")
+@click.option("--kind", type=click.Choice(["pruner", "selector"]), default="pruner", show_default=True,
+              help="What it offers: a pruner or a token selector.")  # fmt: skip
 @click.option("--folder", type=PATH, default=Path(), help="Folder to create it in; by default the current one.")
 @click.pass_obj
 @errors_for_users
-def plugins_new(host: Host, name: str, folder: Path) -> None:
-    """Write a plugin package compressx-NAME with a working pruner called NAME, and its tests."""
+def plugins_new(host: Host, name: str, kind: str, folder: Path) -> None:
+    """Write a plugin package compressx-NAME with a working pruner, or token selector, called NAME, and its tests."""
     from compressx.plugins.scaffold import check_name, new_plugin
     from compressx.runtime.errors import PluginError
 
     check_name(name)
     loaded = host.plugins()
-    if name in loaded.offers["pruners"] or any(name == r.name for r in loaded.records):
-        raise PluginError(f"a plugin or pruner {name!r} exists already; choose another name")
-    written = new_plugin(name, folder)
+    if any(name in offered for offered in loaded.offers.values()) or any(name == r.name for r in loaded.records):
+        raise PluginError(f"a plugin, pruner or token selector {name!r} exists already; choose another name")
+    written = new_plugin(name, folder, kind)
     where = written if written.is_absolute() else f"./{written.as_posix()}"  # pip takes a bare name for a PyPI project
     click.echo(f"wrote {written}; next:\n  pip install -e {shlex.quote(str(where))}\n  compressx plugins check {name}")
 
@@ -51,7 +53,7 @@ def plugins_new(host: Host, name: str, folder: Path) -> None:
 @plugins.command("check", epilog="Example: compressx plugins check wanda --architecture llama")
 @click.argument("name", shell_complete=plugin_names)
 @click.option(
-    "--set", "options", multiple=True, metavar="OPTION=VALUE", help="An option of the pruner; may be repeated."
+    "--set", "options", multiple=True, metavar="OPTION=VALUE", help="An option of what is checked; may be repeated."
 )
 @click.option(
     "--architecture", "architectures", multiple=True, help="Check only on this architecture; may be repeated."
@@ -59,19 +61,19 @@ def plugins_new(host: Host, name: str, folder: Path) -> None:
 @click.pass_obj
 @errors_for_users
 def plugins_check(host: Host, name: str, options: tuple[str, ...], architectures: tuple[str, ...]) -> None:
-    """Run the conformance checks on the pruner NAME, or on every pruner of the plugin NAME; exit with 1 on failure."""
+    """Run the conformance checks on all that the plugin NAME offers, or on the pruner or token selector NAME.
+
+    Exits with 1 on failure.
+    """
     from compressx.cli import tables, terminal
-    from compressx.plugins.kinds import PRUNER
     from compressx.recipe.validation import validate_options
     from compressx.recipe.yamlfile import assignments
     from compressx.testing.conformance import conformance, known_architectures
 
-    loaded = host.plugins()
-    offered = next((r.offers["pruners"] for r in loaded.records if r.name == name and r.status == "loaded"), ())
+    specs = host.plugins().named(name)
     chosen = known_architectures(architectures)
     given = assignments(options)
     failed = False
-    specs = [loaded.find(PRUNER, pruner) for pruner in offered or (name,)]
     for spec in specs:
         validate_options(spec.options, given, lambda *loc: f"--set {'.'.join(map(str, loc))}")
     for spec in specs:

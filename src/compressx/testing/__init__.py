@@ -1,10 +1,10 @@
-"""For authors of pruners: tiny random models of every architecture, and checks of what a pruner promises.
+"""For authors of plugins: tiny random models of every architecture, and checks of what a plugin promises.
 
-`check_pruner(spec)` is one test for the whole contract; `pytest_plugins = ["compressx.testing.fixtures"]` in a conftest
-gives models and tokens as fixtures.
+`check_pruner(spec)` and `check_selector(spec)` are one test each for the whole contract;
+`pytest_plugins = ["compressx.testing.fixtures"]` in a conftest gives models and tokens as fixtures.
 """
 
-from compressx.testing.conformance import ConformanceError, Outcome, check_pruner, conformance
+from compressx.testing.conformance import ConformanceError, Outcome, check_pruner, check_selector, conformance
 from compressx.testing.models import TINY_CONFIGS, save_tiny_model, tiny_model, tiny_text, tiny_tokens
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "ConformanceError",
     "Outcome",
     "check_pruner",
+    "check_selector",
     "conformance",
     "save_tiny_model",
     "tiny_model",

@@ -1,4 +1,4 @@
-"""Pytest fixtures for authors of pruners; in a conftest: `pytest_plugins = ["compressx.testing.fixtures"]`."""
+"""Pytest fixtures for authors of plugins; in a conftest: `pytest_plugins = ["compressx.testing.fixtures"]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models of every supported architecture, in memory and in a folder, for tests of pruners.
+"""Tiny random models of every supported architecture, in memory and in a folder, for tests of plugins.
 
 The models have the structure of the real ones (grouped queries, biases, query/key norms, rotary embeddings of every
 kind, sliding windows, logit soft-capping, fused projections, experts, tied heads) at a size that runs in milliseconds.

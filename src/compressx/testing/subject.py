@@ -26,7 +26,7 @@ from compressx.testing.models import tiny_model, tiny_tokens
 
 
 class RefusedError(Exception):
-    """The pruner refuses the architecture, as it may."""
+    """The plugin refuses the architecture, as it may."""
 
 
 class NoSuchPromiseError(Exception):

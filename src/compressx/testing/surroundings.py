@@ -1,4 +1,4 @@
-"""What a pruner shares with all other code of its process: settings of torch, random states, standard output."""
+"""What a plugin shares with all other code of its process: settings of torch, random states, standard output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 _SEED = 40_961
-"""One that no pruner is likely to seed with itself."""
+"""One that no plugin is likely to seed with itself."""
 
 
 class _Shared(NamedTuple):
@@ -44,6 +44,7 @@ _SHARED = (
     _Shared("torch's number of threads", torch.get_num_threads, torch.set_num_threads, _SETTING),
     _Shared("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype, _SETTING),
     _Shared("torch's default device", torch.get_default_device, torch.set_default_device, _SETTING),
+    _Shared("torch's recording of gradients", torch.is_grad_enabled, torch.set_grad_enabled, _SETTING),
     _Shared(
         "torch's use of deterministic algorithms", torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms, _SETTING,
@@ -87,8 +88,8 @@ def kept() -> Iterator[Callable[[], list[str]]]:
         ]
         if text := printed.getvalue():
             found.append(
-                f"it printed {text[:40]!r} to standard output, where results of commands go; return figures in "
-                "PruneResult.info, or use `logging`"
+                f"it printed {text[:40]!r} to standard output, where results of commands go; use `logging`, or "
+                "PruneResult.info for a pruner's figures"
             )
         return found
 
@@ -102,7 +103,7 @@ def kept() -> Iterator[Callable[[], list[str]]]:
 
 
 def reseed() -> None:
-    """Seed the random states, so that a pruner that seeds them changes them; use in `kept`."""
+    """Seed the random states, so that a plugin that seeds them changes them; use in `kept`."""
     torch.manual_seed(_SEED)
     random.seed(_SEED)
     np.random.seed(_SEED)

@@ -30,6 +30,50 @@ def test_check_prints_a_row_for_each_check_and_a_column_for_each_architecture():
     assert "0 failed" in done
 
 
+def test_check_goes_through_what_a_token_selector_promises_and_says_what_it_is_refused():
+    done = printed("plugins", "check", "snapkv", "--architecture", "llama", "--architecture", "mistral")
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in done.splitlines()]
+    rows = {row[0]: row[1:] for row in cells if row}
+    assert rows["asks for scores that are there"] == ["ok", "refused"]
+    assert rows["equal scores"] == ["ok", "refused"]
+    assert "refused: asks for scores that are there (mistral): model.layers.0: its attention does not see" in done
+    assert "0 failed, 1 architectures refused" in done
+
+
+def test_check_of_a_plugin_checks_what_it_offers_of_every_kind():
+    Path("both.py").write_text(
+        """
+from pydantic import BaseModel
+from compressx import AttentionRows, PrunerSpec, TokenSelectorSpec, hookimpl
+
+class Options(BaseModel):
+    pass
+
+class Selector:
+    def observe(self, facts):
+        return AttentionRows()
+    def select(self, scores, keep):
+        return [*range(keep)]
+
+class Pruner:
+    def observe(self, block, name):
+        return "nothing"
+
+@hookimpl
+def compressx_pruners():
+    return [PrunerSpec("cuts", "a test", Options, lambda options: Pruner())]
+
+@hookimpl
+def compressx_token_selectors():
+    return [TokenSelectorSpec("skips", "a test", Options, lambda options: Selector())]
+"""
+    )
+    done = invoke("--plugin", "both", "plugins", "check", "both", "--architecture", "llama")
+    assert done.exit_code == 1
+    assert "FAILED: plans without weights (llama): " in done.stdout
+    assert "FAILED: equal scores (llama): token selector 'skips': expected 1 different places" in done.stdout
+
+
 @pytest.mark.slow
 def test_check_of_a_plugin_checks_all_of_its_pruners_with_the_options_given():
     Path("mine.py").write_text(
@@ -85,7 +129,11 @@ def test_a_mistake_is_named():
         (["check", "attnprune", "--set", "modus=joint"], "--set modus: unknown option 'modus'; did you mean 'mode'?"),
         (["check", "attnprune", "--set", "mode"], "expected KEY"),
         (["new", "Not A Name"], "invalid plugin name 'Not A Name'"),
-        (["new", "wanda"], "a plugin or pruner 'wanda' exists already"),
+        (["check", "snapvk"], "no pruner or token selector 'snapvk'; did you mean 'snapkv'?"),
+        (["check", "snapkv", "--set", "blok=1"], "--set blok: unknown option 'blok'; did you mean 'block'?"),
+        (["new", "wanda"], "a plugin, pruner or token selector 'wanda' exists already"),
+        (["new", "random"], "a plugin, pruner or token selector 'random' exists already"),
+        (["new", "mine", "--kind", "selektor"], "'selektor' is not one of 'pruner', 'selector'"),
     ):
         assert complaint in refused("plugins", *arguments)
         assert list(Path().iterdir()) == []
@@ -121,8 +169,9 @@ def test_the_help_of_every_command_ends_with_an_example_that_parses(names, comma
     assert len(ran) == 1
 
 
-def test_new_writes_a_package_once():
-    done = printed("plugins", "new", "my-own", "--folder", "below")
+@pytest.mark.parametrize("kind", [[], ["--kind", "selector"]])
+def test_new_writes_a_package_once(kind):
+    done = printed("plugins", "new", "my-own", "--folder", "below", *kind)
     assert "pip install -e ./below/compressx-my-own" in done
     assert {str(p.relative_to("below")) for p in Path("below").rglob("*") if p.is_file()} == {
         "compressx-my-own/pyproject.toml",

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel, field_validator
+from tests.compressx.built_in import SELECTORS
+
+from compressx import AttentionRows, TokenSelectorSpec, UnsupportedModelError
+from compressx.numerics.tokens import attention_mass, highest, pooled
+from compressx.testing import ConformanceError, check_selector, conformance
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_every_selector_that_is_shipped_keeps_its_promises(name: str) -> None:
+    check_selector(SELECTORS[name])
+
+
+def test_so_do_several_heads_with_more_queries_than_a_prompt_has_tokens() -> None:
+    check_selector(SELECTORS["retrieval-heads"], options={"heads": 3, "queries": 100}, architectures=["llama"])
+
+
+class Options(BaseModel):
+    queries: int = 4
+
+
+class Base:
+    """The attention of the last tokens, as an author would write it; each test breaks one thing."""
+
+    def __init__(self, options: Options) -> None:
+        self.queries = options.queries
+
+    def observe(self, facts):
+        return AttentionRows(facts.global_blocks[-1:] or (0,), queries=self.queries)
+
+    def mass(self, scores):
+        return attention_mass(scores[0])
+
+    def select(self, scores, keep):
+        return highest(self.mass(scores), keep)
+
+
+def spec(build: Any = Base, *, options: type[BaseModel] = Options, **fields: Any) -> TokenSelectorSpec:
+    return TokenSelectorSpec("mine", "for a test", options, build, **fields)
+
+
+def test_a_selector_that_keeps_every_promise_passes_every_check() -> None:
+    outcomes = list(conformance(spec(), architectures=["llama", "gemma3"]))
+    assert {o.status for o in outcomes} == {"passed"}
+    assert len({o.check for o in outcomes}) >= 13
+
+
+def observing(change: Callable[[AttentionRows, Any], Any]) -> type[Base]:
+    class Observing(Base):
+        def observe(self, facts):
+            return change(super().observe(facts), facts)
+
+    return Observing
+
+
+def weighing(mass: Callable[[torch.Tensor], torch.Tensor]) -> type[Base]:
+    class Weighing(Base):
+        def mass(self, scores):
+            return mass(scores)
+
+    return Weighing
+
+
+def answering(change: Callable[[torch.Tensor, torch.Tensor, int], Any]) -> type[Base]:
+    class Answering(Base):
+        def select(self, scores, keep):
+            return change(super().select(scores, keep), scores, keep)
+
+    return Answering
+
+
+def at_random(generator: torch.Generator | None) -> Callable[..., torch.Tensor]:
+    return lambda _, scores, keep: torch.randperm(scores.shape[-1], generator=generator)[:keep].sort().values
+
+
+class Continues(Base):
+    """Draws from a generator of its own, which goes on from call to call."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def select(self, scores, keep):
+        return at_random(self.generator)(None, scores, keep)
+
+
+def causal_alone(answer, scores, keep):
+    if scores[0, 0, 0, -1] != -torch.inf:
+        raise ValueError("the first query sees the last token")
+    return answer
+
+
+def all_above(answer, scores, keep):
+    mass = attention_mass(scores[0])
+    return (mass >= mass[answer].min()).nonzero()[:, 0]
+
+
+def doubles(scores):
+    return attention_mass(scores.mul_(2.0)[0])
+
+
+def wipes(rows, facts):
+    for needle in facts.needles:
+        needle.scores.zero_()
+    return rows
+
+
+def configures(rows, facts):
+    facts.config.num_attention_heads = 2
+    return rows
+
+
+def seeds(rows, facts):
+    torch.manual_seed(0)
+    return rows
+
+
+def prints(rows, facts):
+    print("observing", rows)  # noqa: T201
+    return rows
+
+
+def no_gradients(answer, *_):
+    torch.set_grad_enabled(False)
+    return answer
+
+
+ASKS, COUNTS = "asks for scores that are there", "as many places as asked, in order"
+SEES, LEAVES = "queries that do not see every token", "leaves what it is given as it is"
+PROCESS = "leaves the process as it is"
+
+
+@pytest.mark.parametrize(
+    ("broken", "check", "says"),
+    [
+        (spec(observing(lambda rows, _: rows.blocks)), ASKS, "must return AttentionRows, got (2,)"),
+        (spec(observing(lambda rows, _: replace(rows, blocks=(2, 1)))), ASKS, "blocks as whole numbers in ascending"),
+        (spec(observing(lambda rows, _: replace(rows, blocks=(3,)))), ASKS,
+         "asks for the blocks (3,); expected some of facts.global_blocks, (0, 1, 2)"),
+        (spec(observing(lambda rows, _: replace(rows, heads=(0, 4)))), ASKS, "asks for head 4; expected 0 to 3"),
+        (spec(observing(lambda rows, _: replace(rows, queries=0))), ASKS, "at least one query, got 0"),
+        (spec(observing(lambda *_: 1 / 0)), ASKS, "observe failed on llama: ZeroDivisionError: division by zero"),
+        (spec(needles=lambda _: "16"), ASKS, "needles returned '16', expected a number of queries"),
+        (spec(observing(lambda rows, _: replace(rows, reason=str(torch.rand(()))))), "asks for the same again",
+         "when it was asked again"),
+        (spec(answering(lambda answer, *_: answer.tolist())), COUNTS, "int64 [1]; got ["),
+        (spec(answering(lambda answer, *_: answer.int())), COUNTS, "got torch.int32 [1]"),
+        (spec(answering(lambda _, scores, keep: highest(scores[0, 0, -1], keep + 1))), COUNTS, "got torch.int64 [2]"),
+        (spec(answering(lambda answer, *_: answer.flip(0))), COUNTS, "followed by"),
+        (spec(answering(lambda answer, *_: answer[:1].expand(len(answer)))), COUNTS, "16 different places from 0 to"),
+        (spec(answering(lambda answer, *_: answer + 1)), COUNTS, "to 33"),
+        (spec(weighing(lambda scores: attention_mass(scores[0]).unfold(0, 9, 1).mean(1))), "short prompts",
+         "RuntimeError: maximum size for tensor at dimension 0 is 2 but size is 9"),
+        (spec(answering(causal_alone)), "prompts with protected tokens", "the first query sees the last token"),
+        (spec(weighing(lambda scores: scores[0].softmax(-1).mean((0, 1)))), SEES, "-inf alone, of which softmax makes"),
+        (spec(weighing(lambda scores: pooled(scores[0].mean((0, 1)), 3))), SEES, "-inf behind it"),
+        (spec(answering(all_above)), "equal scores", "got torch.int64 [33]"),
+        (spec(answering(at_random(None))), "deterministic", "other global seeds selected other tokens"),
+        (spec(Continues), "the same when asked again", "asked again after another prompt"),
+        (spec(weighing(doubles)), LEAVES, "select changed the scores that it was given; compute on a copy"),
+        (spec(observing(wipes), needles=lambda options: options.queries), LEAVES, "observe changed needles"),
+        (spec(observing(configures)), LEAVES, "it changed config.num_attention_heads, with which the model computes"),
+        (spec(answering(lambda answer, *_: answer.to("meta"))), "on the device of the scores",
+         "places on meta, but the scores are on "),
+        (spec(answering(at_random(None))), PROCESS, "torch's random state was changed; draw from a generator of your"),
+        (spec(observing(seeds)), PROCESS, "torch's random state was changed; draw from a generator of your own"),
+        (spec(answering(no_gradients)), PROCESS, "torch's recording of gradients was changed from True to False"),
+        (spec(observing(prints)), PROCESS, "it printed 'observing AttentionRows"),
+    ],
+    ids=itertools.count(),
+)  # fmt: skip
+def test_each_broken_promise_is_found_by_the_check_of_its_name(broken, check, says) -> None:
+    found = [o for o in conformance(broken, architectures=["llama"]) if (o.check, o.status) == (check, "failed")]
+    assert says in found[0].detail
+
+
+def test_a_block_with_a_sliding_window_is_found_where_others_see_the_whole_prompt() -> None:
+    outcomes = conformance(
+        spec(observing(lambda rows, _: replace(rows, blocks=(0,)))), architectures=["llama", "gemma3"]
+    )
+    assert {o.architecture: o.detail for o in outcomes if o.status == "failed"} == {
+        "gemma3": "observe asks for the blocks (0,); expected some of facts.global_blocks, (1,)"
+    }
+
+
+def test_an_error_names_the_line_of_the_selector() -> None:
+    with pytest.raises(
+        ConformanceError, match=r"token selector 'mine' fails 3 checks:\n.*test_selectors.py, line \d+\)"
+    ):
+        check_selector(spec(answering(causal_alone)), architectures=["llama"])
+
+
+def refuses(rows, facts):
+    raise UnsupportedModelError("only for butterflies")
+
+
+@pytest.mark.parametrize(
+    ("broken", "architecture", "says"),
+    [
+        (spec(), "mistral", "no block does; use a selector that reads no attention"),
+        (spec(needles=lambda options: options.queries), "mistral", "no block does; use a selector that reads"),
+        (spec(), "bloom", "does not go through transformers' AttentionInterface"),
+        (spec(observing(refuses)), "llama", "only for butterflies"),
+    ],
+)
+def test_a_model_that_cannot_be_read_is_refused_and_one_has_to_be_accepted(broken, architecture, says) -> None:
+    options, refused, none = conformance(broken, architectures=[architecture])
+    assert [options.status, refused.status, none.status] == ["passed", "refused", "failed"]
+    assert says in refused.detail
+    assert none.detail == f"every one of {architecture} was refused"
+
+
+def test_a_selector_that_reads_no_attention_is_accepted_by_every_model() -> None:
+    check_selector(SELECTORS["recent"], architectures=["mistral", "bloom"])
+
+
+class Doubled(BaseModel):
+    queries: int = 3
+
+    @field_validator("queries")
+    @classmethod
+    def _twice(cls, value: int) -> int:
+        return 2 * value
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "says"),
+    [(Doubled, {"queries": 4}, "read back from JSON differ"), (Options, {"querys": 2}, "did you mean 'queries'?")],
+)
+def test_options_that_are_not_as_in_a_recipe_are_found(options, given, says) -> None:
+    (found,) = conformance(spec(options=options), options=given)
+    assert (found.check, found.status) == ("options round-trip", "failed")
+    assert says in found.detail
