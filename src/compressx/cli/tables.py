@@ -29,6 +29,9 @@ _SPARSITY = Column("sparsity", ".2%")
 
 def of_plan(plan: Plan, *, every: bool = False) -> Iterator[Section]:
     """Yield the linears with pruner, pattern and shape, and what is skipped and why; folded unless `every`."""
+    if not plan.linears:
+        yield Section(note="nothing is pruned: the recipe selects tokens only")
+        return
     rows = [(x.name, x.rule.label, plan.shown_pattern(x), f"{x.shape[0]} x {x.shape[1]}") for x in plan.linears]
     skipped = [*plan.skipped.items()]
     columns: list[Column | str] = ["pruner", "pattern", Column("shape", "s")]

@@ -54,8 +54,8 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
         + f", pruned by compressx {report.compressx}: {report.sparsity:.2%} of the weights of {len(report.layers)} "
         "linears are zero. The weights are stored dense: files are as large as those of the base model.",
     )
-    (method,) = modules(report)
-    yield replace(method, title="Method", note=" ".join(_method(report)), table=_without(method.table, "seconds"))
+    for method in modules(report):
+        yield replace(method, title="Method", note=" ".join(_method(report)), table=_without(method.table, "seconds"))
     for measured in evaluation(report):
         yield replace(measured, note="On the texts of the recipe's `evaluate` section, below.")
     if (text := loaded.recipe.calibration) is not None and plan.needs_calibration:

@@ -170,7 +170,7 @@ def evaluated(
 ) -> dict[str, Mapping[str, Any]]:
     """Evaluate a pruned model as the recipe specifies, if it does; the figures are under `name`."""
     settings, texts = context.loaded.recipe.evaluate, pruned.texts
-    if settings is None or texts is None:
+    if settings is None or texts is None or not pruned.plan.linears:
         return {}
     stage: Stage = "evaluate pruned" if name == "pruned" else "evaluate finetuned"
     context.report_progress(stage, 0, 1)

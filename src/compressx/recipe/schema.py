@@ -135,7 +135,11 @@ class Recipe(Strict):
         description="required by every pruner except magnitude",
         examples=[{"dataset": "wikitext", "samples": 128}],
     )
-    prune: list[Rule] = Field(min_length=1, examples=[[{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}]])
+    prune: list[Rule] = Field(
+        default_factory=list,
+        description="which pruner prunes which linears; may be left out where tokens are selected only",
+        examples=[[{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}]],
+    )
     ignore: list[Target] | None = Field(
         None,
         min_length=1,
@@ -247,12 +251,25 @@ def recipe_from_source(source: Node) -> LoadedRecipe:
         RecipeError: one line with its place for each error.
     """
     if source.value is None or source.value == {}:
-        needed = ", ".join(name for name, field in Recipe.model_fields.items() if field.is_required())
-        raise RecipeError(f"{source.place}: the recipe is empty; it needs {needed}")
+        raise RecipeError(f"{source.place}: the recipe is empty; it needs model, prune, output")
     loaded = LoadedRecipe(source, validated(Recipe, source.plain(), source.where))
-    if mistakes := [*_budget_mistakes(loaded), *_dtype_mistakes(loaded)]:
+    if mistakes := [*_nothing_pruned_mistakes(loaded), *_budget_mistakes(loaded), *_dtype_mistakes(loaded)]:
         raise RecipeError("\n".join(mistakes))
     return loaded
+
+
+def _nothing_pruned_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
+    """Yield a message if nothing is pruned and no tokens are selected, or for each section that nothing reads then."""
+    recipe = loaded.recipe
+    if recipe.prune:
+        return
+    if recipe.select_tokens is None:
+        example = '[{targets: ["*"], pruner: wanda, sparsity: 0.5}]'
+        yield f"{loaded.where('prune')}: missing key 'prune', a list of rules, such as {example}"
+        return
+    for name in ("calibration", "ignore", "allocation", "reconstruct_block", "finetune"):
+        if getattr(recipe, name) is not None:
+            yield f"{loaded.where(name)}: {name} is there, but nothing is pruned; add prune, or remove {name}"
 
 
 def _dtype_mistakes(loaded: LoadedRecipe) -> Iterator[str]:

@@ -39,7 +39,8 @@ def model_name(model: Mapping[str, Any]) -> str:
 def _head(report: RunReport) -> Iterator[Section]:
     """Yield what matters most: name, value, note."""
     rows = [("sparsity", f"{report.sparsity:.2%}", f"of {len(report.layers)} linears")]
-    for name, dense, *_, value, change in _changes(report)[:2]:
+    for name, dense, *pruned in _changes(report)[:2]:
+        *_, value, change = pruned or (dense, None)
         changed = "" if change is None else f", {change:+.1%}"
         rows.append((str(name).replace("_", " "), f"{value:.4g}", f"dense {dense:.4g}{changed}"))
     total = report.seconds.get("total", sum(report.seconds.values()))
@@ -54,7 +55,8 @@ def evaluation(report: RunReport) -> Iterator[Section]:
     """Yield what was measured of all models."""
     if rows := _changes(report):
         changed = [c for of in _changed(report) for c in (Column(of, ".4g"), Column("change", "+.1%"))]
-        yield Section("Dense against pruned", table=table(["measure", Column("dense", ".4g"), *changed], rows))
+        title = "Dense against pruned" if changed else "Measured"
+        yield Section(title, table=table(["measure", Column("dense", ".4g"), *changed], rows))
 
 
 def _changed(report: RunReport) -> list[str]:
@@ -63,12 +65,15 @@ def _changed(report: RunReport) -> list[str]:
 
 
 def _changes(report: RunReport) -> list[list[Any]]:
-    """Return `[measure, dense, pruned, change, finetuned, change]` of what was measured of all; changes from dense."""
+    """Return `[measure, dense, pruned, change, finetuned, change]` of what was measured of all; changes from dense.
+
+    A run that prunes nothing measures the dense model only.
+    """
     measured, changed = report.measures(), _changed(report)
     shown = {of: estimates({n: v for (n, model), v in measured.items() if model == of}) for of in ("dense", *changed)}
     rows = []
     for name, value in shown["dense"].items():
-        if changed and all(name in shown[of] for of in changed):
+        if (changed or not report.layers) and all(name in shown[of] for of in changed):
             dense = measured[name, "dense"]
             changes = [measured[name, of] / dense - 1 if dense else None for of in changed]
             rows.append(
@@ -126,7 +131,8 @@ def modules(report: RunReport) -> Iterator[Section]:
         groups[kind_of(layer.name), layer.pruner, pattern].append(layer)
     rows = [(*key, len(some), total_sparsity(some), sum(x.seconds for x in some)) for key, some in groups.items()]
     found = table(["module", "pruner", "pattern", Column("layers", "d"), _SPARSITY, _SECONDS], rows)
-    yield Section("By module", table=found)
+    if rows:
+        yield Section("By module", table=found)
 
 
 def _heat(report: RunReport) -> Iterator[Section]:
@@ -139,7 +145,8 @@ def _heat(report: RunReport) -> Iterator[Section]:
             alike[kind_of(layer.name)].append(layer)
         rows.append([_number(block), *(total_sparsity(alike[k]) if k in alike else None for k in kinds)])
     found = table(["block", *(Column(kind, ".1%", "heat") for kind in kinds)], rows)
-    yield Section("Sparsity by layer and module", table=found, brief=_count(rows, "block"))
+    if rows:
+        yield Section("Sparsity by layer and module", table=found, brief=_count(rows, "block"))
 
 
 def _curves(report: RunReport) -> Iterator[Section]:
@@ -151,6 +158,8 @@ def _blocks(report: RunReport) -> Iterator[Section]:
     """Yield what pruning did to each block's output, and how long it took."""
     error, seconds = Column("output error", "#.3g", "bar"), Column("seconds", ".1f", "bar")
     rows = [(_number(x), len(x.layers), total_sparsity(x.layers), x.output_error, x.seconds) for x in report.blocks]
+    if not rows:
+        return
     yield Section(
         "By block",
         "Output error: what a block's pruning alone changes in its output, squared and relative, large channels "
@@ -247,7 +256,8 @@ def _layers(report: RunReport) -> Iterator[Section]:
         for x in report.layers
     ]
     found = table(["layer", "pruner", "pattern", sparsity, seconds, "figures"], rows)
-    yield Section("Layers", table=found, brief=_count(rows, "pruned linear"))
+    if rows:
+        yield Section("Layers", table=found, brief=_count(rows, "pruned linear"))
     if skipped := [(s["name"], s["reason"]) for s in report.skipped]:
         yield Section("Not pruned", table=table(["weight", "reason"], skipped), brief=_count(skipped, "weight"))
 

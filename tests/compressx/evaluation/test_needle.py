@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compressx.pipeline.runs import recipe
+from tests.compressx.pipeline.runs import recipe, weights
 from tests.compressx.saved import save_tiny
 
 from compressx.evaluation import needle
@@ -102,7 +102,7 @@ def test_with_a_selection_the_model_reads_the_kept_tokens_only(
 def test_a_prompt_longer_than_the_model_or_the_text_is_refused(tokenizer: Any, hay: torch.Tensor) -> None:
     with pytest.raises(CalibrationError, match=r"evaluate.needle: a prompt of 250 tokens and 16 after it .* 256 posit"):
         needle_figures(model(), tokenizer, hay, settings(lengths=[250]))
-    with pytest.raises(CalibrationError, match="takes .* tokens of hay, and the text has 700"):
+    with pytest.raises(CalibrationError, match=r"takes .* tokens of hay, and the text has 700"):
         list(grid(tokenizer, hay, settings(lengths=[2000])))
 
 
@@ -134,12 +134,39 @@ def test_a_run_measures_needles_with_and_without_selection_and_the_report_has_th
 
 def test_mistakes_in_selection_and_needles_are_found_by_the_plan_each_with_its_place(project: Path) -> None:
     saved = save_tiny(project / "model", "llama")
-    with pytest.raises(PluginError, match=r"<dict>:select_tokens.selector: no token selector 'gemfliter'; did you mean"):
+    with pytest.raises(
+        PluginError, match=r"<dict>:select_tokens.selector: no token selector 'gemfliter'; did you mean"
+    ):
         plan(recipe(saved, select_tokens={**SELECT, "selector": "gemfliter"}))
     with pytest.raises(RecipeError, match=r"<dict>:select_tokens.options.blok: unknown option 'blok'"):
         plan(recipe(saved, select_tokens={**SELECT, "options": {"blok": 1}}))
     with pytest.raises(RecipeError, match=r"<dict>:evaluate.needle.lengths\[1\]: a prompt of 4096 tokens"):
         plan(recipe(saved, evaluate={"needle": {**NEEDLE, "lengths": [64, 4096]}}))
     for keep in (0, -3, 1.5, True, "half"):
-        with pytest.raises(RecipeError, match="select_tokens.keep: .*expected a number of tokens, at least 1, or a"):
+        with pytest.raises(RecipeError, match=r"select_tokens.keep: .*expected a number of tokens, at least 1, or a"):
             plan(recipe(saved, select_tokens={**SELECT, "keep": keep}))
+
+
+def test_a_recipe_without_prune_measures_and_saves_the_model_as_it_is(project: Path) -> None:
+    saved = save_tiny(project / "model", "llama")
+    given = recipe(saved, evaluate={"needle": NEEDLE}, select_tokens=SELECT)
+    del given["prune"], given["calibration"]
+    assert plan(given).linears == ()
+    report = run(given)
+    assert set(report.evaluation) == {"dense"}
+    assert (report.sparsity, report.layers) == (0.0, ())
+    page = (project / "out" / "report.md").read_text()
+    assert "## Measured" in page
+    assert "By module" not in page
+    for name, before in weights(saved).items():
+        assert torch.equal(weights("out/model")[name], before)
+
+
+def test_a_recipe_without_prune_and_selection_is_refused_and_so_is_what_only_pruning_reads(project: Path) -> None:
+    saved = save_tiny(project / "model", "llama")
+    given = recipe(saved)
+    del given["prune"]
+    with pytest.raises(RecipeError, match="<dict>: missing key 'prune', a list of rules, such as"):
+        plan(given)
+    with pytest.raises(RecipeError, match="<dict>:calibration: calibration is there, but nothing is pruned; add prune"):
+        plan({**given, "select_tokens": SELECT})

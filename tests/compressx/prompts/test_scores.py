@@ -191,6 +191,17 @@ def test_the_kind_of_mask_that_an_implementation_takes_makes_no_difference(archi
         torch.testing.assert_close(read(model, ids, 0, queries=24), expected)
 
 
+def test_a_mask_of_one_row_for_all_queries_leaves_attention_causal() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    model, ids = tiny_model("llama"), prompt()
+    expected = read(model, ids, 0, queries=24)
+    AttentionInterface.register("of_rows", lambda *_, **__: pytest.fail("it runs"))
+    AttentionMaskInterface.register("of_rows", lambda *_, **__: torch.ones(1, 24, dtype=torch.int64))
+    model.set_attn_implementation("of_rows")
+    assert torch.equal(read(model, ids, 0, queries=24), expected)
+
+
 def test_weights_of_few_bits_have_scores_in_float32() -> None:
     model, ids = tiny_model("llama", dtype=torch.bfloat16), prompt()
     found = read(model, ids, 0, 1, 2, queries=3)
