@@ -24,6 +24,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Fill in the tables of the schema page, and leave the text of links that lead out of the site."""
     if page.file.src_uri == "reference/schema.md":
         markdown = markdown.replace("<!-- recipe -->", _recipe()).replace("<!-- options -->", _options())
+        markdown = markdown.replace("<!-- selectors -->", _selectors())
     home = Path(config["docs_dir"])
     folder = (home / page.file.src_uri).parent
 
@@ -51,6 +52,16 @@ def _options() -> str:
         also = [f"Groups: {groups}.", *(["N:M."] if spec.nm else []), *(["Reconstructs."] if spec.reconstructs else [])]
         table = _table(spec.options) if spec.options.model_fields else "No options."
         told.append(f"### {name}\n\n{spec.summary}. {' '.join(also)}\n\n{table}")
+    return "\n\n".join(told)
+
+
+def _selectors() -> str:
+    from compressx import load_plugins
+
+    told = []
+    for name, spec in load_plugins().offers["token_selectors"].items():
+        table = _table(spec.options) if spec.options.model_fields else "No options."
+        told.append(f"### {name}\n\n{spec.summary}.\n\n{table}")
     return "\n\n".join(told)
 
 

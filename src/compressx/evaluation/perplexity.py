@@ -6,17 +6,16 @@ The perplexities are different metrics: `token_perplexity` is the one that Spars
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from compressx.data.documents import documents, texts
@@ -26,6 +25,7 @@ from compressx.evaluation.needle import needle_figures
 from compressx.evaluation.sample import continuation, prompt_ids
 from compressx.evaluation.tasks import ROLLING_METRICS, check_tasks, is_file
 from compressx.models.access import Access, config_fingerprint
+from compressx.models.blockwise import evaluation_mode
 from compressx.prompts.frame import text_ids
 from compressx.prompts.select import Selecting
 from compressx.recipe.measuring import Evaluate, RollingTask
@@ -250,18 +250,6 @@ def _negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
         chunk, expected = logits[start : start + rows].to(dtype), targets[start : start + rows]
         total += functional.cross_entropy(chunk, expected, reduction="none").sum(dtype=torch.float64)
     return float(total)
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, and restore the mode of every module afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _tokenizing(tokenizer: Any) -> str:

@@ -7,7 +7,7 @@ to the rest of the model (`capture.run_around`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -81,6 +81,18 @@ def advance(fqn: str, runs: Sequence[Run], states: Sequence[Tensor], into: Seque
     """
     for run, state, room in zip(runs, states, states if into is None else into, strict=True):
         room.copy_(finite(run(state), fqn))
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode, and restore the mode of every module afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def narrowed(access: Access) -> AbstractContextManager[Any]:

@@ -19,11 +19,12 @@ from compressx._version import __version__
 from compressx.api.record import RunReport
 from compressx.data.chat import Document
 from compressx.data.windows import windows_of
-from compressx.evaluation.perplexity import evaluate, evaluation_mode
+from compressx.evaluation.perplexity import evaluate
 from compressx.masks.file import MaskEntry, PackedMasks
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access, InMemory
 from compressx.models.architecture import text_config
+from compressx.models.blockwise import evaluation_mode
 from compressx.models.export import refuse_prepared
 from compressx.models.generate import first_token, generate
 from compressx.models.hidden import Keep, Streams

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from compressx.models.access import InMemory
+from compressx.models.blockwise import evaluation_mode
 from compressx.models.generate import check_room, greedy, readable
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.prompts.frame import frame, frame_of_chat, text_ids
-from compressx.prompts.scores import check_decoder, check_ids, evaluation_mode
+from compressx.prompts.scores import check_decoder, check_ids
 from compressx.prompts.select import Selection, prepare_selection
 from compressx.recipe.selecting import SelectTokens
 from compressx.recipe.validation import validated

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from compressx.api.selector import AttentionRows
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
-from compressx.models.blockwise import Run, advance, capture, each_block
+from compressx.models.blockwise import Run, advance, capture, each_block, evaluation_mode
 from compressx.runtime.errors import CalibrationError, UnsupportedModelError
 
 _NAME = "compressx_scores"
@@ -64,18 +64,6 @@ def read_scores(access: Access, found: Architecture, ids: Tensor, wanted: Attent
             if block.index < wanted.blocks[-1]:
                 advance(block.fqn, [run], states)
     return torch.stack(read)
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, and restore the mode of every module afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def global_blocks(model: Any) -> tuple[int, ...]:

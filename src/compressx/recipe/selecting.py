@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, StrictInt, WithJsonSchema
@@ -13,7 +14,7 @@ def _keep(value: object) -> int | float:
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else 0
     if isinstance(number, float) and 0 < number < 1:
         return number
-    if number < 1 or number != int(number):
+    if not math.isfinite(number) or number < 1 or number != int(number):
         raise ValueError("expected a number of tokens, at least 1, or a fraction of the prompt between 0 and 1")
     return int(number)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_mistakes_in_selection_and_needles_are_found_by_the_plan_each_with_its_p
         plan(recipe(saved, select_tokens={**SELECT, "options": {"blok": 1}}))
     with pytest.raises(RecipeError, match=r"<dict>:evaluate.needle.lengths\[1\]: a prompt of 4096 tokens"):
         plan(recipe(saved, evaluate={"needle": {**NEEDLE, "lengths": [64, 4096]}}))
-    for keep in (0, -3, 1.5, True, "half"):
+    for keep in (0, -3, 1.5, True, "half", math.inf):
         with pytest.raises(RecipeError, match=r"select_tokens.keep: .*expected a number of tokens, at least 1, or a"):
             plan(recipe(saved, select_tokens={**SELECT, "keep": keep}))
 

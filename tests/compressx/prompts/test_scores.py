@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compressx.api.selector import AttentionRows
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
+from compressx.models.blockwise import evaluation_mode
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.streaming import open_streamed
-from compressx.prompts.scores import check_global, evaluation_mode, global_blocks, read_scores
+from compressx.prompts.scores import _queries, _Read, _read, check_global, global_blocks, read_scores
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
@@ -285,3 +287,14 @@ def test_of_a_model_that_sees_images_too_the_language_part_is_read() -> None:
     assert {part._attn_implementation for part in (model.config, model.config.text_config)} == {"sdpa"}
     expected = attention_of(model, prompt())
     assert closeness(found, torch.stack([expected[block][:, -2:] for block in (0, 2)])) < 1e-5
+
+
+def test_scores_are_scaled_and_capped_as_the_attention_function_is_told() -> None:
+    query, key = (torch.randn(1, heads, 6, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
+    with pytest.raises(_Read) as read:
+        context = copy_context()
+        context.run(_queries.set, 2)
+        context.run(_read, nn.Identity(), query, key, key, None, scaling=3.0, softcap=2.0)
+    expected = 3.0 * query[0].double() @ key[0].double().repeat_interleave(2, 0).mT
+    expected = (2.0 * (expected / 2.0).tanh()).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(read.value.scores, expected[:, -2:].float())
