@@ -291,9 +291,9 @@ def test_of_a_model_that_sees_images_too_the_language_part_is_read() -> None:
 
 def test_scores_are_scaled_and_capped_as_the_attention_function_is_told() -> None:
     query, key = (torch.randn(1, heads, 6, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
+    context = copy_context()
+    context.run(_queries.set, 2)
     with pytest.raises(_Read) as read:
-        context = copy_context()
-        context.run(_queries.set, 2)
         context.run(_read, nn.Identity(), query, key, key, None, scaling=3.0, softcap=2.0)
     expected = 3.0 * query[0].double() @ key[0].double().repeat_interleave(2, 0).mT
     expected = (2.0 * (expected / 2.0).tanh()).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
