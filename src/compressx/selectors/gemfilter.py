@@ -31,7 +31,7 @@ class GemFilter:
         return all_heads_of(facts, self.block, self._scores)
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
-        """Keep the highest pooled sums (section 3.2 of the paper), in the prompt's order."""
+        """Keep the highest pooled sums (Algorithm 1 of the paper), in the prompt's order."""
         return highest(self._scores(scores[0]), keep)
 
     def _scores(self, scores: Tensor) -> Tensor:
