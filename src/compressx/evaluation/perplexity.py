@@ -165,8 +165,9 @@ def evaluate(
     if (wanted := settings.token_perplexity) is not None:
         for name, value in _perplexities(access, texts.windows, wanted.batch_size, progress).items():
             figures |= {name: {"token_perplexity": value}} if name else {"token_perplexity": value}
+    reads_prompts = settings.needle is not None or settings.lm_eval is not None
     with evaluation_mode(access.model):
-        selection = None if selecting is None else selecting.prepare(access, tokenizer)
+        selection = selecting.prepare(access, tokenizer) if selecting is not None and reads_prompts else None
         if settings.needle is not None and texts.hay is not None:
             figures["needle"] = needle_figures(access, tokenizer, texts.hay, settings.needle, selection, progress)
     if settings.lm_eval is not None:

@@ -177,3 +177,10 @@ def test_a_recipe_without_prune_and_selection_is_refused_and_so_is_what_only_pru
         plan(given)
     with pytest.raises(RecipeError, match="<dict>:calibration: calibration is there, but nothing is pruned; add prune"):
         plan({**given, "select_tokens": SELECT})
+
+
+def test_no_selection_is_prepared_where_nothing_reads_a_prompt(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Selecting, "prepare", lambda *_: pytest.fail("it takes a run of the whole model"))
+    saved = save_tiny(project / "model", "llama")
+    report = run(recipe(saved, evaluated=True, select_tokens={"selector": "retrieval-heads", "keep": 0.5}))
+    assert set(report.evaluation["pruned"]) == {"token_perplexity"}
