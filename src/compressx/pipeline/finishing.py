@@ -22,7 +22,7 @@ from compressx.api.record import AllocationReport, FinetuneReport, RunReport, to
 from compressx.data.windows import fingerprint as fingerprint_of
 from compressx.evaluation.perplexity import Texts, evaluate
 from compressx.masks.maskset import MaskSet
-from compressx.models.access import Access
+from compressx.models.access import Access, InMemory, weights_fingerprint
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.streaming import StreamedModel, open_model, open_streamed
 from compressx.pipeline.card import card
@@ -144,10 +144,10 @@ def trained(
 
     context.report_progress("finetune", 0, total_steps(settings, 0, 0.0))
     with context.loaded.at("finetune"):
+        model = _teacher(settings, context, teacher)
         return evaluation, finetune(
-            pruned.access.model, masks(), windows, settings,
-            teacher=_teacher(settings, context, teacher),
-            checkpoint=kept and kept / f"finetune-{_tuning_fingerprint(settings, windows)}.safetensors",
+            pruned.access.model, masks(), windows, settings, teacher=model,
+            checkpoint=kept and kept / f"finetune-{_tuning_fingerprint(settings, windows, model)}.safetensors",
             progress=progress,
         )  # fmt: skip
 
@@ -159,10 +159,14 @@ def _teacher(settings: Finetune, context: RunContext, dense: Callable[[], Any]) 
     return dense() if settings.teacher == "dense" else None
 
 
-def _tuning_fingerprint(settings: Finetune, windows: Tensor) -> str:
-    """Return a hash that distinguishes checkpoints of different trainings of the same pruned model."""
+def _tuning_fingerprint(settings: Finetune, windows: Tensor, teacher: Any | None) -> str:
+    """Return a hash that distinguishes checkpoints of different trainings of the same pruned model.
+
+    The dense model is the same for all of them, but another teacher may have changed where it is.
+    """
     chosen = settings.model_dump_json(exclude={"checkpoint_every", "dataset", "samples", "sequence_length", "bos"})
-    return hashlib.sha256(f"{chosen} {fingerprint_of(windows)}".encode()).hexdigest()[:16]
+    taught = weights_fingerprint(InMemory(teacher)) if isinstance(settings.teacher, ModelSource) else ""
+    return hashlib.sha256(f"{chosen} {fingerprint_of(windows)} {taught}".encode()).hexdigest()[:16]
 
 
 def evaluated(

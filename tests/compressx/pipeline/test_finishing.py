@@ -245,6 +245,18 @@ def test_another_fine_tuning_begins_anew_on_the_blocks_that_are_pruned(model, ch
     assert artifacts("out") == artifacts("whole")
 
 
+def test_fine_tuning_begins_anew_if_the_teacher_has_changed_where_it_is(model, tmp_path):
+    teacher = shutil.copytree(model, tmp_path / "teacher")
+    asked = recipe(model, teacher={"path": str(teacher)})
+    stopped(asked, 4)
+    changed = AutoModelForCausalLM.from_pretrained(teacher)
+    with torch.no_grad():
+        changed.model.norm.weight.mul_(1.5)
+    changed.save_pretrained(teacher)
+    _, told = told_by(asked, resume=True)
+    assert steps(told, "finetune") == [*range(7)]
+
+
 def test_how_often_fine_tuning_is_kept_decides_nothing(model):
     stopped(recipe(model), 4)
     _, told = told_by(recipe(model, checkpoint_every=3), resume=True)
