@@ -40,7 +40,7 @@ def card(loaded: LoadedRecipe, plan: Plan, report: RunReport, checkpoint: Checkp
 
     data = ModelCardData(
         base_model=loaded.recipe.model.id, **license_of(checkpoint), library_name="transformers",
-        pipeline_tag="text-generation", tags=["compressx", "pruned", "sparse"],
+        pipeline_tag="text-generation", tags=["compressx", *(["pruned", "sparse"] if report.layers else [])],
     )  # fmt: skip
     return f"---\n{data.to_yaml()}\n---\n\n{markdown.page([*_sections(loaded, plan, report)])}"
 
@@ -48,12 +48,16 @@ def card(loaded: LoadedRecipe, plan: Plan, report: RunReport, checkpoint: Checkp
 def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[Section]:
     base = loaded.recipe.model.id
     name = base or Path(model_name(report.model)).name
-    yield Section(
-        f"{name}, {report.sparsity:.0%} sparse",
-        (f"[{base}](https://huggingface.co/{base})" if base else name)
-        + f", pruned by compressx {report.compressx}: {report.sparsity:.2%} of the weights of {len(report.layers)} "
-        "linears are zero. The weights are stored dense: files are as large as those of the base model.",
-    )
+    linked = f"[{base}](https://huggingface.co/{base})" if base else name
+    if report.layers:
+        yield Section(
+            f"{name}, {report.sparsity:.0%} sparse",
+            f"{linked}, pruned by compressx {report.compressx}: {report.sparsity:.2%} of the weights of "
+            f"{len(report.layers)} linears are zero. The weights are stored dense: files are as large as those of the "
+            "base model.",
+        )
+    else:
+        yield Section(name, f"{linked} as it is, measured by compressx {report.compressx}. Nothing is pruned.")
     for method in modules(report):
         yield replace(method, title="Method", note=" ".join(_method(report)), table=_without(method.table, "seconds"))
     for measured in evaluation(report):
@@ -63,11 +67,12 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
         told_of = f"{text.samples} windows of {text.sequence_length} tokens, drawn with seed {text.seed} from"
         yield Section("Calibration", f"{told_of} `{flow(*sources.values())}`.")
     yield Section("Use", text=_USE, language="py")
-    yield Section(
-        "Train it further",
-        "Training makes zeros nonzero again, unless the masks are held. `compressx apply masks.safetensors TRAINED "
-        "--output SPARSE` sets them to zero again; `masks.safetensors` is in the folder of the run.",
-    )
+    if report.layers:
+        yield Section(
+            "Train it further",
+            "Training makes zeros nonzero again, unless the masks are held. `compressx apply masks.safetensors TRAINED "
+            "--output SPARSE` sets them to zero again; `masks.safetensors` is in the folder of the run.",
+        )
     values: dict[str, Any] = loaded.recipe.model_dump(
         mode="json", by_alias=True, exclude_none=True, exclude={"output", "track"}
     )

@@ -38,17 +38,19 @@ def model_name(model: Mapping[str, Any]) -> str:
 
 def _head(report: RunReport) -> Iterator[Section]:
     """Yield what matters most: name, value, note."""
-    rows = [("sparsity", f"{report.sparsity:.2%}", f"of {len(report.layers)} linears")]
+    rows = [("sparsity", f"{report.sparsity:.2%}", f"of {len(report.layers)} linears")] if report.layers else []
     for name, dense, *pruned in _changes(report)[:2]:
         *_, value, change = pruned or (dense, None)
         changed = "" if change is None else f", {change:+.1%}"
-        rows.append((str(name).replace("_", " "), f"{value:.4g}", f"dense {dense:.4g}{changed}"))
+        note = f"dense {dense:.4g}{changed}" if pruned else "dense"
+        rows.append((str(name).replace("_", " "), f"{value:.4g}", note))
     total = report.seconds.get("total", sum(report.seconds.values()))
     took = f"{total / 60:.1f} min" if total >= 120 else f"{total:.0f} s"
     rows.append(("time", took, ", ".join(dict.fromkeys(layer.pruner for layer in report.layers))))
     rows.append(("peak memory", f"{report.peak_memory_bytes / 2**30:.1f} GiB", ""))
     found = table(["measure", "value", "note"], rows)
-    yield Section(f"Pruned {model_name(report.model)}", f"compressx {report.compressx}", found)
+    done = "Pruned" if report.layers else "Measured"
+    yield Section(f"{done} {model_name(report.model)}", f"compressx {report.compressx}", found)
 
 
 def evaluation(report: RunReport) -> Iterator[Section]:

@@ -163,8 +163,13 @@ def test_a_recipe_without_prune_measures_and_saves_the_model_as_it_is(project: P
     assert set(report.evaluation) == {"dense"}
     assert (report.sparsity, report.layers) == (0.0, ())
     page = (project / "out" / "report.md").read_text()
+    assert page.startswith("# Measured")
     assert "## Measured" in page
     assert "By module" not in page
+    assert "sparsity" not in page.partition("## Run")[0]
+    told = (project / "out" / "model" / "README.md").read_text()
+    assert "Nothing is pruned." in told
+    assert "sparse" not in told
     for name, before in weights(saved).items():
         assert torch.equal(weights("out/model")[name], before)
 
