@@ -179,6 +179,8 @@ def draw(folder: Path, methods: Sequence[str] = ("full", "retrieval-heads", "gem
 
     paths = {m: path for m in methods if (path := folder / "answers" / f"{m}.json").exists()}
     told = {m: json.loads(path.read_text(encoding="utf-8")) for m, path in paths.items()}
+    if not told:
+        return
     with mpl.rc_context({"svg.hashsalt": "long-prompts", "font.size": 9}):
         figure = Figure(figsize=(2.1 * len(told) + 0.8, 2.4), layout="constrained")
         for axes, (method, rows) in zip(figure.subplots(1, len(told), squeeze=False)[0], told.items(), strict=True):

@@ -38,9 +38,10 @@ class Needle:
     """A synthetic prompt with a question and one sentence that answers it, hidden in other text.
 
     Attributes:
-        scores: float32 [blocks, heads, queries, tokens], of all blocks that a selector may use and all heads.
+        scores: float32 [blocks, heads, queries, tokens], of all blocks that a selector may use and all heads. The
+            question and a chat's template are left out of the tokens.
         blocks: the indices of those blocks.
-        places: of the hidden sentence's tokens in the prompt, int64 [k], ascending.
+        places: the columns of `scores` that are the hidden sentence's tokens, int64 [k], ascending.
     """
 
     scores: Tensor
@@ -79,7 +80,7 @@ class TokenSelector(Protocol):
         Args:
             scores: float32 [blocks, heads, queries, n]: queries times keys as the model computes them before the
                 softmax, scaled and capped; -inf where a query does not see a key. The last query is the prompt's last
-                token. Without blocks the shape is [0, heads, queries, n].
+                token. Without blocks the shape is [0, 0, queries, n].
             keep: how many tokens to keep, 1 <= keep < n.
 
         Returns:

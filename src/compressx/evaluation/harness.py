@@ -8,7 +8,7 @@ import logging
 import math
 import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -72,7 +72,7 @@ def _chosen_template(asked: bool | str, tokenizer: Any) -> str | None:
 
 def run_tasks(
     model: Any, tokenizer: Any, settings: LmEval, rolling: Mapping[str, Sequence[str]],
-    selection: Selection | None = None,
+    selection: Callable[[], Selection] | None = None,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Run tasks through lm-evaluation-harness, quietly.
 
@@ -81,7 +81,7 @@ def run_tasks(
         tokenizer: its tokenizer, which is not changed.
         settings: the tasks, as `check_tasks` accepts them.
         rolling: the documents of each `RollingTask`, by name; scored in windows of the model's maximum length.
-        selection: shortens the prompts of tasks that generate text.
+        selection: returns what shortens the prompts of tasks that generate text; called if there are any.
 
     Returns:
         Metrics by task or group, with standard errors where available (`acc_stderr`).
@@ -106,7 +106,7 @@ def _mean(drawn: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _run_once(
     model: Any, tokenizer: Any, settings: LmEval, rolling: Mapping[str, Sequence[str]], seed: int | None,
-    selection: Selection | None,
+    selection: Callable[[], Selection] | None,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Run all tasks once; `seed` is as `lm_eval --seed`, None for the harness's own."""
     on_cpu = model.device.type == "cpu"  # whose memory the harness would try out until the process is killed
@@ -152,19 +152,19 @@ def _run_once(
     return {name: _numbers(name, metrics) for name, metrics in results["results"].items()}
 
 
-def _language_model(selection: Selection | None) -> Any:
+def _language_model(selection: Callable[[], Selection] | None) -> Any:
     """Return the harness's class of models, with prompts shortened before text is generated."""
     from lm_eval.models.huggingface import HFLM
 
     if selection is None:
         return HFLM
-    select = selection.select
+    prepared = selection
 
     class Selecting(HFLM):  # type: ignore[misc]
         def _model_generate(
             self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any
         ) -> torch.Tensor:
-            selected = select(context, kwargs.pop("attention_mask", None))
+            selected = prepared().select(context, kwargs.pop("attention_mask", None))
             kept = selected.input_ids.shape[1]
             written = super()._model_generate(
                 selected.input_ids, max_length - context.shape[1] + kept, stop,

@@ -87,7 +87,7 @@ def needle_figures(
 
 
 def grid(tokenizer: Any, hay: Tensor, settings: NeedleGrid) -> Iterator[Asked]:
-    """Yield every prompt of a grid; each takes another part of the text, and the same part in every run."""
+    """Yield every prompt of a grid; each begins elsewhere in the text if it can, and equally in every run."""
     depths = [i / (settings.depths - 1) for i in range(settings.depths)] if settings.depths > 1 else [0.5]
     for length in settings.lengths:
         for i, depth in enumerate(depths):

@@ -6,6 +6,7 @@ The perplexities are different metrics: `token_perplexity` is the one that Spars
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -165,11 +166,13 @@ def evaluate(
     if (wanted := settings.token_perplexity) is not None:
         for name, value in _perplexities(access, texts.windows, wanted.batch_size, progress).items():
             figures |= {name: {"token_perplexity": value}} if name else {"token_perplexity": value}
-    reads_prompts = settings.needle is not None or settings.lm_eval is not None
-    with evaluation_mode(access.model):
-        selection = selecting.prepare(access, tokenizer) if selecting is not None and reads_prompts else None
-        if settings.needle is not None and texts.hay is not None:
-            figures["needle"] = needle_figures(access, tokenizer, texts.hay, settings.needle, selection, progress)
+    # At the first prompt, since choosing blocks takes a run of the whole model.
+    selection = None if selecting is None else functools.cache(functools.partial(selecting.prepare, access, tokenizer))
+    if settings.needle is not None and texts.hay is not None:
+        with evaluation_mode(access.model):
+            figures["needle"] = needle_figures(
+                access, tokenizer, texts.hay, settings.needle, selection and selection(), progress
+            )
     if settings.lm_eval is not None:
         with access.whole() as model, evaluation_mode(model):
             tasks = run_tasks(model, tokenizer, settings.lm_eval, texts.rolling, selection)

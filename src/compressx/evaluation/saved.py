@@ -82,6 +82,10 @@ def measures(
         settings, selecting = section.evaluate, section.select_tokens
     if settings.token_perplexity is None and settings.lm_eval is None and settings.needle is None:
         raise RecipeError(f"{recipe or '--set'}: evaluate is empty; give it token_perplexity, lm_eval, or needle")
+    if recipe is None and selecting is not None and settings.needle is None and settings.lm_eval is None:
+        raise RecipeError(
+            "--set select_tokens: nothing that is measured reads a prompt; give evaluate.needle or --tasks"
+        )
     for dataset in settings.datasets().values():
         check_dataset(dataset)
     if settings.lm_eval is not None:

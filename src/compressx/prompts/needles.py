@@ -48,6 +48,10 @@ MEASURING = (
 )  # fmt: skip
 
 
+_STOPS = (".", ("!", "?", "\u3002", "\uff01", "\uff1f", "\n"))  # where there is no full stop: Chinese, Japanese, code
+_SEARCHED = 100
+
+
 @dataclass(frozen=True, eq=False)
 class Hidden:
     """A prompt with a hidden sentence.
@@ -74,7 +78,7 @@ def hidden(tokenizer: Any, hay: Tensor, fact: Fact, length: int, depth: float, *
         fact: what is hidden and asked.
         length: tokens of the prompt in all.
         depth: of the sentence in the hay, 0 is its beginning and 1 its end. The sentence goes to the nearest end of a
-            sentence before it.
+            sentence or line before it, if there is one within 100 tokens.
         start: first token of hay to use.
 
     Raises:
@@ -91,8 +95,11 @@ def hidden(tokenizer: Any, hay: Tensor, fact: Fact, length: int, depth: float, *
     start %= len(hay) - wanted + 1
     around = hay[start : start + wanted]
     place = round(depth * wanted)
-    while 0 < place < wanted and not tokenizer.decode(around[place - 1 : place]).rstrip().endswith("."):
-        place -= 1
+    ends = [tokenizer.decode(around[i : i + 1]).rstrip(" ") for i in range(max(place - _SEARCHED, 0), place)]
+    for stops in _STOPS if place < wanted else ():
+        if (back := next((i for i, end in enumerate(reversed(ends)) if end.endswith(stops)), None)) is not None:
+            place -= back
+            break
     ids = torch.cat([before, around[:place], sentence, around[place:], after])
     first = len(before) + place
     protected = torch.zeros(len(ids), dtype=torch.bool)

@@ -50,7 +50,7 @@ def read_scores(access: Access, found: Architecture, ids: Tensor, wanted: Attent
         ArtifactError: weights that cannot be read.
     """
     if not wanted.blocks:
-        return torch.empty(0, 0, wanted.queries, len(ids), device=access.device)
+        return torch.empty(0, 0, min(wanted.queries, len(ids)), len(ids), device=access.device)
     check_global(access.model, found, wanted.blocks)
     read: list[Tensor] = []
     with torch.no_grad(), evaluation_mode(access.model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from compressx.recipe.selecting import SelectTokens
 from compressx.recipe.validation import validate_options, validated
 from compressx.runtime.cache import cache_folder, cached
 from compressx.runtime.code import code_versions
-from compressx.runtime.errors import CalibrationError, blamed_on
+from compressx.runtime.errors import CalibrationError, PluginError, blamed_on
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ class Selection:
         found: its blocks.
         selector: the plugin's.
         wanted: the scores that it asks for.
+        told: not empty once it was said that nothing is left out.
     """
 
     settings: SelectTokens
@@ -103,6 +104,7 @@ class Selection:
     found: Architecture
     selector: TokenSelector
     wanted: AttentionRows
+    told: list[bool] = field(default_factory=list, repr=False)
 
     def select(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Selected:
         """Select the tokens of prompts, one after the other.
@@ -133,7 +135,8 @@ class Selection:
             kept = self.places(input_ids[number, there])
             places.append(there[kept.to(there.device)])
             lengths.append(len(there))
-        if lengths == [*map(len, places)]:
+        if lengths == [*map(len, places)] and not self.told:
+            self.told.append(True)
             _log.warning(
                 "select_tokens leaves nothing out of prompts of up to %d tokens: keep is %s, and protected are the "
                 "first %d and the last %d",
@@ -175,7 +178,7 @@ class Selection:
         keep = self.settings.keep
         if isinstance(keep, float):
             return max(round(keep * n), protected, 1)
-        if keep < min(protected, n):
+        if keep < protected:
             raise CalibrationError(
                 f"keep is {keep}, but {protected} tokens of the prompt are protected: what stands around a long text, "
                 "such as the question, and the first and last tokens; raise keep, or lower protect"
@@ -203,9 +206,7 @@ def prepare_selection(settings: SelectTokens, access: Access, tokenizer: Any | N
     spec, options = checked_selector(settings, plugins)
     check_decoder(access.model)
     found, name = survey(access.model), settings.selector
-    with blamed_on(f"build of token selector {name!r} failed"):
-        queries = 0 if spec.needles is None else spec.needles(options)
-        selector = spec.build(options)
+    selector, queries = _built(spec, options)
     if queries:
         check_global(access.model, found, global_blocks(access.model)[:1] or (0,))
         tokenizer = tokenizer_beside(access.model) if tokenizer is None else tokenizer
@@ -227,6 +228,40 @@ def prepare_selection(settings: SelectTokens, access: Access, tokenizer: Any | N
         wanted = rows()
     check_global(access.model, found, wanted.blocks)
     return Selection(settings, access, found, selector, wanted)
+
+
+def _built(spec: TokenSelectorSpec, options: Any) -> tuple[TokenSelector, int]:
+    """Build a selector; also return the number of queries in its needles, 0 for none."""
+    with blamed_on(f"build of token selector {spec.name!r} failed"):
+        queries = 0 if spec.needles is None else spec.needles(options)
+        selector = spec.build(options)
+    if type(queries) is not int or queries < 0:
+        raise PluginError(
+            f"needles of token selector {spec.name!r} must return a number of queries, 0 or more; got {queries!r:.80}"
+        )
+    return selector, queries
+
+
+def check_selection(settings: SelectTokens, skeleton: Any, plugins: Plugins, where: Callable[..., str]) -> None:
+    """Check as much of a selection as can be known without weights.
+
+    Args:
+        settings: the recipe's section.
+        skeleton: the model; only its config and shapes are read.
+        plugins: the available selectors.
+        where: as for `checked_selector`.
+
+    Raises:
+        CompressxError: as for `prepare_selection`.
+    """
+    spec, options = checked_selector(settings, plugins, where)
+    check_decoder(skeleton)
+    found = survey(skeleton)
+    selector, queries = _built(spec, options)
+    blocks = global_blocks(skeleton)[:1] or (0,)
+    if not queries:
+        blocks = _observed(settings, selector, InMemory(skeleton), found, None, 0).blocks
+    check_global(skeleton, found, blocks)
 
 
 def _observed(

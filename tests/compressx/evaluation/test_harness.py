@@ -358,7 +358,7 @@ class TestSelection:
         if keep is not None:
             select = Selecting(SelectTokens.model_validate(given), load_plugins()).prepare(InMemory(model), tokenizer)
         tokenizer.model_max_length, tokenizer.eos_token, tokenizer.pad_token = 128, "</s>", "<s>"
-        return seen, run_tasks(model, tokenizer, written, {}, select)
+        return seen, run_tasks(model, tokenizer, written, {}, select and (lambda: select))
 
     def test_a_task_that_generates_text_reads_the_selected_tokens_only(self, written: LmEval, tokenizer: Any) -> None:
         (whole,), _ = self.read(written, tokenizer, None)

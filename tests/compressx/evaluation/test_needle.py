@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.compressx.saved import save_tiny
 
 from compressx.evaluation import needle
 from compressx.evaluation.needle import grid, needle_figures
+from compressx.evaluation.saved import measures
 from compressx.models.access import InMemory
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
@@ -21,7 +23,7 @@ from compressx.prompts.needles import MEASURING
 from compressx.prompts.select import Selecting
 from compressx.recipe.measuring import NeedleGrid
 from compressx.recipe.selecting import SelectTokens
-from compressx.runtime.errors import CalibrationError, PluginError, RecipeError
+from compressx.runtime.errors import CalibrationError, PluginError, RecipeError, UnsupportedModelError
 from compressx.testing import tiny_model
 
 LENGTHS = [150, 200]
@@ -189,3 +191,42 @@ def test_no_selection_is_prepared_where_nothing_reads_a_prompt(project: Path, mo
     saved = save_tiny(project / "model", "llama")
     report = run(recipe(saved, evaluated=True, select_tokens={"selector": "retrieval-heads", "keep": 0.5}))
     assert set(report.evaluation["pruned"]) == {"token_perplexity"}
+
+
+def test_the_plan_refuses_a_block_that_the_model_does_not_have_or_that_does_not_see_the_whole_prompt(
+    project: Path,
+) -> None:
+    for architecture, block, told in (("llama", 99, "has no block 99; expected 0 to 2"), ("gemma3", 0, "use block 1")):
+        saved = save_tiny(project / architecture, architecture)
+        with pytest.raises(UnsupportedModelError, match=told):
+            plan(recipe(saved, select_tokens={**SELECT, "options": {"block": block}}))
+    saved = save_tiny(project / "mistral", "mistral")
+    with pytest.raises(UnsupportedModelError, match="no block does; use a selector that reads no attention"):
+        plan(recipe(saved, select_tokens={"selector": "retrieval-heads", "keep": 0.5}))
+
+
+def test_a_selection_that_nothing_measured_reads_is_refused_by_eval() -> None:
+    with pytest.raises(RecipeError, match=r"--set select_tokens: nothing that is measured reads a prompt"):
+        measures(None, ["select_tokens.selector=recent", "select_tokens.keep=0.5"])
+    _, select = measures(None, ["select_tokens.selector=recent", "select_tokens.keep=0.5",
+                                "evaluate.needle.dataset=python-docs"])  # fmt: skip
+    assert select is not None
+    assert select.keep == 0.5
+
+
+@pytest.mark.parametrize("count", [-1, True, 1.5])
+def test_a_selector_with_an_impossible_number_of_queries_is_named(count: Any, tokenizer: Any) -> None:
+    plugins = load_plugins()
+    spec = dataclasses.replace(plugins.offers["token_selectors"]["gemfilter"], needles=lambda _: count)
+    changed = dataclasses.replace(plugins, offers={**plugins.offers, "token_selectors": {"gemfilter": spec}})
+    select = SelectTokens.model_validate({"selector": "gemfilter", "keep": 0.5})
+    with pytest.raises(PluginError, match="needles of token selector 'gemfilter' must return a number of queries"):
+        Selecting(select, changed).prepare(model(), tokenizer)
+
+
+def test_that_nothing_is_left_out_is_said_once(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    select = SelectTokens.model_validate({"selector": "recent", "keep": 100})
+    selection = Selecting(select, load_plugins()).prepare(model(), tokenizer)
+    for _ in range(3):
+        selection.select(torch.full((1, 20), 65))
+    assert len([r for r in caplog.records if "leaves nothing out" in r.message]) == 1

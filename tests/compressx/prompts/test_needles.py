@@ -52,6 +52,16 @@ def test_a_prompt_has_exactly_the_length_that_is_asked_for(length: int, depth: f
         assert len(prompt.ids) == len(prompt.protected) == length
 
 
+def test_text_without_full_stops_keeps_the_depth(either: Any) -> None:
+    for stop, marks in (("!", "ab!"), ("", "abc")):
+        text = torch.tensor([ord(c) for c in marks * 400])
+        places = [int(hidden(either, text, CHOOSING[0], 1000, depth).places[0]) for depth in (0.25, 0.5, 0.75)]
+        wanted = 1000 - int(hidden(either, text, CHOOSING[0], 1000, 0.5).protected.sum()) - 43
+        first = int((~hidden(either, text, CHOOSING[0], 1000, 0.5).protected).nonzero()[0])
+        for place, depth in zip(places, (0.25, 0.5, 0.75), strict=True):
+            assert abs(place - first - depth * wanted) <= 3, (stop, depth)
+
+
 def test_the_deeper_the_later_and_always_at_the_end_of_a_sentence(either: Any) -> None:
     text = hay(either)
     starts = []
