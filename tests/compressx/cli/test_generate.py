@@ -69,7 +69,13 @@ def test_the_answer_is_all_that_is_on_standard_output_and_it_is_that_of_the_pyth
     done = invoke("generate", "model", "--prompt-file", "prompt.txt", "--keep", "0.5", "--max-new-tokens", "20")
     expected = compressx.generate(*loaded(), Path("prompt.txt").read_text(), keep=0.5, max_new_tokens=20)
     assert (done.exit_code, done.stdout) == (0, f"{expected.text}\n")
-    assert expected.text
+    assert expected.kept_tokens == 40
+    whole = invoke("generate", "model", "--prompt-file", "prompt.txt", "--full", "--max-new-tokens", "20").stdout
+    assert whole.strip(), "the random model writes words after this prompt"
+    assert (
+        whole
+        == f"{compressx.generate(*loaded(), Path('prompt.txt').read_text(), selector=None, max_new_tokens=20).text}\n"
+    )
     rows = {line.split()[0]: line.split()[1:] for line in done.stderr.splitlines() if line.strip()}
     assert rows["stage"] == ["tokens", "seconds", "peak", "GiB"]
     assert [rows[name][0] for name in ("select", "prefill", "generate")] == [
