@@ -65,7 +65,7 @@ def by_compressx(given: argparse.Namespace, method: str) -> list[dict[str, Any]]
     from compressx.models.access import InMemory
     from compressx.models.loading import load_model, load_tokenizer
     from compressx.prompts.answer import answer
-    from compressx.prompts.select import prepare_selection
+    from compressx.prompts.prepare import Selecting
     from compressx.recipe.selecting import SelectTokens
     from llm_compressor import trimmed
 
@@ -74,7 +74,7 @@ def by_compressx(given: argparse.Namespace, method: str) -> list[dict[str, Any]]
     selection: Any = None
     if method != "full":
         settings = SelectTokens.model_validate({"selector": method, "keep": given.keep})
-        selection = Watched(prepare_selection(settings, InMemory(model), tokenizer, load_plugins()))
+        selection = Watched(Selecting(settings, load_plugins()).prepare(InMemory(model), tokenizer))
     asked, rows = prompts(given, tokenizer), []
     for number, x in enumerate([asked[0], *asked]):  # the first is answered twice, to warm up
         base = trimmed()

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from compressx.pipeline.run import plan, run
     from compressx.plugins.manager import Plugins, load_plugins
     from compressx.prompts.answer import Answer, generate
-    from compressx.prompts.select import Selected, select_tokens
+    from compressx.prompts.select import select_tokens
+    from compressx.prompts.selection import Selected
     from compressx.runtime.errors import (
         ArtifactError,
         CalibrationError,
@@ -64,7 +65,8 @@ _HOME = {
     "api.selector": ["AttentionRows", "ModelFacts", "Needle", "TokenSelector", "TokenSelectorSpec"],
     "api.statistics": ["FeatureNorms", "Hessian", "SequenceSample"],
     "prompts.answer": ["Answer", "generate"],
-    "prompts.select": ["Selected", "select_tokens"],
+    "prompts.select": ["select_tokens"],
+    "prompts.selection": ["Selected"],
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -51,7 +51,7 @@ def evaluate(
     """
     from compressx.cli import tables, terminal
     from compressx.evaluation.saved import evaluate_saved, measures, source_of
-    from compressx.prompts.select import Selecting
+    from compressx.prompts.prepare import Selecting
 
     given = {key: json.dumps(value) if value is True else value for key, value in lm_eval.items() if value is not None}
     if "tasks" in given:

@@ -22,7 +22,7 @@ from compressx.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from compressx.prompts.select import Selecting
+    from compressx.prompts.prepare import Selecting
     from compressx.recipe.sources import ModelSource
 
 
@@ -110,8 +110,8 @@ def _prompt(file: Path | None, prompt: str | None) -> str:
 
 def _selecting(host: Host, source: ModelSource, given: dict[str, Any], *, full: bool) -> Selecting | None:
     """Return how the prompt is shortened: as the run says, with what the options change."""
+    from compressx.prompts.prepare import Selecting
     from compressx.prompts.saved import changed_selection, saved_selection
-    from compressx.prompts.select import Selecting, checked_selector
     from compressx.recipe.yamlfile import assignments, read_plain
     from compressx.runtime.errors import RecipeError
 
@@ -129,7 +129,7 @@ def _selecting(host: Host, source: ModelSource, given: dict[str, Any], *, full: 
             raise RecipeError(f"--full reads the whole prompt; leave out {_flag(*_first(changes))}")
         return None
     selecting = Selecting(changed_selection(saved_selection(source), changes, _flag), host.plugins())
-    checked_selector(selecting.settings, selecting.plugins, lambda *loc: _flag("options", *loc))
+    selecting.spec(lambda *loc: _flag("options", *loc))
     return selecting
 
 

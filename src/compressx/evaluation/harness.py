@@ -25,7 +25,7 @@ from compressx.evaluation.tasks import (
     reads_index,
     task_index,
 )
-from compressx.prompts.select import Selection
+from compressx.prompts.selection import Selection
 from compressx.recipe.document import shown
 from compressx.recipe.measuring import LmEval, RollingTask
 from compressx.runtime.errors import CalibrationError, RecipeError, did_you_mean

@@ -15,7 +15,7 @@ from compressx.api.selector import share_kept
 from compressx.models.access import Access
 from compressx.models.generate import check_room, greedy, readable
 from compressx.prompts.needles import MEASURING, Hidden, hidden
-from compressx.prompts.select import Selection
+from compressx.prompts.selection import Selection
 from compressx.recipe.measuring import NeedleGrid
 
 

@@ -28,7 +28,7 @@ from compressx.evaluation.tasks import ROLLING_METRICS, check_tasks, is_file
 from compressx.models.access import Access, config_fingerprint
 from compressx.models.blockwise import evaluation_mode
 from compressx.prompts.frame import text_ids
-from compressx.prompts.select import Selecting
+from compressx.prompts.prepare import Selecting
 from compressx.recipe.measuring import Evaluate, RollingTask
 from compressx.runtime.cache import cache_folder, cached
 from compressx.runtime.code import code_versions

@@ -21,7 +21,7 @@ from compressx.models.checkpoint import find_checkpoint
 from compressx.models.export import output_folder, save_model
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.models.streaming import open_model
-from compressx.prompts.select import Selecting, checked_selector
+from compressx.prompts.prepare import Selecting
 from compressx.recipe.document import Node, from_python
 from compressx.recipe.measuring import Evaluate
 from compressx.recipe.schema import load_recipe
@@ -119,13 +119,14 @@ def evaluate_saved(
         CompressxError: an error that the user can fix.
     """
     where = device_for(device)
-    if selecting is not None:
-        checked_selector(selecting.settings, selecting.plugins)
     checkpoint = find_checkpoint(source)
     tokenizer = load_tokenizer(checkpoint)
     if settings.lm_eval is not None:
         check_chat_template(settings.lm_eval, tokenizer)
-    positions = getattr(text_config(load_skeleton(checkpoint)), "max_position_embeddings", None)
+    skeleton = load_skeleton(checkpoint)
+    if selecting is not None:
+        selecting.check(skeleton)
+    positions = getattr(text_config(skeleton), "max_position_embeddings", None)
     texts = read_texts(settings, tokenizer, max_positions=positions)
     loaded = None if masks is None else MaskSet.load(masks)
     access: Access = open_model(checkpoint, False if loaded is not None else source.streaming, where)

@@ -11,7 +11,7 @@ import torch
 from compressx.pipeline.log import RunLog
 from compressx.pipeline.tracking import Tracking
 from compressx.plugins.manager import Plugins
-from compressx.prompts.select import Selecting
+from compressx.prompts.prepare import Selecting
 from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.ranks import Ranks
 from compressx.runtime.timing import Timing

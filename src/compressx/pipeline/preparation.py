@@ -34,7 +34,7 @@ from compressx.planning.make import check_rules, make_plan
 from compressx.planning.plan import Plan
 from compressx.plugins.kinds import TOKEN_SELECTOR
 from compressx.plugins.manager import Plugins
-from compressx.prompts.select import check_selection
+from compressx.prompts.prepare import Selecting
 from compressx.recipe.document import Step, from_python
 from compressx.recipe.parts import Parts, parts_of, valid_parts
 from compressx.recipe.schema import LoadedRecipe, read_recipe, recipe_from_source
@@ -145,7 +145,7 @@ def _planned(loaded: LoadedRecipe, plugins: Plugins, skeleton: Any, tokenizer: A
         with mistakes.collected():
             with loaded.at("select_tokens", "selector"):
                 plugins.find(TOKEN_SELECTOR, select.selector)
-            check_selection(select, skeleton, plugins, partial(loaded.where, "select_tokens", "options"))
+            Selecting(select, plugins).check(skeleton, partial(loaded.where, "select_tokens", "options"))
     mistakes.add(*_finetune_mistakes(loaded, skeleton))
     if loaded.recipe.finetune is not None and isinstance(loaded.recipe.finetune.teacher, ModelSource):
         with mistakes.collected(), loaded.at("finetune", "teacher"):

@@ -13,12 +13,11 @@ from torch import Tensor
 from compressx.models.access import InMemory
 from compressx.models.blockwise import evaluation_mode
 from compressx.models.generate import check_room, greedy, readable
-from compressx.plugins.manager import Plugins, load_plugins
+from compressx.plugins.manager import Plugins
 from compressx.prompts.frame import frame, frame_of_chat, text_ids
+from compressx.prompts.prepare import Selecting
 from compressx.prompts.scores import check_decoder, check_ids
-from compressx.prompts.select import Selection, prepare_selection
-from compressx.recipe.selecting import SelectTokens
-from compressx.recipe.validation import validated
+from compressx.prompts.selection import Selection
 from compressx.runtime.errors import CalibrationError
 from compressx.runtime.timing import forget_peaks, peak_memory_bytes
 
@@ -86,9 +85,8 @@ def generate(
     ids, protected = framed(tokenizer, prompt, question)
     selection = None
     if selector is not None:
-        given = {"selector": selector, "keep": keep, "options": dict(options or {}), "protect": dict(protect or {})}
-        settings = validated(SelectTokens, given, lambda *loc: ".".join(["select_tokens", *map(str, loc)]))
-        selection = prepare_selection(settings, InMemory(model), tokenizer, plugins or load_plugins())
+        selecting = Selecting.given(selector, keep, options, protect, plugins)
+        selection = selecting.prepare(InMemory(model), tokenizer)
     return answer(model, tokenizer, ids, protected, max_new_tokens, selection)
 
 

@@ -14,7 +14,7 @@ from compressx.runtime.errors import CalibrationError
 _TEXT = "\u2063text\u2063"  # stands for the long text while a chat template is applied; invisible separators
 
 
-def frame(tokenizer: Any, question: str, *, before: str = "") -> tuple[Tensor, Tensor]:
+def frame(tokenizer: Any, question: str) -> tuple[Tensor, Tensor]:
     """Return the token ids before and after a long text that a question is asked about, int64 [tokens] each.
 
     With a chat template, text and question are one message of the user. Without, the text ends with `Question: ...` and
@@ -23,17 +23,15 @@ def frame(tokenizer: Any, question: str, *, before: str = "") -> tuple[Tensor, T
     Args:
         tokenizer: the model's.
         question: asked after the text; may be empty.
-        before: an instruction before the text.
 
     Raises:
         CalibrationError: a chat template that refuses the message.
     """
-    begin = f"{before}\n\n" if before else ""
     if tokenizer.chat_template:
         asked = f"\n\n{question}" if question else ""
-        return _around(tokenizer, [{"role": "user", "content": f"{begin}{_TEXT}{asked}"}])
+        return _around(tokenizer, [{"role": "user", "content": f"{_TEXT}{asked}"}])
     ended = f"\n\nQuestion: {question}\nAnswer:" if question else ""
-    return torch.cat([_beginning(tokenizer), text_ids(tokenizer, begin)]), text_ids(tokenizer, ended)
+    return _beginning(tokenizer), text_ids(tokenizer, ended)
 
 
 def frame_of_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tuple[Tensor, str, Tensor]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from compressx.models.access import Device, InMemory, device_for
 from compressx.models.checkpoint import find_checkpoint
-from compressx.models.loading import load_model, load_tokenizer
+from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.prompts.answer import Answer, answer, framed
-from compressx.prompts.select import Selecting, checked_selector
+from compressx.prompts.prepare import Selecting
 from compressx.recipe.schema import load_recipe
 from compressx.recipe.selecting import SelectTokens
 from compressx.recipe.sources import ModelSource
@@ -71,10 +71,10 @@ def answer_saved(
         CompressxError: an error that the user can fix.
     """
     where = device_for(device)
-    if selecting is not None:
-        checked_selector(selecting.settings, selecting.plugins)
-    progress("loading the model")
     checkpoint = find_checkpoint(source)
+    if selecting is not None:
+        selecting.check(load_skeleton(checkpoint))
+    progress("loading the model")
     tokenizer = load_tokenizer(checkpoint)
     ids, protected = framed(tokenizer, prompt, question)
     model = load_model(checkpoint).to(where)

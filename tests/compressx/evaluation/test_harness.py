@@ -22,7 +22,7 @@ from compressx.evaluation.harness import check_chat_template, run_tasks
 from compressx.evaluation.tasks import check_tasks
 from compressx.models.access import InMemory
 from compressx.plugins.manager import load_plugins
-from compressx.prompts.select import Selecting
+from compressx.prompts.prepare import Selecting
 from compressx.recipe.measuring import LmEval
 from compressx.recipe.selecting import SelectTokens
 from compressx.runtime.errors import CalibrationError, RecipeError

@@ -20,7 +20,7 @@ from compressx.models.access import InMemory
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
 from compressx.prompts.needles import MEASURING
-from compressx.prompts.select import Selecting
+from compressx.prompts.prepare import Selecting
 from compressx.recipe.measuring import NeedleGrid
 from compressx.recipe.selecting import SelectTokens
 from compressx.runtime.errors import CalibrationError, PluginError, RecipeError, UnsupportedModelError

@@ -10,7 +10,7 @@ from tests.compressx.prompts.selectors import PROTECT, Chosen, plugins_with, pro
 
 import compressx
 from compressx.api.selector import AttentionRows
-from compressx.prompts import select as module
+from compressx.prompts import prepare as module
 from compressx.runtime.errors import CalibrationError, PluginError
 from compressx.testing import save_tiny_model, tiny_model
 
