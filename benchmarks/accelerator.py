@@ -1,0 +1,290 @@
+"""Correctness, time, memory and determinism of every pruner on the device that is here, in under ten minutes.
+
+    python benchmarks/accelerator.py --output DIR
+
+On a GPU it prunes a decoder block of Llama-3-8B's shape with random weights, and SmolLM2-135M whole; on a CPU a tiny
+block only, unless `--size` says otherwise. DIR gets `accelerator.json` and `accelerator.md`, which is printed too:
+
+- agreement: a small float32 model is pruned on the CPU and on the device; the share of mask entries that are equal, and
+  both errors of the block's output. Order of summation differs, so a few weights with nearly equal scores may.
+- block: seconds of pruning and peak device memory above the model's, with the sparsity counted in the masks.
+- determinism: the same block pruned twice; whether masks and weights are equal to the bit.
+- model: SmolLM2 whole, from text to masks.
+- 2:4: a linear by `torch.sparse.to_sparse_semi_structured` against the dense one, and the error of its output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import compressx
+from compressx.models.access import device_for
+from compressx.runtime.machine import machine
+from compressx.runtime.timing import forget_peaks, peak_resident_bytes
+from random_llama import config
+
+QK = ["*.q_proj", "*.k_proj"]
+METHODS: dict[str, list[dict[str, Any]]] = {
+    "magnitude 50%": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}],
+    "Wanda 50%": [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}],
+    "Wanda 2:4": [{"targets": ["*"], "pruner": "wanda", "pattern": "2:4"}],
+    "SparseGPT 50%": [{"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.5}],
+    "SparseGPT 2:4": [{"targets": ["*"], "pruner": "sparsegpt", "pattern": "2:4"}],
+    "ALPS 50%": [{"targets": ["*"], "pruner": "alps", "sparsity": 0.5}],
+    "sensitivity 50%": [{"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5, "group": "joint"}],
+    "attnprune, q and k 80%": [{"targets": QK, "pruner": "attnprune", "sparsity": 0.8}],
+    "attnprune, q and k 80%, refit": [
+        {"targets": QK, "pruner": "attnprune", "sparsity": 0.8, "options": {"refit": 20}}
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is measured.
+
+    Attributes:
+        width, inner: of the block, in features.
+        vocabulary: of its model, small, because embeddings are not pruned.
+        windows, length: calibration text, in windows and tokens.
+        dtype: of the block's weights.
+        linears: [out_features, in_features] of the linears timed at 2:4.
+        tokens: that enter them.
+        whole: whether SmolLM2 is pruned too.
+    """
+
+    width: int
+    inner: int
+    vocabulary: int
+    windows: int
+    length: int
+    dtype: str
+    linears: tuple[tuple[int, int], ...]
+    tokens: tuple[int, ...]
+    whole: bool
+
+
+SIZES = {
+    "tiny": Size(64, 192, 100, 4, 32, "float32", ((64, 64),), (16,), whole=False),
+    "llama-3-8b": Size(
+        4096, 14336, 1000, 128, 2048, "bfloat16", ((4096, 4096), (14336, 4096), (4096, 14336)), (1, 64, 2048),
+        whole=True,
+    ),
+}  # fmt: skip
+SMALL = Size(256, 768, 1000, 16, 128, "float32", (), (), whole=False)
+"""Of the comparison with the CPU: large enough for several column blocks, small enough for a CPU."""
+
+
+def model_of(size: Size, device: torch.device) -> Any:
+    """Return a random Llama of one block on the device."""
+    from transformers import AutoModelForCausalLM
+
+    settings = config(size.width, size.inner, 1, size.vocabulary, size.dtype)
+    with torch.random.fork_rng([]), torch.device("cpu"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, size.dtype)).eval()
+    return model.to(device)
+
+
+def text_of(size: Size) -> Tensor:
+    """Return random token ids, int64 [windows, tokens]."""
+    return torch.randint(size.vocabulary, (size.windows, size.length), generator=torch.Generator().manual_seed(0))
+
+
+def pruned(model: Any, size: Size, rules: list[dict[str, Any]], ids: Tensor) -> compressx.PrunedModel:
+    """Prune a copy of a model."""
+    recipe = {"calibration": {"batch_size": max(1, 4096 // size.length)}, "prune": rules}
+    return compressx.prune(deepcopy(model), None, recipe, calibration=ids)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Memory:
+    """Peak memory since it was made, above what there was: of the device, on a CPU of the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        forget_peaks()
+        self.before = torch.cuda.memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+
+    def above(self) -> int:
+        """Return the bytes."""
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak_resident_bytes()
+        return peak - self.before
+
+
+def agreements(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield for each method how far the device's masks are the CPU's."""
+    model, ids = model_of(SMALL, torch.device("cpu")), text_of(SMALL)
+    for name, rules in METHODS.items():
+        here, there = (pruned(model.to(where), SMALL, rules, ids) for where in (torch.device("cpu"), device))
+        equal = sum(int((here.masks[n].keep == there.masks[n].keep).sum()) for n in here.masks)
+        total = sum(here.masks[n].keep.numel() for n in here.masks)
+        yield {
+            "method": name, "equal": equal / total, "error on the CPU": here.report.blocks[0].output_error,
+            "error": there.report.blocks[0].output_error,
+        }  # fmt: skip
+
+
+def blocks(device: torch.device, size: Size) -> Iterator[dict[str, Any]]:
+    """Yield for each method the time and memory of a block, pruned twice, and whether both results are equal."""
+    model, ids = model_of(size, device), text_of(size)
+    pruned(model, size, METHODS["Wanda 50%"], ids)  # warms up
+    for name, rules in METHODS.items():
+        results, seconds, memory = [], [], []
+        for _ in range(2):
+            synchronise(device)
+            room = Memory(device)
+            started = time.perf_counter()
+            result = pruned(model, size, rules, ids)
+            synchronise(device)
+            seconds.append(time.perf_counter() - started)
+            memory.append(room.above())
+            results.append({n: (e.keep, result.model.get_submodule(n).weight.cpu()) for n, e in result.masks.items()})
+            report = result.report
+            del result
+        equal = all(torch.equal(a, b) for n in results[0] for a, b in zip(results[0][n], results[1][n], strict=True))
+        yield {
+            "method": name, "seconds": min(seconds), "prune": report.seconds["prune"], "bytes": max(memory),
+            "sparsity": report.sparsity, "twice the same": equal,
+        }  # fmt: skip
+
+
+def wholes(device: torch.device, model: dict[str, Any], text: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield for each method the time and memory of SmolLM2 whole, on 128 x 512 tokens."""
+    for name, rules in METHODS.items():
+        recipe = {
+            "model": model, "calibration": {"dataset": {"text": text} if text != "wikitext" else text, "samples": 128,
+                                            "sequence_length": 512},
+            "prune": rules, "output": str(folder / name.replace(" ", "-").replace("%", "").replace(":", "of")),
+        }  # fmt: skip
+        report = compressx.run(recipe, device=str(device), restart=True)
+        yield {
+            "method": name, "seconds": report.seconds["prune"], "bytes": report.peak_memory_bytes,
+            "sparsity": report.sparsity,
+        }  # fmt: skip
+
+
+def semi_structured(device: torch.device, size: Size) -> Iterator[dict[str, Any]]:
+    """Yield for each linear and number of tokens the time of a dense and of a 2:4 product.
+
+    Raises:
+        RuntimeError: the device has no such products.
+    """
+    from torch.sparse import to_sparse_semi_structured
+
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        raise RuntimeError("needs a CUDA GPU of compute capability 8.0 or later")
+    for rows, columns in size.linears:
+        linear = nn.Linear(columns, rows, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(False)
+        groups = linear.weight.view(rows, -1, 4)
+        groups.scatter_(-1, groups.abs().topk(2, largest=False).indices, 0.0)
+        sparse = to_sparse_semi_structured(linear.weight)
+        for tokens in size.tokens:
+            x = torch.randn(max(tokens, 16), columns, device=device, dtype=torch.bfloat16)  # fewer rows are padded
+            dense, fast = linear(x), nn.functional.linear(x, sparse)
+            error = float((fast - dense).float().norm() / dense.float().norm())
+            times = {
+                kind: median_time(device, partial(nn.functional.linear, x, weight))
+                for kind, weight in (("dense", linear.weight), ("2:4", sparse))
+            }
+            yield {"linear": f"{rows} x {columns}", "tokens": tokens, **times, "error": error}
+
+
+def median_time(device: torch.device, call: Callable[[], Any], times: int = 30) -> float:
+    """Return the median of seconds of a call, warmed up."""
+    seconds = []
+    for attempt in range(times + 5):
+        synchronise(device)
+        started = time.perf_counter()
+        call()
+        synchronise(device)
+        if attempt >= 5:
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def measured(title: str, rows: Callable[[], Iterator[dict[str, Any]]]) -> dict[str, Any]:
+    """Return the rows of a section, and after an error those before it, with the reason."""
+    found: list[dict[str, Any]] = []
+    started = time.perf_counter()
+    try:
+        for row in rows():
+            found.append(row)
+            print(f"{title}: {row}", file=sys.stderr, flush=True)
+    except (RuntimeError, compressx.CompressxError) as error:
+        return {
+            "rows": found,
+            "not measured": f"{type(error).__name__}: {error}",
+            "seconds": time.perf_counter() - started,
+        }
+    return {"rows": found, "seconds": time.perf_counter() - started}
+
+
+def table(title: str, section: dict[str, Any]) -> str:
+    """Return a section as Markdown."""
+    rows = section["rows"]
+    lines = [f"## {title}", ""]
+    if rows:
+        lines += ["| " + " | ".join(rows[0]) + " |", "|---" * len(rows[0]) + "|"]
+        lines += [
+            "| " + " | ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in r.values()) + " |" for r in rows
+        ]
+    if reason := section.get("not measured"):
+        lines += ["", f"Not measured: {reason}"]
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Measure everything; print and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--size", choices=("auto", *SIZES), default="auto", help="auto: tiny on a CPU")
+    parser.add_argument("--model", type=Path, help="GGUF file of SmolLM2; from its package when absent")
+    parser.add_argument("--text", default="wikitext", help="calibration text of SmolLM2, a file or `wikitext`")
+    arguments = parser.parse_args()
+    device = device_for(arguments.device)
+    size = SIZES[("llama-3-8b" if device.type == "cuda" else "tiny") if arguments.size == "auto" else arguments.size]
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    sections = {
+        "agreement with the CPU": measured("agreement", lambda: agreements(device)),
+        f"a block of width {size.width}, {size.windows} x {size.length} tokens": measured(
+            "block", lambda: blocks(device, size)
+        ),
+        "2:4 products": measured("2:4", lambda: semi_structured(device, size)),
+    }
+    if size.whole:
+        from compressx.recipe.schema import load_recipe
+
+        source = load_recipe(Path(__file__).parents[1] / "recipes" / "wanda-50.yaml").recipe.model
+        model = source.model_dump(exclude_defaults=True) if arguments.model is None else {"path": str(arguments.model)}
+        sections["SmolLM2-135M, 128 x 512 tokens"] = measured(
+            "model", lambda: wholes(device, model, arguments.text, arguments.output / "runs")
+        )
+    found = {"machine": machine(device), "size": asdict(size), "sections": sections}
+    (arguments.output / "accelerator.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    text = "\n".join([found["machine"], "", *(table(title, section) for title, section in sections.items())])
+    (arguments.output / "accelerator.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
