@@ -1,0 +1,92 @@
+"""Tests of the measured rates of a device."""
+
+import time
+
+import pytest
+import torch
+
+from compressx.runtime import rates as module
+from compressx.runtime.rates import Rates, rates
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Measure anew and briefly, and forget what a test measured."""
+    monkeypatch.setattr(module, "_BUDGET", 0.05)
+    module._measured.cache_clear()
+    yield
+    module._measured.cache_clear()
+
+
+def test_rates_are_those_of_a_product_of_ones_own(fresh):
+    measured = rates(CPU).of(torch.float32) / torch.get_num_threads()
+    x, weight, times = torch.randn(128, 1024), torch.randn(1024, 1024), []
+    for _ in range(20):
+        started = time.perf_counter()
+        x @ weight.T
+        times.append(time.perf_counter() - started)
+    assert 1 / 4 < measured / (2 * 128 * 2**20 / min(times)) < 4 * torch.get_num_threads()
+
+
+def test_a_product_counts_two_operations_an_entry_and_a_copy_both_ways(fresh, monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", iter(range(10**6)).__next__)  # every operation takes a second
+    measured = module._measured(CPU)
+    assert measured.products == dict.fromkeys(("float32", "bfloat16", "float16"), 2 * 64 * 1024 * 1024)
+    assert measured.copy == 2 * 2**26
+
+
+def test_quick_products_are_measured_with_more_rows(fresh, monkeypatch):
+    tick = module._LONG_ENOUGH / 4
+    clock = iter(i * tick for i in range(10**6))
+    monkeypatch.setattr(time, "perf_counter", clock.__next__)
+    monkeypatch.setattr(module, "_ROWS", (64, 256))
+    assert module._product(CPU, "float32").operation.args[0].shape == (256, 1024)
+
+
+def test_rates_are_measured_once_a_process_and_grow_with_the_threads(fresh, monkeypatch):
+    measured = rates(CPU)
+    monkeypatch.setattr(module, "_measure", None)  # called a second time, it would fail
+    assert rates(CPU) == measured
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert rates(CPU).products["float32"] == pytest.approx(3 * module._measured(CPU).products["float32"])
+    assert rates(CPU).copy == measured.copy
+
+
+def test_measuring_leaves_threads_and_random_numbers_as_they_are(fresh):
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_num_threads(2)
+    try:
+        rates(CPU)
+        assert torch.get_num_threads() == 2
+        assert torch.equal(torch.get_rng_state(), state)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_dtype_that_a_device_cannot_multiply_has_no_rate(fresh, monkeypatch):
+    linear = torch.nn.functional.linear
+
+    def without_bfloat16(x, weight):
+        if x.dtype == torch.bfloat16:
+            raise RuntimeError("not implemented for 'BFloat16'")
+        return linear(x, weight)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", without_bfloat16)
+    measured = rates(CPU)
+    assert measured.of(torch.bfloat16) == 0.0
+    assert measured.of(torch.float32) > 0.0
+
+
+def test_a_rate_is_that_of_the_fastest_run():
+    seconds = iter([0.03, 0.01, 0.02])
+    timed = module._Timed(lambda: time.sleep(next(seconds)), 100, CPU)
+    for _ in range(3):
+        shortest = timed.run()
+    assert 0.01 <= shortest < 0.02
+    assert timed.rate == pytest.approx(100 / shortest)
+
+
+def test_rates_are_asked_by_dtype():
+    assert Rates({"float32": 2.0}, 1.0).of(torch.float32) == 2.0
