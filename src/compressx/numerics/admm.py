@@ -15,12 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import FixedMask, Pattern, keep_mask
-from compressx.numerics.obs import NotPositiveDefiniteError, damp_
+from compressx.api.patterns import NOT_FINITE, FixedMask, Pattern, keep_mask
+from compressx.numerics.obs import NOT_FINITE_HESSIAN, NotPositiveDefiniteError, damp_
 from compressx.runtime.finite import all_finite
 
 _CHECK = 3
 """Steps of ADMM between looks at how much the support has changed, as published."""
+
+_LOOK_EVERY = {"cpu": 1, "cuda": 4}
+"""Steps of the conjugate gradient between looks at whether it is done; a look at a GPU waits for it."""
 
 _RISES = ((0.1, 1.3), (0.005, 1.2), (0.0, 1.1))
 """Factors by which the penalty rises when more than this fraction of the support has changed, as published."""
@@ -57,7 +60,7 @@ class Metric:
             NotPositiveDefiniteError: an entry is not finite.
         """
         if not all_finite(hessian):
-            raise NotPositiveDefiniteError("the Hessian has NaN or infinite entries, as the calibration activations do")
+            raise NotPositiveDefiniteError(NOT_FINITE_HESSIAN)
         bare = hessian.diagonal().clone()
         damp_(hessian, damping)
         scale = hessian.diagonal().sqrt()
@@ -69,10 +72,17 @@ class Metric:
         """Return a weight [out_features, n] in the metric's variables and dtype."""
         return weight.to(self.scale.dtype) * self.scale
 
-    def squares(self, change: Tensor) -> tuple[float, float]:
-        """Measure a change [out_features, n] of scaled weights: ||X change^T||^2, damped and bare."""
-        damped = float((change @ self.gram).mul_(change).sum(dtype=torch.float64))
-        return damped, max(0.0, damped - float((change.square() * self.damped).sum(dtype=torch.float64)))
+    def squares(self, *changes: Tensor) -> list[tuple[float, float]]:
+        """Measure changes [out_features, n] of scaled weights: of each ||X change^T||^2, damped and bare."""
+        sums = []
+        for change in changes:
+            sums.append((change @ self.gram).mul_(change).sum(dtype=torch.float64))
+            sums.append((change.square() * self.damped).sum(dtype=torch.float64))
+        values = torch.stack(sums).tolist()  # one transfer
+        return [
+            (damped, max(0.0, damped - of_damping))
+            for damped, of_damping in zip(values[::2], values[1::2], strict=True)
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +124,7 @@ def prune(
 
     Raises:
         NotPositiveDefiniteError: the damped Hessian is indefinite by more than the penalty.
-        ValueError: in_features not divisible by an N:M pattern's M.
+        ValueError: in_features not divisible by an N:M pattern's M, or weights that are not finite.
     """
     target = metric.scaled(dense)
     if isinstance(pattern, FixedMask):
@@ -124,11 +134,12 @@ def prune(
         keep, near, taken = select(target, metric, pattern, penalty=penalty, steps=steps)
         result, solved, residual = solve(target, metric, keep, near, steps=solver_steps)
         start = _choose(target, metric, pattern)
-        if metric.squares(result - target)[0] > metric.squares(target.masked_fill(start, 0.0))[0]:
+        (reached, _), (at_start, _) = metric.squares(result - target, target.masked_fill(start, 0.0))
+        if reached > at_start:
             keep = start
             result, solved, residual = solve(target, metric, keep, steps=solver_steps)
     change = result - target
-    (_, lost), (_, whole) = metric.squares(change), metric.squares(target)
+    (_, lost), (_, whole) = metric.squares(change, target)
     weight = (dense + change / metric.scale).masked_fill_(~keep, 0.0)
     return Solution(keep, weight, lost / whole if whole else 0.0, taken, solved, residual)
 
@@ -158,23 +169,33 @@ def select(
     """
     keep = seen = _choose(target, metric, pattern)
     point = target * keep  # [out, n]: the sparse point where kept, the dual in units of the penalty elsewhere
-    pull = _pull(metric.gram, penalty)
-    kept = max(1, int(keep.sum()))
+    pull, failed = _pull(metric.gram, penalty)
     taken = 0
     while taken < steps:
         near = torch.where(keep, point, -point).sub_(target) @ pull
         point = point.masked_fill_(keep, 0.0).add_(near).add_(target)
         keep = _choose(point, metric, pattern)
         taken += 1
-        if taken % _CHECK == 0:
-            changed = int((keep != seen).sum()) / kept
-            if changed <= _SETTLED:
-                break
-            seen = keep
-            rise = next(factor for above, factor in _RISES if changed > above)
-            penalty *= rise
-            pull = _pull(metric.gram, penalty)
-            point = torch.where(keep, point, point / rise)
+        if taken % _CHECK and taken < steps:
+            continue
+        # One look at all, since it waits for the device.
+        numbers = [(keep != seen).sum(), keep.sum(), failed, point.sum().isfinite()]
+        changed, kept, no_factor, finite = torch.stack([x.long() for x in numbers]).tolist()
+        if no_factor:
+            raise NotPositiveDefiniteError(
+                f"the damped Hessian plus ADMM's penalty of {penalty:g} is not positive definite; use more calibration "
+                "samples, or a larger damping or penalty"
+            )
+        if not (finite or all_finite(point)):
+            raise ValueError(NOT_FINITE)
+        changed /= max(1, kept)
+        if changed <= _SETTLED or taken == steps:
+            break
+        seen = keep
+        rise = next(factor for above, factor in _RISES if changed > above)
+        penalty *= rise
+        pull, failed = _pull(metric.gram, penalty)
+        point = torch.where(keep, point, point / rise)
     return keep, point.masked_fill_(~keep, 0.0), taken
 
 
@@ -206,37 +227,38 @@ def solve(
         change = (start - target).mul_(keep & (goal > 0))  # rows that lose nothing keep their weights to the bit
         residual = wanted - (change @ metric.gram).mul_(keep)
     direction, power = residual, _squares(residual)
-    taken = 0
-    while taken < steps and (power.sqrt() > goal).any():
+    taken = torch.zeros((), dtype=torch.float64, device=target.device)
+    every = _LOOK_EVERY[target.device.type]
+    for number in range(steps):
+        working = (power.sqrt() > goal).any()
+        if number % every == 0 and not working:
+            break
         image = (direction @ metric.gram).mul_(keep)
-        step = _ratio(power, (direction * image).sum(dim=1, keepdim=True))
+        # From when all rows are solved until that is seen, steps change nothing.
+        step = _ratio(power, (direction * image).sum(dim=1, keepdim=True)) * working
         change = change.addcmul_(step, direction)
         residual = residual.addcmul(step, image, value=-1.0)
         power, before = _squares(residual), power
         direction = torch.addcmul(residual, _ratio(power, before), direction)
-        taken += 1
-    left = float(_ratio(power.sqrt(), goal).max()) * tolerance
-    return change.add_(target).masked_fill_(~keep, 0.0), taken, left
+        taken += working
+    needed, left = torch.stack([taken, _ratio(power.sqrt(), goal).max().double()]).tolist()
+    return change.add_(target).masked_fill_(~keep, 0.0), int(needed), left * tolerance
 
 
 def _choose(scaled: Tensor, metric: Metric, pattern: Pattern) -> Tensor:
-    """Keep the largest scaled weights (equation 4); features that never fired go first."""
-    return keep_mask(scaled.square().masked_fill_(metric.dead, 0.0), pattern)
+    """Keep the largest scaled weights (equation 4), which the caller checks; features that never fired go first."""
+    return keep_mask(scaled.square().masked_fill_(metric.dead, 0.0), pattern, known_finite=True)
 
 
-def _pull(gram: Tensor, penalty: float) -> Tensor:
-    """Return penalty * (gram + penalty * I)^-1, by which ADMM's first half step multiplies."""
+def _pull(gram: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
+    """Return penalty * (gram + penalty * I)^-1, for the first half step of ADMM, and a number that is 0 if it exists."""
     matrix = gram.clone(memory_format=torch.contiguous_format)
-    matrix.diagonal().add_(penalty)
+    diagonal = matrix.diagonal().add_(penalty)
     column_major = matrix.mT  # what LAPACK works on in place; symmetric, so it is the same matrix
     failed = torch.empty((), dtype=torch.int32, device=matrix.device)
     torch.linalg.cholesky_ex(column_major, out=(column_major, failed))
-    if failed:
-        raise NotPositiveDefiniteError(
-            f"the damped Hessian plus ADMM's penalty of {penalty:g} is not positive definite; use more calibration "
-            "samples, or a larger damping or penalty"
-        )
-    return torch.cholesky_inverse(column_major).mul_(penalty)
+    diagonal.copy_(torch.where(failed == 0, diagonal, 1.0))  # LAPACK refuses to invert a zero before anyone has looked
+    return torch.cholesky_inverse(column_major).mul_(penalty), failed
 
 
 def _squares(rows: Tensor) -> Tensor:

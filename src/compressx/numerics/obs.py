@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import NM, FixedMask, Pattern, count_dropped, drop_lowest
+from compressx.api.patterns import NM, NOT_FINITE, FixedMask, Pattern, count_dropped, drop_lowest
 from compressx.api.statistics import Hessian
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.finite import all_finite
@@ -32,6 +32,9 @@ _CHUNK = 1 << 20
 """Numbers that are moved at once."""
 
 _RAISES = 5
+
+
+NOT_FINITE_HESSIAN = "the Hessian has NaN or infinite entries, as the calibration activations do"
 
 
 class NotPositiveDefiniteError(ValueError):
@@ -82,19 +85,20 @@ def inverse_cholesky_of(fresh: Callable[[], Tensor], damping: float = 0.01) -> t
     for attempt in range(_RAISES + 1):
         used = damping * 10**attempt
         matrix = fresh()
-        if not all_finite(matrix):
-            raise NotPositiveDefiniteError("the Hessian has NaN or infinite entries, as the calibration activations do")
         damp_(matrix, used)
+        trace = matrix.diagonal().sum()
         _reverse_(matrix)
         column_major = matrix.mT  # what LAPACK works on in place; symmetric, so it is the same matrix
         failed = torch.empty((), dtype=torch.int32, device=matrix.device)
         torch.linalg.cholesky_ex(column_major, out=(column_major, failed))
-        if not failed:
-            _reverse_(matrix)  # now R^T
-            _invert_lower_(matrix)
-            if all_finite(matrix):
-                return column_major, used
+        _reverse_(matrix)  # now R^T
+        _invert_lower_(matrix)
+        # One look at all, since it waits for the device. A factor whose sum overflows is of no use either.
+        if (failed == 0) & trace.isfinite() & matrix.sum().isfinite():
+            return column_major, used
         del matrix, column_major  # before the next is made
+        if not all_finite(fresh()):
+            raise NotPositiveDefiniteError(NOT_FINITE_HESSIAN)
     raise NotPositiveDefiniteError(
         f"the Hessian is not positive definite even with damping {used:g} of its mean diagonal; use more calibration "
         "samples or a larger damping"
@@ -123,11 +127,12 @@ def refused(name: str) -> Iterator[None]:
 def damp_(matrix: Tensor, damping: float) -> None:
     """Add a fraction of a Hessian's mean diagonal to its diagonal, in place; dead features get the mean first."""
     diagonal = matrix.diagonal()
-    dead = diagonal == 0
+    bare = diagonal.clone()
+    dead = bare == 0
     # The mean runs over live features only: dead ones would water the damping down.
-    mean = diagonal[~dead].mean() if not dead.all() else torch.ones((), dtype=matrix.dtype, device=matrix.device)
-    diagonal[dead] = mean
-    diagonal += damping * mean
+    live = (~dead).sum()
+    mean = torch.where(live > 0, bare.sum() / live.clamp_min(1), 1.0)
+    diagonal.copy_(torch.where(dead, mean, bare) + damping * mean)
 
 
 def _reverse_(matrix: Tensor) -> None:
@@ -170,7 +175,7 @@ def sweep(weight: Tensor, factor: Tensor, pattern: Pattern, dead: Tensor | None 
         `keep` bool [out_features, in_features], and the new weight in float32 at least, zero where not kept.
 
     Raises:
-        ValueError: in_features not divisible by an N:M pattern's M.
+        ValueError: in_features not divisible by an N:M pattern's M, or numbers that are not finite.
     """
     rows, columns = weight.shape
     span = BLOCK_COLUMNS
@@ -181,6 +186,7 @@ def sweep(weight: Tensor, factor: Tensor, pattern: Pattern, dead: Tensor | None 
     w = weight.to(factor.dtype, copy=True)
     keep = torch.ones(rows, columns, dtype=torch.bool, device=weight.device)
     step = pattern.of if isinstance(pattern, NM) else _STEP
+    lost_sums = []  # of each column block: not finite where a number of its is not
     for start in range(0, columns, span):
         stop = min(start + span, columns)
         u = factor[start:stop, start:stop]
@@ -196,13 +202,17 @@ def sweep(weight: Tensor, factor: Tensor, pattern: Pattern, dead: Tensor | None 
             if isinstance(pattern, NM):
                 part_dead = None if block_dead is None else block_dead[first:last]
                 scores = _scores(block[first:last].T, u.diagonal()[first:last], part_dead)
-                block_keep[:, first:last] = drop_lowest(scores, pattern.of - pattern.keep)
+                block_keep[:, first:last] = drop_lowest(scores, pattern.of - pattern.keep, known_finite=True)
             lost = (~block_keep[:, first:last]).T / u.diagonal()[first:last, None]
             for j in range(first, last):
                 column = torch.addmv(block[j], errors[first:j].T, u[first:j, j], alpha=-1.0, out=block[j])
                 torch.mul(column, lost[j - first], out=errors[j])
         w[:, start:stop] = torch.where(block_keep, block.T, 0.0)
         w[:, stop:].addmm_(errors.T, factor[start:stop, stop:], alpha=-1.0)
+        lost_sums.append(errors.sum(dtype=torch.float64))
+    # One look for the whole weight, since it waits for the device.
+    if not all_finite(torch.stack(lost_sums)):
+        raise ValueError(NOT_FINITE)
     return keep, w
 
 
@@ -223,4 +233,4 @@ def _choose(
     unit = 1 if pattern.group == "row" else rows
     count = count_dropped(pattern.sparsity, stop * unit) - count_dropped(pattern.sparsity, start * unit)
     shaped = scores if pattern.group == "row" else scores.reshape(1, -1)
-    return drop_lowest(shaped, count).view(scores.shape)
+    return drop_lowest(shaped, count, known_finite=True).view(scores.shape)

@@ -58,7 +58,7 @@ def test_a_metric_is_the_damped_hessian_with_a_unit_diagonal():
     metric = Metric.of(hessian.clone(), 0.05)
     assert torch.equal(metric.gram.diagonal(), torch.ones(48, dtype=torch.float64))
     torch.testing.assert_close(metric.gram * metric.scale * metric.scale[:, None], damped(hessian, 0.05))
-    with_damping, without = metric.squares(metric.scaled(weight))
+    with_damping, without = metric.squares(metric.scaled(weight))[0]
     assert with_damping == pytest.approx(squares(weight, damped(hessian, 0.05)))
     assert without == pytest.approx(float((x @ weight.T).square().sum()))
 
@@ -176,12 +176,27 @@ def test_with_nearly_independent_inputs_the_start_wins_and_its_weights_are_solve
     keep, near, _ = select(target, metric, NM(2, 4))
     alone, _, _ = solve(target, metric, keep, near)
     start = keep_mask(target.square(), NM(2, 4))
-    assert metric.squares(alone - target)[0] > metric.squares(target * start - target)[0]
+    (of_admm, _), (of_start, _) = metric.squares(alone - target, target * start - target)
+    assert of_admm > of_start
     solution = prune(weight, metric, NM(2, 4))
     solved, steps, _ = solve(target, metric, start)
     assert torch.equal(solution.keep, start)
     assert solution.solver_steps == steps > 0
     torch.testing.assert_close(metric.scaled(solution.weight), solved)
+
+
+@pytest.mark.parametrize("look", [2, 4, 1000])
+def test_steps_that_follow_until_someone_looks_change_nothing(look, monkeypatch):
+    weight, x = problem()
+    metric = Metric.of((x.T @ x).float(), 0.01)
+    target = metric.scaled(weight)
+    keep = torch.rand(weight.shape, generator=torch.Generator().manual_seed(3)) > 0.5
+    seen_at_once = [solve(target, metric, keep, steps=steps) for steps in (100, 3)]
+    monkeypatch.setattr("compressx.numerics.admm._LOOK_EVERY", {"cpu": look})
+    for expected, steps in zip(seen_at_once, (100, 3), strict=True):
+        solved, taken, residual = solve(target, metric, keep, steps=steps)
+        assert torch.equal(solved, expected[0])
+        assert (taken, residual) == expected[1:]
 
 
 def test_the_reported_error_is_that_of_the_output():
@@ -196,9 +211,9 @@ def test_a_change_that_the_inputs_do_not_see_costs_nothing_and_never_less():
     weight, x = problem(tokens=20)
     metric = Metric.of((x.T @ x).float(), 0.01)
     unseen = torch.linalg.svd(x, full_matrices=True).Vh[20:].float()
-    costs = [metric.squares(metric.scaled(change[None]))[1] for change in unseen]
+    costs = [metric.squares(metric.scaled(change[None]))[0][1] for change in unseen]
     assert min(costs) >= 0.0
-    assert max(costs) < 1e-3 * metric.squares(metric.scaled(weight))[1]
+    assert max(costs) < 1e-3 * metric.squares(metric.scaled(weight))[0][1]
 
 
 def test_a_fixed_mask_is_kept_and_its_weights_are_the_best_there_are():
@@ -263,5 +278,20 @@ def test_a_hessian_that_is_not_finite_or_indefinite_is_refused():
     with pytest.raises(NotPositiveDefiniteError, match="NaN"):
         Metric.of(torch.full((2, 2), float("nan")))
     indefinite = torch.tensor([[1.0, 3.0], [3.0, 1.0]])
+    for steps in (1, 3, 300):
+        with pytest.raises(NotPositiveDefiniteError, match="penalty"):
+            pruned(torch.ones(2, 2), indefinite, Unstructured(0.5, "row"), steps=steps)
+    at_zero = Metric(torch.tensor([[1.0, 4.0], [4.0, 1.0]]), torch.ones(2), torch.zeros(2), torch.zeros(2).bool())
+    with pytest.raises(NotPositiveDefiniteError, match="penalty"):  # the factor stops at a zero
+        prune(torch.ones(2, 2), at_zero, Unstructured(0.5, "row"), penalty=3.0)
     with pytest.raises(NotPositiveDefiniteError, match=r"penalty of 0\.1 is not positive definite; use more calib"):
         pruned(torch.ones(2, 2), indefinite, Unstructured(0.5, "row"))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 300])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_a_weight_that_is_not_finite_is_refused(pattern, steps):
+    weight, x = problem()
+    weight[5, 7] = float("nan")
+    with pytest.raises(ValueError, match="finite"):
+        pruned(weight, x.T @ x, pattern, steps=steps)

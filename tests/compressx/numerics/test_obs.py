@@ -154,3 +154,25 @@ def test_a_hessian_that_no_damping_mends_is_refused_with_the_damping_tried():
         inverse_cholesky(torch.diag(torch.tensor([1.0, 1.0, -5.0])), 1e-5)
     with pytest.raises(NotPositiveDefiniteError, match="NaN"):
         inverse_cholesky(torch.full((2, 2), float("nan")))
+
+
+@pytest.mark.parametrize("dense", [
+    torch.full((1, 1), float("inf")), torch.diag(torch.tensor([float("inf"), 1.0])),
+    torch.diag(torch.tensor([1.0, 1.0, float("inf")])), torch.eye(3).index_fill(1, torch.tensor(1), float("inf")),
+])  # fmt: skip
+def test_a_hessian_that_is_infinite_anywhere_is_refused(dense):
+    with pytest.raises(NotPositiveDefiniteError, match="NaN or infinite"):
+        inverse_cholesky(dense)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("pattern", [
+    Unstructured(0.5, "row"), Unstructured(0.5, "layer"), NM(2, 4),
+    FixedMask(torch.arange(144).remainder(2).bool().expand(6, 144), Unstructured(0.5)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("column", [0, 130, 142, 143])
+def test_a_weight_that_is_not_finite_is_refused_wherever_it_is(pattern, column, bad):
+    weight, x = problem(6, 144)
+    weight[3, column] = bad
+    with pytest.raises(ValueError, match="finite"):
+        sweep(weight, inverse_cholesky(x.T @ x)[0], pattern)
