@@ -251,7 +251,7 @@ def _choose(scaled: Tensor, metric: Metric, pattern: Pattern) -> Tensor:
 
 
 def _pull(gram: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
-    """Return penalty * (gram + penalty * I)^-1, for the first half step of ADMM, and a number that is 0 if it exists."""
+    """Return penalty * (gram + penalty * I)^-1, for the first half step of ADMM, and a number, 0 if it exists."""
     matrix = gram.clone(memory_format=torch.contiguous_format)
     diagonal = matrix.diagonal().add_(penalty)
     column_major = matrix.mT  # what LAPACK works on in place; symmetric, so it is the same matrix
