@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from compressx.cli.launch import left_to_launcher
+
 if TYPE_CHECKING:
     from compressx.plugins.manager import Plugins
 
@@ -100,7 +102,8 @@ def errors_for_users(command: _Command) -> _Command:
         try:
             command(*args, **kwargs)
         except CompressxError as error:
-            click.echo(f"error: {error}", err=True)
+            if not left_to_launcher(str(error)):
+                click.echo(f"error: {error}", err=True)
             sys.exit(2)
         except KeyboardInterrupt as stopped:
             word, status = ("terminated", 143) if isinstance(stopped, Terminated) else ("interrupted", 130)

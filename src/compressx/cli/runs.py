@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from compressx.cli.common import PATH, Host, device_option, errors_for_users, is_first, set_option
+from compressx.cli.launch import in_processes
 
 
 @click.command(epilog="Example: compressx run recipe.yaml --set calibration.samples=8")
@@ -22,6 +23,7 @@ from compressx.cli.common import PATH, Host, device_option, errors_for_users, is
 @click.option("--log-file", type=PATH, help="Also append the log to this file; the output has it as run.log.")
 @click.pass_obj
 @errors_for_users
+@in_processes
 def run(
     host: Host, recipe: Path, overrides: tuple[str, ...], device: str, resume: bool, restart: bool, verbose: bool,
     quiet: bool, log_file: Path | None,
@@ -113,6 +115,7 @@ def compare(runs: tuple[Path, ...], output: Path | None) -> None:
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but the comparison, errors and warnings.")
 @click.pass_obj
 @errors_for_users
+@in_processes
 def sweep(
     host: Host, recipe: Path, axes: tuple[str, ...], overrides: tuple[str, ...], output: Path | None, device: str,
     restart: bool, quiet: bool,

@@ -29,6 +29,9 @@ _groups = count()
 _TIMEOUT = timedelta(days=1)
 """One process may evaluate or solve for hours while the others wait; `torchrun` ends all when one dies."""
 
+ANOTHER_ENDED = "another process of this run has ended; see its own message for the reason"
+"""The message of a process whose part in the run is over by no fault of its own."""
+
 _LOST = re.compile("Connection (closed|reset) by peer|Broken pipe|remote process exited")
 """The backends' messages when another process has ended."""
 
@@ -155,7 +158,7 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     except RuntimeError as error:
         if not _LOST.search(str(error)):
             raise
-        raise CompressxError("another process of this run has ended; see its own message for the reason") from error
+        raise CompressxError(ANOTHER_ENDED) from error
     finally:
         distributed.destroy_process_group()
 

@@ -1,0 +1,176 @@
+"""`--processes`: one command, several processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.compressx.cli.commands import invoke
+from tests.compressx.saved import save_tiny
+
+from compressx.masks.maskset import MaskSet
+
+RECIPE = """\
+model: {path: model}
+calibration: {dataset: {text: text.txt}, samples: 8, sequence_length: 32}
+prune:
+  - {targets: ["*"], pruner: PRUNER, sparsity: 0.5}
+output: out
+"""
+WAITING = '''
+import os, signal, time
+from pathlib import Path
+from pydantic import BaseModel
+from compressx import FeatureNorms, PruneResult, PrunerSpec, hookimpl, keep_masks
+
+class Options(BaseModel):
+    pass
+
+class Waiting:
+    """Wanda whose last process ends itself in the second block, or waits there."""
+
+    def observe(self, block, name):
+        return FeatureNorms(block.linears[name].in_features)
+
+    def prune(self, block, patterns, stats):
+        if block.index == 1 and os.environ["RANK"] == "3" and os.environ["ENDS"] == "itself":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if block.index == 1 and os.environ["ENDS"] != "itself":
+            Path("waiting").touch()
+            time.sleep(100)
+        scores = {n: block.linears[n].weight.abs() * stats[n].norms for n in patterns}
+        return {n: PruneResult(keep) for n, keep in keep_masks(scores, patterns).items()}
+
+@hookimpl
+def compressx_pruners():
+    return [PrunerSpec("waiting", "for a test", Options, lambda _: Waiting(), separable=True)]
+'''
+WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama").parent
+
+
+@pytest.fixture
+def work(saved: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for source in saved.iterdir():
+        (project / source.name).symlink_to(source)
+    (project / "r.yaml").write_text(RECIPE.replace("PRUNER", "sparsegpt"))
+    (project / "waiting.py").write_text(WAITING)
+    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    return project
+
+
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "compressx", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=os.environ | environment, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.slow
+def test_four_processes_write_the_masks_of_one_and_print_once(work: Path) -> None:
+    assert invoke("run", "r.yaml", "--set", "output=one", "-q").exit_code == 0
+    process = start("run", "r.yaml", "--processes", "4")
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert out.count("written to out") == 1
+    one, four = MaskSet.load("one/masks.safetensors"), MaskSet.load("out/masks.safetensors")
+    assert set(one) == set(four)
+    assert all(torch.equal(one[name].keep, four[name].keep) for name in one)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_told_once_and_its_status_returned(work: Path) -> None:
+    process = start("run", "r.yaml", "--processes", "3", "--set", "prune.0.pruner=sparsegtp")
+    out, errors = process.communicate(timeout=300)
+    assert (process.returncode, out) == (2, "")
+    assert errors.count("did you mean 'sparsegpt'?") == 1
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_all_within_seconds_and_the_run_can_be_resumed(work: Path) -> None:
+    (work / "r.yaml").write_text(RECIPE.replace("PRUNER", "waiting"))
+    process = start("--plugin", "waiting", "run", "r.yaml", "--processes", "4", ENDS="itself")
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 1, errors
+    assert "error: process 3 was ended by SIGKILL, so all ended" in errors
+    assert "Traceback" not in errors
+    assert "written to" not in out
+    assert len(list(work.glob(".out.partial-*/state.json"))) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_processes(work: Path) -> None:
+    (work / "r.yaml").write_text(RECIPE.replace("PRUNER", "waiting"))
+    process = start("--plugin", "waiting", "run", "r.yaml", "--processes", "2", ENDS="never")
+    deadline = time.monotonic() + 200
+    while not (work / "waiting").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    asked = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - asked < 40
+    assert process.returncode == 130, errors
+    assert "interrupted; finished blocks are kept, and --resume continues after them" in errors
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["0"], "'0' is no number of processes; expected 1, 2, ... or all, one for each GPU"),
+        (["many"], "'many' is no number of processes"),
+        pytest.param(["all"], "--processes all starts one for each GPU, and there is none", marks=WITHOUT_CUDA),
+        (["all", "--device", "cpu"], "--processes all starts one for each GPU, and there is none"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(given: list[str], told: str, work: Path) -> None:
+    done = invoke("run", "r.yaml", "--processes", *given)
+    assert done.exit_code == 2
+    assert told in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "told"),
+    [("cuda:1", "2", "is one GPU, and every process needs its own"), ("cuda", "3", "and there are 2")],
+)
+def test_every_process_needs_its_own_gpu(
+    device: str, processes: str, told: str, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("compressx.models.access.device_for", torch.device)
+    done = invoke("run", "r.yaml", "--device", device, "--processes", processes)
+    assert done.exit_code == 2
+    assert told in done.stderr
+
+
+def test_all_starts_one_process_for_each_gpu(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr("compressx.models.access.device_for", torch.device)
+    monkeypatch.setattr("compressx.cli.launch.launch", lambda number: started.append(number) or 0)
+    assert invoke("run", "r.yaml", "--device", "cuda", "--processes", "all").exit_code == 0
+    assert started == [8]
+
+
+def test_torchrun_and_the_option_exclude_each_other(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    done = invoke("run", "r.yaml", "--processes", "2")
+    assert done.exit_code == 2
+    assert "--processes and torchrun exclude each other" in done.stderr
+
+
+def test_one_process_is_not_started_anew(work: Path) -> None:
+    assert invoke("run", "r.yaml", "--processes", "1", "-q").exit_code == 0
+    assert (work / "out/report.json").is_file()
