@@ -2,12 +2,16 @@
 
 A block is finished when `state.json` lists it. That file is written last, after the block's weights, masks, report and
 matrices and the hidden states that enter the next block. Files of unfinished blocks are overwritten.
+
+Hidden states can be larger than all weights of a block. They are written when enough time has passed since the last
+writing, and only then are the blocks up to there finished. Blocks after them are pruned again by a run that resumes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +32,9 @@ from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import BLOCKS, STATE, atomic_write, os_errors_named
 from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.timing import Timing
+
+SHARE = 0.03
+"""Fraction of a run's time that the writing of hidden states may take."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +80,11 @@ class Journal:
         self.fingerprint = fingerprint
         self.finished: list[str] = []
         self.allocated: Allocated | None = None
+        self._cost, self._since = 0.0, time.perf_counter()  # seconds of the last writing of states, and when it ended
         if self.state.exists():
             self._open()
+        for left in self.blocks.glob(".*.partial") if ranks.first else ():  # of a run that was killed while it wrote
+            left.unlink(missing_ok=True)
 
     def allocate(self, allocated: Allocated) -> None:
         """Record an allocation."""
@@ -82,13 +92,16 @@ class Journal:
         self._write()
 
     def add(self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], streams: Streams) -> None:
-        """Record a block while its weights are loaded.
+        """Record a block while its weights are loaded; it counts as finished once hidden states are written, too.
+
+        They are written after the first block, and again when that takes at most `SHARE` of the time that has passed.
+        All processes do so after the same blocks.
 
         Args:
             access: the model.
             block: its report and matrices.
             masks: masks of its linears, by name.
-            streams: hidden states that enter the next block.
+            streams: hidden states that enter the next block; empty when none does, and then the block is finished.
 
         Raises:
             ArtifactError: a file cannot be written; the block then does not count as finished.
@@ -100,14 +113,24 @@ class Journal:
             pooled = {f"{i}.{j}": p for i, m in enumerate(block.matrices) for j, p in enumerate(_pooled(m))}
             write(self._file(fqn, "matrices.safetensors"), {name: p.values for name, p in pooled.items()})
             atomic_write(self._file(fqn, "json"), json.dumps(_block_to_dict(block)).encode())
+        self.finished.append(fqn)
         named = {"dense": streams.dense, "pruned": streams.pruned}
         states = {f"{name}.{i:06d}": state for name, some in named.items() for i, state in enumerate(some)}
-        write(self._states(len(self.finished) + 1), states)
+        started = time.perf_counter()
+        if self.ranks.broadcast(not states or self._cost <= SHARE * (started - self._since)):
+            self._finish(states)
+            self._since = time.perf_counter()
+            self._cost = self._since - started if states else self._cost
+
+    def _finish(self, states: Mapping[str, Tensor]) -> None:
+        """Write the hidden states, then the record, and then delete the states of earlier blocks."""
+        path = self._states(len(self.finished))
+        write(path, states)
         self.ranks.barrier()
-        self.finished.append(fqn)
         self._write()
         self.ranks.barrier()
-        self._states(len(self.finished) - 1).unlink(missing_ok=True)
+        for earlier in {*self.blocks.glob(self._states("*").name)} - {path}:
+            earlier.unlink(missing_ok=True)
 
     def restore(self, access: Access, keep: Keep = in_memory) -> tuple[list[FinishedBlock], Streams]:
         """Load the weights of all finished blocks into the model; return the blocks and the hidden states.
@@ -176,7 +199,7 @@ class Journal:
     def _file(self, fqn: str, ending: str) -> Path:
         return self.blocks / f"{fqn or 'outside'}.{ending}"
 
-    def _states(self, count: int) -> Path:
+    def _states(self, count: int | str) -> Path:
         return self.blocks / f"states-{count}.{self.ranks.rank}.safetensors"
 
 

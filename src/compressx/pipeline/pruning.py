@@ -46,7 +46,7 @@ class Record(Protocol):
         """Keep an allocation."""
 
     def add(self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], streams: Streams) -> None:
-        """Keep a finished block, its masks and the hidden states that enter the next one."""
+        """Keep a pruned block, its masks and the hidden states that enter the next one."""
 
     def restore(self, access: Access, keep: Keep) -> tuple[list[FinishedBlock], Streams]:
         """Return to the state after the last finished block."""
@@ -143,16 +143,18 @@ class Pruning:
         streams = 1 if planned.reconstruct_block is None else 2  # dense and pruned
         keep = self._keep(f"hidden-{context.ranks.rank}", sum(map(len, self.mine)) * streams)
         finished: list[FinishedBlock] = []
-        resumed = None
+        resumed, note = None, ""
         total = _blocks(planned)
         if journal.finished:
             context.report_progress("load", 2, 2)
             finished, states = journal.restore(self.access, keep)
             resumed = Finished(journal.finished[-1], states)
-        context.report_progress("prune", len(finished), total)
+            note = f"resumed after {resumed.fqn or 'the linears outside the blocks'}, {len(finished)} of {total}"
+        context.report_progress("prune", len(finished), total, note)
         for block in prune_model(self.calibrated, planned, self.mine, resumed, keep, context.ranks, fisher):
             finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
-            journal.add(self.access, finished[-1], block.masks, block.streams)
+            # After the last block no states are needed, and those of earlier ones are deleted.
+            journal.add(self.access, finished[-1], block.masks, block.streams if len(finished) < total else Streams(()))
             context.log.block(block.report, len(finished), total)
             context.tracking.block(block.report)
             context.report_progress("prune", len(finished), total)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from compressx import hookimpl
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_model
+from compressx.pipeline import journal
 from compressx.pipeline.run import run
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.sources import ModelSource
@@ -74,11 +77,13 @@ class _Stopping:
             raise KeyboardInterrupt
 
 
-def stopped(asked: dict[str, Any], after: int, modules: tuple[str, ...] = (), **options: Any) -> Path:
-    """Interrupt a run after so many blocks; returns what it left."""
+def stopped(
+    asked: dict[str, Any], after: int, modules: tuple[str, ...] = (), share: float = math.inf, **options: Any
+) -> Path:
+    """Interrupt a run after so many blocks; returns what it left. `share` is that of the time for hidden states."""
     plugins = load_plugins(modules=modules)
     plugins.manager.register(_Stopping(after), name="stopping")
-    with pytest.raises(KeyboardInterrupt):
+    with patch.object(journal, "SHARE", share), pytest.raises(KeyboardInterrupt):
         run(asked, plugins=plugins, **options)
     (left,) = leftovers()
     return left

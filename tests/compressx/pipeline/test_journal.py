@@ -1,0 +1,194 @@
+"""When a run records its hidden states, and what is left of it if it is killed in between."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.compressx.pipeline.runs import artifacts, leftovers, recipe, stopped
+from tests.compressx.processes import in_two, joined
+
+from compressx.api.record import BlockReport
+from compressx.models.hidden import Streams
+from compressx.models.shards import read
+from compressx.pipeline import journal
+from compressx.pipeline.journal import FinishedBlock, Journal
+from compressx.pipeline.run import run
+from compressx.runtime.ranks import ALONE, Ranks
+
+REBUILT: dict[str, Any] = {"reconstruct_block": {"passes": 1}}
+SENSITIVE = {"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5}
+
+
+class Clock:
+    """A clock that only moves when something is said to take time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Weights:
+    """A model whose blocks take so many seconds to prune, and nothing to write."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self.clock, self.seconds = clock, seconds
+
+    def write(self, fqn: str, folder: Path) -> None:
+        self.clock.now += self.seconds
+
+
+def recorded(
+    folder: Path, block: float, states: float, blocks: int = 40, ranks: Ranks = ALONE
+) -> tuple[list[int], float]:
+    """Add blocks to a journal, each of so many seconds; return after which it recorded states, and its seconds."""
+    clock, seen = Clock(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "time", clock)
+
+        def written(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+            if path.name.startswith("states-"):
+                clock.now += states
+                seen.append(int(path.name.removeprefix("states-").partition(".")[0]))
+
+        patch.setattr(journal, "write", written)
+        kept, access = Journal(folder, {}, ranks), Weights(clock, block)
+        for i in range(blocks):
+            streams = Streams([torch.zeros(1, 2, 3)] if i + 1 < blocks else ())
+            if not ranks.first:
+                clock.now += block  # only the first process writes weights
+            kept.add(access, FinishedBlock(BlockReport(i, f"block.{i}", (), 0.0), ()), {}, streams)  # type: ignore[arg-type]
+    return seen, clock.now
+
+
+def test_hidden_states_are_written_after_the_first_block_and_then_seldom_enough_to_cost_three_percent(tmp_path):
+    seen, seconds = recorded(tmp_path, block=10.0, states=1.0)
+    assert seen == [*range(1, 40, 4), 40], "1 second is 3% of 33, which are four blocks"
+    assert len(seen) - 1 <= 0.03 * seconds + 1
+    assert json.loads((tmp_path / "state.json").read_text())["finished"] == [f"block.{i}" for i in range(40)]
+
+
+def test_states_that_take_no_time_are_written_after_every_block_and_dear_ones_only_once(tmp_path):
+    assert recorded(tmp_path / "a", block=10.0, states=0.1)[0] == [*range(1, 41)]
+    assert recorded(tmp_path / "b", block=10.0, states=100.0)[0] == [1, 40]
+
+
+def _recorded_by(ranks: Ranks, folder: Path) -> list[int]:
+    slow = 1.0 if ranks.first else 30.0  # alone, the second process would not write again
+    return recorded(folder, block=10.0, states=slow, blocks=10, ranks=ranks)[0]
+
+
+def test_processes_write_their_states_after_the_same_blocks(tmp_path):
+    blocks = in_two(partial(joined, partial(_recorded_by, folder=tmp_path)), tmp_path, start="fork")
+    assert blocks == [[1, 5, 9, 10]] * 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_blocks_after_the_last_states_are_pruned_again_and_the_files_are_those_of_an_uninterrupted_run(
+    model, streaming, monkeypatch
+):
+    asked = recipe(model, SENSITIVE, **REBUILT)
+    asked["model"]["streaming"] = streaming
+    run({**asked, "output": "whole"})
+    left = stopped(asked, 2, share=0.0)
+    assert json.loads((left / "state.json").read_text())["finished"] == ["model.layers.0"]
+    assert (left / "blocks/model.layers.1.safetensors").is_file(), "weights are written with every block"
+    told: list[tuple[int, str]] = []
+    run(asked, resume=True, progress=lambda stage, done, _, note: stage == "prune" and told.append((done, note)))
+    assert told[0] == (1, "resumed after model.layers.0, 1 of 3")
+    assert [done for done, _ in told] == [1, 2, 3]
+    assert artifacts("out") == artifacts("whole")
+
+
+def test_states_are_written_in_the_dtype_of_the_model_and_not_kept_when_all_blocks_are_finished(model):
+    asked = recipe(model, SENSITIVE, **REBUILT)
+    asked["model"]["dtype"] = "bfloat16"
+    left = stopped(asked, 2)
+    states = read(left / "blocks/states-2.0.safetensors")
+    assert {name.partition(".")[0] for name in states} == {"dense", "pruned"}
+    assert {x.dtype for x in states.values()} == {torch.bfloat16}
+    left = stopped(asked, 1, resume=True)
+    assert [(p.name, read(p)) for p in left.glob("blocks/states-*")] == [("states-3.0.safetensors", {})]
+
+
+# --- killed between any two changes of its files
+
+
+class Killed(BaseException):
+    """Ends a run where a kill would."""
+
+
+class Killing:
+    """Ends a run before its n-th change to what it records; then nothing is tidied up any more."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, after: int) -> None:
+        self.left, self.last = after, ""
+        replace, unlink = Path.replace, Path.unlink
+        patch.setattr(Path, "replace", lambda path, to: self.change(to) or replace(path, to))
+        patch.setattr(Path, "unlink", lambda path, **how: self.remove(path) and unlink(path, **how))
+
+    def change(self, path: Path) -> None:
+        if path.parent.name == "blocks" or path.name == "state.json":
+            self.left -= 1
+            self.last = path.name
+            if self.left < 0:
+                raise Killed(path.name)
+
+    def remove(self, path: Path) -> bool:
+        if path.name.startswith("states-") and path.exists():
+            self.change(path)
+        return not (self.left < 0 and path.name.endswith(".partial"))
+
+
+def killed(asked: dict[str, Any], share: float, after: int) -> str:
+    """Kill a run before one of its changes; returns the name of that file, or nothing if the run came to its end."""
+    with pytest.MonkeyPatch.context() as patch:
+        Killing(patch, after)
+        patch.setattr(journal, "SHARE", share)
+        try:
+            run(asked, restart=True)
+        except Killed as where:
+            return str(where)
+    return ""
+
+
+def check_kills(asked: dict[str, Any], share: float, points: range) -> list[str]:
+    """Kill a run at each of these changes and resume it; returns before which files it was killed."""
+    run({**asked, "output": "whole"})
+    expected, before = artifacts("whole"), []
+    for point in points:
+        before.append(killed(asked, share, point))
+        if not before[-1]:
+            break
+        for left in leftovers():  # what is listed is whole
+            for fqn in (
+                json.loads((left / "state.json").read_text())["finished"] if (left / "state.json").exists() else ()
+            ):
+                for ending in ("json", "safetensors", "masks.safetensors"):
+                    assert (left / f"blocks/{fqn}.{ending}").is_file()
+        run(asked, resume=True)
+        assert artifacts("out") == expected, f"killed before {before[-1]}"
+        assert not leftovers()
+    return before
+
+
+def test_killed_between_two_records_a_run_goes_on_from_the_first(model):
+    before = check_kills(recipe(model), 0.0, range(10, 11))
+    assert before == [
+        f"model.layers.{name}" for name in ("1.matrices.safetensors", "1.json", "2.safetensors", "2.masks.safetensors")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, float("inf")])
+def test_killed_at_any_change_of_its_files_a_run_goes_on_to_the_same_end(model, share):
+    before = check_kills(recipe(model), share, range(100))
+    assert before[-1] == ""
+    assert before.count("state.json") == (2 if share == 0.0 else 3)
+    assert before.count("states-1.0.safetensors") == 2  # written, and deleted
