@@ -30,6 +30,7 @@ from compressx.models.shards import OUTSIDE
 from compressx.numerics.output_error import channel_weights, relative_errors
 from compressx.planning.plan import Plan
 from compressx.runtime.ranks import ALONE, Ranks
+from compressx.runtime.timing import synchronize
 from compressx.training.reconstruct import Passage, reconstruct
 
 _MEASURED_TOKENS = 2048
@@ -156,6 +157,7 @@ class _Pruning:
             )
         if block.index < self.last:
             advance(block.fqn, runs, streams.pruned)
+        synchronize(next(block.module.parameters()).device)
         seconds = time.perf_counter() - started
         return PrunedBlock(
             BlockReport(block.index, block.fqn, layers, seconds, error, reconstruction), masks, images, streams

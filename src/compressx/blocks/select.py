@@ -22,6 +22,7 @@ from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.finite import refuse_damage
 from compressx.runtime.ranks import ALONE, Ranks, assign
+from compressx.runtime.timing import synchronize
 
 Built: TypeAlias = Mapping[PlannedRule, tuple[AnyPruner, AnyPruner | None]]
 """The pruners of each rule: the selecting one, and the reconstructing one if there is one."""
@@ -141,6 +142,7 @@ def decide_all(
     first = sum(not rule.separable for rule, _ in tasks)
     turns = [tasks[:first], *([task] for task in tasks[first:])] if ranks.size == 1 else [tasks]
     untouched = Checksums(block, [rule.label for rule in by_rule])
+    synchronize(_device(block))  # what gathering and summing left to do is not a pruner's time
     for turn in turns:
         for name, decision in _in_turn(block, turn, by_rule, pruners, stats, untouched, ranks, kept):
             yield name, decision
@@ -162,15 +164,19 @@ def _in_turn(
             started = time.perf_counter()
             patterns = {n: by_rule[rule][n] for n in names}
             mine[i] = decide(rule, pruners[rule], block, patterns, stats, untouched, kept)
+            synchronize(_device(block))
             seconds[i] = time.perf_counter() - started
         for name in names:
             del stats[name]
     seconds = [sum(each) for each in zip(*ranks.all_gather(seconds), strict=True)]
-    device = next(iter(block.linears.values())).weight.device
-    for i, results in enumerate(exchange(ranks, owners, mine, device)):
+    for i, results in enumerate(exchange(ranks, owners, mine, _device(block))):
         for name, result in results.items():
             part = seconds[i] * block.linears[name].weight.numel() / sizes[i]
             yield name, Decision(tasks[i][0], result, part)
+
+
+def _device(block: Block) -> torch.device:
+    return next(iter(block.linears.values())).weight.device
 
 
 def _apart(rule: PlannedRule, patterns: Mapping[str, Unstructured | NM], stats: Stats) -> list[list[str]]:

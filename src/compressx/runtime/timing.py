@@ -44,6 +44,12 @@ class Timing:
         return {**self.spent, "total": sum(self.spent.values())}
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for what a GPU was asked to do, so that the clock can be read; a CPU has done it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def forget_peaks() -> None:
     """Reset the peak memory counters where the system can, because one process may run several recipes."""
     with contextlib.suppress(OSError):  # Linux only, and not in every container
