@@ -1,0 +1,136 @@
+"""What is counted of an accelerator's work: waits of the host, kernels, bytes copied, bytes alive."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+_SKIPPED = (str(Path(torch.__file__).parent), contextmanager.__code__.co_filename, str(Path(__file__).parent))
+
+
+@dataclass
+class Counts:
+    """What an accelerator did in a section of a program.
+
+    Attributes:
+        waits: how often the host waited for the device, by (file:line of the caller, what it asked for), such as
+            `("pruners/mine.py:12", "item")`.
+        kernels: how often each operator computed something on the device, by its name in aten. Views, metadata, empty
+            allocations and copies from or to the host start no kernel.
+        to_device_bytes: copied from the host.
+        to_host_bytes: copied to the host.
+        peak_bytes: the most bytes of the device that were alive at once.
+    """
+
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    kernels: Counter[str] = field(default_factory=Counter)
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def synchronisations(self) -> int:
+        """How often the host waited for the device."""
+        return self.waits.total()
+
+    @property
+    def launches(self) -> int:
+        """How many kernels were started."""
+        return self.kernels.total()
+
+    def places(self, most: int = 12) -> str:
+        """List where the host waited, the most frequent places first, for messages."""
+        shown = [f"{count} x {what} at {place}" for (place, what), count in self.waits.most_common(most)]
+        more = len(self.waits) - len(shown)
+        return ", ".join(shown) + (f", and {more} more places" if more > 0 else "")
+
+
+class Record(Counts):
+    """The counts of a pretended accelerator from its beginning; sections of it are counted by `counted`.
+
+    Attributes:
+        alive_bytes: bytes of the device that are alive now.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive_bytes = 0
+        self._counting: list[Counts] = [self]
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._lock = threading.RLock()  # threads that load weights count, too
+
+    @contextmanager
+    def counted(self) -> Iterator[Counts]:
+        """Count a section: what happens in the `with` is added to the `Counts` that it yields, and nothing else is."""
+        section = Counts(peak_bytes=self.alive_bytes)
+        with self._lock:
+            self._counting.append(section)
+        try:
+            yield section
+        finally:
+            with self._lock:
+                self._counting = [each for each in self._counting if each is not section]
+
+    def forget_peak(self) -> None:
+        """Begin to look for the peak anew, as `torch.cuda.reset_peak_memory_stats` does."""
+        self.peak_bytes = self.alive_bytes
+
+    def wait(self, what: str) -> None:
+        """Count that the host waited."""
+        where = (_place(), what)
+        with self._lock:
+            for each in self._counting:
+                each.waits[where] += 1
+
+    def launch(self, operator: Any) -> None:
+        """Count the kernel of an operator of aten."""
+        kernel = operator._schema.name.removeprefix("aten::")
+        with self._lock:
+            for each in self._counting:
+                each.kernels[kernel] += 1
+
+    def copied(self, *, to_device: int = 0, to_host: int = 0) -> None:
+        """Count bytes that were copied."""
+        with self._lock:
+            for each in self._counting:
+                each.to_device_bytes += to_device
+                each.to_host_bytes += to_host
+
+    def allocated(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage as the device's until nothing holds it any more; one that is known already is not counted."""
+        key = storage._cdata
+        if key in self._alive:
+            return
+        size = storage.nbytes()
+
+        def freed(_: object) -> None:
+            with self._lock:
+                del self._alive[key]
+                self.alive_bytes -= size
+
+        with self._lock:
+            self._alive[key] = weakref.ref(storage, freed)
+            self.alive_bytes += size
+            for each in self._counting:
+                each.peak_bytes = max(each.peak_bytes, self.alive_bytes)
+
+
+def _place() -> str:
+    """Return file:line of the innermost caller that is neither torch's nor the pretended device's."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_SKIPPED):
+            return f"{'/'.join(Path(file).parts[-3:])}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "a thread of torch"

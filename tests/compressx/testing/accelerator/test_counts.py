@@ -1,0 +1,142 @@
+"""What a pretended accelerator counts: waits with their places, kernels, copied bytes, and bytes alive."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from compressx.testing import Record, pretended_accelerator
+
+
+@pytest.fixture
+def device() -> Iterator[Record]:
+    with pretended_accelerator() as record:
+        yield record
+
+
+@pytest.mark.parametrize(
+    ("ask", "what", "times"),
+    [
+        (lambda x: x.sum().item(), "item", 1),
+        (lambda x: bool((x > 0).all()), "item", 1),
+        (lambda x: float(x[0]) + int(x[1]), "item", 2),
+        (lambda x: 1 if x.any() else 0, "item", 1),
+        (lambda x: torch.allclose(x, x), "allclose", 1),
+        (lambda x: x.tolist(), "copy to the host", 1),
+        (lambda x: x.cpu(), "copy to the host", 1),
+        (lambda x: torch.empty(4).copy_(x), "copy to the host", 1),
+        (lambda x: torch.empty(4).copy_(x, non_blocking=True), "copy to the host", 1),  # not pinned
+        (lambda x: x.nonzero(), "nonzero", 1),
+        (lambda x: x[x > 0.5], "indexing by a mask", 1),
+        (lambda x: x.masked_select(x > 0.5), "masked_select", 1),
+        (lambda x: x.__setitem__(x > 0.5, x.max()), "indexing by a mask", 1),
+        (lambda x: torch.equal(x, x + 1), "equal", 1),
+        (lambda x: x.unique(), "unique", 1),
+        (lambda x: torch.linalg.cholesky(torch.eye(3, device="cuda")), "check of a factorisation", 1),
+        (lambda x: torch.cuda.synchronize(), "synchronize", 1),
+        (lambda x: torch.ones(3).to("cuda"), "copy to the device", 1),
+        (lambda x: torch.tensor([1.0], device="cuda"), "copy to the device", 1),
+        (lambda x: x.copy_(torch.ones(4)), "copy to the device", 1),
+        (lambda x: [float(v) for v in x], "item", 4),
+    ],
+)
+def test_the_host_waits_where_it_asks_the_device(device, ask, what, times):
+    x = torch.rand(4).to("cuda")
+    with device.counted() as counts:
+        ask(x)
+    assert {asked: count for (_, asked), count in counts.waits.items()} == {what: times}
+    assert counts.synchronisations == times
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: (x * 2 + 1).softmax(0).sum(),
+        lambda x: x + torch.tensor(1.0),
+        lambda x: torch.zeros(3, device="cuda").fill_(2.0),
+        lambda x: x.__setitem__(x > 0.5, 0.0),
+        lambda x: torch.where(x > 0.5, x, 0.0),
+        lambda x: x[torch.arange(2, device="cuda")],
+        lambda x: x.cpu if x.shape[0] else None,
+        lambda x: x.to("cpu", non_blocking=True),
+        lambda x: torch.empty(4, pin_memory=True).copy_(x, non_blocking=True),
+        lambda x: torch.ones(4).pin_memory().to("cuda", non_blocking=True),
+        lambda x: torch.linalg.cholesky_ex(torch.eye(3, device="cuda")),
+    ],
+)
+def test_the_host_does_not_wait_for_what_it_only_starts(device, work):
+    x = torch.rand(4).to("cuda")
+    with device.counted() as counts:
+        work(x)
+    assert counts.waits == {}
+
+
+def test_a_wait_has_the_line_that_asked(device):
+    x = torch.rand(4).to("cuda")
+    with device.counted() as counts:
+        for _ in range(3):
+            x.sum().item()
+        line = inspect.currentframe().f_lineno - 1
+    assert counts.waits == {(f"testing/accelerator/test_counts.py:{line}", "item"): 3}
+    assert counts.places() == f"3 x item at testing/accelerator/test_counts.py:{line}"
+    x.tolist()
+    assert device.places(most=1).endswith(", and 2 more places")
+
+
+def test_kernels_are_what_computes(device):
+    x = torch.rand(4, 4).to("cuda")
+    with device.counted() as counts:
+        y = torch.empty(16, device="cuda")
+        y.copy_(x.T.reshape(16))  # a clone, and a copy
+        y.view(4, 4)[1:].t().unsqueeze(0).detach()
+        torch.mul(x, 2, out=x)
+        x @ x
+        torch.rand(2).square()  # the host's
+        x.sum().item()
+    assert counts.kernels == {"clone": 1, "copy_": 1, "mul": 1, "mm": 1, "sum": 1}
+    assert counts.launches == 5
+
+
+def test_bytes_are_counted_both_ways_and_in_open_sections_only(device):
+    with device.counted() as outer:
+        x = torch.zeros(10, dtype=torch.float64).to("cuda")
+        with device.counted() as inner:
+            x.float().cpu()
+            x[:2].tolist()
+        x.copy_(torch.ones(10))
+    x.cpu()
+    assert (inner.to_device_bytes, inner.to_host_bytes) == (0, 40 + 16)
+    assert (outer.to_device_bytes, outer.to_host_bytes) == (80 + 40, 56)
+    assert (device.to_device_bytes, device.to_host_bytes) == (120, 136)
+
+
+def test_the_peak_is_of_storages_that_are_alive_at_once(device):
+    x = torch.zeros(1000, device="cuda")
+    view = x.view(10, 100)[2:]
+    assert device.alive_bytes == 4000
+    with device.counted() as counts:
+        y = view + 1  # 3200
+        del y
+        y = x.double()  # 8000
+        del y
+    assert (counts.peak_bytes, device.peak_bytes, device.alive_bytes) == (12_000, 12_000, 4000)
+    del x
+    assert device.alive_bytes == 4000, "the view still holds it"
+    del view
+    gc.collect()
+    assert (device.alive_bytes, torch.cuda.max_memory_allocated()) == (0, 12_000)
+    torch.cuda.reset_peak_memory_stats()
+    assert device.peak_bytes == 0
+
+
+def test_what_a_backward_pass_saves_counts_until_it_is_done(device):
+    x = torch.zeros(100, device="cuda", requires_grad=True)
+    loss = x.exp().square().sum()
+    assert device.alive_bytes == 400 * 2 + 4  # x, its exponentials, and the loss
+    loss.backward()
+    del loss
+    assert device.alive_bytes == 800  # x and its gradient
