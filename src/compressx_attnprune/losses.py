@@ -124,8 +124,11 @@ class OutputLoss:
         """Apply attention to the values and project them, [batch, tokens, out_features]."""
         attention = self.attention
         if attention.softcap is None and attention.window is None and v.shape[-1] == q.shape[-1]:
+            # A key head for each query head: CUDA's only fused kernel for float32 shares none in some torch versions,
+            # where `enable_gqa` means whole tokens x tokens matrices.
+            k, v = (t.repeat_interleave(attention.groups, dim=1) for t in (k, v))
             mixed = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, scale=attention.scaling, is_causal=True, enable_gqa=attention.groups > 1
+                q, k, v, scale=attention.scaling, is_causal=True
             )  # [batch, h, tokens, value_dim]
         else:
             mixed = objective.mixed(attention, q, k, v)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from tests.compressx_attnprune.memory import Largest
 from tests.compressx_attnprune.signs import expected_outer_products, gauss_newton
 from tests.pairs import pairs
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from compressx_attnprune import layer, losses, objective
 from compressx_attnprune.geometry import Attention, Norm, Projection, place, project, queries_and_keys, values
@@ -279,3 +282,26 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square(draw: str, name:
         with Largest() as largest:
             DRAWS[draw](loss, normal(2, tokens, WIDTH, seed=1), weights(attention, 2))
         assert 0 < largest.of_any <= 4 * objective.ROWS * tokens  # of all heads; whole matrices take 4 * tokens^2
+
+
+class NoSharedKeys(TorchFunctionMode):
+    """Lets fused attention in float32 be what it is on CUDA in some versions of torch: for shared keys, not fused."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        q, k, v = args
+        shared = not q.shape[1] == k.shape[1] == v.shape[1]
+        with sdpa_kernel(SDPBackend.MATH if shared else SDPBackend.FLASH_ATTENTION):
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["grouped", "own keys", "multi-query"])
+def test_memory_grows_with_the_tokens_where_fused_attention_takes_no_shared_keys(name: str):
+    tokens = 256
+    loss, x = single(output_loss(geometry(name, tokens), HEAD_DIM)), normal(2, tokens, WIDTH, seed=1).float()
+    query, key = weights(loss.attention, 2)
+    pair = (query.float(), key.float())
+    with NoSharedKeys(), Largest() as largest:
+        loss.errors(x, pair, [pair])
+    assert 0 < largest.of_any <= 4 * objective.ROWS * tokens
