@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from compressx.api.pruner import PrunerSpec, Statistic
 from compressx.api.selector import TokenSelectorSpec
 from compressx.recipe.validation import validate_options
-from compressx.testing import agreement, answers, untouched
+from compressx.testing import agreement, answers, placed, untouched
 from compressx.testing.subject import NoSuchPromiseError, Subject, expect
 
 
@@ -70,6 +70,7 @@ CHECKS: Mapping[str, Callable[[Subject], None]] = {
     "leaves the model as it is": untouched.model,
     "leaves every block of a model as it is": untouched.every_block,
     "leaves the process as it is": untouched.process,
+    "works on an accelerator": placed.accelerator,
     "few tokens": answers.few_tokens,
     "inputs that are always zero": answers.dead_inputs,
     "rows that are all zero": answers.dead_rows,

@@ -22,12 +22,16 @@ from compressx.prompts.scores import check_global, read_scores
 from compressx.prompts.selection import Selection
 from compressx.recipe.selecting import Protect, SelectTokens
 from compressx.runtime.errors import UnsupportedModelError, blamed_on
+from compressx.testing.accelerator.pretended import pretended_accelerator
 from compressx.testing.models import tiny_model, tiny_tokens
 from compressx.testing.subject import NoSuchPromiseError, RefusedError, expect
 from compressx.testing.surroundings import kept, reseed
 
 _LENGTH = 33
 """Tokens of a prompt where a check says nothing else."""
+
+_WAITS = 4
+"""How often `select` may wait for the device."""
 
 _NEEDLES, _TOKENS, _ASKED = 3, 64, 8
 """Synthetic prompts, their tokens, and those of the question behind them."""
@@ -246,12 +250,18 @@ def _untouched(subject: SelectorSubject) -> None:
 
 
 def _device(subject: SelectorSubject) -> None:
-    """Ask on the GPU, if there is one."""
-    there = subject.fresh("cuda" if torch.cuda.is_available() else "cpu")
-    wanted, ids = there.observed(there.selector()), tiny_tokens(sequences=1)[0]
-    scores = read_scores(there.access, there.found, ids.to(there.access.device), wanted)
-    place: object = getattr(there.selector().select(scores, len(ids) // 2), "device", "no tensor")
-    expect(place == scores.device, f"select returned places on {place}, but the scores are on {scores.device}")
+    """Ask on a pretended accelerator."""
+    ids = tiny_tokens(sequences=1)[0]
+    with pretended_accelerator() as device:
+        there = subject.fresh("cuda")
+        wanted = there.observed(there.selector())
+        scores = read_scores(there.access, there.found, ids.to(there.access.device), wanted)
+        with device.counted() as counts:
+            places: object = there.selector().select(scores, len(ids) // 2)
+        place = getattr(places, "device", "no tensor")
+        expect(place == scores.device, f"select returned places on {place}, but the scores are on {scores.device}")
+        waited = f"select waited {counts.synchronisations} times for the device, expected {_WAITS} at most"
+        expect(counts.synchronisations <= _WAITS, f"{waited}: {counts.places()}; keep numbers on the device")
 
 
 def _process(subject: SelectorSubject) -> None:

@@ -119,10 +119,10 @@ class Subject:
 
     def scene(
         self, *, weights: bool = True, dtype: torch.dtype = torch.float32, batches: Sequence[int] = (4, 4),
-        tokens: Tensor | None = None, change: Callable[[Any], None] | None = None,
+        tokens: Tensor | None = None, change: Callable[[Any], None] | None = None, device: str = "cpu",
     ) -> Scene:  # fmt: skip
         """Make a fresh model and run it up to its first block, on batches of so many sequences."""
-        model = tiny_model(self.architecture, dtype=dtype)
+        model = tiny_model(self.architecture, dtype=dtype).to(device)
         if change is not None:
             with torch.no_grad():
                 change(model)

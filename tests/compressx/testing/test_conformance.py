@@ -263,7 +263,47 @@ class PrintsWhilePlanning(Base):
         return super().observe(block, name)
 
 
+def on_host(results, block):
+    return {n: PruneResult(r.keep.cpu()) for n, r in results.items()}
+
+
+def weights_on_host(results, block):
+    return {n: PruneResult(r.keep, block.linears[n].weight.cpu()) for n, r in results.items()}
+
+
+def forgets_the_device(scores, block, stats):
+    return {n: s * torch.ones(s.shape[1]) for n, s in scores.items()}
+
+
+def draws_on_the_host(scores, block, stats):
+    drawn = torch.Generator().manual_seed(0)
+    return {n: s + torch.rand(s.shape, generator=drawn, device=s.device) for n, s in scores.items()}
+
+
+def reads_every_column(scores, block, stats):
+    for s in scores.values():
+        for column in s.T:
+            column.div_(column.sum().item() or 1.0)
+    return scores
+
+
+def another_on_cuda(scores, block, stats):
+    return {n: s.roll(1, dims=1) if s.is_cuda else s for n, s in scores.items()}
+
+
+class ReadsEveryBatch(FeatureNorms):
+    """Looks at every feature of every batch."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features)
+
+    def update(self, x):
+        super().update(x)
+        assert all(float(square) >= 0 for square in self.squares)
+
+
 MODEL, PROCESS = "leaves the model as it is", "leaves the process as it is"
+THERE = "works on an accelerator"
 EVERY = "leaves every block of a model as it is"
 SHARED = FeatureNorms(64)
 APART = "decided after the others it gave another mask"
@@ -312,6 +352,13 @@ APART = "decided after the others it gave another mask"
         (spec(PrintsWhilePlanning), PROCESS, "it printed 'observing model.layers.0"),
         (spec(scoring(divides_by_rows)), "rows that are all zero", "a row of zeros has the sum, the norm"),
         (spec(scoring(divides_by_norms)), "inputs that are always zero", "divide by it plus a small number"),
+        (spec(answering(on_host)), THERE, "keep is on cpu, expected the weight's device, cuda:0"),
+        (spec(answering(weights_on_host)), THERE, "device"),
+        (spec(scoring(forgets_the_device)), THERE, "Expected all tensors to be on the same device"),
+        (spec(scoring(draws_on_the_host)), THERE, "Expected a 'cuda' device type for generator but found 'cpu'"),
+        (spec(scoring(reads_every_column)), THERE, " x item at compressx/testing/test_conformance.py:"),
+        (spec(observing(ReadsEveryBatch)), THERE, "the host waited "),
+        (spec(scoring(another_on_cuda)), THERE, "another mask than on the CPU"),
         (spec(answering(writes)), "leaves the model as it is", "a pruner returns new weights"),
         (spec(Inverts), "few tokens", "not positive-definite"),
         (spec(scoring(lambda scores, *_: {n: s.log() for n, s in scores.items()})),

@@ -70,16 +70,21 @@ class Record(Counts):
         self._lock = threading.RLock()  # threads that load weights count, too
 
     @contextmanager
-    def counted(self) -> Iterator[Counts]:
-        """Count a section: what happens in the `with` is added to the `Counts` that it yields, and nothing else is."""
-        section = Counts(peak_bytes=self.alive_bytes)
+    def counted(self, section: Counts | None = None) -> Iterator[Counts]:
+        """Count a section: what happens in the `with` is added to the `Counts` that it yields, and nothing else is.
+
+        Args:
+            section: to add to; new when absent. Within a section that is open already it is counted once.
+        """
+        section = Counts(peak_bytes=self.alive_bytes) if section is None else section
         with self._lock:
-            self._counting.append(section)
+            opened = all(each is not section for each in self._counting)
+            self._counting += [section] * opened
         try:
             yield section
         finally:
             with self._lock:
-                self._counting = [each for each in self._counting if each is not section]
+                self._counting = [each for each in self._counting if not opened or each is not section]
 
     def forget_peak(self) -> None:
         """Begin to look for the peak anew, as `torch.cuda.reset_peak_memory_stats` does."""

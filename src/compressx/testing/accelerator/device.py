@@ -156,6 +156,11 @@ class OnDispatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._accelerator = accelerator
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that nothing here is compiled: torch would import its compiler to step around this mode."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do one operator."""
         return self._accelerator.run(func, args, kwargs or {})

@@ -28,7 +28,8 @@ def pretended_accelerator(*, memory_bytes: int = MEMORY_BYTES) -> Iterator[Recor
     """Let torch find one CUDA device, whose tensors compute on the CPU.
 
     Operations across devices are refused as CUDA refuses them. Waits of the host, kernels, copied bytes and bytes alive
-    are counted. Everything is as before when the `with` is left; tensors of the device cannot be used any more then.
+    are counted. Everything is as before when the `with` is left; tensors of the device cannot be used any more then. A
+    GPU that the machine has is out of reach within it.
 
     Args:
         memory_bytes: what `torch.cuda.mem_get_info` says the device has; nothing is refused for want of it.
@@ -37,10 +38,10 @@ def pretended_accelerator(*, memory_bytes: int = MEMORY_BYTES) -> Iterator[Recor
         The counts; `record.counted()` counts a section.
 
     Raises:
-        RuntimeError: the machine has a GPU, or a pretended accelerator is on already.
+        RuntimeError: one is on already.
     """
-    if torch.cuda.is_available():
-        raise RuntimeError("this machine has a CUDA device, or pretends to already; use that one")
+    if DeviceTensor.operate is not None:
+        raise RuntimeError("a pretended accelerator is on already; leave it first")
     accelerator = Accelerator()
     with ExitStack() as stack:
         for target, name, new in _replaced(accelerator, memory_bytes):

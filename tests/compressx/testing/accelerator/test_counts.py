@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from compressx.testing import Record, pretended_accelerator
+from compressx.testing import Counts, Record, pretended_accelerator
 
 
 @pytest.fixture
@@ -112,6 +112,17 @@ def test_bytes_are_counted_both_ways_and_in_open_sections_only(device):
     assert (inner.to_device_bytes, inner.to_host_bytes) == (0, 40 + 16)
     assert (outer.to_device_bytes, outer.to_host_bytes) == (80 + 40, 56)
     assert (device.to_device_bytes, device.to_host_bytes) == (120, 136)
+
+
+def test_a_section_may_be_counted_in_parts_and_is_counted_once(device):
+    x, counts = torch.ones(3, device="cuda"), Counts()
+    with device.counted(counts), device.counted(counts):
+        x + 1
+    x + 1
+    with device.counted(counts) as same:
+        x + 1
+    assert same is counts
+    assert counts.launches == 2
 
 
 def test_the_peak_is_of_storages_that_are_alive_at_once(device):
