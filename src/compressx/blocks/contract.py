@@ -6,17 +6,19 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import FixedMask, Pattern, count_dropped, zeros_in
+from compressx.api.patterns import FixedMask, Pattern, Unstructured, count_dropped, zeros_in
 from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult
 from compressx.blocks.observe import Observed
 from compressx.blocks.prepared import answer_of
 from compressx.runtime.errors import PluginError
-from compressx.runtime.finite import all_finite
+from compressx.runtime.finite import all_finite, first_damaged
+
+_Key = TypeVar("_Key")
 
 
 def ask(
@@ -60,8 +62,8 @@ def ask(
                 f"pruner {plugin!r} on {name}: expected a PruneResult, got {type(result).__name__}"
                 + ("; write PruneResult(mask)" if isinstance(result, Tensor) else "")
             )
-        _check_result(plugin, block.linears[name], patterns[name], result)
-    _check_joint_total(plugin, block, patterns, results)
+        _check_form(f"pruner {plugin!r} on {name}", block.linears[name], result)
+    _check_numbers(plugin, block, patterns, results)
     return results
 
 
@@ -81,7 +83,7 @@ class Checksums:
             **{self._shown(name): partial(getattr, linear, "weight") for name, linear in block.linears.items()},
             **{name: x.detach for name, x in held if id(x) not in owned and not x.is_meta},
         }
-        self._sums: dict[str, int] = {}
+        self._sums: dict[str, Tensor] = {}  # on the device, since the host would wait for each
         self._doubtful: set[str] = set()  # what a pruner may have changed since it was last read
 
     def before_asking(self, about: Iterable[str]) -> None:
@@ -113,7 +115,8 @@ class Checksums:
             PluginError: something has changed; the message names it.
         """
         doubted = self._doubtful & (self._doubtful if linears is None else {*map(self._shown, linears)})
-        if changed := [n for n, of in self._tensors.items() if n in doubted and _bits(of()) != self._sums[n]]:
+        differ = _fetched({n: _bits(of()) != self._sums[n] for n, of in self._tensors.items() if n in doubted})
+        if changed := [name for name, other in differ.items() if other]:
             raise PluginError(
                 f"pruner {' or '.join(map(repr, plugins or self._plugins))} changed {changed[0]} of "
                 f"{self._block.fqn or 'the model'} itself; a pruner returns new weights, and compressx writes them"
@@ -124,33 +127,74 @@ class Checksums:
         return f"{linear}.weight".removeprefix(f"{self._block.fqn}.")
 
 
-def _bits(tensor: Tensor) -> int:
-    """Sum a tensor's bits; of a transposed one as they are stored."""
+def _bits(tensor: Tensor) -> Tensor:
+    """Sum a tensor's bits, int64 []; of a transposed one as they are stored."""
     stored = tensor if tensor.is_contiguous() or tensor.dim() < 2 else tensor.mT
     flat = stored.detach().contiguous().view(-1).view(torch.uint8)
     whole = len(flat) // 8 * 8  # eight bytes at a time
-    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum(dtype=torch.int64))
+    return flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
 
 
-def _check_result(plugin: str, linear: Linear, pattern: Pattern, result: PruneResult) -> None:
-    """Refuse a result of another shape or type, with other zeros than the pattern's, or with numbers that are none."""
+def _fetched(numbers: Mapping[_Key, Tensor]) -> dict[_Key, int]:
+    """Return whole numbers from the device of the first, in one transfer: the host waits for each."""
+    if not numbers:
+        return {}
+    device = next(iter(numbers.values())).device
+    values = torch.stack([x.to(device, torch.int64) for x in numbers.values()])
+    return dict(zip(numbers, values.tolist(), strict=True))
+
+
+def _check_form(who: str, linear: Linear, result: PruneResult) -> None:
+    """Refuse a result of another shape or type, and what cannot be reported of it."""
     shape = (linear.out_features, linear.in_features)
-    who = f"pruner {plugin!r} on {linear.name}"
     if result.keep.dtype != torch.bool or tuple(result.keep.shape) != shape:
         got = f"{result.keep.dtype} {list(result.keep.shape)}"
         raise PluginError(f"{who}: keep must be torch.bool {list(shape)}, got {got}")
-    zeros, expected = int((~result.keep).sum()), zeros_in(pattern, *shape)
-    if expected is not None and zeros != expected:
-        raise PluginError(f"{who}: pattern {pattern} means {expected} zeros of {result.keep.numel()}, got {zeros}")
-    if isinstance(pattern, FixedMask) and not torch.equal(result.keep, pattern.keep):
-        raise PluginError(f"{who}: a reconstructing pruner must return the mask that it was given")
-    if result.weight is not None:
-        if tuple(result.weight.shape) != shape or not result.weight.is_floating_point():
-            got = f"{result.weight.dtype} {list(result.weight.shape)}"
-            raise PluginError(f"{who}: weight must be a float tensor {list(shape)}, got {got}")
-        if not all_finite(torch.where(result.keep, result.weight, 0.0)):
-            raise PluginError(f"{who}: it returned weights that are NaN or infinite")
+    if result.weight is not None and (tuple(result.weight.shape) != shape or not result.weight.is_floating_point()):
+        got = f"{result.weight.dtype} {list(result.weight.shape)}"
+        raise PluginError(f"{who}: weight must be a float tensor {list(shape)}, got {got}")
     _check_shown(who, result.info, result.images, result.history)
+
+
+def _check_numbers(
+    plugin: str, block: Block, patterns: Mapping[str, Pattern], results: Mapping[str, PruneResult]
+) -> None:
+    """Refuse masks with other zeros than the patterns', or other masks than were fixed, and weights that are none."""
+    asked: dict[tuple[str, str], Tensor] = {}
+    for name, result in results.items():
+        pattern = patterns[name]
+        asked["zeros", name] = (~result.keep).sum()
+        if isinstance(pattern, FixedMask):
+            asked["others", name] = (result.keep != pattern.keep).sum()
+        if result.weight is not None:
+            asked["finite", name] = torch.where(result.keep, result.weight, 0.0).sum().isfinite()
+    found = _fetched(asked)
+    joint = {n: p for n, p in patterns.items() if isinstance(p, Unstructured) and p.group == "joint"}
+    for name, result in results.items():
+        who, pattern, zeros = f"pruner {plugin!r} on {name}", patterns[name], found["zeros", name]
+        if isinstance(pattern, FixedMask):
+            if found["others", name]:
+                raise PluginError(f"{who}: a reconstructing pruner must return the mask that it was given")
+        elif name not in joint and zeros != (expected := zeros_in(pattern, *result.keep.shape)):
+            raise PluginError(f"{who}: pattern {pattern} means {expected} zeros of {result.keep.numel()}, got {zeros}")
+        # A sum that is not finite may have overflowed.
+        if not found.get(("finite", name), True) and not all_finite(torch.where(result.keep, result.weight, 0.0)):
+            raise PluginError(f"{who}: it returned weights that are NaN or infinite")
+    if joint:
+        _check_joint_total(f"pruner {plugin!r} on {block.fqn}", joint, results, found)
+
+
+def _check_joint_total(
+    who: str,
+    joint: Mapping[str, Unstructured],
+    results: Mapping[str, PruneResult],
+    found: Mapping[tuple[str, str], int],
+) -> None:
+    """Refuse another number of zeros over all linears that share a budget."""
+    pattern, zeros = next(iter(joint.values())), sum(found["zeros", name] for name in joint)
+    expected = count_dropped(pattern.sparsity, sum(results[name].keep.numel() for name in joint))
+    if zeros != expected:
+        raise PluginError(f"{who}: {pattern} means {expected} zeros over {', '.join(joint)}, got {zeros}")
 
 
 def _check_shown(
@@ -165,8 +209,9 @@ def _check_shown(
         if not isinstance(image, Tensor) or image.dim() != 2 or not image.numel() or image.is_complex():
             got = f"{image.dtype} {list(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
             raise PluginError(f"{who}: image {name!r} must be a real tensor [rows, columns], got {got}")
-        if not all_finite(image):
-            raise PluginError(f"{who}: image {name!r} has entries that are NaN or infinite")
+    damaged = first_damaged(list(images.values()))
+    if damaged is not None:
+        raise PluginError(f"{who}: image {list(images)[damaged]!r} has entries that are NaN or infinite")
     for name, values in history.items():
         if isinstance(values, str) or not hasattr(values, "__len__"):
             raise PluginError(f"{who}: history {name!r} must be a sequence of numbers, got {values!r:.80}")
@@ -175,17 +220,3 @@ def _check_shown(
         for step, value in enumerate(values, start=1):
             if not isinstance(value, Real) or not math.isfinite(value):
                 raise PluginError(f"{who}: history {name!r} must be finite numbers, got {value!r} at step {step}")
-
-
-def _check_joint_total(
-    plugin: str, block: Block, patterns: Mapping[str, Pattern], results: Mapping[str, PruneResult]
-) -> None:
-    joint = [n for n, p in patterns.items() if zeros_in(p, *block.linears[n].weight.shape) is None]
-    weights = sum(results[n].keep.numel() for n in joint)
-    expected = count_dropped(patterns[joint[0]].sparsity, weights) if joint else 0
-    zeros = sum(int((~results[n].keep).sum()) for n in joint)
-    if zeros != expected:
-        raise PluginError(
-            f"pruner {plugin!r} on {block.fqn}: {patterns[joint[0]]} means {expected} zeros over {', '.join(joint)}, "
-            f"got {zeros}"
-        )

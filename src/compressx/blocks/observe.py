@@ -12,7 +12,7 @@ from torch import Tensor
 from compressx.api.pruner import Linear, Statistic
 from compressx.blocks.hooks import inputs_watched
 from compressx.runtime.errors import CalibrationError, UnsupportedModelError
-from compressx.runtime.finite import all_finite
+from compressx.runtime.finite import first_damaged
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +50,11 @@ def observe(
     feed = _Feed(asked)
     with inputs_watched({name: linears[name] for name in asked}, feed):
         for run in passes:
-            with suppress(_AllObservedError):
-                run()
-            feed.forget_batch()
+            try:
+                with suppress(_AllObservedError):
+                    run()
+            finally:
+                feed.finish_batch()
     return feed.reached
 
 
@@ -81,9 +83,9 @@ class _Feed:
         self.wanted = wanted
         self.reached: set[str] = set()
         self.followers: set[str] = set()  # linears whose statistic is another's, since both were handed one tensor
-        # Of the batch that is running: each distinct input and the statistics that have taken it in. Inputs are held
-        # so that no two are ever one address.
-        self.batch: list[tuple[Tensor, list[Observed]]] = []
+        # Of the batch that is running: each distinct input, the first linear that it came to, and the statistics that
+        # have taken it in. Inputs are held so that no two are ever one address.
+        self.batch: list[tuple[str, Tensor, list[Observed]]] = []
         self.calls: list[str] = []  # of the batch that is running
         self.once = False  # whether every linear was called exactly once in the batch before
 
@@ -94,12 +96,10 @@ class _Feed:
             raise _AllObservedError
 
     def _take(self, name: str, x: Tensor) -> None:
-        took = next((statistics for seen, statistics in self.batch if seen is x), None)
+        took = next((statistics for _, seen, statistics in self.batch if seen is x), None)
         if took is None:
-            if not all_finite(x):
-                raise CalibrationError(f"the input of {name} has NaN or infinite values on the calibration text")
             took = []
-            self.batch.append((x, took))
+            self.batch.append((name, x, took))
         first = name not in self.reached
         others = list(took)  # of linears before this one, not of another of its own roles
         self.reached.add(name)
@@ -121,8 +121,17 @@ class _Feed:
                 mine.statistic.update(x)
                 took.append(mine)
 
-    def forget_batch(self) -> None:
-        """Let go of the inputs of the batch that has run, which tells whether the next may be left early."""
+    def finish_batch(self) -> None:
+        """Let go of the inputs of the batch that has run, which tells whether the next may be left early.
+
+        Raises:
+            CalibrationError: an input that is not finite. All are looked at together, since the host waits for each
+                look, and also where the block has failed, since this may be why.
+        """
+        damaged = first_damaged([x for _, x, _ in self.batch])
+        if damaged is not None:
+            name = self.batch[damaged][0]
+            raise CalibrationError(f"the input of {name} has NaN or infinite values on the calibration text")
         self.once = sorted(self.calls) == sorted(self.wanted)
         self.calls.clear()
         self.batch.clear()

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -17,6 +19,8 @@ from compressx import Linear, PluginError, PruneResult, PrunerSpec, UnsupportedM
 from compressx.api.patterns import NM, Unstructured, keep_mask
 from compressx.api.statistics import FeatureNorms, Hessian
 from compressx.blocks import prune
+from compressx.blocks.contract import _bits
+from compressx.blocks.observe import Observed, observe
 from compressx.blocks.prune import prune_model
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
@@ -204,7 +208,7 @@ def test_batches_of_any_size_give_the_same_masks():
     ("architecture", "tokens"), [("llama", 10**6), ("gpt2", 100), ("gemma3", 10**6), ("mixtral", 100)]
 )
 def test_a_blocks_error_is_that_of_its_output_on_the_pruned_stream(architecture, tokens, monkeypatch):
-    monkeypatch.setattr(prune, "_MEASURED_TOKENS", tokens)  # of all batches, or of the first alone
+    monkeypatch.setattr(prune, "MEASURED_TOKENS", tokens)  # of all batches, or of the first alone
     dense, model = tiny_model(architecture), tiny_model(architecture)
     reports = [block.report for block in pruned(model, SPECS["wanda"], ROW)]
     seen: dict[str, list[tuple]] = {}
@@ -397,6 +401,18 @@ def test_a_pruner_that_writes_weights_itself_is_refused(which: str, through: str
         pruned(model, made(meddle), given=(), only="q_proj")
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (3, 7, 2)], ids=str)
+def test_the_sum_of_a_tensors_bits_changes_with_any_of_its_numbers(dtype, shape):
+    for tensor in (torch.ones(shape, dtype=dtype), torch.ones(shape, dtype=dtype).mT.contiguous().mT):
+        before = _bits(tensor)
+        for index in itertools.product(*map(range, shape)):
+            tensor[index] = 0
+            assert _bits(tensor) != before
+            tensor[index] = 1
+        assert _bits(tensor) == before
+
+
 @pytest.mark.parametrize("moment", [0, 1, 6])
 def test_a_pruner_that_writes_weights_which_others_decide_is_refused(moment: int):
     """When the first linear of a block is asked for, the last, or what was decided already."""
@@ -505,6 +521,26 @@ def test_a_model_whose_inputs_cannot_be_observed_is_refused_with_the_layer(archi
     spoil(model)
     with pytest.raises(error, match=message):
         pruned(model, SPECS["wanda"], given=batches(5))
+
+
+def test_an_input_that_is_not_finite_is_told_also_where_the_block_fails_because_of_it():
+    linear = torch.nn.Linear(4, 2)
+
+    def run(x):
+        if not linear(x).isfinite().all():
+            raise IndexError("as a router's indices are out of range")
+
+    def observed(*inputs):
+        wanted = {"fc": {"selects": Observed(FeatureNorms(4))}}
+        return observe({"fc": Linear("fc", linear)}, wanted, [partial(run, x) for x in inputs])
+
+    fine = torch.ones(1, 3, 4)
+    assert observed(fine, fine) == {"fc"}
+    with pytest.raises(CalibrationError, match="the input of fc has NaN"):
+        observed(fine.index_fill(1, torch.tensor(2), torch.nan))
+    linear.weight.data.fill_(torch.nan)
+    with pytest.raises(IndexError, match="router"):
+        observed(fine)
 
 
 def test_each_fused_expert_is_pruned_on_the_tokens_that_its_router_sends_it():
