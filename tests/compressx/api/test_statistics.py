@@ -5,6 +5,7 @@ import torch
 
 from compressx.api.pruner import Statistic
 from compressx.api.statistics import FeatureNorms, Hessian, SequenceSample
+from compressx.testing import pretended_accelerator
 
 
 @pytest.mark.parametrize("kind", [FeatureNorms, Hessian])
@@ -32,6 +33,45 @@ def test_bfloat16_inputs_are_summed_in_float32_at_least(kind):
     expected = 4096 * float(x[0, 0, 0]) ** 2
     assert value.dtype in (torch.float32, torch.float64)
     assert float(value.flatten()[0]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_order_of_batches_does_not_change_a_hessian():
+    batches = torch.randn(40, 1, 64, 48, generator=torch.Generator().manual_seed(0))
+    there, back = Hessian(48), Hessian(48)
+    for batch, other in zip(batches, batches.flip(0), strict=True):
+        there.update(batch)
+        back.update(other)
+    assert torch.equal(there.matrix, back.matrix)
+
+
+@pytest.mark.parametrize("kind", [FeatureNorms, Hessian])
+def test_sums_take_memory_only_when_a_batch_comes_or_they_are_to_be_written(kind):
+    (seen, unseen), name = (kind(600), kind(600)), "squares" if kind is FeatureNorms else "sums"
+    assert getattr(unseen, name).untyped_storage().nbytes() == 8
+    assert not (unseen.matrix if kind is Hessian else unseen.norms).any()
+    seen.update(torch.ones(1, 2, 600))
+    for statistic in (seen, unseen):
+        value, _ = statistic.tensors()[name]
+        assert value is getattr(statistic, name)
+        value += 1.0
+        assert statistic.tensors()[name][0].min() == (3.0 if statistic is seen else 1.0)
+
+
+@pytest.mark.parametrize("width", [1, 600])
+@pytest.mark.parametrize("kind", [FeatureNorms, Hessian])
+def test_sums_are_made_on_the_device_of_the_batches(kind, width):
+    with pretended_accelerator() as record:
+        batches = torch.ones(3, 2, width).cuda()
+        copied = record.to_device_bytes
+        statistic = kind(width)
+        with record.counted() as counts:
+            for batch in batches:
+                statistic.update(batch)
+        value, _ = statistic.tensors()["squares" if kind is FeatureNorms else "sums"]
+        assert value.is_cuda
+        if width > 1:
+            assert record.to_device_bytes == copied
+            assert counts.synchronisations == 0, counts.places()
 
 
 @pytest.mark.parametrize("width", [1, 256, 600])
