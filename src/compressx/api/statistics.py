@@ -17,6 +17,18 @@ from torch import Tensor
 from compressx.api.pruner import Reduction
 
 
+def _zeros_to_come(size: int) -> Tensor:
+    """Return zeros, float64 [size], that take no memory yet: the first batch tells on which device they are to be."""
+    return torch.zeros((), dtype=torch.float64).expand(size)
+
+
+def _accumulator(sums: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return sums on a device, or where they are, that can be written to."""
+    if not sums.is_contiguous():
+        return torch.zeros(sums.shape, dtype=sums.dtype, device=device)
+    return sums if device is None else sums.to(device)
+
+
 @dataclass
 class FeatureNorms:
     """Sum of squares of each input feature: ||X_j||^2 of Wanda (arXiv 2306.11695)."""
@@ -38,6 +50,7 @@ class FeatureNorms:
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
         """Return `squares` [in_features] and the number of tokens."""
+        self.squares = _accumulator(self.squares)
         return {"squares": (self.squares, "sum"), "count": (self.count, "sum")}
 
     @property
@@ -88,6 +101,7 @@ class Hessian:
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
         """Return `sums`, of which `matrix` is made, and the number of tokens."""
+        self.sums = _accumulator(self.sums)
         return {"sums": (self.sums, "sum"), "count": (self.count, "sum")}
 
     @property
