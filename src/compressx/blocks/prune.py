@@ -29,6 +29,7 @@ from compressx.models.hidden import Keep, Streams, in_memory
 from compressx.models.shards import OUTSIDE
 from compressx.numerics.output_error import channel_weights, relative_errors
 from compressx.planning.plan import Plan
+from compressx.runtime.errors import memory_named
 from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.timing import synchronize
 from compressx.training.reconstruct import Passage, reconstruct
@@ -98,7 +99,8 @@ def prune_model(
     pruning = _Pruning(access.model, plan, {r: r.build() for r in plan.rules}, ranks, fisher or FisherDiagonal(), last)
     started = time.perf_counter()
     for block, runs in each_block(access, found, calls, list(found.blocks)[start : last + 1]):
-        pruned = pruning.inside(block, runs, streams, started)
+        with memory_named(f"running and pruning {block.fqn}"):
+            pruned = pruning.inside(block, runs, streams, started)
         if pruned.report.layers:
             yield pruned
         del pruned  # free its memory before the next block
@@ -152,9 +154,10 @@ class _Pruning:
         if self.plan.reconstruct_block and layers:
             passages = [Passage(*x) for x in zip(streams.pruned, streams.dense, runs, strict=True)]
             channels = self.fisher.channels.get(block.fqn)
-            reconstruction = reconstruct(
-                self.model, block.fqn, masks, passages, self.plan.reconstruct_block, self.ranks, channels
-            )
+            with memory_named(f"training {block.fqn}"):
+                reconstruction = reconstruct(
+                    self.model, block.fqn, masks, passages, self.plan.reconstruct_block, self.ranks, channels
+                )
         if block.index < self.last:
             advance(block.fqn, runs, streams.pruned)
         synchronize(next(block.module.parameters()).device)

@@ -19,7 +19,7 @@ from compressx.blocks.contract import Checksums, ask
 from compressx.blocks.exchange import combine, exchange
 from compressx.blocks.observe import Observed, observe, refuse_missed
 from compressx.planning.plan import PlannedRule
-from compressx.runtime.errors import UnsupportedModelError
+from compressx.runtime.errors import UnsupportedModelError, memory_named
 from compressx.runtime.finite import refuse_damage
 from compressx.runtime.ranks import ALONE, Ranks, assign
 from compressx.runtime.timing import synchronize
@@ -81,7 +81,8 @@ def gather(
             }
             wanted[name] = {role: Observed(s) for role, fresh in ask.items() if (s := fresh()) is not None}
             asking |= {(name, role): fresh for role, fresh in ask.items()}
-    reached = observe(block.linears, wanted, passes)
+    with memory_named(f"statistics of {block.fqn}"):
+        reached = observe(block.linears, wanted, passes)
     if ranks.size > 1:
         reached = set().union(*ranks.all_gather(sorted(reached)))
         _combine(block, wanted, asking, ranks)

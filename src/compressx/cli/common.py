@@ -97,10 +97,11 @@ def errors_for_users(command: _Command) -> _Command:
     @wraps(command)
     @terminated_by_sigterm()
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        from compressx.runtime.errors import CompressxError
+        from compressx.runtime.errors import CompressxError, memory_named
 
         try:
-            command(*args, **kwargs)
+            with memory_named(f"what {command.__name__} computes"):
+                command(*args, **kwargs)
         except CompressxError as error:
             if not left_to_launcher(str(error)):
                 click.echo(f"error: {error}", err=True)

@@ -88,7 +88,7 @@ class StreamedModel:
             ArtifactError: as for `materialise`, or not enough disk space for the files.
         """
         width = text_config(self.model).hidden_size * self.model.dtype.itemsize
-        large = width * sum(batch.numel() for batch in batches) > _HIDDEN_SHARE * _free_memory(self.device)
+        large = width * sum(batch.numel() for batch in batches) > _HIDDEN_SHARE * free_memory(self.device, _processes())
         with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
             keep = InFiles(Path(folder)) if large else in_memory
             found = survey(self.model)
@@ -179,7 +179,7 @@ def is_larger_than_memory(checkpoint: Checkpoint, device: torch.device) -> bool:
     skeleton = load_empty(checkpoint)
     skeleton.tie_weights(recompute_mapping=False)  # a tied embedding and head are loaded once
     size = sum(p.numel() * p.element_size() for p in skeleton.parameters())
-    return bool(size > _free_memory(device) / 2)
+    return bool(size > free_memory(device, _processes()) / 2)
 
 
 def _return_freed_memory() -> None:
@@ -189,13 +189,17 @@ def _return_freed_memory() -> None:
         trim(0)
 
 
-def _free_memory(device: torch.device) -> int:
-    """Return the free memory for this process in bytes; a model for a GPU passes through main memory too."""
+def free_memory(device: torch.device, processes: int = 1) -> int:
+    """Return the free memory in bytes for each of several processes; a model for a GPU passes through main memory."""
     import psutil
 
-    of_machine = min([psutil.virtual_memory().available, *_left_by_cgroup()])
-    free = of_machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each torchrun process loads its own copy
+    free = min([psutil.virtual_memory().available, *_left_by_cgroup()]) // processes
     return int(min(free, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free)
+
+
+def _processes() -> int:
+    """Return the number of processes that `torchrun` started here; each loads its own copy."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _left_by_cgroup() -> list[int]:

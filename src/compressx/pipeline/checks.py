@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from compressx.data.chat import require_template
 from compressx.data.documents import check_dataset
 from compressx.evaluation.tasks import check_name
@@ -16,6 +18,7 @@ from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.export import check_output, unfinished
 from compressx.models.generate import first_token
 from compressx.models.loading import dtype_of, load_skeleton, load_tokenizer
+from compressx.pipeline.room import CHECKPOINT, trained_weights
 from compressx.planning.plan import Plan
 from compressx.recipe.document import Step
 from compressx.recipe.parts import Parts
@@ -37,6 +40,11 @@ class FoundModel:
     checkpoint: Checkpoint
     skeleton: Any
     tokenizer: Any
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that the weights are loaded in."""
+        return dtype_of(self.checkpoint, self.skeleton.config)
 
 
 def check_parts(parts: Parts, mistakes: Mistakes) -> FoundModel | None:
@@ -128,28 +136,34 @@ def refuse_overwriting(output: Path, checkpoint: Checkpoint) -> None:
 def check_space(loaded: LoadedRecipe, found: FoundModel, planned: Plan) -> None:
     """Refuse an output for which the disk has no room.
 
-    What is needed at the end of a run is counted: the model, the finished blocks, their masks twice, and the hidden
-    states that an interrupted run would resume from. What earlier runs left for the same output counts as free.
+    Finished blocks and their masks, twice, are needed throughout, and the largest of: hidden states, beside those of
+    an earlier block and those that `memory_limit` keeps in files; a checkpoint of fine-tuning beside the one before;
+    and at the end the model, beside the last checkpoint. What earlier runs left for the same output counts as free.
 
     Raises:
-        ArtifactError: names both sizes in bytes.
+        ArtifactError: names all sizes in bytes.
     """
     recipe = loaded.recipe
     folder = next(p for p in recipe.output.expanduser().resolve().parents if p.is_dir())
-    itemsize = dtype_of(found.checkpoint, found.skeleton.config).itemsize
+    itemsize = found.dtype.itemsize
     sizes = {name: p.numel() * itemsize for name, p in found.skeleton.named_parameters()}
     blocks = tuple(f"{fqn}." for fqn in find_blocks(found.skeleton) if planned.in_block(fqn))
     finished = sum(size for name, size in sizes.items() if name.startswith(blocks))
     masks = 2 * sum(x.weights for x in planned.linears) // 8
-    states = 0
+    states = tuned = 0
     if (text := recipe.calibration) is not None and planned.needs_calibration:
         streams = 1 if recipe.reconstruct_block is None else 2  # dense and pruned
-        states = streams * text.samples * text.sequence_length * text_config(found.skeleton).hidden_size * itemsize
-    needed = sum(sizes.values()) + finished + masks + states
+        once = streams * text.samples * text.sequence_length * text_config(found.skeleton).hidden_size * itemsize
+        states = once * (2 if text.memory_limit is None or once <= text.memory_limit else 3)
+    if recipe.finetune is not None:
+        tuned = CHECKPOINT * trained_weights(recipe.finetune, planned)
+    largest = max(states, 2 * tuned, tuned + sum(sizes.values()))
+    needed = finished + masks + largest
     left = sum(f.stat().st_size for p in unfinished(recipe.output) for f in p.rglob("*") if f.is_file())
     if (free := shutil.disk_usage(folder).free + left) < needed:
         raise ArtifactError(
-            f"output {recipe.output} needs {needed} bytes: model {sum(sizes.values())}, finished blocks {finished}, "
-            f"masks {masks}, hidden states {states}; {folder} has {free} bytes free. Free some space there, or choose "
+            f"output {recipe.output} needs {needed} bytes: finished blocks {finished}, masks {masks}, and the largest "
+            f"of hidden states {states}, two checkpoints of fine-tuning {2 * tuned}, and one with the model "
+            f"{tuned + sum(sizes.values())}; {folder} has {free} bytes free. Free some space there, or choose "
             "another disk"
         )

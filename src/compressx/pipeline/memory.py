@@ -34,6 +34,7 @@ from compressx.pipeline.journal import Allocated, FinishedBlock
 from compressx.pipeline.log import run_log
 from compressx.pipeline.preparation import RunTexts, calibration_batches, plan_in_memory, read_all
 from compressx.pipeline.pruning import Pruning
+from compressx.pipeline.room import memory_advised
 from compressx.pipeline.tracking import Tracking
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
@@ -110,7 +111,8 @@ def prune(
             given = _NoTokenizer() if tokenizer is None else tokenizer
             planned, texts = _read(context, model, given, calibration)
             kept = Kept(Path(folder))
-            with contextlib.nullcontext() if copy else _changes_told(context, kept, planned):
+            changes_told = contextlib.nullcontext() if copy else _changes_told(context, kept, planned)
+            with changes_told, memory_advised(context, streams=False):
                 return _pruned(context, kept, planned, texts, model, given, copy=copy)
 
 

@@ -28,6 +28,7 @@ from compressx.pipeline.checks import (
     check_tokenizer,
     refuse_overwriting,
 )
+from compressx.pipeline.room import refuse_large_finetuning
 from compressx.pipeline.texts import window_mistakes
 from compressx.pipeline.tracking import check_trackers
 from compressx.planning.make import check_rules, make_plan
@@ -79,8 +80,10 @@ def loaded_recipe(
         raise
 
 
-def prepare(loaded: LoadedRecipe, plugins: Plugins, processes: int = 1) -> Prepared:
+def prepare(loaded: LoadedRecipe, plugins: Plugins, processes: int = 1, device: torch.device | None = None) -> Prepared:
     """Check a recipe as far as possible without loading weights, and plan it.
+
+    With a device, its memory has to hold fine-tuning.
 
     Raises:
         CompressxError: everything that is wrong, a line for each mistake.
@@ -98,6 +101,8 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins, processes: int = 1) -> Prepa
             planned = _planned(loaded, plugins, found.skeleton, found.tokenizer, mistakes)
             with loaded.at("output"):
                 check_space(loaded, found, planned)
+            if device is not None:
+                refuse_large_finetuning(loaded, planned, found.skeleton, found.dtype, device)
     mistakes.raise_all()
     assert found is not None  # noqa: S101 - otherwise there is a mistake
     assert planned is not None  # noqa: S101 - likewise
@@ -105,16 +110,13 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins, processes: int = 1) -> Prepa
 
 
 def plan_in_memory(loaded: LoadedRecipe, plugins: Plugins, model: Any, tokenizer: Any) -> Plan:
-    """Do as `prepare` for a model that is in memory; there is no output folder to check.
-
-    Raises:
-        CompressxError: everything that is wrong, a line for each mistake.
-    """
+    """Do as `prepare` for a model that is in memory; there is no output folder to check."""
     parts, mistakes, planned = parts_of(loaded), Mistakes(), None
     check_tokenizer(parts, model, tokenizer, check_datasets(parts, mistakes), mistakes)
     _check_settings(loaded, parts, 1, mistakes)
     with mistakes.collected():
         planned = _planned(loaded, plugins, model, tokenizer, mistakes)
+        refuse_large_finetuning(loaded, planned, model, model.dtype, model.device, present=True)
     mistakes.raise_all()
     assert planned is not None  # noqa: S101 - otherwise there is a mistake
     return planned

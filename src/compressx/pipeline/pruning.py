@@ -111,6 +111,7 @@ class Pruning:
             return planned, None if settings is None else report_on(planned, settings)
         if journal.allocated is None:
             allocated = None
+            context.report_progress("allocate", 0, 1)
             if context.ranks.first:
                 windows = sum(map(len, self.batches))
                 keep = self._keep("allocation", windows_kept(planned, planned.allocation, windows))

@@ -35,6 +35,7 @@ from compressx.pipeline.preparation import (
     refuse_streamed,
 )
 from compressx.pipeline.pruning import Pruning
+from compressx.pipeline.room import memory_advised
 from compressx.pipeline.texts import OwnText
 from compressx.pipeline.tracking import Tracking
 from compressx.planning.plan import Plan
@@ -112,7 +113,8 @@ def run(
             loaded_recipe(recipe, overrides, plugins), plugins, progress if ranks.first else None, where,
             ranks, timing, log, tracking,
         )  # fmt: skip
-        report = _run(context, resume=resume, restart=restart)
+        with memory_advised(context):
+            report = _run(context, resume=resume, restart=restart)
         received = ranks.broadcast({} if report is None else dataclasses.asdict(report))
         return _REPORT.validate_python(received) if report is None else report
 
@@ -125,7 +127,7 @@ def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | Non
         with loaded.at("output"):
             check_unfinished(loaded.recipe.output, resume=resume, restart=restart)
     context.report_progress("load", 0, 2)
-    prepared = prepare(loaded, context.plugins, ranks.size)
+    prepared = prepare(loaded, context.plugins, ranks.size, context.device if ranks.first else None)
     context.log.rules(loaded, prepared.plan)
     with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
         context.log.open(folder)

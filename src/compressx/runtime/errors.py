@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,10 @@ class CalibrationError(CompressxError):
 
 class ArtifactError(CompressxError):
     """A file cannot be read, verified or written. The message names the file."""
+
+
+class OutOfMemoryError(CompressxError):
+    """Something did not fit in memory. The message says what, how large it was, and on which device."""
 
 
 class Mistakes:
@@ -104,9 +109,52 @@ def nearest(value: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str:
     return f"did you mean {names[close[0]]!r}? " if close else ""
 
 
+_NO_GPU_MEMORY = re.compile("CUDA error: out of memory|CU(BLAS|SOLVER)_STATUS_ALLOC_FAILED")
+_NO_MAIN_MEMORY = re.compile("DefaultCPUAllocator: (can't allocate|not enough) memory|unable to mmap .* memory")
+"""Messages of a plain RuntimeError; for the others torch, numpy and Python have classes."""
+
+
+@contextlib.contextmanager
+def memory_named(where: str) -> Iterator[None]:
+    """Turn what torch, numpy and Python raise when memory runs out into an `OutOfMemoryError`.
+
+    Args:
+        where: what did not fit, such as `statistics of model.layers.0`.
+    """
+    try:
+        yield
+    except CompressxError:
+        raise
+    except Exception as error:
+        _refuse_missing_memory(error, where)
+        raise
+
+
+def _refuse_missing_memory(error: Exception, where: str) -> None:
+    """Raise an `OutOfMemoryError` if an error says that memory ran out."""
+    text, known = str(error), isinstance(error, RuntimeError)
+    if type(error).__name__ == "OutOfMemoryError" or (known and _NO_GPU_MEMORY.search(text)):
+        asked = _found(r"allocate ([\d.]+ \w+)", text)
+        device, free = _found(r"GPU (\d+)", text), _found(r"of which ([\d.]+ \w+) is free", text)
+        place = f"cuda:{device}" if device else "the GPU"
+        place += f", where {free} of {_found(r'capacity of ([0-9.]+ [A-Za-z]+)', text)} are free" if free else ""
+    elif isinstance(error, MemoryError) or (known and _NO_MAIN_MEMORY.search(text)):
+        asked, place = _found(r"(?:allocate|mmap) ([\d.]+ \w+)", text), "main memory"
+    else:
+        return
+    raise OutOfMemoryError(f"out of memory: {where}: {asked or 'what is needed'} did not fit in {place}") from error
+
+
+def _found(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    return found[1] if found else ""
+
+
 @contextlib.contextmanager
 def blamed_on(plugin: str) -> Iterator[None]:
     """Turn exceptions from plugin code into a `PluginError` with file and line; a `CompressxError` passes through.
+
+    Memory that is not there is no fault of the plugin's, but an `OutOfMemoryError`.
 
     Args:
         plugin: start of the message, such as `pruner 'mine' failed on model.layers.0`.
@@ -116,6 +164,7 @@ def blamed_on(plugin: str) -> Iterator[None]:
     except CompressxError:
         raise
     except Exception as error:
+        _refuse_missing_memory(error, plugin)
         # The first two frames are this one and the caller's. Of the rest, report the innermost in the plugin's folder.
         frames = traceback.extract_tb(error.__traceback__)[2:]
         own = [f for f in frames if Path(f.filename).is_relative_to(Path(frames[0].filename).parent)]

@@ -524,6 +524,31 @@ def test_a_model_that_is_not_there_hides_no_other_mistake_and_makes_none(project
     assert pruner.startswith("<dict>:prune[0].pruner: no pruner 'wnda'")
 
 
+STATES = 8 * 32 * 64 * 4
+"""Bytes of the hidden states of a recipe's calibration text between two blocks."""
+
+
+@pytest.mark.parametrize(
+    ("more", "states", "streams"),
+    [({}, 2, 1), ({"memory_limit": 10**6}, 2, 1), ({"memory_limit": STATES - 1}, 3, 1), ({}, 2, 2)],
+)
+def test_hidden_states_need_room_twice_and_once_more_in_files(model, monkeypatch, more, states, streams):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    asked = recipe(model, **({"reconstruct_block": {}} if streams == 2 else {}))
+    asked["calibration"] |= more
+    with pytest.raises(ArtifactError, match=f"hidden states {states * streams * STATES}, "):
+        plan(asked)
+
+
+@pytest.mark.parametrize("tuning", [{}, {"lora": {"rank": 2}}])
+def test_checkpoints_of_fine_tuning_need_room_for_two(model, monkeypatch, tuning):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    shapes = [x.weight.shape for x in survey(tiny_model("llama")).linears.values()]
+    weights = sum(2 * sum(shape) if tuning else shape.numel() for shape in shapes)
+    with pytest.raises(ArtifactError, match=f"two checkpoints of fine-tuning {2 * 16 * weights}, "):
+        plan(recipe(model, finetune=tuning))
+
+
 @pytest.mark.parametrize("asked", [plan, run])
 def test_a_disk_without_room_is_refused_with_what_is_needed_and_what_is_free(model, asked, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
@@ -533,10 +558,9 @@ def test_a_disk_without_room_is_refused_with_what_is_needed_and_what_is_free(mod
     whole = 4 * sum(p.numel() for p in parameters.parameters())
     blocks = 4 * sum(p.numel() for p in parameters.model.layers.parameters())
     masks = 2 * sum(x.weight.numel() for x in survey(parameters).linears.values()) // 8
-    states = 8 * 32 * 64 * 4
     assert str(raised.value).startswith(
-        f"<dict>:output: output out needs {whole + blocks + masks + states} bytes: model {whole}, finished blocks "
-        f"{blocks}, masks {masks}, hidden states {states}; "
+        f"<dict>:output: output out needs {blocks + masks + whole} bytes: finished blocks {blocks}, masks {masks}, and "
+        f"the largest of hidden states {2 * STATES}, two checkpoints of fine-tuning 0, and one with the model {whole}; "
     )
     assert " has 1000 bytes free" in str(raised.value)
 

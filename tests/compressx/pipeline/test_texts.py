@@ -124,7 +124,7 @@ class TestGenerated:
 
     @pytest.mark.parametrize("asked", [True, "auto"])
     def test_streamed_weights_are_refused_with_what_to_do(self, model, monkeypatch, asked) -> None:
-        monkeypatch.setattr(streaming, "_free_memory", lambda _device: 1000)
+        monkeypatch.setattr(streaming, "free_memory", lambda *_: 1000)
         monkeypatch.setattr("compressx.pipeline.texts.generate", lambda *_: pytest.fail("generated"))
         given = with_text(model, self.GENERATE) | {"model": {"path": str(model), "streaming": asked}}
         told = r"calibration\.dataset\.generate: generating text needs all weights in memory, and model\.streaming is "
