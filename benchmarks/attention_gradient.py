@@ -33,7 +33,8 @@ Gradient = Callable[[Attention, Tensor, Pair, Pair], tuple[float, Pair]]
 
 def in_row_blocks(attention: Attention, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
     """Differentiate in closed form, a block of query rows at a time."""
-    return MatrixLoss(attention).gradients(x, dense, pruned)
+    error, gradients = MatrixLoss(attention).gradients(x, dense, pruned)
+    return float(error), gradients
 
 
 def by_autograd(attention: Attention, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from compressx_attnprune.curvature import Curvature
 
-Choose = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""From scores of each side, of the weights' shapes, to masks (True = keep) that meet the budget exactly."""
+Choose = Callable[[Sequence[Tensor], bool], Sequence[Tensor]]
+"""From scores of each side, of the weights' shapes, to masks (True = keep) that meet the budget exactly; without a
+check for NaN, for which the host would wait, where the second argument is true."""
 
 PENALTIES = (0.02, 1.5)
 """First and last penalty of `select`, in units of the normalised metric's diagonal. Ours, not published."""
@@ -166,7 +167,7 @@ def select(problem: Problem, choose: Choose, *, iterations: int = 48) -> tuple[l
         Masks (True = keep) and weights, zero where not kept, of each side.
     """
     sides = problem.sides
-    sparse, keeps = _project(sides, [s.dense for s in sides], choose)
+    sparse, keeps = _project(sides, [s.dense for s in sides], choose, known_finite=False)
     duals = [torch.zeros_like(w) for w in sparse]
     pulls = [_Pull(s) for s in sides]
     first, last = PENALTIES
@@ -175,7 +176,8 @@ def select(problem: Problem, choose: Choose, *, iterations: int = 48) -> tuple[l
         penalty = first * rise**step
         near = [p.towards(z - u, penalty) for p, z, u in zip(pulls, sparse, duals, strict=True)]
         sums = [z + RELAXATION * (w - z) + u for w, z, u in zip(near, sparse, duals, strict=True)]
-        sparse, keeps = _project(sides, sums, choose)
+        # NaN does not go away, so the last look finds any.
+        sparse, keeps = _project(sides, sums, choose, known_finite=step + 1 < iterations)
         # The dual is in units of the penalty, which is about to rise.
         duals = [(w - z) / rise for w, z in zip(sums, sparse, strict=True)]
     start = [z / s.scale for z, s in zip(sparse, sides, strict=True)]
@@ -254,8 +256,10 @@ def _leading(inputs: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
     return basis @ turn, values.clamp_min(0.0)[:, None, :]
 
 
-def _project(sides: Sequence[_Side], scaled: Sequence[Tensor], choose: Choose) -> tuple[list[Tensor], list[Tensor]]:
-    keeps = list(choose([w.square() * s.felt for w, s in zip(scaled, sides, strict=True)]))
+def _project(
+    sides: Sequence[_Side], scaled: Sequence[Tensor], choose: Choose, *, known_finite: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    keeps = list(choose([w.square() * s.felt for w, s in zip(scaled, sides, strict=True)], known_finite))
     return [w * k for w, k in zip(scaled, keeps, strict=True)], keeps
 
 

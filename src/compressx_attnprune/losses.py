@@ -30,11 +30,17 @@ class Loss(Protocol):
     def attention(self) -> Attention:
         """The layer's geometry."""
 
-    def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[list[float], float]:
-        """Return each candidate's squared error on a batch, and the squared norm of the dense result."""
+    def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
+        """Return each candidate's squared error on a batch, and the squared norm of the dense result.
 
-    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
-        """Return the relative error on a batch, and the gradients of half of it with respect to the pruned weights."""
+        float64 [candidates] and [], on the inputs' device: reading them would make the host wait.
+        """
+
+    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[Tensor, Pair]:
+        """Return the relative error on a batch, and the gradients of half of it with respect to the pruned weights.
+
+        The error is float64 [], on the inputs' device.
+        """
 
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
         """Return the gradients of `project`'s results for random signs as the gradient of the compared tensor.
@@ -55,20 +61,20 @@ class MatrixLoss:
     attention: Attention
 
     @torch.no_grad()
-    def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[list[float], float]:
+    def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
         """Return ||P~ - P||_F^2 of each candidate, and ||P||_F^2."""
         before, *after = (queries_and_keys(self.attention, x, *pair) for pair in (dense, *candidates))
         errors, norms = objective.squared_errors(self.attention, before, after)
-        return errors.sum(dim=1).tolist(), float(norms.sum())
+        return errors.sum(dim=1), norms.sum()
 
     @torch.no_grad()
-    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
+    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[Tensor, Pair]:
         """Return ||P~ - P||_F^2 / ||P||_F^2 and the gradients of half of it, in closed form by row blocks."""
         attention = self.attention
         before = queries_and_keys(attention, x, *dense)
         projected = _projected(attention, x, pruned)
         errors, norms, grads = objective.gradients(attention, before, _placed(attention, projected))
-        return _relative(float(errors.sum()), float(norms.sum()), x, _placed_backward(attention, projected, grads))
+        return _relative(errors.sum(), norms.sum(), x, _placed_backward(attention, projected, grads))
 
     @torch.no_grad()
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
@@ -98,14 +104,14 @@ class OutputLoss:
     output_weight: Tensor
 
     @torch.no_grad()
-    def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[list[float], float]:
+    def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
         """Return ||(P~ - P) V W_O^T||_F^2 of each candidate, and ||P V W_O^T||_F^2."""
         v = values(self.attention, x, self.value_weight, self.value_bias)
         before, *after = (self._output(*queries_and_keys(self.attention, x, *pair), v) for pair in (dense, *candidates))
-        return [_squared_norm(a - before) for a in after], _squared_norm(before)
+        return torch.stack([_squared_norm(a - before) for a in after]), _squared_norm(before)
 
     @torch.no_grad()
-    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
+    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[Tensor, Pair]:
         """Return ||(P~ - P) V W_O^T||_F^2 / ||P V W_O^T||_F^2 and the gradients of half of it."""
         v = values(self.attention, x, self.value_weight, self.value_bias)
         before = self._output(*queries_and_keys(self.attention, x, *dense), v)
@@ -154,19 +160,18 @@ def relative_errors(loss: Loss, x: Tensor, dense: Pair, candidates: Sequence[Pai
     Returns:
         One number per candidate; 0 if the dense result is zero.
     """
-    errors, norm = [0.0] * len(candidates), 0.0
-    for part in parts(x):
-        more, n = loss.errors(part, dense, candidates)
-        errors, norm = [e + m for e, m in zip(errors, more, strict=True)], norm + n
-    return [e / norm if norm > 0.0 else 0.0 for e in errors]
+    errors, norms = zip(*(loss.errors(part, dense, candidates) for part in parts(x)), strict=True)
+    error, norm = torch.stack(errors).sum(dim=0), torch.stack(norms).sum()
+    relative: list[float] = torch.where(norm > 0.0, error / norm, 0.0).tolist()
+    return relative
 
 
-def _relative(error: float, norm: float, x: Tensor, projected: Pair) -> tuple[float, Pair]:
+def _relative(error: Tensor, norm: Tensor, x: Tensor, projected: Pair) -> tuple[Tensor, Pair]:
     """Return the relative error and the gradients of half of it, from those of `project`'s results.
 
     Both are zero for a zero norm, as in added blocks whose output projection is initialised to zero.
     """
-    scale = 1.0 / norm if norm > 0.0 else 0.0
+    scale = torch.where(norm > 0.0, 1.0 / norm, 0.0)
     query, key = (_weight_gradient(g, x).mul_(scale) for g in projected)
     return error * scale, (query, key)
 
@@ -203,5 +208,5 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return flat.flatten(0, 1).T @ x.flatten(0, 1)
 
 
-def _squared_norm(x: Tensor) -> float:
-    return float(x.square().sum(dtype=torch.float64))
+def _squared_norm(x: Tensor) -> Tensor:
+    return x.square().sum(dtype=torch.float64)

@@ -24,7 +24,7 @@ class Rows:
 
     Attributes:
         linear: the linear that holds them.
-        index: row indices in head order, int64 [heads * head_dim]; None for all rows.
+        index: row indices in head order, int64 [heads * head_dim] on the weight's device; None for all rows.
     """
 
     linear: Linear
@@ -52,7 +52,7 @@ class Rows:
         return None if bias is None else self._take(bias)
 
     def _take(self, tensor: Tensor) -> Tensor:
-        return (tensor if self.index is None else tensor[self.index.to(tensor.device)]).float()
+        return (tensor if self.index is None else tensor[self.index]).float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,7 @@ def _split(block: Block, fused: Linear) -> tuple[Rows, Rows, Rows]:
             f"{fused.name} has {fused.out_features} outputs, which is not {heads} query heads of {head_dim} features "
             f"with as many keys as values; {INSTEAD}"
         )
-    rows = torch.arange(fused.out_features, device="cpu")
+    rows = torch.arange(fused.out_features, device=fused.weight.device)
     # The layout of StarCoder's c_attn depends on the number of key heads.
     if leaf(fused.name) in _GROUPED or getattr(module, "multi_query", None) is False:
         grouped = rows.view(key_heads, -1, head_dim)  # [h_kv, groups + 2, head_dim]

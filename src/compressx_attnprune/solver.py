@@ -79,15 +79,16 @@ class Budget:
     query: Pattern
     key: Pattern
 
-    def choose(self, scores: Pair, share: float = 1.0) -> Pair:
+    def choose(self, scores: Pair, share: float = 1.0, known_finite: bool = False) -> Pair:
         """Turn scores into masks (True = keep).
 
         Args:
             scores: [heads * head_dim, in_features] for each; the lowest are dropped.
             share: fraction of the sparsity to apply; ignored by N:M and fixed masks.
+            known_finite: as for `keep_masks`.
         """
         patterns = {"query": _at(self.query, share), "key": _at(self.key, share)}
-        query, key = keep_masks({"query": scores[0], "key": scores[1]}, patterns).values()
+        query, key = keep_masks({"query": scores[0], "key": scores[1]}, patterns, known_finite=known_finite).values()
         return query, key
 
     @property
@@ -173,11 +174,11 @@ def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None
         Masks and weights.
     """
 
-    def choose(scores: Sequence[Tensor]) -> list[Tensor]:
-        return layer.by_head(budget.choose(_by_row(scores)))
+    def choose(scores: Sequence[Tensor], known_finite: bool) -> list[Tensor]:
+        return layer.by_head(budget.choose(_by_row(scores), known_finite=known_finite))
 
     if budget.fixed:
-        keeps = choose(layer.by_head(layer.dense))
+        keeps = choose(layer.by_head(layer.dense), known_finite=False)
         weights = kronecker.reconstruct(problem or layer.problem, keeps)
     elif all(k.all() for k in budget.choose(layer.dense)):
         return budget.choose(layer.dense), layer.dense  # nothing to prune: bit-identical

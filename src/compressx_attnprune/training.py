@@ -16,8 +16,9 @@ from torch import Tensor
 
 from compressx_attnprune.losses import SEQUENCES, Loss, Pair, relative_error
 
-Choose = Callable[[Pair, float], Pair]
-"""Maps scores of query and key to masks (True = keep) at a share of the budget, from 0 (all kept) to 1."""
+Choose = Callable[[Pair, float, bool], Pair]
+"""Maps scores of query and key to masks (True = keep) at a share of the budget, from 0 (all kept) to 1; without a check
+for NaN, for which the host would wait, where the last argument is true."""
 
 _CHECKS = 4  # measurements of the held-out error during training
 
@@ -65,14 +66,14 @@ def refit(loss: Loss, text: Text, dense: Pair, start: Trained, *, steps: int, le
     """
     best, keeps, weights = start, start.keeps, _copy(start.weights)
     optimizer = _Descent(weights, dense, learning_rate, steps)
-    losses: list[float] = []
+    losses: list[Tensor] = []
     for step, x in enumerate(_batches(text.train, steps)):
         value, grads = loss.gradients(x, dense, weights)
         losses.append(value)
         optimizer.step((grads[0] * keeps[0], grads[1] * keeps[1]))
         if (step + 1) % max(1, steps // _CHECKS) == 0 or step + 1 == steps:
             best = _better(best, loss, text, dense, weights, keeps)
-    return replace(best, losses=tuple(losses))
+    return replace(best, losses=_read(losses))
 
 
 def joint(
@@ -103,12 +104,13 @@ def joint(
     keeps: Pair = (torch.ones_like(dense[0], dtype=torch.bool), torch.ones_like(dense[1], dtype=torch.bool))
     optimizer = _Descent(weights, dense, learning_rate, steps)
     rising = max(1, round(0.6 * steps))
-    losses: list[float] = []
+    losses: list[Tensor] = []
     best: Trained | None = None
     for step, x in enumerate(_batches(text.train, steps)):
         if step < rising:
             share = 1.0 - (1.0 - (step + 1) / rising) ** 3
-            keeps = choose((weights[0].abs() * metric[0], weights[1].abs() * metric[1]), share)
+            scores = (weights[0].abs() * metric[0], weights[1].abs() * metric[1])
+            keeps = choose(scores, share, step + 1 < rising)
         masked = (weights[0] * keeps[0], weights[1] * keeps[1])
         value, grads = loss.gradients(x, dense, masked)
         losses.append(value)
@@ -117,7 +119,7 @@ def joint(
         if step + 1 >= rising and ((steps - step - 1) % max(1, (steps - rising) // 2 or 1) == 0):
             best = _better(best, loss, text, dense, (weights[0] * keeps[0], weights[1] * keeps[1]), keeps)
     assert best is not None  # noqa: S101 - the last step is always measured
-    return replace(best, losses=tuple(losses))
+    return replace(best, losses=_read(losses))
 
 
 def learn_masks(
@@ -144,7 +146,7 @@ def learn_masks(
     # An entry's pull falls with the number of entries: the usual epsilon would suppress it in large layers.
     optimizer = torch.optim.Adam(masks, lr=learning_rate, betas=(0.9, 0.95), eps=1e-20)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
-    losses: list[float] = []
+    losses: list[Tensor] = []
     for part in _batches(x, steps):
         value, grads = loss.gradients(part, weights, (masks[0] * weights[0], masks[1] * weights[1]))
         losses.append(value)
@@ -154,7 +156,7 @@ def learn_masks(
         schedule.step()
         for mask in masks:
             mask.clamp_(0.0, 1.0)
-    return masks, tuple(losses)
+    return masks, _read(losses)
 
 
 class _Descent:
@@ -192,6 +194,11 @@ def _batches(x: Tensor, steps: int) -> Iterator[Tensor]:
     for step in range(steps):
         at = [(step * size + i) % len(x) for i in range(size)]
         yield x[at].float()
+
+
+def _read(losses: list[Tensor]) -> tuple[float, ...]:
+    """Copy the losses of all steps to the host at once: reading each in its step would make the host wait for it."""
+    return tuple(torch.stack(losses).tolist()) if losses else ()
 
 
 def _copy(pair: Pair) -> Pair:

@@ -42,9 +42,9 @@ def problem(seed: int, *, heads: Sequence[int] = HEADS, rows: int = ROWS, column
 def by(pattern: Pattern) -> Choose:
     """Return what turns scores of sides into masks of a pattern, as the solver's budget does."""
 
-    def choose(scores: Sequence[Tensor]) -> list[Tensor]:
+    def choose(scores: Sequence[Tensor], known_finite: bool = False) -> list[Tensor]:
         flat = {str(i): s.flatten(0, 1) for i, s in enumerate(scores)}
-        masks = keep_masks(flat, dict.fromkeys(flat, pattern))
+        masks = keep_masks(flat, dict.fromkeys(flat, pattern), known_finite=known_finite)
         return [masks[str(i)].view(s.shape) for i, s in enumerate(scores)]
 
     return choose
@@ -85,7 +85,7 @@ def assert_solved(of: Problem, keeps: Sequence[Tensor], got: Sequence[Tensor], *
 
 def magnitude(of: Problem, choose: Choose) -> list[Tensor]:
     """Keep what is largest in the metric's own units."""
-    return list(choose([(w * c.scale()).square() for w, c in zip(of.dense, of.curvatures, strict=True)]))
+    return list(choose([(w * c.scale()).square() for w, c in zip(of.dense, of.curvatures, strict=True)], False))
 
 
 @each_pattern
@@ -133,7 +133,7 @@ def admm(of: Problem, choose: Choose, iterations: int) -> list[Tensor]:
     dense = [w.flatten(1) * u for w, u in zip(of.dense, units, strict=True)]
 
     def project(points: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        keeps = choose([p.square().view_as(w) for p, w in zip(points, of.dense, strict=True)])
+        keeps = choose([p.square().view_as(w) for p, w in zip(points, of.dense, strict=True)], False)
         return [p * k.flatten(1) for p, k in zip(points, keeps, strict=True)], list(keeps)
 
     sparse, keeps = project(dense)

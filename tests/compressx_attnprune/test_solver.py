@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from compressx import NM, FixedMask, Pattern, Unstructured
 from compressx.numerics import obs
+from compressx.testing import pretended_accelerator
 from compressx_attnprune import kronecker, solver, training
 from compressx_attnprune.baselines import Inputs
 from compressx_attnprune.geometry import Attention, Projection
@@ -124,7 +126,7 @@ def test_the_closed_form_is_the_kronecker_solution_head_by_head_and_judged_on_th
     assert [w.shape for w in problem.dense] == [(4, 8, WIDTH), (2, 8, WIDTH)]
     (ours,) = solver.judge(layer, [solver.gauss_newton(layer, budget)])
 
-    def choose(scores: Any) -> list[Tensor]:
+    def choose(scores: Any, _: bool) -> list[Tensor]:
         query, key = budget.choose((scores[0].reshape(32, WIDTH), scores[1].reshape(16, WIDTH)))
         return [query.view(4, 8, WIDTH), key.view(2, 8, WIDTH)]
 
@@ -323,3 +325,39 @@ def test_a_closed_form_that_loses_is_tried_with_more_damping(enough, tried, fell
     assert dampings == pytest.approx(tried)
     assert solution.fell_back == fell_back
     assert (solution.weights is layer.dense) != fell_back
+
+
+# --- on an accelerator
+
+
+def on_device(layer: Layer) -> Layer:
+    """Return a layer whose tensors are on the device that is pretended."""
+    loss = layer.loss
+    if isinstance(loss, OutputLoss):
+        loss = replace(loss, value_weight=loss.value_weight.cuda(), output_weight=loss.output_weight.cuda())
+    text = Text(layer.text.train.cuda(), layer.text.held_out.cuda())
+    return Layer(loss, text, (layer.dense[0].cuda(), layer.dense[1].cuda()))
+
+
+@pytest.mark.parametrize(
+    ("objective", "pattern", "options"),
+    [
+        ("attention-output", Unstructured(0.5, "joint"), [{}, {}]),
+        ("attention-matrix", NM(2, 4), [{}, {}]),
+        ("attention-matrix", Unstructured(0.5, "row"), [{"refit": 4}, {"refit": 8}]),
+        ("attention-output", Unstructured(0.5, "joint"), [{"mode": "joint", "steps": s} for s in (4, 8)]),
+    ],
+    ids=["closed form", "closed form, 2:4", "refit", "joint"],
+)
+def test_no_step_waits_for_the_device(objective, pattern, options, monkeypatch: pytest.MonkeyPatch):
+    """Twice the steps, or twice the iterations of ADMM, wait no more often: numbers are read when all are computed."""
+    original, waits = kronecker.select, []
+    for iterations, chosen in zip((6, 12), options, strict=True):
+        monkeypatch.setattr(kronecker, "select", partial(original, iterations=iterations))
+        with pretended_accelerator() as device:
+            layer = on_device(make_layer(objective))
+            with device.counted() as counted:
+                solve(layer, both(pattern), objective=objective, **chosen)
+            assert counted.synchronisations <= 30, counted.places()
+            waits.append(counted.synchronisations)
+    assert waits[1] <= waits[0] + 1  # joint measures the held-out error once more

@@ -41,6 +41,10 @@ def text() -> Text:
     return Text(train, held_out)
 
 
+def double(numbers: float | list[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
 @dataclass
 class Distance:
     """||W - a W_dense||^2 with a the first number of each sequence's first token: text says where the minimum is."""
@@ -48,16 +52,16 @@ class Distance:
     attention: Attention = ATTENTION
     seen: list[Tensor] = field(default_factory=list)
 
-    def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[list[float], float]:
+    def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
         a = float(x[:, 0, 0].mean())
         squares = [sum(float((w - a * d).square().sum()) for w, d in zip(c, dense, strict=True)) for c in candidates]
-        return squares, sum(float(d.square().sum()) for d in dense)
+        return double(squares), double(sum(float(d.square().sum()) for d in dense))
 
-    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
+    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[Tensor, Pair]:
         self.seen.append(x)
-        (error,), norm = self.errors(x, dense, [pruned])
+        errors, norm = self.errors(x, dense, [pruned])
         a = float(x[:, 0, 0].mean())
-        return error / norm, ((pruned[0] - a * dense[0]) / norm, (pruned[1] - a * dense[1]) / norm)
+        return errors[0] / norm, ((pruned[0] - a * dense[0]) / norm, (pruned[1] - a * dense[1]) / norm)
 
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
         raise AssertionError("training measures no curvature")
@@ -70,7 +74,7 @@ def towards(a: float, sequences: int = 4) -> Tensor:
 def by(pattern: Pattern) -> Choose:
     """Return what turns scores into masks at a share of a budget, as the solver's does."""
 
-    def choose(scores: Pair, share: float) -> Pair:
+    def choose(scores: Pair, share: float, known_finite: bool = False) -> Pair:
         asked = Unstructured(share * pattern.sparsity, pattern.group) if isinstance(pattern, Unstructured) else pattern
         masks = keep_masks({"q": scores[0], "k": scores[1]}, dict.fromkeys("qk", asked))
         return masks["q"], masks["k"]
@@ -103,12 +107,12 @@ def test_of_the_weights_on_the_way_those_that_measure_best_are_returned(measured
     candidates: list[Pair] = []
 
     class Scripted(Distance):
-        def errors(self, x: Tensor, dense: Pair, candidates_: Sequence[Pair]) -> tuple[list[float], float]:
+        def errors(self, x: Tensor, dense: Pair, candidates_: Sequence[Pair]) -> tuple[Tensor, Tensor]:
             candidates.append((candidates_[0][0].clone(), candidates_[0][1].clone()))
-            return [measured[len(candidates) - 1]], 1.0
+            return double([measured[len(candidates) - 1]]), double(1.0)
 
-        def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
-            return 0.0, (torch.ones_like(dense[0]), torch.ones_like(dense[1]))
+        def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[Tensor, Pair]:
+            return double(0.0), (torch.ones_like(dense[0]), torch.ones_like(dense[1]))
 
     everything = (torch.ones_like(dense[0], dtype=torch.bool), torch.ones_like(dense[1], dtype=torch.bool))
     text, start = Text(towards(1.0), towards(1.0)), Trained(dense, everything, 4.5)
@@ -151,7 +155,7 @@ def ones(dense: Pair) -> Pair:
 def test_the_share_of_the_budget_rises_along_a_cubic_curve_over_six_tenths_of_the_steps(dense: Pair, text: Text):
     shares: list[float] = []
 
-    def choose(scores: Pair, share: float) -> Pair:
+    def choose(scores: Pair, share: float, known_finite: bool = False) -> Pair:
         shares.append(share)
         return by(HALF)(scores, share)
 
@@ -177,13 +181,13 @@ def test_a_dropped_weight_comes_back_while_the_budget_rises(dense: Pair):
     small[0][0] = 1e-3
     dropped: list[bool] = []
 
-    def choose(scores: Pair, share: float) -> Pair:
+    def choose(scores: Pair, share: float, known_finite: bool = False) -> Pair:
         keeps = by(HALF)(scores, share)
         dropped.append(not keeps[0][0].all())
         return keeps
 
     class Growing(Distance):
-        def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
+        def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[Tensor, Pair]:
             value, (query, key) = super().gradients(x, dense, pruned)
             query[0] = -1.0
             return value, (query, key)
@@ -271,7 +275,7 @@ class Scaled:
     factor: float
     attention: Attention = ATTENTION
 
-    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[float, Pair]:
+    def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[Tensor, Pair]:
         error, (query, key) = LOSS.gradients(x, dense, pruned)
         return error, (self.factor * query, self.factor * key)
 

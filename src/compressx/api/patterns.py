@@ -231,12 +231,15 @@ def keep_mask(scores: Tensor, pattern: Pattern, *, known_finite: bool = False) -
     return drop_lowest(shaped, count, known_finite=known_finite).view(rows, columns)
 
 
-def keep_masks(scores: Mapping[str, Tensor], patterns: Mapping[str, Pattern]) -> dict[str, Tensor]:
+def keep_masks(
+    scores: Mapping[str, Tensor], patterns: Mapping[str, Pattern], *, known_finite: bool = False
+) -> dict[str, Tensor]:
     """Turn the scores of several weights into masks; those whose group is `joint` share one threshold.
 
     Args:
         scores: by linear name, each [out_features, in_features].
         patterns: by linear name; the joint ones must have the same sparsity.
+        known_finite: as for `drop_lowest`.
 
     Returns:
         By linear name, bool [out_features, in_features], True = keep.
@@ -245,13 +248,13 @@ def keep_masks(scores: Mapping[str, Tensor], patterns: Mapping[str, Pattern]) ->
         ValueError: as `keep_mask`, or joint patterns that differ in sparsity.
     """
     joint = [n for n, p in patterns.items() if isinstance(p, Unstructured) and p.group == "joint"]
-    masks = {n: keep_mask(scores[n], patterns[n]) for n in patterns if n not in joint}
+    masks = {n: keep_mask(scores[n], patterns[n], known_finite=known_finite) for n in patterns if n not in joint}
     if joint:
         sparsities = {patterns[n].sparsity for n in joint}
         if len(sparsities) > 1:
             raise ValueError(f"linears that compete jointly need one sparsity, got {sorted(sparsities)}")
         flat = torch.cat([scores[n].reshape(-1) for n in joint])
-        kept = drop_lowest(flat[None], count_dropped(sparsities.pop(), flat.numel()))[0]
+        kept = drop_lowest(flat[None], count_dropped(sparsities.pop(), flat.numel()), known_finite=known_finite)[0]
         for name, part in zip(joint, torch.split(kept, [scores[n].numel() for n in joint]), strict=True):
             masks[name] = part.view(scores[name].shape)
     return {n: masks[n] for n in patterns}
