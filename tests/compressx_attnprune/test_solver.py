@@ -343,8 +343,10 @@ def on_device(layer: Layer) -> Layer:
     ("objective", "pattern", "options"),
     [
         ("attention-output", Unstructured(0.5, "joint"), [{}, {}]),
-        ("attention-matrix", NM(2, 4), [{}, {}]),
-        ("attention-matrix", Unstructured(0.5, "row"), [{"refit": 4}, {"refit": 8}]),
+        pytest.param("attention-matrix", NM(2, 4), [{}, {}], marks=pytest.mark.slow),
+        pytest.param(
+            "attention-matrix", Unstructured(0.5, "row"), [{"refit": 4}, {"refit": 8}], marks=pytest.mark.slow
+        ),
         ("attention-output", Unstructured(0.5, "joint"), [{"mode": "joint", "steps": s} for s in (4, 8)]),
     ],
     ids=["closed form", "closed form, 2:4", "refit", "joint"],
