@@ -64,7 +64,6 @@ class FeatureNorms:
         return self.squares.sqrt().float()
 
 
-        self.squares = _accumulator(self.squares)
 _PANEL = 256
 """Rows of X^T X in one product: enough for a fast one, few enough that little is computed below the diagonal."""
 
@@ -122,7 +121,6 @@ class Hessian:
             full[stop:, start:stop] = panel[:, stop - start :].T
         return full
 
-        self.sums = _accumulator(self.sums)
     @property
     def diagonal(self) -> Tensor:
         """The squared norm of each feature, float64 [in_features]."""
