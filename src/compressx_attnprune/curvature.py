@@ -46,6 +46,9 @@ TOKENS = 1 / 3
 """Share of the tokens that `inputs` are summed over. Token weights are uneven, so a sample is enough: compared with all
 tokens, the errors of pruned layers grow by 2% at 50% sparsity and by less at higher sparsities."""
 
+PANEL = 128
+"""Rows of `inputs` at least that are accumulated at once, from the diagonal on."""
+
 
 def measure(
     loss: Loss, x: Tensor, weights: Pair, *, probes: int = 1, tokens: float = TOKENS, seed: int = 0
@@ -75,9 +78,18 @@ def measure(
                 chosen, importance = _sample(of_heads.square().sum(dim=2), count, generator)
                 for matrix, which, weight in zip(inputs[i], chosen, importance, strict=True):
                     weighted = flat[which] * weight.sqrt()[:, None]
-                    matrix.addmm_(weighted.T, weighted)
+                    _add_upper(matrix, weighted)
+    for matrix in (m for side in inputs for m in side):
+        matrix.triu_().add_(matrix.triu(1).T)
     query, key = (Curvature(_of_trace_one(r), m.div_(probes)) for r, m in zip(rows, inputs, strict=True))
     return query, key
+
+
+def _add_upper(matrix: Tensor, x: Tensor) -> None:
+    """Add x^T x [n, n] of x [tokens, n] in panels of rows from the diagonal on, 56% to 60% of the products."""
+    panel = max(PANEL, len(matrix) // 8)
+    for start in range(0, len(matrix), panel):
+        matrix[start : start + panel, start:].addmm_(x[:, start : start + panel].T, x[:, start:])
 
 
 def _sample(weights: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

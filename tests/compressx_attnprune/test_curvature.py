@@ -30,6 +30,11 @@ def make(kind: str, attention: Attention = ATTENTION) -> Loss:
     return OutputLoss(attention, normal(8, WIDTH, seed=5), normal(8, seed=6), normal(5, 16, seed=7))
 
 
+@pytest.fixture(autouse=True)
+def _narrow_panels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(curvature, "PANEL", 4)
+
+
 @pytest.fixture
 def weights() -> Pair:
     return normal(16, WIDTH, seed=1), normal(8, WIDTH, seed=2)
