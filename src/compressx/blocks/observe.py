@@ -82,7 +82,7 @@ class _Feed:
     def __init__(self, wanted: dict[str, dict[str, Observed]]) -> None:
         self.wanted = wanted
         self.reached: set[str] = set()
-        self.followers: set[str] = set()  # linears whose statistic is another's, since both were handed one tensor
+        self.followers: set[tuple[str, str]] = set()  # by linear and role: whose statistic is another linear's
         # Of the batch that is running: each distinct input, the first linear that it came to, and the statistics that
         # have taken it in. Inputs are held so that no two are ever one address.
         self.batch: list[tuple[str, Tensor, list[Observed]]] = []
@@ -111,8 +111,8 @@ class _Feed:
             if twin is not None:
                 self.wanted[name][role] = twin
                 if twin in others:
-                    self.followers.add(name)
-            elif name in self.followers:
+                    self.followers.add((name, role))
+            elif (name, role) in self.followers:
                 raise UnsupportedModelError(
                     f"{name} shared its input with another linear on the first batch and has one of its own on a later "
                     "one; give it a recipe rule with another pruner"

@@ -499,6 +499,19 @@ def sharing_first(model):
     key.register_forward_pre_hook(lambda m, args: args if len(args[0]) == 5 else (args[0].clone(),))
 
 
+def test_a_linear_may_share_one_pruners_statistic_and_have_anothers_for_itself():
+    """Wanda's norms are of v_proj alone; the Hessian of its update is that of q_proj, which SparseGPT prunes."""
+    model, (wanda, sparsegpt) = tiny_model("llama"), (SPECS["wanda"], SPECS["sparsegpt"])
+    plans = [
+        plan_all(model, sparsegpt, HALF, only="layers.0.self_attn.q_proj"),
+        plan_all(model, wanda, ROW, only="layers.0.self_attn.v_proj", reconstructor=sparsegpt),
+    ]
+    rules = tuple(replace(rule, index=i) for i, plan in enumerate(plans) for rule in plan.rules)
+    linears = tuple(replace(x, rule=rules[i]) for i, plan in enumerate(plans) for x in plan.linears)
+    (block,) = prune_model(InMemory(model), Plan(linears, {}, rules, needs_calibration=True), batches())
+    assert sorted(x.name.rpartition(".")[2] for x in block.report.layers) == ["q_proj", "v_proj"]
+
+
 def never_routing(model):
     gate = model.model.layers[1].mlp.gate.weight.data
     gate[3] = -gate[:3].sum(dim=0) * 100
