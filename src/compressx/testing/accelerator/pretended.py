@@ -78,8 +78,9 @@ def _replaced(accelerator: Accelerator, memory_bytes: int) -> Iterator[tuple[Any
 
     for name, new in {
         "is_available": said(True), "device_count": said(1), "current_device": said(0), "set_device": set_device,
-        "is_initialized": said(True), "init": nothing, "_lazy_init": nothing, "synchronize": synchronize,
-        "get_device_name": said("pretended accelerator"), "get_device_capability": said((9, 0)),
+        "is_initialized": said(True), "_initialized": True, "init": nothing, "_lazy_init": nothing,
+        "synchronize": synchronize, "get_device_name": said("pretended accelerator"),
+        "get_device_capability": said((9, 0)),
         "mem_get_info": lambda *_: (max(0, memory_bytes - record.alive_bytes), memory_bytes),
         "memory_allocated": lambda *_: record.alive_bytes, "memory_reserved": lambda *_: record.alive_bytes,
         "max_memory_allocated": lambda *_: record.peak_bytes, "max_memory_reserved": lambda *_: record.peak_bytes,
