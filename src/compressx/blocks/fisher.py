@@ -4,12 +4,16 @@ The loss is the negative log-likelihood of labels drawn from the model's own pre
 of its Fisher matrix, the curvature of the divergence from the dense model. The backward pass runs one block at a time:
 memory holds the activations of one block and, for one batch, the hidden states between all blocks. `gradients` also
 keeps the gradients that it returns.
+
+Of a streamed model as many batches as memory has room for go through the blocks together, once forwards and once
+backwards, because each of these passes reads the whole model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +26,7 @@ from compressx.models.blockwise import capture, each_block, narrowed
 from compressx.models.capture import run_around
 from compressx.models.hidden import Keep, in_memory
 from compressx.models.shards import OUTSIDE
+from compressx.models.streaming import StreamedModel, free_memory, local_processes
 from compressx.numerics.output_error import shares_of
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.finite import all_finite, finite, refuse_damage
@@ -32,6 +37,9 @@ ROW_WINDOWS = 32
 
 CHANNEL_WINDOWS = 8
 """Windows for channels when no sensitivities of linears are measured; 24 other windows differ by 3%."""
+
+_STATES_SHARE = 0.25
+"""Fraction of the free memory that the hidden states between all blocks of a streamed model may take."""
 
 _TOKENS_AT_ONCE = 64
 """Tokens whose distribution functions, float64 [tokens, vocabulary], are in memory at a time."""
@@ -81,16 +89,18 @@ def fisher_diagonal(
     }
     width = text_config(access.model).hidden_size
     shares = {fqn: torch.zeros(width, dtype=torch.float64, device=device) for fqn in found.blocks}
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)  # on the device: numbers from the host would be waited for
     enough = max(1, (ROW_WINDOWS if wanted else CHANNEL_WINDOWS) // ranks.size)
     enough, seen = min(enough, sum(map(len, batches))), 0
-    for batch in _parted(batches, enough):
+    first, further = _parted(batches, enough)
+    for group in chain(_groups(access, found, first), ([batch] for batch in further)):
         if seen >= enough and all(squares.reached for squares in at.values()):
             break
         progress(min(seen, enough), enough)
-        seen += len(batch)
-        for fqn, gradient in _backwards(access, found, batch, generator, at):
-            shares[fqn] += shares_of(gradient.float()).sum(dim=(0, 1), dtype=torch.float64)
+        seen += sum(map(len, group))
+        for fqn, at_outputs in _backwards(access, found, group, generator, at):
+            for gradient in at_outputs:
+                shares[fqn] += shares_of(gradient.float()).sum(dim=(0, 1), dtype=torch.float64)
     linears = {name: mean for squares in at.values() for name, mean in squares.means(ranks).items()}
     return FisherDiagonal(linears, {fqn: _total_share(fqn, sums, ranks) for fqn, sums in shares.items()})
 
@@ -123,13 +133,15 @@ def gradients(
     shape, dtype = (text_config(access.model).hidden_size,), access.model.dtype
     # Allocated up front: long-lived tensors among freed large ones would fragment the heap.
     kept = {fqn: [keep(torch.empty(batch.shape + shape, dtype=dtype)) for batch in batches] for fqn in names}
-    for number, batch in enumerate(batches if names else ()):
-        progress(sum(map(len, batches[:number])), sum(map(len, batches)))
-        for fqn, gradient in _backwards(access, found, batch, generator, at):
-            if fqn in kept:
-                kept[fqn][number].copy_(gradient)
+    done = 0
+    for group in _groups(access, found, batches) if names else ():
+        progress(sum(map(len, batches[:done])), sum(map(len, batches)))
+        for fqn, at_outputs in _backwards(access, found, group, generator, at):
+            for room, gradient in zip(kept[fqn][done:] if fqn in kept else (), at_outputs, strict=False):
+                room.copy_(gradient)
             if fqn == names[0]:
                 break
+        done += len(group)
     for fqn, parts in kept.items():
         reached, tokens = sum(int(x.any(dim=-1).sum()) for x in parts), sum(batch.numel() for batch in batches)
         if 2 * reached <= tokens:
@@ -177,12 +189,26 @@ def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
     return torch.cat(labels)
 
 
-def _parted(batches: Sequence[Tensor], first: int) -> list[Tensor]:
-    """Return the first windows in batches of the same size, then each of the others as a batch of one."""
+def _parted(batches: Sequence[Tensor], first: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the first windows in batches of the same size, and each of the others as a batch of one."""
     windows = torch.cat(list(batches)) if batches else torch.empty(0)
     if len(windows) <= first:
-        return list(batches)
-    return [*torch.split(windows[:first], len(batches[0])), *torch.split(windows[first:], 1)]
+        return list(batches), []
+    return list(torch.split(windows[:first], len(batches[0]))), list(torch.split(windows[first:], 1))
+
+
+def _groups(access: Access, found: Architecture, batches: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield batches that go through the blocks together: of a model in memory each by itself, which costs nothing."""
+    each = text_config(access.model).hidden_size * access.model.dtype.itemsize * (len(found.blocks) + 1)  # of a token
+    room = _STATES_SHARE * free_memory(access.device, local_processes()) if isinstance(access, StreamedModel) else 0.0
+    group: list[Tensor] = []
+    for batch in batches:
+        if group and each * sum(x.numel() for x in (*group, batch)) > room:
+            yield group
+            group = []
+        group.append(batch)
+    if group:
+        yield group
 
 
 def _total_share(fqn: str, sums: Tensor, ranks: Ranks) -> Tensor:
@@ -201,37 +227,42 @@ def _total_share(fqn: str, sums: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _backwards(
-    access: Access, found: Architecture, batch: Tensor, generator: torch.Generator, at: Mapping[str, SquaredGradients]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield each block from last to first, with the gradient of a batch's loss with respect to its output.
+    access: Access, found: Architecture, batches: Sequence[Tensor], generator: torch.Generator,
+    at: Mapping[str, SquaredGradients],
+) -> Iterator[tuple[str, list[Tensor]]]:  # fmt: skip
+    """Yield each block from last to first, with the gradient of each batch's loss with respect to its output.
 
     Raises:
         UnsupportedModelError: activations or gradients that are not finite.
     """
     order = list(found.blocks)
-    ids = batch.to(access.device)
-    states, calls = capture(access, found, [ids])
-    for block, (run,) in each_block(access, found, calls):
+    ids = [batch.to(access.device) for batch in batches]
+    entering, calls = capture(access, found, ids)
+    states = [entering]  # those that enter each block, and those that leave the last
+    for block, runs in each_block(access, found, calls):
         with torch.no_grad():
-            states.append(finite(run(states[-1]), block.fqn, block.module))
+            left = [finite(run(x), block.fqn, block.module) for run, x in zip(runs, states[-1], strict=True)]
+        states.append(left)
     with access.materialise(OUTSIDE):
-        gradient = _of_likelihood(access, found.blocks, ids, states.pop(), generator)
-    yield order[-1], _checked(gradient, order[-1])
-    for block, (run,) in each_block(access, found, calls, reversed(order)):
-        gradient = at[block.fqn].backward(run, states.pop(), gradient)
+        leaving = zip(ids, states.pop(), strict=True)
+        at_outputs = [_of_likelihood(access, found.blocks, windows, state, generator) for windows, state in leaving]
+    yield order[-1], _checked(at_outputs, order[-1])
+    for block, runs in each_block(access, found, calls, reversed(order)):
+        parts = zip(runs, states.pop(), at_outputs, strict=True)
+        at_outputs = [at[block.fqn].backward(run, x, gradient) for run, x, gradient in parts]
         if block.index > 0:
             before = order[block.index - 1]
-            yield before, _checked(gradient, before)
+            yield before, _checked(at_outputs, before)
 
 
-def _checked(gradient: Tensor, fqn: str) -> Tensor:
-    """Return the gradient with respect to a block's output if it is finite."""
-    if not all_finite(gradient):
+def _checked(gradients: list[Tensor], fqn: str) -> list[Tensor]:
+    """Return the gradients with respect to a block's output if they are finite."""
+    if not all_finite(*gradients):
         raise UnsupportedModelError(
             f"{fqn}: the gradient of the model's loss with respect to its output has NaN or infinite values on the "
             "calibration text; model.dtype may be too narrow"
         )
-    return gradient
+    return gradients
 
 
 def _of_likelihood(
