@@ -88,7 +88,8 @@ class StreamedModel:
             ArtifactError: as for `materialise`, or not enough disk space for the files.
         """
         width = text_config(self.model).hidden_size * self.model.dtype.itemsize
-        large = width * sum(batch.numel() for batch in batches) > _HIDDEN_SHARE * free_memory(self.device, _processes())
+        room = _HIDDEN_SHARE * free_memory(self.device, local_processes())
+        large = width * sum(batch.numel() for batch in batches) > room
         with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
             keep = InFiles(Path(folder)) if large else in_memory
             found = survey(self.model)
@@ -179,7 +180,7 @@ def is_larger_than_memory(checkpoint: Checkpoint, device: torch.device) -> bool:
     skeleton = load_empty(checkpoint)
     skeleton.tie_weights(recompute_mapping=False)  # a tied embedding and head are loaded once
     size = sum(p.numel() * p.element_size() for p in skeleton.parameters())
-    return bool(size > free_memory(device, _processes()) / 2)
+    return bool(size > free_memory(device, local_processes()) / 2)
 
 
 def _return_freed_memory() -> None:
@@ -197,7 +198,7 @@ def free_memory(device: torch.device, processes: int = 1) -> int:
     return int(min(free, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free)
 
 
-def _processes() -> int:
+def local_processes() -> int:
     """Return the number of processes that `torchrun` started here; each loads its own copy."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 

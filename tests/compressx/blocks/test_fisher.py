@@ -15,7 +15,7 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.hidden import InFiles
-from compressx.models.streaming import open_streamed
+from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.runtime.ranks import Ranks
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
@@ -229,13 +229,25 @@ def test_windows_are_added_until_every_expert_is_reached(monkeypatch):
     assert set(told[1:]) == {(1, 1)}
 
 
-def test_a_streamed_models_sensitivities_are_those_of_the_loaded_one(tmp_path):
-    model = tiny_model("llama")
+@pytest.mark.parametrize(("room", "readings"), [(2**40, 2), (2 * 2 * 32 * 64 * 4 * 4, 4), (0, 8)])
+def test_a_streamed_models_sensitivities_are_those_of_the_loaded_one(room, readings, tmp_path, monkeypatch):
+    """Its blocks are read twice for as many of the four batches as there is room for: 2 x 32 tokens, 64 wide, each."""
+    monkeypatch.setattr("compressx.blocks.fisher.free_memory", lambda *_: 2 * room)
+    monkeypatch.setattr("compressx.blocks.fisher._STATES_SHARE", 0.5)
+    model, parts = tiny_model("llama"), batches(2)
     model.save_pretrained(tmp_path)
     streamed = open_streamed(Checkpoint(str(tmp_path)))
+    read: list[str] = []
+
+    def materialise(self, fqn, own=StreamedModel.materialise):
+        read.append(fqn)
+        return own(self, fqn)
+
+    monkeypatch.setattr(StreamedModel, "materialise", materialise)
     both = InMemory(model), streamed
-    found = [fisher_diagonal(x, survey(x.model), survey(x.model).linears, batches()) for x in both]
-    at = [gradients(x, survey(x.model), found[0].channels, batches()) for x in both]
+    found = [fisher_diagonal(x, survey(x.model), survey(x.model).linears, parts) for x in both]
+    assert [read.count(fqn) for fqn in found[0].channels] == [readings] * 3
+    at = [gradients(x, survey(x.model), found[0].channels, parts) for x in both]
     for loaded, got in ((x.linears for x in found), (x.channels for x in found), at):
         assert loaded.keys() == got.keys()
         assert all(torch.equal(torch.stack([*its]), torch.stack([*got[name]])) for name, its in loaded.items())
