@@ -1,6 +1,8 @@
-"""Every pruner that is shipped on a pretended accelerator: the CPU's masks and weights, and how often it waits."""
+"""Every pruner that is shipped on a pretended accelerator: the CPU's masks and weights, and what is counted."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -8,7 +10,10 @@ from tests.compressx.architectures import KINDS
 from tests.compressx.built_in import BUILT_IN
 
 from compressx.api.patterns import NM, Unstructured
-from compressx.testing import pretended_accelerator
+from compressx.blocks.prune import prune_model
+from compressx.models.access import InMemory
+from compressx.numerics.obs import sweep
+from compressx.testing import pretended_accelerator, tiny_model, tiny_tokens
 from compressx.testing.subject import Subject
 
 ON = {
@@ -51,3 +56,51 @@ def test_masks_and_weights_are_those_of_the_cpu_for_every_pattern(name, kind):
                 assert (result.weight is None) == (results[linear].weight is None)
                 if result.weight is not None:
                     assert torch.equal(result.weight.cpu(), results[linear].weight), (pattern, linear)
+
+
+WAITS = {"alps": 18, "attnprune": 24, "magnitude": 1, "sensitivity": 3, "sparsegpt": 2, "wanda": 1}
+"""For each linear of a block. ALPS looks every few steps whether it is done; attnprune's are most of a whole solve."""
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_the_host_seldom_waits_for_a_block_and_copies_no_weights(name):
+    subject = Subject(BUILT_IN[name], BUILT_IN[name].options(), "llama")
+    with pretended_accelerator() as device:
+        scene = subject.scene(device="cuda")
+        with device.counted() as counts:
+            subject.decided(scene, subject.patterns[-1])
+    host = 5  # what the host itself looks at, once a block
+    assert counts.synchronisations <= WAITS[name] * len(subject.names) + host, counts.places()
+    assert counts.to_device_bytes == 0
+    assert counts.to_host_bytes < 4096, "numbers, and nothing of a weight's size"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "most"), [(Unstructured(0.5, "row"), 2.5), (Unstructured(0.5, "layer"), 2.5), (NM(2, 4), 11.0)], ids=str
+)
+def test_a_column_of_the_sweep_costs_few_kernels_and_no_wait(pattern, most):
+    launches, waits = [], []
+    for columns in (128, 384):
+        weight, factor = torch.randn(16, columns), torch.randn(columns, columns).triu() + 9 * torch.eye(columns)
+        with pretended_accelerator() as device:
+            weight, factor = weight.to("cuda"), factor.to("cuda")
+            with device.counted() as counts:
+                sweep(weight, factor, pattern)
+        launches.append(counts.launches)
+        waits.append(counts.synchronisations)
+    assert (launches[1] - launches[0]) / 256 <= most
+    assert waits[0] == waits[1] <= 1
+
+
+def test_of_a_pruned_block_masks_are_copied_to_the_host_and_weights_once_to_be_hashed():
+    model, spec = tiny_model("llama"), BUILT_IN["sparsegpt"]
+    plan = Subject(spec, spec.options(), "llama").plan(model)
+    weights = sum(math.prod(x.shape) for x in plan.linears if x.block == "model.layers.0")
+    with pretended_accelerator() as device:
+        blocks = prune_model(InMemory(model.to("cuda")), plan, torch.split(tiny_tokens(), 4))
+        next(blocks)
+        with device.counted() as counts:
+            next(blocks)
+    assert (1 + 4) * weights <= counts.to_host_bytes < (1 + 4) * weights + 2048, "bool, and float32"
+    assert counts.to_device_bytes <= 4 * 64, "the weights of the output's channels"
+    assert counts.synchronisations <= 9 * 7, counts.places()
