@@ -45,6 +45,9 @@ class Access(Protocol):
         For `OUTSIDE`, only the weights outside the blocks are guaranteed to be loaded.
         """
 
+    def read_ahead(self, fqn: str) -> None:
+        """Begin to read the weights of the block that is materialised next, if that saves time."""
+
     def logits(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """Run the model on batches of token ids [batch, tokens]; yield [batch, tokens, vocabulary] for each."""
 
@@ -78,6 +81,9 @@ class InMemory:
     def materialise(self, fqn: str) -> Iterator[nn.Module]:
         """Yield the block; changes to it persist."""
         yield self.model.get_submodule(fqn)
+
+    def read_ahead(self, fqn: str) -> None:
+        """Do nothing: all weights are in memory."""
 
     def logits(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield the logits of each batch."""

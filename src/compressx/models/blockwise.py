@@ -55,9 +55,12 @@ def each_block(
     """
     order = list(found.blocks)
     config = text_config(access.model)
-    for fqn in order if names is None else names:
+    wanted = order if names is None else list(names)
+    for fqn, following in zip(wanted, [*wanted[1:], None], strict=False):
         linears = {name: linear for name, linear in found.linears.items() if name.startswith(f"{fqn}.")}
         with access.materialise(fqn) as module:
+            if following is not None:
+                access.read_ahead(following)
             block = Block(order.index(fqn), fqn, module, linears, tuple(calls[fqn]), config)
             yield block, [partial(_run, module, access, call) for call in calls[fqn]]
 

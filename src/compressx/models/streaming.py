@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from compressx.models import shards
 from compressx.models.access import Access, InMemory, block_file
+from compressx.models.ahead import ReadAhead, ranges
 from compressx.models.architecture import find_blocks, survey, text_config
 from compressx.models.blockwise import capture, each_block
 from compressx.models.capture import run_around
@@ -32,6 +33,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 _HIDDEN_SHARE = 0.25
 """Fraction of the free memory above which the hidden states of an evaluation are kept in files."""
+
+_AHEAD_SHARE = 0.5
+"""Fraction of the free memory above which the next block is not read ahead, since its pages would be lost again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +57,7 @@ class StreamedModel:
     source: dict[str, Shards]
     device: torch.device
     products: torch.dtype | None = None
+    _ahead: ReadAhead = field(default_factory=ReadAhead)
 
     @contextmanager
     def materialise(self, fqn: str) -> Iterator[nn.Module]:
@@ -64,6 +69,7 @@ class StreamedModel:
             ArtifactError: weights that cannot be read or are missing.
         """
         module = self.model.get_submodule(fqn)
+        self._ahead.end()
         shards.load(self.model, self.source[fqn], fqn, self.device)
         try:
             if fqn == OUTSIDE:
@@ -74,6 +80,15 @@ class StreamedModel:
         finally:
             shards.unload(self.model, self.tensors(fqn))
             _return_freed_memory()
+
+    def read_ahead(self, fqn: str) -> None:
+        """Begin to read a block into the system's file cache, unless that would be most of the free memory."""
+        try:
+            size = sum(end - start for _, start, end in ranges(self.source[fqn], fqn))
+        except (OSError, ValueError, KeyError):
+            return  # `materialise` says what is wrong
+        if size <= _AHEAD_SHARE * free_memory(torch.device("cpu"), _processes()):
+            self._ahead.begin(self.source[fqn], fqn)
 
     def tensors(self, fqn: str) -> dict[str, Tensor]:
         """Return a block's parameters and persistent buffers by their names in the model."""
