@@ -24,7 +24,7 @@ QUERY_KEY = {"llama": ["*.q_proj", "*.k_proj"], "mixtral": ["*.q_proj", "*.k_pro
 ALL = {"targets": ["*"]}
 LEFT_OUT = {
     "seconds", "peak_memory_bytes", "versions", "plugins", "model", "compressx", "figures", "date", "command",
-    "hardware", "calibration",
+    "hardware", "calibration", "arithmetic",
 }  # fmt: skip
 
 
@@ -82,6 +82,7 @@ def main() -> None:
                 compressx.run(
                     {
                         "model": {"path": str(model)},
+                        "compute_dtype": "float32",
                         "calibration": {"dataset": dataset, "samples": 16, "sequence_length": 32, "batch_size": 4},
                         "evaluate": {"token_perplexity": {"dataset": dataset, "sequence_length": 32, "samples": 8}},
                         **recipe,

@@ -39,7 +39,7 @@ def best(budget: str) -> dict[str, Any]:
     """Return the sections of the shipped recipe by which a model is pruned."""
     recipe = shipped(budget)
     sections: dict[str, Any] = {k: recipe[k] for k in ("prune", "allocation", "reconstruct_block") if k in recipe}
-    sections["calibration"] = {k: recipe["calibration"][k] for k in ("samples", "dtype")}
+    sections["calibration"] = {"samples": recipe["calibration"]["samples"]}
     if ":" in budget:
         sections["prune"] = [{**rule, "pattern": budget} for rule in sections["prune"]]
     return sections
@@ -51,7 +51,7 @@ METHODS: dict[str, Callable[[str], dict[str, Any]]] = {
     "Wanda": rules((ALL, "wanda")),
     "SparseGPT": rules((ALL, "sparsegpt")),
     "ALPS": rules((ALL, "alps")),
-    "SparseGPT + block reconstruction": rules((ALL, "sparsegpt"), reconstruct_block={"passes": 4, "dtype": "bfloat16"}),
+    "SparseGPT + block reconstruction": rules((ALL, "sparsegpt"), reconstruct_block={"passes": 4}),
     "attnprune + SparseGPT": rules((QK, "attnprune"), (ALL, "sparsegpt")),
     "attnprune + ALPS": rules((QK, "attnprune"), (ALL, "alps")),
     "best": best,

@@ -110,6 +110,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(autouse=True)
+def _same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every machine multiply all dtypes alike, so that `compute_dtype: auto` keeps that of the weights."""
+    from compressx.runtime import rates
+
+    alike = rates.Rates(dict.fromkeys(("float32", "bfloat16", "float16"), 1e9), 1e9)
+    monkeypatch.setattr(rates, "_measured", lambda _: alike)
+
+
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder."""

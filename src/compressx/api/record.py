@@ -171,6 +171,25 @@ class FinetuneReport:
 
 
 @dataclass(frozen=True)
+class Arithmetic:
+    """The dtype of a run's matrix products, where blocks are run or trained.
+
+    Attributes:
+        dtype: its name, such as `bfloat16`.
+        reason: why, in words.
+        rates: FLOP/s of products by dtype, as in `runtime.rates.Rates`; empty if they were not measured.
+    """
+
+    dtype: str
+    reason: str
+    rates: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        measured = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in self.rates.items())
+        return f"{self.dtype}, {self.reason}" + (f"; GFLOP/s: {measured}" if measured else "")
+
+
+@dataclass(frozen=True)
 class RunReport:
     """A whole run.
 
@@ -194,6 +213,7 @@ class RunReport:
         command: that made the run.
         hardware: system, processor, cores, memory and device.
         calibration: `samples`, `sequence_length` and `seed`; empty without calibration text.
+        arithmetic: dtype of matrix products where blocks were run or trained; None when none were.
     """
 
     compressx: str
@@ -213,6 +233,7 @@ class RunReport:
     command: str = ""
     hardware: str = ""
     calibration: Mapping[str, int] = field(default_factory=dict)
+    arithmetic: Arithmetic | None = None
 
     @property
     def layers(self) -> tuple[LayerReport, ...]:

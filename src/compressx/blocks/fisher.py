@@ -22,7 +22,8 @@ from torch.nn import functional
 from compressx.blocks.sensitivity import SquaredGradients
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
-from compressx.models.blockwise import capture, each_block, narrowed
+from compressx.models.arithmetic import products_in
+from compressx.models.blockwise import capture, each_block
 from compressx.models.capture import run_around
 from compressx.models.hidden import Keep, in_memory
 from compressx.models.shards import OUTSIDE
@@ -274,7 +275,7 @@ def _of_likelihood(
     for window, hidden in zip(torch.split(ids, 1), torch.split(state, 1), strict=True):
         x = hidden.detach().requires_grad_(True)
         with torch.enable_grad():
-            with narrowed(access):
+            with products_in(access.products, model, access.device):
                 logits = run_around(model, blocks, window, x).logits[0]
             logits = logits.float()
             if not all_finite(logits.detach()):

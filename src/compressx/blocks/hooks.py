@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from compressx.api.pruner import Linear
+from compressx.models.arithmetic import original
 
 Take: TypeAlias = Callable[[str, Tensor], None]
 """Called with a linear's name and [batch, tokens, features], or [tokens, features] behind a router."""
@@ -63,7 +64,7 @@ def _experts_watched(linears: Mapping[str, Linear], before: Take, after: Take) -
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            name = name_at.get(args[1].data_ptr()) if function is nn.functional.linear else None
+            name = name_at.get(original(args[1]).data_ptr()) if function is nn.functional.linear else None
             if name is None:
                 return function(*args, **(kwargs or {}))
             before(name, args[0])

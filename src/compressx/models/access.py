@@ -37,7 +37,7 @@ class Access(Protocol):
 
     @property
     def products(self) -> torch.dtype | None:
-        """Dtype of matrix products while blocks are run one at a time, by autocast; None: that of the weights."""
+        """Dtype of matrix products while blocks are run one at a time; None: that of the weights."""
 
     def materialise(self, fqn: str) -> AbstractContextManager[nn.Module]:
         """Return a context manager that yields a block, or the whole model for `shards.OUTSIDE`, with its weights.

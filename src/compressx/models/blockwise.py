@@ -7,16 +7,16 @@ to the rest of the model (`capture.run_around`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from compressx.api.pruner import Block, BlockCall
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
+from compressx.models.arithmetic import products_in
 from compressx.models.capture import capture_calls, replay
 from compressx.models.hidden import Keep, in_memory
 from compressx.models.shards import OUTSIDE
@@ -98,14 +98,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def narrowed(access: Access) -> AbstractContextManager[Any]:
-    """Return a context in which matrix products have the dtype that `access` asks for."""
-    if access.products is None:
-        return nullcontext()  # not a disabled autocast, which would end the caller's
-    # Without a cache: pruning changes weights between two calls.
-    return torch.autocast(access.device.type, access.products, cache_enabled=False)
-
-
 def _run(module: nn.Module, access: Access, call: BlockCall, state: Tensor) -> Tensor:
-    with narrowed(access):
+    with products_in(access.products, module, access.device):
         return replay(module, state.to(access.device), call)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
+from compressx.api.record import Arithmetic
+from compressx.models.arithmetic import choose
 from compressx.pipeline.log import RunLog
 from compressx.pipeline.tracking import Tracking
+from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins
 from compressx.prompts.prepare import Selecting
 from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.sources import ComputeDtype
 from compressx.runtime.ranks import Ranks
 from compressx.runtime.timing import Timing
 
@@ -38,6 +44,8 @@ class RunContext:
         timing: seconds of each stage.
         log: the run's.
         tracking: the run's trackers.
+        arithmetic: dtype of matrix products where blocks are run or trained; None before it is chosen, and where none
+            are.
     """
 
     loaded: LoadedRecipe
@@ -48,6 +56,34 @@ class RunContext:
     timing: Timing
     log: RunLog
     tracking: Tracking
+    arithmetic: Arithmetic | None = None
+
+    def with_arithmetic(self, planned: Plan, weights: torch.dtype, recorded: str | None = None) -> RunContext:
+        """Return the context with the arithmetic of the run, which the recipe names from then on.
+
+        Args:
+            planned: the plan.
+            weights: dtype of the model's weights.
+            recorded: the dtype that an interrupted run took, for a recipe that leaves it open.
+        """
+        recipe = self.loaded.recipe
+        if not planned.needs_calibration and recipe.finetune is None:
+            return self
+        training = recipe.reconstruct_block is not None or recipe.finetune is not None
+        if recipe.compute_dtype == "auto" and recorded is not None:
+            chosen = Arithmetic(recorded, "as in the interrupted run")
+        else:
+            chosen = choose(recipe.compute_dtype, weights, self.device, training=training)
+        chosen = Arithmetic(**self.ranks.broadcast(dataclasses.asdict(chosen)))  # the processes' rates differ
+        self.log.write(logging.INFO, f"compute_dtype: {chosen}")
+        named = {"compute_dtype": chosen.dtype} if chosen.dtype in get_args(ComputeDtype) else {}
+        loaded = dataclasses.replace(self.loaded, recipe=recipe.model_copy(update=named))
+        return dataclasses.replace(self, loaded=loaded, arithmetic=chosen)
+
+    @property
+    def products(self) -> torch.dtype | None:
+        """Dtype of matrix products where blocks are run or trained; None: that of the weights."""
+        return None if self.arithmetic is None else getattr(torch, self.arithmetic.dtype)
 
     @property
     def selecting(self) -> Selecting | None:

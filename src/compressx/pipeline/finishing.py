@@ -147,6 +147,7 @@ def trained(
         model = _teacher(settings, context, teacher)
         return evaluation, finetune(
             pruned.access.model, masks(), windows, settings, teacher=model,
+            products=context.products,
             checkpoint=kept and kept / f"finetune-{_tuning_fingerprint(settings, windows, model)}.safetensors",
             progress=progress,
         )  # fmt: skip
@@ -240,4 +241,5 @@ def report_of(
         command=command(),
         hardware=machine(context.device),
         calibration={} if calibration is None else calibration.model_dump(include=drawn_by),
+        arithmetic=context.arithmetic,
     )

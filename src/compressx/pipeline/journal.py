@@ -203,6 +203,14 @@ class Journal:
         return self.blocks / f"states-{count}.{self.ranks.rank}.safetensors"
 
 
+def recorded_dtype(folder: Path) -> Any:
+    """Return the `compute_dtype` that the interrupted run in a folder recorded; None without a readable record."""
+    try:
+        return json.loads((folder / STATE).read_text(encoding="utf-8"))["fingerprint"]["compute_dtype"]
+    except (OSError, ValueError, KeyError, TypeError):  # what is damaged is told when the journal is opened
+        return None
+
+
 def _differing(name: str, was: Any, now: Any) -> Iterator[str]:
     """Yield a line for each value that differs."""
     if isinstance(was, dict) and isinstance(now, dict):

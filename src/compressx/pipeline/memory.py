@@ -110,6 +110,7 @@ def prune(
         with evaluation_mode(model), tempfile.TemporaryDirectory(prefix="compressx-") as folder:
             given = _NoTokenizer() if tokenizer is None else tokenizer
             planned, texts = _read(context, model, given, calibration)
+            context = context.with_arithmetic(planned, model.dtype)
             kept = Kept(Path(folder))
             changes_told = contextlib.nullcontext() if copy else _changes_told(context, kept, planned)
             with changes_told, memory_advised(context, streams=False):

@@ -10,7 +10,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from compressx.allocation.methods import Curves, allocate, report_on, windows_kept
@@ -75,11 +74,8 @@ class Pruning:
 
     @cached_property
     def calibrated(self) -> Access:
-        """The model, with the blocks' products in the dtype that the recipe asks for."""
-        settings = self.context.loaded.recipe.calibration
-        if settings is None or settings.dtype == "auto" or self.access.model.dtype == torch.bfloat16:
-            return self.access
-        return dataclasses.replace(self.access, products=torch.bfloat16)  # type: ignore[type-var]
+        """The model, with the blocks' products in the dtype of the run's arithmetic."""
+        return dataclasses.replace(self.access, products=self.context.products)  # type: ignore[type-var]
 
     def run(self, planned: Plan) -> tuple[Plan, AllocationReport | None, list[FinishedBlock]]:
         """Go through all stages; return the final plan, how its sparsities were chosen, and the pruned blocks."""

@@ -23,7 +23,7 @@ from compressx.models.export import check_unfinished, output_folder
 from compressx.models.streaming import StreamedModel, open_model
 from compressx.pipeline.context import Progress, RunContext
 from compressx.pipeline.finishing import Pruned, finish, versions
-from compressx.pipeline.journal import Journal
+from compressx.pipeline.journal import Journal, recorded_dtype
 from compressx.pipeline.log import run_log
 from compressx.pipeline.preparation import (
     Prepared,
@@ -132,6 +132,7 @@ def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | Non
     with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
         context.log.open(folder)
         given = _read(context, prepared)
+        context = context.with_arithmetic(given.prepared.plan, given.access.model.dtype, recorded_dtype(folder))
         fingerprint = ranks.broadcast(_fingerprint(context, given) if ranks.first else {})
         journal = Journal(folder, fingerprint, ranks, context.timing)
         if ranks.first:
@@ -232,6 +233,7 @@ def _fingerprint(context: RunContext, given: _Inputs) -> dict[str, Any]:
         "model config": config_fingerprint(access.model),
         "prune": recipe["prune"],
         "ignore": recipe.get("ignore"),
+        "compute_dtype": context.arithmetic and context.arithmetic.dtype,
         "allocation": recipe.get("allocation"),
         "reconstruct_block": recipe.get("reconstruct_block"),
         "calibration tokens": None if windows is None else fingerprint_of(windows),

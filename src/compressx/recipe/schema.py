@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer, StrictBool, StrictFloat, StrictInt, model_validator
 from typing_extensions import TypedDict  # pydantic asks for it before Python 3.12
@@ -16,7 +16,7 @@ from compressx.recipe.document import Node, Placed, Step, from_python
 from compressx.recipe.measuring import Evaluate
 from compressx.recipe.methods import AllocationField
 from compressx.recipe.selecting import SelectTokens
-from compressx.recipe.sources import Calibration, DatasetSource, Draw, ModelField
+from compressx.recipe.sources import Calibration, ComputeDtype, DatasetSource, Draw, ModelField, refuse_dtype
 from compressx.recipe.targets import Target
 from compressx.recipe.tracking import TrackField
 from compressx.recipe.tuning import Finetune
@@ -118,18 +118,21 @@ class ReconstructBlock(Strict):
         description="fraction of the calibration batches, rounded up, that are not trained on and decide which weights "
         "are kept",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
-        description="dtype of products during training; weights are float32. auto: float32 for a float32 model, else "
-        "bfloat16, which is faster on processors that support it",
-    )
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the order of the text")
+
+    _dtype = model_validator(mode="before")(refuse_dtype)
 
 
 class Recipe(Strict):
     """The complete description of a run."""
 
     model: ModelField
+    compute_dtype: ComputeDtype = Field(
+        "auto",
+        description="dtype of matrix products while blocks are run on text or trained; weights, statistics, pruners "
+        "and evaluation keep theirs. auto: that of the weights, or one that this machine multiplies 1.5 times as fast: "
+        "float32 for 16-bit weights; with reconstruct_block or finetune also bfloat16",
+    )
     calibration: Calibration | None = Field(
         None,
         description="required by every pruner except magnitude",
@@ -253,7 +256,7 @@ def recipe_from_source(source: Node) -> LoadedRecipe:
     if source.value is None or source.value == {}:
         raise RecipeError(f"{source.place}: the recipe is empty; it needs model, prune, output")
     loaded = LoadedRecipe(source, validated(Recipe, source.plain(), source.where))
-    if mistakes := [*_nothing_pruned_mistakes(loaded), *_budget_mistakes(loaded), *_dtype_mistakes(loaded)]:
+    if mistakes := [*_nothing_pruned_mistakes(loaded), *_budget_mistakes(loaded)]:
         raise RecipeError("\n".join(mistakes))
     return loaded
 
@@ -270,16 +273,6 @@ def _nothing_pruned_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
     for name in ("calibration", "ignore", "allocation", "reconstruct_block", "finetune"):
         if getattr(recipe, name) is not None:
             yield f"{loaded.where(name)}: {name} is there, but nothing is pruned; add prune, or remove {name}"
-
-
-def _dtype_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
-    """Yield a message if blocks are to be trained in another dtype than they run in."""
-    calibration, training = loaded.recipe.calibration, loaded.recipe.reconstruct_block
-    if calibration and training and calibration.dtype == "bfloat16" and training.dtype == "float32":
-        yield (
-            f"{loaded.where('reconstruct_block', 'dtype')}: reconstruct_block.dtype is float32, but calibration.dtype "
-            f"at {loaded.where('calibration', 'dtype')} has the blocks run in bfloat16; drop one of them"
-        )
 
 
 def _budget_mistakes(loaded: LoadedRecipe) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -20,6 +20,7 @@ from pydantic import (
 
 from compressx.recipe.validation import Strict, conflict
 
+ComputeDtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
 Streaming: TypeAlias = Literal["auto"] | StrictBool
 Bos: TypeAlias = Literal["auto"] | StrictBool
 Windows: TypeAlias = Literal["pack", "truncate"]
@@ -35,6 +36,17 @@ def _exactly_one(values: dict[str, Any], names: tuple[str, ...]) -> None:
 def _only_with(values: dict[str, Any], owner: str, names: tuple[str, ...]) -> None:
     if values.get(owner) is None and (stray := [n for n in names if values.get(n) is not None]):
         raise conflict(f"{' and '.join(stray)} only goes with {owner}", stray)
+
+
+def refuse_dtype(cls: type, values: Any) -> Any:  # noqa: ARG001 - pydantic takes it for a class method by its name
+    """Say where the key `dtype` of a section went."""
+    if isinstance(values, Mapping) and "dtype" in values:
+        raise conflict(
+            f"dtype is one key of the whole recipe now; write compute_dtype: {values['dtype']} beside model, or leave "
+            "it out: auto measures this machine",
+            ["dtype"],
+        )
+    return values
 
 
 class ModelSource(Strict):
@@ -211,11 +223,7 @@ class Calibration(Strict):
         description="size, such as 4GB, above which hidden states (and the gradients of an allocation) are kept in "
         "files beside the output; null keeps them in memory",
     )
-    dtype: Literal["auto", "bfloat16"] = Field(
-        "auto",
-        description="dtype of matrix products when the model runs on this text; weights, statistics and pruners keep "
-        "theirs. auto: that of the model; bfloat16 is faster on processors that support it",
-    )
+    _dtype = model_validator(mode="before")(refuse_dtype)
 
     @model_validator(mode="after")
     def _some_text(self) -> Calibration:

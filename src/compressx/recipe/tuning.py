@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
-from compressx.recipe.sources import Bos, DatasetField, DatasetsField, Draw, ModelSource, Windows, weighted
+from compressx.recipe.sources import (
+    Bos,
+    DatasetField,
+    DatasetsField,
+    Draw,
+    ModelSource,
+    Windows,
+    refuse_dtype,
+    weighted,
+)
 from compressx.recipe.targets import Pattern
 from compressx.recipe.validation import Strict, conflict
 from compressx.runtime.errors import did_you_mean
@@ -82,14 +91,11 @@ class Finetune(Strict):
     gradient_checkpointing: StrictBool = Field(
         True, description="compute each block again in the backward pass instead of keeping its activations"
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
-        description="dtype of products during training; weights are float32. auto: float32 for a float32 model, else "
-        "bfloat16",
-    )
     checkpoint_every: StrictInt = Field(
         50, ge=1, description="steps between checkpoints from which an interrupted run resumes"
     )
+
+    _dtype = model_validator(mode="before")(refuse_dtype)
 
     @property
     def total_steps(self) -> int:

@@ -117,6 +117,7 @@ def _run(report: RunReport) -> Iterator[Section]:
         ("command", report.command),
         ("hardware", report.hardware),
         ("calibration", text.format(**report.calibration) if report.calibration else ""),
+        ("matrix products", str(report.arithmetic or "")),
     ]
     if given := [row for row in rows if row[1]]:
         yield Section("Run", table=table(["run", Column("value", look="prose")], given))

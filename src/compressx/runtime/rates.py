@@ -44,7 +44,12 @@ class Rates:
 
     def of(self, dtype: torch.dtype) -> float:
         """Return the FLOP/s of products of a dtype; 0 if the device cannot multiply it."""
-        return self.products.get(str(dtype).removeprefix("torch."), 0.0)
+        return self.products.get(name_of(dtype), 0.0)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name in recipes and reports, such as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def rates(device: torch.device) -> Rates:
@@ -83,6 +88,22 @@ def _measure(device: torch.device) -> Rates:
     return Rates({name: operation.rate for name, operation in operations.items()}, copy)
 
 
+def fastest(operation: Callable[[], object], work: float, device: torch.device) -> float:
+    """Return how much of its work an operation does in a second of its fastest run; one thread on the CPU."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        operation()
+        timed, started = _Timed(operation, work, device), time.perf_counter()
+        for _ in range(_ROUNDS):
+            timed.run()
+            if time.perf_counter() - started > _BUDGET:
+                break
+        return timed.rate
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _names(device: torch.device) -> tuple[str, ...]:
     return ("float32", "bfloat16", "float16", *(["tf32"] if device.type == "cuda" else []))
 
@@ -94,7 +115,7 @@ class _Timed:
         rate: what it does, in units of `work`, in a second of its fastest run.
     """
 
-    def __init__(self, operation: Callable[[], object], work: int, device: torch.device) -> None:
+    def __init__(self, operation: Callable[[], object], work: float, device: torch.device) -> None:
         self.operation, self.work, self.device = operation, work, device
         self.rate = 0.0
 

@@ -4,7 +4,7 @@ The forward pass uses masked weights, so dropped weights get no gradient and are
 only on the settings and its number (its windows, and the units that dropout drops), so a checkpoint needs only weights,
 optimizer state and losses. Where the recipe gives minutes, the learning rate also depends on the time.
 
-A 16-bit model is trained in float32, with matrix products in bfloat16 by default, and rounded once, at the end.
+A 16-bit model is trained in float32 and rounded once, at the end; its matrix products may be in bfloat16.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from compressx.api.record import FinetuneReport, HeldOutLoss
 from compressx.data.windows import Generated, read_calibration
 from compressx.masks.maskset import MaskSet
+from compressx.models.arithmetic import products_in
 from compressx.models.shards import read, write
 from compressx.recipe.schema import Recipe
 from compressx.recipe.tuning import Finetune
@@ -76,7 +77,7 @@ def training_windows(
 
 def finetune(
     model: Any, masks: MaskSet, windows: Tensor, settings: Finetune, *, teacher: Any | None = None,
-    checkpoint: Path | None = None, progress: Progress | None = None,
+    products: torch.dtype | None = None, checkpoint: Path | None = None, progress: Progress | None = None,
 ) -> FinetuneReport:  # fmt: skip
     """Train the remaining weights of a pruned model, or adapters, in place; dropped ones stay zero.
 
@@ -86,6 +87,7 @@ def finetune(
         windows: int64 [windows, tokens].
         settings: the recipe's `finetune` section.
         teacher: the model that `settings.teacher` names; not changed.
+        products: dtype of both models' matrix products; that of each one's weights when absent.
         checkpoint: a file to resume from if it exists, updated during training.
         progress: called with the steps done, the total and the last loss.
 
@@ -99,8 +101,6 @@ def finetune(
     """
     if (teacher is None) != (settings.teacher == "none"):
         raise ValueError(f"teacher {settings.taught_by!r} with {'no' if teacher is None else 'a'} dense model")
-    narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
-    narrow = settings.dtype == "bfloat16" or (settings.dtype == "auto" and narrow)
     small = {"norms": settings.norms, "biases": settings.biases}
     prepared = (
         trainable(model, model, masks, **small)
@@ -109,7 +109,7 @@ def finetune(
     )
     with prepared as parameters, _training_mode(model, settings.gradient_checkpointing):
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter in parameters}
-        steps = _Steps(model, teacher, windows, settings, trained, narrow=narrow)
+        steps = _Steps(model, teacher, windows, settings, trained, products)
         steps.run(checkpoint, progress)
         count = sum(p.numel() for p in trained.values()) - (_dropped(masks) if settings.lora is None else 0)
     _check_zeros(model, masks)
@@ -130,9 +130,10 @@ class _Steps:
 
     def __init__(
         self, model: Any, teacher: Any | None, windows: Tensor, settings: Finetune, trained: Mapping[str, nn.Parameter],
-        *, narrow: bool,
+        products: torch.dtype | None,
     ) -> None:  # fmt: skip
-        self.model, self.teacher, self.settings, self.trained, self.narrow = model, teacher, settings, trained, narrow
+        self.model, self.teacher, self.settings, self.trained = model, teacher, settings, trained
+        self.products = products
         self.seen, self.unseen = torch.split(windows, list(split_windows(len(windows), settings.held_out)))
         self.device = next(model.parameters()).device
         self.optimizer = torch.optim.AdamW(trained.values(), betas=_BETAS, weight_decay=0.0, fused=True)
@@ -202,12 +203,12 @@ class _Steps:
 
     def _loss(self, batch: Tensor) -> Tensor:
         """Return the loss of windows [batch, tokens]."""
-        # A context per step: autocast caches bfloat16 copies of the parameters until it exits.
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.narrow):
+        # A context per step: narrow copies of the parameters are kept until it exits.
+        with products_in(self.products, self.model, self.device, cache=True):
             logits = self.model(batch, use_cache=False).logits  # [batch, tokens, vocabulary]
         if self.teacher is None:
             return next_token_loss(logits, batch)
-        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.narrow):
+        with torch.no_grad(), products_in(self.products, self.teacher, self.device, cache=True):
             target = self.teacher(batch, use_cache=False).logits
         return distillation_loss(logits.flatten(0, 1), target.flatten(0, 1), self.settings.temperature)
 

@@ -37,7 +37,7 @@ class Passage:
     Attributes:
         enters: input, the output of the pruned blocks before [batch, tokens, width].
         target: output of the dense block on the dense stream [batch, tokens, width].
-        run: computes the output of the block in its current state from its input.
+        run: computes the output of the block in its current state from its input, whatever the dtype of its weights.
     """
 
     enters: Tensor
@@ -76,14 +76,7 @@ def reconstruct(
     module = model.get_submodule(fqn)
     held_out = min(math.ceil(len(passages) * settings.held_out), len(passages) - 1)
     seen, unseen = passages[:-held_out], passages[-held_out:]
-    wide = all(p.dtype == torch.float32 for p in module.parameters())
-    narrow = settings.dtype == "bfloat16" or (settings.dtype == "auto" and not wide)
-    device = next(module.parameters()).device
-    with (
-        trainable(model, module, MaskSet(masks), norms=settings.norms, biases=settings.biases) as parameters,
-        # Without a cache: it would keep bfloat16 copies of the weights as they were at the first step.
-        torch.autocast(device.type, torch.bfloat16, enabled=narrow, cache_enabled=False),
-    ):
+    with trainable(model, module, MaskSet(masks), norms=settings.norms, biases=settings.biases) as parameters:
         weights = channel_weights((p.target for p in passages), ranks) if channels is None else channels
         trained = _Trained(parameters, settings, weights)
         best, errors = [p.detach().clone() for p in trained.parameters], [trained.error(unseen, ranks)]

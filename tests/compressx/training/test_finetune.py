@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.compressx.architectures import KINDS
+from tests.compressx.models.test_arithmetic import Products
 from torch import Tensor
 
 from compressx.api.record import FinetuneReport
@@ -193,9 +194,7 @@ def test_a_model_in_16_bits_is_trained_in_float32_and_rounded_once() -> None:
     dtype = torch.bfloat16
     narrow, masks = pruned("llama", dtype)
     wide = copy.deepcopy(narrow).float()
-    settings = Finetune(
-        steps=30, learning_rate=2e-5, batch_size=2, teacher="none", dtype="float32", norms=True, held_out=0
-    )
+    settings = Finetune(steps=30, learning_rate=2e-5, batch_size=2, teacher="none", norms=True, held_out=0)
     start = parameters(narrow)
     for model in (narrow, wide):
         finetune(model, masks, WINDOWS, settings)
@@ -206,29 +205,35 @@ def test_a_model_in_16_bits_is_trained_in_float32_and_rounded_once() -> None:
 
 
 def test_products_are_in_the_dtype_that_is_asked_for() -> None:
-    def first_loss(model_dtype: torch.dtype, products: str) -> float:
+    def first_loss(model_dtype: torch.dtype, products: torch.dtype | None) -> float:
         model, masks = pruned("llama", model_dtype)
-        settings = Finetune(steps=1, teacher="none", dtype=products)  # type: ignore[arg-type]
-        return finetune(model, masks, WINDOWS, settings).losses[0]
+        return finetune(model, masks, WINDOWS, Finetune(steps=1, teacher="none"), products=products).losses[0]
 
-    for model_dtype, automatic in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
-        assert first_loss(model_dtype, "float32") != first_loss(model_dtype, "bfloat16")
-        assert first_loss(model_dtype, "auto") == first_loss(model_dtype, automatic)
+    for model_dtype in (torch.float32, torch.bfloat16):
+        assert first_loss(model_dtype, torch.float32) != first_loss(model_dtype, torch.bfloat16)
+        assert first_loss(model_dtype, None) == first_loss(model_dtype, torch.float32), "weights are float32"
+
+
+def test_a_teacher_in_16_bits_multiplies_in_the_same_dtype_as_the_model() -> None:
+    model, masks = pruned("llama", torch.bfloat16)
+    teacher = tiny_model("llama", dtype=torch.bfloat16)
+    for products in (torch.float32, torch.bfloat16):
+        with Products() as counted:
+            finetune(model, masks, WINDOWS, Finetune(steps=1, held_out=0), teacher=teacher, products=products)
+        assert counted.seen == {products}
 
 
 def test_the_next_step_sees_every_parameter_that_a_step_changed_whatever_the_products() -> None:
     """Within one autocast, narrow copies of biases would be kept from step to step."""
     model, masks = pruned("qwen2")
-    settings = Finetune(
-        steps=3, learning_rate=1e-2, warmup=0.0, batch_size=8, teacher="none", dtype="bfloat16", biases=True, held_out=0
-    )
+    settings = Finetune(steps=3, learning_rate=1e-2, warmup=0.0, batch_size=8, teacher="none", biases=True, held_out=0)
     expected: list[float] = []
 
     def progress(*_: Any) -> None:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             expected.append(float(next_token_loss(copy.deepcopy(model)(WINDOWS).logits, WINDOWS)))
 
-    report = finetune(model, masks, WINDOWS, settings, progress=progress)
+    report = finetune(model, masks, WINDOWS, settings, products=torch.bfloat16, progress=progress)
     assert report.losses[1:] == pytest.approx(expected[:2], rel=1e-5)
 
 

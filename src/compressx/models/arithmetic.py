@@ -1,0 +1,117 @@
+"""The dtype of matrix products while blocks are run or trained, whatever the dtype of the weights.
+
+Narrower products are torch's autocast. Wider ones are for 16-bit models on processors that have no 16-bit products:
+torch emulates these at a fraction of float32's speed. Each product's factors are converted to float32 for the length of
+the product, and its result back, which is what a processor with 16-bit products computes, up to the order of the sums.
+A block's weights are never held twice: one conversion costs a percent of a product with a thousand tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from compressx.api.record import Arithmetic
+from compressx.recipe.sources import ComputeDtype
+from compressx.runtime.rates import name_of, rates
+
+WORTHWHILE = 1.5
+"""How many times as fast as the weights' own dtype another one has to be: blocks do more than products."""
+
+_NARROW = (torch.bfloat16, torch.float16)
+_PRODUCTS = {
+    getattr(owner, name)
+    for owner, names in {
+        functional: ("linear", "scaled_dot_product_attention", "grouped_mm"),
+        torch: ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "_grouped_mm"),
+        Tensor: ("matmul", "mm", "bmm", "addmm", "baddbmm", "__matmul__", "__rmatmul__"),
+    }.items()
+    for name in names
+    if hasattr(owner, name)  # the grouped ones are new
+}
+
+
+def choose(asked: ComputeDtype, weights: torch.dtype, device: torch.device, *, training: bool) -> Arithmetic:
+    """Return the arithmetic of a run.
+
+    `auto` keeps the weights' dtype unless the device multiplies another one `WORTHWHILE` times as fast. For weights of
+    16 bits that may be float32. bfloat16 in place of float32 is for runs that train, where products take most of the
+    time, and training makes up for it. Without training the same masks are found on every machine.
+
+    Args:
+        asked: the recipe's `compute_dtype`.
+        weights: dtype of the model's weights.
+        device: of the model; measured if there is a choice.
+        training: whether the run trains weights, for which float16 is too narrow: small gradients vanish.
+    """
+    if asked != "auto":
+        return Arithmetic(asked, "as the recipe says")
+    if weights == torch.float64 or (weights == torch.float32 and not training):
+        return Arithmetic(name_of(weights), "as the weights")
+    measured = rates(device)
+    own = torch.float32 if training and weights == torch.float16 else weights
+    fastest = max((own, torch.float32, *([torch.bfloat16] if training else [])), key=measured.of)
+    worthwhile = measured.of(fastest) >= WORTHWHILE * measured.of(own)
+    reason = "the fastest here" if worthwhile else f"because no other is {WORTHWHILE} times as fast here"
+    return Arithmetic(name_of(fastest if worthwhile else own), reason, measured.products)
+
+
+def products_in(
+    dtype: torch.dtype | None, part: nn.Module, device: torch.device, *, cache: bool = False
+) -> AbstractContextManager[Any]:
+    """Return a context in which a model, or a part of one, multiplies in a dtype.
+
+    Args:
+        dtype: of the products; None for that of the weights.
+        part: the model, or a block of it. Nothing changes where its matrices have the dtype already.
+        device: of its weights.
+        cache: keep narrow copies of the weights within the context; only where no weight changes in it.
+    """
+    matrices = {p.dtype for p in part.parameters() if p.dim() >= 2 and p.dtype.is_floating_point}
+    if dtype == torch.float32 and matrices & {*_NARROW}:
+        return _Widened()
+    if dtype is None or dtype == torch.float32 or dtype in matrices:
+        return nullcontext()  # not a disabled autocast, which would end the caller's
+    return torch.autocast(device.type, dtype, cache_enabled=cache)
+
+
+class _Widened(TorchFunctionMode):
+    """Computes products of 16-bit factors in float32, and returns them in the factors' dtype."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function not in _PRODUCTS:
+            return function(*args, **kwargs)
+        narrow = next((x.dtype for x in _tensors((args, *kwargs.values())) if x.dtype in _NARROW), None)
+        if narrow is None:
+            return function(*args, **kwargs)
+        result = function(*_wide(args), **{key: _wide(value) for key, value in kwargs.items()})
+        return result.to(narrow)
+
+
+def original(factor: Tensor) -> Tensor:
+    """Return the tensor that a factor of a wider product was converted from, or the factor itself."""
+    narrow: Tensor = getattr(factor, "_narrow", factor)
+    return narrow
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype in _NARROW:
+        wide = value.float()
+        wide._narrow = value  # type: ignore[attr-defined]
+        return wide
+    return tuple(map(_wide, value)) if isinstance(value, tuple | list) else value
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)

@@ -1,0 +1,112 @@
+"""Which dtype a run multiplies in, and where that is told."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tests.compressx.pipeline.runs import artifacts, recipe, stopped
+
+from compressx import prune
+from compressx.pipeline import pruning
+from compressx.pipeline.run import run
+from compressx.runtime import rates
+from compressx.runtime.errors import ArtifactError
+from compressx.runtime.rates import Rates
+from compressx.testing import tiny_model
+
+TRAINED = {"reconstruct_block": {"passes": 1, "held_out": 0.5}}
+FAST_IN_16_BITS = {"float32": 10e9, "bfloat16": 40e9, "float16": 1e9}
+SLOW_IN_16_BITS = {"float32": 10e9, "bfloat16": 1e9, "float16": 1e9}
+
+
+@pytest.fixture
+def model(models):
+    return models("llama")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Return a function that decides how fast this machine is."""
+    return lambda products: monkeypatch.setattr(rates, "_measured", lambda _: Rates(products, 1e9))
+
+
+def report(folder="out"):
+    return json.loads(Path(folder, "report.json").read_text())
+
+
+def test_a_run_that_trains_says_which_dtype_it_took_and_why(model, machine):
+    machine(FAST_IN_16_BITS)
+    run({**recipe(model), **TRAINED})
+    told = report()["arithmetic"]
+    assert (told["dtype"], told["reason"]) == ("bfloat16", "the fastest here")
+    assert told["rates"]["bfloat16"] == torch.get_num_threads() * 40e9
+    named = re.compile(r"bfloat16, the fastest here; GFLOP/s: float32 \d+, bfloat16 \d+")
+    assert named.search(Path("out/report.md").read_text())
+    assert named.search(Path("out/run.log").read_text())
+    assert yaml.safe_load(Path("out/recipe.yaml").read_text())["compute_dtype"] == "bfloat16", (
+        "so that it can be repeated"
+    )
+    assert "compute_dtype: bfloat16" in Path("out/model/README.md").read_text()
+
+
+def test_without_training_a_float32_model_is_pruned_alike_on_every_machine(model, machine):
+    for name, products in (("one", FAST_IN_16_BITS), ("other", SLOW_IN_16_BITS)):
+        machine(products)
+        run({**recipe(model), "output": name})
+        assert report(name)["arithmetic"] == {"dtype": "float32", "reason": "as the weights", "rates": {}}
+    one, other = artifacts("one"), artifacts("other")
+    assert one["masks.safetensors"] == other["masks.safetensors"]
+
+
+def test_a_run_that_multiplies_nothing_measures_nothing(model, monkeypatch):
+    monkeypatch.setattr(rates, "_measured", None)
+    magnitude = {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}
+    run({k: v for k, v in recipe(model, magnitude).items() if k != "calibration"})
+    assert report()["arithmetic"] is None
+
+
+def test_fine_tuning_multiplies_in_the_same_dtype(model):
+    magnitude = {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        run({**recipe(model, magnitude), "finetune": {"steps": 1}, "compute_dtype": dtype, "output": dtype})
+        losses[dtype] = report(dtype)["finetune"]["losses"]
+    assert losses["float32"] != losses["bfloat16"]
+    assert losses["float32"] == pytest.approx(losses["bfloat16"], rel=0.02)
+
+
+def test_an_interrupted_run_goes_on_in_the_dtype_that_it_began_with(model, machine):
+    machine(FAST_IN_16_BITS)
+    asked = {**recipe(model), **TRAINED}
+    run({**asked, "output": "whole"})
+    stopped(asked, 2)
+    machine(SLOW_IN_16_BITS)
+    with pytest.raises(ArtifactError, match=r'compute_dtype: was "bfloat16", is "float32"'):
+        run({**asked, "compute_dtype": "float32"}, resume=True)
+    run(asked, resume=True)
+    assert report()["arithmetic"] == {"dtype": "bfloat16", "reason": "as in the interrupted run", "rates": {}}
+    whole, resumed = artifacts("whole"), artifacts("out")
+    assert whole["model/model.safetensors"] == resumed["model/model.safetensors"]
+
+
+def test_a_16_bit_model_is_run_and_trained_in_float32_where_that_is_faster(machine, monkeypatch):
+    seen = []
+    machine(SLOW_IN_16_BITS)
+    real = pruning.prune_model
+    monkeypatch.setattr(
+        pruning, "prune_model", lambda access, *rest: seen.append(access.products) or real(access, *rest)
+    )
+    windows = torch.randint(0, 64, (8, 32), generator=torch.Generator().manual_seed(0))
+    rule = {"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}
+    for sections in ({}, TRAINED):
+        pruned = prune(
+            tiny_model("llama", dtype=torch.bfloat16), None, {"prune": [rule], **sections}, calibration=windows
+        )
+        assert {p.dtype for p in pruned.model.parameters()} == {torch.bfloat16}
+        assert pruned.report.arithmetic.dtype == "float32"
+    assert seen == [torch.float32, torch.float32]
