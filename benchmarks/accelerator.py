@@ -279,9 +279,10 @@ def main() -> None:
         sections["SmolLM2-135M, 128 x 512 tokens"] = measured(
             "model", lambda: wholes(device, model, arguments.text, arguments.output / "runs")
         )
-    found = {"machine": machine(device), "size": asdict(size), "sections": sections}
+    where = machine(device)
+    found = {"machine": where, "size": asdict(size), "sections": sections}
     (arguments.output / "accelerator.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    text = "\n".join([found["machine"], "", *(table(title, section) for title, section in sections.items())])
+    text = "\n".join([where, "", *(table(title, section) for title, section in sections.items())])
     (arguments.output / "accelerator.md").write_text(text, encoding="utf-8")
     print(text)
 

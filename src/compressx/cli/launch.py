@@ -22,15 +22,17 @@ _RUN_ID = "compressx-"
 """How the launch's number begins, by which a process knows that it was started here."""
 
 
-class _Processes(click.ParamType):
+class _Processes(click.ParamType):  # type: ignore[type-arg] # generic in newer versions of click
     """A number of processes, or `all`."""
 
     name = "processes"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         """Return a number, or `all`."""
-        if value == "all" or isinstance(value, int):
-            return value  # type: ignore[no-any-return]
+        if value == "all":
+            return "all"
+        if isinstance(value, int):  # the default
+            return value
         if not (value.isdecimal() and int(value) > 0):
             self.fail(f"{value!r} is no number of processes; expected 1, 2, ... or all, one for each GPU", param, ctx)
         return int(value)
