@@ -87,7 +87,7 @@ class StreamedModel:
             size = sum(end - start for _, start, end in ranges(self.source[fqn], fqn))
         except (OSError, ValueError, KeyError):
             return  # `materialise` says what is wrong
-        if size <= _AHEAD_SHARE * free_memory(torch.device("cpu"), _processes()):
+        if size <= _AHEAD_SHARE * free_memory(torch.device("cpu"), local_processes()):
             self._ahead.begin(self.source[fqn], fqn)
 
     def tensors(self, fqn: str) -> dict[str, Tensor]:
