@@ -40,6 +40,7 @@ from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.memory import recipe_in_memory
 from compressx.recipe.sources import Generate
+from compressx.runtime.determinism import deterministic
 from compressx.runtime.errors import CalibrationError, CompressxError, UnsupportedModelError
 from compressx.runtime.machine import machine
 from compressx.runtime.ranks import ALONE
@@ -113,7 +114,8 @@ def prune(
             context = context.with_arithmetic(planned, model.dtype)
             kept = Kept(Path(folder))
             changes_told = contextlib.nullcontext() if copy else _changes_told(context, kept, planned)
-            with changes_told, memory_advised(context, streams=False):
+            fixed = deterministic(loaded.recipe.deterministic, access.device)
+            with changes_told, fixed, memory_advised(context, streams=False):
                 return _pruned(context, kept, planned, texts, model, given, copy=copy)
 
 

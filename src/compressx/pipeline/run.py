@@ -42,6 +42,7 @@ from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.code import code_versions
+from compressx.runtime.determinism import deterministic
 from compressx.runtime.machine import machine
 from compressx.runtime.ranks import Ranks, joined_ranks
 from compressx.runtime.timing import Timing, forget_peaks
@@ -113,7 +114,7 @@ def run(
             loaded_recipe(recipe, overrides, plugins), plugins, progress if ranks.first else None, where,
             ranks, timing, log, tracking,
         )  # fmt: skip
-        with memory_advised(context):
+        with deterministic(context.loaded.recipe.deterministic, where), memory_advised(context):
             report = _run(context, resume=resume, restart=restart)
         received = ranks.broadcast({} if report is None else dataclasses.asdict(report))
         return _REPORT.validate_python(received) if report is None else report
@@ -241,5 +242,6 @@ def _fingerprint(context: RunContext, given: _Inputs) -> dict[str, Any]:
         "plugins": {p.name: f"{p.version or 'no version'}, code {p.code()}" for p in plugins},
         "versions": code_versions(),
         "device": access.device.type,
+        "deterministic": recipe["deterministic"],
         "processes": context.ranks.size,
     }

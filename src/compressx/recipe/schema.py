@@ -172,6 +172,9 @@ class Recipe(Strict):
     track: TrackField | None = Field(
         None, description="experiment trackers that follow the run", examples=["tensorboard"]
     )
+    deterministic: StrictBool = Field(
+        False, description="take deterministic algorithms, for the same result on a GPU each time; slower"
+    )
     output: Path = Field(description="folder to write: new, empty, or an earlier run's output")
 
     def draws(self) -> dict[str, Draw]:

@@ -1,0 +1,96 @@
+"""Deterministic algorithms during a run, and only then."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from tests.compressx.pipeline.runs import recipe
+from tests.compressx.saved import save_tiny
+
+from compressx.pipeline.memory import prune
+from compressx.pipeline.run import run
+from compressx.runtime.determinism import deterministic
+from compressx.runtime.errors import CompressxError
+from compressx.testing import tiny_model, tiny_tokens
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
+
+
+def settings() -> tuple[bool, bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+    )
+
+
+def fail_within(seen: list[tuple[bool, bool, bool]]) -> None:
+    with deterministic(True, CPU):
+        seen.append(settings())
+        raise KeyError
+
+
+@pytest.mark.parametrize("before", [(False, False, True), (True, False, False), (True, True, True)])
+def test_settings_are_as_they_were_after_an_error_too(before, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", before[2])
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    try:
+        with deterministic(False, CPU):
+            assert settings() == before
+        with pytest.raises(KeyError):
+            fail_within(seen := [])
+        assert seen == [(True, True, False)]
+        assert settings() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_run_is_deterministic_if_its_recipe_says_so(wanted, project, monkeypatch):
+    model = save_tiny(project / "model", "llama")
+    asked = recipe(model, deterministic=wanted)
+    seen: list[bool] = []
+
+    def progress(stage: str, *_: object) -> None:
+        if stage == "prune":
+            seen.append(torch.are_deterministic_algorithms_enabled())
+
+    run(asked, progress=progress)
+    rules = {"prune": asked["prune"], "deterministic": wanted}
+    prune(
+        tiny_model("llama"),
+        None,
+        rules,
+        calibration=tiny_tokens(),
+        progress=progress,
+    )
+    assert {*seen} == {wanted}
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("given", "used", "told"),
+    [
+        (None, 0, None),
+        (":4096:8", 9, None),
+        (":16:8", 9, None),
+        (None, 9, "it is not set"),
+        (":64:1", 0, "it is :64:1"),
+    ],
+)
+def test_the_workspace_of_cublas_is_fixed_before_it_starts_or_the_run_is_refused(given, used, told, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given or "")
+    if given is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: used if device == GPU else 0)
+    if told is not None:
+        with (
+            pytest.raises(CompressxError, match=f"{told}; export CUBLAS_WORKSPACE_CONFIG=:4096:8"),
+            deterministic(True, GPU),
+        ):
+            pass
+        return
+    with deterministic(True, GPU):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (given or ":4096:8")
