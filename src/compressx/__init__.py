@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from compressx.api.record import BlockReport, LayerReport, RunReport
     from compressx.api.selector import AttentionRows, ModelFacts, Needle, TokenSelector, TokenSelectorSpec
     from compressx.api.statistics import FeatureNorms, Hessian, SequenceSample
+    from compressx.api.work import Windows, Work
     from compressx.pipeline.memory import PrunedModel, prune
     from compressx.pipeline.run import plan, run
     from compressx.plugins.manager import Plugins, load_plugins
@@ -64,6 +65,7 @@ _HOME = {
     "pipeline.run": ["plan", "run"],
     "api.selector": ["AttentionRows", "ModelFacts", "Needle", "TokenSelector", "TokenSelectorSpec"],
     "api.statistics": ["FeatureNorms", "Hessian", "SequenceSample"],
+    "api.work": ["Windows", "Work"],
     "prompts.answer": ["Answer", "generate"],
     "prompts.select": ["select_tokens"],
     "prompts.selection": ["Selected"],
@@ -104,6 +106,8 @@ __all__ = [
     "TokenSelectorSpec",
     "Unstructured",
     "UnsupportedModelError",
+    "Windows",
+    "Work",
     "__version__",
     "count_dropped",
     "drop_lowest",

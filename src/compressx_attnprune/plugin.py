@@ -19,11 +19,13 @@ from compressx import (
     SequenceSample,
     Statistic,
     Unstructured,
+    Windows,
+    Work,
     count_dropped,
     hookimpl,
 )
 from compressx.numerics.obs import NotPositiveDefiniteError
-from compressx_attnprune import baselines, layer, solver
+from compressx_attnprune import baselines, layer, solver, work
 from compressx_attnprune.geometry import queries_and_keys
 from compressx_attnprune.layer import Projections
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, relative_errors
@@ -105,6 +107,15 @@ class AttnPrune:
             name: PruneResult(keeps[name], weights[name], info, images=images, history=solution.histories)
             for name in patterns
         }
+
+    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:
+        """Count one answer."""
+        shape, pattern = work.Shape.of(block, text.length), next(iter(patterns.values()))
+        return work.prune(shape, self.options, pattern, text, fixed=isinstance(pattern, FixedMask))
+
+    def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
+        """Count the comparison of the geometry with the block's own attention."""
+        return work.prepare(work.Shape.of(block, text.length))
 
 
 def _refuse_unlike_inputs(projections: Projections, stats: Mapping[str, Statistic]) -> None:

@@ -160,10 +160,10 @@ def windows_kept(plan: Plan, settings: MeasuredAllocation, windows: int) -> int:
     states = 2 * min(settings.samples, windows)  # before and after a block
     if isinstance(settings, OwlAllocation):
         return states
-    return states + _held_out(settings.samples, windows) * len({x.block for x in plan.linears if x.block})
+    return states + held_out_of(settings.samples, windows) * len({x.block for x in plan.linears if x.block})
 
 
-def _held_out(samples: int, windows: int) -> int:
+def held_out_of(samples: int, windows: int) -> int:
     """Return how many calibration windows divergences are measured on: the last quarter of `samples`."""
     return math.ceil(min(samples, windows) / 4)
 
@@ -177,7 +177,7 @@ def _parts(batches: Sequence[Tensor], samples: int) -> tuple[list[Tensor], list[
     windows = torch.cat(tuple(batches))[:samples]
     if len(windows) < 2:
         raise CalibrationError("divergences are measured on windows that pruners do not see; expected at least 2")
-    held_out = _held_out(samples, len(windows))
+    held_out = held_out_of(samples, len(windows))
     seen, unseen = windows[:-held_out], windows[-held_out:]
     size = len(batches[0])
     return list(torch.split(seen, size)), list(torch.split(unseen, size))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compressx.api.patterns import Group, Pattern
+from compressx.api.work import Windows, Work
 from compressx.runtime.errors import PluginError, blamed_on
 
 if TYPE_CHECKING:
@@ -216,6 +217,29 @@ class PreparingPruner(Protocol):
 
 
 AnyPruner: TypeAlias = Pruner | PreparingPruner
+
+
+@runtime_checkable
+class CountedPruner(Protocol):
+    """A `Pruner` that counts its own work, so that `compressx plan` can tell what a run will cost.
+
+    A pruner without these methods is listed as not estimated.
+    """
+
+    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows, /) -> Work:
+        """Count what `prune` does.
+
+        Args:
+            block: the block, without weights and calls.
+            patterns: what each linear has to become, by name; of a `FixedMask` there is only the shape.
+            text: what statistics are gathered on.
+
+        Returns:
+            Counts, and the most memory beyond weights and statistics.
+        """
+
+    def prepare_work(self, block: Block, name: str, text: Windows, /) -> Work:
+        """Count what `prepare` does for the statistic of the linear `name`; `Work()` for a pruner without it."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.timing import synchronize
 from compressx.training.reconstruct import Passage, reconstruct
 
-_MEASURED_TOKENS = 2048
+MEASURED_TOKENS = 2048
 """Minimum of calibration tokens to measure a block's error on; few, since they cost two more forward passes."""
 
 
@@ -208,9 +208,9 @@ class _Pruning:
 
 
 def _first(states: Sequence[Tensor]) -> int:
-    """Return how many of the first batches are needed for `_MEASURED_TOKENS` tokens."""
+    """Return how many of the first batches are needed for `MEASURED_TOKENS` tokens."""
     tokens = accumulate(math.prod(state.shape[:-1]) for state in states)
-    return next((i for i, seen in enumerate(tokens, start=1) if seen >= _MEASURED_TOKENS), len(states))
+    return next((i for i, seen in enumerate(tokens, start=1) if seen >= MEASURED_TOKENS), len(states))
 
 
 def _output_error(observing: Sequence[Callable[[], Tensor]], dense: Sequence[Tensor]) -> float | None:

@@ -56,19 +56,33 @@ def run(
 @click.argument("recipe", type=PATH)
 @set_option
 @click.option("--all", "every", is_flag=True, help="Print a line for every linear; by default equal ones share one.")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan and the estimate as JSON.")
+@click.option(
+    "--assume",
+    metavar="MACHINE",
+    help="Estimate for another machine: h100, a100, 4090, or cpu:250GF,20GB/s; by default this one is measured.",
+)
+@device_option
 @click.pass_obj
 @errors_for_users
-def plan(host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_json: bool) -> None:
-    """Check RECIPE and show what would happen to every linear, without loading weights."""
+def plan(
+    host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_json: bool, assume: str | None, device: str
+) -> None:
+    """Check RECIPE and show what would happen to every linear and what it would cost, without loading weights."""
     from compressx.cli import tables, terminal
-    from compressx.pipeline.run import plan as plan_recipe
+    from compressx.pipeline.estimate import estimated, machine_for
+    from compressx.pipeline.preparation import loaded_recipe, prepare
 
-    planned = plan_recipe(recipe, plugins=host.plugins(), overrides=overrides)
+    machine = machine_for(assume, device)
+    plugins = host.plugins()
+    loaded = loaded_recipe(recipe, overrides, plugins)
+    prepared = prepare(loaded, plugins)
+    estimate = estimated(loaded.recipe, prepared.plan, prepared.checkpoint, machine)
     if as_json:
-        click.echo(json.dumps(planned.to_dict(), indent=1))
+        cost = {"error": estimate} if isinstance(estimate, str) else estimate.to_dict()
+        click.echo(json.dumps({**prepared.plan.to_dict(), "estimate": cost}, indent=1))
     else:
-        terminal.show(*tables.of_plan(planned, every=every))
+        terminal.show(*tables.of_plan(prepared.plan, every=every), *tables.of_estimate(estimate))
 
 
 @click.command(epilog="Example: compressx schema > recipe.schema.json")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from compressx.evaluation.perplexity import Figures
     from compressx.evaluation.saved import Applied
     from compressx.masks.inspect import Inspected, Inspection
+    from compressx.planning.cost import Estimate
     from compressx.planning.plan import Plan
     from compressx.plugins.record import PluginRecord
     from compressx.prompts.answer import Answer
@@ -52,6 +53,50 @@ def of_plan(plan: Plan, *, every: bool = False) -> Iterator[Section]:
             note=f"{settings.method} measures {settings.measures} when the recipe is run, and chooses sparsities then "
             f"(unit {settings.unit}, scope {settings.scope}, {settings.samples} samples)"
         )
+
+
+def of_estimate(estimate: Estimate | str) -> Iterator[Section]:
+    """Yield what a run will cost, stage by stage, and what that leaves out; only why, if there is no estimate."""
+    if isinstance(estimate, str):
+        yield Section(note=f"not estimated: {estimate}")
+        return
+    rows: list[Sequence[Value]] = [
+        (stage.name, stage.work.flops / 1e12, estimate.seconds(stage), sum(stage.memory.values()) / 1e9)
+        for stage in estimate.stages
+    ]
+    columns: list[Column | str] = [
+        "estimate",
+        Column("TFLOPs", ".3g"),
+        Column("seconds", ".1f"),
+        Column("memory, GB", ".2f"),
+    ]
+    yield Section(table=table(columns, [("start", None, estimate.started, None), *rows]))
+    yield Section(note=f"about {_duration(estimate.total)} on {estimate.machine.name}")
+    where = "GPU's memory" if estimate.machine.gpu else "memory"
+    yield Section(note=f"{where} {_bytes(estimate.memory)}, in stage {estimate.peak.name}")
+    if estimate.machine.gpu:
+        yield Section(note=f"host's memory {_size(estimate.host)}, while the model is loaded")
+    yield Section(note=f"disk {_bytes(estimate.disk)}")
+    yield from (Section(note=f"assumed: {note}") for note in estimate.notes)
+    if estimate.unknown:
+        yield Section(note=f"not estimated, and not in the sums: {'; '.join(estimate.unknown)}")
+
+
+def _duration(seconds: float) -> str:
+    """Write a length of time in the unit that suits it."""
+    if seconds < 120:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
+
+
+def _bytes(parts: Mapping[str, float]) -> str:
+    """Write a sum of bytes and its parts."""
+    listed = ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
+    return f"{_size(sum(parts.values()))} ({listed})"
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
 
 
 def of_plugins(records: Sequence[PluginRecord]) -> Iterator[Section]:

@@ -16,10 +16,16 @@ from compressx import (
     PruneResult,
     PrunerSpec,
     Statistic,
+    Windows,
+    Work,
     hookimpl,
 )
+from compressx.numerics import work as numerics
 from compressx.numerics.admm import Metric, prune
 from compressx.numerics.obs import refused
+
+_STEPS, _SOLVER_STEPS = 60, 12
+"""Of ADMM and of the conjugate gradient: means over a small model's linears at 50%, by `benchmarks/estimate.py`."""
 
 
 class ALPSOptions(BaseModel):
@@ -78,6 +84,20 @@ class ALPS:
             }
             results[name] = PruneResult(solution.keep, solution.weight.to(weight.dtype), info)
         return results
+
+    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
+        """Count the solvers with the number of steps that they take as a rule."""
+        steps, solver_steps = min(self.options.steps, _STEPS), min(self.options.solver_steps, _SOLVER_STEPS)
+        done = Work()
+        for name, pattern in patterns.items():
+            rows, columns = block.linears[name].weight.shape
+            done = done + numerics.admm(rows, columns, pattern, steps=steps, solver_steps=solver_steps)
+        return done
+
+    def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
+        """Count the scaling of the Hessian."""
+        n = block.linears[name].in_features
+        return numerics.assembled(n) + numerics.metric(n)
 
 
 @hookimpl

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict
 
-from compressx import Block, Pattern, PruneResult, PrunerSpec, Statistic, hookimpl, keep_masks
+from compressx import Block, Pattern, PruneResult, PrunerSpec, Statistic, Windows, Work, hookimpl, keep_masks
+from compressx.numerics import work as numerics
 
 
 class MagnitudeOptions(BaseModel):
@@ -30,6 +31,19 @@ class Magnitude:
         """Keep the largest |W|."""
         scores = {name: block.linears[name].weight.float().abs() for name in patterns}
         return {name: PruneResult(keep) for name, keep in keep_masks(scores, patterns).items()}
+
+    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
+        """Count magnitudes and their selection."""
+        done = Work()
+        for name, pattern in patterns.items():
+            rows, columns = block.linears[name].weight.shape
+            scored = numerics.elementwise(rows * columns, passes=4, memory=8.0 * rows * columns)
+            done = done + scored + numerics.selection(rows, columns, pattern)
+        return done
+
+    def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
+        """Count nothing: nothing is prepared."""
+        return Work()
 
 
 @hookimpl

@@ -22,9 +22,12 @@ from compressx import (
     PrunerSpec,
     Statistic,
     UnsupportedModelError,
+    Windows,
+    Work,
     hookimpl,
     keep_masks,
 )
+from compressx.numerics import work as numerics
 from compressx.numerics.obs import factored, sweep
 
 
@@ -89,6 +92,21 @@ class SensitivityPruner:
         rows = block.sensitivities[name].to(weight.device)
         # Between linears in full: what a norm follows may have any scale, and only so does it not matter.
         return costs * (rows.mean().pow(1 - self.options.rows) * rows.pow(self.options.rows))[:, None]
+
+    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
+        """Count scores, their selection, and sweeps with fixed masks."""
+        done = Work()
+        for name, pattern in patterns.items():
+            rows, columns = block.linears[name].weight.shape
+            scored = numerics.elementwise(rows * columns, passes=7, memory=8.0 * rows * columns)
+            done = done + scored + numerics.selection(rows, columns, pattern)
+            done = done + numerics.sweep(rows, columns, pattern, chosen=True)
+        return done
+
+    def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
+        """Count the factor of the inverse Hessian."""
+        n = block.linears[name].in_features
+        return numerics.assembled(n) + numerics.inverse_cholesky(n)
 
 
 def _check(block: Block, patterns: Mapping[str, Pattern]) -> None:

@@ -17,8 +17,11 @@ from compressx import (
     PruneResult,
     PrunerSpec,
     Statistic,
+    Windows,
+    Work,
     hookimpl,
 )
+from compressx.numerics import work as numerics
 from compressx.numerics.obs import factored, sweep
 
 
@@ -62,6 +65,19 @@ class SparseGPT:
             keep, updated = sweep(weight, factor.to(weight.device), patterns[name], dead.to(weight.device))
             results[name] = PruneResult(keep, updated.to(weight.dtype), {"damping": damping})
         return results
+
+    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
+        """Count the sweeps."""
+        done = Work()
+        for name, pattern in patterns.items():
+            rows, columns = block.linears[name].weight.shape
+            done = done + numerics.sweep(rows, columns, pattern)
+        return done
+
+    def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
+        """Count the factor of the inverse Hessian."""
+        n = block.linears[name].in_features
+        return numerics.assembled(n) + numerics.inverse_cholesky(n)
 
 
 @hookimpl

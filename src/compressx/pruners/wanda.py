@@ -6,7 +6,19 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict
 
-from compressx import Block, FeatureNorms, Pattern, PruneResult, PrunerSpec, Statistic, hookimpl, keep_masks
+from compressx import (
+    Block,
+    FeatureNorms,
+    Pattern,
+    PruneResult,
+    PrunerSpec,
+    Statistic,
+    Windows,
+    Work,
+    hookimpl,
+    keep_masks,
+)
+from compressx.numerics import work as numerics
 from compressx.numerics.wanda import wanda_scores
 
 
@@ -33,6 +45,19 @@ class Wanda:
             assert isinstance(norms, FeatureNorms)  # noqa: S101 - it is what observe asked for
             scores[name] = wanda_scores(block.linears[name].weight, norms.norms)
         return {name: PruneResult(keep) for name, keep in keep_masks(scores, patterns).items()}
+
+    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
+        """Count scores and their selection."""
+        done = Work()
+        for name, pattern in patterns.items():
+            rows, columns = block.linears[name].weight.shape
+            scored = numerics.elementwise(rows * columns, passes=7, memory=8.0 * rows * columns)
+            done = done + scored + numerics.selection(rows, columns, pattern)
+        return done
+
+    def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
+        """Count nothing: nothing is prepared."""
+        return Work()
 
 
 @hookimpl

@@ -1,0 +1,124 @@
+"""What the numerical methods cost, counted by the formulas of `obs.py` and `admm.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from compressx.api.patterns import NM, FixedMask, Pattern
+from compressx.api.work import Work
+from compressx.numerics.obs import BLOCK_COLUMNS
+
+_CHECK = 3
+_STEP = 32
+_PANEL = 256
+_F32 = 4
+
+
+def elementwise(numbers: float, *, passes: float = 1.0, itemsize: int = _F32, memory: float = 0.0) -> Work:
+    """Count operations that read or write every number `passes` times in all."""
+    return Work.of(memory, moved=passes * itemsize * numbers, launches=1)
+
+
+def selection(rows: int, columns: int, pattern: Pattern) -> Work:
+    """Count `keep_mask` of scores [rows, columns]: nothing for a mask that is given."""
+    if isinstance(pattern, FixedMask):
+        return Work()
+    few = isinstance(pattern, NM)
+    return Work.of(
+        memory=(3 * _F32 + 3) * rows * columns,
+        moved=(28.0 if few else 12.0) * rows * columns,
+        selected=0.0 if few else rows * columns,
+        launches=20,
+    )
+
+
+def inverse_cholesky(n: int) -> Work:
+    """Count `obs.inverse_cholesky_of` of an [n, n] Hessian: (1/3) n^3 FLOPs for the factor, as many for its inverse."""
+    products = solved = 0.0
+    edges = [*range(0, n, _PANEL), n]
+    for number, (start, stop) in enumerate(pairwise(edges)):
+        height = stop - start
+        solved += height**3
+        products += 2 * height * height * start
+        products += sum(2 * height * (start - left) * (right - left) for left, right in pairwise(edges[: number + 1]))
+    panels = len(edges) - 1
+    return Work.of(
+        memory=_F32 * (n * n + 2 * _PANEL * n),
+        float32=products, factor=n**3 / 3 + solved, moved=_F32 * 9.0 * n * n, launches=panels * (panels + 6) + 20,
+    )  # fmt: skip
+
+
+def assembled(n: int) -> Work:
+    """Count `Hessian.assembled`: float64 panels become one float32 matrix."""
+    return Work.of(memory=_F32 * n * n, moved=12.0 * n * n, launches=2 * (n // _PANEL + 1))
+
+
+def sweep(rows: int, columns: int, pattern: Pattern, *, chosen: bool = False) -> Work:
+    """Count `obs.sweep` of a weight [rows, columns]: about rows * columns^2 FLOPs, and two launches for each column.
+
+    Args:
+        rows: out_features.
+        columns: in_features.
+        pattern: what to keep.
+        chosen: whether the mask is given as a `FixedMask` of this pattern.
+    """
+    products = vectors = 0.0
+    launches = 0
+    grouped = isinstance(pattern, NM) and not chosen
+    step = pattern.of if isinstance(pattern, NM) and grouped else _STEP
+    blocks = list(_column_blocks(columns, pattern if grouped else None))
+    for width, left in blocks:
+        products += 2 * rows * width * left
+        for first in range(0, width, step):
+            last = min(first + step, width)
+            products += 2 * rows * first * (last - first)
+            vectors += rows * (last - first) * (last - first - 1) / 2
+            launches += 6 + 2 * (last - first) + (12 if grouped else 0)
+        launches += 30
+    # Of each block of columns: scores, two transposes, errors; every number is read or written some twelve times.
+    moved = _F32 * (vectors + 12.0 * rows * columns) + 2.0 * _F32 * rows * sum(left for _, left in blocks)
+    memory = _F32 * rows * (columns + 3 * BLOCK_COLUMNS) + rows * columns
+    swept = Work.of(memory, float32=products, moved=moved, launches=launches)
+    return swept if chosen else swept + selection(rows, columns, pattern)
+
+
+def _column_blocks(columns: int, pattern: Pattern | None) -> Iterator[tuple[int, int]]:
+    """Yield the width of each block of columns, and how many columns follow it."""
+    span = BLOCK_COLUMNS
+    if isinstance(pattern, NM):
+        span = max(pattern.of, span // pattern.of * pattern.of)
+    for start in range(0, columns, span):
+        stop = min(start + span, columns)
+        yield stop - start, columns - stop
+
+
+def metric(n: int) -> Work:
+    """Count `admm.Metric.of` of an [n, n] Hessian."""
+    return Work.of(memory=_F32 * n * n, moved=_F32 * 6.0 * n * n, launches=20)
+
+
+def admm(rows: int, n: int, pattern: Pattern, *, steps: float, solver_steps: float) -> Work:
+    """Count `admm.prune` of a weight [rows, n].
+
+    Args:
+        rows: out_features.
+        n: in_features.
+        pattern: what to keep; of a given mask only the weights are solved for.
+        steps: of ADMM.
+        solver_steps: of the conjugate gradient, all calls together.
+    """
+    weight = rows * n
+    product = Work.of(float32=2.0 * weight * n, launches=1)
+    # Right-hand side, and the norms of change and target.
+    solving = (3 + solver_steps) * product + Work.of(
+        moved=_F32 * (14.0 * solver_steps + 20) * weight, launches=14 * solver_steps
+    )
+    memory = _F32 * 8.0 * weight
+    if isinstance(pattern, FixedMask):
+        return solving + Work.of(memory)
+    inverse = Work.of(factor=float(n) ** 3, moved=_F32 * 4.0 * n * n, launches=8)
+    step = product + selection(rows, n, pattern) + Work.of(moved=_F32 * 12.0 * weight, launches=12)
+    # Near the support the residual takes a product, and what was reached is compared with the start by two.
+    around = 3 * product + 2 * selection(rows, n, pattern)
+    return solving + around + steps * step + max(1.0, steps / _CHECK) * inverse + Work.of(memory + _F32 * 2.0 * n * n)

@@ -1,0 +1,122 @@
+"""A planned recipe and its model without weights, and the counts that several stages of its estimate share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from compressx.api.pruner import Block
+from compressx.api.work import Windows
+from compressx.models.architecture import survey, text_config
+from compressx.models.arithmetic import WORTHWHILE
+from compressx.models.shards import OUTSIDE
+from compressx.planning.cost_block import BlockCost, Costs
+from compressx.planning.cost_forward import Forward, Passed, forward
+from compressx.planning.cost_machine import Machine
+from compressx.planning.plan import Plan, PlannedRule
+from compressx.recipe.schema import Recipe
+
+
+@dataclass
+class Counted:
+    """What an estimate is made of.
+
+    Attributes:
+        recipe: the recipe.
+        planned: its plan.
+        model: on the meta device, in the dtype of its weights.
+        machine: decides between dtypes of products, and how many steps fit into a time.
+        dtype: name of that of the weights.
+        itemsize: its bytes.
+        gguf: bytes of the checkpoint's GGUF file, if it is one.
+        unknown: what could not be counted, filled while stages are.
+        notes: what was assumed, likewise.
+    """
+
+    recipe: Recipe
+    planned: Plan
+    model: Any
+    machine: Machine
+    dtype: str
+    itemsize: int
+    gguf: float | None = None
+    unknown: dict[str, None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.found = survey(self.model)
+        self.costs = Costs(self.planned)
+        sizes = {name: p.numel() for name, p in self.model.named_parameters()}
+        self.sizes = {
+            fqn: sum(n for name, n in sizes.items() if name.startswith(f"{fqn}.")) for fqn in self.found.blocks
+        }
+        self.parameters = sum(sizes.values())
+        self.width = text_config(self.model).hidden_size
+        self.vocabulary = text_config(self.model).vocab_size
+
+    @cached_property
+    def products(self) -> str:
+        """The dtype of matrix products where blocks are run or trained."""
+        asked = self.recipe.compute_dtype
+        if asked != "auto":
+            return str(asked)
+        training = self.recipe.reconstruct_block is not None or self.recipe.finetune is not None
+        own = "float32" if training and self.dtype == "float16" else self.dtype
+        return self.machine.fastest_products(own, WORTHWHILE)
+
+    @cached_property
+    def streamed(self) -> bool:
+        """Whether one block's weights are in memory at a time; `auto` is taken to find room for all."""
+        return self.recipe.model.streaming is True
+
+    @property
+    def weights(self) -> float:
+        """Bytes of the weights in memory at once."""
+        inside = sum(self.sizes.values())
+        held = self.parameters - inside + max(self.sizes.values()) if self.streamed else self.parameters
+        return float(held * self.itemsize)
+
+    @cached_property
+    def text(self) -> Windows:
+        """The calibration text; a batch of it."""
+        given = self.recipe.calibration
+        if given is None:
+            return Windows(0, 1, 1, self.itemsize)
+        at_once = min(given.batch_size, given.samples)
+        return Windows(given.samples, given.sequence_length, at_once, self.itemsize, gpu=self.machine.gpu)
+
+    @cached_property
+    def batch(self) -> Forward:
+        """One calibration batch through the model."""
+        return self.passed(self.text.batch, self.text.length, self.products)
+
+    def passed(self, windows: int, length: int, products: str) -> Forward:
+        """Return a batch's forward pass."""
+        return forward(self.model, self.found, windows, length, products)
+
+    def hidden(self, windows: float) -> float:
+        """Bytes of the hidden states of so many calibration windows, of those that are kept in memory."""
+        size = windows * self.text.length * self.width * self.itemsize
+        limit = None if self.recipe.calibration is None else self.recipe.calibration.memory_limit
+        return size if limit is None or size <= limit else 0.0
+
+    def block(self, index: int, fqn: str) -> Block:
+        """Return a block, or what lies outside them, as pruners see it in a plan."""
+        linears = (
+            {n: x for n, x in self.found.linears.items() if n.startswith(f"{fqn}.")} if fqn else self.found.outside
+        )
+        module = self.found.blocks[fqn] if fqn else self.model
+        return Block(index, fqn, module, dict(linears), (), text_config(self.model))
+
+    def cost(self, index: int, fqn: str, wanted: Mapping[PlannedRule, Any], text: Windows) -> BlockCost:
+        """Return what rules cost in a block."""
+        passed = self.batch.blocks.get(fqn, Passed()) if text.count else Passed()
+        return self.costs.block(self.block(index, fqn), passed, text, wanted)
+
+    @cached_property
+    def last(self) -> int:
+        """Index of the last block that is pruned; what lies outside comes after all."""
+        order = [*self.found.blocks, OUTSIDE]
+        return max((i for i, fqn in enumerate(order) if self.planned.in_block(fqn)), default=-1)

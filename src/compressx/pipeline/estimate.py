@@ -1,0 +1,67 @@
+"""What a recipe will cost: work by stage from shapes, and from it seconds, memory and disk. No weight is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from compressx.models.access import Device, device_for
+from compressx.models.checkpoint import Checkpoint
+from compressx.models.loading import dtype_of, load_skeleton
+from compressx.pipeline.counted import Counted
+from compressx.pipeline.stages import disk, stages
+from compressx.planning.cost import Estimate
+from compressx.planning.cost_machine import Machine, assumed, measured
+from compressx.planning.plan import Plan
+from compressx.recipe.schema import Recipe
+from compressx.runtime.errors import CompressxError
+from compressx.runtime.rates import name_of
+
+
+def estimate(recipe: Recipe, planned: Plan, checkpoint: Checkpoint, machine: Callable[[], Machine]) -> Estimate:
+    """Estimate a planned recipe.
+
+    Args:
+        recipe: the recipe.
+        planned: its plan.
+        checkpoint: the model's source.
+        machine: returns where it will run; called late, since measuring it is no part of loading libraries.
+
+    Raises:
+        PluginError: a pruner or a statistic that does not count its work as `compressx.Work`.
+    """
+    started, interpreter = time.process_time(), float(psutil.Process().memory_info().rss)
+    skeleton = load_skeleton(checkpoint)
+    gguf = (
+        None
+        if checkpoint.gguf_file is None
+        else float((Path(checkpoint.location) / checkpoint.gguf_file).stat().st_size)
+    )
+    dtype = dtype_of(checkpoint, skeleton.config)
+    made = Counted(recipe, planned, skeleton.to(dtype), machine(), name_of(dtype), dtype.itemsize, gguf)
+    done = tuple(stages(made))
+    return Estimate(made.machine, done, disk(made), interpreter, started, tuple(made.unknown), tuple(made.notes))
+
+
+def machine_for(assume: str | None, device: Device) -> Callable[[], Machine]:
+    """Return what finds the machine of an estimate: the one that is assumed, or this one, measured when called.
+
+    Raises:
+        CompressxError: no such machine, or no such device.
+    """
+    if assume is not None:
+        machine = assumed(assume)
+        return lambda: machine
+    return partial(measured, device_for(device))
+
+
+def estimated(recipe: Recipe, planned: Plan, checkpoint: Checkpoint, machine: Callable[[], Machine]) -> Estimate | str:
+    """Do as `estimate`, or return why there is none: a plan is of use without."""
+    try:
+        return estimate(recipe, planned, checkpoint, machine)
+    except CompressxError as error:
+        return str(error)

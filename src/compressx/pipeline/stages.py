@@ -1,0 +1,227 @@
+"""The work of each stage of a recipe, and its memory, counted from shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from compressx.allocation.methods import held_out_of, windows_kept
+from compressx.allocation.units import units_of
+from compressx.api.work import Windows, Work
+from compressx.blocks.fisher import CHANNEL_WINDOWS, ROW_WINDOWS
+from compressx.blocks.prune import MEASURED_TOKENS
+from compressx.models.shards import OUTSIDE
+from compressx.pipeline.counted import Counted
+from compressx.pipeline.room import finetuning_bytes
+from compressx.planning.cost import Stage
+from compressx.planning.cost_forward import LOGIT_BYTES, Passed, backwards
+from compressx.recipe.methods import MeasuredAllocation, OwlAllocation
+from compressx.training.schedule import CHECKS
+from compressx.training.work import Trained, finetuning, reconstruction
+
+
+def stages(of: Counted) -> Iterator[Stage]:
+    """Yield the stages in their order."""
+    yield _load(of)
+    for stage in (_evaluate(of, "dense"), _calibrate(of), _allocate(of)):
+        if stage is not None:
+            yield stage
+    if of.planned.linears:
+        yield from _prune(of)
+    tuning = _finetune(of)
+    if tuning is not None:
+        yield from (x for x in (_evaluate(of, "pruned"), tuning) if x is not None)
+    last = _evaluate(of, "pruned" if tuning is None else "finetuned")
+    yield from () if last is None or not of.planned.linears else (last,)
+    yield _save(of)
+    of.unknown |= of.costs.unknown
+
+
+def _load(of: Counted) -> Stage:
+    """Read the weights, look for damage, and take their checksum."""
+    size = float(of.parameters * of.itemsize)
+    held = {"weights": of.weights, "checkpoint's file": size}
+    if of.gguf is not None:  # each tensor is dequantized into new ones
+        largest = max(p.numel() for p in of.model.parameters()) * of.itemsize
+        held = {"weights": of.weights, "checkpoint's file": of.gguf, "one tensor's": 2.0 * largest}
+    return Stage("load", Work.of(read=size, hashed=size, moved=4 * size), held)
+
+
+def _evaluate(of: Counted, model: str) -> Stage | None:
+    """Perplexity of one model."""
+    settings = of.recipe.evaluate
+    if settings is None:
+        return None
+    given = {"lm_eval": settings.lm_eval, "needle": settings.needle, "sample": settings.sample}
+    of.unknown |= {f"evaluate.{name}": None for name, value in given.items() if value is not None}
+    if (wanted := settings.token_perplexity) is None:
+        return None
+    if wanted.samples is None:
+        of.unknown["evaluate.token_perplexity without samples, which reads all of the text"] = None
+        return None
+    windows = wanted.samples * len(wanted.texts)
+    at_once = min(wanted.batch_size, wanted.samples)
+    one = of.passed(at_once, wanted.sequence_length, of.dtype)
+    logits = wanted.sequence_length * of.vocabulary
+    work = windows / at_once * one.work + windows * Work.of(moved=LOGIT_BYTES / 2 * logits)
+    held = max(one.outside.work.memory, one.work.memory)
+    if windows > at_once:  # a batch's logits are let go of when the next batch's are there
+        held += at_once * logits * of.itemsize
+    return Stage(f"evaluate {model}", work, {"weights": of.weights, "activations and logits": held})
+
+
+def _calibrate(of: Counted) -> Stage | None:
+    """Gradients of the dense model's loss, if a pruner or block reconstruction needs them."""
+    names = of.planned.sensitive
+    if not names and of.planned.reconstruct_block is None:
+        return None
+    windows = min(ROW_WINDOWS if names else CHANNEL_WINDOWS, of.text.count)
+    return Stage("calibrate", windows * _gradients(of), _gradient_memory(of))
+
+
+def _gradients(of: Counted, after: int = -1) -> Work:
+    """Count one window through the model and back, to what leaves block `after`: each block forwards once more."""
+    one = 1 / of.text.batch
+    behind = [b.work for b in of.batch.blocks.values()][after + 1 :]
+    blocks = sum((b.work for b in of.batch.blocks.values()), Work())
+    blocks = blocks + sum((work + backwards(work, weights=False) for work in behind), Work())
+    logits = of.text.length * of.vocabulary
+    head = of.batch.outside.work + backwards(of.batch.outside.work, weights=False)
+    return one * (blocks + head) + Work.of(moved=LOGIT_BYTES * logits)
+
+
+def _gradient_memory(of: Counted) -> dict[str, float]:
+    """Return bytes by what holds them while gradients are measured."""
+    deepest = max(b.kept for b in of.batch.blocks.values())
+    states = of.text.batch * of.text.length * of.width * of.itemsize * len(of.batch.blocks)
+    logits = 4.0 * of.text.length * of.vocabulary * 4
+    return {"weights": of.weights, "hidden states": float(states), "activations and logits": max(deepest, logits)}
+
+
+def _allocate(of: Counted) -> Stage | None:
+    """Measure what each sparsity of each unit costs."""
+    settings = of.planned.allocation
+    if not isinstance(settings, MeasuredAllocation):
+        return None
+    windows = min(settings.samples, of.text.count)
+    one = 1 / of.text.batch
+    used = list(of.batch.blocks.items())[: of.last + 1]
+    kept = windows_kept(of.planned, settings, of.text.count)
+    held = {"weights": of.weights, "hidden states": of.hidden(kept)}
+    if isinstance(settings, OwlAllocation):
+        work = Work()
+        for index, (fqn, passed) in enumerate(used):
+            before = [passed.inputs[x.name].before for x in of.planned.linears if x.block == fqn]
+            again = max(before, key=lambda w: w.flops, default=Work())
+            work = work + windows * one * (index < of.last) * passed.work
+            work = work + passed.work + (math.ceil(windows * one) - 1) * again
+        return Stage("allocate", work, {**held, "activations": max(b.work.memory for _, b in used)})
+    held_out = held_out_of(settings.samples, of.text.count)
+    seen = replace(of.text, count=windows - held_out)
+    units = units_of(of.planned, settings.unit)
+    first = next((i for i, (fqn, _) in enumerate(used) if of.planned.in_block(fqn)), 0)
+    work, peak = held_out * _gradients(of, after=first), 0.0
+    for index, (fqn, passed) in enumerate(used):
+        mine = [unit for unit in units if unit.block == fqn]
+        cost = of.cost(index, fqn, of.planned.in_block(fqn), seen)
+        observed = passed.work + (seen.batches - 1) * cost.observed
+        work = work + one * windows * passed.work + observed
+        work = work + cost.statistics + sum(cost.prepared.values(), Work())
+        prepared = sum(w.memory for w in cost.prepared.values())
+        asked = Work()
+        for unit in mine:
+            names = {x.name for x in unit.linears}
+            rules = {r: {n: p for n, p in ps.items() if n in names} for r, ps in of.planned.in_block(fqn).items()}
+            of_unit = of.cost(index, fqn, {r: ps for r, ps in rules.items() if ps}, seen).pruned
+            asked = asked + sum(of_unit.values(), Work())
+            copied = Work.of(moved=8.0 * of.itemsize * sum(x.weights for x in unit.linears))
+            asked = asked + copied + held_out * one * passed.work
+        work = work + len(settings.sparsities) * asked
+        peak = max(peak, cost.statistics.memory + prepared + asked.memory)
+    return Stage("allocate", work, {**held, "statistics and pruners": peak})
+
+
+def _prune(of: Counted) -> Iterator[Stage]:
+    """Yield the passes of the blocks, each pruner, and block reconstruction."""
+    text, settings = of.text, of.planned.reconstruct_block
+    order = [*of.found.blocks, OUTSIDE]
+    passes, training = Work(), Work()
+    pruners: dict[str, Work] = {}
+    peak = 0.0
+    batches = text.batches if of.planned.needs_calibration else 0
+    first = min(batches, math.ceil(MEASURED_TOKENS / (text.batch * text.length)))  # batches of the block's error
+    for index, fqn in enumerate(order):
+        wanted = of.planned.in_block(fqn)
+        if index > of.last and not (fqn == OUTSIDE and wanted):
+            continue
+        passed = of.batch.blocks.get(fqn, of.batch.outside) if batches else Passed()
+        outside = sum(x.weights for x in of.planned.linears if not x.block)
+        size = of.itemsize * (of.sizes[fqn] if fqn else outside)
+        cost = of.cost(index, fqn, wanted, text if batches else Windows(0, 1, 1, of.itemsize))
+        runs = (2 * first if wanted and fqn else 0) + batches * (index < of.last)
+        runs += batches if settings is not None else 0  # the dense stream
+        # The first batch shows that each linear is called once, so that later ones may be left early.
+        observed = passed.work + (batches - 1) * cost.observed if cost.statistics.counts else Work()
+        passes = passes + runs * passed.work + observed + cost.statistics
+        if wanted:  # looked through for damage and changes, hashed, written to the model and to disk
+            passes = passes + Work.of(moved=14.0 * size, hashed=size, written=size)
+        for name in cost.pruned:
+            pruners[name] = pruners.get(name, Work()) + cost.prepared[name] + cost.pruned[name]
+        held = max((w.memory + cost.prepared[n].memory for n, w in cost.pruned.items()), default=0.0)
+        peak = max(peak, cost.statistics.memory + max(held, passed.work.memory))
+        if settings is not None and wanted and fqn:
+            training = training + _reconstruct(of, fqn, passed, batches)
+    streams = 1 if settings is None else 2
+    held_always = {"weights": of.weights, "hidden states": of.hidden(streams * text.count) if batches else 0.0}
+    yield Stage("prune: passes and statistics", passes, {**held_always, "statistics and pruners": peak})
+    for name, work in pruners.items():
+        yield Stage(f"prune: {name}", work, {**held_always, "statistics and pruners": peak})
+    if settings is not None:
+        yield Stage("prune: block reconstruction", training, {**held_always, "training": training.memory})
+
+
+def _reconstruct(of: Counted, fqn: str, passed: Passed, batches: int) -> Work:
+    """Train one block."""
+    settings = of.planned.reconstruct_block
+    assert settings is not None  # noqa: S101 - the caller has looked
+    return reconstruction(settings, passed, of.text, batches, of.sizes[fqn], of.width)
+
+
+def _finetune(of: Counted) -> Stage | None:
+    """Train the whole model, and measure the loss of what is held out."""
+    settings = of.recipe.finetune
+    if settings is None:
+        return None
+    draw = settings.draw
+    windows, length = (draw.samples, draw.sequence_length) if draw else (of.text.count, of.text.length)
+    passed = of.passed(settings.batch_size, length, of.products)
+    model = Trained(passed, of.parameters, of.width, of.vocabulary)
+    tuned = finetuning(settings, model, windows, length, narrow=of.products != "float32")
+    teacher = of.parameters if settings.teacher != "none" else 0
+    room = finetuning_bytes(of.recipe, settings, of.planned, of.model, of.itemsize, teacher)
+    steps: float = settings.total_steps
+    if settings.minutes is not None:
+        left = max(0.0, 60 * settings.minutes - (1 + CHECKS) * of.machine.seconds(tuned.check))
+        steps = max(1, round(left / of.machine.seconds(tuned.step)))
+        of.notes.append(f"{settings.minutes:g} minutes of fine-tuning are about {steps:g} steps")
+    checks = 1 + min(CHECKS, steps)  # before the first step, and a few times during the training
+    return Stage("finetune", steps * tuned.step + checks * tuned.check, {**room, "activations": tuned.kept})
+
+
+def _save(of: Counted) -> Stage:
+    """Write the model, and the masks."""
+    size = float(of.parameters * of.itemsize)
+    return Stage("save", Work.of(written=size, moved=2 * size), {"weights": of.weights})
+
+
+def disk(of: Counted) -> dict[str, float]:
+    """Bytes on the output's disk while the run goes on."""
+    streams = 0 if not of.planned.needs_calibration else 1 if of.planned.reconstruct_block is None else 2
+    pruned = {x.block for x in of.planned.linears if x.block}
+    return {
+        "model": float(of.parameters * of.itemsize),
+        "journal: finished blocks": float(sum(of.sizes[fqn] for fqn in pruned) * of.itemsize),
+        "journal: masks, twice": 2 * sum(x.weights for x in of.planned.linears) / 8,
+        "journal: hidden states": float(streams * of.text.count * of.text.length * of.width * of.itemsize),
+    }

@@ -1,0 +1,110 @@
+"""Counts what tensor operations do, from their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+_SCALARS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+_ATTENTION = nn.functional.scaled_dot_product_attention
+
+
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what operations do; bytes that are alive, too.
+
+    Attributes:
+        counts: by kind.
+        alive: bytes of what was computed and is still needed.
+        peak: the most of them since it was last reset.
+        outside: the most of them outside the blocks.
+        products, attention, itemsize: the kinds of products and of attention, and the bytes of their factors.
+        kept: bytes of all that was computed.
+    """
+
+    def __init__(self, products: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.products = products
+        self.attention = "attention" if products == "float32" else "attention16"
+        self.itemsize = 4 if products == "float32" else 2
+        self.counts: dict[str, float] = {}
+        self.alive = self.peak = self.outside = self.kept = 0.0
+        self._known: set[int] = set()
+
+    def add(self, kind: str, count: float) -> None:
+        """Count some more."""
+        self.counts[kind] = self.counts.get(kind, 0.0) + count
+
+    def of(self, counts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """Sum counts by kind."""
+        return {kind: sum(each.get(kind, 0.0) for each in counts.values()) for kind in self.counts}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation in _SCALARS:
+            return True  # models ask whether something holds for all tokens: no padding, no packed windows
+        result = operation(*args, **(kwargs or {}))
+        given, made = _tensors((args, kwargs)), _tensors(result)
+        sources = {x.untyped_storage()._cdata for x in given}
+        if all(x.untyped_storage()._cdata in sources for x in made) and not operation._schema.is_mutable:
+            return result  # a view
+        for x in made:
+            self.allocated(x)
+        self.add("launches", 1)
+        if (packet := operation._overloadpacket) in flop_registry:
+            self.add(self.products, flop_registry[packet](*args, **(kwargs or {}), out_val=result))
+            # Factors and results of another dtype are converted, which is a copy.
+            converted = (x for x in (*given, *made) if x.element_size() != self.itemsize)
+            self.add("moved", sum(x.numel() * (x.element_size() + self.itemsize) for x in converted))
+        else:
+            self.add("moved", sum(map(_bytes, (*given, *made))))
+        return result
+
+    def allocated(self, x: Tensor) -> None:
+        """Count a tensor's memory until nothing holds it."""
+        storage = x.untyped_storage()
+        if (key := storage._cdata) in self._known:
+            return
+        size = storage.nbytes()
+        self._known.add(key)
+        self.alive += size
+        self.kept += size
+        self.peak = max(self.peak, self.alive)
+        finalize(storage, self._freed, key, size)
+
+    def _freed(self, key: int, size: float) -> None:
+        self._known.discard(key)
+        self.alive -= size
+
+
+class FusedAttention(TorchFunctionMode):
+    """Counts fused attention as one operation, which on the meta device would be several."""
+
+    def __init__(self, counting: Counting) -> None:
+        super().__init__()
+        self.counting = counting
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not _ATTENTION:
+            return function(*args, **(kwargs or {}))
+        q, k, v = args[:3] if len(args) > 2 else (kwargs[name] for name in ("query", "key", "value"))
+        result = q.new_empty(*q.shape[:-1], v.shape[-1])
+        pairs = q.shape[:-1].numel() * k.shape[-2]
+        self.counting.add(self.counting.attention, 2.0 * pairs * (q.shape[-1] + v.shape[-1]))
+        self.counting.add("moved", sum(map(_bytes, (q, k, v, result))))
+        return result
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def _bytes(x: Tensor) -> int:
+    """Return how many bytes of a tensor are read: those of an expanded one once."""
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())

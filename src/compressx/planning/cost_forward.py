@@ -1,0 +1,209 @@
+"""What one forward pass of a model costs, counted by running it on the meta device: every operation, no number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressx.api.pruner import Linear
+from compressx.api.work import Work
+from compressx.models.architecture import Architecture
+from compressx.planning.cost_counting import Counting, FusedAttention
+from compressx.runtime.errors import UnsupportedModelError
+
+LOGIT_BYTES = 40
+"""Moved for each logit by a likelihood or a divergence and its gradient, in chunks of float32."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a linear is handed.
+
+    Attributes:
+        of: name of the first linear of its block that is handed the same tensor.
+        share: fraction of the tokens that reaches it, below 1 behind a router.
+        before: the work of the block up to it.
+    """
+
+    of: str
+    share: float = 1.0
+    before: Work = field(default_factory=Work)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The cost of a forward pass of a part of a model.
+
+    Attributes:
+        work: of the pass.
+        kept: bytes of everything that it computes, most of which a backward pass needs again.
+        inputs: of a block, by linear name.
+    """
+
+    work: Work = field(default_factory=Work)
+    kept: float = 0.0
+    inputs: Mapping[str, Input] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The cost of a forward pass of a model on one batch.
+
+    Attributes:
+        blocks: by name.
+        outside: embeddings, masks, the last norm and the head.
+    """
+
+    blocks: Mapping[str, Passed]
+    outside: Passed
+
+    @property
+    def work(self) -> Work:
+        """Of the whole pass."""
+        return sum((block.work for block in self.blocks.values()), self.outside.work)
+
+
+@torch.no_grad()
+def forward(model: Any, found: Architecture, windows: int, length: int, products: str) -> Forward:
+    """Count a forward pass.
+
+    Args:
+        model: a transformers causal language model on the meta device, in evaluation mode.
+        found: its blocks and linears.
+        windows: in the batch.
+        length: tokens in a window.
+        products: dtype of matrix products, one of `KINDS`.
+
+    Raises:
+        UnsupportedModelError: a model in which numbers decide what is computed.
+    """
+    counting = Counting(products)
+    blocks = {fqn: _Block(counting, fqn, module) for fqn, module in found.blocks.items()}
+    owner = {name: blocks[found.block_of(name)] for name in found.linears}
+    with ExitStack() as stack:
+        for block in blocks.values():
+            stack.enter_context(block.watched())
+        for name, linear in found.linears.items():
+            if linear.expert is None:
+                hook = linear.module.register_forward_pre_hook(owner[name].take(name))
+                stack.callback(hook.remove)
+        for experts in _experts(found):
+            stack.enter_context(_counted_experts(experts, counting, owner[experts[0].name]))
+        ids = torch.zeros(windows, length, dtype=torch.long, device="meta")
+        stack.enter_context(FusedAttention(counting))
+        try:
+            with counting:
+                model(ids, use_cache=False)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: its forward pass cannot be counted without numbers ({error!s:.200})"
+            ) from error
+    counting.outside = max(counting.outside, counting.peak)  # of what comes after the last block
+    passed = {fqn: block.passed() for fqn, block in blocks.items()}
+    inside = Work(counting.of({fqn: b.whole for fqn, b in blocks.items()}))
+    rest = {kind: count - inside[kind] for kind, count in counting.counts.items()}
+    kept = counting.kept - sum(block.kept for block in passed.values())
+    return Forward(passed, Passed(Work(rest, counting.outside), kept))
+
+
+def backwards(work: Work, *, weights: bool) -> Work:
+    """Count the backward pass of what was counted forwards.
+
+    A product has two gradients, of its input and of its weight; only the first is needed where no weight is trained.
+    Fused attention computes its scores again: five products to the two of the forward pass.
+    """
+    factors = {"attention": 2.5, "moved": 2.0, "launches": 2.0}
+    counts = {kind: count * factors.get(kind, 2.0 if weights else 1.0) for kind, count in work.counts.items()}
+    return Work(counts, work.memory)
+
+
+class _Block:
+    """Notes what is counted while one block runs."""
+
+    def __init__(self, counting: Counting, fqn: str, module: nn.Module) -> None:
+        self.counting, self.fqn, self.module = counting, fqn, module
+        self.inputs: dict[str, Input] = {}
+        self.whole: dict[str, float] = {}
+        self.memory = self.kept = self.before = 0.0
+        self.seen: list[tuple[Tensor, str]] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note where the block begins and ends, inside the `with`."""
+        counting = self.counting
+
+        def begin(_module: nn.Module, _args: Any) -> None:
+            counting.outside = max(counting.outside, counting.peak)
+            self.start, self.before, self.kept = dict(counting.counts), counting.alive, counting.kept
+            counting.peak = counting.alive
+
+        def end(_module: nn.Module, _args: Any, _output: Any) -> None:
+            self.whole = self._since()
+            self.memory, self.kept = counting.peak - self.before, counting.kept - self.kept
+            counting.peak = counting.alive
+            self.seen.clear()
+
+        hooks = [self.module.register_forward_pre_hook(begin), self.module.register_forward_hook(end)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def take(self, name: str) -> Callable[..., None]:
+        """Return a hook that notes the input of a linear."""
+
+        def note(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            first = next((of for x, of in self.seen if x is args[0]), name)
+            self.inputs[name] = Input(first, before=Work(self._since()))
+            if first == name:
+                self.seen.append((args[0], name))
+
+        return note
+
+    def routed(self, linears: list[Linear], share: float) -> None:
+        """Note the inputs of fused experts."""
+        self.inputs |= {x.name: Input(x.name, share, Work(self._since())) for x in linears}
+
+    def passed(self) -> Passed:
+        """Return what was noted."""
+        return Passed(Work(self.whole, self.memory), self.kept, self.inputs)
+
+    def _since(self) -> dict[str, float]:
+        return {kind: count - self.start.get(kind, 0.0) for kind, count in self.counting.counts.items()}
+
+
+def _experts(found: Architecture) -> list[list[Linear]]:
+    """Group fused experts by their module."""
+    groups: dict[int, list[Linear]] = {}
+    for linear in found.linears.values():
+        if linear.expert is not None:
+            groups.setdefault(id(linear.module), []).append(linear)
+    return list(groups.values())
+
+
+@contextmanager
+def _counted_experts(linears: list[Linear], counting: Counting, block: _Block) -> Iterator[None]:
+    """Count fused experts as products of equal shares of the tokens: which expert gets which is known at run time."""
+    module = linears[0].module
+    experts = 1 + max(x.expert or 0 for x in linears)
+
+    def run(hidden: Tensor, chosen: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        tokens, share = hidden.shape[:-1].numel(), chosen.shape[-1] / experts
+        for x in linears:
+            counting.add(counting.products, 2.0 * share * tokens * x.in_features * x.out_features)
+            counting.add("moved", 2.0 * share * tokens * (x.in_features + x.out_features) * hidden.element_size())
+            counting.add("launches", 3)
+        block.routed(linears, share)
+        return torch.empty_like(hidden)
+
+    module.forward = run
+    try:
+        yield
+    finally:
+        del module.forward

@@ -1,0 +1,230 @@
+"""What attention pruning costs: the operations of `plugin.py`, `solver.py`, `losses.py` and `kronecker.py`, counted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from compressx import Block, Pattern, Windows, Work
+from compressx.numerics import work as numerics
+from compressx_attnprune.curvature import TOKENS
+from compressx_attnprune.kronecker import FEWEST, LEADING
+from compressx_attnprune.losses import SEQUENCES
+from compressx_attnprune.objective import ROWS
+from compressx_attnprune.options import AttnPruneOptions
+from compressx_attnprune.projections import find_projections, head_size, submodule
+from compressx_attnprune.solver import REGULARIZATIONS
+
+_F32 = 4
+_CHECKS = 4
+_SELECT, _POLISH, _RECONSTRUCT = 48, 10, 60
+"""Iterations of `kronecker.select`, of its conjugate gradient, and of `kronecker.reconstruct` at most."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one layer's attention.
+
+    Attributes:
+        heads: of the queries.
+        shared: heads of keys and values.
+        size: features of a query or key head.
+        value: features of a value head.
+        inputs: in_features of query, key and value.
+        outputs: out_features of the output projection.
+        tokens: in a sequence.
+    """
+
+    heads: int
+    shared: int
+    size: int
+    value: int
+    inputs: int
+    outputs: int
+    tokens: int
+
+    @classmethod
+    def of(cls, block: Block, tokens: int) -> Shape:
+        """Read the sizes off a block without weights."""
+        found = find_projections(block)
+        query, key, value = found.query.count, found.key.count, found.value.count
+        size = head_size(submodule(block, found.attention), block.config)
+        heads, shared = query // size, key // size
+        inputs, outputs = found.query.linear.in_features, found.output.out_features
+        return cls(heads, shared, size, value // shared, inputs, outputs, tokens)
+
+    @property
+    def rows(self) -> int:
+        """Rows of query and key together."""
+        return (self.heads + self.shared) * self.size
+
+    @property
+    def pairs(self) -> int:
+        """Entries of an attention matrix that row blocks compute: up to the last row's own token, for every row."""
+        return sum(
+            min(ROWS, self.tokens - start) * min(start + ROWS, self.tokens) for start in range(0, self.tokens, ROWS)
+        )
+
+    def projections(self) -> Work:
+        """Queries and keys of one sequence, placed."""
+        numbers = self.tokens * self.rows
+        return Work.of(float32=2.0 * numbers * self.inputs, moved=_F32 * 12.0 * numbers, launches=16)
+
+    def values(self) -> Work:
+        """Values of one sequence."""
+        return Work.of(float32=2.0 * self.tokens * self.inputs * self.shared * self.value, launches=1)
+
+    def output(self) -> Work:
+        """The attention's output of one sequence, by the fused kernel."""
+        mixed = self.tokens * self.heads * self.value
+        attended = 2.0 * self.tokens**2 * self.heads * (self.size + self.value)
+        return Work.of(
+            attention=attended, float32=2.0 * mixed * self.outputs,
+            moved=_F32 * (8.0 * mixed + 4 * self.tokens * self.outputs), launches=8,
+        )  # fmt: skip
+
+    def matrix(self, products: float = 1.0, passes: float = 6.0) -> Work:
+        """Count a pass over the attention matrix of one sequence in row blocks."""
+        entries = self.heads * self.pairs
+        blocks = math.ceil(self.tokens / ROWS)
+        return Work.of(
+            memory=_F32 * 4.0 * self.heads * ROWS * self.tokens,
+            float32=2.0 * products * entries * self.size, moved=_F32 * passes * entries, launches=10 * blocks,
+        )  # fmt: skip
+
+    def backward(self) -> Work:
+        """Backpropagate a gradient of one sequence's output to projected queries and keys."""
+        of_heads = Work.of(float32=2.0 * self.tokens * self.outputs * self.heads * self.value)
+        # Scores, the gradient by the values, and the two products of the gradients.
+        values = Work.of(float32=2.0 * self.heads * self.pairs * self.value)
+        return of_heads + values + self.matrix(products=3.0, passes=14.0)
+
+
+def prepare(shape: Shape) -> Work:
+    """Count the comparison of one sequence with the block's own attention."""
+    ours = shape.projections() + shape.values() + shape.matrix(products=1.0)
+    mixed = Work.of(float32=2.0 * shape.heads * shape.pairs * shape.value)
+    projected = Work.of(float32=2.0 * shape.tokens * shape.heads * shape.value * shape.outputs)
+    theirs = shape.projections() + shape.values() + shape.output()
+    return ours + mixed + projected + theirs
+
+
+def prune(shape: Shape, options: AttnPruneOptions, pattern: Pattern, text: Windows, *, fixed: bool) -> Work:
+    """Count one answer of `AttnPrune.prune`.
+
+    Taken for granted: SparseGPT's start does not meet the budget by itself and is swept twice, the curvature needs no
+    more damping than the options say, and a conjugate gradient of given masks runs to its last step.
+    """
+    sequences = min(text.count, options.sequences)
+    held_out = max(1, round(options.held_out * sequences))
+    train = max(1, sequences - held_out)
+    n, tokens = shape.inputs, train * shape.tokens
+    closed = fixed or options.mode == "gauss-newton"
+    return (
+        _starts(shape, pattern, tokens)
+        + (
+            _closed(shape, options, pattern, train, fixed=fixed)
+            if closed
+            else _learnt(shape, options, pattern, train, held_out)
+        )
+        + options.refit * _gradient(shape, options) * SEQUENCES
+        + (_CHECKS * held_out * _judged(shape, 1, options) if options.refit else Work())
+        + held_out * _errors(shape, 3)
+        + Work.of(memory=_F32 * (2.0 * (shape.heads + shape.shared) * n * n + 12.0 * shape.rows * n))
+    )
+
+
+def _starts(shape: Shape, pattern: Pattern, tokens: float) -> Work:
+    """Wanda and SparseGPT on the same inputs."""
+    n, rows = shape.inputs, shape.rows
+    hessian = Work.of(memory=_F32 * n * n, float32=2.0 * tokens * n * n, moved=_F32 * 5.0 * tokens * n)
+    ranks = Work.of(moved=16.0 * rows * n * 12, selected=8.0 * rows * n, launches=20)
+    swept = 2 * numerics.sweep(rows, n, pattern)
+    return hessian + numerics.inverse_cholesky(n) + ranks + swept + 2 * numerics.selection(rows, n, pattern)
+
+
+def _closed(shape: Shape, options: AttnPruneOptions, pattern: Pattern, train: int, *, fixed: bool) -> Work:
+    """Count the curvature, its leading eigenvectors, and ADMM with them."""
+    n, heads = shape.inputs, shape.heads + shape.shared
+    measured = _curvature(shape, options, train) + Work.of(moved=_F32 * 4.0 * heads * n * n, launches=20)  # damped
+    applied = _metric(shape)  # by the conjugate gradient
+    if fixed:
+        return measured + (1 + _RECONSTRUCT) * applied
+    chosen = numerics.selection(shape.rows, n, pattern)
+    selected = _leading(shape) + _SELECT * (_step(shape) + chosen) + 2 * chosen
+    return measured + selected + (1 + _POLISH) * applied
+
+
+def _curvature(shape: Shape, options: AttnPruneOptions, train: int) -> Work:
+    """Count `curvature.measure`: a probe of each sequence, and both factors."""
+    n, d, heads = shape.inputs, shape.size, shape.heads + shape.shared
+    parts = math.ceil(train / SEQUENCES)
+    sampled = math.ceil(TOKENS * min(SEQUENCES, train) * shape.tokens) * parts
+    probe = shape.matrix(products=3.0, passes=14.0)
+    if options.objective == "attention-output":
+        probe = shape.values() + shape.backward()
+    factors = Work.of(
+        float32=2.0 * heads * (train * shape.tokens * d * d + sampled * n * n),
+        moved=_F32 * heads * (4.0 * sampled * n + 2.0 * parts * n * n),
+        selected=float(heads * train * shape.tokens), launches=4 * heads * parts,
+    )  # fmt: skip
+    return train * (shape.projections() + probe) + factors
+
+
+def _metric(shape: Shape) -> Work:
+    """Count one product of all weights with both factors of the metric, and what goes with it."""
+    weight = shape.rows * shape.inputs
+    return Work.of(float32=2.0 * weight * (shape.inputs + shape.size), moved=_F32 * 16.0 * weight, launches=24)
+
+
+def _step(shape: Shape) -> Work:
+    """Count one iteration of `kronecker.select`: two turns, the leading eigenvectors twice, the input factor once."""
+    weight = shape.rows * shape.inputs
+    flops = 2.0 * weight * (2 * shape.size + 2 * _rank(shape.inputs) + shape.inputs)
+    return Work.of(float32=flops, moved=_F32 * 40.0 * weight, launches=60)
+
+
+def _leading(shape: Shape) -> Work:
+    """Count the leading eigenvectors of the input factors, and all of the row factors."""
+    n, heads, rank = shape.inputs, shape.heads + shape.shared, _rank(shape.inputs)
+    products = 2.0 * heads * (2 * n * n * rank + 2 * n * rank**2) + 2.0 * shape.rows * shape.size * n
+    # A QR decomposition takes 4 n rank^2 FLOPs, its factor Q included.
+    decomposed = heads * (8.0 * n * rank**2 + 9.0 * rank**3 + 9.0 * shape.size**3)
+    return Work.of(float32=products, eigen=decomposed, moved=_F32 * 12.0 * heads * n * rank, launches=40)
+
+
+def _rank(n: int) -> int:
+    """Return how many leading eigenvectors of a factor [n, n] are looked for."""
+    return math.ceil(n / max(1, min(round(1 / LEADING), n // FEWEST)))
+
+
+def _learnt(shape: Shape, options: AttnPruneOptions, pattern: Pattern, train: int, held_out: int) -> Work:
+    """Masks by gradient descent, or masks and weights."""
+    tries = len(REGULARIZATIONS) if options.mode == "mask" and options.regularization is None else 1
+    step = SEQUENCES * _gradient(shape, options) + Work.of(moved=_F32 * 20.0 * shape.rows * shape.inputs, launches=30)
+    chosen = numerics.selection(shape.rows, shape.inputs, pattern)
+    each = options.steps * (step + (chosen if options.mode == "joint" else Work()))
+    if options.mode == "joint":
+        each = each + _curvature(shape, options, train) + (_CHECKS - 1) * held_out * _judged(shape, 1, options)
+    return tries * (each + chosen + held_out * _judged(shape, 1, options))
+
+
+def _gradient(shape: Shape, options: AttnPruneOptions) -> Work:
+    """The gradient of the objective on one sequence."""
+    weights = Work.of(float32=2.0 * shape.tokens * shape.rows * shape.inputs)
+    if options.objective == "attention-matrix":
+        return 2 * shape.projections() + shape.matrix(products=4.0, passes=20.0) + weights
+    return 2 * shape.projections() + shape.values() + 2 * shape.output() + shape.backward() + weights
+
+
+def _judged(shape: Shape, candidates: int, options: AttnPruneOptions) -> Work:
+    """The error of some candidates by the objective on one sequence."""
+    if options.objective == "attention-matrix":
+        return (1 + candidates) * (shape.projections() + shape.matrix())
+    return shape.values() + (1 + candidates) * (shape.projections() + shape.output())
+
+
+def _errors(shape: Shape, candidates: int) -> Work:
+    """The errors of all candidates by both objectives on one sequence."""
+    matrices = (1 + candidates) * (shape.projections() + shape.matrix())
+    return matrices + shape.values() + (1 + candidates) * (shape.projections() + shape.output())

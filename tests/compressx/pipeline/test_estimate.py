@@ -1,0 +1,208 @@
+"""Estimates of whole recipes, held against what torch counts while they run, and against what they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.compressx.flops import counter
+from tests.compressx.pipeline.runs import recipe
+from tests.compressx.saved import save_tiny
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from compressx.api.work import KINDS
+from compressx.pipeline.estimate import estimate, estimated
+from compressx.pipeline.preparation import loaded_recipe, prepare
+from compressx.pipeline.run import run
+from compressx.planning.cost import Estimate
+from compressx.planning.cost_machine import Machine
+from compressx.plugins.manager import load_plugins
+
+EVEN = Machine("a machine that does a billion of anything in a second", dict.fromkeys(KINDS, 1e9))
+HALF: dict[str, Any] = {"sparsity": 0.5}
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return save_tiny(tmp_path / "model", "llama")
+
+
+def of(written: dict[str, Any], *modules: str) -> Estimate:
+    known = load_plugins(modules=modules)
+    loaded = loaded_recipe(written, (), known)
+    prepared = prepare(loaded, known)
+    return estimate(loaded.recipe, prepared.plan, prepared.checkpoint, lambda: EVEN)
+
+
+def rules(pruner: str, **more: Any) -> list[dict[str, Any]]:
+    return [{"targets": ["*"], "pruner": pruner, **HALF, **more}]
+
+
+RECIPES: dict[str, tuple[list[dict[str, Any]], dict[str, Any], float]] = {
+    "magnitude": (rules("magnitude"), {}, 0.0),
+    "wanda": (rules("wanda"), {}, 0.0),
+    "sparsegpt": (rules("sparsegpt"), {}, 0.0),
+    "wanda + sparsegpt": (rules("wanda", reconstruct="sparsegpt"), {}, 0.0),
+    "the head, too": ([{"targets": ["lm_head"], "pruner": "sparsegpt", **HALF}, *rules("wanda")], {}, 0.0),
+    "some blocks": ([{"targets": ["*.layers.1.*"], "pruner": "sparsegpt", **HALF}], {}, 0.0),
+    "sensitivity": (rules("sensitivity"), {}, 0.02),
+    "reconstructed blocks": (rules("wanda"), {"reconstruct_block": {"passes": 2}}, 0.05),
+    "allocated by outliers": (rules("sparsegpt"), {"allocation": {"method": "owl", "target": 0.5}}, 0.0),
+    "allocated by divergence": (
+        rules("sparsegpt"), {"allocation": {"method": "divergence", "target": 0.5, "unit": "linear"}}, 0.02,
+    ),
+    "fine-tuned": (
+        rules("magnitude"),
+        {"finetune": {"steps": 3, "batch_size": 2, "held_out": 1, "gradient_checkpointing": False}}, 0.02,
+    ),
+    "fine-tuned with checkpointing": (rules("magnitude"), {"finetune": {"steps": 3, "batch_size": 2}}, 0.05),
+}  # fmt: skip
+"""By name: rules, other sections, and by how much the count may be off. Of fused attention five products are counted
+backwards, and attention that is multiplied out has four; what enters the first of three blocks needs no gradient."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_flops_of_a_run_are_those_that_torch_counts(model, name):
+    made, sections, tolerance = RECIPES[name]
+    written = recipe(model, *made, evaluated=True, **sections, compute_dtype="float32")
+    if "allocation" in sections:
+        written["prune"] = [{k: v for k, v in rule.items() if k != "sparsity"} for rule in made]
+    found = of(written)
+    assert found.unknown == ()
+    with sdpa_kernel(SDPBackend.MATH), counter() as counted:
+        run(written)
+    flops = sum(stage.work["float32"] + stage.work["attention"] for stage in found.stages)
+    assert flops == pytest.approx(counted.total, rel=tolerance or 1e-9)
+
+
+def test_stages_come_in_the_order_of_a_run_and_only_those_that_it_has(model):
+    names = [stage.name for stage in of(recipe(model)).stages]
+    assert names == ["load", "prune: passes and statistics", "prune: wanda", "save"]
+    whole = of(
+        recipe(
+            model,
+            *rules("sensitivity"),
+            evaluated=True,
+            reconstruct_block={},
+            finetune={"steps": 2},
+            compute_dtype="float32",
+        )
+    )
+    assert [stage.name for stage in whole.stages] == [
+        "load", "evaluate dense", "calibrate", "prune: passes and statistics", "prune: sensitivity",
+        "prune: block reconstruction", "evaluate pruned", "finetune", "evaluate finetuned", "save",
+    ]  # fmt: skip
+
+
+OTHER = """
+from pydantic import BaseModel
+
+from compressx import PruneResult, PrunerSpec, Work, hookimpl, keep_mask
+
+
+class NoOptions(BaseModel):
+    pass
+
+
+class Quiet:  # a statistic that does not count its work either
+    def update(self, x): ...
+
+    def tensors(self):
+        return {}
+
+
+class Other:
+    def observe(self, block, name):
+        return Quiet()
+
+    def prune(self, block, patterns, stats):
+        return {n: PruneResult(keep_mask(block.linears[n].weight.abs(), p)) for n, p in patterns.items()}
+
+
+class Wrong(Other):
+    def work(self, block, patterns, text):
+        return 3.0
+
+    def prepare_work(self, block, name, text):
+        return Work()
+
+
+@hookimpl
+def compressx_pruners():
+    return [PrunerSpec(x.__name__.lower(), "for a test", NoOptions, lambda _, x=x: x()) for x in (Other, Wrong)]
+"""
+
+
+@pytest.fixture
+def other(model, request) -> str:
+    name = f"{request.node.name}.py"  # of its own: modules stay imported
+    Path(name).write_text(OTHER)
+    return name
+
+
+def test_what_does_not_count_its_work_is_named_and_not_taken_for_nothing(model, other):
+    found = of(recipe(model, *rules("other")), other)
+    assert found.unknown == ("Quiet, a statistic of pruner other", "pruner other")
+    assert not any("other" in stage.name for stage in found.stages)
+
+
+def test_work_that_is_no_work_is_told_in_place_of_an_estimate(model, other):
+    known = load_plugins(modules=[other])
+    loaded = loaded_recipe(recipe(model, *rules("wrong")), (), known)
+    prepared = prepare(loaded, known)
+    told = estimated(loaded.recipe, prepared.plan, prepared.checkpoint, lambda: EVEN)
+    assert isinstance(told, str)
+    assert told.startswith("work of pruner 'wrong' failed on model.layers.0: TypeError: expected a Work, got 3.0")
+
+
+def test_evaluations_that_depend_on_the_text_are_named(model):
+    text = {"text": str(model.with_name("text.txt"))}
+    evaluate = {"token_perplexity": {"dataset": text, "sequence_length": 32}, "sample": {"prompt": "w1 w2"}}
+    found = of(recipe(model, evaluate=evaluate))
+    assert found.unknown == (
+        "evaluate.sample", "evaluate.token_perplexity without samples, which reads all of the text"
+    )  # fmt: skip
+
+
+def test_seconds_are_work_over_rates_and_minutes_of_training_become_steps(model):
+    found = of(recipe(model, finetune={"minutes": 0.5, "batch_size": 2}, compute_dtype="float32"))
+    tuning = next(stage for stage in found.stages if stage.name == "finetune")
+    assert found.seconds(tuning) == pytest.approx(30, rel=0.1)
+    assert found.notes[0].startswith("0.5 minutes of fine-tuning are about ")
+    assert found.total == pytest.approx(found.started + sum(sum(s.work.counts.values()) / 1e9 for s in found.stages))
+
+
+def test_the_disk_holds_what_a_run_leaves_while_it_goes_on(model):
+    found = of(recipe(model, reconstruct_block={})).disk
+    run(recipe(model))
+    written = sum(p.stat().st_size for p in Path("out/model").glob("*.safetensors"))
+    assert written == pytest.approx(found["model"], rel=0.05)
+    assert found["journal: hidden states"] == 2 * 8 * 32 * 64 * 4
+
+
+def test_a_longer_text_takes_more_memory_by_its_hidden_states(model):
+    peaks = []
+    for samples in (8, 16):
+        written = recipe(model)
+        written["calibration"] |= {"samples": samples, "batch_size": 2}
+        (stage,) = (s for s in of(written).stages if s.name == "prune: wanda")
+        peaks.append(sum(stage.memory.values()))
+    assert peaks[1] - peaks[0] == 8 * 32 * 64 * 4
+
+
+def test_a_streamed_model_holds_one_block_at_a_time(model):
+    whole, streamed = recipe(model), recipe(model)
+    streamed["model"] |= {"streaming": True}
+    held = [of(x).stages[1].memory["weights"] for x in (whole, streamed)]
+    assert held[1] < 0.6 * held[0]
+
+
+def test_the_estimate_as_json_has_everything(model):
+    found = of(recipe(model, evaluated=True)).to_dict()
+    assert found["seconds"] == pytest.approx(found["started_seconds"] + sum(s["seconds"] for s in found["stages"]))
+    assert found["not_estimated"] == []
+    assert found["memory_bytes"]["interpreter"] > 1e7
+    assert found["host_memory_bytes"] == sum(found["memory_bytes"].values())

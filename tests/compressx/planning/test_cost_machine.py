@@ -1,0 +1,74 @@
+"""Machines of an estimate: assumed ones are read or refused, this one is measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from compressx.api.work import KINDS, Work
+from compressx.planning.cost_machine import ASSUMED, Machine, assumed, measured
+from compressx.runtime.errors import RecipeError
+
+UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+@pytest.mark.parametrize("name", ASSUMED)
+def test_every_assumed_machine_has_a_rate_for_every_kind_of_work(name):
+    machine = assumed(name)
+    assert {*machine.rates} == {*KINDS}
+    assert all(rate > 0 for rate in machine.rates.values())
+    assert machine.gpu
+
+
+@given(st.integers(1, 9999), st.sampled_from("KMGT"), st.integers(1, 999), st.sampled_from("KMGT"))
+def test_a_processor_is_read_from_two_rates_in_any_units(flops, of_flops, moved, of_moved):
+    machine = assumed(f"cpu:{flops}{of_flops}F,{moved}.5{of_moved}B/s")
+    assert machine.rates["float32"] == flops * UNITS[of_flops]
+    assert machine.rates["moved"] == pytest.approx((moved + 0.5) * UNITS[of_moved] / 2)
+    assert {*machine.rates} == {*KINDS}
+    assert not machine.gpu
+
+
+@given(st.text())
+@example("cpu")
+@example("cpu:250GF")
+@example("cpu:0GF,20GB/s")
+@example("cpu:250GF,0GB/s")
+@example("cpu:250GF,20GB")
+@example("h100:250GF,20GB/s")
+@example("gpu:250GF,20GB/s")
+@example("cpu:-1GF,20GB/s")
+@example("cpu:1e3GF,20GB/s")
+@example("cpu:250GF,20GB/s ")
+def test_anything_else_is_refused_with_what_was_given_and_what_was_expected(text):
+    if text in ASSUMED:
+        return
+    with pytest.raises(RecipeError) as refused:
+        assumed(text)
+    assert str(refused.value).startswith(f"--assume {text}: expected h100, a100, 4090, or ")
+    assert "cpu:250GF,20GB/s" in str(refused.value)
+
+
+def test_kinds_of_work_take_place_one_after_the_other():
+    machine = Machine("", dict.fromkeys(KINDS, 2.0) | {"moved": 10.0})
+    assert machine.seconds(Work.of(float32=6, moved=5, launches=1)) == 3 + 0.5 + 0.5
+
+
+@pytest.mark.parametrize(
+    ("rates", "own", "taken"),
+    [({"bfloat16": 3.0}, "float32", "bfloat16"), ({"bfloat16": 1.4}, "float32", "float32"),
+     ({"float32": 3.0}, "bfloat16", "float32"), ({"float16": 9.0}, "float32", "float32")],
+)  # fmt: skip
+def test_products_take_the_dtype_that_is_enough_faster(rates, own, taken):
+    assert Machine("", dict.fromkeys(KINDS, 1.0) | rates).fastest_products(own, 1.5) == taken
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured_once_and_multiplies_faster_than_it_decomposes():
+    here = measured(torch.device("cpu"))
+    assert here is measured(torch.device("cpu"))
+    assert {*here.rates} == {*KINDS}
+    assert here.rates["float32"] > here.rates["eigen"] > 1e6
+    assert here.rates["moved"] > 1e8
