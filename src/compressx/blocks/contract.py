@@ -153,6 +153,12 @@ def _check_form(who: str, linear: Linear, result: PruneResult) -> None:
     if result.weight is not None and (tuple(result.weight.shape) != shape or not result.weight.is_floating_point()):
         got = f"{result.weight.dtype} {list(result.weight.shape)}"
         raise PluginError(f"{who}: weight must be a float tensor {list(shape)}, got {got}")
+    for part, tensor in (("keep", result.keep), ("weight", result.weight)):
+        if tensor is not None and tensor.device != linear.weight.device:
+            raise PluginError(
+                f"{who}: {part} is on {tensor.device}, expected the weight's device, "
+                f"{linear.weight.device}; make new tensors with device=weight.device"
+            )
     _check_shown(who, result.info, result.images, result.history)
 
 

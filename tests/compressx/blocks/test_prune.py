@@ -30,7 +30,7 @@ from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import alps, magnitude, sparsegpt, wanda
 from compressx.runtime.errors import CalibrationError
 from compressx.runtime.ranks import Ranks
-from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
+from compressx.testing import TINY_CONFIGS, pretended_accelerator, tiny_model, tiny_tokens
 
 SPECS = {s.name: s for m in (magnitude, wanda, sparsegpt, alps) for s in m.compressx_pruners()}
 HALF, ROW = Unstructured(0.5, "layer"), Unstructured(0.5, "row")
@@ -379,6 +379,17 @@ QUERY = r"\.self_attn\.q_proj: .*"
 def test_a_pruner_that_breaks_its_contract_is_named_with_the_layer_and_both_values(spec, message):
     with pytest.raises(PluginError, match=rf"pruner 'other' on model\.layers\.0{message}"):
         pruned(tiny_model("llama"), spec, given=(), only="q_proj")
+
+
+@pytest.mark.parametrize("part", ["keep", "weight"])
+def test_a_part_of_an_answer_that_is_left_on_the_host_is_refused(part):
+    def make(linear, pattern):
+        answer = by_magnitude(linear, pattern, weight=linear.weight.clone())
+        return replace(answer, **{part: getattr(answer, part).cpu()})
+
+    message = rf"q_proj: {part} is on cpu, expected the weight's device, cuda:0; make"
+    with pretended_accelerator(), pytest.raises(PluginError, match=message):
+        pruned(tiny_model("llama").to("cuda"), made(make), given=(), only="q_proj")
 
 
 def test_a_joint_budget_that_is_not_met_in_total_is_refused():
