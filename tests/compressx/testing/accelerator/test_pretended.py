@@ -10,6 +10,7 @@ import torch
 
 from compressx.runtime.machine import machine
 from compressx.testing import pretended_accelerator
+from compressx.testing.fixtures import accelerator  # noqa: F401 - a fixture
 
 SHARED = (torch, torch.cuda, torch.amp, torch.autograd, torch.__future__, threading.Thread, torch.Tensor)
 
@@ -75,3 +76,8 @@ def test_a_thread_that_was_there_before_can_still_read_a_tensor_of_the_device():
         with pretended_accelerator():
             x = torch.ones(3, device="cuda")
             assert pool.submit(x.cpu).result().tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_fixture_is_on_during_a_test(accelerator):  # noqa: F811
+    torch.ones(3, device="cuda").sum().item()
+    assert (accelerator.synchronisations, accelerator.launches) == (1, 2)
