@@ -160,12 +160,23 @@ def drop_lowest(scores: Tensor, count: int, *, known_finite: bool = False) -> Te
 
 def _drop_lowest_of_few(scores: Tensor, count: int) -> Tensor:
     """Compare all with all: of four scores that is three times as fast as selecting."""
+    if scores.device.type != "cpu":
+        return _drop_lowest_of_few_on_device(scores, count)
     columns = scores.T.contiguous()  # [n, groups]
     rank = torch.zeros(columns.shape, dtype=torch.uint8, device=scores.device)  # how many go before
     for i, column in enumerate(columns):
         rank[i + 1 :] += column <= columns[i + 1 :]
         rank[:i] += column < columns[:i]
     return (rank >= count).T.contiguous()
+
+
+def _drop_lowest_of_few_on_device(scores: Tensor, count: int) -> Tensor:
+    """Compare all with all in few kernels: an N:M sweep selects among as few scores as a weight has rows, and often."""
+    first, second = scores[:, :, None], scores[:, None, :]
+    n = scores.shape[1]
+    earlier = torch.ones(n, n, dtype=torch.bool, device=scores.device).triu(1)  # of equals the first goes before
+    before = torch.where(earlier, first <= second, first < second)  # [groups, n, n]
+    return before.sum(dim=1) >= count
 
 
 def _drop_lowest(scores: Tensor, count: int) -> Tensor:

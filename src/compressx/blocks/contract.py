@@ -184,7 +184,8 @@ def _check_numbers(
         elif name not in joint and zeros != (expected := zeros_in(pattern, *result.keep.shape)):
             raise PluginError(f"{who}: pattern {pattern} means {expected} zeros of {result.keep.numel()}, got {zeros}")
         # A sum that is not finite may have overflowed.
-        if not found.get(("finite", name), True) and not all_finite(torch.where(result.keep, result.weight, 0.0)):
+        given = result.weight
+        if given is not None and not found["finite", name] and not all_finite(torch.where(result.keep, given, 0.0)):
             raise PluginError(f"{who}: it returned weights that are NaN or infinite")
     if joint:
         _check_joint_total(f"pruner {plugin!r} on {block.fqn}", joint, results, found)

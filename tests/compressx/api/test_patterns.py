@@ -9,6 +9,7 @@ from compressx.api.patterns import (
     NM,
     FixedMask,
     Unstructured,
+    _drop_lowest_of_few_on_device,
     _drop_lowest_on_device,
     allocated_form,
     drop_lowest,
@@ -18,6 +19,7 @@ from compressx.api.patterns import (
     zeros_in,
 )
 from compressx.numerics.obs import sweep
+from compressx.testing import pretended_accelerator
 
 
 def random_scores(rows: int, columns: int, seed: int, levels: int) -> torch.Tensor:
@@ -106,6 +108,23 @@ def test_an_accelerator_drops_the_same_scores_as_a_cpu(dtype, rows, columns, kno
     assert torch.equal(drop_lowest(scores, count, known_finite=known), expected)
     if count:
         assert torch.equal(_drop_lowest_on_device(scores, count), expected)
+    assert torch.equal(_drop_lowest_of_few_on_device(scores, count), expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "waits", "launches"), [((6, 4), 1, 15), ((6, 40), 1, 25), ((1, 240), 1, 25)], ids=str
+)
+def test_an_accelerator_is_waited_for_once_or_not_at_all(shape, waits, launches):
+    scores = random_scores(*shape, 0, 30)
+    expected = drop_lowest(scores, shape[1] // 2)
+    with pretended_accelerator() as record:
+        placed = scores.cuda()
+        for known in (False, True):
+            with record.counted() as counts:
+                keep = drop_lowest(placed, shape[1] // 2, known_finite=known)
+            assert counts.synchronisations == (0 if known else waits), counts.places()
+            assert counts.launches <= launches
+            assert torch.equal(keep.cpu(), expected)
 
 
 @pytest.mark.parametrize("count", [1, 700, 1400, 2099, 2100])

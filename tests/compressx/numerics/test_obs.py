@@ -6,6 +6,7 @@ import torch
 from compressx.api.patterns import NM, FixedMask, Unstructured, zeros_in
 from compressx.api.statistics import Hessian
 from compressx.numerics.obs import NotPositiveDefiniteError, factored, inverse_cholesky, sweep
+from compressx.testing import pretended_accelerator
 
 
 def problem(rows: int, columns: int, tokens: int = 400, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,3 +177,21 @@ def test_a_weight_that_is_not_finite_is_refused_wherever_it_is(pattern, column, 
     weight[3, column] = bad
     with pytest.raises(ValueError, match="finite"):
         sweep(weight, inverse_cholesky(x.T @ x)[0], pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "a_column"), [(Unstructured(0.5, "layer"), 3), (Unstructured(0.5, "row"), 3), (NM(2, 4), 7)], ids=str
+)
+def test_an_accelerator_is_waited_for_once_a_weight_and_starts_few_kernels_a_column(pattern, a_column):
+    weight, x = (each.float() for each in problem(24, 256))
+    factor, _ = inverse_cholesky(x.T @ x)
+    expected = sweep(weight, factor, pattern)
+    with pretended_accelerator() as record:
+        hessian, placed = (x.T @ x).cuda(), (weight.cuda(), factor.cuda())
+        with record.counted() as factoring:
+            inverse_cholesky(hessian)
+        with record.counted() as sweeping:
+            got = sweep(*placed, pattern)
+        assert factoring.synchronisations == sweeping.synchronisations == 1, sweeping.places()
+        assert sweeping.launches <= a_column * 256
+        assert all(torch.equal(mine.cpu(), its) for mine, its in zip(got, expected, strict=True))
