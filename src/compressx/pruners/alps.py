@@ -24,7 +24,7 @@ from compressx.numerics import work as numerics
 from compressx.numerics.admm import Metric, prune
 from compressx.numerics.obs import refused
 
-_STEPS, _SOLVER_STEPS = 60, 12
+_STEPS, _SOLVER_STEPS = 31, 12
 """Of ADMM and of the conjugate gradient: means over a small model's linears at 50%, by `benchmarks/estimate.py`."""
 
 
