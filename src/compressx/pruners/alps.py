@@ -25,7 +25,8 @@ from compressx.numerics.admm import Metric, prune
 from compressx.numerics.obs import refused
 
 _STEPS, _SOLVER_STEPS = 31, 12
-"""Of ADMM and of the conjugate gradient: means over a small model's linears at 50%, by `benchmarks/estimate.py`."""
+"""Of ADMM and of the conjugate gradient, the means of 21 linears of two small models at 50%.
+`benchmarks/estimate.py compare` prints those of a recipe."""
 
 
 class ALPSOptions(BaseModel):
