@@ -42,7 +42,7 @@ METHODS: dict[str, list[dict[str, Any]]] = {
 def compare(recipes: Sequence[Path]) -> None:
     """Print estimate and measurement of each recipe."""
     from compressx import load_plugins, run
-    from compressx.pipeline.estimate import estimate, machine_for
+    from compressx.costs.recipe import estimate, machine_for
     from compressx.pipeline.preparation import loaded_recipe, prepare
 
     print("| recipe | stage | estimated, s | measured, s | ratio |\n|---|---|---:|---:|---:|")
@@ -80,9 +80,9 @@ def shapes(assume: str) -> None:
     from transformers import AutoConfig
 
     from compressx import load_plugins
+    from compressx.costs.recipe import estimate, machine_for
     from compressx.models.checkpoint import Checkpoint
     from compressx.models.loading import load_skeleton
-    from compressx.pipeline.estimate import estimate, machine_for
     from compressx.pipeline.preparation import loaded_recipe
     from compressx.planning.make import make_plan
 

@@ -70,7 +70,7 @@ def plan(
 ) -> None:
     """Check RECIPE and show what would happen to every linear and what it would cost, without loading weights."""
     from compressx.cli import tables, terminal
-    from compressx.pipeline.estimate import estimated, machine_for
+    from compressx.costs.recipe import estimated, machine_for
     from compressx.pipeline.preparation import loaded_recipe, prepare
 
     machine = machine_for(assume, device)

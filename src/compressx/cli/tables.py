@@ -15,10 +15,10 @@ from compressx.report.section import Column, Section, Value, estimates, table
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from compressx.costs.estimate import Estimate
     from compressx.evaluation.perplexity import Figures
     from compressx.evaluation.saved import Applied
     from compressx.masks.inspect import Inspected, Inspection
-    from compressx.planning.cost import Estimate
     from compressx.planning.plan import Plan
     from compressx.plugins.record import PluginRecord
     from compressx.prompts.answer import Answer

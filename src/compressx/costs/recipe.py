@@ -9,13 +9,13 @@ from pathlib import Path
 
 import psutil
 
+from compressx.costs.counted import Counted
+from compressx.costs.estimate import Estimate
+from compressx.costs.machine import Machine, assumed, measured
+from compressx.costs.stages import disk, stages
 from compressx.models.access import Device, device_for
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import dtype_of, load_skeleton
-from compressx.pipeline.counted import Counted
-from compressx.pipeline.stages import disk, stages
-from compressx.planning.cost import Estimate
-from compressx.planning.cost_machine import Machine, assumed, measured
 from compressx.planning.plan import Plan
 from compressx.recipe.schema import Recipe
 from compressx.runtime.errors import CompressxError

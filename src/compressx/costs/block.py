@@ -10,7 +10,7 @@ import torch
 from compressx.api.patterns import NM, FixedMask, Pattern, Unstructured
 from compressx.api.pruner import AnyPruner, Block, CountedPruner, PreparingPruner, PrunerSpec, Statistic, statistic_of
 from compressx.api.work import Windows, Work
-from compressx.planning.cost_forward import Passed
+from compressx.costs.forward import Passed
 from compressx.planning.plan import Plan, PlannedRule
 from compressx.runtime.errors import blamed_on
 

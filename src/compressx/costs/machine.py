@@ -101,7 +101,7 @@ def assumed(text: str) -> Machine:
 
 
 def _cpu(flops: float, bandwidth: float) -> dict[str, float]:
-    """Return the rates of a processor of which two are known: the others in proportion, as measured on servers."""
+    """Return the rates of a processor of which two are known: the others by assumed shares of them."""
     return {
         "float32": flops, "bfloat16": flops, "float16": flops, "attention": flops / 3, "attention16": flops / 3,
         "factor": flops / 2, "eigen": flops / 4, "moved": bandwidth / 2,

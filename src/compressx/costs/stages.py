@@ -11,14 +11,14 @@ from compressx.allocation.units import units_of
 from compressx.api.work import Windows, Work
 from compressx.blocks.fisher import CHANNEL_WINDOWS, ROW_WINDOWS
 from compressx.blocks.prune import MEASURED_TOKENS
+from compressx.costs.counted import Counted
+from compressx.costs.estimate import Stage
+from compressx.costs.forward import LOGIT_BYTES, Passed, backwards
+from compressx.costs.training import Trained, finetuning, reconstruction
 from compressx.models.shards import OUTSIDE
-from compressx.pipeline.counted import Counted
 from compressx.pipeline.room import finetuning_bytes
-from compressx.planning.cost import Stage
-from compressx.planning.cost_forward import LOGIT_BYTES, Passed, backwards
 from compressx.recipe.methods import MeasuredAllocation, OwlAllocation
 from compressx.training.schedule import CHECKS
-from compressx.training.work import Trained, finetuning, reconstruction
 
 
 def stages(of: Counted) -> Iterator[Stage]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from compressx.api.pruner import Linear
 from compressx.api.work import Work
+from compressx.costs.counting import Counting, FusedAttention
 from compressx.models.architecture import Architecture
-from compressx.planning.cost_counting import Counting, FusedAttention
 from compressx.runtime.errors import UnsupportedModelError
 
 LOGIT_BYTES = 40

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compressx.api.work import Work
-from compressx.planning.cost_machine import Machine
+from compressx.costs.machine import Machine
 
 
 @dataclass(frozen=True)

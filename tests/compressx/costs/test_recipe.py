@@ -12,11 +12,11 @@ from tests.compressx.saved import save_tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compressx.api.work import KINDS
-from compressx.pipeline.estimate import estimate, estimated
+from compressx.costs.estimate import Estimate
+from compressx.costs.machine import Machine
+from compressx.costs.recipe import estimate, estimated
 from compressx.pipeline.preparation import loaded_recipe, prepare
 from compressx.pipeline.run import run
-from compressx.planning.cost import Estimate
-from compressx.planning.cost_machine import Machine
 from compressx.plugins.manager import load_plugins
 
 EVEN = Machine("a machine that does a billion of anything in a second", dict.fromkeys(KINDS, 1e9))

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compressx.api.work import Work
 from compressx.blocks.hooks import inputs_watched
+from compressx.costs.counting import Counting
+from compressx.costs.forward import Forward, backwards, forward
 from compressx.models.architecture import survey
-from compressx.planning.cost_counting import Counting
-from compressx.planning.cost_forward import Forward, backwards, forward
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.testing import TINY_CONFIGS, tiny_model
 

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from compressx.api.work import KINDS, Work
-from compressx.planning.cost_machine import ASSUMED, Machine, assumed, measured
+from compressx.costs.machine import ASSUMED, Machine, assumed, measured
 from compressx.runtime.errors import RecipeError
 
 UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from compressx.api.work import Windows, Work
-from compressx.planning.cost_forward import LOGIT_BYTES, Forward, Passed, backwards
+from compressx.costs.forward import LOGIT_BYTES, Forward, Passed, backwards
 from compressx.recipe.schema import ReconstructBlock
 from compressx.recipe.tuning import Finetune
 from compressx.training.schedule import split_windows

@@ -9,12 +9,12 @@ from typing import Any
 
 from compressx.api.pruner import Block
 from compressx.api.work import Windows
+from compressx.costs.block import BlockCost, Costs
+from compressx.costs.forward import Forward, Passed, forward
+from compressx.costs.machine import Machine
 from compressx.models.architecture import survey, text_config
 from compressx.models.arithmetic import WORTHWHILE
 from compressx.models.shards import OUTSIDE
-from compressx.planning.cost_block import BlockCost, Costs
-from compressx.planning.cost_forward import Forward, Passed, forward
-from compressx.planning.cost_machine import Machine
 from compressx.planning.plan import Plan, PlannedRule
 from compressx.recipe.schema import Recipe
 

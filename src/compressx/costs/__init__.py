@@ -1,0 +1,1 @@
+"""What a recipe will cost, counted from shapes before anything runs."""
