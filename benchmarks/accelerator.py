@@ -9,7 +9,7 @@ block only, unless `--size` says otherwise. DIR gets `accelerator.json` and `acc
   both errors of the block's output. Order of summation differs, so a few weights with nearly equal scores may.
 - block: seconds of pruning and peak device memory above the model's, with the sparsity counted in the masks.
 - determinism: the same block pruned twice; whether masks and weights are equal to the bit.
-- model: SmolLM2 whole, from text to masks.
+- model: SmolLM2 whole, with the seconds of pruning beside those that `compressx plan` estimates.
 - 2:4: a linear by `torch.sparse.to_sparse_semi_structured` against the dense one, and the error of its output.
 """
 
@@ -177,9 +177,21 @@ def wholes(device: torch.device, model: dict[str, Any], text: str, folder: Path)
         }  # fmt: skip
         report = compressx.run(recipe, device=str(device), restart=True)
         yield {
-            "method": name, "seconds": report.seconds["prune"], "bytes": report.peak_memory_bytes,
-            "sparsity": report.sparsity,
+            "method": name, "seconds": report.seconds["prune"], "estimated": estimated(recipe, device),
+            "bytes": report.peak_memory_bytes, "sparsity": report.sparsity,
         }  # fmt: skip
+
+
+def estimated(recipe: dict[str, Any], device: torch.device) -> float:
+    """Return the seconds of pruning that `compressx plan` would tell for this device."""
+    from compressx.costs.recipe import estimate, machine_for
+    from compressx.pipeline.preparation import loaded_recipe, prepare
+
+    plugins = compressx.load_plugins()
+    loaded = loaded_recipe(recipe, (), plugins)
+    prepared = prepare(loaded, plugins)
+    found = estimate(loaded.recipe, prepared.plan, prepared.checkpoint, machine_for(None, str(device)))
+    return sum(found.seconds(stage) for stage in found.stages if stage.name.startswith("prune"))
 
 
 def semi_structured(device: torch.device, size: Size) -> Iterator[dict[str, Any]]:
