@@ -46,8 +46,10 @@ class Cell:
         written = self.output / "recipe.yaml"
         if not written.is_file():
             return False
-        # `output` may be written differently there, such as a relative path.
-        if load_recipe(written).recipe.model_copy(update={"output": self.output}) == self.loaded.recipe:
+        mine = self.loaded.recipe
+        # `output` may be written differently there, such as a relative path; `auto` is there as what was taken.
+        known = {"output": self.output} | ({"compute_dtype": "auto"} if mine.compute_dtype == "auto" else {})
+        if load_recipe(written).recipe.model_copy(update=known) == mine:
             return True
         raise ArtifactError(
             f"{self.output} was written by another recipe than this one with {' '.join(self.values)}; choose another "

@@ -40,6 +40,7 @@ def write_recipe(saved: Path, rules: list[dict[str, Any]], folder: Path, **more:
         "prune": rules,
         "evaluate": {"token_perplexity": {"dataset": text, "sequence_length": 32, "samples": 8}},
         "output": str(folder / "out"),
+        "compute_dtype": "float32",  # other processes measure the machine
         **more,
     }
     path = folder / "recipe.yaml"

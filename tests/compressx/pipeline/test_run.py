@@ -187,8 +187,8 @@ def test_allocation_reaches_its_target_to_the_weight_and_says_how(model):
     assert not any(reached_in(masks, block, target) for block in range(3))
 
     assert list(dict.fromkeys(stage for stage, *_ in told)) == ["load", "calibrate", "allocate", "prune", "save"]
-    first, gradients, *blocks = (step for stage, *step in told if stage == "allocate")
-    assert (first, gradients) == ([0, 3, ""], [0, 3, "gradients at 0 of 2 windows"])
+    begun, first, gradients, *blocks = (step for stage, *step in told if stage == "allocate")
+    assert (begun, first, gradients) == ([0, 1, ""], [0, 3, ""], [0, 3, "gradients at 0 of 2 windows"])
     assert blocks == [[i, 3, ""] for i in range(1, 4)]
     assert report.seconds["allocate"] > 0
 
