@@ -134,13 +134,22 @@ def _same_numbers_in_every_order() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _threads() -> int:
+    """Use one thread, also for what modules share: two give other last bits. Return how many there are."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return threads
+
+
 @pytest.fixture(autouse=True)
-def _one_thread_for_tiny_models(request: pytest.FixtureRequest) -> Iterator[None]:
+def _one_thread_for_tiny_models(request: pytest.FixtureRequest, _threads: int) -> Iterator[None]:
     """Use one thread for models of milliseconds: two only wait for each other when the machine is busy."""
     import torch
 
-    before = torch.get_num_threads()
     alone = "PYTEST_XDIST_WORKER" not in os.environ  # workers with threads of their own wait for one another
-    torch.set_num_threads(before if alone and request.node.get_closest_marker("slow") else 1)
+    torch.set_num_threads(_threads if alone and request.node.get_closest_marker("slow") else 1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(1)

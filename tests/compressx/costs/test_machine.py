@@ -68,8 +68,10 @@ def test_products_take_the_dtype_that_is_enough_faster(rates, own, taken):
 @pytest.mark.slow
 def test_this_machine_is_measured_once_and_multiplies_faster_than_it_decomposes(monkeypatch):
     monkeypatch.undo()  # other tests have a machine that is not measured
+    measured.cache_clear()
     here = measured(torch.device("cpu"))
     assert here is measured(torch.device("cpu"))
     assert {*here.rates} == {*KINDS}
     assert here.rates["float32"] > here.rates["eigen"] > 1e6
     assert here.rates["moved"] > 1e8
+    measured.cache_clear()
