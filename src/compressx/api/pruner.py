@@ -223,7 +223,8 @@ AnyPruner: TypeAlias = Pruner | PreparingPruner
 class CountedPruner(Protocol):
     """A `Pruner` that counts its own work, so that `compressx plan` can tell what a run will cost.
 
-    A pruner without these methods is listed as not estimated.
+    A pruner without this method is listed as not estimated. One with `prepare` also has `prepare_work`, which takes the
+    block, the name of a linear and the text, and counts what `prepare` does for that linear's statistic.
     """
 
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows, /) -> Work:
@@ -237,9 +238,6 @@ class CountedPruner(Protocol):
         Returns:
             Counts, and the most memory beyond weights and statistics.
         """
-
-    def prepare_work(self, block: Block, name: str, text: Windows, /) -> Work:
-        """Count what `prepare` does for the statistic of the linear `name`; `Work()` for a pruner without it."""
 
 
 @dataclass(frozen=True)

@@ -131,11 +131,15 @@ class Costs:
         self, spec: PrunerSpec, pruner: CountedPruner, block: Block, mine: Iterable[_Shared], text: Windows
     ) -> Work:
         done = Work()
-        if isinstance(pruner, PreparingPruner):
-            for shared in mine:
-                with blamed_on(f"prepare_work of pruner {spec.name!r} failed on {shared.names[0]}"):
-                    made = pruner.prepare_work(block, shared.names[0], replace(text, share=shared.share))
-                    done = done + _checked(made)
+        if not isinstance(pruner, PreparingPruner):
+            return done
+        count = getattr(pruner, "prepare_work", None)
+        if count is None:
+            self.unknown[f"what pruner {spec.name} prepares"] = None
+            return done
+        for shared in mine:
+            with blamed_on(f"prepare_work of pruner {spec.name!r} failed on {shared.names[0]}"):
+                done = done + _checked(count(block, shared.names[0], replace(text, share=shared.share)))
         return done
 
     def _decided(

@@ -99,7 +99,7 @@ def forward(model: Any, found: Architecture, windows: int, length: int, products
         try:
             with counting:
                 model(ids, use_cache=False)
-        except (RuntimeError, NotImplementedError, TypeError) as error:
+        except (RuntimeError, TypeError) as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: its forward pass cannot be counted without numbers ({error!s:.200})"
             ) from error

@@ -19,7 +19,7 @@ from compressx.api.patterns import NOT_FINITE, FixedMask, Pattern, keep_mask
 from compressx.numerics.obs import NOT_FINITE_HESSIAN, NotPositiveDefiniteError, damp_
 from compressx.runtime.finite import all_finite
 
-_CHECK = 3
+CHECK = 3
 """Steps of ADMM between looks at how much the support has changed, as published."""
 
 _LOOK_EVERY = {"cpu": 1, "cuda": 4}
@@ -176,7 +176,7 @@ def select(
         point = point.masked_fill_(keep, 0.0).add_(near).add_(target)
         keep = _choose(point, metric, pattern)
         taken += 1
-        if taken % _CHECK and taken < steps:
+        if taken % CHECK and taken < steps:
             continue
         # One look at all, since it waits for the device.
         numbers = [(keep != seen).sum(), keep.sum(), failed, point.sum().isfinite()]

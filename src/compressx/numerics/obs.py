@@ -22,10 +22,10 @@ from compressx.runtime.finite import all_finite
 BLOCK_COLUMNS = 128
 """Columns whose updates are gathered into one matrix product, as published."""
 
-_STEP = 32
+STEP = 32
 """Columns whose errors reach one another one by one; those before them in the block come as one matrix product."""
 
-_PANEL = 256
+PANEL = 256
 """Rows of a triangle that are inverted at once."""
 
 _CHUNK = 1 << 20
@@ -148,7 +148,7 @@ def _reverse_(matrix: Tensor) -> None:
 
 def _invert_lower_(matrix: Tensor) -> None:
     """Invert a lower triangular matrix in place, a panel of rows after the other; (1/3) n^3 FLOPs."""
-    edges = [*range(0, len(matrix), _PANEL), len(matrix)]
+    edges = [*range(0, len(matrix), PANEL), len(matrix)]
     for number, (start, stop) in enumerate(pairwise(edges)):
         corner = matrix[start:stop, start:stop]
         identity = torch.eye(stop - start, dtype=matrix.dtype, device=matrix.device)
@@ -185,7 +185,7 @@ def sweep(weight: Tensor, factor: Tensor, pattern: Pattern, dead: Tensor | None 
         span = max(pattern.of, span // pattern.of * pattern.of)
     w = weight.to(factor.dtype, copy=True)
     keep = torch.ones(rows, columns, dtype=torch.bool, device=weight.device)
-    step = pattern.of if isinstance(pattern, NM) else _STEP
+    step = pattern.of if isinstance(pattern, NM) else STEP
     lost_sums = []  # of each column block: not finite where a number of its is not
     for start in range(0, columns, span):
         stop = min(start + span, columns)

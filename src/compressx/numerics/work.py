@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 from compressx.api.patterns import NM, FixedMask, Pattern
+from compressx.api.pruner import Block
 from compressx.api.work import Work
-from compressx.numerics.obs import BLOCK_COLUMNS
+from compressx.numerics.admm import CHECK
+from compressx.numerics.obs import BLOCK_COLUMNS, PANEL, STEP
 
-_CHECK = 3
-_STEP = 32
-_PANEL = 256
 _F32 = 4
+
+
+def of_each(block: Block, patterns: Mapping[str, Pattern], count: Callable[[int, int, Pattern], Work]) -> Work:
+    """Sum `count(out_features, in_features, pattern)` over some linears of a block."""
+    shapes = {name: block.linears[name].weight.shape for name in patterns}
+    return sum((count(shapes[n][0], shapes[n][1], pattern) for n, pattern in patterns.items()), Work())
+
+
+def scored(rows: int, columns: int, pattern: Pattern, *, passes: float) -> Work:
+    """Count float32 scores of a weight [rows, columns], made in `passes` over its numbers, and their selection."""
+    scores = elementwise(rows * columns, passes=passes, memory=2.0 * _F32 * rows * columns)
+    return scores + selection(rows, columns, pattern)
 
 
 def elementwise(numbers: float, *, passes: float = 1.0, itemsize: int = _F32, memory: float = 0.0) -> Work:
@@ -36,7 +47,7 @@ def selection(rows: int, columns: int, pattern: Pattern) -> Work:
 def inverse_cholesky(n: int) -> Work:
     """Count `obs.inverse_cholesky_of` of an [n, n] Hessian: (1/3) n^3 FLOPs for the factor, as many for its inverse."""
     products = solved = 0.0
-    edges = [*range(0, n, _PANEL), n]
+    edges = [*range(0, n, PANEL), n]
     for number, (start, stop) in enumerate(pairwise(edges)):
         height = stop - start
         solved += height**3
@@ -44,14 +55,14 @@ def inverse_cholesky(n: int) -> Work:
         products += sum(2 * height * (start - left) * (right - left) for left, right in pairwise(edges[: number + 1]))
     panels = len(edges) - 1
     return Work.of(
-        memory=_F32 * (n * n + 2 * _PANEL * n),
+        memory=_F32 * (n * n + 2 * PANEL * n),
         float32=products, factor=n**3 / 3 + solved, moved=_F32 * 9.0 * n * n, launches=panels * (panels + 6) + 20,
     )  # fmt: skip
 
 
 def assembled(n: int) -> Work:
     """Count `Hessian.assembled`: float64 panels become one float32 matrix."""
-    return Work.of(memory=_F32 * n * n, moved=12.0 * n * n, launches=2 * (n // _PANEL + 1))
+    return Work.of(memory=_F32 * n * n, moved=12.0 * n * n, launches=2 * (n // PANEL + 1))
 
 
 def sweep(rows: int, columns: int, pattern: Pattern, *, chosen: bool = False) -> Work:
@@ -66,7 +77,7 @@ def sweep(rows: int, columns: int, pattern: Pattern, *, chosen: bool = False) ->
     products = vectors = 0.0
     launches = 0
     grouped = isinstance(pattern, NM) and not chosen
-    step = pattern.of if isinstance(pattern, NM) and grouped else _STEP
+    step = pattern.of if isinstance(pattern, NM) and grouped else STEP
     blocks = list(_column_blocks(columns, pattern if grouped else None))
     for width, left in blocks:
         products += 2 * rows * width * left
@@ -121,4 +132,4 @@ def admm(rows: int, n: int, pattern: Pattern, *, steps: float, solver_steps: flo
     step = product + selection(rows, n, pattern) + Work.of(moved=_F32 * 12.0 * weight, launches=12)
     # Near the support the residual takes a product, and what was reached is compared with the start by two.
     around = 3 * product + 2 * selection(rows, n, pattern)
-    return solving + around + steps * step + max(1.0, steps / _CHECK) * inverse + Work.of(memory + _F32 * 2.0 * n * n)
+    return solving + around + steps * step + max(1.0, steps / CHECK) * inverse + Work.of(memory + _F32 * 2.0 * n * n)

@@ -6,6 +6,7 @@ Selects and reconstructs: given a mask of another pruner it only solves for the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -89,11 +90,7 @@ class ALPS:
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the solvers with the number of steps that they take as a rule."""
         steps, solver_steps = min(self.options.steps, _STEPS), min(self.options.solver_steps, _SOLVER_STEPS)
-        done = Work()
-        for name, pattern in patterns.items():
-            rows, columns = block.linears[name].weight.shape
-            done = done + numerics.admm(rows, columns, pattern, steps=steps, solver_steps=solver_steps)
-        return done
+        return numerics.of_each(block, patterns, partial(numerics.admm, steps=steps, solver_steps=solver_steps))
 
     def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the scaling of the Hessian."""

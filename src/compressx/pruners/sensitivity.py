@@ -9,6 +9,7 @@ SparseGPT (arXiv 2301.00774): row by row `b` is a constant.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -95,13 +96,8 @@ class SensitivityPruner:
 
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count scores, their selection, and sweeps with fixed masks."""
-        done = Work()
-        for name, pattern in patterns.items():
-            rows, columns = block.linears[name].weight.shape
-            scored = numerics.elementwise(rows * columns, passes=7, memory=8.0 * rows * columns)
-            done = done + scored + numerics.selection(rows, columns, pattern)
-            done = done + numerics.sweep(rows, columns, pattern, chosen=True)
-        return done
+        chosen = numerics.of_each(block, patterns, partial(numerics.scored, passes=7))
+        return chosen + numerics.of_each(block, patterns, partial(numerics.sweep, chosen=True))
 
     def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the factor of the inverse Hessian."""

@@ -68,11 +68,7 @@ class SparseGPT:
 
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the sweeps."""
-        done = Work()
-        for name, pattern in patterns.items():
-            rows, columns = block.linears[name].weight.shape
-            done = done + numerics.sweep(rows, columns, pattern)
-        return done
+        return numerics.of_each(block, patterns, numerics.sweep)
 
     def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the factor of the inverse Hessian."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from pydantic import BaseModel, ConfigDict
 
@@ -48,16 +49,7 @@ class Wanda:
 
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count scores and their selection."""
-        done = Work()
-        for name, pattern in patterns.items():
-            rows, columns = block.linears[name].weight.shape
-            scored = numerics.elementwise(rows * columns, passes=7, memory=8.0 * rows * columns)
-            done = done + scored + numerics.selection(rows, columns, pattern)
-        return done
-
-    def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
-        """Count nothing: nothing is prepared."""
-        return Work()
+        return numerics.of_each(block, patterns, partial(numerics.scored, passes=7))
 
 
 @hookimpl

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from compressx.runtime.timing import synchronize
+
 _WIDTH = 1024
 """Input and output features of the measured product: those of a small model's linear."""
 
@@ -121,10 +123,10 @@ class _Timed:
 
     def run(self) -> float:
         """Run the operation once; return the shortest time so far in seconds."""
-        _synchronize(self.device)
+        synchronize(self.device)
         started = time.perf_counter()
         self.operation()
-        _synchronize(self.device)
+        synchronize(self.device)
         self.rate = max(self.rate, self.work / (time.perf_counter() - started))
         return self.work / self.rate
 
@@ -157,9 +159,3 @@ def _multiply(x: Tensor, weight: Tensor, *, tf32: bool) -> Tensor:
         return functional.linear(x, weight)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def _synchronize(device: torch.device) -> None:
-    """Wait for what a GPU was asked to do; a CPU has done it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

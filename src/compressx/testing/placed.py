@@ -1,4 +1,4 @@
-"""The check that a pruner works on an accelerator, which is pretended: answers are there, and it seldom waits."""
+"""The check that a pruner works on an accelerator, which is pretended: the same masks, and it seldom waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 
-from compressx.api.pruner import PruneResult
 from compressx.testing.accelerator.counts import Counts, Record
 from compressx.testing.accelerator.pretended import pretended_accelerator
 from compressx.testing.subject import Subject, expect
@@ -25,7 +24,7 @@ may, and one that reads a number at every column may not."""
 
 
 def accelerator(subject: Subject) -> None:
-    """Ask on a pretended accelerator: the same answers, on the weights' device, without waiting for it in a loop."""
+    """Ask on a pretended accelerator: the same masks, and no wait in a loop; the host refuses answers elsewhere."""
     for pattern in dict.fromkeys((subject.patterns[0], subject.patterns[-1])):
         expected = subject.decided(subject.scene(), pattern)
         with pretended_accelerator() as device:
@@ -33,7 +32,6 @@ def accelerator(subject: Subject) -> None:
             with counted(device, subject, scene) as counts:
                 results = subject.decided(scene, pattern)
             for name, result in results.items():
-                _expect_there(name, result, scene.block.linears[name].weight.device)
                 same = torch.equal(result.keep.cpu(), expected[name].keep)
                 expect(same, f"{name}, {pattern}: another mask than on the CPU, whose numbers are the same")
         allowed = WAITS * len(subject.names) + counts.launches // KERNELS
@@ -42,15 +40,6 @@ def accelerator(subject: Subject) -> None:
             f"{pattern}: the host waited {counts.synchronisations} times for the device, expected {allowed} at most, "
             f"{WAITS} for each linear and one for every {KERNELS} of {counts.launches} kernels: {counts.places()}; "
             "each stops a GPU, so keep numbers on the device, and read several at once with tolist()",
-        )
-
-
-def _expect_there(name: str, result: PruneResult, device: torch.device) -> None:
-    for what, tensor in (("keep", result.keep), ("weight", result.weight)):
-        expect(
-            tensor is None or tensor.device == device,
-            f"{name}: {what} is on {tensor is not None and tensor.device}, expected the weight's device, {device}; "
-            "make new tensors with `device=weight.device`",
         )
 
 

@@ -26,7 +26,7 @@ from compressx.models.arithmetic import products_in
 from compressx.models.shards import read, write
 from compressx.recipe.schema import Recipe
 from compressx.recipe.tuning import Finetune
-from compressx.runtime.errors import ArtifactError, CalibrationError, UnsupportedModelError
+from compressx.runtime.errors import ArtifactError, CalibrationError, UnsupportedModelError, memory_named
 from compressx.runtime.quiet import quiet_libraries
 from compressx.training.distillation import distillation_loss, next_token_loss
 from compressx.training.schedule import (
@@ -227,6 +227,10 @@ class _Steps:
 
     def _load(self, checkpoint: Path) -> None:
         state = read(checkpoint)
+        with memory_named(str(checkpoint)):
+            self._restore(checkpoint, state)
+
+    def _restore(self, checkpoint: Path, state: dict[str, Tensor]) -> None:
         try:
             self.losses = state.pop("losses").tolist()
             self.held_out = [HeldOutLoss(int(n), loss, s) for n, loss, s in state.pop("held_out").tolist()]
@@ -238,6 +242,8 @@ class _Steps:
                 kind, _, name = key.partition(".")
                 into = self.best if kind == "best" else self.optimizer.state[self.trained[name]]
                 into[name if kind == "best" else kind] = value.to(self.device)
+        except torch.OutOfMemoryError:
+            raise
         except (KeyError, RuntimeError) as error:
             raise ArtifactError(f"{checkpoint} is damaged ({error!r}); start over with --restart") from error
 

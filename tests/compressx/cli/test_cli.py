@@ -33,12 +33,6 @@ WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is the
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with a saved tiny model, its tokenizer of whole words, and a text of those words."""
-    return save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama").parent
-
-
 @pytest.fixture
 def work(saved: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a working folder with a good recipe, the models and the text."""

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from tests.compressx.cli.commands import invoke
-from tests.compressx.saved import save_tiny
 
 from compressx.masks.maskset import MaskSet
 
@@ -52,11 +51,6 @@ def compressx_pruners():
     return [PrunerSpec("waiting", "for a test", Options, lambda _: Waiting(), separable=True)]
 '''
 WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("saved") / "model", "llama").parent
 
 
 @pytest.fixture

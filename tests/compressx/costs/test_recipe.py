@@ -127,13 +127,21 @@ class Wrong(Other):
     def work(self, block, patterns, text):
         return 3.0
 
-    def prepare_work(self, block, name, text):
+
+class Half(Other):
+    def prepare(self, block, name, statistic):
+        return None
+
+    def prune(self, block, patterns, stats, prepared):
+        return super().prune(block, patterns, stats)
+
+    def work(self, block, patterns, text):
         return Work()
 
 
 @hookimpl
 def compressx_pruners():
-    return [PrunerSpec(x.__name__.lower(), "for a test", NoOptions, lambda _, x=x: x()) for x in (Other, Wrong)]
+    return [PrunerSpec(x.__name__.lower(), "for a test", NoOptions, lambda _, x=x: x()) for x in (Other, Wrong, Half)]
 """
 
 
@@ -148,6 +156,11 @@ def test_what_does_not_count_its_work_is_named_and_not_taken_for_nothing(model, 
     found = of(recipe(model, *rules("other")), other)
     assert found.unknown == ("Quiet, a statistic of pruner other", "pruner other")
     assert not any("other" in stage.name for stage in found.stages)
+
+
+def test_preparing_that_is_not_counted_is_named(model, other):
+    found = of(recipe(model, *rules("half")), other)
+    assert found.unknown == ("Quiet, a statistic of pruner half", "what pruner half prepares")
 
 
 def test_work_that_is_no_work_is_told_in_place_of_an_estimate(model, other):

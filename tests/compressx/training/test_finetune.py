@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from compressx.api.record import FinetuneReport
 from compressx.masks.maskset import MaskEntry, MaskSet, weight_sha256
 from compressx.models.architecture import survey
 from compressx.recipe.tuning import Finetune
-from compressx.runtime.errors import ArtifactError, CalibrationError, UnsupportedModelError
+from compressx.runtime.errors import ArtifactError, CalibrationError, OutOfMemoryError, UnsupportedModelError
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.training import finetune as module
 from compressx.training.distillation import distillation_loss, next_token_loss
@@ -519,3 +520,14 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it(tmp_path: Path) -> None:
     checkpoint.write_bytes(whole)
     with pytest.raises(ArtifactError, match=r"finetune\.safetensors is damaged.*--restart"):
         tuned("qwen3", norms=True, checkpoint=checkpoint)
+
+
+def test_memory_that_runs_out_while_a_checkpoint_is_read_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tmp_path / "finetune.safetensors"
+    tuned(checkpoint=checkpoint)
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB")
+    monkeypatch.setattr(torch.nn.Parameter, "copy_", Mock(side_effect=full))
+    with pytest.raises(OutOfMemoryError, match=r"finetune\.safetensors: 2\.00 GiB did not fit in cuda:0"):
+        tuned(checkpoint=checkpoint)
