@@ -127,9 +127,8 @@ def test_a_16_bit_block_multiplies_in_float32_forwards_and_backwards(architectur
         outputs[products] = out.detach().float(), gradient.float()
         assert out.dtype == gradient.dtype == BF16
     assert counted.seen == {F32}
-    pairs = list(zip(*outputs.values(), strict=True))
-    assert any(not torch.equal(narrow, wide) for narrow, wide in pairs)
-    for narrow, wide in pairs:
+    # They may be equal to the bit: 16-bit products are summed in float32, too. What was multiplied is in `seen`.
+    for narrow, wide in zip(*outputs.values(), strict=True):
         assert float((narrow - wide).norm() / wide.norm()) < 0.02
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert block.module is next(iter(found.blocks.values()))
