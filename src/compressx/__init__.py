@@ -13,16 +13,18 @@ from compressx._version import __version__
 from compressx.api.hooks import hookimpl
 
 if TYPE_CHECKING:
+    from compressx.api.lowest import drop_lowest
     from compressx.api.patterns import (
         NM,
         FixedMask,
         Pattern,
+        Structured,
         Unstructured,
         count_dropped,
-        drop_lowest,
         keep_mask,
         keep_masks,
     )
+    from compressx.api.projections import Projections, Rows, find_projections, head_size
     from compressx.api.pruner import (
         Block,
         BlockCall,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from compressx.api.record import BlockReport, LayerReport, RunReport
     from compressx.api.selector import AttentionRows, ModelFacts, Needle, TokenSelector, TokenSelectorSpec
     from compressx.api.statistics import FeatureNorms, Hessian, SequenceSample
+    from compressx.api.units import Owners, Units
     from compressx.api.work import Windows, Work
     from compressx.pipeline.memory import PrunedModel, prune
     from compressx.pipeline.run import plan, run
@@ -55,8 +58,10 @@ if TYPE_CHECKING:
 _HOME = {
     "runtime.errors": ["ArtifactError", "CalibrationError", "CompressxError", "PluginError", "RecipeError",
                "UnsupportedModelError"],
-    "api.patterns": ["NM", "FixedMask", "Pattern", "Unstructured", "count_dropped", "drop_lowest", "keep_mask",
+    "api.lowest": ["drop_lowest"],
+    "api.patterns": ["NM", "FixedMask", "Pattern", "Structured", "Unstructured", "count_dropped", "keep_mask",
                  "keep_masks"],
+    "api.projections": ["Projections", "Rows", "find_projections", "head_size"],
     "plugins.manager": ["Plugins", "load_plugins"],
     "api.pruner": ["Block", "BlockCall", "Linear", "PreparingPruner", "PruneResult", "Pruner", "PrunerSpec",
                "Statistic"],
@@ -65,6 +70,7 @@ _HOME = {
     "pipeline.run": ["plan", "run"],
     "api.selector": ["AttentionRows", "ModelFacts", "Needle", "TokenSelector", "TokenSelectorSpec"],
     "api.statistics": ["FeatureNorms", "Hessian", "SequenceSample"],
+    "api.units": ["Owners", "Units"],
     "api.work": ["Windows", "Work"],
     "prompts.answer": ["Answer", "generate"],
     "prompts.select": ["select_tokens"],
@@ -89,21 +95,26 @@ __all__ = [
     "Linear",
     "ModelFacts",
     "Needle",
+    "Owners",
     "Pattern",
     "PluginError",
     "Plugins",
     "PreparingPruner",
+    "Projections",
     "PruneResult",
     "PrunedModel",
     "Pruner",
     "PrunerSpec",
     "RecipeError",
+    "Rows",
     "RunReport",
     "Selected",
     "SequenceSample",
     "Statistic",
+    "Structured",
     "TokenSelector",
     "TokenSelectorSpec",
+    "Units",
     "Unstructured",
     "UnsupportedModelError",
     "Windows",
@@ -111,7 +122,9 @@ __all__ = [
     "__version__",
     "count_dropped",
     "drop_lowest",
+    "find_projections",
     "generate",
+    "head_size",
     "hookimpl",
     "keep_mask",
     "keep_masks",

@@ -11,23 +11,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressx import Block, FixedMask, Pattern, RecipeError, UnsupportedModelError
+import compressx
+from compressx import Block, FixedMask, Pattern, Projections, RecipeError, Rows, UnsupportedModelError, head_size
 from compressx_attnprune.geometry import Attention, Projection, quarter_turn, queries_and_keys, values
 from compressx_attnprune.norms import KEY_NORMS, QUERY_NORMS, read_norm, unknown_norm
 from compressx_attnprune.objective import mixed
-from compressx_attnprune.projections import (
-    INSTEAD,
-    Projections,
-    Rows,
-    find_projections,
-    head_size,
-    leaf,
-    submodule,
-)
 
-__all__ = ["Projections", "Rows", "check", "describe", "find_projections", "verify"]
+INSTEAD = "leave it to a pruner of single linears, such as sparsegpt or wanda"
 
 _AGREEMENT = 1e-3  # relative difference of two float32 outputs of one attention
+
+
+def find_projections(block: Block, taken: Mapping[str, object] | None = None) -> Projections:
+    """Find the projections of a block's attention, and say what to do where there are none.
+
+    Args:
+        block: the block; its weights may be on the meta device.
+        taken: the linears that a rule selects there, for error messages.
+
+    Raises:
+        UnsupportedModelError: as `compressx.find_projections`.
+        RecipeError: the selected linears are outside the decoder blocks.
+    """
+    if not block.fqn:
+        raise RecipeError(
+            f"attnprune prunes attention, and this rule targets {', '.join(taken or block.linears)} outside the "
+            'decoder blocks; write targets: ["*.q_proj", "*.k_proj"]'
+        )
+    try:
+        return compressx.find_projections(block)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error}; {INSTEAD}") from error
 
 
 def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
@@ -49,7 +63,7 @@ def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
     """
     projections = find_projections(block, patterns)
     names = list(dict.fromkeys((projections.query.name, projections.key.name)))  # one when fused
-    targets = ", ".join(f'"*.{leaf(n)}"' for n in names)
+    targets = ", ".join(f'"*.{n.rpartition(".")[2]}"' for n in names)
     wanted = f"write targets: [{targets}]"
     which = "the weight that holds queries and keys" if projections.fused else "the query and the key projection"
     if extra := [n for n in patterns if n not in names]:
@@ -83,7 +97,7 @@ def describe(block: Block, dtype: torch.dtype = torch.float32) -> Attention:
     """
     projections = find_projections(block)
     _check_structure(block, projections)
-    module = submodule(block, projections.attention)
+    module = block.submodule(projections.attention)
     head_dim = head_size(module, block.config)
     query, key = (
         Projection(rows.count // head_dim, rows.bias, read_norm(module, names, rows.count // head_dim, head_dim))
@@ -137,7 +151,7 @@ def verify(block: Block, attention: Attention, x: Tensor) -> None:
 
 def _attend(block: Block, projections: Projections, arguments: Mapping[str, Any], x: Tensor) -> Tensor:
     """Run the attention module in float32 on [1, tokens, in_features] with its block's arguments."""
-    module = copy.deepcopy(submodule(block, projections.attention)).float()
+    module = copy.deepcopy(block.submodule(projections.attention)).float()
     known = dict(list(inspect.signature(module.forward).parameters.items())[1:])
     given = {n: _first(v) for n, v in arguments.items() if n in known and "past" not in n}
     needed = [n for n, p in known.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -167,7 +181,7 @@ def _first(value: Any) -> Any:
 
 def _check_structure(block: Block, projections: Projections) -> None:
     name, query, key = projections.attention, projections.query, projections.key
-    module = submodule(block, name)
+    module = block.submodule(name)
     head_dim = head_size(module, block.config)
     heads, key_heads = query.count // head_dim, key.count // head_dim
     declared = getattr(block.config, "num_attention_heads", heads)
@@ -232,7 +246,7 @@ def _rotary(block: Block, projections: Projections, interleaved: bool) -> tuple[
     """Return cosine and sine [tokens, rotary_dim], aligned with the features that they multiply."""
     arguments = _arguments(block)
     embeddings = arguments.get("position_embeddings")
-    table = getattr(submodule(block, projections.attention), "embed_positions", None)
+    table = getattr(block.submodule(projections.attention), "embed_positions", None)
     if embeddings is None and isinstance(table, Tensor):  # GPT-J: sines and cosines in one table, one entry per pair
         sin, cos = table[arguments["position_ids"][0]].repeat_interleave(2, dim=-1).chunk(2, dim=-1)
         return cos, sin
@@ -255,7 +269,7 @@ def _rotary(block: Block, projections: Projections, interleaved: bool) -> tuple[
 @torch.no_grad()
 def _ignores_positions(block: Block, projections: Projections) -> bool:
     """Return whether this layer ignores the position embeddings that it is passed, where layers differ."""
-    module = submodule(block, projections.attention)
+    module = block.submodule(projections.attention)
     if hasattr(module, "use_rope"):  # SmolLM3
         return not module.use_rope
     if len(set(getattr(block.config, "layer_types", None) or ())) < 2:
@@ -270,4 +284,4 @@ def _ignores_positions(block: Block, projections: Projections) -> bool:
 
 
 def _named(block: Block, projections: Projections) -> str:
-    return f"{projections.attention} ({type(submodule(block, projections.attention)).__name__})"
+    return f"{projections.attention} ({type(block.submodule(projections.attention)).__name__})"

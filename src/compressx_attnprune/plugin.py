@@ -13,6 +13,7 @@ from compressx import (
     CalibrationError,
     FixedMask,
     Pattern,
+    Projections,
     PruneResult,
     PrunerSpec,
     RecipeError,
@@ -27,7 +28,6 @@ from compressx import (
 from compressx.numerics.obs import NotPositiveDefiniteError
 from compressx_attnprune import baselines, layer, solver, work
 from compressx_attnprune.geometry import queries_and_keys
-from compressx_attnprune.layer import Projections
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, relative_errors
 from compressx_attnprune.objective import attention_matrices
 from compressx_attnprune.options import AttnPruneOptions

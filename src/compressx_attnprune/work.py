@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from compressx import Block, Pattern, Windows, Work
+from compressx import Block, Pattern, Windows, Work, find_projections, head_size
 from compressx.numerics import work as numerics
 from compressx_attnprune.curvature import TOKENS
 from compressx_attnprune.kronecker import FEWEST, LEADING
 from compressx_attnprune.losses import SEQUENCES
 from compressx_attnprune.objective import ROWS
 from compressx_attnprune.options import AttnPruneOptions
-from compressx_attnprune.projections import find_projections, head_size, submodule
 from compressx_attnprune.solver import REGULARIZATIONS
 
 _F32 = 4
@@ -48,7 +47,7 @@ class Shape:
         """Read the sizes off a block without weights."""
         found = find_projections(block)
         query, key, value = found.query.count, found.key.count, found.value.count
-        size = head_size(submodule(block, found.attention), block.config)
+        size = head_size(block.submodule(found.attention), block.config)
         heads, shared = query // size, key // size
         inputs, outputs = found.query.linear.in_features, found.output.out_features
         return cls(heads, shared, size, value // shared, inputs, outputs, tokens)

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from compressx import Rows, find_projections
 from compressx_attnprune import layer, losses, objective
 from compressx_attnprune.geometry import Attention, Norm, Projection, place, project, queries_and_keys, values
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair
-from compressx_attnprune.projections import Rows, find_projections
 
 HEAD_DIM, VALUE_DIM, WIDTH, OUT, TOKENS = 4, 3, 6, 5, 7
 KINDS = ["matrix", "output"]

@@ -26,13 +26,12 @@ from tests.compressx_attnprune.pruning import (
 from tests.pairs import pairs
 from torch import Tensor
 
-from compressx import NM, FixedMask, Hessian, Pattern, RecipeError, Unstructured, count_dropped
+from compressx import NM, FixedMask, Hessian, Pattern, Projections, RecipeError, Rows, Unstructured, count_dropped
 from compressx.api.pruner import Block, Linear, sparsity_of
 from compressx.blocks.select import write
 from compressx.numerics.obs import inverse_cholesky, sweep
 from compressx.testing import tiny_tokens
 from compressx_attnprune import layer, plugin, solver
-from compressx_attnprune.projections import Projections, Rows
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 

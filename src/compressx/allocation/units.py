@@ -10,7 +10,7 @@ from functools import cached_property
 
 from compressx.allocation.spread import PIECES, Curve, fitted, in_steps, shares
 from compressx.api.names import kind_of
-from compressx.api.patterns import NM, Unstructured, nearest, zeros_in
+from compressx.api.patterns import NM, Structured, Unstructured, nearest, zeros_in
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.recipe.methods import MAX_SPARSITY, ExplicitAllocation, Scope, UniformAllocation, UnitKind
 from compressx.runtime.errors import RecipeError
@@ -29,7 +29,10 @@ class Part:
     @property
     def pattern(self) -> Unstructured | NM:
         """The kind of pattern."""
-        return self.linears[0].pattern
+        pattern = self.linears[0].pattern
+        if isinstance(pattern, Structured):
+            raise TypeError(f"{pattern}: no sparsities of units are allocated")
+        return pattern
 
     @cached_property
     def weights(self) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compressx.api.patterns import Group, Pattern
+from compressx.api.units import UnitKind
 from compressx.api.work import Windows, Work
 from compressx.runtime.errors import PluginError, blamed_on
 
@@ -128,6 +129,10 @@ class Block:
     config: Any
     sensitivities: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def submodule(self, name: str) -> Any:
+        """Return a module of the block by its fully qualified name."""
+        return self.module.get_submodule(name.removeprefix(self.fqn).removeprefix("."))
+
 
 @dataclass(frozen=True, eq=False)
 class PruneResult:
@@ -139,6 +144,7 @@ class PruneResult:
     Attributes:
         keep: bool [out_features, in_features], True = keep.
         weight: the surviving weights' new values [out_features, in_features] in any float dtype; None leaves them.
+        bias: the bias's new values [out_features], where the linear has one; None leaves them.
         info: figures for the report, such as the damping that was needed. `error`, `error.wanda` and `error.dense`
             are one family, which is drawn over the blocks; the bare name is the pruner's own.
         images: small matrices [rows, columns] that a person should see, such as an attention matrix dense and pruned.
@@ -150,6 +156,7 @@ class PruneResult:
     info: Mapping[str, float] = field(default_factory=dict)
     images: Mapping[str, Tensor] = field(default_factory=dict)
     history: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    bias: Tensor | None = None
 
 
 class Pruner(Protocol):
@@ -210,9 +217,6 @@ class PreparingPruner(Protocol):
             prepared: what `prepare` returned, by name. The host calls `prepare` when a value is first looked up. Unless
                 an allocation will ask again it holds one value at a time, and iterating yields linears that share one
                 in turn.
-
-        Returns:
-            As there.
         """
 
 
@@ -251,6 +255,7 @@ class PrunerSpec:
         build: makes the pruner from validated options.
         groups: the budgets that it supports for unstructured sparsity, the first being its default.
         nm: whether it supports N:M.
+        units: the units of `Structured` patterns that it supports.
         reconstructs: whether it accepts `FixedMask`, so that a recipe can name it after `reconstruct:`.
         selecting_options: names of the options that change nothing for given masks, and are refused there.
         separable: whether each linear is decided from its own weight and statistics, so that a block's linears can be
@@ -266,6 +271,7 @@ class PrunerSpec:
     build: Callable[[Any], AnyPruner]
     groups: tuple[Group, ...] = ("row", "layer", "joint")
     nm: bool = True
+    units: tuple[UnitKind, ...] = ()
     reconstructs: bool = False
     selecting_options: tuple[str, ...] = ()
     separable: bool = False

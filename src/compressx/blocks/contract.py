@@ -6,19 +6,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import FixedMask, Pattern, Unstructured, count_dropped, zeros_in
+from compressx.api.patterns import Pattern
 from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult
+from compressx.blocks.numbers import check_numbers, fetched
 from compressx.blocks.observe import Observed
 from compressx.blocks.prepared import answer_of
 from compressx.runtime.errors import PluginError
-from compressx.runtime.finite import all_finite, first_damaged
-
-_Key = TypeVar("_Key")
+from compressx.runtime.finite import first_damaged
 
 
 def ask(
@@ -63,7 +62,7 @@ def ask(
                 + ("; write PruneResult(mask)" if isinstance(result, Tensor) else "")
             )
         _check_form(f"pruner {plugin!r} on {name}", block.linears[name], result)
-    _check_numbers(plugin, block, patterns, results)
+    check_numbers(plugin, block, patterns, results)
     return results
 
 
@@ -100,9 +99,10 @@ class Checksums:
         self._doubtful = set(self._sums)
 
     def written(self, name: str) -> None:
-        """Forget the weight of a linear that the host has written."""
-        self._sums.pop(self._shown(name), None)
-        self._doubtful.discard(self._shown(name))
+        """Forget the weight and the bias of a linear that the host has written."""
+        for shown in (self._shown(name), self._shown(name).removesuffix("weight") + "bias"):
+            self._sums.pop(shown, None)
+            self._doubtful.discard(shown)
 
     def refuse_changes(self, linears: Iterable[str] | None = None, plugins: Iterable[str] | None = None) -> None:
         """Compare with what is there now.
@@ -115,7 +115,7 @@ class Checksums:
             PluginError: something has changed; the message names it.
         """
         doubted = self._doubtful & (self._doubtful if linears is None else {*map(self._shown, linears)})
-        differ = _fetched({n: _bits(of()) != self._sums[n] for n, of in self._tensors.items() if n in doubted})
+        differ = fetched({n: _bits(of()) != self._sums[n] for n, of in self._tensors.items() if n in doubted})
         if changed := [name for name, other in differ.items() if other]:
             raise PluginError(
                 f"pruner {' or '.join(map(repr, plugins or self._plugins))} changed {changed[0]} of "
@@ -135,15 +135,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
 
 
-def _fetched(numbers: Mapping[_Key, Tensor]) -> dict[_Key, int]:
-    """Return whole numbers from the device of the first, in one transfer: the host waits for each."""
-    if not numbers:
-        return {}
-    device = next(iter(numbers.values())).device
-    values = torch.stack([x.to(device, torch.int64) for x in numbers.values()])
-    return dict(zip(numbers, values.tolist(), strict=True))
-
-
 def _check_form(who: str, linear: Linear, result: PruneResult) -> None:
     """Refuse a result of another shape or type, and what cannot be reported of it."""
     shape = (linear.out_features, linear.in_features)
@@ -153,7 +144,8 @@ def _check_form(who: str, linear: Linear, result: PruneResult) -> None:
     if result.weight is not None and (tuple(result.weight.shape) != shape or not result.weight.is_floating_point()):
         got = f"{result.weight.dtype} {list(result.weight.shape)}"
         raise PluginError(f"{who}: weight must be a float tensor {list(shape)}, got {got}")
-    for part, tensor in (("keep", result.keep), ("weight", result.weight)):
+    _check_bias(who, linear, result.bias)
+    for part, tensor in (("keep", result.keep), ("weight", result.weight), ("bias", result.bias)):
         if tensor is not None and tensor.device != linear.weight.device:
             raise PluginError(
                 f"{who}: {part} is on {tensor.device}, expected the weight's device, "
@@ -162,46 +154,14 @@ def _check_form(who: str, linear: Linear, result: PruneResult) -> None:
     _check_shown(who, result.info, result.images, result.history)
 
 
-def _check_numbers(
-    plugin: str, block: Block, patterns: Mapping[str, Pattern], results: Mapping[str, PruneResult]
-) -> None:
-    """Refuse masks with other zeros than the patterns', or other masks than were fixed, and weights that are none."""
-    asked: dict[tuple[str, str], Tensor] = {}
-    for name, result in results.items():
-        pattern = patterns[name]
-        asked["zeros", name] = (~result.keep).sum()
-        if isinstance(pattern, FixedMask):
-            asked["others", name] = (result.keep != pattern.keep).sum()
-        if result.weight is not None:
-            asked["finite", name] = torch.where(result.keep, result.weight, 0.0).sum().isfinite()
-    found = _fetched(asked)
-    joint = {n: p for n, p in patterns.items() if isinstance(p, Unstructured) and p.group == "joint"}
-    for name, result in results.items():
-        who, pattern, zeros = f"pruner {plugin!r} on {name}", patterns[name], found["zeros", name]
-        if isinstance(pattern, FixedMask):
-            if found["others", name]:
-                raise PluginError(f"{who}: a reconstructing pruner must return the mask that it was given")
-        elif name not in joint and zeros != (expected := zeros_in(pattern, *result.keep.shape)):
-            raise PluginError(f"{who}: pattern {pattern} means {expected} zeros of {result.keep.numel()}, got {zeros}")
-        # A sum that is not finite may have overflowed.
-        given = result.weight
-        if given is not None and not found["finite", name] and not all_finite(torch.where(result.keep, given, 0.0)):
-            raise PluginError(f"{who}: it returned weights that are NaN or infinite")
-    if joint:
-        _check_joint_total(f"pruner {plugin!r} on {block.fqn}", joint, results, found)
-
-
-def _check_joint_total(
-    who: str,
-    joint: Mapping[str, Unstructured],
-    results: Mapping[str, PruneResult],
-    found: Mapping[tuple[str, str], int],
-) -> None:
-    """Refuse another number of zeros over all linears that share a budget."""
-    pattern, zeros = next(iter(joint.values())), sum(found["zeros", name] for name in joint)
-    expected = count_dropped(pattern.sparsity, sum(results[name].keep.numel() for name in joint))
-    if zeros != expected:
-        raise PluginError(f"{who}: {pattern} means {expected} zeros over {', '.join(joint)}, got {zeros}")
+def _check_bias(who: str, linear: Linear, bias: Tensor | None) -> None:
+    if bias is None:
+        return
+    if linear.bias is None:
+        raise PluginError(f"{who}: it returned a bias, but the linear has none; leave bias out")
+    if tuple(bias.shape) != (linear.out_features,) or not bias.is_floating_point():
+        got = f"{bias.dtype} {list(bias.shape)}"
+        raise PluginError(f"{who}: bias must be a float tensor {[linear.out_features]}, got {got}")
 
 
 def _check_shown(

@@ -76,7 +76,12 @@ def _described(results: Mapping[str, PruneResult]) -> dict[str, Any]:
     return {
         "shared": [{name: _plain(value) for name, value in values.items()} for values in shared.values()],
         "results": {
-            name: [_plain(r.keep), _plain(r.weight), *(numbers[id(x)] for x in (r.info, r.images, r.history))]
+            name: [
+                _plain(r.keep),
+                _plain(r.weight),
+                _plain(r.bias),
+                *(numbers[id(x)] for x in (r.info, r.images, r.history)),
+            ]
             for name, r in results.items()
         },
     }
@@ -100,18 +105,18 @@ def _allocated(described: Mapping[str, Any], device: torch.device) -> dict[str, 
 
     cpu = torch.device("cpu")
     shared = [{name: made(value, cpu) for name, value in values.items()} for values in described["shared"]]
-    return {
-        name: PruneResult(made(keep, device), made(weight, device), *(shared[number] for number in numbers))
-        for name, (keep, weight, *numbers) in described["results"].items()
-    }
+    results = {}
+    for name, (keep, weight, bias, *numbers) in described["results"].items():
+        info, images, history = (shared[number] for number in numbers)
+        mask = made(keep, device)
+        results[name] = PruneResult(mask, made(weight, device), info, images, history, made(bias, device))
+    return results
 
 
 def _tensors(results: Mapping[str, PruneResult]) -> Iterator[Tensor]:
     """Yield every tensor of the results, in the same order on all processes."""
     for result in results.values():
-        yield result.keep
-        if result.weight is not None:
-            yield result.weight
+        yield from (x for x in (result.keep, result.weight, result.bias) if x is not None)
     for values in _shared(results).values():
         yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from compressx.api.patterns import NM, FixedMask, Pattern, Unstructured
+from compressx.api.patterns import Asked, FixedMask, Pattern, Structured, Unstructured
 from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult, Statistic, statistic_of
 from compressx.blocks.contract import Checksums, ask
 from compressx.blocks.exchange import combine, exchange
@@ -27,7 +27,7 @@ from compressx.runtime.timing import synchronize
 Built: TypeAlias = Mapping[PlannedRule, tuple[AnyPruner, AnyPruner | None]]
 """The pruners of each rule: the selecting one, and the reconstructing one if there is one."""
 
-ByRule: TypeAlias = Mapping[PlannedRule, Mapping[str, Unstructured | NM]]
+ByRule: TypeAlias = Mapping[PlannedRule, Mapping[str, Asked]]
 """What each of a rule's linears in one block has to become, by name."""
 
 Stats: TypeAlias = dict[str, dict[str, Observed]]
@@ -180,7 +180,7 @@ def _device(block: Block) -> torch.device:
     return next(iter(block.linears.values())).weight.device
 
 
-def _apart(rule: PlannedRule, patterns: Mapping[str, Unstructured | NM], stats: Stats) -> list[list[str]]:
+def _apart(rule: PlannedRule, patterns: Mapping[str, Asked], stats: Stats) -> list[list[str]]:
     """Part a rule's linears so that each part can be decided by itself; those that share statistics stay together."""
     if not is_apart(rule, patterns):
         return [list(patterns)]
@@ -190,17 +190,18 @@ def _apart(rule: PlannedRule, patterns: Mapping[str, Unstructured | NM], stats: 
     return list(groups.values())
 
 
-def is_apart(rule: PlannedRule, patterns: Mapping[str, Unstructured | NM]) -> bool:
+def is_apart(rule: PlannedRule, patterns: Mapping[str, Asked]) -> bool:
     """Say whether each of a rule's linears in a block may be decided without the others."""
-    joint = any(isinstance(p, Unstructured) and p.group == "joint" for p in patterns.values())
-    return rule.separable and not joint
+    return rule.separable and not any(
+        isinstance(p, Structured) or (isinstance(p, Unstructured) and p.group == "joint") for p in patterns.values()
+    )
 
 
 def decide(
     rule: PlannedRule,
     built: tuple[AnyPruner, AnyPruner | None],
     block: Block,
-    patterns: Mapping[str, Unstructured | NM],
+    patterns: Mapping[str, Asked],
     stats: Stats,
     untouched: Checksums,
     kept: Kept | None = None,
@@ -247,16 +248,20 @@ def _joined(selected: Mapping[str, PruneResult], rebuilt: Mapping[str, PruneResu
         return made.setdefault((id(first), id(second)), {**first, **second})
 
     return {
-        n: PruneResult(r.keep, r.weight, join(s.info, r.info), join(s.images, r.images), join(s.history, r.history))
+        n: PruneResult(
+            r.keep, r.weight, join(s.info, r.info), join(s.images, r.images), join(s.history, r.history), r.bias
+        )
         for n, r in rebuilt.items()
         for s in [selected[n]]
     }
 
 
 def write(linear: Linear, result: PruneResult) -> None:
-    """Write the surviving weights in the model's dtype, and plain zeros (never -0.0) everywhere else."""
+    """Write the surviving weights and the bias in the model's dtype, and plain zeros (never -0.0) everywhere else."""
     weight = linear.weight
     new = weight if result.weight is None else result.weight.to(weight.device, weight.dtype)
     weight.copy_(
         torch.where(result.keep.to(weight.device), new, torch.zeros((), dtype=weight.dtype, device=weight.device))
     )
+    if result.bias is not None and linear.bias is not None:
+        linear.bias.copy_(result.bias)

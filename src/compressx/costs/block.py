@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from compressx.api.patterns import NM, FixedMask, Pattern, Unstructured
+from compressx.api.patterns import Asked, FixedMask, Pattern, Structured, Unstructured
 from compressx.api.pruner import AnyPruner, Block, CountedPruner, PreparingPruner, PrunerSpec, Statistic, statistic_of
 from compressx.api.work import Windows, Work
 from compressx.costs.forward import Passed
@@ -56,7 +56,7 @@ class Costs:
         self.unknown: dict[str, None] = {}
 
     def block(
-        self, block: Block, passed: Passed, text: Windows, wanted: Mapping[PlannedRule, Mapping[str, Unstructured | NM]]
+        self, block: Block, passed: Passed, text: Windows, wanted: Mapping[PlannedRule, Mapping[str, Asked]]
     ) -> BlockCost:
         """Count what a block's rules do.
 
@@ -147,7 +147,9 @@ class Costs:
         text: Windows,
     ) -> Work:  # fmt: skip
         """Count a pruner's answers: of one linear at a time where it decides them apart, as a run asks."""
-        joint = any(isinstance(p, Unstructured) and p.group == "joint" for p in patterns.values())
+        joint = any(
+            isinstance(p, Structured) or (isinstance(p, Unstructured) and p.group == "joint") for p in patterns.values()
+        )
         asked = [{n: p} for n, p in patterns.items()] if spec.separable and not joint else [dict(patterns)]
         done = Work()
         for some in asked:
@@ -157,7 +159,7 @@ class Costs:
         return done
 
 
-def _fixed(block: Block, name: str, pattern: Unstructured | NM) -> FixedMask:
+def _fixed(block: Block, name: str, pattern: Asked) -> FixedMask:
     """Return a mask that has only its shape."""
     return FixedMask(torch.empty(block.linears[name].weight.shape, dtype=torch.bool, device="meta"), pattern)
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import NOT_FINITE, FixedMask, Pattern, keep_mask
+from compressx.api.lowest import NOT_FINITE
+from compressx.api.patterns import FixedMask, Pattern, keep_mask
 from compressx.numerics.obs import NOT_FINITE_HESSIAN, NotPositiveDefiniteError, damp_
 from compressx.runtime.finite import all_finite
 

@@ -14,7 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import NM, NOT_FINITE, FixedMask, Pattern, count_dropped, drop_lowest
+from compressx.api.lowest import NOT_FINITE, drop_lowest
+from compressx.api.patterns import NM, FixedMask, Pattern, Structured, count_dropped
 from compressx.api.statistics import Hessian
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.finite import all_finite
@@ -227,8 +228,8 @@ def _choose(
     """Mask one column block; rounding is cumulative, so that the blocks' counts add up to the whole's."""
     if isinstance(pattern, FixedMask):
         return pattern.keep[:, start:stop]
-    if isinstance(pattern, NM):
-        raise TypeError("N:M is chosen group by group during the sweep")
+    if isinstance(pattern, NM | Structured):
+        raise TypeError("N:M is chosen group by group during the sweep, and units before it")
     scores = _scores(block, u_diagonal, dead)
     unit = 1 if pattern.group == "row" else rows
     count = count_dropped(pattern.sparsity, stop * unit) - count_dropped(pattern.sparsity, start * unit)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from compressx.allocation.methods import Curves, allocate, report_on, windows_kept
+from compressx.api.patterns import Structured
 from compressx.api.record import AllocationReport
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
 from compressx.blocks.prune import Finished, prune_model
@@ -119,7 +120,8 @@ class Pruning:
                     )  # fmt: skip
                 finally:
                     shutil.rmtree(journal.blocks / "allocation", ignore_errors=True)
-                allocated = Allocated({x.name: x.pattern for x in final.linears}, report)
+                chosen = {x.name: x.pattern for x in final.linears if not isinstance(x.pattern, Structured)}
+                allocated = Allocated(chosen, report)
             received = context.ranks.broadcast({} if allocated is None else dataclasses.asdict(allocated))
             journal.allocate(ALLOCATED.validate_python(received) if allocated is None else allocated)
         assert journal.allocated is not None  # noqa: S101 - set above

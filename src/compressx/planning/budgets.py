@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from compressx.api.patterns import NM, Unstructured, count_dropped, nearest
+from compressx.api.patterns import NM, Asked, Structured, Unstructured, count_dropped, nearest
 from compressx.api.pruner import PrunerSpec
+from compressx.api.units import Units
 from compressx.planning.plan import PlannedLinear
 from compressx.planning.targets import first_matching, match_sparsities
 from compressx.recipe.document import Step
@@ -16,14 +17,16 @@ from compressx.runtime.errors import RecipeError, did_you_mean
 
 
 def asked_patterns(
-    loaded: LoadedRecipe, specs: Sequence[PrunerSpec], taken: Mapping[str, int]
-) -> dict[str, Unstructured | NM]:
+    loaded: LoadedRecipe, specs: Sequence[PrunerSpec], taken: Mapping[str, int],
+    units: Mapping[int, Mapping[str, Units]],
+) -> dict[str, Asked]:  # fmt: skip
     """Return each linear's pattern; under an allocation that is yet to be computed, the nearest to its target.
 
     Args:
         loaded: the recipe with its places in the file.
         specs: the selecting pruner of each rule.
         taken: the index of the rule by linear name.
+        units: of each rule that prunes units, those of a linear, by name.
 
     Raises:
         RecipeError: a group or pattern that the pruner does not support, or explicit sparsities that match no linear,
@@ -32,7 +35,12 @@ def asked_patterns(
     allocation = loaded.recipe.allocation
     kinds = [_kind(loaded, index, spec) for index, spec in enumerate(specs)]
     if allocation is None:
-        return {name: kinds[index] for name, index in taken.items()}
+        return {
+            name: Structured(units[index][name].kind, kinds[index].sparsity, units[index][name])
+            if index in units
+            else kinds[index]
+            for name, index in taken.items()
+        }
     if not isinstance(allocation, ExplicitAllocation):
         return {name: nearest(kinds[index], allocation.target) for name, index in taken.items()}
     globs = match_sparsities(loaded, allocation.sparsities, list(taken))
@@ -40,8 +48,15 @@ def asked_patterns(
 
 
 def _kind(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructured | NM:
-    """Return a rule's pattern, with sparsity 0 if the rule gives none."""
+    """Return a rule's pattern, with sparsity 0 if the rule gives none; of units only the sparsity counts."""
     rule = loaded.recipe.prune[index]
+    if isinstance(rule.pattern, str):
+        if rule.pattern not in spec.units:
+            able = f"it prunes {', '.join(spec.units)}" if spec.units else "it prunes no units"
+            raise RecipeError(
+                f"{loaded.where('prune', index, 'pattern')}: {spec.name} does not prune {rule.pattern}; {able}"
+            )
+        return Unstructured(rule.sparsity or 0.0)
     if rule.pattern is not None:
         if not spec.nm:
             raise RecipeError(
@@ -97,6 +112,9 @@ def check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[Pl
             )
         return
     place = loaded.where(*_place_of_sparsity(loaded, linear))
+    if isinstance(pattern, Structured):
+        _check_units(place, pattern)
+        return
     competing, what = (columns, "each row") if pattern.group == "row" else (rows * columns, "all rows")
     if pattern.group == "joint":
         joint = [x for x in linears if (x.rule, x.block) == (linear.rule, linear.block)]
@@ -116,6 +134,21 @@ def check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[Pl
         raise RecipeError(
             f"{place}: sparsity {pattern.sparsity:g} keeps none of the {competing} weights in {what} of "
             f"{linear.name}; at most {(competing - 1) / competing:.6g} keeps one"
+        )
+
+
+def _check_units(place: str, pattern: Structured) -> None:
+    """Refuse a sparsity that drops no unit, or all."""
+    units, count = pattern.units, pattern.units.count
+    if pattern.sparsity > 0 and pattern.dropped == 0:
+        raise RecipeError(
+            f"{place}: sparsity {pattern.sparsity:g} drops none of the {units}; "
+            + (f"at least {0.5 / count:.6g} drops one" if count > 1 else "a block keeps at least one")
+        )
+    if pattern.dropped == count:
+        raise RecipeError(
+            f"{place}: sparsity {pattern.sparsity:g} keeps none of the {units}; at most "
+            f"{(count - 1) / count:.6g} keeps one"
         )
 
 

@@ -11,11 +11,12 @@ from dataclasses import replace
 
 import torch
 
-from compressx.api.patterns import NM, Unstructured
+from compressx.api.patterns import Asked
 from compressx.api.pruner import Block, PrunerSpec, statistic_of
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.planning.budgets import asked_patterns, check_fits
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
+from compressx.planning.structured import check_whole, units_of_rules
 from compressx.planning.targets import Assigned, check_adapters, match_targets, targeted_by
 from compressx.planning.text import text_mistakes
 from compressx.plugins.kinds import PRUNER
@@ -43,10 +44,14 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     mistakes = Mistakes()
     rules = tuple(check_rules(parts_of(loaded), plugins, architecture, mistakes))
     mistakes.raise_all()
-    assigned = match_targets(loaded, architecture, mistakes)
+    units = units_of_rules(loaded, architecture, skeleton, mistakes)
+    mistakes.raise_all()
+    assigned = match_targets(loaded, architecture, mistakes, units)
     mistakes.raise_all()
     taken = assigned.taken
-    patterns = asked_patterns(loaded, [rule.pruner for rule in rules], taken)
+    check_whole(loaded, units, assigned, mistakes)
+    mistakes.raise_all()
+    patterns = asked_patterns(loaded, [rule.pruner for rule in rules], taken, units)
     everything = {**architecture.linears, **architecture.outside}
     linears = tuple(
         PlannedLinear(
@@ -180,9 +185,7 @@ def _check_blocks(
     return observes
 
 
-def _check_block(
-    loaded: LoadedRecipe, rule: PlannedRule, block: Block, patterns: Mapping[str, Unstructured | NM]
-) -> None:
+def _check_block(loaded: LoadedRecipe, rule: PlannedRule, block: Block, patterns: Mapping[str, Asked]) -> None:
     for key, spec in (("pruner", rule.pruner), ("reconstruct", rule.reconstructor)):
         if spec is not None and spec.check is not None:
             place = ("prune", rule.index) if key == "pruner" else ("prune", rule.index, key)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from compressx.api.patterns import NM, Unstructured, allocated_form
+from compressx.api.patterns import Asked, allocated_form
 from compressx.api.pruner import AnyPruner, PrunerSpec
 from compressx.recipe.methods import Allocation
 from compressx.recipe.schema import ReconstructBlock
@@ -79,7 +79,7 @@ class PlannedLinear:
     block: str
     shape: tuple[int, int]
     rule: PlannedRule
-    pattern: Unstructured | NM
+    pattern: Asked
 
     @property
     def weights(self) -> int:
@@ -108,9 +108,9 @@ class Plan:
     allocation: Allocation | None = None
     reconstruct_block: ReconstructBlock | None = None
 
-    def in_block(self, fqn: str) -> dict[PlannedRule, dict[str, Unstructured | NM]]:
+    def in_block(self, fqn: str) -> dict[PlannedRule, dict[str, Asked]]:
         """Return the linears of one block by the rule that took them, each name with its pattern."""
-        by_rule: dict[PlannedRule, dict[str, Unstructured | NM]] = {}
+        by_rule: dict[PlannedRule, dict[str, Asked]] = {}
         for linear in self.linears:
             if linear.block == fqn:
                 by_rule.setdefault(linear.rule, {})[linear.name] = linear.pattern
@@ -121,7 +121,7 @@ class Plan:
         """The names of the linears in blocks whose sensitivities a pruner reads."""
         return {x.name for x in self.linears if x.block and x.rule.reads_sensitivities}
 
-    def allocated(self, patterns: Mapping[str, Unstructured | NM]) -> Plan:
+    def allocated(self, patterns: Mapping[str, Asked]) -> Plan:
         """Return the final plan: every linear with the pattern that an allocation gave it, by name."""
         linears = tuple(replace(x, pattern=patterns[x.name]) for x in self.linears)
         return replace(self, linears=linears, allocation=None)

@@ -30,7 +30,9 @@ class Assigned:
     ignored: Mapping[str, str]
 
 
-def match_targets(loaded: LoadedRecipe, found: Architecture, mistakes: Mistakes) -> Assigned:
+def match_targets(
+    loaded: LoadedRecipe, found: Architecture, mistakes: Mistakes, within: Mapping[int, Collection[str]] | None = None
+) -> Assigned:
     """Assign each linear to the first rule that targets it and does not ignore it.
 
     Args:
@@ -38,6 +40,7 @@ def match_targets(loaded: LoadedRecipe, found: Architecture, mistakes: Mistakes)
         found: the model's linears; those outside the blocks match only targets that spell out their last part.
         mistakes: receives an entry of `ignore` that matches nothing or has no effect, and a target without a linear
             that is left for its rule, with its place.
+        within: by index of a rule that can take no others, the linears that it can take.
 
     Raises:
         RecipeError: as for `targeted_by`.
@@ -47,6 +50,8 @@ def match_targets(loaded: LoadedRecipe, found: Architecture, mistakes: Mistakes)
         [targeted_by(loaded, ("prune", index, "targets", i), target, found) for i, target in enumerate(rule.targets)]
         for index, rule in enumerate(recipe.prune)
     ]
+    for index, able in (within or {}).items():
+        targeted[index] = [_able(loaded, (index, i), names, able) for i, names in enumerate(targeted[index])]
     anywhere = {name for rule in targeted for names in rule for name in names}
     everywhere = _ignored(loaded, (), recipe.ignore, found, anywhere, mistakes)
     taken: dict[str, int] = {}
@@ -60,6 +65,19 @@ def match_targets(loaded: LoadedRecipe, found: Architecture, mistakes: Mistakes)
         taken |= {name: index for name in own if name not in taken and name not in hidden}
         ignored |= hidden
     return Assigned(taken, {name: by for name, by in ignored.items() if name not in taken})
+
+
+def _able(loaded: LoadedRecipe, at: tuple[int, int], names: Sequence[str], able: Collection[str]) -> list[str]:
+    """Return the linears of a target that belong to the units that its rule prunes."""
+    index, position = at
+    if left := [name for name in names if name in able]:
+        return left
+    rule = loaded.recipe.prune[index]
+    raise RecipeError(
+        f"{loaded.where('prune', index, 'targets', position)}: target {_shown(rule.targets[position])} matches "
+        f"{names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''}, which belong to no {rule.pattern}; "
+        f'{rule.pattern} are in {", ".join(kinds(able))}; write targets: ["*"] for all of them'
+    )
 
 
 def targeted_by(loaded: Placed, place: Sequence[Step], target: Target, found: Architecture) -> list[str]:

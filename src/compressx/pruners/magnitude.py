@@ -49,5 +49,6 @@ def compressx_pruners() -> list[PrunerSpec]:
             build=lambda _: Magnitude(),
             separable=True,
             groups=("layer", "row", "joint"),
+            units=("neurons", "kv-groups"),
         )
     ]

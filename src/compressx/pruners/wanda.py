@@ -63,5 +63,6 @@ def compressx_pruners() -> list[PrunerSpec]:
             build=lambda _: Wanda(),
             separable=True,
             groups=("row", "layer", "joint"),
+            units=("neurons", "kv-groups"),
         )
     ]

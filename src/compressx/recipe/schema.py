@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer, StrictBool, StrictFloat, StrictInt, model_validator
-from typing_extensions import TypedDict  # pydantic asks for it before Python 3.12
+from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 from compressx.api.patterns import NM, Group
 from compressx.recipe.document import Node, Placed, Step, from_python
 from compressx.recipe.measuring import Evaluate
 from compressx.recipe.methods import AllocationField
+from compressx.recipe.patterns import PatternField
 from compressx.recipe.selecting import SelectTokens
 from compressx.recipe.sources import Calibration, ComputeDtype, DatasetSource, Draw, ModelField, refuse_dtype
 from compressx.recipe.targets import Target
@@ -30,31 +29,6 @@ def _pruner_from_text(value: object) -> object:
     return {"pruner": value} if isinstance(value, str) else value
 
 
-def _nm(value: object) -> object:
-    """Read `2:4` or `{keep: 2, of: 4}`."""
-    if isinstance(value, NM):
-        keep, of = value.keep, value.of
-    elif isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*", value)):
-        keep, of = int(match[1]), int(match[2])
-    elif isinstance(value, dict) and set(value) == {"keep", "of"} and all(type(v) is int for v in value.values()):
-        keep, of = value["keep"], value["of"]
-    else:
-        raise ValueError('expected an N:M pattern, "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept')
-    if not 1 <= keep < of:
-        idle = "; to prune nothing, leave the linear out of targets" if keep == of else ""
-        raise ValueError(
-            f'N:M keeps N of every M weights, with 1 <= N < M, such as "2:4"; {keep}:{of} keeps {keep} of {of}{idle}'
-        )
-    return NM(keep, of)
-
-
-class _Spelt(TypedDict):
-    keep: int
-    of: int
-
-
-_NMText = Annotated[str, Field(pattern=r"^\s*[0-9]{1,9}\s*:\s*[0-9]{1,9}\s*$")]
-PatternField = Annotated[NM, BeforeValidator(_nm, json_schema_input_type=_NMText | _Spelt), PlainSerializer(str)]
 ReconstructionField = Annotated[
     "Reconstruction", BeforeValidator(_pruner_from_text, json_schema_input_type="str | Reconstruction")
 ]
@@ -84,16 +58,22 @@ class Rule(Strict):
     pruner: str = Field(description="name of the pruner that selects weights")
     sparsity: StrictFloat | None = Field(None, ge=0, lt=1, description="fraction of zeros in [0, 1); 0.5 is 50%")
     group: Group | None = Field(None, description="which weights share the budget; the pruner's own when absent")
-    pattern: PatternField | None = Field(None, description='N:M, such as "2:4"; with allocation N is chosen')
+    pattern: PatternField | None = Field(
+        None,
+        description='N:M, such as "2:4"; with allocation N is chosen. Or units of the architecture that go whole, of '
+        "which sparsity is the fraction: neurons, kv-groups, experts",
+    )
     reconstruct: ReconstructionField | None = Field(None, description="pruner that updates the surviving weights")
     options: dict[str, Any] = Field(default_factory=dict, description="the pruner's own options")
 
     @model_validator(mode="after")
     def _sparsity_or_pattern(self) -> Rule:
-        if self.sparsity is not None and self.pattern is not None:
+        if self.sparsity is not None and isinstance(self.pattern, NM):
             raise conflict("sparsity and pattern exclude each other; keep one", ["sparsity", "pattern"])
-        if self.pattern is not None and self.group is not None:
+        if isinstance(self.pattern, NM) and self.group is not None:
             raise conflict("group only goes with sparsity: N:M weights compete within their M neighbours", ["group"])
+        if self.pattern is not None and self.group is not None:
+            raise conflict(f"group does not go with {self.pattern}, which compete within their module", ["group"])
         return self
 
 
@@ -282,6 +262,15 @@ def _budget_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
     """Yield a message for each rule that lacks a sparsity, or has one despite an allocation."""
     allocated = loaded.recipe.allocation is not None
     for i, rule in enumerate(loaded.recipe.prune):
+        if isinstance(rule.pattern, str):
+            if allocated:
+                yield (
+                    f"{loaded.where('allocation')}: allocation chooses no sparsities of {rule.pattern} at "
+                    f"{loaded.where('prune', i, 'pattern')}; drop allocation, or prune them by a recipe of their own"
+                )
+            elif rule.sparsity is None:
+                yield f"{loaded.where('prune', i)}: prune[{i}]: {rule.pattern} needs sparsity, such as 0.2"
+            continue
         if not allocated and rule.sparsity is None and rule.pattern is None:
             yield f'{loaded.where("prune", i)}: prune[{i}]: needs sparsity, such as 0.5, or pattern, such as "2:4"'
         if allocated and rule.sparsity is not None:

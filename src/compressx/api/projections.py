@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressx import Block, Linear, RecipeError, UnsupportedModelError
-
-INSTEAD = "leave it to a pruner of single linears, such as sparsegpt or wanda"
+from compressx.api.pruner import Block, Linear
+from compressx.runtime.errors import UnsupportedModelError
 
 _BLOCKED = ("c_attn", "qkv_proj", "Wqkv", "W_pack")  # all queries, then all keys, then all values
 _GROUPED = ("query_key_value",)  # per key head: its queries, its key, its value
@@ -24,7 +22,8 @@ class Rows:
 
     Attributes:
         linear: the linear that holds them.
-        index: row indices in head order, int64 [heads * head_dim] on the weight's device; None for all rows.
+        index: row indices in head order, int64 [heads * head_dim] on the weight's device, on the CPU if that is meta;
+            None for all rows.
     """
 
     linear: Linear
@@ -82,23 +81,16 @@ class Projections:
         return parent(self.query.name)
 
 
-def find_projections(block: Block, taken: Mapping[str, object] | None = None) -> Projections:
+def find_projections(block: Block) -> Projections:
     """Find the block's query, key, value and output projection, separate or in one fused weight.
 
     Args:
         block: the block; its weights may be on the meta device.
-        taken: the linears that a rule selects there, for error messages.
 
     Raises:
         UnsupportedModelError: the block does not have exactly one attention with all of them, or the layout of a fused
             weight is unknown.
-        RecipeError: the selected linears are outside the decoder blocks.
     """
-    if not block.fqn:
-        raise RecipeError(
-            f"attnprune prunes attention, and this rule targets {', '.join(taken or block.linears)} outside the "
-            'decoder blocks; write targets: ["*.q_proj", "*.k_proj"]'
-        )
     queries, keys, fused = (_named(block, *names) for names in (["q_proj"], ["k_proj"], [*_BLOCKED, *_GROUPED]))
     if len(queries) == len(keys) == 1 and not fused and parent(queries[0].name) == parent(keys[0].name):
         values = _sibling(block, queries[0], ("v_proj",))
@@ -106,9 +98,9 @@ def find_projections(block: Block, taken: Mapping[str, object] | None = None) ->
     if len(fused) == 1 and not queries and not keys:
         return Projections(*_split(block, fused[0]), _sibling(block, fused[0], _OUTPUTS))
     raise UnsupportedModelError(
-        f"{block.fqn} has {len(queries)} q_proj and {len(keys)} k_proj; attnprune needs one of each in the same "
+        f"{block.fqn} has {len(queries)} q_proj and {len(keys)} k_proj; expected one of each in the same "
         f"attention, or one weight that fuses them ({', '.join((*_BLOCKED, *_GROUPED))}); its linears: "
-        f"{', '.join(block.linears) or 'none'}; {INSTEAD}"
+        f"{', '.join(block.linears) or 'none'}"
     )
 
 
@@ -116,11 +108,6 @@ def head_size(module: Any, config: Any) -> int:
     """Return the number of features of a query or key head."""
     stated = (getattr(module, "head_dim", None), getattr(module, "head_size", None), getattr(config, "head_dim", None))
     return int(next((size for size in stated if size), config.hidden_size // config.num_attention_heads))
-
-
-def submodule(block: Block, name: str) -> Any:
-    """Return a module of the block by its fully qualified name."""
-    return block.module.get_submodule(name[len(block.fqn) + 1 :])
 
 
 def leaf(name: str) -> str:
@@ -136,16 +123,17 @@ def parent(name: str) -> str:
 def _split(block: Block, fused: Linear) -> tuple[Rows, Rows, Rows]:
     """Return the query, key and value rows of a fused weight, whose size determines the number of key heads."""
     heads = int(block.config.num_attention_heads)
-    module = submodule(block, parent(fused.name))
+    module = block.submodule(parent(fused.name))
     head_dim = head_size(module, block.config)
     blocks, rest = divmod(fused.out_features, head_dim)
     key_heads, odd = divmod(blocks - heads, 2)
     if rest or odd or key_heads < 1 or heads % key_heads:
         raise UnsupportedModelError(
             f"{fused.name} has {fused.out_features} outputs, which is not {heads} query heads of {head_dim} features "
-            f"with as many keys as values; {INSTEAD}"
+            "with as many keys as values"
         )
-    rows = torch.arange(fused.out_features, device=fused.weight.device)
+    device = fused.weight.device
+    rows = torch.arange(fused.out_features, device="cpu" if device.type == "meta" else device)
     # The layout of StarCoder's c_attn depends on the number of key heads.
     if leaf(fused.name) in _GROUPED or getattr(module, "multi_query", None) is False:
         grouped = rows.view(key_heads, -1, head_dim)  # [h_kv, groups + 2, head_dim]
@@ -168,6 +156,5 @@ def _sibling(block: Block, of: Linear, leaves: tuple[str, ...]) -> Linear:
             return found
     role = "value" if leaves == ("v_proj",) else "output"
     raise UnsupportedModelError(
-        f"{home} has no {role} projection named {', '.join(leaves)}, so attnprune cannot verify that it is "
-        f"softmax attention; {INSTEAD}"
+        f"{home} has no {role} projection named {', '.join(leaves)} beside {leaf(of.name)}, as softmax attention has"
     )

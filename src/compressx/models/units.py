@@ -1,0 +1,116 @@
+"""Find the units of structured pruning in a decoder block: feed-forward neurons, key/value groups, experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+
+from compressx.api.names import kind_of
+from compressx.api.projections import find_projections, head_size, parent
+from compressx.api.pruner import Block, Linear
+from compressx.api.units import Owners, UnitKind, Units
+from compressx.runtime.errors import UnsupportedModelError
+
+_DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)")
+_UP = ("gate_proj", "up_proj", "gate_up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "w1", "w3")
+
+
+def find_units(kind: UnitKind, block: Block) -> list[Units]:
+    """Find the units of one kind in a block.
+
+    Args:
+        kind: which.
+        block: the block; its weights may be on the meta device.
+
+    Returns:
+        One entry for each set of units that compete: of a mixture each expert's neurons compete by themselves.
+
+    Raises:
+        UnsupportedModelError: the block has none, or their weights are laid out in an unknown way.
+    """
+    return _FINDERS[kind](block)
+
+
+def _neurons(block: Block) -> list[Units]:
+    found = []
+    for name, down in block.linears.items():
+        ups = [x for x in block.linears.values() if kind_of(x.name) in _UP and _where(x) == _where(down)]
+        if kind_of(name) not in _DOWN or not ups:
+            continue
+        count = down.in_features
+        if odd := next((x for x in ups if x.out_features not in (count, 2 * count)), None):
+            raise UnsupportedModelError(
+                f"{odd.name} has {odd.out_features} outputs and {name} {count} inputs, so compressx cannot tell which "
+                "of them form a neuron"
+            )
+        owners = {x.name: Owners(0, _in_halves(count, x.out_features)) for x in ups}
+        home = ".".join(str(part) for part in _where(down) if part is not None)
+        found.append(Units("neurons", home, count, {**owners, name: Owners(1, torch.arange(count))}))
+    if not found:
+        raise UnsupportedModelError(
+            f"{block.fqn} has no feed-forward neurons that compressx knows: none of {', '.join(_DOWN)} beside one of "
+            f"{', '.join(_UP)}; its linears: {', '.join(block.linears) or 'none'}"
+        )
+    return found
+
+
+def _where(linear: Linear) -> tuple[str, int | None]:
+    """Return the module that holds a linear, and which expert of it."""
+    named = linear.name if linear.expert is None else parent(linear.name)
+    return parent(named), linear.expert
+
+
+def _in_halves(count: int, rows: int) -> torch.Tensor:
+    """Return the neuron of each row: a fused gate and up projection holds all gates, then all ups."""
+    return torch.arange(count).repeat(rows // count)
+
+
+def _kv_groups(block: Block) -> list[Units]:
+    found = find_projections(block)
+    size = head_size(block.submodule(found.attention), block.config)
+    count, odd = divmod(found.key.count, size)
+    if odd or not count or found.value.count % count or found.query.count % (count * size):
+        raise UnsupportedModelError(
+            f"{found.attention}: {found.query.count} query, {found.key.count} key and {found.value.count} value "
+            f"features are not heads of {size} features in groups"
+        )
+    if found.output.in_features % count:
+        raise UnsupportedModelError(f"{found.output.name} has {found.output.in_features} inputs for {count} groups")
+    owners: dict[str, Owners] = {}
+    units: dict[str, torch.Tensor] = {}
+    for rows in (found.query, found.key, found.value):
+        each = torch.arange(count).repeat_interleave(rows.count // count)
+        whole = units.setdefault(rows.name, torch.full((rows.linear.out_features,), -1))
+        whole[slice(None) if rows.index is None else rows.index.cpu()] = each
+        owners[rows.name] = Owners(0, whole)
+    inputs = found.output.in_features
+    owners[found.output.name] = Owners(1, torch.arange(count).repeat_interleave(inputs // count))
+    return [Units("kv-groups", found.attention, count, owners)]
+
+
+def _experts(block: Block) -> list[Units]:
+    homes: dict[str, dict[str, tuple[int, Linear]]] = {}
+    for name, linear in block.linears.items():
+        if match := _EXPERT.fullmatch(
+            _where(linear)[0] if linear.expert is None else f"{_where(linear)[0]}.{linear.expert}"
+        ):
+            homes.setdefault(match[1], {})[name] = (int(match[2]), linear)
+    if not homes:
+        raise UnsupportedModelError(f"{block.fqn} has no experts; its linears: {', '.join(block.linears) or 'none'}")
+    return [
+        Units(
+            "experts", home, 1 + max(number for number, _ in linears.values()),
+            {name: Owners(0, torch.full((x.out_features,), number)) for name, (number, x) in linears.items()},
+        )
+        for home, linears in homes.items()
+    ]  # fmt: skip
+
+
+_FINDERS: Mapping[UnitKind, Callable[[Block], list[Units]]] = {
+    "neurons": _neurons,
+    "kv-groups": _kv_groups,
+    "experts": _experts,
+}

@@ -1,0 +1,80 @@
+"""Rules that prune units: which units a model has, and whether a rule takes them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from compressx.api.pruner import Block
+from compressx.api.units import UnitKind, Units
+from compressx.models.architecture import Architecture, text_config
+from compressx.models.units import find_units
+from compressx.planning.targets import Assigned
+from compressx.recipe.schema import LoadedRecipe
+from compressx.runtime.errors import Mistakes, RecipeError, UnsupportedModelError
+
+
+def units_of_rules(
+    loaded: LoadedRecipe, found: Architecture, skeleton: Any, mistakes: Mistakes
+) -> dict[int, dict[str, Units]]:
+    """Find the units that rules with a pattern of units can take.
+
+    Args:
+        loaded: the recipe with its places in the file.
+        found: the model's blocks and linears.
+        skeleton: the model.
+        mistakes: receives a pattern whose units no block has.
+
+    Returns:
+        By index of the rule, each linear's units, by its name.
+    """
+    known: dict[UnitKind, dict[str, Units]] = {}
+    units: dict[int, dict[str, Units]] = {}
+    for index, rule in enumerate(loaded.recipe.prune):
+        if not isinstance(rule.pattern, str):
+            continue
+        with mistakes.collected():
+            try:
+                units[index] = known.setdefault(rule.pattern, _in_model(rule.pattern, found, skeleton))
+            except UnsupportedModelError as error:
+                place = loaded.where("prune", index, "pattern")
+                raise UnsupportedModelError(f"{place}: no block has {rule.pattern}: {error}") from error
+    return units
+
+
+def _in_model(kind: UnitKind, found: Architecture, skeleton: Any) -> dict[str, Units]:
+    """Return the units of every linear that belongs to some; blocks without are passed over if others have them."""
+    units: dict[str, Units] = {}
+    refusal: UnsupportedModelError | None = None
+    for index, (fqn, module) in enumerate(found.blocks.items()):
+        linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
+        try:
+            for one in find_units(kind, Block(index, fqn, module, linears, (), text_config(skeleton))):
+                units |= dict.fromkeys(one.owners, one)
+        except UnsupportedModelError as error:
+            refusal = refusal or error
+    if not units and refusal is not None:
+        raise refusal
+    return units
+
+
+def check_whole(
+    loaded: LoadedRecipe, units: Mapping[int, Mapping[str, Units]], assigned: Assigned, mistakes: Mistakes
+) -> None:
+    """Refuse rules that take some linears of a unit and not the others; of each rule the first is told."""
+    for index, owned in units.items():
+        for name, one in owned.items():
+            if assigned.taken.get(name) != index:
+                continue
+            left = next((n for n in one.owners if assigned.taken.get(n) != index), None)
+            if left is not None:
+                other = assigned.taken.get(left)
+                why = "is taken by an earlier rule" if other is not None and other < index else "is not"
+                why = f"is ignored by {assigned.ignored[left]}" if left in assigned.ignored else why
+                mistakes.add(
+                    RecipeError(
+                        f"{loaded.where('prune', index, 'targets')}: {one.kind} go whole, but {name} is a target of "
+                        f"prune[{index}] and {left} {why}; take all of {', '.join(one.owners)}"
+                    )
+                )
+                break
