@@ -13,6 +13,7 @@ from compressx._version import __version__
 from compressx.api.hooks import hookimpl
 
 if TYPE_CHECKING:
+    from compressx.api.depth import DepthPruner, StreamStatistic
     from compressx.api.lowest import drop_lowest
     from compressx.api.patterns import (
         NM,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 _HOME = {
     "runtime.errors": ["ArtifactError", "CalibrationError", "CompressxError", "PluginError", "RecipeError",
                "UnsupportedModelError"],
+    "api.depth": ["DepthPruner", "StreamStatistic"],
     "api.lowest": ["drop_lowest"],
     "api.patterns": ["NM", "FixedMask", "Pattern", "Structured", "Unstructured", "count_dropped", "keep_mask",
                  "keep_masks"],
@@ -88,6 +90,7 @@ __all__ = [
     "BlockReport",
     "CalibrationError",
     "CompressxError",
+    "DepthPruner",
     "FeatureNorms",
     "FixedMask",
     "Hessian",
@@ -111,6 +114,7 @@ __all__ = [
     "Selected",
     "SequenceSample",
     "Statistic",
+    "StreamStatistic",
     "Structured",
     "TokenSelector",
     "TokenSelectorSpec",

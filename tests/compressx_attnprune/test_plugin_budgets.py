@@ -27,7 +27,8 @@ from tests.pairs import pairs
 from torch import Tensor
 
 from compressx import NM, FixedMask, Hessian, Pattern, Projections, RecipeError, Rows, Unstructured, count_dropped
-from compressx.api.pruner import Block, Linear, sparsity_of
+from compressx.api.patterns import sparsity_of
+from compressx.api.pruner import Block, Linear
 from compressx.blocks.select import write
 from compressx.numerics.obs import inverse_cholesky, sweep
 from compressx.testing import tiny_tokens

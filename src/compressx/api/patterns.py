@@ -138,6 +138,11 @@ def count_dropped(sparsity: float, weights: int) -> int:
     return round(sparsity * weights)
 
 
+def sparsity_of(keep: Tensor) -> float:
+    """Count the fraction of zeros in a mask."""
+    return 1.0 - torch.count_nonzero(keep).item() / keep.numel()
+
+
 def zeros_in(pattern: Pattern, out_features: int, in_features: int) -> int | None:
     """Count the zeros that `pattern` puts into one weight; None where only a total over several linears is fixed."""
     if isinstance(pattern, FixedMask):

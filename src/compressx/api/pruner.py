@@ -1,7 +1,7 @@
 """What a pruner sees and returns: the contract between the host and every plugin.
 
-The host observes, applies and writes; a plugin only returns values. `prune` is given a *whole decoder block*, because
-some methods need several linears at once (attention pruning needs query and key together).
+The host observes, applies and writes; a plugin returns values. `prune` is given a *whole decoder block*: attention
+pruning needs query and key together.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
+from compressx.api.depth import DepthPruner
 from compressx.api.patterns import Group, Pattern
 from compressx.api.units import UnitKind
 from compressx.api.work import Windows, Work
@@ -225,10 +225,10 @@ AnyPruner: TypeAlias = Pruner | PreparingPruner
 
 @runtime_checkable
 class CountedPruner(Protocol):
-    """A `Pruner` that counts its own work, so that `compressx plan` can tell what a run will cost.
+    """A `Pruner` that counts its own work for `compressx plan`; others are listed as not estimated.
 
-    A pruner without this method is listed as not estimated. One with `prepare` also has `prepare_work`, which takes the
-    block, the name of a linear and the text, and counts what `prepare` does for that linear's statistic.
+    One with `prepare` also has `prepare_work`, which takes the block, the name of a linear and the text, and counts
+    what `prepare` does for that linear's statistic.
     """
 
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows, /) -> Work:
@@ -255,7 +255,7 @@ class PrunerSpec:
         build: makes the pruner from validated options.
         groups: the budgets that it supports for unstructured sparsity, the first being its default.
         nm: whether it supports N:M.
-        units: the units of `Structured` patterns that it supports.
+        units: the units of `Structured` patterns that it supports; with `blocks` it is a `DepthPruner`.
         reconstructs: whether it accepts `FixedMask`, so that a recipe can name it after `reconstruct:`.
         selecting_options: names of the options that change nothing for given masks, and are refused there.
         separable: whether each linear is decided from its own weight and statistics, so that a block's linears can be
@@ -268,7 +268,7 @@ class PrunerSpec:
     name: str
     summary: str
     options: type[BaseModel]
-    build: Callable[[Any], AnyPruner]
+    build: Callable[[Any], AnyPruner | DepthPruner]
     groups: tuple[Group, ...] = ("row", "layer", "joint")
     nm: bool = True
     units: tuple[UnitKind, ...] = ()
@@ -277,11 +277,6 @@ class PrunerSpec:
     separable: bool = False
     reads_sensitivities: bool = False
     check: Callable[[Block, Mapping[str, Pattern]], None] | None = None
-
-
-def sparsity_of(keep: Tensor) -> float:
-    """Count the fraction of zeros in a mask."""
-    return 1.0 - torch.count_nonzero(keep).item() / keep.numel()
 
 
 def statistic_of(plugin: str, pruner: AnyPruner, block: Block, name: str) -> Statistic | None:

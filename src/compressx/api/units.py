@@ -2,7 +2,7 @@
 
 A unit owns rows of some linears and columns of others. A feed-forward neuron owns its row of the gate and of the up
 projection and its column of the down projection; a key/value group its rows of key and value, those of the queries
-that share them, and their columns of the output projection; an expert all rows of its linears.
+that share them, and their columns of the output projection; an expert, and a decoder block, all rows of its linears.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-UnitKind: TypeAlias = Literal["neurons", "kv-groups", "experts"]
+UnitKind: TypeAlias = Literal["neurons", "kv-groups", "experts", "blocks"]
 
 UNIT_KINDS: tuple[UnitKind, ...] = get_args(UnitKind)
 

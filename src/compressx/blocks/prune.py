@@ -10,16 +10,18 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressx.api.pruner import Block, BlockCall, sparsity_of
+from compressx.api.patterns import sparsity_of
+from compressx.api.pruner import Block, BlockCall
 from compressx.api.record import BlockReport, LayerReport
+from compressx.blocks.depth import decide_whole
 from compressx.blocks.fisher import FisherDiagonal
-from compressx.blocks.select import Built, decide_all, gather, write
+from compressx.blocks.select import Built, ByRule, Decision, decide_all, gather, write
 from compressx.masks.maskset import MaskEntry, weight_sha256
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, survey, text_config
@@ -73,7 +75,7 @@ def prune_model(
 
     Args:
         access: a transformers causal language model in evaluation mode.
-        plan: the patterns and pruners of its linears.
+        plan: the patterns and pruners of its linears; its blocks are scored where a rule drops some.
         batches: calibration token ids, each [batch, tokens]; empty when the plan needs no calibration.
         finished: the progress of an interrupted run to resume; from the start when absent.
         keep: where to keep hidden states between blocks.
@@ -96,7 +98,7 @@ def prune_model(
     order = [*found.blocks, OUTSIDE]
     start = 0 if finished is None else order.index(finished.fqn) + 1
     last = max((i for i, fqn in enumerate(order) if plan.in_block(fqn)), default=-1)
-    pruning = _Pruning(access.model, plan, {r: r.build() for r in plan.rules}, ranks, fisher or FisherDiagonal(), last)
+    pruning = _Pruning(access.model, plan, plan.build(), ranks, fisher or FisherDiagonal(), last)
     started = time.perf_counter()
     for block, runs in each_block(access, found, calls, list(found.blocks)[start : last + 1]):
         with memory_named(f"running and pruning {block.fqn}"):
@@ -151,14 +153,15 @@ class _Pruning:
         dense = [run() for run in measured]
         layers, masks, images = self.prune(block, observing)
         error, reconstruction = _output_error(measured, dense), None
-        if self.plan.reconstruct_block and layers:
+        dropped = block.fqn in self.plan.dropped
+        if self.plan.reconstruct_block and layers and not dropped:
             passages = [Passage(*x) for x in zip(streams.pruned, streams.dense, runs, strict=True)]
             channels = self.fisher.channels.get(block.fqn)
             with memory_named(f"training {block.fqn}"):
                 reconstruction = reconstruct(
                     self.model, block.fqn, masks, passages, self.plan.reconstruct_block, self.ranks, channels
                 )
-        if block.index < self.last:
+        if block.index < self.last and not dropped:  # what is dropped changes nothing
             advance(block.fqn, runs, streams.pruned)
         synchronize(next(block.module.parameters()).device)
         seconds = time.perf_counter() - started
@@ -183,13 +186,15 @@ class _Pruning:
     ) -> tuple[tuple[LayerReport, ...], dict[str, MaskEntry], dict[str, Mapping[str, Tensor]]]:
         """Observe a block, decide masks and weights of its linears, and write them."""
         by_rule = self.plan.in_block(block.fqn)
-        stats = gather(block, by_rule, self.pruners, observing, self.ranks)
+        asked = self.plan.asked(block.fqn)
+        stats = gather(block, asked, self.pruners, observing, self.ranks)
         layers: dict[str, LayerReport] = {}
         masks, images = {}, {}
         # By the id of the pruner's object, which linears may share: its copy, and itself, to keep the id in use.
         infos: dict[int, tuple[dict[str, float], object]] = {}
         histories: dict[int, tuple[dict[str, tuple[float, ...]], object]] = {}
-        for name, decision in decide_all(block, by_rule, self.pruners, stats, self.ranks):
+        decisions = decide_all(block, asked, self.pruners, stats, self.ranks) if asked else iter(())
+        for name, decision in chain(decisions, self.whole(block, by_rule)):
             rule, result, seconds = decision.rule, decision.result, decision.seconds
             linear, pattern = block.linears[name], by_rule[rule][name]
             masks[name] = MaskEntry(result.keep.cpu(), str(pattern), rule.label, weight_sha256(linear.weight))
@@ -205,6 +210,13 @@ class _Pruning:
             images[name] = result.images
         order = [name for patterns in by_rule.values() for name in patterns]
         return tuple(layers[n] for n in order), {n: masks[n] for n in order}, {n: images[n] for n in order}
+
+    def whole(self, block: Block, by_rule: ByRule) -> Iterator[tuple[str, Decision]]:
+        """Yield what the rule that drops whole blocks means for its linears, if there is one."""
+        depth = self.plan.depth
+        if depth is not None and depth.rule in by_rule:
+            for name, result in decide_whole(block, depth, list(by_rule[depth.rule])).items():
+                yield name, Decision(depth.rule, result, 0.0)
 
 
 def _first(states: Sequence[Tensor]) -> int:

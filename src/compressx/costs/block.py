@@ -52,7 +52,7 @@ class Costs:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.built = {rule: rule.build() for rule in plan.rules}
+        self.built = plan.build()
         self.unknown: dict[str, None] = {}
 
     def block(

@@ -72,12 +72,19 @@ def _evaluate(of: Counted, model: str) -> Stage | None:
 
 
 def _calibrate(of: Counted) -> Stage | None:
-    """Gradients of the dense model's loss, if a pruner or block reconstruction needs them."""
-    names = of.planned.sensitive
-    if not names and of.planned.reconstruct_block is None:
+    """Scores of the blocks that may be dropped, and gradients of the dense model's loss, where they are needed."""
+    names, depth = of.planned.sensitive, of.planned.depth
+    scored = Work()
+    if depth is not None:
+        last = max([*of.found.blocks].index(fqn) for fqn in depth.blocks)
+        scored = of.text.batches * sum((b.work for b in [*of.batch.blocks.values()][: last + 1]), Work())
+    if names or of.planned.reconstruct_block is not None:
+        windows = min(ROW_WINDOWS if names else CHANNEL_WINDOWS, of.text.count)
+        return Stage("calibrate", scored + windows * _gradients(of), _gradient_memory(of))
+    if depth is None:
         return None
-    windows = min(ROW_WINDOWS if names else CHANNEL_WINDOWS, of.text.count)
-    return Stage("calibrate", windows * _gradients(of), _gradient_memory(of))
+    held = {"weights": of.weights, "hidden states": of.hidden(of.text.count), "activations": scored.memory}
+    return Stage("calibrate", scored, held)
 
 
 def _gradients(of: Counted, after: int = -1) -> Work:
@@ -158,7 +165,7 @@ def _prune(of: Counted) -> Iterator[Stage]:
         passed = of.batch.blocks.get(fqn, of.batch.outside) if batches else Passed()
         outside = sum(x.weights for x in of.planned.linears if not x.block)
         size = of.itemsize * (of.sizes[fqn] if fqn else outside)
-        cost = of.cost(index, fqn, wanted, text if batches else Windows(0, 1, 1, of.itemsize))
+        cost = of.cost(index, fqn, of.planned.asked(fqn), text if batches else Windows(0, 1, 1, of.itemsize))
         runs = (2 * first if wanted and fqn else 0) + batches * (index < of.last)
         runs += batches if settings is not None else 0  # the dense stream
         # The first batch shows that each linear is called once, so that later ones may be left early.

@@ -80,6 +80,7 @@ class Journal:
         self.fingerprint = fingerprint
         self.finished: list[str] = []
         self.allocated: Allocated | None = None
+        self.scores: Mapping[str, float] = {}
         self._cost, self._since = 0.0, time.perf_counter()  # seconds of the last writing of states, and when it ended
         if self.state.exists():
             self._open()
@@ -89,6 +90,11 @@ class Journal:
     def allocate(self, allocated: Allocated) -> None:
         """Record an allocation."""
         self.allocated = allocated
+        self._write()
+
+    def score(self, scores: Mapping[str, float]) -> None:
+        """Record the scores of decoder blocks, by which some are dropped."""
+        self.scores = scores
         self._write()
 
     def add(self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], streams: Streams) -> None:
@@ -174,6 +180,7 @@ class Journal:
                 data = json.loads(self.state.read_text(encoding="utf-8"))
             earlier, self.finished = dict(data["fingerprint"]), list(data["finished"])
             self.allocated = None if data["allocated"] is None else ALLOCATED.validate_python(data["allocated"])
+            self.scores = {str(fqn): float(score) for fqn, score in data["scores"].items()}
             spent = {str(stage): float(seconds) for stage, seconds in data["seconds"].items()}
         except (ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"{self.state} is damaged ({error!r}); start over with --restart") from error
@@ -191,6 +198,7 @@ class Journal:
         data = {
             "fingerprint": self.fingerprint,
             "allocated": None if self.allocated is None else dataclasses.asdict(self.allocated),
+            "scores": {**self.scores},
             "finished": self.finished,
             "seconds": self.timing.seconds(),
         }

@@ -126,11 +126,16 @@ class Kept:
         self.blocks = blocks
         self.finished: list[str] = []
         self.allocated: Allocated | None = None
+        self.scores: Mapping[str, float] = {}
         self.masks: list[PackedMasks] = []
 
     def allocate(self, allocated: Allocated) -> None:
         """Keep an allocation."""
         self.allocated = allocated
+
+    def score(self, scores: Mapping[str, float]) -> None:
+        """Keep the scores of decoder blocks."""
+        self.scores = scores
 
     def add(self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], streams: Streams) -> None:  # noqa: ARG002 - the weights are in the model
         """Keep the masks of a block."""

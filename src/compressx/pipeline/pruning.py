@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor
 from compressx.allocation.methods import Curves, allocate, report_on, windows_kept
 from compressx.api.patterns import Structured
 from compressx.api.record import AllocationReport
+from compressx.blocks.depth import score_blocks
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
 from compressx.blocks.prune import Finished, prune_model
 from compressx.masks.file import MaskEntry
@@ -35,15 +37,20 @@ class Record(Protocol):
     Attributes:
         finished: names of the finished blocks, in order.
         allocated: the sparsities that an allocation chose, or None before that.
+        scores: of decoder blocks that may be dropped, by name; empty before they are measured.
         blocks: a folder for large temporary files.
     """
 
     finished: list[str]
     allocated: Allocated | None
+    scores: Mapping[str, float]
     blocks: Path
 
     def allocate(self, allocated: Allocated) -> None:
         """Keep an allocation."""
+
+    def score(self, scores: Mapping[str, float]) -> None:
+        """Keep the scores of decoder blocks."""
 
     def add(self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], streams: Streams) -> None:
         """Keep a pruned block, its masks and the hidden states that enter the next one."""
@@ -80,10 +87,30 @@ class Pruning:
 
     def run(self, planned: Plan) -> tuple[Plan, AllocationReport | None, list[FinishedBlock]]:
         """Go through all stages; return the final plan, how its sparsities were chosen, and the pruned blocks."""
+        planned = self.score(planned)
         fisher = self.fisher(planned)
         with self.context.loaded.at("allocation"):
             final, allocation = self.allocate(planned, fisher)
         return final, allocation, self.prune(final, fisher)
+
+    def score(self, planned: Plan) -> Plan:
+        """Choose the decoder blocks that go, on the dense model, if a rule drops some."""
+        depth, journal, context = planned.depth, self.journal, self.context
+        if depth is None:
+            return planned
+        if not journal.scores:
+            context.report_progress("calibrate", 0, 1)
+            keep = self._keep(f"depth-{context.ranks.rank}", sum(map(len, self.mine)))
+            with context.loaded.at("prune", depth.rule.index):
+                scores = score_blocks(
+                    self.calibrated, depth, self.mine, keep, context.ranks,
+                    lambda i, n: context.report_progress("calibrate", i, n, "blocks scored"),
+                )  # fmt: skip
+            shutil.rmtree(journal.blocks / f"depth-{context.ranks.rank}", ignore_errors=True)
+            journal.score(context.ranks.broadcast(scores))
+        scored = planned.scored(journal.scores)
+        context.log.write(logging.INFO, f"dropped blocks: {', '.join(scored.dropped)}")
+        return scored
 
     def fisher(self, planned: Plan) -> FisherDiagonal:
         """Measure mean squared gradients of the dense model's loss, if a block that is not yet pruned needs them."""

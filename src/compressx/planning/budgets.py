@@ -57,6 +57,11 @@ def _kind(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructured | 
                 f"{loaded.where('prune', index, 'pattern')}: {spec.name} does not prune {rule.pattern}; {able}"
             )
         return Unstructured(rule.sparsity or 0.0)
+    if not spec.groups and not (spec.nm and rule.pattern is not None):
+        raise RecipeError(
+            f"{loaded.where('prune', index)}: {spec.name} prunes whole units only; give it a pattern: "
+            f"{' or '.join(spec.units)}"
+        )
     if rule.pattern is not None:
         if not spec.nm:
             raise RecipeError(
@@ -113,7 +118,8 @@ def check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[Pl
         return
     place = loaded.where(*_place_of_sparsity(loaded, linear))
     if isinstance(pattern, Structured):
-        _check_units(place, pattern)
+        if pattern.unit != "blocks":  # those are looked at whether or not other rules take all their linears
+            check_units(place, pattern)
         return
     competing, what = (columns, "each row") if pattern.group == "row" else (rows * columns, "all rows")
     if pattern.group == "joint":
@@ -137,8 +143,12 @@ def check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[Pl
         )
 
 
-def _check_units(place: str, pattern: Structured) -> None:
-    """Refuse a sparsity that drops no unit, or all."""
+def check_units(place: str, pattern: Structured) -> None:
+    """Refuse a sparsity that drops no unit, or all.
+
+    Raises:
+        RecipeError: the message begins with the place.
+    """
     units, count = pattern.units, pattern.units.count
     if pattern.sparsity > 0 and pattern.dropped == 0:
         raise RecipeError(

@@ -15,6 +15,7 @@ from compressx.api.patterns import Asked
 from compressx.api.pruner import Block, PrunerSpec, statistic_of
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.planning.budgets import asked_patterns, check_fits
+from compressx.planning.depth import find_depth
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.planning.structured import check_whole, units_of_rules
 from compressx.planning.targets import Assigned, check_adapters, match_targets, targeted_by
@@ -46,11 +47,15 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     mistakes.raise_all()
     units = units_of_rules(loaded, architecture, skeleton, mistakes)
     mistakes.raise_all()
-    assigned = match_targets(loaded, architecture, mistakes, units)
+    able = {i: architecture.linears for i, rule in enumerate(loaded.recipe.prune) if rule.pattern == "blocks"}
+    assigned = match_targets(loaded, architecture, mistakes, {**units, **able})
     mistakes.raise_all()
     taken = assigned.taken
     check_whole(loaded, units, assigned, mistakes)
+    depth = find_depth(loaded, architecture, assigned, rules, mistakes)
     mistakes.raise_all()
+    if depth is not None:
+        units[depth.rule.index] = dict.fromkeys(depth.pattern.units.owners, depth.pattern.units)
     patterns = asked_patterns(loaded, [rule.pruner for rule in rules], taken, units)
     everything = {**architecture.linears, **architecture.outside}
     linears = tuple(
@@ -71,9 +76,13 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
         check_adapters(loaded, architecture, [linear.name for linear in linears])
     plan = Plan(
         linears, _skipped(architecture, assigned), rules, needs_calibration=False,
-        allocation=loaded.recipe.allocation, reconstruct_block=loaded.recipe.reconstruct_block,
+        allocation=loaded.recipe.allocation, reconstruct_block=loaded.recipe.reconstruct_block, depth=depth,
     )  # fmt: skip
-    needed = _check_blocks(loaded, plan, architecture, skeleton, assigned.ignored, mistakes) or bool(plan.sensitive)
+    if plan.depth is not None:
+        with mistakes.collected(), loaded.at("prune", plan.depth.rule.index):
+            plan.depth.rule.build_depth()
+    observes = _check_blocks(loaded, plan, architecture, skeleton, assigned.ignored, mistakes)
+    needed = observes or bool(plan.sensitive) or plan.depth is not None
     mistakes.add(*text_mistakes(loaded, skeleton, needed))
     mistakes.raise_all()
     measures = plan.allocation is not None and bool(plan.allocation.measures)
@@ -171,6 +180,7 @@ def _check_blocks(
     for index, fqn in enumerate([*found.blocks, ""]):
         linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")} if fqn else dict(found.outside)
         block = Block(index, fqn, found.blocks[fqn] if fqn else skeleton, linears, (), config)
+        asked = plan.asked(fqn)
         for rule, patterns in plan.in_block(fqn).items():
             if rule in failed:  # the other blocks would repeat the mistake
                 continue
@@ -178,7 +188,7 @@ def _check_blocks(
             with mistakes.collected():
                 with _mentioning({n: ignored[n] for n in linears if n in ignored}):
                     _check_block(loaded, rule, block, patterns)
-                if not observes:
+                if not observes and rule in asked:
                     with loaded.at("prune", rule.index):
                         observes = _observes(rule, block, patterns)
                 failed.remove(rule)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from pydantic import BaseModel
 
-from compressx.api.patterns import Asked, allocated_form
+from compressx.api.depth import DepthPruner
+from compressx.api.lowest import drop_lowest
+from compressx.api.patterns import Asked, Structured, allocated_form
 from compressx.api.pruner import AnyPruner, PrunerSpec
 from compressx.recipe.methods import Allocation
 from compressx.recipe.schema import ReconstructBlock
-from compressx.runtime.errors import blamed_on
+from compressx.runtime.errors import PluginError, blamed_on
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +60,22 @@ class PlannedRule:
         selector = _built(self.pruner, self.options)
         return selector, _built(self.reconstructor, self.reconstructor_options) if self.reconstructor else None
 
+    def build_depth(self) -> DepthPruner:
+        """Make the selecting pruner of a rule that prunes whole blocks.
 
-def _built(spec: PrunerSpec, options: BaseModel | None) -> AnyPruner:
+        Raises:
+            PluginError: it does not score blocks, though it declares them.
+        """
+        pruner = _built(self.pruner, self.options)
+        if not isinstance(pruner, DepthPruner):
+            raise PluginError(
+                f"pruner {self.pruner.name!r} declares units blocks, but what build returned, a "
+                f"{type(pruner).__name__}, has no observe_block and score_block; see compressx.DepthPruner"
+            )
+        return pruner
+
+
+def _built(spec: PrunerSpec, options: BaseModel | None) -> Any:
     with blamed_on(f"pruner {spec.name!r} could not be built"):
         return spec.build(options)
 
@@ -88,6 +105,42 @@ class PlannedLinear:
 
 
 @dataclass(frozen=True)
+class PlannedDepth:
+    """A rule that drops whole decoder blocks, beside the rules that prune linears of the blocks that stay.
+
+    Attributes:
+        rule: the rule.
+        pattern: what it asks of all linears in the blocks that may go.
+        blocks: the names of those blocks, in the order of the pattern's units.
+        scores: of each of them, by name; empty until the blocks are measured.
+    """
+
+    rule: PlannedRule
+    pattern: Structured
+    blocks: tuple[str, ...]
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The names of the blocks that go, those of the lowest scores; none until they are measured."""
+        if not self.scores:
+            return ()
+        scores = torch.tensor([self.scores[fqn] for fqn in self.blocks], dtype=torch.float64)
+        keep = drop_lowest(scores[None], self.pattern.dropped)[0].tolist()
+        return tuple(fqn for fqn, kept in zip(self.blocks, keep, strict=True) if not kept)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `plan.json` says of it."""
+        return {
+            "pruner": self.rule.label,
+            "pattern": str(self.pattern),
+            "count": self.pattern.dropped,
+            "dropped": [*self.dropped],
+            "scores": {**self.scores},
+        }
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a run will do.
 
@@ -99,6 +152,7 @@ class Plan:
         allocation: how sparsities are chosen, once there are weights if that needs measuring; each linear's pattern is
             what is nearest to the target until then. None when the patterns are final.
         reconstruct_block: how the survivors of each block are trained; None when they are not.
+        depth: which blocks may go; None when no rule drops blocks.
     """
 
     linears: tuple[PlannedLinear, ...]
@@ -107,6 +161,7 @@ class Plan:
     needs_calibration: bool
     allocation: Allocation | None = None
     reconstruct_block: ReconstructBlock | None = None
+    depth: PlannedDepth | None = None
 
     def in_block(self, fqn: str) -> dict[PlannedRule, dict[str, Asked]]:
         """Return the linears of one block by the rule that took them, each name with its pattern."""
@@ -115,6 +170,19 @@ class Plan:
             if linear.block == fqn:
                 by_rule.setdefault(linear.rule, {})[linear.name] = linear.pattern
         return by_rule
+
+    def asked(self, fqn: str) -> dict[PlannedRule, dict[str, Asked]]:
+        """Return what `in_block` does without the rule that drops whole blocks, whose pruner decides no linear."""
+        return {r: patterns for r, patterns in self.in_block(fqn).items() if self.depth is None or r != self.depth.rule}
+
+    def build(self) -> dict[PlannedRule, tuple[AnyPruner, AnyPruner | None]]:
+        """Make the pruners of the rules whose linears they decide."""
+        return {r: r.build() for r in self.rules if self.depth is None or r != self.depth.rule}
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The names of the blocks that go."""
+        return () if self.depth is None else self.depth.dropped
 
     @property
     def sensitive(self) -> set[str]:
@@ -125,6 +193,15 @@ class Plan:
         """Return the final plan: every linear with the pattern that an allocation gave it, by name."""
         linears = tuple(replace(x, pattern=patterns[x.name]) for x in self.linears)
         return replace(self, linears=linears, allocation=None)
+
+    def scored(self, scores: Mapping[str, float]) -> Plan:
+        """Return the plan with its blocks measured: linears in those that go are no longer other rules'."""
+        assert self.depth is not None  # noqa: S101 - blocks are measured because a rule drops some
+        depth = replace(self.depth, scores=dict(scores))
+        linears = tuple(
+            replace(x, rule=depth.rule, pattern=depth.pattern) if x.block in depth.dropped else x for x in self.linears
+        )
+        return replace(self, linears=linears, depth=depth)
 
     def shown_pattern(self, linear: PlannedLinear) -> str:
         """Write a linear's pattern, such as `2:4` or `50% row`; `allocated row` or `allocated N:4` while it is open."""
@@ -144,4 +221,5 @@ class Plan:
         ]
         allocation = {} if self.allocation is None else {"allocation": self.allocation.model_dump(mode="json")}
         skipped = [{"name": name, "reason": reason} for name, reason in self.skipped.items()]
-        return {**allocation, "linears": linears, "skipped": skipped}
+        depth = {} if self.depth is None else {"blocks": self.depth.to_dict()}
+        return {**allocation, **depth, "linears": linears, "skipped": skipped}

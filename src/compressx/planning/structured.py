@@ -17,7 +17,7 @@ from compressx.runtime.errors import Mistakes, RecipeError, UnsupportedModelErro
 def units_of_rules(
     loaded: LoadedRecipe, found: Architecture, skeleton: Any, mistakes: Mistakes
 ) -> dict[int, dict[str, Units]]:
-    """Find the units that rules with a pattern of units can take.
+    """Find the units that rules with a pattern of units can take; whole blocks are not in blocks: see `depth`.
 
     Args:
         loaded: the recipe with its places in the file.
@@ -31,7 +31,7 @@ def units_of_rules(
     known: dict[UnitKind, dict[str, Units]] = {}
     units: dict[int, dict[str, Units]] = {}
     for index, rule in enumerate(loaded.recipe.prune):
-        if not isinstance(rule.pattern, str):
+        if not isinstance(rule.pattern, str) or rule.pattern == "blocks":
             continue
         with mistakes.collected():
             try:

@@ -24,10 +24,13 @@ class Assigned:
     Attributes:
         taken: the index of the rule in the recipe's `prune`, by linear name.
         ignored: the entry of `ignore` that hides a weight, with its place, by name; only weights that no rule takes.
+        in_blocks: by index of a rule that drops whole blocks, all linears that it targets: others may take them, too,
+            for the blocks that stay, and it takes only what they leave.
     """
 
     taken: Mapping[str, int]
     ignored: Mapping[str, str]
+    in_blocks: Mapping[int, Collection[str]]
 
 
 def match_targets(
@@ -56,15 +59,18 @@ def match_targets(
     everywhere = _ignored(loaded, (), recipe.ignore, found, anywhere, mistakes)
     taken: dict[str, int] = {}
     ignored = dict(everywhere)
-    for index, rule in enumerate(recipe.prune):
+    in_blocks: dict[int, Collection[str]] = {}
+    for index, rule in sorted(enumerate(recipe.prune), key=lambda at: at[1].pattern == "blocks"):
         own = dict.fromkeys(name for names in targeted[index] for name in names)
         hidden = {**_ignored(loaded, ("prune", index), rule.ignore, found, own, mistakes), **everywhere}
+        if rule.pattern == "blocks":
+            in_blocks[index] = [name for name in own if name not in hidden]
         for position, names in enumerate(targeted[index]):
-            if all(name in taken or name in hidden for name in names):
+            if all(name in hidden or (name in taken and index not in in_blocks) for name in names):
                 mistakes.add(_nothing_left(loaded, (index, position), names, taken, hidden))
         taken |= {name: index for name in own if name not in taken and name not in hidden}
         ignored |= hidden
-    return Assigned(taken, {name: by for name, by in ignored.items() if name not in taken})
+    return Assigned(taken, {name: by for name, by in ignored.items() if name not in taken}, in_blocks)
 
 
 def _able(loaded: LoadedRecipe, at: tuple[int, int], names: Sequence[str], able: Collection[str]) -> list[str]:

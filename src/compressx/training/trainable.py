@@ -11,6 +11,7 @@ from torch import nn
 
 from compressx.masks.adapters import mask_adapters, merge_adapters
 from compressx.masks.maskset import MaskSet, squash
+from compressx.models.architecture import linears_of
 from compressx.recipe.targets import matches
 from compressx.recipe.tuning import Lora
 from compressx.runtime.quiet import quiet_libraries
@@ -34,7 +35,8 @@ def trainable(
     """
     with ExitStack() as stack:
         dtypes = stack.enter_context(_in_float32(part))
-        wanted = {*stack.enter_context(_held(masks, model)), *_small(part, norms=norms, biases=biases)}
+        small = _small(part, _emptied(masks, model), norms=norms, biases=biases)
+        wanted = {*stack.enter_context(_held(masks, model)), *small}
         stack.enter_context(_only_trained(part, wanted))
         yield {parameter: dtypes[parameter] for parameter in part.parameters() if parameter in wanted}
 
@@ -58,7 +60,7 @@ def adapted(
     """
     with ExitStack() as stack:
         dtypes = stack.enter_context(_in_float32(model))
-        small = {*_small(model, norms=norms, biases=biases)}
+        small = {*_small(model, _emptied(masks, model), norms=norms, biases=biases)}
         stack.enter_context(_only_trained(model, small))  # PEFT freezes everything and does not restore it
         stack.enter_context(_adapters(model, masks, lora, seed))
         for parameter in small:
@@ -123,8 +125,16 @@ def _only_trained(part: nn.Module, wanted: set[nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(required)
 
 
-def _small(part: nn.Module, *, norms: bool, biases: bool) -> Iterator[nn.Parameter]:
+def _emptied(masks: MaskSet, model: nn.Module) -> set[nn.Module]:
+    """Return the linears that keep no weight: those of dropped blocks, which a bias would no longer leave out."""
+    linears = {x.name: x for name, module in model.named_modules() for x in linears_of(name, module)}
+    return {linears[name].module for name in masks if not masks[name].keep.any() and linears[name].expert is None}
+
+
+def _small(part: nn.Module, emptied: set[nn.Module], *, norms: bool, biases: bool) -> Iterator[nn.Parameter]:
     for module in part.modules():
+        if module in emptied:
+            continue
         norm = "norm" in type(module).__name__.lower()
         for name, parameter in module.named_parameters(recurse=False):
             bias = "bias" in name

@@ -1,0 +1,212 @@
+"""Whole blocks are scored on the dense model, and those that go leave no trace in the hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel
+from tests.compressx.depths import THIRD, planned
+from tests.compressx.processes import in_two, joined
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from compressx import PluginError, PrunerSpec, UnsupportedModelError
+from compressx.blocks.depth import score_blocks
+from compressx.blocks.prune import prune_model
+from compressx.models.access import InMemory
+from compressx.models.architecture import find_blocks, survey
+from compressx.models.capture import replaced_forwards
+from compressx.planning.plan import PlannedDepth
+from compressx.pruners.shortgpt import ShortGPT
+from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
+
+TOKENS = tiny_tokens()
+BATCHES = list(TOKENS.split(4))
+
+
+def scored(model: Any, depth: PlannedDepth, batches: Any = BATCHES, **given: Any) -> dict[str, float]:
+    return score_blocks(InMemory(model), depth, batches, **given)
+
+
+def dropped(model: Any, *rules: dict[str, Any], **sections: Any) -> Any:
+    """Drop a block of a model in place; returns the plan and the blocks as they were pruned."""
+    plan = planned(model, *rules, **sections)
+    assert plan.depth is not None
+    plan = plan.scored(scored(model, plan.depth))
+    return plan, list(prune_model(InMemory(model), plan, BATCHES))
+
+
+def hidden_states(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what enters and leaves each block, by hooks in a forward pass of the whole model."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def take(_: Any, args: Any, kwargs: Any, out: Any) -> None:
+        before = args[0] if args else kwargs["hidden_states"]
+        seen.append((before.double(), (out[0] if isinstance(out, tuple) else out).double()))
+
+    hooks = [block.register_forward_hook(take, with_kwargs=True) for block in find_blocks(model).values()]
+    with torch.no_grad():
+        model(TOKENS, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def plan_with(pruner: object, model: Any) -> PlannedDepth:
+    """Plan with a pruner of one's own in the place of the built-in one."""
+
+    class NoOptions(BaseModel):
+        pass
+
+    depth = planned(model).depth
+    assert depth is not None
+    spec = PrunerSpec("own", "for a test", NoOptions, lambda _: pruner, groups=(), nm=False, units=("blocks",))  # type: ignore[arg-type,return-value]
+    return replace(depth, rule=replace(depth.rule, pruner=spec, options=NoOptions()))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "mixtral"])
+def test_the_score_is_one_minus_the_mean_cosine_of_what_enters_and_leaves(architecture):
+    model = tiny_model(architecture)
+    expected = [
+        1 - ((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))).mean().item() for a, b in hidden_states(model)
+    ]
+    depth = planned(model).depth
+    assert depth is not None
+    assert [*scored(model, depth).values()] == pytest.approx(expected, abs=1e-6)
+    assert [*scored(model, depth, list(TOKENS.split([1, 5, 2]))).values()] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+def test_the_masked_model_is_the_model_without_the_block_in_every_architecture(architecture):
+    model, dense = tiny_model(architecture), tiny_model(architecture)
+    plan, blocks = dropped(model)
+    (gone,) = plan.dropped
+    skipped = find_blocks(dense)[gone]
+    skip = replaced_forwards({gone: skipped}, lambda _fqn, hidden, _call: hidden)
+    with torch.no_grad(), skip:
+        expected = dense(TOKENS, use_cache=False).logits
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS, use_cache=False).logits, expected, rtol=0, atol=0)
+    kept = {n: torch.equal(x.weight, survey(dense).linears[n].weight) for n, x in survey(model).linears.items()}
+    assert [n for n, same in kept.items() if not same] == [n for n in kept if n.startswith(f"{gone}.")]
+    masks = {n: e.keep for b in blocks for n, e in b.masks.items()}
+    assert {n: bool(m.any()) for n, m in masks.items()} == {n: bool(m.all()) for n, m in masks.items()} == kept
+    assert {layer.info["importance"] for b in blocks for layer in b.report.layers} == {*plan.depth.scores.values()}
+
+
+def test_the_blocks_of_the_lowest_scores_go_and_only_those_that_the_rule_targets():
+    model = tiny_model("llama")
+    depth = planned(model, {**THIRD, "targets": [{"layers": "1-2"}], "sparsity": 0.5}).depth
+    assert depth is not None
+    assert depth.blocks == ("model.layers.1", "model.layers.2")
+    assert replace(depth, scores={"model.layers.1": 0.5, "model.layers.2": 0.4}).dropped == ("model.layers.2",)
+    assert replace(depth, scores={"model.layers.1": 0.4, "model.layers.2": 0.4}).dropped == ("model.layers.1",)
+    assert depth.dropped == ()
+    assert [*scored(model, depth)] == ["model.layers.1", "model.layers.2"]
+
+
+def test_scoring_leaves_the_weights_as_they_are():
+    model, dense = tiny_model("opt"), tiny_model("opt").state_dict()
+    depth = planned(model).depth
+    assert depth is not None
+    scored(model, depth)
+    assert all(torch.equal(x, dense[n]) for n, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [("opt", {"do_layer_norm_before": False}), ("bloom", {"apply_residual_connection_post_layernorm": True})],
+)
+def test_a_block_that_is_not_the_identity_without_its_linears_is_refused_and_restored(kind, changed):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY_CONFIGS[kind][1], **changed)).eval()
+    dense = {n: x.clone() for n, x in model.state_dict().items()}
+    depth = planned(model).depth
+    assert depth is not None
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0: with all its linears zero it changes|h\.0: with all"):
+        scored(model, depth)
+    assert all(torch.equal(x, dense[n]) for n, x in model.state_dict().items())
+
+
+def test_other_rules_prune_the_blocks_that_stay_and_are_not_asked_about_the_others():
+    model = tiny_model("llama")
+    plan, blocks = dropped(model, {"targets": ["*.down_proj"], "pruner": "wanda", "sparsity": 0.5}, THIRD)
+    pruners = {layer.name: (layer.pruner, layer.sparsity) for b in blocks for layer in b.report.layers}
+    (gone,) = plan.dropped
+    for name, (pruner, sparsity) in pruners.items():
+        if name.startswith(f"{gone}."):
+            assert (pruner, sparsity) == ("shortgpt", 1.0)
+        else:
+            assert (pruner, sparsity) == (("wanda", 0.5) if name.endswith("down_proj") else ("shortgpt", 0.0))
+
+
+def test_reconstruction_trains_the_blocks_that_stay_towards_the_dense_stream():
+    model = tiny_model("opt")
+    plan = planned(model, reconstruct_block={"passes": 4})
+    first, *others = find_blocks(model)
+    plan = plan.scored({first: 0.0, **dict.fromkeys(others, 1.0)})
+    blocks = list(prune_model(InMemory(model), plan, BATCHES))
+    told = {b.report.fqn: b.report.reconstruction for b in blocks}
+    assert told.pop(first) is None
+    for trained in told.values():
+        assert trained is not None
+        assert trained.before > 0.1  # nothing but the first block's absence
+        assert trained.after < 0.9 * trained.before
+    left = [n for n, x in model.named_parameters() if n.startswith(f"{first}.") and "norm" not in n and x.any()]
+    assert left == []
+
+
+class Blames(ShortGPT):
+    def __init__(self, **methods: Any) -> None:
+        self.__dict__ |= methods
+
+
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        ({"score_block": lambda _b, _s: float("nan")}, r"score_block of pruner 'own' on model\.layers\.0 must .*nan"),
+        ({"score_block": lambda _b, _s: torch.tensor(1.0)}, r"must return a finite number, got tensor"),
+        ({"observe_block": lambda _b: None}, r"observe_block of pruner 'own' on model\.layers\.0 must return a stat"),
+        ({"observe_block": lambda _b: 1 / 0}, r"observe_block of pruner 'own' failed on model\.layers\.0: ZeroDiv"),
+        ({"score_block": lambda _b, _s: 1 / 0}, r"score_block of pruner 'own' failed on model\.layers\.0: ZeroDiv"),
+    ],
+)
+def test_what_a_plugin_does_wrong_names_it_and_the_block(methods, said):
+    model = tiny_model("llama")
+    with pytest.raises(PluginError, match=said):
+        scored(model, plan_with(Blames(**methods), model))
+
+
+def test_a_statistic_that_fails_is_blamed_on_its_plugin():
+    class Broken:
+        def update(self, before: Any, after: Any) -> None:
+            raise TypeError("no")
+
+        def tensors(self) -> dict[str, Any]:
+            return {}
+
+    model = tiny_model("llama")
+    with pytest.raises(PluginError, match=r"update of the statistic of pruner 'own' failed on model\.layers\.0: TypeE"):
+        scored(model, plan_with(Blames(observe_block=lambda _b: Broken()), model))
+
+
+def test_a_pruner_that_declares_blocks_and_scores_none_is_refused():
+    model = tiny_model("llama")
+    with pytest.raises(PluginError, match=r"'own' declares units blocks, .* a object, has no observe_block"):
+        scored(model, plan_with(object(), model))
+
+
+def _scores_of_two() -> Any:
+    model = tiny_model("llama")
+    depth = planned(model).depth
+    assert depth is not None
+    return joined(lambda ranks: scored(model, depth, list(ranks.share(TOKENS).split(2)), ranks=ranks))
+
+
+def test_two_processes_score_the_text_of_both(tmp_path):
+    model = tiny_model("llama")
+    depth = planned(model).depth
+    assert depth is not None
+    one, other = in_two(_scores_of_two, tmp_path, start="fork")
+    assert one == other == pytest.approx(scored(model, depth), abs=1e-9)

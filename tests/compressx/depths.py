@@ -1,0 +1,25 @@
+"""Plans that drop whole blocks, made of a recipe as a run makes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compressx.planning.make import make_plan
+from compressx.planning.plan import Plan
+from compressx.plugins.manager import Plugins, load_plugins
+from compressx.recipe.schema import recipe_from_dict
+
+THIRD = {"targets": ["*"], "pruner": "shortgpt", "pattern": "blocks", "sparsity": 0.34}
+"""One of the three blocks of a tiny model."""
+
+
+def planned(model: Any, *rules: dict[str, Any], plugins: Plugins | None = None, **sections: Any) -> Plan:
+    """Plan rules for a model; by default one that drops one of three blocks."""
+    recipe = {
+        "model": "org/model",
+        "calibration": {"dataset": {"text": "t.txt"}, "samples": 8, "sequence_length": 32},
+        "prune": list(rules) or [THIRD],
+        "output": "out",
+        **sections,
+    }
+    return make_plan(recipe_from_dict(recipe), plugins or load_plugins(), model)
