@@ -37,10 +37,12 @@ if TYPE_CHECKING:
         Statistic,
     )
     from compressx.api.record import BlockReport, LayerReport, RunReport
+    from compressx.api.routed import RoutedStatistic
     from compressx.api.selector import AttentionRows, ModelFacts, Needle, TokenSelector, TokenSelectorSpec
-    from compressx.api.statistics import FeatureNorms, Hessian, SequenceSample
-    from compressx.api.units import Owners, Units
+    from compressx.api.statistics import Covariance, FeatureNorms, Hessian, SequenceSample
+    from compressx.api.units import Owners, UnitKind, Units
     from compressx.api.work import Windows, Work
+    from compressx.models.units import find_units
     from compressx.pipeline.memory import PrunedModel, prune
     from compressx.pipeline.run import plan, run
     from compressx.plugins.manager import Plugins, load_plugins
@@ -68,11 +70,13 @@ _HOME = {
     "api.pruner": ["Block", "BlockCall", "Linear", "PreparingPruner", "PruneResult", "Pruner", "PrunerSpec",
                "Statistic"],
     "api.record": ["BlockReport", "LayerReport", "RunReport"],
+    "api.routed": ["RoutedStatistic"],
+    "models.units": ["find_units"],
     "pipeline.memory": ["PrunedModel", "prune"],
     "pipeline.run": ["plan", "run"],
     "api.selector": ["AttentionRows", "ModelFacts", "Needle", "TokenSelector", "TokenSelectorSpec"],
-    "api.statistics": ["FeatureNorms", "Hessian", "SequenceSample"],
-    "api.units": ["Owners", "Units"],
+    "api.statistics": ["Covariance", "FeatureNorms", "Hessian", "SequenceSample"],
+    "api.units": ["Owners", "UnitKind", "Units"],
     "api.work": ["Windows", "Work"],
     "prompts.answer": ["Answer", "generate"],
     "prompts.select": ["select_tokens"],
@@ -90,6 +94,7 @@ __all__ = [
     "BlockReport",
     "CalibrationError",
     "CompressxError",
+    "Covariance",
     "DepthPruner",
     "FeatureNorms",
     "FixedMask",
@@ -109,6 +114,7 @@ __all__ = [
     "Pruner",
     "PrunerSpec",
     "RecipeError",
+    "RoutedStatistic",
     "Rows",
     "RunReport",
     "Selected",
@@ -118,6 +124,7 @@ __all__ = [
     "Structured",
     "TokenSelector",
     "TokenSelectorSpec",
+    "UnitKind",
     "Units",
     "Unstructured",
     "UnsupportedModelError",
@@ -127,6 +134,7 @@ __all__ = [
     "count_dropped",
     "drop_lowest",
     "find_projections",
+    "find_units",
     "generate",
     "head_size",
     "hookimpl",

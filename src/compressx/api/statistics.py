@@ -130,12 +130,17 @@ class Hessian:
         """X^T X whole, float32 [in_features, in_features]; assembled anew each time."""
         return self.assembled()
 
-    def assembled(self) -> Tensor:
-        """Return `matrix`, the caller's to overwrite."""
+    def assembled(self, minus: Tensor | None = None) -> Tensor:
+        """Return `matrix`, the caller's to overwrite.
+
+        Args:
+            minus: m [in_features], float64, on the device of `sums`; m m^T is subtracted before anything is rounded.
+        """
         full = self.sums.new_empty(self.in_features, self.in_features, dtype=torch.float32)
         for start, stop, panel in self._panels():
-            full[start:stop, start:] = panel
-            full[stop:, start:stop] = panel[:, stop - start :].T
+            part = panel if minus is None else panel - minus[start:stop, None] * minus[start:]
+            full[start:stop, start:] = part
+            full[stop:, start:stop] = part[:, stop - start :].T
         return full
 
     @property
@@ -154,6 +159,47 @@ class Hessian:
         for start, stop in self._rows():
             begin, end = end, end + (stop - start) * (self.in_features - start)
             yield start, stop, self.sums[begin:end].view(stop - start, -1)
+
+
+@dataclass
+class Covariance:
+    """X^T X and the sum of X: the Hessian of a linear whose bias takes up what its inputs are on the average.
+
+    With a bias the least squared output error is that of inputs less their mean.
+    """
+
+    in_features: int
+    hessian: Hessian = field(init=False, repr=False, compare=False)
+    total: Tensor = field(init=False, repr=False, compare=False)  # [in_features], float64
+
+    def __post_init__(self) -> None:
+        self.hessian = Hessian(self.in_features)
+        self.total = _zeros_to_come(self.in_features)
+
+    def update(self, x: Tensor) -> None:
+        """Add a batch [..., in_features]."""
+        self.hessian.update(x)
+        self.total = _accumulator(self.total, x.device)
+        self.total += x.reshape(-1, self.in_features).sum(dim=0, dtype=torch.float32)
+
+    def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
+        """Return those of `hessian`, and `total` [in_features]."""
+        self.total = _accumulator(self.total)
+        return {**self.hessian.tensors(), "total": (self.total, "sum")}
+
+    def work(self, text: Windows) -> Work:
+        """Count what `update` does with some text, and what the statistic holds."""
+        summed = Work.of(moved=text.tokens * self.in_features * text.itemsize, launches=2 * text.batches)
+        return self.hessian.work(text) + summed
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of each feature, float64 [in_features]."""
+        return self.total / self.hessian.count.clamp_min(1)
+
+    def assembled(self) -> Tensor:
+        """Return the sum over tokens of (x - mean) (x - mean)^T, float32 [in_features, in_features], to overwrite."""
+        return self.hessian.assembled(self.total / self.hessian.count.clamp_min(1).sqrt())
 
 
 @dataclass

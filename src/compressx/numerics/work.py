@@ -1,4 +1,4 @@
-"""What the numerical methods cost, counted by the formulas of `obs.py` and `admm.py`."""
+"""What the numerical methods cost, counted by the formulas of `obs.py`, `admm.py` and `ziplm.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import pairwise
 from compressx.api.patterns import NM, FixedMask, Pattern
 from compressx.api.pruner import Block
 from compressx.api.work import Work
+from compressx.numerics import ziplm
 from compressx.numerics.admm import CHECK
 from compressx.numerics.obs import BLOCK_COLUMNS, PANEL, STEP
 
@@ -133,3 +134,31 @@ def admm(rows: int, n: int, pattern: Pattern, *, steps: float, solver_steps: flo
     # Near the support the residual takes a product, and what was reached is compared with the start by two.
     around = 3 * product + 2 * selection(rows, n, pattern)
     return solving + around + steps * step + max(1.0, steps / CHECK) * inverse + Work.of(memory + _F32 * 2.0 * n * n)
+
+
+def removal(rows: int, columns: int, size: int, dropped: int) -> Work:
+    """Count `ziplm.remove_units` of a weight [rows, columns], of whose units of `size` columns some are dropped."""
+    units, gone = columns // size, dropped * size
+    stay = columns - gone
+    products = solved = launches = 0.0
+    for start in range(0, columns, PANEL):
+        stop = min(start + PANEL, columns)
+        products += 2 * stop * (stop - start) * (columns - start)
+    at_once, among = max(ziplm.ROUND // size, 1), max(ziplm.CANDIDATES // size, 1)
+    for start in range(0, dropped, at_once):
+        take = min(at_once, dropped - start)
+        few = size * min(max(among, take), units - start)
+        products += 2 * rows * (size * columns + few**2) + take * (4 * size * few**2 + 2 * size**2 * few)
+        products += 2 * take * size * columns * (rows + columns)
+        solved += (
+            3 * size**3 * (units + take * few / size) + take * 3 * size**2 * few + 2 * (take * size) ** 2 * columns
+        )
+        launches += 30 + 20 * take
+    products += 2 * rows * (gone * stay + 2 * columns**2)
+    solved += stay**3 / 3 + 2 * rows * stay**2
+    moved = _F32 * (8.0 * columns**2 + 12.0 * rows * columns)
+    removed = Work.of(
+        _F32 * (2.0 * columns**2 + 4.0 * rows * columns), float32=products, factor=solved, moved=moved,
+        launches=launches + 4 * units / PANEL + 60,
+    )  # fmt: skip
+    return inverse_cholesky(columns) + 3 * assembled(columns) + removed

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from compressx.api.patterns import Group
 from compressx.api.pruner import PrunerSpec
 from compressx.api.selector import TokenSelectorSpec
+from compressx.api.units import UNIT_KINDS
 
 Spec = TypeVar("Spec")
 
@@ -64,12 +65,15 @@ def check_spec(kind: Kind[Any], spec: Any) -> None:
 
 
 def _check_pruner(spec: PrunerSpec) -> None:
-    groups: Any = spec.groups
-    if not isinstance(groups, tuple) or not groups or not {*groups} <= {*get_args(Group)}:
-        raise TypeError(
-            f"pruner {spec.name!r} has groups {groups!r:.80}; expected a tuple of {', '.join(get_args(Group))}, such "
-            "as ('row',)"
-        )
+    for given, known in (("groups", get_args(Group)), ("units", UNIT_KINDS)):
+        values: Any = getattr(spec, given)
+        if not isinstance(values, tuple) or not {*values} <= {*known}:
+            raise TypeError(
+                f"pruner {spec.name!r} has {given} {values!r:.80}; expected a tuple of {', '.join(known)}, such as "
+                f"({known[0]!r},)"
+            )
+    if not (spec.groups or spec.nm or spec.units):
+        raise TypeError(f"pruner {spec.name!r} prunes nothing: its groups and units are empty and nm is False")
     if spec.check is not None and not callable(spec.check):
         raise TypeError(f"pruner {spec.name!r} has check {spec.check!r:.80}, which is not callable")
     if unknown := {*spec.selecting_options} - {*spec.options.model_fields}:

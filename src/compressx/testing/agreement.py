@@ -13,7 +13,7 @@ from compressx.api.pruner import PreparingPruner, PruneResult, Statistic
 from compressx.blocks.observe import Observed
 from compressx.blocks.select import Kept, Stats, write
 from compressx.testing.models import tiny_tokens
-from compressx.testing.subject import NoSuchPromiseError, Scene, Subject, expect
+from compressx.testing.subject import Claim, NoSuchPromiseError, Scene, Subject, Whole, expect
 from compressx.testing.untouched import Contents
 
 SAME = 0.98
@@ -24,7 +24,7 @@ _ON_A_COPY = "other linears and an allocation's next question read it, so comput
 
 def deterministic(subject: Subject) -> None:
     """Run twice, with other global seeds."""
-    for pattern in (subject.patterns[0], subject.patterns[-1]):
+    for pattern in subject.few:
         runs = []
         for seed in (0, 1):
             with torch.random.fork_rng(devices=[]):
@@ -39,10 +39,10 @@ def repeatable(subject: Subject) -> None:
     stats = subject.gathered(scene)
     before = {name: [Contents(x.statistic) for x in of.values()] for name, of in stats.items()}
     sensitivities = {name: tensor.clone() for name, tensor in scene.block.sensitivities.items()}
-    first = subject.decided(scene, subject.patterns[0], stats)
-    subject.decided(scene, subject.patterns[-1], stats)
-    again = subject.decided(scene, subject.patterns[0], stats)
-    _expect_equal(first, again, "asked again with the same statistics, as allocation does, it")
+    first = {pattern: subject.decided(scene, pattern, stats) for pattern in subject.few}
+    for pattern, results in first.items():
+        again = subject.decided(scene, pattern, stats)
+        _expect_equal(results, again, "asked again with the same statistics, as allocation does, it")
     for name, contents in before.items():
         changed = [tensor for of in contents for tensor in of.changed()]
         expect(not changed, f"{name}: prune changed {', '.join(changed)} of its statistic; {_ON_A_COPY}")
@@ -57,23 +57,27 @@ def prepared(subject: Subject) -> None:
     if not isinstance(scene.pruners(subject.rule)[0], PreparingPruner):
         raise NoSuchPromiseError("it prepares nothing")
     stats = subject.gathered(scene)
-    first, last = subject.patterns[0], subject.patterns[-1]
-    fresh = {pattern: subject.decided(scene, pattern, stats) for pattern in (first, last)}
+    fresh = {pattern: subject.decided(scene, pattern, stats) for pattern in subject.few}
     kept: Kept = {}
-    for pattern in (first, last, first):
+    for pattern in (*fresh, *fresh):
         again = subject.decided(scene, pattern, stats, kept=kept)
         _expect_equal(fresh[pattern], again, f"{pattern}: with what it had prepared it")
 
 
 def batches(subject: Subject) -> None:
     """Gather the same tokens in batches of other sizes."""
-    pattern = subject.patterns[0]
     tokens = tiny_tokens()
     tokens[-1] = 7  # one sequence is nothing like the others, so that its weight shows
-    whole = subject.decided(subject.scene(batches=(8,), tokens=tokens), pattern)
+
+    def answers(batches: tuple[int, ...]) -> dict[Claim, Mapping[str, PruneResult]]:
+        scene = subject.scene(batches=batches, tokens=tokens)
+        stats = subject.gathered(scene)
+        return {pattern: subject.decided(scene, pattern, stats) for pattern in subject.different}
+
+    whole = answers((8,))
     for batches in ((7, 1), (1,) * 8):
-        results = subject.decided(subject.scene(batches=batches, tokens=tokens), pattern)
-        _expect_alike(whole, results, f"batches of {batches}")
+        for pattern, results in answers(batches).items():
+            _expect_alike(whole[pattern], results, f"batches of {batches}")
 
 
 def processes(subject: Subject) -> None:
@@ -91,10 +95,10 @@ def processes(subject: Subject) -> None:
             if mine not in merged:
                 other, fresh = halves[1][name][role].statistic, partial(selector.observe, scene.block, name)
                 merged[mine] = Observed(_added(mine.statistic, other, fresh))
-    pattern = subject.patterns[0]
     both = {name: {role: merged[mine] for role, mine in stats.items()} for name, stats in halves[0].items()}
-    added = subject.decided(scene, pattern, both)
-    _expect_alike(subject.decided(scene, pattern, whole), added, "statistics of two processes, added up,")
+    for pattern in subject.different:
+        added = subject.decided(scene, pattern, both)
+        _expect_alike(subject.decided(scene, pattern, whole), added, "statistics of two processes, added up,")
 
 
 def _added(mine: Statistic, other: Statistic, fresh: Callable[[], Statistic | None]) -> Statistic:
@@ -126,13 +130,13 @@ def separable(subject: Subject) -> None:
     scene = subject.scene()
     stats = subject.gathered(scene)
     joint = {p for p in subject.patterns if isinstance(p, Unstructured) and p.group == "joint"}
-    apart = [p for p in subject.patterns if p not in joint]
+    apart = [p for p in subject.patterns if not (p in joint or isinstance(p, Whole))]
     if not apart:
-        raise NoSuchPromiseError("it says separable, and every group of its own is joint")
+        raise NoSuchPromiseError("it says separable, and all that it prunes competes over several linears")
     for pattern in dict.fromkeys((apart[0], apart[-1])):
         together = subject.decided(scene, pattern, stats)
-        for name in subject.names:
-            dense = {n: scene.block.linears[n].weight.clone() for n in subject.names if n != name}
+        for name in together:
+            dense = {n: scene.block.linears[n].weight.clone() for n in together if n != name}
             for other in dense:  # in a run these may be pruned already
                 write(scene.block.linears[other], together[other])
             alone = subject.decided(scene, pattern, stats, names=[name])
@@ -147,6 +151,8 @@ def _expect_equal(a: Mapping[str, PruneResult], b: Mapping[str, PruneResult], wh
         one, other = (None if r.weight is None else r.weight[r.keep] for r in (mine, b[name]))
         same = one is other if one is None or other is None else torch.equal(one, other)
         expect(same, f"{name}: {what} gave other weights")
+        of, to = mine.bias, b[name].bias
+        expect(of is to if of is None or to is None else torch.equal(of, to), f"{name}: {what} gave another bias")
 
 
 def _expect_alike(a: Mapping[str, PruneResult], b: Mapping[str, PruneResult], what: str) -> None:

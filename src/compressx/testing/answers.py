@@ -14,7 +14,7 @@ from compressx.api.pruner import Block, PruneResult, PrunerSpec, Statistic
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import CompressxError
 from compressx.testing.models import tiny_tokens
-from compressx.testing.subject import NoSuchPromiseError, Subject, expect
+from compressx.testing.subject import IN_BLOCKS, Claim, NoSuchPromiseError, Subject, Whole, expect
 
 
 class _BySize:
@@ -33,27 +33,28 @@ _SELECTOR = PrunerSpec("by size", "the largest weights", _NoOptions, lambda _: _
 
 
 def exact(subject: Subject) -> None:
-    """Count zeros in rows, groups and wholes, for every pattern that is claimed."""
+    """Count zeros in rows, groups and wholes, for every pattern that is claimed; of units the host does."""
     scene = subject.scene()
     stats = subject.gathered(scene)
     for pattern in subject.patterns:
         results = subject.decided(scene, pattern, stats)
         for name, result in results.items():
-            wanted = zeros_in(pattern, *result.keep.shape)
+            wanted = None if isinstance(pattern, Whole) else zeros_in(pattern, *result.keep.shape)
             zeros = int((~result.keep).sum())
             expect(wanted is None or zeros == wanted, f"{name}, {pattern}: {zeros} zeros, expected {wanted}")
             if isinstance(pattern, NM):
                 kept = result.keep.view(len(result.keep), -1, pattern.of).sum(dim=2)
                 expect(bool((kept == pattern.keep).all()), f"{name}, {pattern}: groups do not lie along in_features")
-            elif pattern.group == "row":
+            elif isinstance(pattern, Unstructured) and pattern.group == "row":
                 each = (~result.keep).sum(dim=1)
                 expect(bool((each == each[0]).all()), f"{name}, {pattern}: rows differ in their number of zeros")
 
 
 def dense(subject: Subject) -> None:
     """Ask for no zeros."""
-    patterns: list[Unstructured | NM] = [Unstructured(0.0, group) for group in subject.spec.groups]
+    patterns: list[Claim] = [Unstructured(0.0, group) for group in subject.spec.groups]
     patterns += [NM(4, 4)] if subject.spec.nm else []
+    patterns += [Whole(claim.unit, 0.0) for claim in subject.different if isinstance(claim, Whole)]
     scene = subject.scene()
     for pattern in patterns:
         for name, result in subject.decided(scene, pattern).items():
@@ -61,18 +62,23 @@ def dense(subject: Subject) -> None:
             expect(bool(result.keep.all()), f"{name}, {pattern}: a weight is dropped")
             same = result.weight is None or torch.equal(result.weight.to(weight.dtype), weight)
             expect(same, f"{name}, {pattern}: weights are changed though all are kept")
+            bias = scene.block.linears[name].bias
+            same = result.bias is None or bias is None or torch.equal(result.bias.to(bias.dtype), bias)
+            expect(same, f"{name}, {pattern}: the bias is changed though all weights are kept")
 
 
 def dtypes(subject: Subject) -> None:
     """Prune 16-bit models; new weights have to fit their dtype."""
     for dtype in (torch.bfloat16, torch.float16):
         scene = subject.scene(dtype=dtype)
-        for name, result in subject.decided(scene, subject.patterns[0]).items():
-            weight = scene.block.linears[name].weight
-            expect(weight.dtype == dtype, f"{name}: the model's {dtype} became {weight.dtype}")
-            if result.weight is not None:
-                kept = result.weight.to(dtype)[result.keep]
-                expect(bool(torch.isfinite(kept).all()), f"{name}: a weight does not fit {dtype}")
+        stats = subject.gathered(scene)
+        for pattern in subject.different:
+            for name, result in subject.decided(scene, pattern, stats).items():
+                weight = scene.block.linears[name].weight
+                expect(weight.dtype == dtype, f"{name}: the model's {dtype} became {weight.dtype}")
+                if result.weight is not None:
+                    kept = result.weight.to(dtype)[result.keep]
+                    expect(bool(torch.isfinite(kept).all()), f"{name}: a weight does not fit {dtype}")
 
 
 def reconstructs(subject: Subject) -> None:
@@ -81,7 +87,12 @@ def reconstructs(subject: Subject) -> None:
         raise NoSuchPromiseError("it does not say reconstructs")
     rule = PlannedRule(0, _SELECTOR, _NoOptions(), subject.spec, subject.rule.options)
     scene = subject.scene()
-    for pattern in (Unstructured(0.5, "row"), Unstructured(0.5, "layer")):
+    block = subject.scene(weights=False).block
+    patterns: list[Claim] = [Unstructured(0.5, "row"), Unstructured(0.5, "layer")]
+    patterns += [whole for unit in IN_BLOCKS if subject.why_not(block, whole := Whole(unit, 0.5)) is None]
+    for pattern in patterns:
+        if not {*subject.asked(block, pattern)} <= {*subject.names}:
+            continue  # its check was not asked about all of them
         results = subject.decided(scene, pattern, rule=rule)  # the host refuses another mask than it gave
         expect(any(r.weight is not None for r in results.values()), "it says reconstructs, and returns no new weights")
 
@@ -89,7 +100,9 @@ def reconstructs(subject: Subject) -> None:
 def few_tokens(subject: Subject) -> None:
     """Gather fewer tokens than there are features, so that a Hessian is singular."""
     scene = subject.scene(batches=(1,), tokens=tiny_tokens(sequences=1, length=12))
-    subject.decided(scene, subject.patterns[0])
+    stats = subject.gathered(scene)
+    for pattern in subject.different:
+        subject.decided(scene, pattern, stats)
 
 
 def dead_inputs(subject: Subject) -> None:
@@ -102,7 +115,10 @@ def dead_inputs(subject: Subject) -> None:
         model.model.layers[0].post_attention_layernorm.weight[:7] = 0.0
 
     with _advice("where every input is zero so is the feature's statistic, so divide by it plus a small number"):
-        subject.decided(subject.scene(change=kill), subject.patterns[0])
+        scene = subject.scene(change=kill)
+        stats = subject.gathered(scene)
+        for pattern in subject.different:
+            subject.decided(scene, pattern, stats)
 
 
 def dead_rows(subject: Subject) -> None:
@@ -111,7 +127,7 @@ def dead_rows(subject: Subject) -> None:
     for name in subject.names:
         scene.block.linears[name].weight[:7] = 0.0
     stats = subject.gathered(scene)
-    for pattern in dict.fromkeys((subject.patterns[0], subject.patterns[-1])):
+    for pattern in subject.few:
         with _advice("a row of zeros has the sum, the norm and the maximum 0, so divide by it plus a small number"):
             subject.decided(scene, pattern, stats)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from pydantic import BaseModel
 
+from compressx.api.patterns import Asked
 from compressx.api.pruner import PrunerSpec, Statistic
 from compressx.api.selector import TokenSelectorSpec
 from compressx.recipe.validation import validate_options
-from compressx.testing import agreement, answers, placed, untouched
-from compressx.testing.subject import NoSuchPromiseError, Subject, expect
+from compressx.runtime.errors import UnsupportedModelError
+from compressx.testing import agreement, answers, depth, placed, untouched
+from compressx.testing.subject import NoSuchPromiseError, Subject, Whole, expect
 
 
 def validated_options(spec: PrunerSpec | TokenSelectorSpec, given: Mapping[str, Any]) -> BaseModel:
@@ -29,8 +32,11 @@ def options_round_trip(spec: PrunerSpec | TokenSelectorSpec, given: Mapping[str,
 
 def plans(subject: Subject) -> None:
     """Check that a recipe can be planned: `check` and `observe` on a model without weights."""
+    if not subject.claimed:
+        subject.rule.build_depth()
+        return
     scene = subject.scene(weights=False)
-    pruner = subject.spec.build(subject.rule.options)
+    pruner, _ = subject.rule.build()
     for name in subject.names:
         with torch.device("meta"):  # as the planner calls it
             statistic, again = pruner.observe(scene.block, name), pruner.observe(scene.block, name)
@@ -48,11 +54,17 @@ def _refusals(subject: Subject) -> None:
     if subject.spec.check is None:
         raise NoSuchPromiseError("it refuses nothing")
     block = subject.scene(weights=False).block
-    for name in block.linears:
-        for pattern in subject.claimed:
-            said = subject.refusal(block, {name: pattern})
-            named = said is None or any(known in said for known in (block.fqn, *block.linears))
-            expect(named, f"refusing {name}, {pattern}, it names no layer: {said}")
+    asked: list[tuple[str, Mapping[str, Asked]]] = []
+    for claim in subject.claimed:
+        if not isinstance(claim, Whole):
+            asked += [(f"{name}, {claim}", {name: claim}) for name in block.linears]
+        elif subject.why_not(block, claim) is not None:
+            with suppress(UnsupportedModelError):  # what the host refuses no pruner is asked
+                asked.append((str(claim), subject.asked(block, claim)))
+    for what, patterns in asked:
+        said = subject.refusal(block, patterns)
+        named = said is None or any(known in said for known in (block.fqn, *block.linears))
+        expect(named, f"refusing {what}, it names no layer: {said}")
 
 
 CHECKS: Mapping[str, Callable[[Subject], None]] = {
@@ -66,6 +78,7 @@ CHECKS: Mapping[str, Callable[[Subject], None]] = {
     "the same for every batch size": agreement.batches,
     "the same for several processes": agreement.processes,
     "separable": agreement.separable,
+    "scores blocks": depth.scores,
     "reconstructs": answers.reconstructs,
     "leaves the model as it is": untouched.model,
     "leaves every block of a model as it is": untouched.every_block,

@@ -25,7 +25,7 @@ may, and one that reads a number at every column may not."""
 
 def accelerator(subject: Subject) -> None:
     """Ask on a pretended accelerator: the same masks, and no wait in a loop; the host refuses answers elsewhere."""
-    for pattern in dict.fromkeys((subject.patterns[0], subject.patterns[-1])):
+    for pattern in subject.few:
         expected = subject.decided(subject.scene(), pattern)
         with pretended_accelerator() as device:
             scene = subject.scene(device="cuda")

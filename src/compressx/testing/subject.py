@@ -6,22 +6,24 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from compressx.api.patterns import NM, Unstructured
+from compressx.api.patterns import NM, Asked, Structured, Unstructured
 from compressx.api.pruner import AnyPruner, Block, PruneResult, PrunerSpec
+from compressx.api.units import UNIT_KINDS, UnitKind
 from compressx.blocks.contract import Checksums
 from compressx.blocks.fisher import fisher_diagonal
 from compressx.blocks.select import Kept, Stats, decide, gather
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import capture, each_block, passes
+from compressx.models.units import find_units
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.runtime.errors import CompressxError
+from compressx.runtime.errors import CompressxError, UnsupportedModelError
 from compressx.testing.models import tiny_model, tiny_tokens
 
 
@@ -37,6 +39,25 @@ def expect(kept: bool, broken: str) -> None:
     """Raise when a promise is not kept; an assert would be silent under `python -O`."""
     if not kept:
         raise AssertionError(broken)
+
+
+IN_BLOCKS = tuple(unit for unit in UNIT_KINDS if unit != "blocks")
+"""Units of which a block has several."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Units to ask a pruner for; which ones a block has is found there."""
+
+    unit: UnitKind
+    sparsity: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.sparsity:.6g}% of {self.unit}"
+
+
+Claim: TypeAlias = Unstructured | NM | Whole
+"""What a pruner says that it can do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,37 +85,94 @@ class Subject:
         self.rule = PlannedRule(0, spec, options, None, None)
 
     @property
-    def claimed(self) -> list[Unstructured | NM]:
-        """What the pruner claims to support."""
+    def claimed(self) -> list[Claim]:
+        """What the pruner claims to support, in one block."""
         return [
             *(Unstructured(sparsity, group) for group in self.spec.groups for sparsity in (0.5, 0.3)),
             *([NM(2, 4), NM(4, 8), NM(1, 4)] if self.spec.nm else []),
+            *(Whole(unit, sparsity) for unit in self.spec.units if unit in IN_BLOCKS for sparsity in (0.5, 0.3)),
         ]
 
     @cached_property
-    def patterns(self) -> list[Unstructured | NM]:
-        """What is claimed, but for patterns that the pruner's `check` refuses on this architecture."""
+    def patterns(self) -> list[Claim]:
+        """What is claimed, but for what the pruner's `check`, or the host, refuses on this architecture.
+
+        Raises:
+            NoSuchPromiseError: nothing is claimed.
+        """
+        if not self.claimed:
+            raise NoSuchPromiseError("it prunes whole blocks, and nothing in them")
         block = self.scene(weights=False).block
-        return [p for p in self.claimed if self.refusal(block, dict.fromkeys(self.names, p)) is None]
+        return [claim for claim in self.claimed if self.why_not(block, claim) is None]
+
+    @property
+    def different(self) -> list[Claim]:
+        """One pattern of each sort: of weights, and of every kind of units."""
+        return [first for first, _ in self._sorts]
+
+    @property
+    def few(self) -> list[Claim]:
+        """The first and the last pattern of each sort."""
+        return list(dict.fromkeys(claim for both in self._sorts for claim in both))
+
+    @cached_property
+    def _sorts(self) -> list[tuple[Claim, Claim]]:
+        sorts: dict[str, list[Claim]] = {}
+        for claim in self.patterns:
+            sorts.setdefault(claim.unit if isinstance(claim, Whole) else "", []).append(claim)
+        return [(claims[0], claims[-1]) for claims in sorts.values()]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The linears of the first block that the pruner takes: all, or the largest kinds that it accepts together."""
+        """The linears of the first block that some pattern is asked of."""
         block = self.scene(weights=False).block
+        if not self.patterns:
+            raise RefusedError(self.why_not(block, self.claimed[0]) or "")
+        named = {name for claim in self.patterns for name in self.asked(block, claim)}
+        return tuple(name for name in block.linears if name in named)
+
+    @cached_property
+    def weights_of(self) -> tuple[str, ...]:
+        """The linears whose weights may go one by one: all, or the largest kinds that the pruner accepts together."""
+        block = self.scene(weights=False).block
+        plain = next((claim for claim in self.claimed if not isinstance(claim, Whole)), None)
+        if plain is None:
+            return ()
         kinds: dict[str, list[str]] = {}
         for name in block.linears:
             kinds.setdefault(name.removeprefix(f"{block.fqn}.").rstrip("0123456789"), []).append(name)
-        why = ""
         for size in range(len(kinds), 0, -1):
             for some in combinations(kinds, size):
                 names = tuple(name for kind in some for name in kinds[kind])
-                said = self.refusal(block, dict.fromkeys(names, Unstructured(0.5, self.spec.groups[0])))
-                if said is None:
+                if self.refusal(block, dict.fromkeys(names, plain)) is None:
                     return names
-                why = why or said
-        raise RefusedError(why)
+        return tuple(block.linears)
 
-    def refusal(self, block: Block, patterns: Mapping[str, Unstructured | NM]) -> str | None:
+    def asked(self, block: Block, claim: Claim) -> dict[str, Asked]:
+        """Return what each linear of a block has to become.
+
+        Raises:
+            UnsupportedModelError: the block has no such units.
+        """
+        if not isinstance(claim, Whole):
+            return dict.fromkeys(self.weights_of, claim)
+        patterns: dict[str, Asked] = {}
+        for units in find_units(claim.unit, block):
+            patterns |= dict.fromkeys(units.owners, Structured(claim.unit, claim.sparsity, units))
+        return {name: patterns[name] for name in block.linears if name in patterns}
+
+    def why_not(self, block: Block, claim: Claim) -> str | None:
+        """Return why a block is not pruned so, or None."""
+        try:
+            patterns = self.asked(block, claim)
+        except UnsupportedModelError as refusal:
+            return str(refusal)
+        for pattern in patterns.values():
+            if isinstance(pattern, Structured) and not 0 < pattern.dropped < pattern.units.count:
+                return f"{claim} of {pattern.units} are none, or all"
+        return self.refusal(block, patterns)
+
+    def refusal(self, block: Block, patterns: Mapping[str, Asked]) -> str | None:
         """Return why the pruner's `check` refuses to prune these linears so, or None."""
         try:
             if self.spec.check is not None:
@@ -103,17 +181,20 @@ class Subject:
             return str(refusal)
         return None
 
-    def plan(self, model: Any) -> Plan:
-        """Plan the first pattern for what the pruner takes in every block; a block that it refuses is left out."""
-        found, (first, *_) = survey(model), self.patterns
-        kinds = {name.removeprefix(f"{next(iter(found.blocks))}.") for name in self.names}
+    def plan(self, model: Any, claim: Claim | None = None) -> Plan:
+        """Plan a pattern, or the first, for what the pruner takes in every block; where it is refused nothing is."""
+        found, claim = survey(model), claim or self.patterns[0]
+        first = next(iter(found.blocks))
+        kinds = {name.removeprefix(f"{first}.") for name in self.names}
         linears: list[PlannedLinear] = []
         for block, _ in each_block(InMemory(model), found, dict.fromkeys(found.blocks, ())):
             taken = {name: x for name, x in block.linears.items() if name.removeprefix(f"{block.fqn}.") in kinds}
-            if self.refusal(block, dict.fromkeys(taken, first)) is None:
+            patterns = self.asked(block, claim) if isinstance(claim, Whole) else dict.fromkeys(taken, claim)
+            if self.refusal(block, patterns) is None:
                 linears += [
-                    PlannedLinear(name, block.fqn, (x.out_features, x.in_features), self.rule, first)
+                    PlannedLinear(name, block.fqn, (x.out_features, x.in_features), self.rule, patterns[name])
                     for name, x in taken.items()
+                    if name in patterns
                 ]
         return Plan(tuple(linears), {}, (self.rule,), needs_calibration=True)
 
@@ -146,13 +227,14 @@ class Subject:
 
     @torch.no_grad()
     def decided(
-        self, scene: Scene, pattern: Unstructured | NM, stats: Stats | None = None, *,
+        self, scene: Scene, claim: Claim, stats: Stats | None = None, *,
         names: Collection[str] | None = None, rule: PlannedRule | None = None, kept: Kept | None = None,
     ) -> Mapping[str, PruneResult]:  # fmt: skip
-        """Ask the pruner, as the host does."""
+        """Ask the pruner, as the host does, for all linears of a pattern or for some; the host refuses torn units."""
         rule = rule or self.rule
         stats = self.gathered(scene, rule) if stats is None else stats
-        patterns = dict.fromkeys(names or self.names, pattern)
+        asked = self.asked(scene.block, claim)
+        patterns = {name: asked[name] for name in names or asked}
         untouched = Checksums(scene.block, [rule.label])
         results = decide(rule, scene.pruners(rule), scene.block, patterns, stats, untouched, kept)
         expect(not torch.is_grad_enabled(), "it leaves gradients switched on")

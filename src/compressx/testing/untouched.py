@@ -15,7 +15,7 @@ from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.testing.models import tiny_model, tiny_tokens
-from compressx.testing.subject import Subject, expect
+from compressx.testing.subject import Claim, Subject, Whole, expect
 from compressx.testing.surroundings import kept, reseed
 
 _RESTORE = "put it back in a `finally`"
@@ -24,23 +24,31 @@ _RESTORE = "put it back in a `finally`"
 def model(subject: Subject) -> None:
     """Compare weights, modules and config before and after one block is observed and decided."""
     scene = subject.scene()
-    before = _Snapshot(scene.model)
-    subject.decided(scene, subject.patterns[0])
+    before = Snapshot(scene.model)
+    stats = subject.gathered(scene)
+    for pattern in subject.different:
+        subject.decided(scene, pattern, stats)
     before.expect_same()
 
 
 def every_block(subject: Subject) -> None:
-    """Prune every block of a model, as a run does, and compare all but the pruned weights."""
+    """Prune every block of a model, as a run does, and compare all but the pruned weights and biases."""
+    for pattern in subject.different:
+        _every_block(subject, pattern)
+
+
+def _every_block(subject: Subject, pattern: Claim) -> None:
     whole = tiny_model(subject.architecture)
-    before = _Snapshot(whole)
-    plan = subject.plan(whole)
+    before = Snapshot(whole)
+    plan = subject.plan(whole, pattern)
     batches = torch.split(tiny_tokens(), [4, 4])
     access, found = InMemory(whole), survey(whole)
     fisher = fisher_diagonal(access, found, plan.sensitive, batches) if plan.sensitive else None
     for _ in prune_model(access, plan, batches, fisher=fisher):
         pass
     pruned = [found.linears[x.name] for x in plan.linears]
-    before.expect_same(but={id(getattr(x.module, x.parameter)) for x in pruned})
+    solved = {id(x.module.bias) for x in pruned if isinstance(pattern, Whole) and x.bias is not None}
+    before.expect_same(but={id(getattr(x.module, x.parameter)) for x in pruned} | solved)
 
 
 def process(subject: Subject) -> None:
@@ -48,9 +56,10 @@ def process(subject: Subject) -> None:
     reseed()
     with kept() as changes:
         block = subject.scene(weights=False).block
-        subject.refusal(block, dict.fromkeys(subject.names, subject.patterns[0]))
+        for pattern in subject.few:
+            subject.why_not(block, pattern)
         scene = subject.scene()
-        for pattern in dict.fromkeys((subject.patterns[0], subject.patterns[-1])):
+        for pattern in subject.few:
             subject.decided(scene, pattern)
         found = changes()
     expect(not found, "; ".join(found))
@@ -73,7 +82,7 @@ class Contents:
         return attributes | {name: tensor for name, (tensor, _) in self._of.tensors().items()}
 
 
-class _Snapshot:
+class Snapshot:
     """What a model was like: its tensors, the attributes and hooks of its modules and parameters, its config."""
 
     def __init__(self, whole: Any) -> None:

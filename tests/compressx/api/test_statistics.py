@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compressx.api.pruner import Statistic
-from compressx.api.statistics import FeatureNorms, Hessian, SequenceSample
+from compressx.api.statistics import Covariance, FeatureNorms, Hessian, SequenceSample
 from compressx.testing import pretended_accelerator
 
 
@@ -95,6 +95,36 @@ def test_on_a_gpu_products_of_bfloat16_are_summed_in_float32():
     hessian.update(x.cuda())
     flat = x.reshape(-1, 300).double()
     torch.testing.assert_close(hessian.matrix.double().cpu(), flat.T @ flat, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("sizes", [[12], [5, 7]])
+@pytest.mark.parametrize("width", [10, 600])
+def test_a_covariance_is_the_hessian_of_inputs_less_their_mean_though_the_mean_is_large(sizes, width):
+    x = 10 + torch.randn(12, 6, width, generator=torch.Generator().manual_seed(0))
+    statistic = Covariance(width)
+    for batch in x.split(sizes):
+        statistic.update(batch)
+    flat = x.reshape(-1, width).double()
+    torch.testing.assert_close(statistic.mean, flat.mean(dim=0), rtol=1e-6, atol=1e-6)
+    centred = flat - flat.mean(dim=0)
+    found = statistic.assembled()
+    torch.testing.assert_close(found.double(), centred.T @ centred, rtol=1e-4, atol=5e-3)
+    assert {name: how for name, (_, how) in statistic.tensors().items()} == dict.fromkeys(
+        ("sums", "count", "total"), "sum"
+    )
+
+
+def test_covariances_of_two_processes_add_up_to_that_of_all():
+    x = torch.randn(8, 6, 10, generator=torch.Generator().manual_seed(0))
+    whole, first, second = Covariance(10), Covariance(10), Covariance(10)
+    for statistic, batch in ((whole, x), (first, x[:3]), (second, x[3:])):
+        statistic.update(batch)
+    for name, (tensor, _) in first.tensors().items():
+        tensor.add_(second.tensors()[name][0])
+    torch.testing.assert_close(first.assembled(), whole.assembled(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(first.mean, whole.mean, rtol=1e-5, atol=1e-6)
+    assert not Covariance(3).mean.any()
+    assert not Covariance(3).assembled().any()
 
 
 def test_feature_norms_are_the_square_roots():

@@ -302,7 +302,11 @@ GROUPS = "expected a tuple of row, layer, joint, such as ('row',)"
         ("[spec('x', dict)]", "TypeError: pruner 'x' has options <class 'dict'>, which is not a pydantic model"),
         ("[spec('x', Options, groups='row')]", f"TypeError: pruner 'x' has groups 'row'; {GROUPS}"),
         ("[spec('x', Options, groups=('rows',))]", f"TypeError: pruner 'x' has groups ('rows',); {GROUPS}"),
-        ("[spec('x', Options, groups=())]", f"TypeError: pruner 'x' has groups (); {GROUPS}"),
+        ("[spec('x', Options, groups=(), nm=False)]",
+         "TypeError: pruner 'x' prunes nothing: its groups and units are empty and nm is False"),
+        ("[spec('x', Options, units=('neuron',))]",
+         "TypeError: pruner 'x' has units ('neuron',); expected a tuple of neurons, kv-groups, experts, blocks, such "
+         "as ('neurons',)"),
         ("[spec('x', Options, selecting_options=('stepz',))]",
          "TypeError: pruner 'x' has selecting_options ['stepz'], which are not options of it"),
         ("[spec('x', Options, check=True)]", "TypeError: pruner 'x' has check True, which is not callable"),

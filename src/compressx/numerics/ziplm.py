@@ -1,0 +1,239 @@
+"""Units chosen by what is lost after the survivors were solved for anew: ZipLM (arXiv 2302.04089), OBS for groups.
+
+With H the Hessian of the inputs of a linear W, removing the columns S of one unit and re-solving the others costs
+tr(W_S (H^-1_SS)^-1 W_S^T) (Kurtic et al. 2022, arXiv 2203.07259, eq. 6), and what is left of W and H^-1 are their Schur
+complements. ZipLM removes the cheapest unit, updates both, and goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compressx.api.lowest import NOT_FINITE
+from compressx.numerics.obs import PANEL, NotPositiveDefiniteError, damp_, inverse_cholesky_of
+from compressx.runtime.finite import all_finite
+
+CANDIDATES = 512
+"""Columns of the cheapest units, among which those that go are looked for one at a time."""
+
+ROUND = 64
+"""Columns that go before the whole matrices are updated, by products of so many at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """Which units stay, and the weight without the others.
+
+    Attributes:
+        keep: bool [units], True = keep.
+        weight: [out_features, in_features], float32 at least, zero in the columns of units that go.
+        error: |(W' - W) X|^2 / |W X|^2, a scalar on the weight's device.
+        damping: what was added to the diagonal of the scaled Hessian.
+    """
+
+    keep: Tensor
+    weight: Tensor
+    error: Tensor
+    damping: float
+
+
+def remove_units(
+    weight: Tensor, hessian: Callable[[], Tensor], unit: Tensor, dropped: int, *, damping: float = 0.01,
+    rows: Tensor | None = None, candidates: int = CANDIDATES, columns: int = ROUND,
+) -> Solution:  # fmt: skip
+    """Remove units of a weight's columns one after the other, and solve for the columns that stay.
+
+    The Hessian is scaled to a unit diagonal before it is damped: activations differ by orders of magnitude, and one
+    number for all would count features that seldom fire as if they did.
+
+    Args:
+        weight: W [out_features, in_features]; not changed.
+        hessian: makes H [in_features, in_features] anew, contiguous, in float32 or float64, to be overwritten.
+        unit: int64 [in_features], the unit of each column, of which all have as many.
+        dropped: units to remove.
+        damping: added to the diagonal of the scaled Hessian; raised as in `inverse_cholesky`.
+        rows: what the error of each output counts in the choice, [out_features]; alike when absent.
+        candidates: as `CANDIDATES`; at least in_features makes the choice exact.
+        columns: as `ROUND`.
+
+    Raises:
+        NotPositiveDefiniteError: no factor of the Hessian, or an entry that is not finite.
+        ValueError: units of different sizes, or a weight that is not finite.
+    """
+    first = hessian()
+    squares = first.diagonal().clone()
+    dead = squares <= 0
+    scale = torch.where(dead, 1.0, squares.sqrt())
+
+    def scaled(matrix: Tensor | None = None) -> Tensor:
+        matrix = hessian() if matrix is None else matrix
+        return matrix.div_(scale).div_(scale[:, None])
+
+    w = weight.to(first.dtype) * torch.where(dead, 0.0, scale)  # what never fires costs nothing
+    del first
+    factor, used = inverse_cholesky_of(scaled, damping)
+    inverse = _squared(factor)
+    del factor
+    members = members_of(unit.to(weight.device))
+    counted = w.clone() if rows is None else w * rows.to(w).sqrt()[:, None]
+    keep = choose_(counted, inverse, members, dropped, candidates=candidates, columns=columns)
+    del inverse, counted
+    kept = keep[unit.to(weight.device)]
+    new, error = solve(w, scaled(), kept, used)
+    moved = weight.to(w.dtype) + (new - w) / scale
+    return Solution(keep, torch.where(kept, moved, 0.0), error, used)
+
+
+def _squared(factor: Tensor) -> Tensor:
+    """Return U^T U of an upper triangular U, a panel of rows after the other: (1/3) n^3 FLOPs."""
+    full = torch.empty_like(factor, memory_format=torch.contiguous_format)
+    for start in range(0, len(factor), PANEL):
+        stop = start + PANEL
+        full[start:stop, start:] = factor[:stop, start:stop].T @ factor[:stop, start:]
+        full[stop:, start:stop] = full[start:stop, stop:].T
+    return full
+
+
+def members_of(unit: Tensor) -> Tensor:
+    """Return the columns of each unit, int64 [units, columns of one].
+
+    Raises:
+        ValueError: units of different sizes.
+    """
+    counts = torch.bincount(unit)
+    if (counts != counts[0]).any():
+        raise ValueError(f"units must have as many columns each, got {sorted(set(counts.tolist()))}")
+    return unit.argsort(stable=True).view(len(counts), -1)
+
+
+def choose_(
+    weight: Tensor, inverse: Tensor, members: Tensor, dropped: int, *, candidates: int = CANDIDATES,
+    columns: int = ROUND,
+) -> Tensor:  # fmt: skip
+    """Remove the unit of least loss, update weight and inverse, and go on; both are overwritten.
+
+    One removal changes every entry of two large matrices, at the speed of memory. So a round looks only among the units
+    that were the cheapest at its beginning, whose part of the inverse and of W^T W is small, and updates the matrices
+    by products at its end. The count of operations is about 2 k n (n + out_features) for k of n columns.
+
+    Args:
+        weight: [out_features, in_features], with the outputs as they count.
+        inverse: H^-1 [in_features, in_features].
+        members: the columns of each unit, int64 [units, columns of one].
+        dropped: units to remove.
+        candidates: columns among which a round looks.
+        columns: that a round removes.
+
+    Returns:
+        bool [units], True = keep.
+
+    Raises:
+        ValueError: numbers that are not finite.
+    """
+    units, size = members.shape
+    gone = torch.zeros(units, dtype=torch.bool, device=weight.device)
+    among = max(candidates // size, 1)
+    at_once = max(columns // size, 1)
+    for start in range(0, dropped, at_once):
+        take = min(at_once, dropped - start)
+        blocks = inverse[members[:, :, None], members[:, None, :]]  # [units, size, size]
+        parts = weight.T[members]  # [units, size, out_features]
+        losses = _losses(blocks, parts @ parts.mT).masked_fill(gone, torch.inf)
+        few = losses.argsort(stable=True)[: min(max(among, take), units - start)].sort().values
+        own = members[few].view(-1)
+        part = weight[:, own]
+        removed = few[_choose_few_(inverse[own[:, None], own], part.T @ part, size, take)]
+        _eliminate_(weight, inverse, members[removed].view(-1))
+        gone[removed] = True
+    if not all_finite(weight):
+        raise ValueError(NOT_FINITE)
+    return ~gone
+
+
+def _losses(blocks: Tensor, gram: Tensor) -> Tensor:
+    """Return tr(B^-1 W_S^T W_S) of each unit, from B = H^-1_SS and W_S^T W_S, both [units, size, size]."""
+    solved: Tensor = torch.linalg.solve_ex(blocks, gram)[0]
+    return solved.diagonal(dim1=1, dim2=2).sum(dim=1)
+
+
+def _choose_few_(inverse: Tensor, gram: Tensor, size: int, count: int) -> Tensor:
+    """Remove units one at a time, with the parts of H^-1 and W^T W that belong to them.
+
+    With L = H^-1_:S (H^-1_SS)^-1 what is left of the weight is W - W_S L^T.
+
+    Args:
+        inverse: [units * size, units * size], a unit's columns together; overwritten.
+        gram: W^T W, likewise.
+        size: columns of a unit.
+        count: units to remove.
+
+    Returns:
+        Their numbers, int64 [count], in the order in which they go.
+    """
+    units = len(inverse) // size
+    gone = torch.zeros(units, dtype=torch.bool, device=inverse.device)
+    order = []
+    within = torch.arange(size, device=inverse.device)
+    for _ in range(count):
+        blocks, grams = (
+            m.view(units, size, units, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1) for m in (inverse, gram)
+        )
+        chosen = _losses(blocks, grams).masked_fill(gone, torch.inf).argmin(keepdim=True)  # [1], never looked at here
+        own = chosen * size + within
+        rows = inverse[own]  # [size, units * size]
+        left, _ = torch.linalg.solve_ex(rows[:, own], rows)  # L^T
+        taken = gram[own]
+        inner = taken[:, own]
+        inverse.addmm_(rows.T, left, alpha=-1.0)
+        cross = left.T @ (taken - 0.5 * inner @ left)
+        gram.sub_(cross).sub_(cross.T)
+        gone[chosen] = True
+        order.append(chosen)
+    return torch.cat(order)
+
+
+def _eliminate_(weight: Tensor, inverse: Tensor, gone: Tensor) -> None:
+    """Replace a weight and the inverse by what is left of them without some columns, which become zeros."""
+    rows = inverse[gone]
+    left, _ = torch.linalg.solve_ex(rows[:, gone], rows)  # [gone, in_features]
+    weight.addmm_(weight[:, gone], left, alpha=-1.0)
+    inverse.addmm_(rows.T, left, alpha=-1.0)
+    weight[:, gone] = 0.0
+    inverse[gone] = 0.0
+    inverse[:, gone] = 0.0
+
+
+def solve(weight: Tensor, hessian: Tensor, kept: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """Solve min |(W' - W) X|^2 + damping |W' - W|^2 over W' that is zero in the columns that go.
+
+    Args:
+        weight: W [out_features, in_features].
+        hessian: X X^T of a unit diagonal, [in_features, in_features].
+        kept: bool [in_features], True = keep.
+        damping: added to the diagonal.
+
+    Returns:
+        W' [out_features, in_features], and |(W' - W) X|^2 / |W X|^2, a scalar.
+
+    Raises:
+        NotPositiveDefiniteError: the damped Hessian has no factor.
+    """
+    stay, go = kept.nonzero().view(-1), (~kept).nonzero().view(-1)
+    lost, across = weight[:, go], hessian[go]
+    inner = hessian[stay[:, None], stay]
+    damp_(inner, damping)
+    factor, failed = torch.linalg.cholesky_ex(inner)
+    if failed.item():
+        raise NotPositiveDefiniteError(f"the Hessian of the columns that stay has no factor with damping {damping:g}")
+    change = torch.cholesky_solve((lost @ across[:, stay]).T, factor).T
+    new = weight.clone()
+    new[:, go] = 0.0
+    new[:, stay] += change
+    difference = new - weight
+    size = (weight @ hessian * weight).sum()
+    error = (difference @ hessian * difference).sum() / torch.where(size > 0, size, 1.0)
+    return new, error

@@ -1,0 +1,127 @@
+"""ZipLM (arXiv 2302.04089): the units go that are missed least once the others were solved for anew.
+
+A unit's rows of the linears before only make its features; what it is worth shows where they are read, in the linear
+that owns columns of it: the down projection, the output projection. That one is solved, and its bias where it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from compressx import (
+    Block,
+    Covariance,
+    Hessian,
+    Pattern,
+    PruneResult,
+    PrunerSpec,
+    Statistic,
+    Structured,
+    UnitKind,
+    UnsupportedModelError,
+    Windows,
+    Work,
+    find_units,
+    hookimpl,
+)
+from compressx.numerics import work as numerics
+from compressx.numerics.obs import refused
+from compressx.numerics.ziplm import remove_units
+
+_UNITS: tuple[UnitKind, ...] = ("neurons", "kv-groups")
+
+
+class ZipLMOptions(BaseModel):
+    """Options of ZipLM."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    damping: float = Field(
+        0.01,
+        gt=0,
+        description="added to the diagonal of the Hessian, whose diagonal is one; more trusts the calibration less",
+    )
+
+
+class ZipLM:
+    """Prunes units by the linear that reads them."""
+
+    def __init__(self, options: ZipLMOptions) -> None:
+        self.damping = options.damping
+
+    def observe(self, block: Block, name: str) -> Hessian | Covariance | None:
+        """Ask for X^T X of linears that read units, and for the mean of X where there is a bias to put it in."""
+        if not _reads_units(block, name):
+            return None
+        linear = block.linears[name]
+        return (Hessian if linear.bias is None else Covariance)(linear.in_features)
+
+    def prune(
+        self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic]
+    ) -> dict[str, PruneResult]:
+        """Choose units and solve, for each linear that reads them."""
+        results: dict[str, PruneResult] = {}
+        for name, statistic in stats.items():
+            pattern, linear = patterns[name], block.linears[name]
+            assert isinstance(pattern, Structured)  # noqa: S101 - what the spec claims
+            assert isinstance(statistic, Hessian | Covariance)  # noqa: S101 - it is what observe asked for
+            weight, bias = linear.weight, linear.bias
+            unit = pattern.units.owners[name].unit
+            with refused(name):
+                solution = remove_units(
+                    weight, partial(_assembled, statistic, weight.device), unit, pattern.dropped, damping=self.damping
+                )
+            if isinstance(statistic, Covariance) and bias is not None:
+                lost = (weight.double() - solution.weight) @ statistic.mean.to(weight.device)
+                bias = (bias + lost).to(bias.dtype)
+            shapes = {n: (block.linears[n].out_features, block.linears[n].in_features) for n in pattern.units.owners}
+            masks = pattern.units.masks(solution.keep, shapes)
+            results |= {n: PruneResult(keep) for n, keep in masks.items()}
+            info = {"linear_error": solution.error.item(), "damping": solution.damping}
+            results[name] = PruneResult(masks[name], solution.weight.to(weight.dtype), info, bias=bias)
+        return results
+
+    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
+        """Count what the linears that read units take."""
+        found = Work()
+        for name, pattern in patterns.items():
+            if isinstance(pattern, Structured) and pattern.units.owners[name].dim == 1:
+                rows, columns = block.linears[name].weight.shape
+                found += numerics.removal(rows, columns, columns // pattern.units.count, pattern.dropped)
+        return found
+
+
+def _assembled(statistic: Hessian | Covariance, device: torch.device) -> Tensor:
+    return statistic.assembled().to(device)
+
+
+def _reads_units(block: Block, name: str) -> bool:
+    """Say whether a linear owns columns of units."""
+    for kind in _UNITS:
+        with suppress(UnsupportedModelError):  # a block without attention has neurons
+            for units in find_units(kind, block):
+                if name in units.owners:
+                    return units.owners[name].dim == 1
+    return False
+
+
+@hookimpl
+def compressx_pruners() -> list[PrunerSpec]:
+    """Offer `ziplm`."""
+    return [
+        PrunerSpec(
+            name="ziplm",
+            summary="units of least loss, the others solved for anew (arXiv 2302.04089)",
+            options=ZipLMOptions,
+            build=ZipLM,
+            groups=(),
+            nm=False,
+            units=_UNITS,
+        )
+    ]
