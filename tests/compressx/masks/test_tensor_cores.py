@@ -20,14 +20,14 @@ from compressx.masks.tensor_cores import check_device, is_two_four
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.testing.accelerator.pretended import pretended_accelerator
 
-pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
-
 NOT_FITTING = [f"model.layers.{i}.mlp.down_proj" for i in range(3)]
 """96 input features, where 64 are asked for."""
 
 
 @pytest.fixture
-def gpu() -> Iterator[torch.device]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    SparseSemiStructuredTensorCUTLASS._load_dispatch_table()
+    monkeypatch.setattr(SparseSemiStructuredTensorCUTLASS, "_PROTOTYPE_WARNING_SHOWN", True)  # else imports a compiler
     with pretended_accelerator():
         yield torch.device("cuda", 0)
 

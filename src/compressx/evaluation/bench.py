@@ -1,0 +1,228 @@
+"""Time models in turn, each in a process of its own, and compare them with the first."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from compressx.evaluation.speed import Task, vocabulary
+from compressx.masks.tensor_cores import check_device
+from compressx.models.access import Device, device_for
+from compressx.models.checkpoint import find_checkpoint
+from compressx.models.generate import check_room
+from compressx.models.loading import load_skeleton
+from compressx.recipe.sources import ModelSource
+from compressx.report.speeds import STAGES, Bench, Length, Measured, Stage
+from compressx.runtime import errors
+from compressx.runtime.errors import CompressxError, OutOfMemoryError, RecipeError, UnsupportedModelError
+from compressx.runtime.rates import rates
+
+Progress: TypeAlias = Callable[[str], None]
+"""Called with what is under way."""
+
+
+class Worker(Protocol):
+    """What has loaded a model and times it when asked."""
+
+    def answer(self) -> dict[str, Any]:
+        """Return the next answer of `compressx.evaluation.speed`."""
+
+    def ask(self, request: Mapping[str, int]) -> None:
+        """Ask for a timing."""
+
+
+Start: TypeAlias = Callable[[Task], AbstractContextManager[Worker]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is measured of every model.
+
+    Attributes:
+        lengths: of prompts and of what is written after them.
+        batch: sequences at a time.
+        rounds: that count, at least 1; one before them does not.
+        seed: of the prompts' random token ids.
+        device: where the models run.
+        threads: of torch on the CPU; None: its own choice.
+        semi_structured: convert the weights of models that are 2:4.
+    """
+
+    lengths: tuple[Length, ...]
+    batch: int = 1
+    rounds: int = 5
+    seed: int = 0
+    device: Device = "auto"
+    threads: int | None = None
+    semi_structured: bool = False
+
+    def check(self) -> None:
+        """Refuse what cannot be measured.
+
+        Raises:
+            RecipeError: a number that is too small. The message names the command's option.
+        """
+        least = {"--prompt": (min((x.prompt for x in self.lengths), default=0), 1), "--batch": (self.batch, 1),
+                 "--new": (min((x.new for x in self.lengths), default=0), 2), "--rounds": (self.rounds, 1),
+                 "--threads": (1 if self.threads is None else self.threads, 1)}  # fmt: skip
+        for option, (value, minimum) in least.items():
+            if value < minimum:
+                why = "; the first new token belongs to prefill" if option == "--new" else ""
+                raise RecipeError(f"{option} {value}: expected at least {minimum}{why}")
+
+
+class Process:
+    """A process that times one model: `python -m compressx.evaluation.speed`."""
+
+    def __init__(self, task: Task) -> None:
+        safe = ["-P"] if sys.version_info >= (3, 11) else []  # do not import from the working directory
+        self._name = task.name
+        self.process = subprocess.Popen(  # noqa: S603 - this Python, and a module of our own
+            [sys.executable, *safe, "-m", "compressx.evaluation.speed"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8",
+            start_new_session=True,  # Ctrl-C is for the process that waits, which ends this one
+        )  # fmt: skip
+        self._say(dataclasses.asdict(task))
+
+    def ask(self, request: Mapping[str, int]) -> None:
+        """Ask for a timing."""
+        self._say(request)
+
+    def answer(self) -> dict[str, Any]:
+        """Return the next answer.
+
+        Raises:
+            CompressxError: of the class that it was there; or the process was ended by a signal.
+            RuntimeError: a bug, whose traceback the process has printed.
+        """
+        assert self.process.stdout is not None  # noqa: S101 - a pipe
+        line = self.process.stdout.readline()
+        if not line:
+            raise _death(self._name, self.process.wait())
+        found: dict[str, Any] = json.loads(line)
+        if "error" in found:
+            raise getattr(errors, found["error"])(found["message"])
+        return found
+
+    def _say(self, what: Mapping[str, Any]) -> None:
+        assert self.process.stdin is not None  # noqa: S101 - a pipe
+        try:
+            self.process.stdin.write(json.dumps(what) + "\n")
+            self.process.stdin.flush()
+        except OSError:  # it has ended: `answer` says why
+            return
+
+
+def _death(name: str, status: int) -> Exception:
+    """Return the error of a process that ended without an answer."""
+    ended_by = signal.Signals(-status).name if status < 0 else ""
+    if ended_by == "SIGKILL":
+        return OutOfMemoryError(
+            f"{name}: its process was killed (SIGKILL), as Linux does when memory runs out; give a smaller --batch or "
+            "--prompt, or fewer models at a time, since all are in memory"
+        )
+    if ended_by:
+        return CompressxError(
+            f"{name}: its process was ended by {ended_by} while it was loaded or timed; time it "
+            "alone to see whether it is this model, or its device"
+        )
+    return RuntimeError(f"{name}: its process ended with exit status {status} and no answer; its message is above")
+
+
+@contextmanager
+def process(task: Task) -> Iterator[Process]:
+    """Start a process, and end it when the block ends."""
+    started = Process(task)
+    try:
+        yield started
+    finally:
+        started.process.kill()  # it holds nothing but memory
+        with suppress(BrokenPipeError), started.process:  # closes the pipes and waits
+            pass
+
+
+def bench(
+    sources: Sequence[ModelSource], asked: Asked, *, start: Start = process, progress: Progress = lambda _: None
+) -> Bench:
+    """Time models in turn: in every round and for every length one model after the other.
+
+    So what slows the machine for a while slows all of them. All are in memory at once.
+
+    Args:
+        sources: the models, at least one.
+        asked: what is measured.
+        start: how the process of a model is started.
+        progress: called with what is under way.
+
+    Raises:
+        CompressxError: an error that the user can fix.
+    """
+    asked.check()
+    device = device_for(asked.device)
+    if asked.semi_structured:
+        check_device(device)
+    names = _names(sources)
+    checkpoints = [find_checkpoint(source) for source in sources]
+    below = []
+    for name, checkpoint in zip(names, checkpoints, strict=True):
+        skeleton = load_skeleton(checkpoint)
+        for length in asked.lengths:
+            check_room(skeleton, length.prompt, length.new, name)
+        below.append(vocabulary(skeleton))
+    tasks = [
+        Task(name, checkpoint, str(device), asked.threads, asked.batch, min(below), asked.seed, asked.semi_structured)
+        for name, checkpoint in zip(names, checkpoints, strict=True)
+    ]
+    with ExitStack() as stack:
+        workers = [stack.enter_context(start(task)) for task in tasks]
+        progress(f"loading {', '.join(names)}")
+        loaded = [worker.answer() for worker in workers]
+        if asked.semi_structured and not any(found["two_four"] for found in loaded):
+            raise UnsupportedModelError(
+                f'--semi-structured: no linear of {", ".join(names)} is 2:4; prune one with pattern: "2:4", or leave '
+                "the option out"
+            )
+        seconds = _rounds(workers, names, asked, loaded, progress)
+    models = [
+        Measured(name=name, seconds=measured, **found)
+        for name, measured, found in zip(names, seconds, loaded, strict=True)
+    ]
+    return Bench(tuple(models), asked.batch, min(below), asked.seed, rates(device).copy)
+
+
+def _rounds(
+    workers: Sequence[Worker], names: Sequence[str], asked: Asked, loaded: Sequence[dict[str, Any]], progress: Progress
+) -> list[dict[Length, dict[Stage, list[float]]]]:
+    """Return the seconds of every model, by length and stage; the peaks of memory are added to what was `loaded`."""
+    seconds: list[dict[Length, dict[Stage, list[float]]]] = [
+        {length: {stage: [] for stage in STAGES} for length in asked.lengths} for _ in workers
+    ]
+    for turn in range(1 + asked.rounds):
+        for length in asked.lengths:
+            for i, worker in enumerate(workers):
+                progress(f"round {turn} of {asked.rounds}: {names[i]}, {length} tokens")
+                worker.ask(dataclasses.asdict(length))
+                found = worker.answer()
+                loaded[i]["memory_bytes"]["run"] = found["peak_bytes"]
+                for stage in STAGES if turn else ():  # the first round loads kernels and fills caches
+                    seconds[i][length][stage].append(found["seconds"][stage])
+    return seconds
+
+
+def _names(sources: Sequence[ModelSource]) -> list[str]:
+    """Name models as they were given; the second of the same name becomes `NAME (2)`."""
+    seen: Counter[str] = Counter()
+    named = []
+    for source in sources:
+        name = str(source.path or source.id or source.package)
+        seen[name] += 1
+        named.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return named

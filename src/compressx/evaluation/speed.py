@@ -1,0 +1,207 @@
+"""Time one model, prefill and decode, in a process of its own.
+
+`python -m compressx.evaluation.speed` reads a task and then requests, one JSON object a line, from standard input, and
+answers each on standard output: how `bench` lets several models take turns, each with memory of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.sparse import SparseSemiStructuredTensor
+
+from compressx.masks.tensor_cores import is_two_four, semi_structured
+from compressx.models.access import device_for
+from compressx.models.architecture import text_config
+from compressx.models.checkpoint import Checkpoint, local_folder
+from compressx.models.loading import load_model, load_skeleton
+from compressx.report.speeds import Length, Stage
+from compressx.runtime.errors import CompressxError, UnsupportedModelError, memory_named
+from compressx.runtime.machine import machine
+from compressx.runtime.quiet import quiet_libraries
+from compressx.runtime.timing import forget_peaks, peak_resident_bytes, synchronize
+
+
+@dataclass(frozen=True)
+class Task:
+    """One model, and what all models are timed with.
+
+    Attributes:
+        name: of the model, for messages.
+        checkpoint: of the model.
+        device: as torch names it.
+        threads: of torch on the CPU; None: its own choice.
+        batch, below, seed: prompts are random token ids from 0 to `below`, [batch, tokens].
+        semi_structured: convert 2:4 weights for a GPU.
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    device: str
+    threads: int | None
+    batch: int
+    below: int
+    seed: int
+    semi_structured: bool
+
+
+@torch.no_grad()
+def timed(
+    model: Any, ids: Tensor, new: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[dict[Stage, float], Tensor]:
+    """Write tokens greedily after prompts, with a key/value cache, never stopping early.
+
+    As `generate`, prefill computes the logits of the last token only where the model can.
+
+    Args:
+        model: a transformers causal language model in evaluation mode.
+        ids: the prompts, int64 [batch, prompt], on the model's device.
+        new: tokens to write, at least 1.
+        clock: seconds.
+
+    Returns:
+        Seconds of `prefill`, up to the first new token, and of `decode`, the other `new - 1`; and the new tokens, int64
+        [batch, new].
+
+    Raises:
+        UnsupportedModelError: the model gives no key/value cache.
+    """
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    synchronize(ids.device)
+    started = clock()
+    step = model(ids, use_cache=True, **last)
+    written = [step.logits[:, -1].argmax(dim=-1, keepdim=True)]
+    synchronize(ids.device)
+    read = clock()
+    if getattr(step, "past_key_values", None) is None:
+        raise UnsupportedModelError(
+            f"a {type(model).__name__} gives no key/value cache (past_key_values), so its decoding cannot be timed"
+        )
+    for _ in range(new - 1):
+        step = model(written[-1], past_key_values=step.past_key_values, use_cache=True, **last)
+        written.append(step.logits[:, -1].argmax(dim=-1, keepdim=True))
+    synchronize(ids.device)
+    return {"prefill": read - started, "decode": clock() - read}, torch.cat(written, dim=1)
+
+
+def prompts(task: Task, tokens: int) -> Tensor:
+    """Return the prompts of a task, int64 [batch, tokens]: the same for every model."""
+    generator = torch.Generator().manual_seed(task.seed)
+    return torch.randint(task.below, (task.batch, tokens), generator=generator).to(task.device)
+
+
+def answers(task: Task, requests: Iterable[Mapping[str, int]]) -> Iterator[dict[str, Any]]:
+    """Load the model of a task and say what it is; then time it for each request, a `prompt` and `new`.
+
+    Raises:
+        CompressxError: an error that the user can fix, memory that ran out included.
+    """
+    device = device_for(task.device)
+    if task.threads is not None:
+        torch.set_num_threads(task.threads)
+    load_skeleton(task.checkpoint)  # imports what the model needs, so that `before` has the libraries
+    before = 0 if device.type == "cuda" else psutil.Process().memory_info().rss
+    forget_peaks()
+    with memory_named(f"{task.name}: its weights"):
+        model = load_model(task.checkpoint).to(device)
+        converted = semi_structured(model).names if task.semi_structured and is_two_four(model) else ()
+    yield {
+        "machine": machine(device),
+        "two_four": len(converted),
+        "file_bytes": file_bytes(task.checkpoint),
+        **sizes(model),
+        "memory_bytes": {"before": before, "load": _peak(device)},
+    }
+    forget_peaks()
+    for request in requests:
+        length = Length(**request)
+        with memory_named(f"{task.name}: {length} tokens, batch {task.batch}"), quiet_libraries():
+            seconds, _ = timed(model, prompts(task, length.prompt), length.new)
+        yield {"seconds": seconds, "peak_bytes": _peak(device)}
+
+
+def sizes(model: nn.Module) -> dict[str, Any]:
+    """Return the `parameters` of a model, their `dtype`, `weight_bytes` and `read_bytes`, as `Measured` has them.
+
+    Decoding a token reads every weight but the input embedding, of which it reads one row; a tied one is read as head.
+    """
+    bytes_of = {name: _bytes(parameter) for name, parameter in model.named_parameters()}
+    heads = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    embeddings = [
+        f"{name}.weight"
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Embedding) and not any(m.weight is head for head in heads)
+    ]
+    chosen = any(parameter.dim() > 2 for parameter in model.parameters())  # experts: which are read, the router says
+    return {
+        "dtype": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "weight_bytes": sum(bytes_of.values()),
+        "read_bytes": None if chosen else sum(bytes_of.values()) - sum(bytes_of.get(name, 0) for name in embeddings),
+    }
+
+
+def _bytes(parameter: Tensor) -> int:
+    """Return the size of a parameter as it is stored: a 2:4 one is values and places."""
+    if isinstance(parameter, SparseSemiStructuredTensor):
+        return sum(getattr(parameter, name).nbytes for name in parameter.__tensor_flatten__()[0])
+    return parameter.nbytes
+
+
+def file_bytes(checkpoint: Checkpoint) -> int:
+    """Return the size of a checkpoint's weights on disk: its safetensors or GGUF file."""
+    if checkpoint.gguf_file is not None:
+        return Path(checkpoint.location, checkpoint.gguf_file).stat().st_size
+    return sum(path.stat().st_size for path in local_folder(checkpoint).glob("*.safetensors"))
+
+
+def vocabulary(model: Any) -> int:
+    """Return the number of token ids of a model."""
+    return int(text_config(model).vocab_size)
+
+
+def _peak(device: torch.device) -> int:
+    """Return the peak memory since `forget_peaks`: the device's of a GPU, the process's on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+
+
+def task_of(line: str) -> Task:
+    """Read a task that `json.dumps(dataclasses.asdict(task))` wrote."""
+    given = json.loads(line)
+    return Task(**{**given, "checkpoint": Checkpoint(**given["checkpoint"])})
+
+
+def serve(requests: TextIO, told: TextIO) -> None:
+    """Read a task and then requests, and write the answer to each; a `CompressxError` is the last answer."""
+
+    def tell(answer: Mapping[str, Any]) -> None:
+        told.write(json.dumps(answer) + "\n")
+        told.flush()
+
+    try:
+        for answer in answers(task_of(requests.readline()), map(json.loads, requests)):
+            tell(answer)
+    except CompressxError as error:
+        tell({"error": type(error).__name__, "message": str(error)})
+
+
+def main() -> None:
+    """Serve on standard input and output; what libraries print goes to standard error."""
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as told:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        serve(sys.stdin, told)
+
+
+if __name__ == "__main__":
+    main()

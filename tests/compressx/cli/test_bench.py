@@ -1,0 +1,92 @@
+"""`compressx bench` on the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.compressx.cli.commands import printed, refused
+from tests.compressx.evaluation.benched import inside
+from tests.compressx.saved import save_tiny
+
+from compressx.evaluation import bench as benching
+from compressx.evaluation.bench import Asked
+from compressx.report.speeds import Length
+
+
+@pytest.fixture
+def work(saved: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model, which is timed in this process."""
+    (project / "model").symlink_to(saved / "model")
+    monkeypatch.setitem(benching.bench.__kwdefaults__, "start", inside)
+    return project
+
+
+def test_two_models_are_shown_side_by_side(work):
+    shown = printed("bench", "model", "model", "--prompt", "4,8", "--new", "3", "--rounds", "2")
+    rows = [line.split() for line in shown.splitlines()]
+    assert [row[: row.index("float32")] for row in rows if "float32" in row] == [["model"], ["model", "(2)"]]
+    assert [" ".join(row[: row.index("+") + 2]) for row in rows if "+" in row and "to" in row] == [
+        "model 4 + 3", "model (2) 4 + 3", "model 8 + 3", "model (2) 8 + 3"
+    ]  # fmt: skip
+    assert "the same random token ids below 128 (seed 0)" in " ".join(shown.split())
+
+
+def test_json_has_every_figure_and_output_gets_a_report(work):
+    plain = json.loads(printed("bench", "model", "--prompt", "4", "--new", "3", "--rounds", "2", "--batch", "2",
+                               "--seed", "7", "--output", "speed", "--json"))  # fmt: skip
+    assert (plain["batch"], plain["rounds"], plain["seed"], plain["ids_below"]) == (2, 2, 7, 128)
+    [speed] = plain["models"][0]["speeds"]
+    assert (speed["prompt"], speed["new"]) == (4, 3)
+    assert len(speed["decode"]["seconds"]) == 2
+    rate = speed["decode"]["tokens_per_second"]
+    assert rate["most"] == pytest.approx(2 * 2 / min(speed["decode"]["seconds"]))
+    assert {p.name for p in Path("speed").iterdir()} == {"bench.md", "bench.json", "bench.svg"}
+    assert json.loads(Path("speed/bench.json").read_text()) == plain
+    assert "written to speed/bench.md" in printed("bench", "model", "--prompt", "4", "--new", "2", "--rounds", "1",
+                                                  "--output", "speed")  # fmt: skip
+
+
+def test_every_prompt_is_combined_with_every_new_and_all_options_are_passed_on(work, monkeypatch):
+    seen: list[Any] = []
+    original = benching.bench
+    monkeypatch.setattr(benching, "bench", lambda sources, asked, **_: seen.append((sources, asked)) or original(
+        sources[:1], Asked((Length(2, 2),), rounds=1), start=inside))  # fmt: skip
+    printed("bench", "model", "model", "--prompt", "4, 8", "--prompt", "8", "--new", "2,3", "--batch", "3", "--rounds",
+            "4", "--seed", "6", "--threads", "1", "--dtype", "bfloat16", "--device", "cpu")  # fmt: skip
+    [(sources, asked)] = seen
+    lengths = (Length(4, 2), Length(4, 3), Length(8, 2), Length(8, 3))
+    assert asked == Asked(lengths, batch=3, rounds=4, seed=6, device="cpu", threads=1)
+    assert [(str(s.path), s.dtype) for s in sources] == [("model", "bfloat16")] * 2
+
+
+def test_mistakes_are_refused_with_the_option_and_what_is_expected(work):
+    assert "--prompt 1x: '1x' is no whole number; expected as in --prompt 128,512" in refused(
+        "bench", "model", "--prompt", "1x"
+    )
+    assert "--new 4,: '' is no whole number" in refused("bench", "model", "--new", "4,")
+    assert "--rounds 0: expected at least 1" in refused("bench", "gone", "--rounds", "0")
+    assert "more than the model's 128 positions" in refused("bench", "model", "--prompt", "100")
+    assert "2:4 products need an NVIDIA GPU, and the model is on cpu" in refused(
+        "bench", "model", "--semi-structured", "--device", "cpu"
+    )
+    assert "model is a path, and only hub models have revisions" in refused("bench", "model", "--revision", "main")
+
+
+@pytest.mark.slow
+def test_the_command_times_two_models_in_processes_of_their_own(tmp_path):
+    save_tiny(tmp_path / "one", "llama")
+    save_tiny(tmp_path / "two", "gpt2")
+    command = [sys.executable, "-m", "compressx", "bench", "one", "two", "--prompt", "8", "--new", "4", "--rounds", "3",
+               "--threads", "1", "--json"]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    one, two = json.loads(done.stdout)["models"]
+    assert (one["name"], one["parameters"], two["name"], two["parameters"]) == ("one", 108992, "two", 166464)
+    for found in (one, two):
+        assert found["memory_bytes"]["before"] < found["memory_bytes"]["run"] < 1e9
+        assert all(len(found["speeds"][0][stage]["seconds"]) == 3 for stage in ("prefill", "decode"))
