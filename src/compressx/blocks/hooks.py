@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from compressx.api.pruner import Linear
 from compressx.models.arithmetic import original
+from compressx.runtime.errors import UnsupportedModelError
 
 Take: TypeAlias = Callable[[str, Tensor], None]
 """Called with a linear's name and [batch, tokens, features], or [tokens, features] behind a router."""
@@ -43,6 +46,39 @@ def outputs_watched(linears: Mapping[str, Linear], take: Take) -> Iterator[None]
             hooks.callback(linear.module.register_forward_hook(after).remove)
         hooks.enter_context(_experts_watched(linears, lambda _name, _input: None, take))
         yield
+
+
+@contextmanager
+def routing_watched(linears: Mapping[str, Linear]) -> Iterator[Callable[[str], Tensor]]:
+    """Yield a function that returns the router's weights of the tokens that an expert's linear was just given.
+
+    Args:
+        linears: of fused experts, by name.
+
+    Yields:
+        Takes one of the names, and returns [tokens] in the order of the linear's input, while the experts run.
+    """
+    chosen: dict[int, tuple[Tensor, Tensor]] = {}  # by module: [tokens, k] each, of experts and of weights
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        if not {"top_k_index", "top_k_weights"} <= given.keys():
+            raise UnsupportedModelError(
+                f"{type(module).__name__} is called with {', '.join(given)}, expected top_k_index and top_k_weights, "
+                "which are the router's weights"
+            )
+        chosen[id(module)] = given["top_k_index"], given["top_k_weights"]
+
+    def weights(name: str) -> Tensor:
+        experts, by = chosen[id(linears[name].module)]
+        # The eager implementation gives an expert all tokens that chose it first, then those that chose it second.
+        place, token = torch.where(torch.eq(experts.T, linears[name].expert or 0))
+        return by[token, place]
+
+    with ExitStack() as hooks:
+        for module in {x.module for x in linears.values()}:
+            hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        yield weights
 
 
 def _plain(linears: Mapping[str, Linear]) -> dict[str, Linear]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
 from compressx.api.pruner import Linear, Statistic
-from compressx.blocks.hooks import inputs_watched
+from compressx.api.routed import RoutedStatistic
+from compressx.blocks.hooks import inputs_watched, routing_watched
 from compressx.runtime.errors import CalibrationError, UnsupportedModelError
 from compressx.runtime.finite import first_damaged
 
@@ -47,8 +48,9 @@ def observe(
     asked = {name: stats for name, stats in wanted.items() if stats}
     if not asked:
         return set()
-    feed = _Feed(asked)
-    with inputs_watched({name: linears[name] for name in asked}, feed):
+    mine = {name: linears[name] for name in asked}
+    routed = {n: mine[n] for n, stats in asked.items() if any(is_routed(s.statistic) for s in stats.values())}
+    with routing_watched(routed) as weights, inputs_watched(mine, feed := _Feed(asked, weights)):
         for run in passes:
             try:
                 with suppress(_AllObservedError):
@@ -56,6 +58,11 @@ def observe(
             finally:
                 feed.finish_batch()
     return feed.reached
+
+
+def is_routed(statistic: Statistic) -> TypeGuard[RoutedStatistic]:
+    """Say whether a statistic is told the router's weights."""
+    return getattr(statistic, "routed", False) is True
 
 
 def refuse_missed(names: Collection[str], reached: Collection[str]) -> None:
@@ -79,8 +86,9 @@ class _AllObservedError(Exception):
 class _Feed:
     """Hands each input to the statistics of its linear, once for all linears that share both."""
 
-    def __init__(self, wanted: dict[str, dict[str, Observed]]) -> None:
+    def __init__(self, wanted: dict[str, dict[str, Observed]], weights: Callable[[str], Tensor]) -> None:
         self.wanted = wanted
+        self.weights = weights  # of the router, for the tokens that an expert's linear is given
         self.reached: set[str] = set()
         self.followers: set[tuple[str, str]] = set()  # by linear and role: whose statistic is another linear's
         # Of the batch that is running: each distinct input, the first linear that it came to, and the statistics that
@@ -118,7 +126,10 @@ class _Feed:
                     "one; give it a recipe rule with another pruner"
                 )
             else:
-                mine.statistic.update(x)
+                if is_routed(mine.statistic):
+                    mine.statistic.update(x, self.weights(name))
+                else:
+                    mine.statistic.update(x)
                 took.append(mine)
 
     def finish_batch(self) -> None:

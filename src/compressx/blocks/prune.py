@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import sparsity_of
+from compressx.api.patterns import Structured, sparsity_of
 from compressx.api.pruner import Block, BlockCall
 from compressx.api.record import BlockReport, LayerReport
 from compressx.blocks.depth import decide_whole
@@ -28,6 +28,7 @@ from compressx.models.architecture import Architecture, survey, text_config
 from compressx.models.blockwise import Run, advance, capture, each_block, passes
 from compressx.models.capture import run_around
 from compressx.models.hidden import Keep, Streams, in_memory
+from compressx.models.routing import leave_out
 from compressx.models.shards import OUTSIDE
 from compressx.numerics.output_error import channel_weights, relative_errors
 from compressx.planning.plan import Plan
@@ -209,6 +210,7 @@ class _Pruning:
             )
             images[name] = result.images
         order = [name for patterns in by_rule.values() for name in patterns]
+        hold_routers(block, asked, {name: entry.keep for name, entry in masks.items()})
         return tuple(layers[n] for n in order), {n: masks[n] for n in order}, {n: images[n] for n in order}
 
     def whole(self, block: Block, by_rule: ByRule) -> Iterator[tuple[str, Decision]]:
@@ -217,6 +219,19 @@ class _Pruning:
         if depth is not None and depth.rule in by_rule:
             for name, result in decide_whole(block, depth, list(by_rule[depth.rule])).items():
                 yield name, Decision(depth.rule, result, 0.0)
+
+
+def hold_routers(block: Block, by_rule: ByRule, masks: Mapping[str, Tensor]) -> None:
+    """Let the routers of a block choose only among the experts that are kept, where rules drop some.
+
+    Args:
+        block: the block.
+        by_rule: what rules asked of its linears.
+        masks: of those linears, by name.
+    """
+    patterns = [p for some in by_rule.values() for p in some.values()]
+    for units in {id(p.units): p.units for p in patterns if isinstance(p, Structured) and p.unit == "experts"}.values():
+        leave_out(block, units, units.kept(masks))
 
 
 def _first(states: Sequence[Tensor]) -> int:

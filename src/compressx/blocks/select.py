@@ -17,7 +17,7 @@ from compressx.api.patterns import Asked, FixedMask, Pattern, Structured, Unstru
 from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult, Statistic, statistic_of
 from compressx.blocks.contract import Checksums, ask
 from compressx.blocks.exchange import combine, exchange
-from compressx.blocks.observe import Observed, observe, refuse_missed
+from compressx.blocks.observe import Observed, is_routed, observe, refuse_missed
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import UnsupportedModelError, memory_named
 from compressx.runtime.finite import refuse_damage
@@ -86,7 +86,8 @@ def gather(
     if ranks.size > 1:
         reached = set().union(*ranks.all_gather(sorted(reached)))
         _combine(block, wanted, asking, ranks)
-    refuse_missed([name for name, stats in wanted.items() if stats], reached)
+    missable = {n for n, stats in wanted.items() if all(is_routed(x.statistic) for x in stats.values())}
+    refuse_missed(wanted.keys() - missable, reached)
     return wanted
 
 

@@ -166,6 +166,14 @@ class Journal:
             states[name.partition(".")[0]].append(keep(state.to(access.device)))
         return blocks, Streams(**states)
 
+    def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
+        """Return the masks of a finished block.
+
+        Raises:
+            ArtifactError: the file is missing or damaged.
+        """
+        return read_masks(self._file(fqn, "masks.safetensors"))
+
     def save_masks(self, path: Path) -> None:
         """Write the masks of all finished blocks to one file.
 

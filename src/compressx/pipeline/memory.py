@@ -142,6 +142,10 @@ class Kept:
         self.finished.append(block.report.fqn)
         self.masks.append(PackedMasks.of(masks))
 
+    def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
+        """Return the masks of a finished block."""
+        return self.masks[self.finished.index(fqn)]
+
     def restore(self, access: Access, keep: Keep) -> tuple[list[FinishedBlock], Streams]:  # noqa: ARG002 - nothing is resumed
         """Return nothing: every run is a new one."""
         return [], Streams(())

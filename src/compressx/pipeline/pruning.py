@@ -15,10 +15,11 @@ from torch import Tensor
 
 from compressx.allocation.methods import Curves, allocate, report_on, windows_kept
 from compressx.api.patterns import Structured
+from compressx.api.pruner import Block
 from compressx.api.record import AllocationReport
 from compressx.blocks.depth import score_blocks
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
-from compressx.blocks.prune import Finished, prune_model
+from compressx.blocks.prune import Finished, hold_routers, prune_model
 from compressx.masks.file import MaskEntry
 from compressx.models.access import Access
 from compressx.models.architecture import survey, text_config
@@ -57,6 +58,9 @@ class Record(Protocol):
 
     def restore(self, access: Access, keep: Keep) -> tuple[list[FinishedBlock], Streams]:
         """Return to the state after the last finished block."""
+
+    def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
+        """Return the masks of a finished block."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +178,7 @@ class Pruning:
         if journal.finished:
             context.report_progress("load", 2, 2)
             finished, states = journal.restore(self.access, keep)
+            self._hold_routers(planned)
             resumed = Finished(journal.finished[-1], states)
             note = f"resumed after {resumed.fqn or 'the linears outside the blocks'}, {len(finished)} of {total}"
         context.report_progress("prune", len(finished), total, note)
@@ -188,6 +193,15 @@ class Pruning:
                 context.plugins.manager.hook.compressx_block_pruned(report=block.report)
             del block  # frees the masks, which are on disk
         return finished
+
+    def _hold_routers(self, planned: Plan) -> None:
+        """Let the routers of finished blocks leave out the experts that are dropped."""
+        found, config = survey(self.access.model), text_config(self.access.model)
+        for index, (fqn, module) in enumerate(found.blocks.items()):
+            if fqn in self.journal.finished:
+                masks = {name: entry.keep for name, entry in self.journal.masks_of(fqn).items()}
+                linears = {name: found.linears[name] for name in masks}
+                hold_routers(Block(index, fqn, module, linears, (), config), planned.asked(fqn), masks)
 
     def _keep(self, name: str, windows: int) -> Keep:
         """Choose where to keep hidden states of that many windows: in files if they exceed the recipe's limit."""

@@ -17,7 +17,7 @@ from compressx.models.architecture import Architecture, survey, text_config
 from compressx.planning.budgets import asked_patterns, check_fits
 from compressx.planning.depth import find_depth
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.planning.structured import check_whole, units_of_rules
+from compressx.planning.structured import check_experts, check_whole, units_of_rules
 from compressx.planning.targets import Assigned, check_adapters, match_targets, targeted_by
 from compressx.planning.text import text_mistakes
 from compressx.plugins.kinds import PRUNER
@@ -52,6 +52,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     mistakes.raise_all()
     taken = assigned.taken
     check_whole(loaded, units, assigned, mistakes)
+    check_experts(loaded, units, architecture, skeleton, mistakes)
     depth = find_depth(loaded, architecture, assigned, rules, mistakes)
     mistakes.raise_all()
     if depth is not None:

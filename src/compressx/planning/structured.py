@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from compressx.api.patterns import count_dropped
 from compressx.api.pruner import Block
 from compressx.api.units import UnitKind, Units
 from compressx.models.architecture import Architecture, text_config
+from compressx.models.routing import router_of
 from compressx.models.units import find_units
 from compressx.planning.targets import Assigned
 from compressx.recipe.schema import LoadedRecipe
@@ -56,6 +58,37 @@ def _in_model(kind: UnitKind, found: Architecture, skeleton: Any) -> dict[str, U
     if not units and refusal is not None:
         raise refusal
     return units
+
+
+def check_experts(
+    loaded: LoadedRecipe, units: Mapping[int, Mapping[str, Units]], found: Architecture, skeleton: Any,
+    mistakes: Mistakes,
+) -> None:  # fmt: skip
+    """Refuse to drop experts that a router cannot leave out, or so many that it has too few left to choose from."""
+    config = text_config(skeleton)
+    for index, rule in enumerate(loaded.recipe.prune):
+        if rule.pattern != "experts":
+            continue
+        place = loaded.where("prune", index, "pattern")
+        for one in {id(x): x for x in units[index].values()}.values():
+            fqn = found.block_of(next(iter(one.owners)))
+            block = Block([*found.blocks].index(fqn), fqn, found.blocks[fqn], found.linears, (), config)
+            try:
+                _, router = router_of(block, one)
+            except UnsupportedModelError as error:
+                mistakes.add(UnsupportedModelError(f"{place}: {error}"))
+                return
+            chosen = int(getattr(router, "top_k", getattr(config, "num_experts_per_tok", 1)))
+            left = one.count - count_dropped(rule.sparsity or 0.0, one.count)
+            if left < chosen:
+                mistakes.add(
+                    RecipeError(
+                        f"{loaded.where('prune', index, 'sparsity')}: sparsity {rule.sparsity:g} keeps {left} of the "
+                        f"{one}, but the router chooses {chosen} for each token; at most "
+                        f"{(one.count - chosen) / one.count:.6g} leaves it enough"
+                    )
+                )
+                return
 
 
 def check_whole(

@@ -1,0 +1,136 @@
+"""REAP (arXiv 2510.13999): drop the experts that add least to the hidden states of the tokens sent to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from compressx import (
+    Block,
+    Linear,
+    Pattern,
+    PruneResult,
+    PrunerSpec,
+    Statistic,
+    Structured,
+    UnsupportedModelError,
+    Windows,
+    Work,
+    drop_lowest,
+    hookimpl,
+)
+
+_OUTPUT = "down_proj"
+"""The linear whose output is the expert's."""
+
+
+class ReapOptions(BaseModel):
+    """REAP has no options."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+@dataclass
+class RoutedOutputs:
+    """Sum over the tokens of an expert of the router's weight times the norm of the expert's output.
+
+    Attributes:
+        weight: of the expert's last linear, [hidden_size, intermediate_size].
+        total: the sum, float64 [].
+        count: of tokens, int64 [].
+    """
+
+    weight: Tensor = field(repr=False, compare=False)
+    total: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64), compare=False)
+    count: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64), compare=False)
+    routed: bool = field(default=True, init=False)
+
+    def update(self, x: Tensor, weights: Tensor | None = None) -> None:
+        """Add the tokens that are sent to the expert, [tokens, intermediate_size], with the router's weights."""
+        if weights is None:
+            raise TypeError("expected the router's weights of the tokens; this is a statistic of an expert's linear")
+        norms = torch.linalg.vector_norm((x @ self.weight.T).float(), dim=-1)  # [tokens]
+        self.total = self.total.to(x.device) + (weights.float() * norms).double().sum()
+        self.count = self.count.to(x.device) + len(x)
+
+    def tensors(self) -> Mapping[str, tuple[Tensor, Literal["sum"]]]:
+        """Return the sum and the number of tokens."""
+        return {"total": (self.total, "sum"), "count": (self.count, "sum")}
+
+    def work(self, text: Windows) -> Work:
+        """Count the outputs of the expert, which are computed once more."""
+        rows, columns = self.weight.shape
+        products = {"float32" if text.itemsize == 4 else "bfloat16": 2 * text.tokens * rows * columns}
+        return Work(products, memory=text.itemsize * text.tokens * rows / text.batches)
+
+    @property
+    def score(self) -> float:
+        """The mean over the expert's tokens (equation 9 of the paper); 0 of an expert without any."""
+        return float(self.total / self.count.clamp_min(1))
+
+
+class Reap:
+    """Scores an expert by the mean of the router's weight times the norm of its output, over its tokens."""
+
+    def observe(self, block: Block, name: str) -> RoutedOutputs | None:
+        """Ask for the outputs of the experts."""
+        linear = block.linears[name]
+        return RoutedOutputs(linear.weight) if linear.parameter == _OUTPUT else None
+
+    def prune(
+        self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic]
+    ) -> dict[str, PruneResult]:
+        """Keep the experts of the highest scores."""
+        results: dict[str, PruneResult] = {}
+        for pattern in {id(p.units): p for p in patterns.values() if isinstance(p, Structured)}.values():
+            scores = torch.zeros(pattern.units.count, dtype=torch.float64)
+            for name, own in pattern.units.owners.items():
+                if name in stats:
+                    statistic = stats[name]
+                    assert isinstance(statistic, RoutedOutputs)  # noqa: S101 - it is what observe asked for
+                    scores[int(own.unit[0])] = statistic.score
+            keep = drop_lowest(scores[None], pattern.dropped)[0]
+            shapes = {n: (block.linears[n].out_features, block.linears[n].in_features) for n in pattern.units.owners}
+            device = block.linears[next(iter(shapes))].weight.device
+            for name, mask in pattern.units.masks(keep, shapes).items():
+                score = float(scores[int(pattern.units.owners[name].unit[0])])
+                results[name] = PruneResult(mask.to(device), info={"importance": score})
+        return results
+
+    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
+        """Count the masks, which are written once."""
+        return Work.of(moved=sum(float(block.linears[n].weight.numel()) for n in patterns))
+
+
+def _check(block: Block, patterns: Mapping[str, Pattern]) -> None:
+    """Refuse experts that are modules of their own: the router's weights are known of fused ones only."""
+    if odd := next((n for n in patterns if not _is_fused(block.linears[n])), None):
+        raise UnsupportedModelError(
+            f"{odd} is not a slice of fused experts with {_OUTPUT}, of which alone the router's weights are known"
+        )
+
+
+def _is_fused(linear: Linear) -> bool:
+    return linear.expert is not None and hasattr(linear.module, _OUTPUT)
+
+
+@hookimpl
+def compressx_pruners() -> list[PrunerSpec]:
+    """Offer `reap`."""
+    return [
+        PrunerSpec(
+            name="reap",
+            summary="drops the experts of the least router weight x ||output|| (arXiv 2510.13999)",
+            options=ReapOptions,
+            build=lambda _: Reap(),
+            groups=(),
+            nm=False,
+            units=("experts",),
+            check=_check,
+        )
+    ]

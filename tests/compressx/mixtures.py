@@ -1,0 +1,39 @@
+"""Tiny mixtures of every kind of router, with their shared and correction parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {**_COMMON, "num_local_experts": 4}),
+    "qwen3-moe": ("qwen3_moe", {**_COMMON, "num_experts": 4, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-dense-block": ("qwen3_moe", {**_COMMON, "num_experts": 4, "head_dim": 16, "mlp_only_layers": [1]}),
+    "olmoe": ("olmoe", {**_COMMON, "num_experts": 4}),
+    "qwen2-moe": ("qwen2_moe", {**_COMMON, "num_experts": 4, "shared_expert_intermediate_size": 48}),
+    "deepseek-v3": ("deepseek_v3", {**_COMMON, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+        "num_key_value_heads": 4, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}),
+}  # fmt: skip
+
+
+def mixture(name: str, **changed: Any) -> Any:
+    """Make a tiny random mixture, in evaluation mode, whose router prefers some experts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, values = MIXTURES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**values, **changed}))
+        with torch.no_grad():
+            for part, x in [*model.named_parameters(), *model.named_buffers()]:
+                if x.dim() > 1 or "correction" in part:
+                    x.normal_(std=0.15)
+    return model.eval()

@@ -1,0 +1,71 @@
+"""Runs that drop experts: streamed, interrupted, fine-tuned, in memory."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.compressx.mixtures import mixture
+from tests.compressx.pipeline.runs import recipe, stopped, weights
+
+from compressx import prune
+from compressx.masks.maskset import MaskSet
+from compressx.pipeline.run import run
+from compressx.testing import tiny_tokens
+
+HALF = {"targets": ["*"], "pruner": "reap", "pattern": "experts", "sparsity": 0.5}
+
+
+@pytest.fixture(scope="module")
+def mixtral(models: Any) -> Path:
+    saved: Path = models("mixtral")
+    return saved
+
+
+def same(one: str, other: str) -> None:
+    """Compare the masks and weights of two outputs."""
+    first, second = (MaskSet.load(f"{folder}/masks.safetensors") for folder in (one, other))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[n].keep, second[n].keep) for n in first)
+    expected = weights(f"{other}/model")
+    assert all(torch.equal(x, expected[n]) for n, x in weights(f"{one}/model").items())
+
+
+def test_a_streamed_run_ends_as_one_in_memory(mixtral):
+    run(recipe(mixtral, HALF))
+    run({**recipe(mixtral, HALF, output="streamed"), "model": {"path": str(mixtral), "streaming": True}})
+    same("streamed", "out")
+
+
+def test_a_resumed_run_evaluates_the_model_that_its_routers_make(mixtral):
+    asked = recipe(mixtral, HALF, evaluated=True)
+    whole = run({**asked, "output": "whole"})
+    stopped(asked, 2)
+    report = run(asked, resume=True)
+    same("out", "whole")
+    assert report.evaluation == whole.evaluation
+    assert report.evaluation["pruned"] != report.evaluation["dense"]
+
+
+def test_fine_tuning_trains_the_experts_that_are_left(mixtral):
+    run(recipe(mixtral, HALF, finetune={"steps": 3}))
+    masks, tuned = MaskSet.load("out/masks.safetensors"), weights("out/model")
+    for name, entry in masks.items():
+        home, _, number = name.rpartition(".")
+        assert bool(tuned[home][int(number)].any()) == bool(entry.keep.any())
+
+
+def test_a_pruned_copy_in_memory_keeps_its_routers_choice_and_so_do_copies_of_it():
+    model = mixture("mixtral")
+    with torch.no_grad():
+        dense = model(tiny_tokens(), use_cache=False).logits
+    asked: dict[str, Any] = {"calibration": {}, "prune": [HALF]}
+    pruned = prune(model, None, asked, calibration=tiny_tokens(), copy=True).model
+    with torch.no_grad():
+        assert torch.equal(model(tiny_tokens(), use_cache=False).logits, dense)
+        expected = pruned(tiny_tokens(), use_cache=False).logits
+        assert not torch.allclose(expected, dense)
+        assert torch.equal(deepcopy(pruned)(tiny_tokens(), use_cache=False).logits, expected)
