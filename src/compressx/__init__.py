@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     )
     from compressx.api.record import BlockReport, LayerReport, RunReport
     from compressx.api.routed import RoutedStatistic
-    from compressx.api.routed import RoutedStatistic
     from compressx.api.selector import AttentionRows, ModelFacts, Needle, TokenSelector, TokenSelectorSpec
     from compressx.api.statistics import Covariance, FeatureNorms, Hessian, SequenceSample
     from compressx.api.units import Owners, UnitKind, Units
@@ -71,7 +70,6 @@ _HOME = {
     "api.pruner": ["Block", "BlockCall", "Linear", "PreparingPruner", "PruneResult", "Pruner", "PrunerSpec",
                "Statistic"],
     "api.record": ["BlockReport", "LayerReport", "RunReport"],
-    "api.routed": ["RoutedStatistic"],
     "api.routed": ["RoutedStatistic"],
     "models.units": ["find_units"],
     "pipeline.memory": ["PrunedModel", "prune"],
@@ -116,7 +114,6 @@ __all__ = [
     "Pruner",
     "PrunerSpec",
     "RecipeError",
-    "RoutedStatistic",
     "RoutedStatistic",
     "Rows",
     "RunReport",
