@@ -13,6 +13,7 @@ import click
 from compressx._version import __version__
 from compressx.cli.bench import bench
 from compressx.cli.common import Host
+from compressx.cli.files import pack, unpack
 from compressx.cli.models import apply, evaluate, init, inspect
 from compressx.cli.plugins import plugins
 from compressx.cli.prompts import generate
@@ -38,7 +39,22 @@ def cli(context: click.Context, modules: tuple[str, ...], blocked: tuple[str, ..
     context.obj = Host(modules, tuple(b.removeprefix("no:") for b in blocked))
 
 
-for _command in (init, run, plan, schema, sweep, compare, evaluate, bench, generate, apply, inspect, plugins):
+for _command in (
+    init,
+    run,
+    plan,
+    schema,
+    sweep,
+    compare,
+    evaluate,
+    bench,
+    generate,
+    apply,
+    inspect,
+    pack,
+    unpack,
+    plugins,
+):
     cli.add_command(_command)
 
 

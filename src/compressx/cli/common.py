@@ -111,6 +111,7 @@ def errors_for_users(command: _Command) -> _Command:
             hints = {
                 "run": "; finished blocks are kept, and --resume continues after them",
                 "sweep": "; finished runs and blocks are kept, and the same command continues after them",
+                **dict.fromkeys(("pack", "unpack"), "; finished files are kept, and the same command continues"),
             }
             if is_first():
                 click.echo(f"{word}{hints.get(command.__name__, '')}", err=True)

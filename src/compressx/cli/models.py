@@ -137,6 +137,7 @@ def apply(
 def inspect(model: str, masks: Path | None, revision: str | None, trust_remote_code: bool, as_json: bool) -> None:
     """Count the zeros of MODEL, layer by layer: sparsity, pattern, whether 2:4 holds."""
     from compressx.cli import tables, terminal
+    from compressx.cli.files import of_sizes
     from compressx.evaluation.saved import source_of
     from compressx.masks.inspect import inspect as look
 
@@ -144,4 +145,4 @@ def inspect(model: str, masks: Path | None, revision: str | None, trust_remote_c
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=1))
     else:
-        terminal.show(*tables.of_inspection(found))
+        terminal.show(*tables.of_inspection(found), *(of_sizes(found.packed) if found.packed else ()))

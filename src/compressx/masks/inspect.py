@@ -14,6 +14,7 @@ from torch import Tensor
 from compressx.masks.file import MaskEntry, read_masks
 from compressx.models.architecture import survey
 from compressx.models.checkpoint import find_checkpoint
+from compressx.models.packed_folder import Sizes, is_packed, sizes_of
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import open_model
 from compressx.recipe.sources import ModelSource
@@ -62,11 +63,13 @@ class Inspection:
         folder: the model's source: a folder, hub id or package.
         linears: in the model's order.
         masks: the masks file they were compared with, or None.
+        packed: the sizes of a packed folder, else None.
     """
 
     folder: str
     linears: tuple[Inspected, ...]
     masks: str | None
+    packed: Sizes | None = None
 
     @property
     def sparsity(self) -> float:
@@ -76,7 +79,9 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
         linears = [{**dataclasses.asdict(x), "sparsity": x.sparsity} for x in self.linears]
-        return {"folder": self.folder, "masks": self.masks, "sparsity": self.sparsity, "linears": linears}
+        packed = None if self.packed is None else self.packed.to_dict()
+        found = {"folder": self.folder, "masks": self.masks, "packed": packed}
+        return {**found, "sparsity": self.sparsity, "linears": linears}
 
 
 def sparsity_of(linears: Iterable[Inspected]) -> float:
@@ -136,7 +141,9 @@ def inspect(source: ModelSource, masks: Path | None = None) -> Inspection:
         found = tuple(_inspected(source, entries))
     except _OtherModelError as error:
         raise ArtifactError(f"{masks}: {error}; give this model's masks with --masks") from None
-    return Inspection(str(source.path or source.id or source.package), found, None if masks is None else str(masks))
+    packed = sizes_of(source.path) if source.path is not None and is_packed(source.path) else None
+    name = str(source.path or source.id or source.package)
+    return Inspection(name, found, None if masks is None else str(masks), packed)
 
 
 class _OtherModelError(Exception):

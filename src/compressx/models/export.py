@@ -19,6 +19,12 @@ from compressx.runtime.locks import locked
 from compressx.runtime.quiet import quiet_libraries
 
 
+def model_folder(folder: Path) -> Path:
+    """Return the folder of a model: of an output folder the `model` in it, else the folder itself."""
+    inside = folder / "model"
+    return inside if not (folder / "config.json").is_file() and (inside / "config.json").is_file() else folder
+
+
 def check_output(target: Path) -> None:
     """Refuse a target that cannot be written or must not be replaced.
 

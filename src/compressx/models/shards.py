@@ -64,15 +64,15 @@ def of_file(path: Path, fqn: str) -> Shards:
     return Shards(path.parent, dict.fromkeys(names, path.name), {fqn: names})
 
 
-def check_files(folder: Path) -> None:
-    """Check that the files of a local checkpoint exist and are complete, without reading weights.
+def check_files(folder: Path) -> list[str]:
+    """Check that the files of a local checkpoint exist and are complete, and return their names; reads no weights.
 
     Raises:
         ArtifactError: a file is missing, damaged or truncated.
     """
-    for file in sorted(set(_files(folder).values())):
-        with ExitStack() as stack:
-            _opened(folder / file, stack)
+    for file in (files := sorted(set(_files(folder).values()))):
+        of_file(folder / file, OUTSIDE)
+    return files
 
 
 def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:

@@ -20,6 +20,10 @@ _held: set[int] = set()
 """Descriptors of the locks that this process holds."""
 
 
+class HeldError(ArtifactError):
+    """Another process, or another thread of this one, holds the lock."""
+
+
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
     """Hold a lock file for the duration of a `with`; it is created at the start and removed at the end.
@@ -33,7 +37,8 @@ def locked(path: Path, what: str) -> Iterator[None]:
         what: start of the message, such as `another run for output runs/mixed`.
 
     Raises:
-        ArtifactError: another process, or another thread of this one, holds the lock; the file cannot be created.
+        HeldError: another process, or another thread of this one, holds the lock.
+        ArtifactError: the file cannot be created.
     """
     descriptor = _taken(path, what)
     _held.add(descriptor)
@@ -73,7 +78,7 @@ def _taken(path: Path, what: str) -> int:
         os.close(descriptor)
         if not free:
             by = f", by {holder}" if holder else ""
-            raise ArtifactError(f"{what} is active{by}, and holds {path}; wait for it, or choose another{advice}")
+            raise HeldError(f"{what} is active{by}, and holds {path}; wait for it, or choose another{advice}")
 
 
 def _opened(path: Path) -> tuple[int, bool]:

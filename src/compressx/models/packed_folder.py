@@ -1,0 +1,288 @@
+"""Folders with packed files: a model folder, or an output folder with one, packed and unpacked file by file.
+
+`X.safetensors` becomes `X.packed.safetensors`, and the index `X.safetensors.index.json` becomes
+`X.packed.safetensors.index.json`. So nothing takes packed files for a model: transformers finds no `model.safetensors`.
+Every other file is copied, hidden ones excepted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from compressx.models.export import model_folder, output_folder
+from compressx.models.packed import PackedFile, PackedTensor, pack_file
+from compressx.models.shards import check_files
+from compressx.runtime.cache import cache_folder
+from compressx.runtime.errors import ArtifactError
+from compressx.runtime.files import BLOCKS, STATE, os_errors_named
+from compressx.runtime.locks import HeldError, locked
+
+Progress: TypeAlias = Callable[[int, int, str], None]
+"""Called with the number of finished weight files, their number, and the name of the next."""
+
+_PLAIN, _PACKED = ".safetensors", ".packed.safetensors"
+_INDEX = "model.packed.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The size of a packed model.
+
+    Attributes:
+        folder: of the model.
+        tensors: every tensor, in the order of the files.
+        bytes: of all weight files before packing.
+        packed_bytes: of all weight files.
+    """
+
+    folder: Path
+    tensors: tuple[PackedTensor, ...]
+    bytes: int
+    packed_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
+        return {
+            "folder": str(self.folder), "bytes": self.bytes, "packed_bytes": self.packed_bytes,
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+        }  # fmt: skip
+
+
+def is_packed(folder: Path) -> bool:
+    """Return whether a model's folder, or an output folder's model, is packed."""
+    return any(model_folder(folder).glob(f"*{_PACKED}"))
+
+
+def sizes_of(folder: Path) -> Sizes:
+    """Return the sizes of a packed folder; reads headers only.
+
+    Raises:
+        ArtifactError: a file that is missing, damaged or not packed.
+    """
+    model = model_folder(folder)
+    files = [PackedFile(path) for path in _packed_files(model)]
+    tensors = tuple(tensor for file in files for tensor in file.sizes())
+    packed_bytes = sum(file.path.stat().st_size for file in files)
+    return Sizes(model, tensors, sum(file.original_bytes for file in files), packed_bytes)
+
+
+def pack_folder(source: Path, output: Path, *, compress: bool = True, progress: Progress | None = None) -> Sizes:
+    """Pack a model's folder, or an output folder with one. Weight files that an interrupted call finished are kept.
+
+    Args:
+        source: the folder.
+        output: the folder to create.
+        compress: as for `pack_file`.
+        progress: called before each weight file.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        ArtifactError: an existing output, a folder that is packed or holds no complete safetensors model, or files that
+            cannot be read or written.
+    """
+    if is_packed(source):
+        raise ArtifactError(f"{source} is packed already; compressx unpack restores it")
+    model = model_folder(source)
+    if pickles := sorted(path.name for pattern in _PICKLES for path in model.glob(pattern)):
+        raise ArtifactError(
+            f"{model} also holds {pickles[0]}, a pickle checkpoint, which would stay as large as it is; remove it, or "
+            "move it away"
+        )
+    _refuse_quantized(model)
+    for name in (STATE, BLOCKS):  # which an output folder loses when it is finished
+        if (source / name).exists():
+            raise ArtifactError(
+                f"{source} has {name}, as the folder of an unfinished run; finish the run, or remove it"
+            )
+    plain = [model / name for name in check_files(model)]
+    purpose = {"pack": str(source.resolve()), "compress": compress}
+    with _resumed(output, purpose) as building:
+        _copy(source, building, {*plain}, _PLAIN, _PACKED)
+        for path, target in _each(plain, source, building, _PLAIN, _PACKED, progress):
+            if not _is_pair(target, path):
+                pack_file(path, target, compress=compress)
+    return sizes_of(output)
+
+
+def unpack_folder(source: Path, output: Path, *, progress: Progress | None = None) -> Sizes:
+    """Restore what `pack_folder` packed, weight files byte for byte. Those that an interrupted call finished are kept.
+
+    Args:
+        source: the packed folder.
+        output: the folder to create.
+        progress: called before each weight file.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        ArtifactError: an existing output, a folder that is not packed, a missing or damaged file, or files that cannot
+            be read or written.
+    """
+    if not is_packed(source):
+        raise ArtifactError(
+            f"{source} is not packed: {model_folder(source)} has no *{_PACKED}, as compressx pack writes"
+        )
+    sizes = sizes_of(source)  # before anything is written, every header is read
+    packed = _packed_files(model_folder(source))
+    with _resumed(output, {"unpack": str(source.resolve())}) as building:
+        _copy(source, building, {*packed}, _PACKED, _PLAIN)
+        for path, target in _each(packed, source, building, _PACKED, _PLAIN, progress):
+            if not _is_pair(path, target):
+                PackedFile(path).unpack(target)
+    return sizes
+
+
+def unpacked(folder: Path) -> Path:
+    """Return a copy of a packed model's folder, unpacked, from the cache; unpacked into it by the first call.
+
+    Args:
+        folder: with `config.json` and packed files.
+
+    Raises:
+        ArtifactError: a missing or damaged file, or a cache that cannot be written.
+    """
+    files = [PackedFile(path) for path in _packed_files(folder)]
+    target = cache_folder() / "unpacked" / _key(folder, files)
+    while not _is_whole(target, files):
+        with os_errors_named("create", target.parent):
+            target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with locked(target.with_name(f".{target.name}.unpacking"), f"another process that unpacks {folder}"):
+                if _is_whole(target, files):
+                    break
+                shutil.rmtree(target, ignore_errors=True)  # somebody removed or changed a part of it
+                size = sum(file.original_bytes for file in files)
+                _log.info("unpacking %s into %s, %.2f GB", folder, target, size / 1e9)
+                unpack_folder(folder, target)
+        except HeldError:
+            time.sleep(0.2)
+    return target
+
+
+def _refuse_quantized(model: Path) -> None:
+    config = model / "config.json"
+    try:
+        with os_errors_named("read", config):
+            quantized = "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, TypeError) as error:
+        raise ArtifactError(f"{config} is not JSON: {error}; copy the model again") from error
+    if quantized:
+        raise ArtifactError(
+            f"{model} is quantized (its config has a quantization_config): its zeros are spread over packed integers; "
+            "pack the model in full precision"
+        )
+
+
+def _key(folder: Path, files: list[PackedFile]) -> str:
+    """Name a folder by its content."""
+    digest = hashlib.sha256(json.dumps([[file.path.name, file.digest] for file in files]).encode())
+    packed = {file.path for file in files}
+    for path in sorted(_copied(folder)):
+        if path not in packed:
+            with os_errors_named("read", path):
+                content = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest.update(json.dumps([path.relative_to(folder).as_posix(), content]).encode())
+    return digest.hexdigest()[:32]
+
+
+def _is_whole(target: Path, files: list[PackedFile]) -> bool:
+    """Return whether a folder has the original weight files, by their sizes; it was verified when it was written."""
+    originals = {target / _renamed(file.path.name, _PACKED, _PLAIN): file.original_bytes for file in files}
+    return all(path.is_file() and path.stat().st_size == size for path, size in originals.items())
+
+
+def _packed_files(model: Path) -> list[Path]:
+    """Return the packed files of a model, all that its index names."""
+    index = model / _INDEX
+    names = {f"model{_PACKED}"}
+    if index.exists():
+        try:
+            with os_errors_named("read", index):
+                plain = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            names = {_renamed(name, _PLAIN, _PACKED) for name in plain}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArtifactError(f"{index} is damaged, or not an index of shards: {error!r}") from error
+    if missing := sorted(name for name in names if not (model / name).is_file()):
+        raise ArtifactError(f"{model} is packed, but {', '.join(missing[:3])} is missing; copy the folder again")
+    return [model / name for name in sorted(names)]
+
+
+def _renamed(name: str, old: str, new: str) -> str:
+    return name.removesuffix(old) + new
+
+
+def _copy(source: Path, building: Path, weights: Collection[Path], old: str, new: str) -> None:
+    """Copy all files but the weights; the index gets its other name."""
+    index = model_folder(source) / f"model{old}.index.json"
+    for path in _copied(source):
+        if path not in weights:
+            target = building / path.relative_to(source)
+            with os_errors_named("copy", path):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target.with_name(f"model{new}.index.json") if path == index else target)
+
+
+def _each(
+    files: Sequence[Path], source: Path, building: Path, old: str, new: str, progress: Progress | None
+) -> Iterator[tuple[Path, Path]]:  # fmt: skip
+    """Yield each weight file with the file that is made of it, and tell progress."""
+    for number, path in enumerate(files):
+        if progress is not None:
+            progress(number, len(files), path.name)
+        yield path, (building / path.relative_to(source)).with_name(_renamed(path.name, old, new))
+    if progress is not None:
+        progress(len(files), len(files), "")
+
+
+def _is_pair(packed: Path, plain: Path) -> bool:
+    """Return whether both files exist and one is the other, packed: an interrupted call finished it."""
+    if not (packed.exists() and plain.exists()):
+        return False
+    try:
+        return PackedFile(packed).is_of(plain)
+    except ArtifactError:  # what is damaged is made anew
+        return False
+
+
+def _copied(folder: Path) -> Iterator[Path]:
+    """Yield all files of a folder but hidden ones, such as git's."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            yield from _copied(path)
+        else:
+            yield path
+
+
+@contextmanager
+def _resumed(output: Path, purpose: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield the folder that becomes the output; after an error it is kept, for a later call with the same purpose."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ArtifactError(f"output {output} exists; name a new folder with -o")
+    with output_folder(output, resume=True) as building:
+        state = building / STATE
+        text = json.dumps(purpose)
+        if not state.exists():
+            state.write_text(text, encoding="utf-8")
+        elif state.read_text(encoding="utf-8") != text:
+            raise ArtifactError(
+                f"{building} is unfinished and of another command for output {output}; remove it if nothing is to "
+                "continue with it, or name another output with -o"
+            )
+        yield building

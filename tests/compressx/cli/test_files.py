@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tests.compressx.cli.commands import invoke, printed, refused
+from tests.compressx.saved import save_tiny
+from tests.compressx.two_of_four import two_of_four
+
+from compressx.testing import tiny_model
+
+
+@pytest.fixture
+def pruned(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a tiny model in bfloat16, two of four weights zero."""
+    monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
+    folder = save_tiny(project / "tiny", "llama", torch.bfloat16)
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    two_of_four(model).apply(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_pack_and_unpack_write_beside_the_model_and_print_the_sizes(pruned: Path) -> None:
+    shown = printed("pack", str(pruned), "--no-compress")
+    assert "written to " + str(pruned.with_name("tiny-packed")) in shown
+    rows = {re.sub(r"\s{2,}.*", "", line.strip()): line.split()[-4:] for line in shown.splitlines() if "%" in line}
+    assert rows["tensors with zeros"][2:] == ["56.25%", "56.25%"]
+    assert rows["other tensors"][2:] == ["100.00%", "100.00%"]
+    printed("unpack", str(pruned.with_name("tiny-packed")))
+    again = pruned.with_name("tiny-packed-unpacked")
+    assert {p.name: p.read_bytes() for p in again.iterdir()} == {p.name: p.read_bytes() for p in pruned.iterdir()}
+
+
+def test_compression_is_the_default_and_smaller(pruned: Path) -> None:
+    compressed = json.loads(printed("pack", str(pruned), "-o", "a", "--json"))
+    plain = json.loads(printed("pack", str(pruned), "-o", "b", "--json", "--no-compress"))
+    assert compressed["packed_bytes"] < plain["packed_bytes"] < plain["bytes"] == compressed["bytes"]
+    for found, folder in ((compressed, "a"), (plain, "b")):
+        assert found["output"] == found["folder"] == folder
+        assert found["packed_bytes"] == Path(folder, "model.packed.safetensors").stat().st_size
+        assert found["bytes"] == (pruned / "model.safetensors").stat().st_size
+    shares = {t["packed_bytes"] / t["bytes"] for t in plain["tensors"] if t["masked"]}
+    assert shares == {9 / 16}
+    assert json.loads(printed("unpack", "a", "-o", "c", "--json"))["packed_bytes"] == compressed["packed_bytes"]
+
+
+def test_inspect_says_that_a_folder_is_packed_and_counts_its_zeros(pruned: Path) -> None:
+    printed("pack", str(pruned), "-o", "packed")
+    shown = printed("inspect", "packed")
+    assert "Packed: packed" in shown
+    assert "sparsity 50.00% of 21 linears; 2:4 holds for 21" in shown
+    dense, packed = (json.loads(printed("inspect", name, "--json")) for name in ("tiny", "packed"))
+    assert dense["packed"] is None
+    assert packed["packed"]["bytes"] == (pruned / "model.safetensors").stat().st_size
+    assert packed["linears"] == dense["linears"]
+
+
+def test_eval_and_plan_take_a_packed_folder_for_a_model(pruned: Path) -> None:
+    printed("pack", str(pruned), "-o", "packed")
+    measured = [
+        json.loads(printed("eval", model, "--json", "--set", 'evaluate.token_perplexity={"dataset": {"text": '
+                           '"text.txt"}, "sequence_length": 16, "samples": 4}'))
+        for model in ("tiny", "./packed")
+    ]  # fmt: skip
+    assert measured[0] == measured[1]
+    Path("recipe.yaml").write_text(
+        "model: ./packed\nprune: [{pruner: magnitude, targets: ['*'], sparsity: 0.5}]\noutput: out\n"
+    )
+    assert "model.layers" in printed("plan", "recipe.yaml")
+
+
+def test_what_is_no_model_folder_is_refused_in_one_line(pruned: Path) -> None:
+    assert "model path nowhere does not exist" in refused("pack", "nowhere")
+    assert "model path nowhere does not exist" in refused("unpack", "nowhere")
+    Path("x.gguf").write_bytes(b"GGUF")
+    assert "x.gguf is a GGUF file, which has a format of its own; pack reads safetensors" in refused("pack", "x.gguf")
+    assert "tiny is not packed" in refused("unpack", "tiny")
+    printed("pack", "tiny")
+    assert "tiny-packed exists; name a new folder with -o" in refused("pack", "tiny")
+    assert "tiny-packed is packed already" in refused("pack", "tiny-packed")
+    (pruned / "model.safetensors").rename(pruned / "pytorch_model.bin")
+    assert "pytorch_model.bin is a pickle checkpoint" in refused("pack", "tiny", "-o", "out")
+
+
+def test_the_current_folder_is_packed_beside_itself(pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(pruned)
+    printed("pack", ".")
+    assert (pruned.with_name("tiny-packed") / "model.packed.safetensors").is_file()
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on(pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("compressx.models.packed_folder.pack_file", stopped)
+    done = invoke("pack", "tiny")
+    assert done.exit_code == 130
+    assert done.stderr.strip() == "interrupted; finished files are kept, and the same command continues"

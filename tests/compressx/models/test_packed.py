@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import errno
+import json
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from compressx.models import packed, tensor_bytes
+from compressx.models.packed import PackedFile, pack_file
+from compressx.runtime.errors import ArtifactError
+
+DTYPES = [
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
+]  # fmt: skip
+
+
+def round_trip(source: Path, *, compress: bool = True) -> PackedFile:
+    """Pack a file and unpack it beside; the bytes are those of the source."""
+    target, again = source.with_name("model.packed.safetensors"), source.with_name("again.safetensors")
+    pack_file(source, target, compress=compress)
+    found = PackedFile(target)
+    found.unpack(again)
+    assert again.read_bytes() == source.read_bytes()
+    assert found.original_bytes == source.stat().st_size
+    assert found.is_of(source)
+    return found
+
+
+def half_zero(*shape: int, dtype: torch.dtype = torch.float32, sparsity: float = 0.5) -> torch.Tensor:
+    weight = torch.randn(shape).to(dtype)
+    weight[torch.rand(shape) < sparsity] = 0
+    return weight
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    """Tensors of any dtype and shape, scalars and empty ones included, of any bits, more or less of them zero."""
+    found = {}
+    for number in range(draw(st.integers(0, 5))):
+        shape = draw(st.lists(st.integers(0, 17), max_size=3))
+        dtype = draw(st.sampled_from(DTYPES))
+        size = torch.tensor([], dtype=dtype).element_size()
+        random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+        top = 2 if dtype == torch.bool else 256
+        raw = torch.randint(0, top, (*shape, size), generator=random, dtype=torch.uint8)
+        raw[torch.rand(shape, generator=random) < draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))] = 0
+        bits = raw.view(-1).view(dtype).view(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
+        found[f"{draw(st.sampled_from(['a', 'ü.mask', 'x.values']))}.{number}"] = bits
+    return found
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tensors(), st.booleans(), st.sampled_from([8, 64, 2**22]), st.sampled_from([None, {"format": "pt", "ä": "\n"}]))
+def test_any_tensors_come_back_to_the_bit_with_their_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor], compress: bool, piece: int,
+    metadata: dict[str, str] | None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(tensor_bytes, "PIECE", piece)
+    save_file(given, tmp_path / "model.safetensors", metadata)
+    found = round_trip(tmp_path / "model.safetensors", compress=compress)
+    stored = {name: tensor.numel() * tensor.element_size() for name, tensor in given.items()}
+    assert {tensor.name: tensor.bytes for tensor in found.sizes()} == stored
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sparsity", [0.5, 0.7])
+def test_an_uncompressed_file_is_as_small_as_arithmetic_says(
+    tmp_path: Path, dtype: torch.dtype, sparsity: float
+) -> None:
+    """In bfloat16 9/16 of the weights at 50%, 5.8/16 at 70%."""
+    weight = half_zero(1024, 1024, dtype=dtype, sparsity=sparsity)
+    save_file({"weight": weight}, tmp_path / "model.safetensors")
+    found = round_trip(tmp_path / "model.safetensors", compress=False)
+    bits = 8 * weight.element_size()
+    expected = ((1 - sparsity) * bits + 1) / bits
+    assert found.path.stat().st_size / (tmp_path / "model.safetensors").stat().st_size == pytest.approx(
+        expected, rel=0.01
+    )
+    (size,) = found.sizes()
+    assert size.masked
+    assert size.mask_and_values == size.packed_bytes == pytest.approx(expected * size.bytes, rel=0.01)
+
+
+def test_a_packed_tensor_is_bytes_and_the_others_are_as_they_were(tmp_path: Path) -> None:
+    """So a loader that knows nothing of packing gets no weight of the right shape from a packed tensor."""
+    given = {"linear": half_zero(64, 64), "norm": torch.ones(64), "empty": torch.ones(0, 3), "count": torch.tensor(7)}
+    save_file(given, tmp_path / "model.safetensors")
+    round_trip(tmp_path / "model.safetensors", compress=False)
+    found = load_file(tmp_path / "model.packed.safetensors")
+    assert (found["linear"].dtype, found["linear"].dim()) == (torch.uint8, 1)
+    for name in ("norm", "empty", "count"):
+        assert torch.equal(found[name], given[name])
+        assert found[name].dtype == given[name].dtype
+
+
+def test_tensors_of_the_packed_file_begin_at_multiples_of_eight_bytes_if_they_did(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(4)}, tmp_path / "model.safetensors")
+    round_trip(tmp_path / "model.safetensors", compress=False)
+    length = struct.unpack("<Q", (tmp_path / "model.packed.safetensors").read_bytes()[:8])[0]
+    assert length % 8 == 0
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compress: bool) -> None:
+    monkeypatch.setattr(tensor_bytes, "PIECE", 2**14)
+    peaks = []
+    for rows in (64, 2048):
+        save_file({"weight": half_zero(rows, 1024)}, tmp_path / "model.safetensors")
+        tracemalloc.start()
+        pack_file(tmp_path / "model.safetensors", tmp_path / "packed.safetensors", compress=compress)
+        PackedFile(tmp_path / "packed.safetensors").unpack(tmp_path / "again.safetensors")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.3 * peaks[0]  # of a tensor 32 times as large
+    assert peaks[1] < 2**20 < (tmp_path / "model.safetensors").stat().st_size / 4
+
+
+def test_another_file_is_not_taken_for_the_original(tmp_path: Path) -> None:
+    weight = half_zero(64, 64)
+    save_file({"a": weight, "b": weight + 1}, tmp_path / "model.safetensors")
+    found = round_trip(tmp_path / "model.safetensors")
+    for name, other in (("value", {"a": weight, "b": weight + 2}), ("name", {"a": weight, "c": weight + 1})):
+        save_file(other, tmp_path / name)
+        assert not found.is_of(tmp_path / name)
+
+
+@pytest.fixture
+def packed_file(tmp_path: Path) -> Path:
+    """A packed file of three tensors: half zero, no zeros, not compressible."""
+    given = {"half": half_zero(64, 64), "full": torch.randn(64, 64), "noise": torch.randint(0, 256, (64, 64)).byte()}
+    save_file(given, tmp_path / "model.safetensors", {"format": "pt"})
+    pack_file(tmp_path / "model.safetensors", tmp_path / "model.packed.safetensors")
+    return tmp_path / "model.packed.safetensors"
+
+
+@pytest.mark.parametrize("name", ["half", "full", "noise"])
+def test_a_changed_byte_of_a_tensor_is_found_and_nothing_is_written(packed_file: Path, name: str) -> None:
+    data = bytearray(packed_file.read_bytes())
+    begin, end = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])[name]["data_offsets"]
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    for place in (begin, (begin + end) // 2, end - 1):
+        changed = bytearray(data)
+        changed[start + place] ^= 0x10
+        packed_file.write_bytes(changed)
+        with pytest.raises(ArtifactError, match=rf"model\.packed\.safetensors is damaged: {name} "):
+            PackedFile(packed_file).unpack(packed_file.with_name("again.safetensors"))
+    assert sorted(p.name for p in packed_file.parent.iterdir()) == ["model.packed.safetensors", "model.safetensors"]
+
+
+@pytest.mark.parametrize("kept", [0, 7, 100, -1])
+def test_a_truncated_file_is_refused(packed_file: Path, kept: int) -> None:
+    packed_file.write_bytes(packed_file.read_bytes()[:kept])
+    with pytest.raises(
+        ArtifactError, match=r"model\.packed\.safetensors is not a safetensors file, or it is truncated"
+    ):
+        PackedFile(packed_file)
+
+
+def rewritten(path: Path, change: Any) -> None:
+    """Change the metadata of a packed file."""
+    with safe_open(path, "pt") as file:
+        metadata = json.loads(file.metadata()["compressx"])
+    change(metadata)
+    save_file(load_file(path), path, {"compressx": json.dumps(metadata)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(version=2), "version in its metadata is '2'"),
+        (lambda m: m.pop("digest"), "digest in its metadata is .*Field required"),
+        (lambda m: m.update(header=m["header"].replace("pt", "tp")), "its metadata do not have their digest"),
+        (lambda m: m["tensors"]["half"].update(sha256="0" * 64), "its metadata do not have their digest"),
+        (lambda m: m["tensors"]["half"]["pieces"][0].__setitem__(0, 1), "its metadata do not have their digest"),
+    ],
+)
+def test_changed_metadata_are_found_before_anything_is_written(packed_file: Path, change: Any, message: str) -> None:
+    rewritten(packed_file, change)
+    with pytest.raises(ArtifactError, match=message):
+        PackedFile(packed_file)
+
+
+def test_tensors_and_metadata_of_different_files_are_refused(packed_file: Path) -> None:
+    with safe_open(packed_file, "pt") as file:
+        metadata = file.metadata()
+    given = load_file(packed_file)
+    save_file({**given, "half": given["half"][:-1]}, packed_file, metadata)
+    with pytest.raises(ArtifactError, match="its metadata describes other bytes of half than there are"):
+        PackedFile(packed_file)
+    save_file({name: tensor for name, tensor in given.items() if name != "noise"}, packed_file, metadata)
+    with pytest.raises(ArtifactError, match="it lacks noise, which the original has"):
+        PackedFile(packed_file)
+
+
+def test_a_safetensors_file_of_somebody_else_is_named(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "model.packed.safetensors")
+    with pytest.raises(ArtifactError, match="was not written by compressx pack: its metadata has no key 'compressx'"):
+        PackedFile(tmp_path / "model.packed.safetensors")
+
+
+def test_a_full_disk_is_named_and_leaves_the_earlier_file(packed_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = packed_file.read_bytes()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(packed, "encode", full)
+    with pytest.raises(
+        ArtifactError, match=r"cannot write .*model\.packed\.safetensors: No space left .*free some space"
+    ):
+        pack_file(packed_file.with_name("model.safetensors"), packed_file)
+    assert packed_file.read_bytes() == before

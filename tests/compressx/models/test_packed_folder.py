@@ -1,0 +1,386 @@
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.compressx.saved import save_tiny
+from tests.compressx.two_of_four import two_of_four
+
+from compressx.models import packed_folder
+from compressx.models.checkpoint import find_checkpoint
+from compressx.models.loading import load_model
+from compressx.models.packed import PackedFile
+from compressx.models.packed_folder import is_packed, pack_folder, sizes_of, unpack_folder, unpacked
+from compressx.recipe.sources import ModelSource
+from compressx.runtime.errors import ArtifactError
+from compressx.runtime.files import BLOCKS, STATE
+from compressx.testing import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path / "cache"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))  # noqa: PTH208 - hidden names included
+
+
+def save_pruned(folder: Path, architecture: str = "llama", *, shards: bool = False) -> Path:
+    """Save a tiny model in bfloat16, two of four weights zero, in one file or in several with an index."""
+    save_tiny(folder, architecture, torch.bfloat16)
+    model = tiny_model(architecture, dtype=torch.bfloat16)
+    two_of_four(model).apply(model)
+    model.save_pretrained(folder, max_shard_size="40KB" if shards else "1GB")
+    if shards:
+        (folder / "model.safetensors").unlink()
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_pruned(tmp_path / "model")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return save_pruned(tmp_path / "sharded", shards=True)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama-tied", "mixtral", "gpt2"])
+@pytest.mark.parametrize("shards", [False, True])
+def test_every_file_comes_back_byte_for_byte(tmp_path: Path, architecture: str, shards: bool) -> None:
+    source = save_pruned(tmp_path / "source", architecture, shards=shards)
+    (source / "code").mkdir()
+    (source / "code" / "modeling.py").write_text("VALUE = 1\n")
+    sizes = pack_folder(source, tmp_path / "packed")
+    assert unpack_folder(tmp_path / "packed", tmp_path / "again") == sizes_of(tmp_path / "packed")
+    assert contents(tmp_path / "again") == contents(source)
+    assert sizes.bytes == sum(p.stat().st_size for p in source.glob("*.safetensors"))
+    assert sizes.packed_bytes == sum(p.stat().st_size for p in (tmp_path / "packed").glob("*.safetensors"))
+    assert names_in(tmp_path / "packed") == sorted(
+        p.name.replace("safetensors", "packed.safetensors", 1) for p in source.iterdir()
+    )
+
+
+def test_the_output_folder_of_a_run_keeps_its_other_files(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_pruned(run / "model")
+    for name in ("masks.safetensors", "report.json", "recipe.yaml", "plots/one.svg"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(name)
+    pack_folder(run, tmp_path / "packed")
+    found = contents(tmp_path / "packed")
+    assert {n: c for n, c in contents(run).items() if n != "model/model.safetensors"}.items() <= found.items()
+    assert found.keys() - contents(run).keys() == {"model/model.packed.safetensors"}
+    unpack_folder(tmp_path / "packed", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(run)
+
+
+def test_hidden_files_such_as_those_of_git_are_left_out(model: Path, tmp_path: Path) -> None:
+    (model / ".git" / "lfs").mkdir(parents=True)
+    (model / ".git" / "lfs" / "object").write_bytes(b"0" * 1000)
+    pack_folder(model, tmp_path / "packed")
+    assert ".git" not in names_in(tmp_path / "packed")
+
+
+_ANSWER = """
+import sys
+sys.modules["compressx"] = None  # importing it is an error
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert len(AutoTokenizer.from_pretrained(sys.argv[1])) > 3
+with torch.no_grad():
+    logits = model(torch.arange(1, 9)[None]).logits
+torch.save(logits, sys.argv[2])
+"""
+
+
+def answered(folder: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _ANSWER, str(folder), str(out)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_an_unpacked_model_answers_without_compressx_and_a_packed_one_is_refused(model: Path, tmp_path: Path) -> None:
+    pack_folder(model, tmp_path / "packed")
+    unpack_folder(tmp_path / "packed", tmp_path / "again")
+    done = answered(tmp_path / "again", tmp_path / "logits.pt")
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        expected = load_model(find_checkpoint(ModelSource(path=model)))(torch.arange(1, 9)[None]).logits
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
+    refused = answered(tmp_path / "packed", tmp_path / "none.pt")
+    assert refused.returncode == 1
+    assert "no file named model.safetensors" in refused.stderr
+
+
+def test_transformers_takes_no_packed_folder_for_a_model(model: Path, sharded: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for source in (model, sharded):
+        pack_folder(source, tmp_path / f"{source.name}-packed")
+        with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / f"{source.name}-packed")
+
+
+@pytest.mark.parametrize("form", ["model", "sharded", "run"])
+def test_a_packed_folder_is_loaded_wherever_a_model_is_taken(
+    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / form / "model" if form == "run" else tmp_path / form
+    save_pruned(source, shards=form == "sharded")
+    pack_folder(tmp_path / form, tmp_path / "packed")
+    expected = load_model(find_checkpoint(ModelSource(path=tmp_path / form))).state_dict()
+    with caplog.at_level(logging.INFO, "compressx"):
+        for _ in range(2):
+            checkpoint = find_checkpoint(ModelSource(path=tmp_path / "packed"))
+            found = load_model(checkpoint).state_dict()
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert sum("unpacking" in line for line in caplog.messages) == 1
+    assert Path(checkpoint.location).is_relative_to(tmp_path / "cache")
+    assert contents(Path(checkpoint.location)) == contents(source)
+
+
+def test_the_cache_tells_packed_folders_apart_by_any_file_of_them(model: Path, tmp_path: Path) -> None:
+    pack_folder(model, tmp_path / "packed")
+    first = unpacked(tmp_path / "packed")
+    pack_folder(first, tmp_path / "elsewhere")
+    assert unpacked(tmp_path / "elsewhere") == first
+    config = tmp_path / "packed" / "config.json"
+    config.write_text(config.read_text() + " ")
+    second = unpacked(tmp_path / "packed")
+    assert second != first
+    assert (second / "config.json").read_text().endswith(" ")
+
+
+@pytest.mark.parametrize("damage", ["removed", "truncated"])
+def test_an_incomplete_copy_in_the_cache_is_made_anew(model: Path, tmp_path: Path, damage: str) -> None:
+    pack_folder(model, tmp_path / "packed")
+    copy = unpacked(tmp_path / "packed") / "model.safetensors"
+    if damage == "removed":
+        copy.unlink()
+    else:
+        copy.write_bytes(copy.read_bytes()[:-1])
+    unpacked(tmp_path / "packed")
+    assert copy.read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_two_that_need_one_packed_folder_at_a_time_unpack_it_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack_folder(model, tmp_path / "packed")
+    written, begun, go_on = [], threading.Event(), threading.Event()
+    original = PackedFile.unpack
+
+    def slow(self: PackedFile, target: Path) -> None:
+        written.append(target)
+        begun.set()
+        go_on.wait(10)
+        original(self, target)
+
+    monkeypatch.setattr(PackedFile, "unpack", slow)
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(unpacked(tmp_path / "packed"))) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(10)
+    threads[1].start()
+    threading.Timer(0.3, go_on.set).start()
+    for thread in threads:
+        thread.join(20)
+    assert len(written) == 1
+    assert len(found) == 2
+    assert found[0] == found[1]
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, function: str, *, after: int) -> list[Path]:
+    """Let the packing or unpacking of files end with Ctrl-C after some; return the list of those that were written."""
+    written: list[Path] = []
+    original = getattr(PackedFile, function, None) or getattr(packed_folder, function)
+
+    def make(source: PackedFile | Path, target: Path, **options: bool) -> None:
+        if len(written) == after:
+            raise KeyboardInterrupt
+        original(source, target, **options)
+        written.append(target)
+
+    monkeypatch.setattr(PackedFile if function == "unpack" else packed_folder, function, make)
+    return written
+
+
+@pytest.mark.parametrize("direction", ["pack", "unpack"])
+def test_an_interrupted_call_goes_on_after_its_last_finished_file(
+    direction: str, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack_folder(sharded, tmp_path / "packed")
+    call, source = (pack_folder, sharded) if direction == "pack" else (unpack_folder, tmp_path / "packed")
+    shards = len([*sharded.glob("*.safetensors")])
+    assert shards > 3
+    with monkeypatch.context() as patched:
+        interrupted(patched, "pack_file" if direction == "pack" else "unpack", after=2)
+        with pytest.raises(KeyboardInterrupt):
+            call(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (building,) = [p for p in tmp_path.iterdir() if p.name.startswith(".out.partial")]
+    one, two = sorted(building.glob("*.safetensors"))
+    two.write_bytes(two.read_bytes()[:-1])  # as no killed call leaves it
+    (building / ".x.safetensors.1234.partial").write_bytes(b"half-written")
+    with monkeypatch.context() as patched:
+        written = interrupted(patched, "pack_file" if direction == "pack" else "unpack", after=shards)
+        call(source, tmp_path / "out")
+    assert len(written) == shards - 1
+    assert one.name not in {path.name for path in written}
+    assert contents(tmp_path / "out") == contents(tmp_path / "packed" if direction == "pack" else sharded)
+    assert [n for n in names_in(tmp_path) if n.startswith(".")] == []
+
+
+def test_a_finished_file_of_another_model_is_not_taken_over(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source may change between an interrupted call and the one that goes on."""
+    with monkeypatch.context() as patched:
+        interrupted(patched, "pack_file", after=2)
+        with pytest.raises(KeyboardInterrupt):
+            pack_folder(sharded, tmp_path / "out")
+    first = min(sharded.glob("*.safetensors"))
+    data = bytearray(first.read_bytes())
+    data[-1] ^= 1
+    first.write_bytes(data)
+    pack_folder(sharded, tmp_path / "out")
+    unpack_folder(tmp_path / "out", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(sharded)
+
+
+def test_a_call_with_other_settings_does_not_go_on(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        interrupted(patched, "pack_file", after=1)
+        with pytest.raises(KeyboardInterrupt):
+            pack_folder(sharded, tmp_path / "out")
+    with pytest.raises(ArtifactError, match=r"\.out\.partial-\w+ is unfinished and of another command"):
+        pack_folder(sharded, tmp_path / "out", compress=False)
+
+
+def _killed(source: Path, output: Path) -> None:
+    original, count = packed_folder.pack_file, [0]
+
+    def once(*arguments: Path, **options: bool) -> None:
+        if count[0] == 2:
+            os._exit(9)
+        count[0] += 1
+        original(*arguments, **options)
+
+    packed_folder.pack_file = once
+    pack_folder(source, output)
+
+
+def test_a_killed_call_leaves_no_output_and_is_continued(sharded: Path, tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_killed, args=(sharded, tmp_path / "out"))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 9
+    assert not (tmp_path / "out").exists()
+    pack_folder(sharded, tmp_path / "out")
+    unpack_folder(tmp_path / "out", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(sharded)
+
+
+def test_progress_names_each_file(sharded: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    pack_folder(sharded, tmp_path / "packed", progress=lambda *news: told.append(news))
+    shards = sorted(p.name for p in sharded.glob("*.safetensors"))
+    assert told == [*((i, len(shards), name) for i, name in enumerate(shards)), (len(shards), len(shards), "")]
+
+
+def test_what_cannot_be_packed_says_why(model: Path, tmp_path: Path) -> None:
+    pack_folder(model, tmp_path / "packed")
+    with pytest.raises(ArtifactError, match=r"packed is packed already; compressx unpack restores it"):
+        pack_folder(tmp_path / "packed", tmp_path / "out")
+    with pytest.raises(ArtifactError, match=r"model is not packed: .*model has no \*\.packed\.safetensors"):
+        unpack_folder(model, tmp_path / "out")
+    with pytest.raises(ArtifactError, match=r"output .*packed exists; name a new folder with -o"):
+        pack_folder(model, tmp_path / "packed")
+    with pytest.raises(ArtifactError, match=r"output .*model exists; name a new folder with -o"):
+        unpack_folder(tmp_path / "packed", model)
+    (model / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ArtifactError, match=r"also holds pytorch_model\.bin, a pickle checkpoint"):
+        pack_folder(model, tmp_path / "out")
+    (model / "pytorch_model.bin").unlink()
+    for name in (STATE, BLOCKS):
+        (model / name).mkdir()
+        with pytest.raises(ArtifactError, match=rf"model has {name}, as the folder of an unfinished run"):
+            pack_folder(model, tmp_path / "out")
+        (model / name).rmdir()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ArtifactError, match=r"model is quantized .*pack the model in full precision"):
+        pack_folder(model, tmp_path / "out")
+    (model / "config.json").write_text("{")
+    with pytest.raises(ArtifactError, match=r"config\.json is not JSON"):
+        pack_folder(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("load", [unpacked, lambda folder: unpack_folder(folder, folder.with_name("out"))])
+def test_a_damaged_folder_is_refused_by_the_name_of_the_file(load, sharded: Path, tmp_path: Path) -> None:
+    pack_folder(sharded, tmp_path / "packed")
+    shard = min((tmp_path / "packed").glob("*.packed.safetensors"))
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1])
+    with pytest.raises(ArtifactError, match=rf"{shard.name} is not a safetensors file, or it is truncated"):
+        load(tmp_path / "packed")
+    changed = bytearray(data)
+    changed[-1] ^= 1
+    shard.write_bytes(changed)
+    with pytest.raises(ArtifactError, match=rf"{shard.name} is damaged: \S+weight "):
+        load(tmp_path / "packed")
+    shard.unlink()
+    with pytest.raises(ArtifactError, match=rf"packed is packed, but {shard.name} is missing"):
+        load(tmp_path / "packed")
+    (tmp_path / "packed" / "model.packed.safetensors.index.json").write_text("[]")
+    with pytest.raises(ArtifactError, match=r"index\.json is damaged, or not an index"):
+        load(tmp_path / "packed")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_named_and_what_was_finished_is_kept(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def full(source: Path, target: Path, **_: bool) -> None:
+        calls.append(target)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.copyfile", full)
+        with pytest.raises(ArtifactError, match=r"cannot copy .*: No space left on device; free some space"):
+            pack_folder(sharded, tmp_path / "out")
+    assert len(calls) == 1
+    pack_folder(sharded, tmp_path / "out")
+    assert is_packed(tmp_path / "out")
+
+
+def test_tied_weights_are_packed_once(tmp_path: Path) -> None:
+    source = save_pruned(tmp_path / "source", "llama-tied")
+    sizes = pack_folder(source, tmp_path / "packed")
+    assert {tensor.name for tensor in sizes.tensors} == load_file(source / "model.safetensors").keys()
+    assert not any("lm_head" in tensor.name for tensor in sizes.tensors)
