@@ -10,30 +10,31 @@ block only, unless `--size` says otherwise. DIR gets `accelerator.json` and `acc
 - block: seconds of pruning and peak device memory above the model's, with the sparsity counted in the masks.
 - determinism: the same block pruned twice; whether masks and weights are equal to the bit.
 - model: SmolLM2 whole, with the seconds of pruning beside those that `compressx plan` estimates.
-- 2:4: a linear by `torch.sparse.to_sparse_semi_structured` against the dense one, and the error of its output.
+- 2:4, by `two_four.py`: a linear against the dense one, with the error of its output; and tokens a second of a random
+  Llama, dense and 2:4, as `compressx bench` measures them, on a GPU by `compressx.masks.semi_structured`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import compressx
+import two_four
 from compressx.models.access import device_for
+from compressx.report.speeds import Length
 from compressx.runtime.machine import machine
-from compressx.runtime.timing import forget_peaks, peak_resident_bytes
+from compressx.runtime.timing import forget_peaks, peak_resident_bytes, synchronize
 from random_llama import config
 
 QK = ["*.q_proj", "*.k_proj"]
@@ -63,6 +64,9 @@ class Size:
         dtype: of the block's weights.
         linears: [out_features, in_features] of the linears timed at 2:4.
         tokens: that enter them.
+        blocks: of the model whose tokens a second are measured.
+        lengths: of its prompts, and of what it writes.
+        batches: of these.
         whole: whether SmolLM2 is pruned too.
     """
 
@@ -74,25 +78,28 @@ class Size:
     dtype: str
     linears: tuple[tuple[int, int], ...]
     tokens: tuple[int, ...]
+    blocks: int
+    lengths: tuple[Length, ...]
+    batches: tuple[int, ...]
     whole: bool
 
 
 SIZES = {
-    "tiny": Size(64, 192, 100, 4, 32, "float32", ((64, 64),), (16,), whole=False),
+    "tiny": Size(64, 192, 100, 4, 32, "float32", ((64, 64),), (16,), 2, (Length(16, 4),), (1,), whole=False),
     "llama-3-8b": Size(
-        4096, 14336, 1000, 128, 2048, "bfloat16", ((4096, 4096), (14336, 4096), (4096, 14336)), (1, 64, 2048),
-        whole=True,
+        4096, 14336, 1000, 128, 2048, "bfloat16", ((4096, 4096), (14336, 4096), (4096, 14336)), (1, 64, 2048), 8,
+        (Length(2048, 64),), (1, 16), whole=True,
     ),
 }  # fmt: skip
-SMALL = Size(256, 768, 1000, 16, 128, "float32", (), (), whole=False)
+SMALL = Size(256, 768, 1000, 16, 128, "float32", (), (), 0, (), (), whole=False)
 """Of the comparison with the CPU: large enough for several column blocks, small enough for a CPU."""
 
 
-def model_of(size: Size, device: torch.device) -> Any:
-    """Return a random Llama of one block on the device."""
+def model_of(size: Size, device: torch.device, blocks: int = 1) -> Any:
+    """Return a random Llama on the device."""
     from transformers import AutoModelForCausalLM
 
-    settings = config(size.width, size.inner, 1, size.vocabulary, size.dtype)
+    settings = config(size.width, size.inner, blocks, size.vocabulary, size.dtype)
     with torch.random.fork_rng([]), torch.device("cpu"):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, size.dtype)).eval()
@@ -108,12 +115,6 @@ def pruned(model: Any, size: Size, rules: list[dict[str, Any]], ids: Tensor) -> 
     """Prune a copy of a model."""
     recipe = {"calibration": {"batch_size": max(1, 4096 // size.length)}, "prune": rules}
     return compressx.prune(deepcopy(model), None, recipe, calibration=ids)
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class Memory:
@@ -150,11 +151,11 @@ def blocks(device: torch.device, size: Size) -> Iterator[dict[str, Any]]:
     for name, rules in METHODS.items():
         results, seconds, inside, memory = [], [], [], []
         for _ in range(2):
-            synchronise(device)
+            synchronize(device)
             room = Memory(device)
             started = time.perf_counter()
             result = pruned(model, size, rules, ids)
-            synchronise(device)
+            synchronize(device)
             seconds.append(time.perf_counter() - started)
             memory.append(room.above())
             results.append({n: (e.keep, result.model.get_submodule(n).weight.cpu()) for n, e in result.masks.items()})
@@ -193,45 +194,6 @@ def estimated(recipe: dict[str, Any], device: torch.device) -> float:
     prepared = prepare(loaded, plugins)
     found = estimate(loaded.recipe, prepared.plan, prepared.checkpoint, machine_for(None, str(device)))
     return sum(found.seconds(stage) for stage in found.stages if stage.name.startswith("prune"))
-
-
-def semi_structured(device: torch.device, size: Size) -> Iterator[dict[str, Any]]:
-    """Yield for each linear and number of tokens the time of a dense and of a 2:4 product.
-
-    Raises:
-        RuntimeError: the device has no such products.
-    """
-    from torch.sparse import to_sparse_semi_structured
-
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        raise RuntimeError("needs a CUDA GPU of compute capability 8.0 or later")
-    for rows, columns in size.linears:
-        linear = nn.Linear(columns, rows, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(False)
-        groups = linear.weight.view(rows, -1, 4)
-        groups.scatter_(-1, groups.abs().topk(2, largest=False).indices, 0.0)
-        sparse = to_sparse_semi_structured(linear.weight)
-        for tokens in size.tokens:
-            x = torch.randn(max(tokens, 16), columns, device=device, dtype=torch.bfloat16)  # fewer rows are padded
-            dense, fast = linear(x), nn.functional.linear(x, sparse)
-            error = float((fast - dense).float().norm() / dense.float().norm())
-            times = {
-                kind: median_time(device, partial(nn.functional.linear, x, weight))
-                for kind, weight in (("dense", linear.weight), ("2:4", sparse))
-            }
-            yield {"linear": f"{rows} x {columns}", "tokens": tokens, **times, "error": error}
-
-
-def median_time(device: torch.device, call: Callable[[], Any], times: int = 30) -> float:
-    """Return the median of seconds of a call, warmed up."""
-    seconds = []
-    for attempt in range(times + 5):
-        synchronise(device)
-        started = time.perf_counter()
-        call()
-        synchronise(device)
-        if attempt >= 5:
-            seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
 
 
 def measured(title: str, rows: Callable[[], Iterator[dict[str, Any]]]) -> dict[str, Any]:
@@ -282,7 +244,17 @@ def main() -> None:
         f"a block of width {size.width}, {size.windows} x {size.length} tokens": measured(
             "block", lambda: blocks(device, size)
         ),
-        "2:4 products": measured("2:4", lambda: semi_structured(device, size)),
+        "2:4 products": measured("2:4", lambda: two_four.products(device, size.linears, size.tokens)),
+        f"tokens a second of {size.blocks} blocks": measured(
+            "speed",
+            lambda: two_four.speeds(
+                device,
+                model_of(size, torch.device("cpu"), size.blocks),
+                size.lengths,
+                size.batches,
+                arguments.output / "models",
+            ),
+        ),
     }
     if size.whole:
         from compressx.recipe.schema import load_recipe

@@ -11,6 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compressx.evaluation.benched import inside
+from transformers import AutoModelForCausalLM
+
+from compressx.evaluation.bench import bench
+from compressx.masks.inspect import fits_two_four
+from compressx.masks.tensor_cores import is_two_four
+from compressx.models.architecture import survey
+from compressx.report.speeds import Length
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +32,7 @@ def measured(program: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> A
     output = tmp_path_factory.mktemp("accelerator")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "SMALL", program.SIZES["tiny"])
+        patch.setitem(bench.__kwdefaults__, "start", inside)
         patch.setattr(sys, "argv", ["accelerator.py", "--output", str(output), "--device", "cpu"])
         program.main()
     return json.loads((output / "accelerator.json").read_text()), (output / "accelerator.md").read_text()
@@ -63,9 +72,52 @@ def test_an_agreement_below_one_is_seen(program: ModuleType, monkeypatch: pytest
 def test_what_the_device_cannot_do_is_said_and_the_rest_is_measured(measured: Any) -> None:
     found, text = measured
     assert found["sections"]["2:4 products"]["rows"] == []
-    assert "Not measured: RuntimeError: needs a CUDA GPU of compute capability 8.0 or later" in text
+    assert "Not measured: UnsupportedModelError: 2:4 products need an NVIDIA GPU, and the model is on cpu" in text
     assert "| magnitude 50% |" in text
     assert found["machine"] in text
+
+
+def test_a_dense_and_a_two_four_model_take_turns(measured: Any) -> None:
+    found, text = measured
+    dense, sparse = found["sections"]["tokens a second of 2 blocks"]["rows"]
+    assert [(x["model"], x["converted"], x["prompt + new"]) for x in (dense, sparse)] == [
+        ("dense", 0, "16 + 4"), ("2of4", 0, "16 + 4")
+    ]  # fmt: skip
+    assert dense["decode, x"] == 1.0
+    assert min(x[key] for x in (dense, sparse) for key in ("prefill, tokens/s", "decode, tokens/s", "prefill, x")) > 0
+    assert "| dense | 0 | 1 | 16 + 4 |" in text
+
+
+def speeds(program: ModuleType, device: str, folder: Path) -> None:
+    model = program.model_of(program.SIZES["tiny"], torch.device("cpu"), 2)
+    list(program.two_four.speeds(torch.device(device), model, (Length(16, 4),), (1,), folder))
+
+
+def test_the_two_four_model_is_two_four_and_the_other_is_dense(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(bench.__kwdefaults__, "start", inside)
+    speeds(program, "cpu", tmp_path)
+    dense, sparse = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("dense", "2of4"))
+    assert not is_two_four(dense)
+    assert all(fits_two_four(x.weight == 0) for x in survey(sparse).linears.values())
+    kept = sparse.model.layers[0].mlp.up_proj.weight != 0
+    assert torch.equal(dense.model.layers[0].mlp.up_proj.weight[kept], sparse.model.layers[0].mlp.up_proj.weight[kept])
+
+
+def test_a_gpu_is_asked_for_two_four_products(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def stop(_sources: Any, given: Any) -> Any:
+        asked.append(given)
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setattr(program.two_four, "bench", stop)
+    with pytest.raises(RuntimeError, match="no GPU"):
+        speeds(program, "cuda:0", tmp_path)
+    assert (asked[0].device, asked[0].semi_structured, asked[0].batch) == ("cuda:0", True, 1)
 
 
 def test_an_error_in_a_section_keeps_the_rows_before_it(program: ModuleType) -> None:

@@ -153,9 +153,16 @@ class Bench:
         yield Section(note=self._meaning(), table=self._speeds())
 
     def _sizes(self) -> Table:
+        columns: list[Column | str]
         names = ("file, MB", "weights, MB", "peak of loading, MB", "peak, MB")
-        columns = ["dtype", Column("parameters, M", ".1f"), Column("2:4", "d"), *(Column(n, ".4g") for n in names)]
-        return table(["model", *columns], [
+        columns = [
+            "model",
+            "dtype",
+            Column("parameters, M", ".1f"),
+            Column("2:4", "d"),
+            *(Column(n, ".4g") for n in names),
+        ]
+        return table(columns, [
             (m.name, m.dtype, m.parameters / 1e6, m.two_four or None, m.file_bytes / 1e6, m.weight_bytes / 1e6,
              m.memory_bytes["load"] / 1e6, m.memory_bytes["run"] / 1e6)
             for m in self.models
@@ -163,7 +170,7 @@ class Bench:
 
     def _speeds(self) -> Table:
         pairs = [Column(f"{stage}, {what}", "s") for stage in STAGES for what in ("tokens/s", "x")]
-        columns = ["model", "prompt + new", *pairs, Column("weights read, GB/s", ".1f")]
+        columns: list[Column | str] = ["model", "prompt + new", *pairs, Column("weights read, GB/s", ".1f")]
         return table(columns, [self._row(model, length) for length in self.lengths for model in self.models])
 
     def _row(self, model: Measured, length: Length) -> list[Value]:
