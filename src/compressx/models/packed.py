@@ -195,8 +195,10 @@ def pack_file(source: Path, target: Path, *, compress: bool = True) -> None:
                 pieces.append([kept, *map(len, streams)])
             stored = _Stored(sha256=digest.hexdigest(), pieces=None if pieces == _as_it_is(tensor) else pieces)
             entries.append(_Entry(tensor, stored, begin, out.tell() - 8 - room))
+        header = _header_of(text, entries)
+        assert len(header) <= room, f"{target}: the header takes {len(header)} bytes of {room}"  # noqa: S101
         out.seek(0)
-        out.write(room.to_bytes(8, "little") + _header_of(text, entries).ljust(room))
+        out.write(room.to_bytes(8, "little") + header.ljust(room))
 
 
 def _room(original: str, tensors: Sequence[TensorBytes]) -> int:

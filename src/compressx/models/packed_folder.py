@@ -194,9 +194,11 @@ def _key(folder: Path, files: list[PackedFile]) -> str:
     packed = {file.path for file in files}
     for path in sorted(_copied(folder)):
         if path not in packed:
-            with os_errors_named("read", path):
-                content = hashlib.sha256(path.read_bytes()).hexdigest()
-            digest.update(json.dumps([path.relative_to(folder).as_posix(), content]).encode())
+            content = hashlib.sha256()
+            with os_errors_named("read", path), path.open("rb") as file:
+                while part := file.read(2**20):
+                    content.update(part)
+            digest.update(json.dumps([path.relative_to(folder).as_posix(), content.hexdigest()]).encode())
     return digest.hexdigest()[:32]
 
 

@@ -72,6 +72,20 @@ def test_any_tensors_come_back_to_the_bit_with_their_metadata(
     assert {tensor.name: tensor.bytes for tensor in found.sizes()} == stored
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("F4", 6), ("F6_E2M3", 9), ("F8_E8M0", 12)])
+@pytest.mark.parametrize("compress", [False, True])
+def test_elements_of_less_than_a_byte_and_unusual_dtypes_are_packed_as_bytes(
+    tmp_path: Path, dtype: str, size: int, compress: bool
+) -> None:
+    described = {"x": {"dtype": dtype, "shape": [3, 400], "data_offsets": [0, 100 * size]}}
+    header = json.dumps(described).encode()
+    data = bytes([0] * (50 * size) + [0x80, 1] * (25 * size))
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+    (found,) = round_trip(tmp_path / "model.safetensors", compress=compress).sizes()
+    assert found.masked
+    assert found.mask_and_values == -(-100 * size // 8) + 50 * size
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("sparsity", [0.5, 0.7])
 def test_an_uncompressed_file_is_as_small_as_arithmetic_says(
@@ -101,6 +115,13 @@ def test_a_packed_tensor_is_bytes_and_the_others_are_as_they_were(tmp_path: Path
     for name in ("norm", "empty", "count"):
         assert torch.equal(found[name], given[name])
         assert found[name].dtype == given[name].dtype
+
+
+def test_what_does_not_become_smaller_is_not_touched(tmp_path: Path) -> None:
+    noise = torch.randint(-(2**15), 2**15, (256, 256), dtype=torch.int16)
+    save_file({"noise": noise}, tmp_path / "model.safetensors")
+    round_trip(tmp_path / "model.safetensors")
+    assert torch.equal(load_file(tmp_path / "model.packed.safetensors")["noise"], noise)
 
 
 def test_tensors_of_the_packed_file_begin_at_multiples_of_eight_bytes_if_they_did(tmp_path: Path) -> None:
