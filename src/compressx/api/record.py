@@ -214,6 +214,9 @@ class RunReport:
         hardware: system, processor, cores, memory and device.
         calibration: `samples`, `sequence_length` and `seed`; empty without calibration text.
         arithmetic: dtype of matrix products where blocks were run or trained; None when none were.
+        shrink: of the smaller model that was written, `parameters` before and after, `config`, the numbers before and
+            after by name, and `difference`, the relative difference of its logits from those of the pruned model; empty
+            without `shrink`.
     """
 
     compressx: str
@@ -234,6 +237,7 @@ class RunReport:
     hardware: str = ""
     calibration: Mapping[str, int] = field(default_factory=dict)
     arithmetic: Arithmetic | None = None
+    shrink: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def layers(self) -> tuple[LayerReport, ...]:

@@ -29,6 +29,10 @@ class Architecture:
     outside: Mapping[str, Linear]
     unprunable: Mapping[str, str]
 
+    def inside(self, fqn: str) -> dict[str, Linear]:
+        """Return the linears of one block by name."""
+        return {name: linear for name, linear in self.linears.items() if name.startswith(f"{fqn}.")}
+
     def block_of(self, name: str) -> str:
         """Return the fully qualified name of the block that holds the linear `name`; empty if none does."""
         return next((fqn for fqn in self.blocks if name.startswith(f"{fqn}.")), "")

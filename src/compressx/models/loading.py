@@ -72,7 +72,7 @@ def load_empty(checkpoint: Checkpoint) -> Any:
         config = _config(checkpoint)
         requested = None if checkpoint.dtype == "auto" else getattr(torch, checkpoint.dtype)
         dtype = requested or config.dtype or _stored_dtype(local_folder(checkpoint))
-        model = _empty(config, dtype, trust_remote_code=checkpoint.trust_remote_code).eval()
+        model = build_empty(config, dtype, trust_remote_code=checkpoint.trust_remote_code).eval()
         with contextlib.suppress(OSError):  # not every checkpoint has one
             model.generation_config = GenerationConfig.from_pretrained(
                 checkpoint.location, revision=checkpoint.revision
@@ -80,8 +80,14 @@ def load_empty(checkpoint: Checkpoint) -> Any:
         return model
 
 
-def _empty(config: Any, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> Any:
-    """Build a model with parameters on the meta device and the same buffers as `from_pretrained`."""
+def build_empty(config: Any, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> Any:
+    """Build a model with parameters on the meta device and the same buffers as `from_pretrained`.
+
+    Args:
+        config: of the model.
+        dtype: of its parameters; the config's when None.
+        trust_remote_code: whether its code may come with the model.
+    """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -234,7 +240,7 @@ def _refuse_encoder(checkpoint: Checkpoint, config: Any) -> None:
 def _without_gguf(model: Any) -> Any:
     """Rebuild a model from GGUF without its quantization_config, which would prevent saving it."""
     # Not `.to(dtype)`, which would round the rotary tables: they are float32 whatever the weights are.
-    clean = _empty(_clean_config(model.config), model.dtype)
+    clean = build_empty(_clean_config(model.config), model.dtype)
     clean.load_state_dict(model.state_dict(), assign=True)
     clean.tie_weights()
     clean.generation_config = model.generation_config

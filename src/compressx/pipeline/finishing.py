@@ -7,7 +7,7 @@ import json
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from importlib import metadata
@@ -28,6 +28,7 @@ from compressx.models.streaming import StreamedModel, open_model, open_streamed
 from compressx.pipeline.card import card
 from compressx.pipeline.context import RunContext, Stage
 from compressx.pipeline.journal import FinishedBlock, Journal
+from compressx.pipeline.shrinking import save_smaller
 from compressx.planning.plan import Plan
 from compressx.recipe.sources import ModelSource
 from compressx.recipe.tuning import Finetune
@@ -94,13 +95,20 @@ def finish(context: RunContext, pruned: Pruned, checkpoint: Checkpoint, journal:
         journal.blocks,
     )  # fmt: skip
     context.report_progress("save", 0, 1)
-    drawn = _save(pruned, tuned, journal, folder)
+    drawn = _drawn(pruned, tuned, folder)
+    describe(pruned)
+    smaller: Mapping[str, Any] = {}
+    if context.loaded.recipe.shrink:
+        with context.loaded.at("shrink"):
+            smaller = save_smaller(access.model, pruned.tokenizer, pruned.plan, MaskSet.load(masks), folder)
+    else:
+        access.save(pruned.tokenizer, journal.blocks, folder / "model")
     if isinstance(access, StreamedModel):
         access = open_streamed(checkpoint.at(folder / "model"), access.device)
     evaluation |= evaluated(context, pruned, access, "pruned" if tuned is None else "finetuned")
     context.report_progress("save", 0, 1)
     context.tracking.close()
-    report = report_of(context, pruned, evaluation, tuned, drawn)
+    report = replace(report_of(context, pruned, evaluation, tuned, drawn), shrink=smaller)
     recipe = context.loaded.to_yaml()
     shown = sections(report, recipe)
     for name, text in {
@@ -198,17 +206,12 @@ def describe(pruned: Pruned) -> None:
     }
 
 
-def _save(
-    pruned: Pruned, tuned: FinetuneReport | None, journal: Journal, folder: Path
-) -> tuple[Mapping[str, str], ...]:
-    """Write figures and model; return the list of figures for the report."""
+def _drawn(pruned: Pruned, tuned: FinetuneReport | None, folder: Path) -> tuple[Mapping[str, str], ...]:
+    """Remove what an interrupted run has left, and write the figures; return their list for the report."""
     for name in ("plots", "model"):  # left incomplete by an interrupted run
         shutil.rmtree(folder / name, ignore_errors=True)
     matrices = [m for block in pruned.blocks for m in block.matrices]
-    drawn = figures.draw([block.report for block in pruned.blocks], matrices, folder / "plots", tuned)
-    describe(pruned)
-    pruned.access.save(pruned.tokenizer, journal.blocks, folder / "model")
-    return drawn
+    return figures.draw([block.report for block in pruned.blocks], matrices, folder / "plots", tuned)
 
 
 def report_of(

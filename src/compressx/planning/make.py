@@ -17,6 +17,7 @@ from compressx.models.architecture import Architecture, survey, text_config
 from compressx.planning.budgets import asked_patterns, check_fits
 from compressx.planning.depth import find_depth
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
+from compressx.planning.smaller import check_shrink
 from compressx.planning.structured import check_experts, check_whole, units_of_rules
 from compressx.planning.targets import Assigned, check_adapters, match_targets, targeted_by
 from compressx.planning.text import text_mistakes
@@ -82,6 +83,8 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     if plan.depth is not None:
         with mistakes.collected(), loaded.at("prune", plan.depth.rule.index):
             plan.depth.rule.build_depth()
+    with mistakes.collected():
+        check_shrink(loaded, plan, skeleton)
     observes = _check_blocks(loaded, plan, architecture, skeleton, assigned.ignored, mistakes)
     needed = observes or bool(plan.sensitive) or plan.depth is not None
     mistakes.add(*text_mistakes(loaded, skeleton, needed))

@@ -134,6 +134,11 @@ class Recipe(Strict):
         description="chooses the rules' sparsities; without it each rule gives its own",
         examples=[{"method": "attention-aware", "target": 0.5}],
     )
+    shrink: StrictBool = Field(
+        False,
+        description="write the smaller dense model that is left when units are pruned whole, instead of one of the "
+        "original size with zeros; needs rules with pattern: neurons, kv-groups, experts or blocks",
+    )
     reconstruct_block: ReconstructBlock | None = Field(
         None,
         description="trains the surviving weights of each block after it is pruned",

@@ -44,6 +44,10 @@ def _head(report: RunReport) -> Iterator[Section]:
         changed = "" if change is None else f", {change:+.1%}"
         note = f"dense {dense:.4g}{changed}" if pruned else "dense"
         rows.append((str(name).replace("_", " "), f"{value:.4g}", note))
+    if report.shrink:
+        before, after = report.shrink["parameters"]
+        numbers = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in report.shrink["config"].items())
+        rows.append(("parameters", f"{after / 1e6:.4g} M", f"dense {before / 1e6:.4g} M, {numbers}"))
     total = report.seconds.get("total", sum(report.seconds.values()))
     took = f"{total / 60:.1f} min" if total >= 120 else f"{total:.0f} s"
     rows.append(("time", took, ", ".join(dict.fromkeys(layer.pruner for layer in report.layers))))
