@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from compressx.evaluation.speed import Task, vocabulary
 from compressx.masks.tensor_cores import check_device
 from compressx.models.access import Device, device_for
-from compressx.models.checkpoint import find_checkpoint
+from compressx.models.checkpoint import Checkpoint, find_checkpoint, find_local, local_folder
 from compressx.models.generate import check_room
 from compressx.models.loading import load_skeleton
 from compressx.recipe.sources import ModelSource
@@ -192,8 +193,8 @@ def bench(
             )
         seconds = _rounds(workers, names, asked, loaded, progress)
     models = [
-        Measured(name=name, seconds=measured, **found)
-        for name, measured, found in zip(names, seconds, loaded, strict=True)
+        Measured(name=name, seconds=measured, file_bytes=file_bytes(source, checkpoint), **found)
+        for name, measured, found, source, checkpoint in zip(names, seconds, loaded, sources, checkpoints, strict=True)
     ]
     return Bench(tuple(models), asked.batch, min(below), asked.seed, rates(device).copy)
 
@@ -215,6 +216,17 @@ def _rounds(
                 for stage in STAGES if turn else ():  # the first round loads kernels and fills caches
                     seconds[i][length][stage].append(found["seconds"][stage])
     return seconds
+
+
+def file_bytes(source: ModelSource, checkpoint: Checkpoint) -> int:
+    """Return the size of a model's weights on disk: its safetensors, packed ones too, or its GGUF file."""
+    if source.path is not None:
+        place = find_local(source.path)  # not what a packed folder was unpacked to
+    elif checkpoint.gguf_file is not None:
+        place = Path(checkpoint.location, checkpoint.gguf_file)
+    else:
+        place = local_folder(checkpoint)
+    return sum(path.stat().st_size for path in ([place] if place.is_file() else place.glob("*.safetensors")))
 
 
 def _names(sources: Sequence[ModelSource]) -> list[str]:

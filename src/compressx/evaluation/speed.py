@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
@@ -24,7 +23,7 @@ from torch.sparse import SparseSemiStructuredTensor
 from compressx.masks.tensor_cores import is_two_four, semi_structured
 from compressx.models.access import device_for
 from compressx.models.architecture import text_config
-from compressx.models.checkpoint import Checkpoint, local_folder
+from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import load_model, load_skeleton
 from compressx.report.speeds import Length, Stage
 from compressx.runtime.errors import CompressxError, UnsupportedModelError, memory_named
@@ -119,7 +118,6 @@ def answers(task: Task, requests: Iterable[Mapping[str, int]]) -> Iterator[dict[
     yield {
         "machine": machine(device),
         "two_four": len(converted),
-        "file_bytes": file_bytes(task.checkpoint),
         **sizes(model),
         "memory_bytes": {"before": before, "load": _peak(device)},
     }
@@ -157,13 +155,6 @@ def _bytes(parameter: Tensor) -> int:
     if isinstance(parameter, SparseSemiStructuredTensor):
         return sum(getattr(parameter, name).nbytes for name in parameter.__tensor_flatten__()[0])
     return parameter.nbytes
-
-
-def file_bytes(checkpoint: Checkpoint) -> int:
-    """Return the size of a checkpoint's weights on disk: its safetensors or GGUF file."""
-    if checkpoint.gguf_file is not None:
-        return Path(checkpoint.location, checkpoint.gguf_file).stat().st_size
-    return sum(path.stat().st_size for path in local_folder(checkpoint).glob("*.safetensors"))
 
 
 def vocabulary(model: Any) -> int:

@@ -17,10 +17,12 @@ from tests.compressx.saved import save_tiny
 from compressx import ArtifactError, CalibrationError, CompressxError, RecipeError, UnsupportedModelError
 from compressx.evaluation import bench as benching
 from compressx.evaluation import speed
-from compressx.evaluation.bench import Asked, bench, process
+from compressx.evaluation.bench import Asked, bench, file_bytes, process
 from compressx.evaluation.saved import source_of
 from compressx.evaluation.speed import Task
 from compressx.models.checkpoint import Checkpoint
+from compressx.models.packed_folder import pack_folder
+from compressx.recipe.sources import ModelSource
 from compressx.report.speeds import Length
 from compressx.runtime.errors import OutOfMemoryError
 from compressx.testing.accelerator.pretended import pretended_accelerator
@@ -49,7 +51,7 @@ class Told:
 
     def answer(self) -> dict[str, Any]:
         if self.asked is None:
-            return {"machine": "", "dtype": "", "parameters": 1, "two_four": self.two_four, "file_bytes": 1,
+            return {"machine": "", "dtype": "", "parameters": 1, "two_four": self.two_four,
                     "weight_bytes": 1, "read_bytes": 1, "memory_bytes": {"before": 1, "load": 1}}  # fmt: skip
         turn = float(len(self.log))
         return {"seconds": {"prefill": turn, "decode": 100 + turn}, "peak_bytes": len(self.log)}
@@ -102,6 +104,24 @@ def test_real_models_are_measured(folder: Path) -> None:
 def test_a_model_given_twice_gets_a_number(folder: Path) -> None:
     found = bench(sources(folder, "llama", "gpt2", "llama"), Asked((SHORT,), rounds=1), start=told([]))
     assert [m.name for m in found.models] == [str(folder / name) for name in ("llama", "gpt2", "llama (2)")]
+
+
+def test_the_file_is_the_safetensors_of_a_folder_the_packed_ones_or_the_gguf(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path / "cache"))
+    weights = folder / "llama" / "model.safetensors"
+    pack_folder(folder / "llama", tmp_path / "packed")
+    packed = source_of(str(tmp_path / "packed"))
+    plain, small = bench([*sources(folder, "llama"), packed], Asked((SHORT,), rounds=1), start=inside).models
+    assert plain.file_bytes == weights.stat().st_size
+    assert small.file_bytes == (tmp_path / "packed" / "model.packed.safetensors").stat().st_size < plain.file_bytes
+    assert small.weight_bytes == plain.weight_bytes
+    (tmp_path / "M.gguf").write_bytes(b"12345")
+    assert file_bytes(source_of(str(tmp_path / "M.gguf")), Checkpoint("elsewhere")) == 5
+    package = ModelSource(package="p", version="1", file="M.gguf", sha256="0" * 64)
+    assert file_bytes(package, Checkpoint(str(tmp_path), "M.gguf")) == 5
+    assert file_bytes(ModelSource(id="a/b"), Checkpoint(str(folder / "llama"))) == plain.file_bytes
 
 
 # --- what is refused, before anything is loaded

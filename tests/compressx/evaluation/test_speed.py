@@ -17,7 +17,7 @@ from torch.sparse import SparseSemiStructuredTensorCUTLASS
 
 from compressx import UnsupportedModelError
 from compressx.evaluation import speed
-from compressx.evaluation.speed import Task, file_bytes, prompts, serve, sizes, task_of, timed
+from compressx.evaluation.speed import Task, prompts, serve, sizes, task_of, timed
 from compressx.models.checkpoint import Checkpoint
 from compressx.testing import tiny_model
 from compressx.testing.accelerator.pretended import pretended_accelerator
@@ -140,12 +140,6 @@ def test_a_two_four_weight_counts_as_its_values_and_places(monkeypatch: pytest.M
         linear.weight = nn.Parameter(SparseSemiStructuredTensorCUTLASS.from_dense(weight), requires_grad=False)
         # half of the values in 16 bits, and four bits of places for two of them
         assert sizes(linear)["weight_bytes"] == 64 * 128 * 2 * 9 // 16
-
-
-def test_the_file_is_the_safetensors_of_a_folder_or_the_gguf(folder: Path, tmp_path: Path) -> None:
-    assert file_bytes(Checkpoint(str(folder))) == (folder / "model.safetensors").stat().st_size
-    (tmp_path / "M.gguf").write_bytes(b"12345")
-    assert file_bytes(Checkpoint(str(tmp_path), "M.gguf")) == 5
 
 
 # --- the process
