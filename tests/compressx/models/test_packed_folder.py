@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from compressx.models.packed_folder import is_packed, pack_folder, sizes_of, unp
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import BLOCKS, STATE
+from compressx.runtime.locks import locked
 from compressx.testing import tiny_model
 
 
@@ -208,6 +211,23 @@ def test_two_that_need_one_packed_folder_at_a_time_unpack_it_once(
     assert len(written) == 1
     assert len(found) == 2
     assert found[0] == found[1]
+
+
+def test_a_copy_that_another_process_finished_just_before_the_lock_is_taken(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack_folder(model, tmp_path / "packed")
+    written = interrupted(monkeypatch, "unpack", after=1)
+
+    @contextmanager
+    def late(lock: Path, what: str) -> Iterator[None]:
+        unpack_folder(tmp_path / "packed", lock.with_name(lock.name.removeprefix(".").removesuffix(".unpacking")))
+        with locked(lock, what):
+            yield
+
+    monkeypatch.setattr(packed_folder, "locked", late)
+    assert contents(unpacked(tmp_path / "packed")) == contents(model)
+    assert len(written) == 1
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, function: str, *, after: int) -> list[Path]:

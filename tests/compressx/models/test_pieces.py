@@ -125,6 +125,15 @@ def test_other_streams_are_refused_with_what_is_wrong(compress: bool) -> None:
         refused("elements are stored, .* in the mask", bytes([data[0] ^ 4]) + data[1:])
 
 
+def test_a_compressed_stream_ends_with_its_last_byte() -> None:
+    elements = bfloat16(np.random.default_rng(0).normal(0, 1, 1024))
+    kept, (mantissas, exponents) = encode(elements, compress=True)
+    assert len(exponents) < kept
+    for other in (exponents[:-1], exponents + b"\0"):  # both have all exponents
+        with pytest.raises(ValueError, match="another end"):
+            decode(mantissas + other, [len(mantissas), len(other)], kept=kept, elements=1024, size=2)
+
+
 def test_a_compressed_stream_with_a_flipped_bit_never_comes_back_as_what_it_was() -> None:
     elements = bfloat16(np.random.default_rng(0).normal(0, 1, 1024))
     kept, streams = encode(elements, compress=True)
