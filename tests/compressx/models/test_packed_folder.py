@@ -217,7 +217,7 @@ def test_a_copy_that_another_process_finished_just_before_the_lock_is_taken(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack_folder(model, tmp_path / "packed")
-    written = interrupted(monkeypatch, "unpack", after=1)
+    written = interrupted(monkeypatch, "unpack", after=9)
 
     @contextmanager
     def late(lock: Path, what: str) -> Iterator[None]:
