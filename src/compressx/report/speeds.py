@@ -29,6 +29,10 @@ class Length:
     def __str__(self) -> str:
         return f"{self.prompt} + {self.new}"
 
+    def shown(self, stage: Stage) -> str:
+        """Name a stage."""
+        return f"prefill {self.prompt}" if stage == "prefill" else f"decode {self.new} after {self.prompt}"
+
     def tokens(self, stage: Stage) -> int:
         """Return the tokens of one sequence in a stage."""
         return self.prompt if stage == "prefill" else self.new - 1
@@ -169,18 +173,18 @@ class Bench:
         ])  # fmt: skip
 
     def _speeds(self) -> Table:
-        pairs = [Column(f"{stage}, {what}", "s") for stage in STAGES for what in ("tokens/s", "x")]
-        columns: list[Column | str] = ["model", "prompt + new", *pairs, Column("weights read, GB/s", ".1f")]
-        return table(columns, [self._row(model, length) for length in self.lengths for model in self.models])
+        numbers = [Column("tokens/s", "s"), Column("x", "s"), Column("weights, GB/s", ".1f")]
+        columns: list[Column | str] = ["stage", "model", *numbers]
+        return table(columns, [
+            self._row(model, length, stage) for length in self.lengths for stage in STAGES for model in self.models
+        ])  # fmt: skip
 
-    def _row(self, model: Measured, length: Length) -> list[Value]:
-        read = self.read_rate(model, length)
-        cells = [
-            text
-            for stage in STAGES
-            for text in (f"{self.rate(model, length, stage):.5g}", f"{self.ratio(model, length, stage):.2f}")
-        ]
-        return [model.name, str(length), *cells, None if read is None else read / 1e9]
+    def _row(self, model: Measured, length: Length, stage: Stage) -> list[Value]:
+        rate = self.rate(model, length, stage)
+        shown = f"{rate:,.0f}" if rate.median >= 100 else f"{rate:.1f}"
+        read = self.read_rate(model, length) if stage == "decode" else None
+        return [length.shown(stage), model.name, shown, f"{self.ratio(model, length, stage):.2f}",
+                None if read is None else read / 1e9]  # fmt: skip
 
     def _meaning(self) -> str:
         return (
@@ -188,8 +192,8 @@ class Bench:
             f"x: times as fast as {self.models[0].name}, the median of ratios within a round. Batch {self.batch}; for "
             f"all models the same random token ids below {self.below} (seed {self.seed}). Prefill reads the prompt and "
             "gives the first new token. Decode writes the others greedily with a key/value cache, by the model's own "
-            "forward pass; what `generate` does around it is left out. Compare the weights that decoding reads with a "
-            f"copy within memory: {self.copy_rate / 1e9:.1f} GB/s."
+            "forward pass; what `generate` does around it is left out. Weights: what decoding reads of them; a copy "
+            f"within memory moves {self.copy_rate / 1e9:.1f} GB/s."
         )
 
     def write(self, folder: Path) -> list[Path]:

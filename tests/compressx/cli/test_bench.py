@@ -30,9 +30,10 @@ def test_two_models_are_shown_side_by_side(work):
     shown = printed("bench", "model", "model", "--prompt", "4,8", "--new", "3", "--rounds", "2")
     rows = [line.split() for line in shown.splitlines()]
     assert [row[: row.index("float32")] for row in rows if "float32" in row] == [["model"], ["model", "(2)"]]
-    assert [" ".join(row[: row.index("+") + 2]) for row in rows if "+" in row and "to" in row] == [
-        "model 4 + 3", "model (2) 4 + 3", "model 8 + 3", "model (2) 8 + 3"
-    ]  # fmt: skip
+    assert [row[:2] for row in rows if row[:1] == ["prefill"]] == [["prefill", "4"]] * 2 + [["prefill", "8"]] * 2
+    decode = [" ".join(row) for row in rows if row[:1] == ["decode"]]
+    assert [text[: text.index(" model")] for text in decode] == ["decode 3 after 4"] * 2 + ["decode 3 after 8"] * 2
+    assert decode[1].startswith("decode 3 after 4 model (2) ")
     assert "the same random token ids below 128 (seed 0)" in " ".join(shown.split())
 
 

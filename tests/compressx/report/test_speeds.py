@@ -67,13 +67,26 @@ def test_the_tables_have_a_row_for_each_model_and_length_and_say_what_they_mean(
         ["dense", "bfloat16", "3.0", "", "6.1", "6", "400", "300"],
         ["pruned", "bfloat16", "3.0", "7", "6.1", "6", "400", "300"],
     ]
+    assert speeds.table.names == ["stage", "model", "tokens/s", "x", "weights, GB/s"]
     assert [row[:2] for row in speeds.table.texts] == [
-        ["dense", "100 + 11"], ["pruned", "100 + 11"], ["dense", "10 + 3"], ["pruned", "10 + 3"]
+        ["prefill 100", "dense"], ["prefill 100", "pruned"],
+        ["decode 11 after 100", "dense"], ["decode 11 after 100", "pruned"],
+        ["prefill 10", "dense"], ["prefill 10", "pruned"],
+        ["decode 3 after 10", "dense"], ["decode 3 after 10", "pruned"],
     ]  # fmt: skip
-    assert speeds.table.texts[1] == [
-        "pruned", "100 + 11", "66.667 (50 to 200)", "2.00 (0.25 to 3.00)", "20 (5 to 40)", "2.00 (0.50 to 4.00)", "0.1"
+    assert [row[2:] for row in speeds.table.texts][:4] == [
+        ["100 (22 to 200)", "1.00 (1.00 to 1.00)", ""], ["66.7 (50.0 to 200.0)", "2.00 (0.25 to 3.00)", ""],
+        ["10.0 (10.0 to 10.0)", "1.00 (1.00 to 1.00)", "0.0"], ["20.0 (5.0 to 40.0)", "2.00 (0.50 to 4.00)", "0.1"],
     ]  # fmt: skip
-    for said in ("Medians of 3 rounds", "x: times as fast as dense", "Batch 2", "ids below 128 (seed 5)", "8.0 GB/s"):
+    fast = Bench((model("dense", {"prefill": [1e-3], "decode": [1.0]}),), 1, 9, 0, 1e9)
+    assert [*fast.sections()][1].table.texts[0][2] == "100,000 (100,000 to 100,000)"
+    for said in (
+        "Medians of 3 rounds",
+        "x: times as fast as dense",
+        "Batch 2",
+        "ids below 128 (seed 5)",
+        "moves 8.0 GB/s",
+    ):
         assert said in speeds.note
 
 
@@ -88,7 +101,7 @@ def test_a_report_is_written_with_a_plot_and_every_second(found: Bench, tmp_path
     assert [path.name for path in written] == ["bench.md", "bench.json", "bench.svg"]
     page = written[0].read_text()
     assert page.startswith("# Speed\n")
-    assert "| pruned | 100 + 11 | 66.667 (50 to 200) | 2.00 (0.25 to 3.00) |" in page
+    assert "| prefill 100 | pruned | 66.7 (50.0 to 200.0) | 2.00 (0.25 to 3.00) |" in page
     assert "](bench.svg)" in page
     plain = json.loads(written[1].read_text())
     assert plain == found.to_dict()
