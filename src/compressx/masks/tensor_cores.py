@@ -50,9 +50,9 @@ class Converted:
 def semi_structured(model: nn.Module, linears: Iterable[str] | None = None) -> Converted:
     """Let a GPU multiply the 2:4 weights of a model as such, in place: for inference, not for saving or training.
 
-    The weights are replaced by `torch.sparse` tensors of 9/16 of their size. Outputs are equal up to rounding, and biases
-    stay. cuSPARSELt multiplies if it can, else CUTLASS: each is tried with a small product first. Save the model
-    before, or load it again: its state dict is refused afterwards.
+    The weights are replaced by `torch.sparse` tensors of 9/16 of their size; biases stay.
+    Outputs are equal up to rounding. cuSPARSELt multiplies if it can, else CUTLASS: each is tried with a small product
+    first. Save the model before, or load it again: its state dict is refused afterwards.
 
     Args:
         model: a transformers causal language model on an NVIDIA GPU of compute capability 8.0 or later.
