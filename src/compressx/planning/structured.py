@@ -70,6 +70,14 @@ def check_experts(
         if rule.pattern != "experts":
             continue
         place = loaded.where("prune", index, "pattern")
+        if not loaded.recipe.shrink:
+            mistakes.add(
+                RecipeError(
+                    f"{place}: experts go with shrink: true only, in a run that writes its output: without "
+                    "compressx, a router as large as before would choose them; add it, or prune neurons of the experts"
+                )
+            )
+            return
         for one in {id(x): x for x in units[index].values()}.values():
             fqn = found.block_of(next(iter(one.owners)))
             block = Block([*found.blocks].index(fqn), fqn, found.blocks[fqn], found.linears, (), config)

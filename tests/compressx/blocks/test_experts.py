@@ -24,7 +24,7 @@ HALF = {"targets": ["*"], "pruner": "reap", "pattern": "experts", "sparsity": 0.
 
 def pruned(model: Any, *rules: dict[str, Any], **sections: Any) -> dict[str, torch.Tensor]:
     """Prune a model in place; returns which experts of each mixture are kept, by its name."""
-    plan = planned(model, *(rules or [HALF]), **sections)
+    plan = planned(model, *(rules or [HALF]), shrink=True, **sections)
     masks = {n: e.keep for b in prune_model(InMemory(model), plan, BATCHES) for n, e in b.masks.items()}
     units = {p.units.fqn: p.units for x in plan.linears if isinstance(p := x.pattern, Structured)}
     return {fqn: one.kept({n: masks[n] for n in one.owners}) for fqn, one in units.items()}
@@ -90,7 +90,7 @@ def test_the_score_is_the_mean_of_weight_times_norm_over_the_tokens_of_an_expert
         norms = ((torch.nn.functional.silu(gate) * rest) @ down.T).norm(dim=-1)
         expected.append((weights[token, place].double() * norms).mean().item())
     model = mixture(name)
-    plan = planned(model, HALF)
+    plan = planned(model, HALF, shrink=True)
     layers = {x.name: x for b in prune_model(InMemory(model), plan, BATCHES) for x in b.report.layers}
     found = [layers[f"{home}.down_proj.{expert}"].info["importance"] for expert in range(4)]
     assert found == pytest.approx(expected, rel=1e-5)

@@ -18,12 +18,12 @@ HALF = {"targets": ["*"], "pruner": "reap", "pattern": "experts", "sparsity": 0.
 
 def refusal(model: Any, **rule: Any) -> str:
     with pytest.raises(CompressxError) as caught:
-        planned(model, {**HALF, **rule})
+        planned(model, {**HALF, **rule}, shrink=True)
     return str(caught.value)
 
 
 def test_the_experts_of_each_mixture_compete_and_nothing_else_is_taken():
-    plan = planned(mixture("qwen3-moe-dense-block"), HALF)
+    plan = planned(mixture("qwen3-moe-dense-block"), HALF, shrink=True)
     assert {x.block for x in plan.linears} == {"model.layers.0", "model.layers.2"}
     assert {x.name.split(".")[-2] for x in plan.linears} == {"gate_up_proj", "down_proj"}
     assert plan.needs_calibration
@@ -65,4 +65,9 @@ def test_a_pruner_of_other_units_is_refused():
 
 def test_experts_have_no_plain_sparsity():
     with pytest.raises(CompressxError, match="reap prunes whole units only; give it a pattern: experts"):
-        planned(mixture("mixtral"), {k: v for k, v in HALF.items() if k != "pattern"})
+        planned(mixture("mixtral"), {k: v for k, v in HALF.items() if k != "pattern"}, shrink=True)
+
+
+def test_experts_that_would_stay_on_disk_are_refused():
+    with pytest.raises(CompressxError, match=r"prune\[0\]\.pattern: experts go with shrink: true only"):
+        planned(mixture("mixtral"), HALF)
