@@ -100,7 +100,7 @@ def finish(context: RunContext, pruned: Pruned, checkpoint: Checkpoint, journal:
     smaller: Mapping[str, Any] = {}
     if context.loaded.recipe.shrink:
         with context.loaded.at("shrink"):
-            smaller = save_smaller(access.model, pruned.tokenizer, pruned.plan, MaskSet.load(masks), folder)
+            smaller = save_smaller(access, pruned.tokenizer, pruned.plan, MaskSet.load(masks), checkpoint, folder)
     else:
         access.save(pruned.tokenizer, journal.blocks, folder / "model")
     if isinstance(access, StreamedModel):

@@ -246,13 +246,12 @@ def _finetune_mistakes(loaded: LoadedRecipe, skeleton: Any) -> Iterator[Compress
 
 
 def refuse_streamed(loaded: LoadedRecipe) -> None:
-    """Refuse to fine-tune, shrink, or generate text with, a model whose weights are streamed from disk.
+    """Refuse to fine-tune, or generate text with, a model whose weights are streamed from disk.
 
     Raises:
-        RecipeError: the recipe has a `finetune` section or `shrink`, or a dataset that the model generates.
+        RecipeError: the recipe has a `finetune` section, or a dataset that the model generates.
     """
     needs: list[tuple[tuple[Step, ...], str]] = [(("finetune",), "fine-tuning")] if loaded.recipe.finetune else []
-    needs += [(("shrink",), "building the smaller model")] if loaded.recipe.shrink else []
     needs += [((*at, "generate"), "generating text") for at, x in loaded.recipe.datasets().items() if x.generate]
     for place, what in needs:
         given = loaded.recipe.model.streaming

@@ -1,9 +1,11 @@
-"""The smaller model of a finished run: built, compared with the pruned one, and written in its place."""
+"""The smaller model of a finished run, written in place of the pruned one, and compared with it."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,55 @@ import torch
 
 from compressx.api.patterns import Structured
 from compressx.masks.maskset import MaskSet
+from compressx.models.access import Access, InMemory
 from compressx.models.architecture import text_config
-from compressx.models.export import save_model
-from compressx.models.shrink import Kept, difference, shrunk, smaller, tolerance
+from compressx.models.checkpoint import Checkpoint
+from compressx.models.loading import load_model
+from compressx.models.shrink import Kept, Smaller, smaller
+from compressx.models.shrunk import difference, save_shrunk, tolerance
+from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.planning.plan import Plan
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.files import atomic_write
 
 _TOKENS = 64
 """Tokens of each of two random sequences on which the models are compared."""
+
+
+def save_smaller(
+    access: Access, tokenizer: Any, plan: Plan, masks: MaskSet, checkpoint: Checkpoint, folder: Path
+) -> Mapping[str, Any]:
+    """Write the smaller model to `folder/model`, and what stays of the original one to `folder/units.json`.
+
+    Args:
+        access: the pruned model, of the original size.
+        tokenizer: its tokenizer.
+        plan: what was done.
+        masks: in the shapes of the original model.
+        checkpoint: of the dense model.
+        folder: the run's output folder.
+
+    Returns:
+        See `RunReport.shrink`.
+
+    Raises:
+        UnsupportedModelError: the config cannot describe the smaller model, or it computes something else.
+    """
+    kept = kept_units(plan, masks)
+    made = smaller(access.model, kept, plan.dropped)
+    made.config.compressx = {
+        **access.model.config.compressx,
+        "shrunk": {name: [*numbers] for name, numbers in made.numbers.items()},
+    }
+    before = sum(p.numel() for p in access.model.parameters())
+    after = save_shrunk(access, made, tokenizer, folder / "model")
+    apart = _compare(access, replace(checkpoint.at(folder / "model"), gguf_file=None), folder / "model")
+    atomic_write(folder / "units.json", (json.dumps(_units(kept, made, plan)) + "\n").encode())
+    return {
+        "parameters": [before, after],
+        "config": {name: [*numbers] for name, numbers in made.numbers.items()},
+        "difference": apart,
+    }
 
 
 def kept_units(plan: Plan, masks: MaskSet) -> list[Kept]:
@@ -32,51 +74,33 @@ def kept_units(plan: Plan, masks: MaskSet) -> list[Kept]:
     ]
 
 
-def save_smaller(model: Any, tokenizer: Any, plan: Plan, masks: MaskSet, folder: Path) -> Mapping[str, Any]:
-    """Write the smaller model to `folder/model`, and what stays of the original one to `folder/units.json`.
-
-    Args:
-        model: the pruned model, of the original size.
-        tokenizer: its tokenizer.
-        plan: what was done.
-        masks: in the shapes of the original model.
-        folder: the run's output folder.
-
-    Returns:
-        See `RunReport.shrink`.
-
-    Raises:
-        UnsupportedModelError: the smaller model computes something else; nothing is written then.
-    """
-    kept = kept_units(plan, masks)
-    made = smaller(model, kept, plan.dropped)
-    small = shrunk(model, made)
-    config = text_config(model)
+def _compare(access: Access, checkpoint: Checkpoint, folder: Path) -> float:
+    """Load the smaller model as it was saved, and return how far its logits are from the pruned model's."""
+    config = text_config(access.model)
     length = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, config.vocab_size, (2, length), generator=generator)
-    apart, most = difference(model, small, tokens), tolerance(model.dtype)
+    tokens = torch.randint(0, config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    saved: Access
+    if isinstance(access, StreamedModel):
+        saved = open_streamed(checkpoint, access.device)
+    else:
+        saved = InMemory(load_model(checkpoint).to(access.device))
+    apart, most = difference(access, saved, tokens), tolerance(access.model.dtype)
     if not apart <= most:
+        shutil.rmtree(folder)
         raise UnsupportedModelError(
-            f"the smaller {type(model).__name__} does not compute what the pruned one does: on random tokens its "
-            f"logits differ by {apart:.2g} of their norm, expected at most {most:.2g}; leave out shrink, and please "
-            "report this"
+            f"the smaller {type(access.model).__name__} does not compute what the pruned one does: on random tokens "
+            f"its logits differ by {apart:.2g} of their norm, expected at most {most:.2g}; leave out shrink, and "
+            "please report this"
         )
-    record = {
+    return apart
+
+
+def _units(kept: list[Kept], made: Smaller, plan: Plan) -> dict[str, Any]:
+    """Return the content of `units.json`."""
+    return {
         "blocks": {"count": len(made.blocks) + len(plan.dropped), "dropped": [*plan.dropped]},
         "units": {
-            one.units.fqn: {
-                "kind": one.units.kind,
-                "count": one.units.count,
-                "kept": one.keep.nonzero().flatten().tolist(),
-            }
+            one.units.fqn: {"kind": one.units.kind, "count": one.units.count, "kept": one.index.tolist()}
             for one in kept
         },
-    }
-    atomic_write(folder / "units.json", (json.dumps(record) + "\n").encode())
-    save_model(small, tokenizer, folder / "model")
-    return {
-        "parameters": [sum(p.numel() for p in x.parameters()) for x in (model, small)],
-        "config": {name: [*numbers] for name, numbers in made.numbers.items()},
-        "difference": apart,
     }

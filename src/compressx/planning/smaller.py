@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from compressx.api.patterns import Structured
 from compressx.models.shrink import Kept, smaller
-from compressx.planning.plan import Plan
+from compressx.planning.plan import Plan, PlannedDepth
 from compressx.recipe.schema import LoadedRecipe
-from compressx.runtime.errors import RecipeError
+from compressx.runtime.errors import RecipeError, UnsupportedModelError
 
 
 def check_shrink(loaded: LoadedRecipe, plan: Plan, skeleton: Any) -> None:
     """Refuse `shrink` where nothing goes whole, or where the config cannot describe the smaller model.
 
-    Which units go is not known yet; the first of them stand for those that will stay.
+    Which units go is not known yet; the first of them stand for those that will stay. Of blocks the first are tried,
+    and the last.
 
     Args:
         loaded: the recipe with its places in the file.
@@ -30,8 +33,7 @@ def check_shrink(loaded: LoadedRecipe, plan: Plan, skeleton: Any) -> None:
     if not loaded.recipe.shrink:
         return
     patterns = {id(x.pattern.units): x.pattern for x in plan.linears if isinstance(x.pattern, Structured)}
-    depth = plan.depth
-    if not patterns and depth is None:
+    if not patterns and plan.depth is None:
         raise RecipeError(
             f"{loaded.where('shrink')}: no rule drops anything whole, so no smaller dense model is left; give a rule "
             "pattern: neurons, kv-groups, experts or blocks, or remove shrink"
@@ -42,4 +44,34 @@ def check_shrink(loaded: LoadedRecipe, plan: Plan, skeleton: Any) -> None:
         if p.unit != "blocks"
     ]
     with loaded.at("shrink"):
-        smaller(skeleton, kept, () if depth is None else depth.blocks[: depth.pattern.dropped])
+        try:
+            for gone in _gone(plan.depth):
+                smaller(skeleton, kept, gone)
+        except UnsupportedModelError as error:
+            told = "; ".join(_others(skeleton, patterns.values()))
+            raise UnsupportedModelError(f"{error}{told and '; '}{told}") from error
+
+
+def _gone(depth: PlannedDepth | None) -> tuple[tuple[str, ...], ...]:
+    """Return the blocks that go, or which to try as long as they are not measured."""
+    if depth is None or depth.scores:
+        return ((() if depth is None else depth.dropped),)
+    count = depth.pattern.dropped
+    return depth.blocks[:count], depth.blocks[len(depth.blocks) - count :]
+
+
+def _others(skeleton: Any, patterns: Iterable[Structured]) -> Iterator[str]:
+    """Yield how many heads can be left, if it is their number that the config refuses."""
+    heads = [p for p in patterns if p.unit == "kv-groups"]
+    counts = {p.units.count for p in heads}
+    if len(counts) != 1:
+        return
+    (count,) = counts
+    able = []
+    for left in range(1, count):
+        with contextlib.suppress(UnsupportedModelError):
+            smaller(skeleton, [Kept(p.units, torch.arange(count) < left) for p in heads])
+            able.append(left)
+    if able:
+        told = ", ".join(f"{1 - left / count:.4g} ({left} left)" for left in able)
+        yield f"sparsities of kv-groups that fit: {told}"

@@ -1,0 +1,221 @@
+"""The smaller dense model: of every architecture what it computes, or why there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.compressx.mixtures import MIXTURES, mixture
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from compressx.api.pruner import Block
+from compressx.api.units import UnitKind
+from compressx.models.access import InMemory
+from compressx.models.architecture import survey, text_config
+from compressx.models.routing import leave_out
+from compressx.models.shrink import Kept, smaller
+from compressx.models.shrunk import difference, save_shrunk, tolerance
+from compressx.models.units import find_units
+from compressx.runtime.errors import UnsupportedModelError
+from compressx.testing.models import TINY_CONFIGS, save_tiny_model, tiny_model, tiny_tokens
+
+FIXED = "has no number for its 256 neurons"
+DIVIDED = "the config of .* cannot describe what is left: with num_attention_heads 2 instead of 4"
+OVER_ALL = "is a norm over the 64 features of all heads together"
+
+NO_NEURONS = {"bloom": FIXED}
+NO_HEADS = {
+    **dict.fromkeys(("opt", "gpt2", "gpt-neox", "gptj", "bloom", "stablelm"), DIVIDED),
+    "phi": f"{DIVIDED}, .* it has model.layers.0.self_attn.q_layernorm.weight",
+    "olmo2": OVER_ALL,
+}
+"""Architectures with heads (in Phi: norms) as large as their number says, and one whose heads share a norm."""
+ONE_GROUP = ("llama-mqa", "gemma3", "falcon")
+
+
+def made(name: str, **changed: Any) -> Any:
+    """Make a tiny model with another config."""
+    kind, values = TINY_CONFIGS[name]
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values | changed)).eval()
+
+
+def blocks_of(model: Any) -> list[Block]:
+    found = survey(model)
+    return [
+        Block(i, fqn, module, found.inside(fqn), (), text_config(model))
+        for i, (fqn, module) in enumerate(found.blocks.items())
+    ]
+
+
+@torch.no_grad()
+def dropped(model: Any, kind: UnitKind, share: float, *, only: tuple[int, ...] = (0, 1, 2)) -> list[Kept]:
+    """Drop a share of the units of each block at random, in the model's weights; return what stays."""
+    generator = torch.Generator().manual_seed(0)
+    kept = []
+    for block in blocks_of(model):
+        if block.index not in only or (kind == "experts" and not any(".experts" in n for n in block.linears)):
+            continue
+        for units in find_units(kind, block):
+            keep = torch.ones(units.count, dtype=torch.bool)
+            keep[torch.randperm(units.count, generator=generator)[: round(share * units.count)]] = False
+            masks = units.masks(keep, {n: tuple(block.linears[n].weight.shape) for n in units.owners})
+            for name, mask in masks.items():
+                weight = block.linears[name].weight
+                weight.copy_(weight * mask)
+            if kind == "experts":
+                leave_out(block, units, keep)
+            kept.append(Kept(units, keep))
+    return kept
+
+
+@torch.no_grad()
+def without_output(model: Any, *gone: int) -> tuple[str, ...]:
+    """Let blocks compute nothing; return their names."""
+    blocks = [block for block in blocks_of(model) if block.index in gone]
+    for block in blocks:
+        for linear in block.linears.values():
+            linear.weight.zero_()
+            if linear.bias is not None:
+                linear.bias.zero_()
+    return tuple(block.fqn for block in blocks)
+
+
+def saved(model: Any, kept: list[Kept], folder: Path, gone: tuple[str, ...] = ()) -> Any:
+    """Save the smaller model and load it again as anyone would."""
+    save_shrunk(InMemory(model), smaller(model, kept, gone), None, folder)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@torch.no_grad()
+def same(model: Any, small: Any) -> None:
+    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
+    ids = tiny_tokens()
+    expected = model(ids, use_cache=False).logits
+    torch.testing.assert_close(small(ids, use_cache=False).logits, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_without_some_neurons_it_computes_what_the_pruned_model_does(name, tmp_path):
+    model = tiny_model(name)
+    kept = dropped(model, "neurons", 0.25)
+    if name in NO_NEURONS:
+        with pytest.raises(UnsupportedModelError, match=NO_NEURONS[name]):
+            smaller(model, kept)
+    else:
+        same(model, saved(model, kept, tmp_path))
+
+
+@pytest.mark.parametrize("name", [n for n in TINY_CONFIGS if n not in ONE_GROUP])
+def test_without_some_heads_it_computes_what_the_pruned_model_does(name, tmp_path):
+    model = tiny_model(name)
+    kept = dropped(model, "kv-groups", 0.5)
+    if name in NO_HEADS:
+        with pytest.raises(UnsupportedModelError, match=NO_HEADS[name]):
+            smaller(model, kept)
+    else:
+        small = saved(model, kept, tmp_path)
+        same(model, small)
+        assert small.config.num_attention_heads == 2
+        assert small.config.head_dim == 16
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_without_a_block_it_computes_what_the_pruned_model_does(name, tmp_path):
+    model = tiny_model(name)
+    gone = without_output(model, 1)
+    small = saved(model, [], tmp_path, gone)
+    same(model, small)
+    assert small.config.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_without_some_experts_it_computes_what_the_pruned_model_does(name, tmp_path):
+    model = mixture(name)
+    same(model, saved(model, dropped(model, "experts", 0.5), tmp_path))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_neurons_of_experts_go_from_each_of_them(name, tmp_path):
+    model = mixture(name)
+    same(model, saved(model, dropped(model, "neurons", 0.25), tmp_path))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_without_its_first_block_keeps_what_its_other_blocks_are(name, tmp_path):
+    model = mixture(name)
+    same(model, saved(model, [], tmp_path, without_output(model, 0)))
+
+
+def test_neurons_heads_and_a_block_go_together(tmp_path):
+    model = tiny_model("qwen3")
+    kept = [*dropped(model, "neurons", 0.25), *dropped(model, "kv-groups", 0.5)]
+    same(model, saved(model, kept, tmp_path, without_output(model, 1)))
+
+
+def test_phi_without_norms_of_queries_and_keys_can_have_fewer_heads(tmp_path):
+    model = made("phi", qk_layernorm=False)
+    same(model, saved(model, dropped(model, "kv-groups", 0.5), tmp_path))
+
+
+def test_a_tied_head_stays_tied(tmp_path):
+    model = tiny_model("llama-tied")
+    small = saved(model, dropped(model, "neurons", 0.25), tmp_path)
+    assert small.lm_head.weight is small.model.embed_tokens.weight
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+
+
+def test_weights_keep_their_dtype_and_what_rounding_explains_is_tolerated(tmp_path):
+    save_tiny_model(tmp_path / "whole", "llama", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    small = saved(model, [*dropped(model, "neurons", 0.25), *dropped(model, "kv-groups", 0.5)], tmp_path / "small")
+    assert small.dtype == torch.bfloat16
+    assert difference(InMemory(model), InMemory(small), tiny_tokens()) < tolerance(torch.bfloat16) < 0.1
+
+
+def test_the_difference_is_that_of_all_logits_relative_to_the_first_models():
+    first, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    ids = tiny_tokens()
+    with torch.no_grad():
+        a, b = (m(ids, use_cache=False).logits.double().numpy() for m in (first, other))
+    expected = ((a - b) ** 2).sum() ** 0.5 / (a**2).sum() ** 0.5
+    assert difference(InMemory(first), InMemory(other), ids) == pytest.approx(expected, rel=1e-6)
+    assert expected > tolerance(torch.float32)
+
+
+def test_blocks_that_differ_are_refused_with_both_numbers():
+    model = tiny_model("llama")
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.mlp would have 72 of 96 and model\.layers\.1\.mlp 96"):
+        smaller(model, dropped(model, "neurons", 0.25, only=(0,)))
+
+
+def test_a_width_that_does_not_divide_into_the_heads_is_refused_with_transformers_reason():
+    model = made("llama", num_attention_heads=8, num_key_value_heads=4)
+    with pytest.raises(UnsupportedModelError, match=r"heads 6 instead of 8, num_key_value_heads 3 .*: .*\(64\)"):
+        smaller(model, dropped(model, "kv-groups", 0.25))
+
+
+def test_a_block_that_computes_by_its_place_may_not_move():
+    model = made("gpt2", scale_attn_by_inverse_layer_idx=True)
+    smaller(model, [], ("transformer.h.2",))
+    with pytest.raises(UnsupportedModelError, match=r"attn has scaling 0\.125, .* transformer\.h\.2\.attn has 0\.083"):
+        smaller(model, [], ("transformer.h.1",))
+
+
+def test_a_rotary_table_that_would_change_is_refused():
+    model = tiny_model("llama")
+    model.model.rotary_emb.inv_freq *= 2
+    with pytest.raises(UnsupportedModelError, match=r"its buffer model\.rotary_emb\.inv_freq has other values"):
+        smaller(model, dropped(model, "neurons", 0.25))
+
+
+def test_nothing_of_the_larger_model_or_its_config_changes(tmp_path):
+    model = tiny_model("llama")
+    kept = dropped(model, "kv-groups", 0.5)
+    config, weights = model.config.to_dict(), {n: x.clone() for n, x in model.state_dict().items()}
+    small = saved(model, kept, tmp_path)
+    small.get_parameter("lm_head.weight").data.zero_()
+    assert model.config.to_dict() == config
+    assert all(torch.equal(x, weights[n]) for n, x in model.state_dict().items())
