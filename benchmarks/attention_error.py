@@ -200,7 +200,7 @@ def measure(
         dense = (projections.query.weight, projections.key.weight)
         for method, sparsity in cells:
             # A separate layer for each, so that the time includes all statistics of a method.
-            task = Layer(losses[arguments.objective], text, dense, options.damping)
+            task = Layer(losses[arguments.objective], text, dense, options.damping or solver.DAMPING)
             case = Case(task, sparsity, measured_on, of_output, arguments.refit, arguments.steps)
             started = time.perf_counter()
             pruned = METHODS[method](case)

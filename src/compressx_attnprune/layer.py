@@ -16,6 +16,7 @@ from compressx import Block, FixedMask, Pattern, Projections, RecipeError, Rows,
 from compressx_attnprune.geometry import Attention, Projection, quarter_turn, queries_and_keys, values
 from compressx_attnprune.norms import KEY_NORMS, QUERY_NORMS, read_norm, unknown_norm
 from compressx_attnprune.objective import mixed
+from compressx_attnprune.structured import asked_units
 
 INSTEAD = "leave it to a pruner of single linears, such as sparsegpt or wanda"
 
@@ -49,7 +50,8 @@ def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
 
     A rule must target the query and the key projection. Where one weight fuses query, key and value it must target that
     weight alone. Its query and key rows are then pruned for the attention matrix, and its value rows, which do not
-    affect that matrix, by an ordinary second-order update, all within the pattern of the fused weight.
+    affect that matrix, by an ordinary second-order update, all within the pattern of the fused weight. Key/value groups
+    take all four projections.
 
     Needs no weights: it is called on a skeleton when a recipe is planned.
 
@@ -59,9 +61,12 @@ def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
 
     Raises:
         UnsupportedModelError: missing projections, or attention other than softmax(scale * q k^T + mask).
-        RecipeError: targets other than these projections, or different patterns for the two.
+        RecipeError: targets other than these projections, different patterns for the two, or other units.
     """
     projections = find_projections(block, patterns)
+    if asked_units(patterns) is not None:  # the host hands over all linears of a unit
+        _check_structure(block, projections)
+        return
     names = list(dict.fromkeys((projections.query.name, projections.key.name)))  # one when fused
     targets = ", ".join(f'"*.{n.rpartition(".")[2]}"' for n in names)
     wanted = f"write targets: [{targets}]"

@@ -128,17 +128,7 @@ class OutputLoss:
 
     def _output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Apply attention to the values and project them, [batch, tokens, out_features]."""
-        attention = self.attention
-        if attention.softcap is None and attention.window is None and v.shape[-1] == q.shape[-1]:
-            # A key head for each query head: CUDA's only fused kernel for float32 shares none in some torch versions,
-            # where `enable_gqa` means whole tokens x tokens matrices.
-            k, v = (t.repeat_interleave(attention.groups, dim=1) for t in (k, v))
-            mixed = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, scale=attention.scaling, is_causal=True
-            )  # [batch, h, tokens, value_dim]
-        else:
-            mixed = objective.mixed(attention, q, k, v)
-        return torch.nn.functional.linear(mixed.transpose(1, 2).flatten(2), self.output_weight)
+        return torch.nn.functional.linear(mixed_values(self.attention, q, k, v), self.output_weight)
 
     def _backward(self, projected: Pair, v: Tensor, grad: Tensor) -> Pair:
         """Backpropagate a gradient of the output [batch, tokens, out_features] to `project`'s results."""
@@ -146,6 +136,27 @@ class OutputLoss:
         q, k = _placed(self.attention, projected)
         grads = objective.mixed_backward(self.attention, q, k, v, of_heads.transpose(1, 2))
         return _placed_backward(self.attention, projected, grads)
+
+
+def mixed_values(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute P v of all heads beside each other, [batch, tokens, h * value_dim]; by a fused kernel where there is one.
+
+    Args:
+        attention: the layer.
+        q: queries [batch, h, tokens, head_dim] after norm and rotary embedding.
+        k: keys [batch, h_kv, tokens, head_dim], likewise.
+        v: values [batch, h_kv, tokens, value_dim].
+    """
+    if attention.softcap is None and attention.window is None and v.shape[-1] == q.shape[-1]:
+        # A key head for each query head: CUDA's only fused kernel for float32 shares none in some torch versions,
+        # where `enable_gqa` means whole tokens x tokens matrices.
+        k, v = (t.repeat_interleave(attention.groups, dim=1) for t in (k, v))
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, scale=attention.scaling, is_causal=True
+        )  # [batch, h, tokens, value_dim]
+    else:
+        mixed = objective.mixed(attention, q, k, v)
+    return mixed.transpose(1, 2).flatten(2)
 
 
 def relative_errors(loss: Loss, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> list[float]:
@@ -172,7 +183,7 @@ def _relative(error: Tensor, norm: Tensor, x: Tensor, projected: Pair) -> tuple[
     Both are zero for a zero norm, as in added blocks whose output projection is initialised to zero.
     """
     scale = torch.where(norm > 0.0, 1.0 / norm, 0.0)
-    query, key = (_weight_gradient(g, x).mul_(scale) for g in projected)
+    query, key = (weight_gradient(g, x).mul_(scale) for g in projected)
     return error * scale, (query, key)
 
 
@@ -202,7 +213,7 @@ def _placed_backward(attention: Attention, projected: Pair, grads: Sequence[Tens
     return place_backward(attention, attention.query, query, dq), place_backward(attention, attention.key, key, dk)
 
 
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Backpropagate a gradient of `project`'s result [batch, heads, tokens, head_dim] to its weight."""
     flat = grad.transpose(1, 2).flatten(2)  # [batch, tokens, heads * head_dim]
     return flat.flatten(0, 1).T @ x.flatten(0, 1)

@@ -62,8 +62,14 @@ def read_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: i
         eps,
         shift=at_zero.view(own) if at_zero.any() else None,
         centered=bool((at_ones - at_zero).norm() < 0.5 * gain.norm()),  # ones without their mean are zero
-        whole=heads > 1 and shape == (heads * head_dim,),
+        whole=over_all_heads(module, names, heads, head_dim),
     )
+
+
+def over_all_heads(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: int) -> bool:
+    """Return whether a side's norm is over all heads of a token at once; arguments as `unknown_norm`."""
+    _, norm = _find(module, names)
+    return norm is not None and heads > 1 and _input_shape(norm, heads, head_dim) == (heads * head_dim,)
 
 
 def _find(module: nn.Module, names: tuple[str, ...]) -> tuple[str, nn.Module | None]:

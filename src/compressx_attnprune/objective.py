@@ -133,7 +133,9 @@ def mixed(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return result
 
 
-def mixed_backward(attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def mixed_backward(
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, dv: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Backpropagate a gradient of `mixed` to queries and keys, with four tokens x tokens products to autograd's seven.
 
     Args:
@@ -142,13 +144,16 @@ def mixed_backward(attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: 
         k: keys.
         v: values [batch, h_kv, tokens, value_dim].
         grad: [batch, h, tokens, value_dim].
+        dv: in the shape of `v`; the gradient of the values is added to it where it is given, by one more product.
 
     Returns:
         The gradients of queries and keys, of their shapes.
     """
 
-    def of_matrix(i: int, rows: _Rows, _p: Tensor) -> Tensor:
+    def of_matrix(i: int, rows: _Rows, p: Tensor) -> Tensor:
         of_rows = _fold(attention, grad[i].view(attention.key.heads, attention.groups, *grad.shape[2:]), rows)
+        if dv is not None:
+            dv[i][:, rows.keys] += torch.bmm(p.transpose(1, 2), of_rows)
         return torch.bmm(of_rows, v[i][:, rows.keys].transpose(1, 2))
 
     return _backpropagate(attention, q, k, of_matrix)

@@ -35,7 +35,8 @@ class AttnPruneOptions(BaseModel):
         0,
         ge=0,
         description="gradient steps that train the kept weights on the objective afterwards, each on four sequences; "
-        "on SmolLM2 60 steps lower the error by 5% at 50% sparsity and by 25% at 90%, and triple the time of a run",
+        "on SmolLM2 60 steps lower the error by 5% at 50% sparsity and by 25% at 90%, and triple the time of a run. "
+        "kv-groups: query, key and value of the groups that stay",
     )
     refit_learning_rate: float = Field(
         0.01,
@@ -56,11 +57,12 @@ class AttnPruneOptions(BaseModel):
         description="fraction of these sequences (at least one) to hold out: candidates are selected and the report's "
         "errors measured on them",
     )
-    damping: float = Field(
-        0.003,
+    damping: float | None = Field(
+        None,
         gt=0,
-        description="added to the diagonal of each head's curvature, as a fraction of its mean; a larger value relies "
-        "less on the calibration text",
+        description="added to the diagonal of each head's curvature, as a fraction of its mean, 0.003 when absent; a "
+        "larger value relies less on the calibration text. kv-groups: to each mixed value's square, as a fraction of "
+        "it; when absent, the best of 0.03, 0.1, 0.3 and 1 on the held-out sequences",
     )
     steps: int = Field(80, ge=1, description="mask and joint: gradient steps, each on four sequences")
     learning_rate: float | None = Field(

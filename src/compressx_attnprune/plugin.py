@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +27,10 @@ from compressx import (
     hookimpl,
 )
 from compressx.numerics.obs import NotPositiveDefiniteError
-from compressx_attnprune import baselines, layer, solver, work
+from compressx_attnprune import baselines, groups, layer, solver, structured, work
 from compressx_attnprune.geometry import queries_and_keys
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, relative_errors
+from compressx_attnprune.mixing import Mixing
 from compressx_attnprune.objective import attention_matrices
 from compressx_attnprune.options import AttnPruneOptions
 from compressx_attnprune.solver import Budget, Layer, Solution
@@ -45,6 +47,15 @@ class _Prepared:
     layer: Layer
     losses: Mapping[str, Loss]
 
+    def of_groups(self) -> groups.Layer:
+        """Return the layer as whole groups are removed from it."""
+        loss = self.losses["attention-output"]
+        assert isinstance(loss, OutputLoss)  # noqa: S101 - made by prepare
+        return groups.Layer(
+            Mixing(loss.attention, loss.value_bias), self.layer.text, (*self.layer.dense, loss.value_weight),
+            loss.output_weight, self.projections.output.bias is not None,
+        )  # fmt: skip
+
 
 class AttnPrune:
     """Prunes the query and key projection of a block together, for its attention."""
@@ -52,8 +63,10 @@ class AttnPrune:
     def __init__(self, options: AttnPruneOptions) -> None:
         self.options = options
 
-    def observe(self, block: Block, name: str) -> SequenceSample:
-        """Ask for whole input sequences; query and key have the same input, so the host keeps one sample."""
+    def observe(self, block: Block, name: str) -> SequenceSample | None:
+        """Ask for whole input sequences; query, key and value have the same, so the host keeps one sample."""
+        if name == layer.find_projections(block).output.name:
+            return None
         return SequenceSample(block.linears[name].in_features, self.options.sequences)
 
     @torch.no_grad()
@@ -75,7 +88,11 @@ class AttnPrune:
         held_out = min(len(x) - 1, max(1, round(self.options.held_out * len(x))))
         text = Text(x[:-held_out], x[-held_out:]) if held_out else Text(x, x)
         dense = (projections.query.weight.clone(), projections.key.weight.clone())
-        return _Prepared(projections, Layer(losses[self.options.objective], text, dense, self.options.damping), losses)
+        return _Prepared(
+            projections,
+            Layer(losses[self.options.objective], text, dense, self.options.damping or solver.DAMPING),
+            losses,
+        )
 
     @torch.no_grad()
     def prune(
@@ -93,11 +110,12 @@ class AttnPrune:
         projections = layer.find_projections(block)
         _refuse_unlike_inputs(projections, stats)
         ready = prepared[projections.query.name]
+        if (pattern := structured.asked_units(patterns)) is not None:
+            with _blamed_on(projections):
+                return structured.prune(ready.of_groups(), projections, patterns, pattern, self.options)
         budget = _budget(projections, patterns)
-        try:
+        with _blamed_on(projections):
             solution = solver.solve(ready.layer, budget, self.options)
-        except NotPositiveDefiniteError as error:
-            raise CalibrationError(f"{projections.query.name}: {error}") from error
         info = _errors(ready, solution)
         if solution.fell_back:
             info["fell_back"] = 1.0
@@ -111,11 +129,23 @@ class AttnPrune:
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:
         """Count one answer."""
         shape, pattern = work.Shape.of(block, text.length), next(iter(patterns.values()))
-        return work.prune(shape, self.options, pattern, text, fixed=isinstance(pattern, FixedMask))
+        fixed = isinstance(pattern, FixedMask)
+        if (units := structured.asked_units(patterns)) is None:
+            return work.prune(shape, self.options, pattern, text, fixed=fixed)
+        return work.remove_groups(shape, self.options, units, text, fixed=fixed)
 
     def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the comparison of the geometry with the block's own attention."""
         return work.prepare(work.Shape.of(block, text.length))
+
+
+@contextmanager
+def _blamed_on(projections: Projections) -> Iterator[None]:
+    """Tell users of which layer a `NotPositiveDefiniteError` is."""
+    try:
+        yield
+    except NotPositiveDefiniteError as error:
+        raise CalibrationError(f"{projections.query.name}: {error}") from error
 
 
 def _refuse_unlike_inputs(projections: Projections, stats: Mapping[str, Statistic]) -> None:
@@ -229,6 +259,7 @@ def compressx_pruners() -> list[PrunerSpec]:
             options=AttnPruneOptions,
             build=AttnPrune,
             groups=("joint", "layer", "row"),
+            units=("kv-groups",),
             reconstructs=True,
             selecting_options=("mode", "steps", "learning_rate", "regularization"),
             check=layer.check,

@@ -23,6 +23,7 @@ from compressx_attnprune.losses import Loss, Pair, relative_errors
 from compressx_attnprune.options import AttnPruneOptions
 from compressx_attnprune.training import Text, Trained
 
+DAMPING = 0.003
 _MOST_DAMPING = 0.3
 
 MASK_LEARNING_RATE, JOINT_LEARNING_RATE = 0.05, 0.03
@@ -39,13 +40,13 @@ class Layer:
         loss: the objective.
         text: training and held-out inputs.
         dense: the dense weights.
-        damping: of the curvature, see `AttnPruneOptions`.
+        damping: of the curvature, as a fraction of its mean.
     """
 
     loss: Loss
     text: Text
     dense: Pair
-    damping: float = 0.003
+    damping: float = DAMPING
 
     @cached_property
     def inputs(self) -> Inputs:

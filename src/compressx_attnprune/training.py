@@ -8,7 +8,7 @@ lowest held-out error; `refit` never returns a worse one than it started from. W
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,15 +65,15 @@ def refit(loss: Loss, text: Text, dense: Pair, start: Trained, *, steps: int, le
         learning_rate: approximate largest change of a weight per step, as a fraction of the weights' root mean square.
     """
     best, keeps, weights = start, start.keeps, _copy(start.weights)
-    optimizer = _Descent(weights, dense, learning_rate, steps)
+    optimizer = Descent(weights, dense, learning_rate, steps)
     losses: list[Tensor] = []
-    for step, x in enumerate(_batches(text.train, steps)):
+    for step, x in enumerate(batches(text.train, steps)):
         value, grads = loss.gradients(x, dense, weights)
         losses.append(value)
         optimizer.step((grads[0] * keeps[0], grads[1] * keeps[1]))
         if (step + 1) % max(1, steps // _CHECKS) == 0 or step + 1 == steps:
             best = _better(best, loss, text, dense, weights, keeps)
-    return replace(best, losses=_read(losses))
+    return replace(best, losses=read(losses))
 
 
 def joint(
@@ -102,11 +102,11 @@ def joint(
     """
     weights = _copy(dense)
     keeps: Pair = (torch.ones_like(dense[0], dtype=torch.bool), torch.ones_like(dense[1], dtype=torch.bool))
-    optimizer = _Descent(weights, dense, learning_rate, steps)
+    optimizer = Descent(weights, dense, learning_rate, steps)
     rising = max(1, round(0.6 * steps))
     losses: list[Tensor] = []
     best: Trained | None = None
-    for step, x in enumerate(_batches(text.train, steps)):
+    for step, x in enumerate(batches(text.train, steps)):
         if step < rising:
             share = 1.0 - (1.0 - (step + 1) / rising) ** 3
             scores = (weights[0].abs() * metric[0], weights[1].abs() * metric[1])
@@ -119,7 +119,7 @@ def joint(
         if step + 1 >= rising and ((steps - step - 1) % max(1, (steps - rising) // 2 or 1) == 0):
             best = _better(best, loss, text, dense, (weights[0] * keeps[0], weights[1] * keeps[1]), keeps)
     assert best is not None  # noqa: S101 - the last step is always measured
-    return replace(best, losses=_read(losses))
+    return replace(best, losses=read(losses))
 
 
 def learn_masks(
@@ -147,7 +147,7 @@ def learn_masks(
     optimizer = torch.optim.Adam(masks, lr=learning_rate, betas=(0.9, 0.95), eps=1e-20)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     losses: list[Tensor] = []
-    for part in _batches(x, steps):
+    for part in batches(x, steps):
         value, grads = loss.gradients(part, weights, (masks[0] * weights[0], masks[1] * weights[1]))
         losses.append(value)
         for mask, weight, grad in zip(masks, weights, grads, strict=True):
@@ -156,13 +156,13 @@ def learn_masks(
         schedule.step()
         for mask in masks:
             mask.clamp_(0.0, 1.0)
-    return masks, _read(losses)
+    return masks, read(losses)
 
 
-class _Descent:
-    """Adam on a pair of weights in place, with a cosine step size."""
+class Descent:
+    """Adam on some weights in place, with a cosine step size."""
 
-    def __init__(self, weights: Pair, dense: Pair, learning_rate: float, steps: int) -> None:
+    def __init__(self, weights: Sequence[Tensor], dense: Sequence[Tensor], learning_rate: float, steps: int) -> None:
         self.weights = weights
         groups = [
             {"params": [w], "lr": learning_rate * float(d.square().mean().sqrt())}
@@ -173,7 +173,7 @@ class _Descent:
             self.optimizer, lambda step: 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / steps)))
         )
 
-    def step(self, grads: Pair) -> None:
+    def step(self, grads: Sequence[Tensor]) -> None:
         """Take one step; weights whose gradients have always been zero do not change."""
         for weight, grad in zip(self.weights, grads, strict=True):
             weight.grad = grad
@@ -188,7 +188,7 @@ def _better(best: Trained | None, loss: Loss, text: Text, dense: Pair, weights: 
     return Trained(_copy(weights), keeps, error) if best is None or error < best.error else best
 
 
-def _batches(x: Tensor, steps: int) -> Iterator[Tensor]:
+def batches(x: Tensor, steps: int) -> Iterator[Tensor]:
     """Yield a float32 batch for each step, cycling through the sequences in order."""
     size = min(SEQUENCES, len(x))
     for step in range(steps):
@@ -196,7 +196,7 @@ def _batches(x: Tensor, steps: int) -> Iterator[Tensor]:
         yield x[at].float()
 
 
-def _read(losses: list[Tensor]) -> tuple[float, ...]:
+def read(losses: list[Tensor]) -> tuple[float, ...]:
     """Copy the losses of all steps to the host at once: reading each in its step would make the host wait for it."""
     return tuple(torch.stack(losses).tolist()) if losses else ()
 

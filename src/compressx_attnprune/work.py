@@ -1,15 +1,17 @@
-"""What attention pruning costs: the operations of `plugin.py`, `solver.py`, `losses.py` and `kronecker.py`, counted."""
+"""What attention pruning costs: the operations of `solver.py`, `losses.py`, `kronecker.py` and `groups.py`, counted."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from compressx import Block, Pattern, Windows, Work, find_projections, head_size
+from compressx import Block, Pattern, Structured, Windows, Work, find_projections, head_size
 from compressx.numerics import work as numerics
 from compressx_attnprune.curvature import TOKENS
+from compressx_attnprune.groups import DAMPINGS, MOST_SETS
 from compressx_attnprune.kronecker import FEWEST, LEADING
 from compressx_attnprune.losses import SEQUENCES
+from compressx_attnprune.norms import KEY_NORMS, QUERY_NORMS, over_all_heads
 from compressx_attnprune.objective import ROWS
 from compressx_attnprune.options import AttnPruneOptions
 from compressx_attnprune.solver import REGULARIZATIONS
@@ -32,6 +34,8 @@ class Shape:
         inputs: in_features of query, key and value.
         outputs: out_features of the output projection.
         tokens: in a sequence.
+        apart: whether no norm is over all heads of queries or keys.
+        bias: whether the output projection has one.
     """
 
     heads: int
@@ -41,16 +45,22 @@ class Shape:
     inputs: int
     outputs: int
     tokens: int
+    apart: bool = True
+    bias: bool = False
 
     @classmethod
     def of(cls, block: Block, tokens: int) -> Shape:
         """Read the sizes off a block without weights."""
         found = find_projections(block)
         query, key, value = found.query.count, found.key.count, found.value.count
-        size = head_size(block.submodule(found.attention), block.config)
+        module = block.submodule(found.attention)
+        size = head_size(module, block.config)
         heads, shared = query // size, key // size
         inputs, outputs = found.query.linear.in_features, found.output.out_features
-        return cls(heads, shared, size, value // shared, inputs, outputs, tokens)
+        sides = ((QUERY_NORMS, heads), (KEY_NORMS, shared))
+        apart = not any(over_all_heads(module, names, count, size) for names, count in sides)
+        bias = found.output.bias is not None
+        return cls(heads, shared, size, value // shared, inputs, outputs, tokens, apart, bias)
 
     @property
     def rows(self) -> int:
@@ -73,14 +83,19 @@ class Shape:
         """Values of one sequence."""
         return Work.of(float32=2.0 * self.tokens * self.inputs * self.shared * self.value, launches=1)
 
+    def mixed(self) -> Work:
+        """Mixed values of one sequence, by the fused kernel."""
+        attended = 2.0 * self.tokens**2 * self.heads * (self.size + self.value)
+        return Work.of(attention=attended, moved=_F32 * 8.0 * self.tokens * self.heads * self.value, launches=7)
+
+    def projected(self) -> Work:
+        """The output projection of one sequence."""
+        flops = 2.0 * self.tokens * self.heads * self.value * self.outputs
+        return Work.of(float32=flops, moved=_F32 * 4.0 * self.tokens * self.outputs, launches=1)
+
     def output(self) -> Work:
         """The attention's output of one sequence, by the fused kernel."""
-        mixed = self.tokens * self.heads * self.value
-        attended = 2.0 * self.tokens**2 * self.heads * (self.size + self.value)
-        return Work.of(
-            attention=attended, float32=2.0 * mixed * self.outputs,
-            moved=_F32 * (8.0 * mixed + 4 * self.tokens * self.outputs), launches=8,
-        )  # fmt: skip
+        return self.mixed() + self.projected()
 
     def matrix(self, products: float = 1.0, passes: float = 6.0) -> Work:
         """Count a pass over the attention matrix of one sequence in row blocks."""
@@ -131,6 +146,47 @@ def prune(shape: Shape, options: AttnPruneOptions, pattern: Pattern, text: Windo
         + held_out * _errors(shape, 3)
         + Work.of(memory=_F32 * (2.0 * (shape.heads + shape.shared) * n * n + 12.0 * shape.rows * n))
     )
+
+
+def remove_groups(shape: Shape, options: AttnPruneOptions, pattern: Structured, text: Windows, *, fixed: bool) -> Work:
+    """Count `groups.prune`; its products in float64 count like those in float32."""
+    if not pattern.dropped:
+        return Work()
+    n, out, count = shape.heads * shape.value, shape.outputs, pattern.units.count
+    stays = n - pattern.dropped * n // count
+    sequences, dampings = min(text.count, options.sequences), len(DAMPINGS) if options.damping is None else 1
+    mixing = shape.projections() + shape.values() + shape.mixed()
+    squares = Work.of(float32=2.0 * shape.tokens * n * n, launches=8)
+    # Of the dense layer y^T m comes from m^T m; of another one it is gathered.
+    gathered = sequences * (mixing + squares) + 2 * Work.of(float32=2.0 * n * n * out)
+    again = sequences * (2 * mixing + squares + 2 * shape.projected())
+    solved = Work.of(
+        float32=2.0 * out * stays**2, factor=stays**3 / 3 + 2.0 * stays**2 * out, moved=8.0 * 20.0 * n * n, launches=40
+    )
+    judged = 2 * Work.of(float32=2.0 * out * n * n + (2.0 * out * n if shape.bias else 0.0), launches=20)
+    best = dampings * (solved + judged)
+    chosen = Work() if fixed else dampings * _sets(n, out, count, pattern.dropped)
+    total = gathered + chosen + best + Work.of(memory=8.0 * (6.0 * n * n + 4.0 * n * out))
+    if not shape.apart:
+        total = total + again + best
+    if options.refit:
+        weights = Work.of(float32=2.0 * shape.tokens * (shape.rows + shape.shared * shape.value) * shape.inputs)
+        of_values = Work.of(float32=2.0 * shape.heads * shape.pairs * shape.value)
+        step = 2 * mixing + 2 * shape.projected() + shape.projections() + shape.values() + shape.backward() + of_values
+        total = total + options.refit * SEQUENCES * (step + weights) + again + best
+    return total
+
+
+def _sets(n: int, out: int, count: int, dropped: int) -> Work:
+    """Count `groups.choose` with one damping."""
+    sets = {dropped: math.comb(count, dropped)}
+    if sets[dropped] > MOST_SETS:
+        sets = {gone: count - gone + 1 for gone in range(1, dropped + 1)}
+    work = Work.of(factor=float(n) ** 3, moved=8.0 * 8.0 * n * n, launches=20)
+    for gone, compared in sets.items():
+        own = gone * n // count
+        work += compared * Work.of(float32=2.0 * own * own * out, factor=8.0 / 3.0 * own**3, launches=8)
+    return work
 
 
 def _starts(shape: Shape, pattern: Pattern, tokens: float) -> Work:
