@@ -9,12 +9,12 @@ import torch
 from tests.compressx.architectures import KINDS
 from tests.compressx.built_in import BUILT_IN
 
-from compressx.api.patterns import NM, Unstructured
+from compressx.api.patterns import NM, Structured, Unstructured
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.numerics.obs import sweep
 from compressx.testing import pretended_accelerator, tiny_model, tiny_tokens
-from compressx.testing.subject import Subject
+from compressx.testing.subject import Claim, Subject, Whole
 
 ON = {
     "magnitude": ("mixtral", "opt"),
@@ -23,22 +23,24 @@ ON = {
     "sensitivity": ("opt", "llama"),
     "attnprune": ("gpt2", "phi3"),
     "alps": ("gpt2", "bloom"),
+    "ziplm": ("opt", "llama"),
+    "reap": ("mixtral",),
 }
-"""Each pruner on two architectures, which share its patterns; together they are all kinds."""
+"""Each pruner of linears on two architectures, which share its patterns; together they are all kinds."""
 
 
 SHORTER = {"alps": {"steps": 30}}
 
 
-def patterns(subject: Subject, share: int, of: int) -> list[Unstructured | NM]:
-    """Return every group at half, and N:M; of an architecture its share of them."""
+def patterns(subject: Subject, share: int, of: int) -> list[Claim]:
+    """Return every group and kind of units at half, and N:M; of an architecture its share of them."""
     whole = [p for p in subject.patterns if isinstance(p, NM) or p.sparsity == 0.5]
     assert whole == [p for p in subject.claimed if p in whole], "an architecture that takes every pattern"
     return whole[share::of]
 
 
 def test_every_pruner_and_architecture_is_tried():
-    assert {*ON} == {*BUILT_IN}
+    assert {*ON} == {name for name, spec in BUILT_IN.items() if spec.units != ("blocks",)}
     assert {kind for kinds in ON.values() for kind in kinds} == {*KINDS}
 
 
@@ -71,11 +73,28 @@ def test_the_host_seldom_waits_for_a_block_and_copies_no_weights(name):
     with pretended_accelerator() as device:
         scene = subject.scene(device="cuda")
         with device.counted() as counts:
-            subject.decided(scene, subject.patterns[-1])
+            subject.decided(scene, [p for p in subject.patterns if not isinstance(p, Whole)][-1])
     host = 5  # what the host itself looks at, once a block
     assert counts.synchronisations <= WAITS[name] * len(subject.names) + host, counts.places()
     assert counts.to_device_bytes == 0
     assert counts.to_host_bytes < 4096, "numbers, and nothing of a weight's size"
+
+
+@pytest.mark.parametrize(("name", "waits"), [("magnitude", 7), ("wanda", 8), ("ziplm", 12)])
+@pytest.mark.parametrize("unit", ["neurons", "kv-groups"])
+def test_units_cost_few_waits_and_of_each_row_or_column_a_number_is_copied(name, waits, unit):
+    subject = Subject(BUILT_IN[name], BUILT_IN[name].options(), "llama")
+    claim = Whole(unit, 0.5)
+    asked = subject.asked(subject.scene(weights=False).block, claim)
+    with pretended_accelerator() as device:
+        scene = subject.scene(device="cuda")
+        stats = subject.gathered(scene)
+        with device.counted() as counts:
+            subject.decided(scene, claim, stats)
+    assert counts.synchronisations <= waits * len(asked), counts.places()
+    numbers = sum(len(p.units.owners[name].unit) for name, p in asked.items() if isinstance(p, Structured))
+    assert counts.to_device_bytes <= 8 * 8 * numbers
+    assert counts.to_host_bytes < 4096
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""Plans of rules whose pattern is a unit: what they take, side by side, and what is refused before weights are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.compressx.depths import planned
+
+from compressx import CompressxError, RecipeError, Structured, UnsupportedModelError
+from compressx.testing import tiny_model
+
+
+def rule(**more: Any) -> dict[str, Any]:
+    return {"targets": ["*"], "pruner": "wanda", "pattern": "neurons", "sparsity": 0.25, **more}
+
+
+def skeleton(architecture: str = "llama") -> Any:
+    with torch.device("meta"):
+        return tiny_model(architecture)
+
+
+def refusal(kind: type[CompressxError], *rules: dict[str, Any], architecture: str = "llama", **sections: Any) -> str:
+    with pytest.raises(kind) as caught:
+        planned(skeleton(architecture), *rules, **sections)
+    return str(caught.value)
+
+
+def test_rules_of_two_kinds_of_units_with_the_same_targets_take_what_is_theirs():
+    plan = planned(skeleton(), rule(), rule(pruner="ziplm", pattern="kv-groups", sparsity=0.5))
+    assert len(plan.linears) == 21
+    for linear in plan.linears:
+        pattern = linear.pattern
+        assert isinstance(pattern, Structured)
+        attention = "self_attn" in linear.name
+        assert (pattern.unit, linear.rule.label) == (("kv-groups", "ziplm") if attention else ("neurons", "wanda"))
+        assert (pattern.dropped, pattern.units.count) == ((1, 2) if attention else (24, 96))
+    shared = {id(x.pattern.units): x.pattern.units for x in plan.linears if isinstance(x.pattern, Structured)}
+    assert sorted(units.fqn for units in shared.values()) == sorted(
+        f"model.layers.{i}.{part}" for i in range(3) for part in ("mlp", "self_attn")
+    )
+    assert str(plan.linears[0].pattern) == "50% of kv-groups"
+
+
+def test_units_of_some_layers_may_be_named_and_other_linears_pruned_by_weights():
+    layers = rule(targets=[{"layers": "1-2"}])
+    plan = planned(skeleton(), layers, rule(pattern=None, sparsity=0.5))
+    by = {(x.block.split(".")[-1], "mlp" in x.name, isinstance(x.pattern, Structured)) for x in plan.linears}
+    assert by == {("0", True, False), ("1", True, True), ("2", True, True)} | {(i, False, False) for i in "012"}
+
+
+def test_a_rule_that_takes_a_part_of_a_unit_is_refused_with_what_is_missing():
+    said = refusal(RecipeError, rule(targets=["*.up_proj", "*.down_proj"]))
+    assert "prune[0]" in said
+    assert "neurons go whole, but model.layers.0.mlp.up_proj is a target of prune[0] and" in said
+    assert "model.layers.0.mlp.gate_proj is not; take all of model.layers.0.mlp.gate_proj, " in said
+    said = refusal(RecipeError, {"targets": ["*.gate_proj"], "pruner": "wanda", "sparsity": 0.5}, rule())
+    assert "model.layers.0.mlp.gate_proj is taken by an earlier rule" in said
+    said = refusal(RecipeError, rule(), ignore=["*.1.mlp.down_proj"])
+    assert "model.layers.1.mlp.down_proj is ignored by" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"sparsity": 0.001}, "sparsity 0.001 drops none of the 96 neurons of model.layers.0.mlp; at least 0.00520833"),
+        ({"sparsity": 0.999}, "sparsity 0.999 keeps none of the 96 neurons of model.layers.0.mlp; at most 0.989583"),
+        ({"pruner": "sparsegpt"}, "sparsegpt does not prune neurons; it prunes no units"),
+        (
+            {"pruner": "ziplm", "pattern": None},
+            "ziplm prunes whole units only; give it a pattern: neurons or kv-groups",
+        ),
+        ({"pruner": "ziplm", "pattern": "2:4", "sparsity": None}, "ziplm prunes whole units only"),
+    ],
+)
+def test_what_a_pruner_or_a_model_cannot_do_is_refused_where_it_is_asked_for(more, says):
+    given = {key: value for key, value in rule(**more).items() if value is not None}
+    said = refusal(RecipeError, given)
+    assert says in said
+    assert "prune[0]" in said
+
+
+def test_units_of_another_kind_a_model_without_them_and_a_single_group_are_refused():
+    said = refusal(RecipeError, rule(pruner="attnprune"))
+    assert "attnprune does not prune neurons" in said
+    said = refusal(UnsupportedModelError, rule(pattern="experts", pruner="reap"))
+    assert "no block has experts: model.layers.0 has no experts" in said
+    said = refusal(RecipeError, rule(pattern="kv-groups", sparsity=0.4), architecture="llama-mqa")
+    assert "drops none of the 1 kv-groups of model.layers.0.self_attn; a block keeps at least one" in said
+
+
+def test_an_allocation_does_not_go_with_units():
+    open_rule = {key: value for key, value in rule().items() if key != "sparsity"}
+    said = refusal(RecipeError, open_rule, allocation={"method": "owl", "target": 0.5})
+    assert "allocation chooses no sparsities of neurons at <dict>:prune[0].pattern; drop allocation" in said

@@ -1,0 +1,240 @@
+"""The kit on pruners of units: those that keep every promise, and the check that finds each broken one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from compressx import FeatureNorms, PruneResult, PrunerSpec, Structured, keep_masks
+from compressx.testing import check_pruner, conformance
+
+UNITS = ("neurons", "kv-groups")
+
+
+class Options(BaseModel):
+    pass
+
+
+class Base:
+    """Summed Wanda, as an author would write it; each test breaks one thing."""
+
+    def __init__(self, options: Options) -> None:
+        self.calls = 0
+
+    def observe(self, block, name):
+        return FeatureNorms(block.linears[name].in_features)
+
+    def scores(self, block, patterns, stats):
+        return {n: block.linears[n].weight.float().abs() * stats[n].norms for n in patterns}
+
+    def prune(self, block, patterns, stats):
+        masks = keep_masks(self.scores(block, patterns, stats), patterns)
+        return {n: PruneResult(keep) for n, keep in masks.items()}
+
+
+def spec(build=Base, **fields: Any) -> PrunerSpec:
+    return PrunerSpec("mine", "", Options, build, **{"groups": (), "nm": False, "units": UNITS, **fields})
+
+
+def changing(change):
+    class Changing(Base):
+        def prune(self, block, patterns, stats):
+            return change(super().prune(block, patterns, stats), block, patterns, stats)
+
+    return Changing
+
+
+def solves(results, block, patterns, stats):
+    """Give surviving weights and the biases where there are some new values."""
+    made = {}
+    for name, result in results.items():
+        linear, dropped = block.linears[name], 1.0 - result.keep.float().mean()
+        bias = None if linear.bias is None else linear.bias * (1 + dropped)
+        made[name] = replace(result, weight=linear.weight * (1 + dropped), bias=bias)
+    return made
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+def test_a_pruner_of_units_that_keeps_every_promise_passes_every_check(architecture):
+    outcomes = list(conformance(spec(changing(solves)), architectures=[architecture]))
+    assert {o.status for o in outcomes} <= {"passed", "skipped"}, [o for o in outcomes if o.status == "failed"]
+    passed = {o.check for o in outcomes if o.status == "passed"}
+    assert {"exact sparsity for every pattern", "deterministic", "works on an accelerator"} <= passed
+    assert len(passed) >= 14
+
+
+def test_a_pruner_of_weights_and_units_is_asked_for_both():
+    seen = set()
+
+    def watch(results, block, patterns, stats):
+        seen.update(p.unit if isinstance(p, Structured) else type(p).__name__ for p in patterns.values())
+        return results
+
+    check_pruner(spec(changing(watch), groups=("row",), nm=True), architectures=["llama"])
+    assert seen == {"Unstructured", "NM", *UNITS}
+
+
+def tears(results, block, patterns, stats):
+    """Drop rows of the first linear that belong to units which stay."""
+    name = next(iter(results))
+    return results | {name: PruneResult(results[name].keep.roll(1, dims=0))}
+
+
+def one_more(results, block, patterns, stats):
+    units = next(iter(patterns.values())).units
+    keep = units.kept({n: results[n].keep for n in units.owners})
+    keep[keep.nonzero()[0]] = False
+    shapes = {n: (len(results[n].keep), results[n].keep.shape[1]) for n in units.owners}
+    return results | {n: PruneResult(x) for n, x in units.masks(keep, shapes).items()}
+
+
+def other_bias(results, block, patterns, stats):
+    return {n: replace(r, bias=None if (b := block.linears[n].bias) is None else b + 1) for n, r in results.items()}
+
+
+def draws_bias(results, block, patterns, stats):
+    def drawn(b: Tensor | None, changed: bool) -> Tensor | None:
+        return b + torch.rand(b.shape) if changed and b is not None else None
+
+    return {n: replace(r, bias=drawn(block.linears[n].bias, not r.keep.all())) for n, r in results.items()}
+
+
+def writes_bias(results, block, patterns, stats):
+    for name in results:
+        if (bias := block.linears[name].bias) is not None:
+            bias.mul_(0.5)
+    return results
+
+
+def uses_up(results, block, patterns, stats):
+    for statistic in stats.values():
+        statistic.squares.mul_(2)
+    return results
+
+
+def on_host(results, block, patterns, stats):
+    return {n: PruneResult(r.keep.cpu()) for n, r in results.items()}
+
+
+class Draws(Base):
+    def scores(self, block, patterns, stats):
+        return {n: torch.rand(x.shape) for n, x in super().scores(block, patterns, stats).items()}
+
+
+class Means(FeatureNorms):
+    """Remembers the last batch only."""
+
+    def update(self, x: Tensor) -> None:
+        self.squares = torch.zeros(self.in_features, dtype=torch.float64)
+        super().update(x[-1:] * 1e3 ** torch.linspace(-1, 1, self.in_features).roll(int(x.abs().sum()) % 50))
+
+
+class Forgets(Base):
+    def observe(self, block, name):
+        return Means(block.linears[name].in_features)
+
+
+class Late(Base):
+    """Refuses a block only when there are weights."""
+
+    def prune(self, block, patterns, stats):
+        if block.index:
+            raise RuntimeError("no such block")
+        return super().prune(block, patterns, stats)
+
+
+@pytest.mark.parametrize(
+    ("build", "check", "says"),
+    [
+        (changing(tears), "exact sparsity for every pattern", "go or stay whole, in all of"),
+        (changing(one_more), "exact sparsity for every pattern", "of 256 units go, got"),
+        (changing(other_bias), "sparsity zero changes nothing", "the bias is changed though all weights are kept"),
+        (changing(draws_bias), "deterministic", "gave another bias"),
+        (changing(writes_bias), "leaves the model as it is", "bias"),
+        (changing(uses_up), "leaves statistics as they are", "prune changed squares of its statistic"),
+        (changing(on_host), "works on an accelerator", "keep is on cpu, expected the weight's device"),
+        (Draws, "deterministic", "gave another mask"),
+        (Forgets, "the same for every batch size", "not an average of batches"),
+        (Late, "leaves every block of a model as it is", "no such block"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None) if isinstance(x, type) else None,
+)
+def test_each_broken_promise_is_found_by_the_check_of_its_name(build, check, says):
+    found = (o for o in conformance(spec(build), architectures=["gpt2"]) if (o.check, o.status) == (check, "failed"))
+    assert says in next(found).detail
+
+
+def test_units_that_a_model_has_not_are_not_asked_for_and_a_pruner_of_those_alone_is_refused():
+    found = list(conformance(spec(units=("kv-groups",)), architectures=["llama", "llama-mqa"]))
+    by = {o.architecture: o for o in found if o.check == "plans without weights"}
+    assert by["llama"].status == "passed"
+    assert (by["llama-mqa"].status, by["llama-mqa"].detail) == (
+        "refused", "50% of kv-groups of 1 kv-groups of model.layers.0.self_attn are none, or all"
+    )  # fmt: skip
+
+
+@dataclass
+class Change:
+    """The sum of what a block adds."""
+
+    total: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+
+    def update(self, before: Tensor, after: Tensor) -> None:
+        self.total += (after - before).square().sum().cpu()
+
+    def tensors(self):
+        return {"total": (self.total, "sum")}
+
+
+class Depth:
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def observe_block(self, block):
+        return Change()
+
+    def score_block(self, block, statistic):
+        return float(statistic.total)
+
+
+class DrawsDepth(Depth):
+    def score_block(self, block, statistic):
+        return float(torch.rand(()))
+
+
+class LastBatch(Depth):
+    def observe_block(self, block):
+        class Last(Change):
+            def update(self, before: Tensor, after: Tensor) -> None:
+                self.total.zero_()
+                super().update(before, after)
+
+        return Last()
+
+
+class ChangesBlocks(Depth):
+    def score_block(self, block, statistic):
+        next(iter(block.linears.values())).weight.mul_(2.0)
+        return float(statistic.total)
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (Depth, None),
+        (DrawsDepth, "with other global seeds, gave others"),
+        (LastBatch, "not an average of batches"),
+        (ChangesBlocks, "was changed; a pruner returns new weights"),
+    ],
+)
+def test_pruners_that_score_blocks_are_asked_again_in_other_batches_and_leave_the_model(build, says):
+    outcomes = {o.check: o for o in conformance(spec(build, units=("blocks",)), architectures=["llama"])}
+    assert (outcomes["scores blocks"].status, says in outcomes["scores blocks"].detail if says else True) == (
+        "failed" if says else "passed", True
+    )  # fmt: skip
+    assert outcomes["deterministic"].detail == "it prunes whole blocks, and nothing in them"
