@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from compressx.masks.file import MaskEntry, read_masks
+from compressx.models.access import Access
 from compressx.models.architecture import survey
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.packed_folder import Sizes, is_packed, sizes_of
 from compressx.models.shards import OUTSIDE
+from compressx.models.shrink import told_shrunk
 from compressx.models.streaming import open_model
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError
@@ -127,20 +129,22 @@ def inspect(source: ModelSource, masks: Path | None = None) -> Inspection:
     Args:
         source: the model.
         masks: a masks file to compare with, held at one bit per weight; by default the one in the model's folder, or
-            beside the `model` folder of a run.
+            beside the `model` folder of a run, unless the run has shrunk the model: those are the original's.
 
     Raises:
         CompressxError: a model or file that cannot be read, or masks of another model.
     """
-    if masks is None and source.path is not None:
+    access = open_model(find_checkpoint(source), source.streaming, torch.device("cpu"))
+    if masks is None and source.path is not None and not told_shrunk(access.model):
         above = source.path.parent
         beside = [source.path, *([above] if source.path.name == "model" else [])]
         masks = next((p / "masks.safetensors" for p in beside if (p / "masks.safetensors").is_file()), None)
     entries = {} if masks is None else read_masks(masks)
     try:
-        found = tuple(_inspected(source, entries))
+        found = tuple(_inspected(access, source, entries))
     except _OtherModelError as error:
-        raise ArtifactError(f"{masks}: {error}; give this model's masks with --masks") from None
+        told = told_shrunk(access.model) or "; give this model's masks with --masks"
+        raise ArtifactError(f"{masks}: {error}{told}") from None
     packed = sizes_of(source.path) if source.path is not None and is_packed(source.path) else None
     name = str(source.path or source.id or source.package)
     return Inspection(name, found, None if masks is None else str(masks), packed)
@@ -151,9 +155,8 @@ class _OtherModelError(Exception):
 
 
 @torch.no_grad()
-def _inspected(source: ModelSource, entries: Mapping[str, MaskEntry]) -> Iterator[Inspected]:
+def _inspected(access: Access, source: ModelSource, entries: Mapping[str, MaskEntry]) -> Iterator[Inspected]:
     """Inspect every linear in the blocks, and those outside that have a mask."""
-    access = open_model(find_checkpoint(source), source.streaming, torch.device("cpu"))
     surveyed = survey(access.model)
     if unknown := entries.keys() - surveyed.linears.keys() - surveyed.outside.keys():
         raise _OtherModelError(f"it has a mask for {min(unknown)}, which {source.path or source.id} does not have")

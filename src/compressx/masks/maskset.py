@@ -29,6 +29,7 @@ from compressx.masks.adapters import refuse_adapted
 from compressx.masks.file import MaskEntry, PackedMasks, read_masks, weight_sha256, write_masks
 from compressx.models.architecture import linears_of
 from compressx.models.export import refuse_prepared
+from compressx.models.shrink import told_shrunk
 from compressx.runtime.errors import ArtifactError, did_you_mean
 
 if TYPE_CHECKING:
@@ -204,13 +205,13 @@ class MaskSet(Mapping[str, MaskEntry]):
         weights = {x.name: x for n, m in model.named_modules(remove_duplicate=False) for x in _weights_of(n, m)}
         for name, entry in self.items():
             if name not in weights:
-                hint = did_you_mean(name, weights)
+                hint = did_you_mean(name, weights) + told_shrunk(model)
                 raise ArtifactError(f"there is a mask for {name!r}, which {type(model).__name__} does not have; {hint}")
             weight = weights[name].weight
             if weight.shape != entry.keep.shape:
                 raise ArtifactError(
                     f"{name}: the mask is {[*entry.keep.shape]} [out_features, in_features], the weight "
-                    f"{[*weight.shape]}; the masks were made for another model"
+                    f"{[*weight.shape]}; the masks were made for another model{told_shrunk(model)}"
                 )
             if weight.is_meta:
                 raise ArtifactError(f"{name}: its weight is not loaded (device meta); load the whole model first")

@@ -40,7 +40,7 @@ def card(loaded: LoadedRecipe, plan: Plan, report: RunReport, checkpoint: Checkp
 
     data = ModelCardData(
         base_model=loaded.recipe.model.id, **license_of(checkpoint), library_name="transformers",
-        pipeline_tag="text-generation", tags=["compressx", *(["pruned", "sparse"] if report.layers else [])],
+        pipeline_tag="text-generation", tags=["compressx", *(["pruned", _left(report)] if report.layers else [])],
     )  # fmt: skip
     return f"---\n{data.to_yaml()}\n---\n\n{markdown.page([*_sections(loaded, plan, report)])}"
 
@@ -51,10 +51,9 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
     linked = f"[{base}](https://huggingface.co/{base})" if base else name
     if report.layers:
         yield Section(
-            f"{name}, {report.sparsity:.0%} sparse",
+            f"{name}, {report.sparsity:.0%} {_left(report)}",
             f"{linked}, pruned by compressx {report.compressx}: {report.sparsity:.2%} of the weights of "
-            f"{len(report.layers)} linears are zero. The weights are stored dense: files are as large as those of the "
-            "base model.",
+            f"{len(report.layers)} linears {_became(report)}",
         )
     else:
         yield Section(name, f"{linked} as it is, measured by compressx {report.compressx}. Nothing is pruned.")
@@ -67,7 +66,7 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
         told_of = f"{text.samples} windows of {text.sequence_length} tokens, drawn with seed {text.seed} from"
         yield Section("Calibration", f"{told_of} `{flow(*sources.values())}`.")
     yield Section("Use", text=_USE, language="py")
-    if report.layers:
+    if report.layers and not report.shrink:
         yield Section(
             "Train it further",
             "Training makes zeros nonzero again, unless the masks are held. `compressx apply masks.safetensors TRAINED "
@@ -78,6 +77,22 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
     )
     note = "Save it as `recipe.yaml`, add `output: FOLDER`, and run `compressx run recipe.yaml`."
     yield Section("Recipe", note, text=dump_yaml(values), language="yaml")
+
+
+def _left(report: RunReport) -> str:
+    return "smaller" if report.shrink else "sparse"
+
+
+def _became(report: RunReport) -> str:
+    """Return what became of the weights that were pruned."""
+    if not report.shrink:
+        return "are zero. The weights are stored dense: files are as large as those of the base model."
+    before, after = report.shrink["parameters"]
+    numbers = ", ".join(f"{name} {now} instead of {was}" for name, (was, now) in report.shrink["config"].items())
+    return (
+        f"were pruned. What goes whole is left out of this model: it has {after:,} parameters instead of {before:,} "
+        f"({numbers}), and is an ordinary one that transformers loads."
+    )
 
 
 def _method(report: RunReport) -> Iterator[str]:

@@ -97,23 +97,23 @@ def same(model: Any, small: Any) -> None:
     torch.testing.assert_close(small(ids, use_cache=False).logits, expected, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", TINY_CONFIGS)
-def test_without_some_neurons_it_computes_what_the_pruned_model_does(name, tmp_path):
-    model = tiny_model(name)
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+def test_without_some_neurons_it_computes_what_the_pruned_model_does(architecture, tmp_path):
+    model = tiny_model(architecture)
     kept = dropped(model, "neurons", 0.25)
-    if name in NO_NEURONS:
-        with pytest.raises(UnsupportedModelError, match=NO_NEURONS[name]):
+    if architecture in NO_NEURONS:
+        with pytest.raises(UnsupportedModelError, match=NO_NEURONS[architecture]):
             smaller(model, kept)
     else:
         same(model, saved(model, kept, tmp_path))
 
 
-@pytest.mark.parametrize("name", [n for n in TINY_CONFIGS if n not in ONE_GROUP])
-def test_without_some_heads_it_computes_what_the_pruned_model_does(name, tmp_path):
-    model = tiny_model(name)
+@pytest.mark.parametrize("architecture", [n for n in TINY_CONFIGS if n not in ONE_GROUP])
+def test_without_some_heads_it_computes_what_the_pruned_model_does(architecture, tmp_path):
+    model = tiny_model(architecture)
     kept = dropped(model, "kv-groups", 0.5)
-    if name in NO_HEADS:
-        with pytest.raises(UnsupportedModelError, match=NO_HEADS[name]):
+    if architecture in NO_HEADS:
+        with pytest.raises(UnsupportedModelError, match=NO_HEADS[architecture]):
             smaller(model, kept)
     else:
         small = saved(model, kept, tmp_path)
@@ -122,9 +122,9 @@ def test_without_some_heads_it_computes_what_the_pruned_model_does(name, tmp_pat
         assert small.config.head_dim == 16
 
 
-@pytest.mark.parametrize("name", TINY_CONFIGS)
-def test_without_a_block_it_computes_what_the_pruned_model_does(name, tmp_path):
-    model = tiny_model(name)
+@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+def test_without_a_block_it_computes_what_the_pruned_model_does(architecture, tmp_path):
+    model = tiny_model(architecture)
     gone = without_output(model, 1)
     small = saved(model, [], tmp_path, gone)
     same(model, small)
