@@ -112,6 +112,13 @@ def run_around(model: Any, blocks: Mapping[str, nn.Module], ids: Tensor, state: 
 
 
 @contextlib.contextmanager
+def skipped(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Pass hidden states by blocks that add nothing to them, within a `with`, also in training."""
+    with replaced_forwards(blocks, lambda _fqn, hidden, _call: hidden):
+        yield
+
+
+@contextlib.contextmanager
 def replaced_forwards(
     blocks: Mapping[str, nn.Module], forward: Callable[[str, Tensor, BlockCall], Tensor]
 ) -> Iterator[None]:

@@ -23,6 +23,8 @@ from compressx.data.windows import fingerprint as fingerprint_of
 from compressx.evaluation.perplexity import Texts, evaluate
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access, InMemory, weights_fingerprint
+from compressx.models.architecture import find_blocks
+from compressx.models.capture import skipped
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.streaming import StreamedModel, open_model, open_streamed
 from compressx.pipeline.card import card
@@ -153,12 +155,14 @@ def trained(
     context.report_progress("finetune", 0, total_steps(settings, 0, 0.0))
     with context.loaded.at("finetune"):
         model = _teacher(settings, context, teacher)
-        return evaluation, finetune(
-            pruned.access.model, masks(), windows, settings, teacher=model,
-            products=context.products,
-            checkpoint=kept and kept / f"finetune-{_tuning_fingerprint(settings, windows, model)}.safetensors",
-            progress=progress,
-        )  # fmt: skip
+        blocks = find_blocks(pruned.access.model)
+        with skipped({fqn: blocks[fqn] for fqn in pruned.plan.dropped}):  # they would take as long as the others
+            return evaluation, finetune(
+                pruned.access.model, masks(), windows, settings, teacher=model,
+                products=context.products,
+                checkpoint=kept and kept / f"finetune-{_tuning_fingerprint(settings, windows, model)}.safetensors",
+                progress=progress,
+            )  # fmt: skip
 
 
 def _teacher(settings: Finetune, context: RunContext, dense: Callable[[], Any]) -> Any | None:

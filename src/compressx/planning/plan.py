@@ -201,7 +201,9 @@ class Plan:
         linears = tuple(
             replace(x, rule=depth.rule, pattern=depth.pattern) if x.block in depth.dropped else x for x in self.linears
         )
-        return replace(self, linears=linears, depth=depth)
+        # Where nothing else is decided, no hidden states are needed any more.
+        asked = self.reconstruct_block is not None or any(x.rule != depth.rule for x in linears)
+        return replace(self, linears=linears, depth=depth, needs_calibration=self.needs_calibration and asked)
 
     def shown_pattern(self, linear: PlannedLinear) -> str:
         """Write a linear's pattern, such as `2:4` or `50% row`; `allocated row` or `allocated N:4` while it is open."""

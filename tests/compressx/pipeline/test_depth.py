@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compressx.architectures import KINDS
 from tests.compressx.depths import THIRD
 from tests.compressx.pipeline.runs import artifacts, recipe, stopped, weights
 from tests.compressx.pipeline.test_processes import alone_and_together
 from tests.compressx.saved import save_tiny
+from transformers import AutoModelForCausalLM
 
 from compressx import prune
 from compressx.masks.maskset import MaskSet
+from compressx.models.architecture import find_blocks
+from compressx.models.capture import skipped
 from compressx.pipeline.memory import PrunedModel
 from compressx.pipeline.run import run
 from compressx.testing import tiny_model, tiny_tokens
@@ -78,6 +82,46 @@ def test_fine_tuning_trains_the_blocks_that_stay_and_leaves_the_others_out(tmp_p
     assert not any(x.any() for x in inside.values())
     others = [n for n in tuned if ".layers." in n and not n.startswith(f"{block}.")]
     assert all(not torch.equal(tuned[n], pruned[n]) for n in others if n.endswith(("fc1.weight", "fc2.bias")))
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_blocks_that_are_skipped_in_training_give_the_gradients_of_blocks_of_zeros(architecture):
+    model = tiny_model(architecture)
+    (fqn, block) = list(find_blocks(model).items())[1]
+    with torch.no_grad():
+        for name, x in block.named_parameters():
+            if "norm" not in name and "ln_" not in name:
+                x.zero_()
+    expected, found = gradients(model), {}
+    with skipped({fqn: block}):
+        found = gradients(model)
+    assert not any(name.startswith(f"{fqn}.") for name in found)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    model(tiny_tokens(), use_cache=False).logits.square().mean().backward()
+    model.eval()
+    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_the_smaller_model_is_evaluated_as_the_masked_one_and_loads_in_plain_transformers(model, tuned):
+    more: dict[str, Any] = {"finetune": {"steps": 3, "norms": True}} if tuned else {}
+    masked = run(recipe(model, THIRD, HALF, evaluated=True, output="masked", **more))
+    report = run(recipe(model, THIRD, HALF, evaluated=True, shrink=True, **more))
+    for name, figures in report.evaluation.items():
+        assert figures["token_perplexity"] == pytest.approx(masked.evaluation[name]["token_perplexity"], rel=1e-5)
+    assert report.shrink["config"] == {"num_hidden_layers": [3, 2]}
+    small = AutoModelForCausalLM.from_pretrained("out/model")
+    assert len(small.model.layers) == 2
 
 
 def in_memory(model: Any, *rules: Any) -> PrunedModel:

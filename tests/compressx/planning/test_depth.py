@@ -12,6 +12,7 @@ from compressx.runtime.errors import CompressxError
 from compressx.testing import tiny_model
 
 MODEL = tiny_model("llama")
+LONGER = {"dataset": {"text": "t.txt"}, "samples": 8, "sequence_length": 32, "batch_size": 4}
 
 
 def refusal(*rules: dict[str, Any], **sections: Any) -> str:
@@ -51,6 +52,14 @@ def test_the_plan_as_data_says_which_blocks_go_once_they_are_scored():
     scores = {f"model.layers.{i}": float(i) for i in range(3)}
     told = plan.scored(scored := scores).to_dict()["blocks"]
     assert (told["dropped"], told["scores"]) == (["model.layers.0"], scored)
+
+
+def test_no_text_is_run_through_blocks_that_are_scored_if_nothing_else_is_decided():
+    scores = {f"model.layers.{i}": float(i) for i in range(3)}
+    half = {"targets": ["*.down_proj"], "pruner": "wanda", "sparsity": 0.5}
+    assert not planned(MODEL).scored(scores).needs_calibration
+    assert planned(MODEL, half, THIRD).scored(scores).needs_calibration
+    assert planned(MODEL, reconstruct_block={"passes": 1}, calibration=LONGER).scored(scores).needs_calibration
 
 
 @pytest.mark.parametrize(
