@@ -1,4 +1,4 @@
-"""The wheel and three plugins, in fresh virtual environments whose only other packages are our dependencies."""
+"""The wheel and four plugins, in fresh virtual environments whose only other packages are our dependencies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def environment(folder: Path, *wheels: Path) -> Path:
 def generated(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A new plugin of each kind as the command line writes it."""
     folder = tmp_path_factory.mktemp("new")
-    for name, kind in (("my-scores", "pruner"), ("my-tokens", "selector")):
+    for name, kind in (("my-scores", "pruner"), ("my-units", "structured"), ("my-tokens", "selector")):
         assert invoke("plugins", "new", name, "--kind", kind, "--folder", str(folder)).exit_code == 0
     return sorted(folder.iterdir())
 
@@ -73,7 +73,7 @@ def test_the_wheel_ships_both_packages_their_types_and_the_licence(wheels):
 
 def test_every_plugin_arrives_through_its_entry_point(fresh, tmp_path):
     records = {r["name"]: r for r in json.loads(compressx(fresh, tmp_path, "plugins", "--json").stdout)}
-    new = {name: f"compressx-{name}" for name in ("my-scores", "my-tokens")}
+    new = {name: f"compressx-{name}" for name in ("my-scores", "my-units", "my-tokens")}
     expected = {**dict.fromkeys(PLUGINS, "compressx"), "random": "compressx-plugin-random", **new}
     assert {name: record["distribution"] for name, record in records.items()} == expected
     offered = {name: [*record["pruners"], *record["token_selectors"]] for name, record in records.items()}

@@ -31,8 +31,8 @@ def plugins(context: click.Context, as_json: bool) -> None:
 
 @plugins.command("new", epilog="Example: compressx plugins new my-pruner --folder work")
 @click.argument("name")
-@click.option("--kind", type=click.Choice(["pruner", "selector"]), default="pruner", show_default=True,
-              help="What it offers: a pruner or a token selector.")  # fmt: skip
+@click.option("--kind", type=click.Choice(["pruner", "structured", "selector"]), default="pruner", show_default=True,
+              help="What it offers: a pruner of weights, one of whole units, or a token selector.")  # fmt: skip
 @click.option("--folder", type=PATH, default=Path(), help="Folder to create it in; by default the current one.")
 @click.pass_obj
 @errors_for_users

@@ -36,8 +36,12 @@ def find_units(kind: UnitKind, block: Block) -> list[Units]:
 
 def _neurons(block: Block) -> list[Units]:
     found = []
+    all_ups: dict[tuple[str, int | None], list[Linear]] = {}
+    for linear in block.linears.values():
+        if kind_of(linear.name) in _UP:
+            all_ups.setdefault(_where(linear), []).append(linear)
     for name, down in block.linears.items():
-        ups = [x for x in block.linears.values() if kind_of(x.name) in _UP and _where(x) == _where(down)]
+        ups = all_ups.get(_where(down))
         if kind_of(name) not in _DOWN or not ups:
             continue
         count = down.in_features

@@ -14,10 +14,14 @@ from compressx.runtime.files import atomic_write
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 _TEMPLATE = Path(__file__).with_name("template")
-"""A package's files, `shared` and those of its kind; `@name@`, `@module@` and `@kind@` are replaced, in paths too."""
+"""Folders of a package's files, of which `@name@`, `@module@` and `@kind@` are replaced, in paths too."""
 
-_KINDS: dict[str, Kind[Any]] = {"pruner": PRUNER, "selector": TOKEN_SELECTOR}
-"""By the name of the folder."""
+KINDS: dict[str, tuple[Kind[Any], tuple[str, ...]]] = {
+    "pruner": (PRUNER, ("shared", "pruner")),
+    "structured": (PRUNER, ("shared", "pruner", "structured")),
+    "selector": (TOKEN_SELECTOR, ("shared", "selector")),
+}
+"""What it offers, and its folders; a file of a later one replaces that of an earlier one."""
 
 
 def check_name(name: str) -> None:
@@ -34,12 +38,12 @@ def check_name(name: str) -> None:
 
 
 def new_plugin(name: str, parent: Path, kind: str = "pruner") -> Path:
-    """Write a plugin package `compressx-NAME` with a working pruner or token selector called NAME.
+    """Write a plugin package `compressx-NAME` with a working pruner, of weights or of units, or token selector NAME.
 
     Args:
         name: of the plugin and of what it offers.
         parent: the folder to create the package in.
-        kind: `pruner` or `selector`.
+        kind: a key of `KINDS`.
 
     Returns:
         The package's folder.
@@ -53,12 +57,14 @@ def new_plugin(name: str, parent: Path, kind: str = "pruner") -> Path:
     if folder.exists():
         raise ArtifactError(f"{folder} exists already; choose another name or --folder, or remove it")
 
+    offered, parts = KINDS[kind]
+
     def filled(text: str) -> str:
-        text = text.replace("@name@", name).replace("@kind@", _KINDS[kind].name)
+        text = text.replace("@name@", name).replace("@kind@", offered.name)
         return text.replace("@module@", name.replace("-", "_"))
 
     try:
-        for part in (_TEMPLATE / "shared", _TEMPLATE / kind):
+        for part in (_TEMPLATE / part for part in parts):
             for source in part.rglob("*.template"):
                 place = folder / filled(str(source.relative_to(part).with_suffix("")))
                 atomic_write(place, filled(source.read_text(encoding="utf-8")).encode())

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.compressx.cli.commands import invoke, printed, refused
 
 import compressx
 from compressx import PluginError, load_plugins, select_tokens
+from compressx.cli.plugins import plugins_new
 from compressx.plugins.kinds import TOKEN_SELECTOR
-from compressx.plugins.scaffold import new_plugin
+from compressx.plugins.scaffold import KINDS, new_plugin
 from compressx.runtime.errors import ArtifactError
 from compressx.testing import check_selector, tiny_model, tiny_tokens
 
@@ -26,7 +28,7 @@ def _blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture(params=["pruner", "selector"])
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     """Each kind of package that there is a template of."""
     return str(request.param)
@@ -45,17 +47,40 @@ def package(project: Path, kind: str) -> Iterator[Path]:
 
 def test_a_new_package_offers_one_thing_of_its_name_and_says_so_in_its_metadata(package: Path, kind: str) -> None:
     (record,) = [r for r in load_plugins().records if r.name == "my-own"]
-    keys = {"pruner": "pruners", "selector": "token_selectors"}
-    assert {key: names for key, names in record.offers.items() if names} == {keys[kind]: ("my-own",)}
+    key = "token_selectors" if kind == "selector" else "pruners"
+    assert {key: names for key, names in record.offers.items() if names} == {key: ("my-own",)}
     metadata = (package / "pyproject.toml").read_text()
-    assert f'description = "A {"token selector" if kind == "selector" else kind} for compressx"' in metadata
+    assert f'description = "A {"token selector" if kind == "selector" else "pruner"} for compressx"' in metadata
     assert '\nmy-own = "compressx_my_own"\n' in metadata
+
+
+def test_the_command_offers_every_kind_of_package() -> None:
+    (option,) = [x for x in plugins_new.params if x.name == "kind"]
+    assert list(option.type.choices) == [*KINDS]
 
 
 def test_nothing_of_the_template_is_left_in_a_new_package(package: Path) -> None:
     text = "".join(path.read_text() for path in package.rglob("*") if path.is_file())
     assert not re.search(r"@(?!hookimpl)\w+@?", text)
     assert len(list(package.rglob("*.*"))) == 4
+
+
+@pytest.mark.parametrize("kind", ["structured"], indirect=True)
+def test_a_new_structured_pruner_is_short_and_prunes_units_with_its_options(package: Path) -> None:
+    code = (package / "src/compressx_my_own/__init__.py").read_text().partition("class Options")[2]
+    lines = [x.strip() for x in code.splitlines()]
+    assert len([x for x in lines if x and not x.startswith(("#", '"""'))]) <= 30
+    checked = printed("plugins", "check", "my-own", "--architecture", "gpt2")
+    assert "0 failed" in checked
+    assert "exact sparsity for every pattern" in checked
+    masks = {}
+    for rows in (0.0, 100.0):
+        model = tiny_model("llama")
+        rule = {"targets": ["*"], "pruner": "my-own", "pattern": "neurons", "sparsity": 0.25, "options": {"rows": rows}}
+        pruned = compressx.prune(model, None, {"prune": [rule]}, calibration=tiny_tokens())
+        masks[rows] = pruned.masks["model.layers.0.mlp.down_proj"].keep
+        assert int((~masks[rows][0]).sum()) == 24
+    assert not torch.equal(masks[0.0], masks[100.0])
 
 
 @pytest.mark.parametrize("kind", ["selector"], indirect=True)
