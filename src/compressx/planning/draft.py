@@ -157,7 +157,7 @@ def _accepted(
         block = Block(index, fqn, module, linears, (), text_config(skeleton))
         names = [*kinds(linears)]
         for some in chain(combinations(names, 1), combinations(names, 2)):
-            if some in tried or spec.check is None:
+            if some in tried or spec.check is None or not spec.groups:  # without groups only units are pruned
                 continue
             tried.add(some)
             patterns = {
