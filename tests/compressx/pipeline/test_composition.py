@@ -18,7 +18,8 @@ from compressx.testing import tiny_model
 
 RECONSTRUCTORS = [name for name, spec in BUILT_IN.items() if spec.reconstructs]
 PATTERNS = [Unstructured(0.5, "layer"), Unstructured(0.5, "row"), NM(2, 4)]
-CASES = [(s, r, PATTERNS[(i + j) % 3]) for i, s in enumerate(BUILT_IN) for j, r in enumerate(RECONSTRUCTORS)]
+SELECTORS = [name for name, spec in BUILT_IN.items() if spec.groups]
+CASES = [(s, r, PATTERNS[(i + j) % 3]) for i, s in enumerate(SELECTORS) for j, r in enumerate(RECONSTRUCTORS)]
 FQN = "model.layers.0"
 
 
