@@ -189,11 +189,14 @@ def test_a_refit_that_does_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch):
         assert result.info == plain[name].info
 
 
-def test_rows_that_go_stay_zero_in_a_refit_under_a_norm_over_all_heads():
+@pytest.mark.parametrize("options", [{}, {"refit": 8, "refit_learning_rate": 0.05}], ids=["closed form", "refit"])
+def test_under_a_norm_over_all_heads_rows_that_go_are_zero_for_the_others_too(options: dict[str, Any]):
     recorded = record("olmo2")
-    results = prune(recorded, refit=8, refit_learning_rate=0.05)
+    results = prune(recorded, **options)
     for result in results.values():
         assert torch.equal(result.weight != 0, result.keep)
+    info = next(iter(results.values())).info
+    assert info["output_error"] == pytest.approx(error_of(recorded, results, recorded.x[-2:]), rel=1e-3)
 
 
 @pytest.mark.parametrize("dropped", [1, 2, 3])

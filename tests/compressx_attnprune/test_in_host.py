@@ -9,6 +9,7 @@ import torch
 from tests.compressx_attnprune.pruning import few_steps
 from tests.pairs import pairs
 
+import compressx
 from compressx import NM, Pattern, PrunerSpec, Unstructured
 from compressx.blocks.prune import PrunedBlock, prune_model
 from compressx.models.access import InMemory
@@ -120,3 +121,22 @@ def test_the_selection_of_another_pruner_is_kept_and_reconstructed(architecture,
         assert layer.pruner == f"{selector.name}+attnprune"
         assert layer.info["output_error"] <= layer.info["output_error.wanda"]  # the same mask with its dense values
     assert pruned[0].report.layers[0].info["output_error"] < pruned[0].report.layers[0].info["output_error.wanda"]
+
+
+@pytest.mark.parametrize("selector", ["attnprune", "wanda"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "phi3", "mixtral"])
+def test_whole_groups_go_in_every_block_and_the_output_projection_is_solved_for(architecture: str, selector: str):
+    model = tiny_model(architecture)
+    before = {n: x.weight.clone() for n, x in survey(model).linears.items()}
+    rule: dict[str, Any] = {"targets": ["*"], "pruner": selector, "pattern": "kv-groups", "sparsity": 0.5}
+    if selector != "attnprune":
+        rule["reconstruct"] = {"pruner": "attnprune", "options": {"refit": 2}}
+    pruned = compressx.prune(model, None, {"prune": [rule]}, calibration=torch.cat(BATCHES))
+    assert len(pruned.report.blocks) == 3
+    linears = survey(model).linears
+    for block in pruned.report.blocks:
+        first = block.layers[0]
+        assert 0 < first.info["output_error"] <= first.info["output_error.cut"]
+        assert all(layer.info == first.info for layer in block.layers)
+        for layer in block.layers:
+            assert 2 * int((linears[layer.name].weight == 0).sum()) == before[layer.name].numel()
