@@ -75,6 +75,13 @@ def test_rounds_among_all_units_choose_as_one_at_a_time_whatever_they_remove_at_
     assert int((~one).sum()) == dropped
 
 
+def test_more_columns_than_are_inverted_at_once_are_chosen_by_the_whole_inverse():
+    weight, x, unit = problem(300, 1, tokens=900)
+    inverse = torch.linalg.inv(x.T @ x)
+    keep = choose_(weight.clone(), inverse, members_of(unit), 40, candidates=300)
+    assert torch.equal(removed(weight, x, unit, 40, candidates=300).keep, keep)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_among_few_candidates_hardly_more_is_lost_and_one_removal_at_a_time_sees_every_loss(size):
     weight, x, unit = problem(120 // size, size, rows=12, tokens=2000)
@@ -99,12 +106,14 @@ def test_features_that_never_fire_cost_nothing_and_keep_their_weights_where_they
     weight, x, _ = problem(8, 2)
     unit = torch.arange(8).repeat_interleave(2)
     x[:, 6:8] = 0.0  # the whole of unit 3
-    x[:, 10] = 0.0  # half of unit 5
+    x[:, [10, 12]] = 0.0  # half of units 5 and 6
+    weight[:, [6, 7, 10, 12]] = 1e6
+    weight[:, 11] *= 1e3
     found = removed(weight, x, unit, 3)
-    assert not found.keep[3]
     assert torch.equal(found.keep, greedy(weight, x, unit, 3))
-    if found.keep[5]:
-        assert torch.equal(found.weight[:, 10], weight[:, 10])
+    assert not found.keep[3]
+    assert found.keep[5]
+    assert torch.equal(found.weight[:, 10], weight[:, 10])
     everything = removed(weight, torch.zeros_like(x), unit, 3)
     assert int((~everything.keep).sum()) == 3
     assert float(everything.error) == 0.0
