@@ -215,8 +215,8 @@ class RunReport:
         calibration: `samples`, `sequence_length` and `seed`; empty without calibration text.
         arithmetic: dtype of matrix products where blocks were run or trained; None when none were.
         shrink: of the smaller model that was written, `parameters` before and after, `config`, the numbers before and
-            after by name, and `difference`, the relative difference of its logits from those of the pruned model; empty
-            without `shrink`.
+            after by name, and `difference` from the pruned model, relative: the largest of what embeddings, each block
+            and the head compute; empty without `shrink`.
     """
 
     compressx: str

@@ -10,15 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressx.api.pruner import Block
 from compressx.models import shards
 from compressx.models.access import Access, block_file
+from compressx.models.architecture import Architecture, survey
+from compressx.models.blockwise import capture, each_block
+from compressx.models.capture import replay, run_around
 from compressx.models.export import save_model
 from compressx.models.shards import OUTSIDE
 from compressx.models.shrink import Smaller, build_like
 from compressx.models.streaming import StreamedModel
 
+TOLERANCE = 1e-3
+"""What `difference` may be at most. In float32 rounding gives about 1e-5; a unit in a wrong place gives about 1."""
 
-def save_shrunk(access: Access, made: Smaller, tokenizer: Any | None, folder: Path) -> int:
+
+def save_shrunk(access: Access, made: Smaller, tokenizer: Any | None, folder: Path) -> None:
     """Save the smaller model in transformers' format.
 
     Args:
@@ -26,9 +33,6 @@ def save_shrunk(access: Access, made: Smaller, tokenizer: Any | None, folder: Pa
         made: what `smaller` returned.
         tokenizer: saved too, unless None.
         folder: of the new checkpoint.
-
-    Returns:
-        The number of its parameters.
 
     Raises:
         ArtifactError: it cannot be written.
@@ -39,11 +43,9 @@ def save_shrunk(access: Access, made: Smaller, tokenizer: Any | None, folder: Pa
         _save_streamed(access, made, small, tokenizer, folder)
     else:
         small.load_state_dict(made.cuts.all(access.model.state_dict()), strict=True, assign=True)
-        small.tie_weights()
         if (conversions := getattr(access.model, "_weight_conversions", None)) is not None:
             small._weight_conversions = conversions
         save_model(small, tokenizer, folder)
-    return sum(p.numel() for p in small.parameters())
 
 
 def _save_streamed(access: StreamedModel, made: Smaller, small: Any, tokenizer: Any | None, folder: Path) -> None:
@@ -61,22 +63,52 @@ def _save_streamed(access: StreamedModel, made: Smaller, small: Any, tokenizer: 
         shards.join(folder, parts)
 
 
-def difference(pruned: Access, smaller: Access, tokens: Tensor) -> float:
-    """Return how far the logits of two models are apart, relative to those of the first.
+def difference(pruned: Access, smaller: Access, made: Smaller, tokens: Tensor) -> float:
+    """Return how far two models are apart, each part of them computing on the same input.
+
+    Whole models of 16 bits cannot be compared: products of fewer numbers are added up in another order, and the last
+    bits of one block's output are magnified by the next ones. So each block is compared alone, in float32.
 
     Args:
         pruned: of the original size.
         smaller: what is left of it.
+        made: how it was made.
         tokens: ids [batch, tokens].
 
     Returns:
-        The norm of the difference over the norm of the logits; `tolerance` is what rounding explains.
+        The largest of the differences of the embeddings, of what each block adds to the hidden states, and of the
+        logits; each a norm, relative to that of the larger model. `TOLERANCE` is more than rounding explains.
     """
+    both = (pruned, smaller)
+    found = [survey(access.model) for access in both]
+    (states, calls), (theirs, their_calls) = (capture(x, at, [tokens]) for x, at in zip(both, found, strict=True))
+    apart = [_relative(theirs[0] - states[0], states[0])]
+    state = states[0].float()
+    left = each_block(smaller, found[1], their_calls)
     with torch.no_grad():
-        of = [next(iter(x.logits([tokens]))).double().cpu() for x in (pruned, smaller)]
-    return float((of[1] - of[0]).norm() / of[0].norm().clamp_min(torch.finfo(torch.float64).tiny))
+        for block, _ in each_block(pruned, found[0], calls):
+            added = _added(block, state)
+            if block.fqn in made.blocks:
+                apart.append(_relative(_added(next(left)[0], state) - added, added))
+            else:  # it has to add nothing
+                apart.append(_relative(added, state))
+            state = state + added
+        logits = [_logits(x, at, tokens, state) for x, at in zip(both, found, strict=True)]
+    return max(*apart, _relative(logits[1] - logits[0], logits[0]))
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """Return what `difference` may be at most: products of fewer numbers are added up in another order."""
-    return float(torch.finfo(dtype).eps ** 0.5)
+def _added(block: Block, state: Tensor) -> Tensor:
+    """Return what a block adds to hidden states [batch, tokens, width], in float32."""
+    return replay(copy.deepcopy(block.module).float(), state, block.calls[0]) - state
+
+
+def _logits(access: Access, found: Architecture, tokens: Tensor, state: Tensor) -> Tensor:
+    with access.materialise(OUTSIDE):
+        ids, last = tokens.to(access.device), state.to(access.model.dtype)
+        logits: Tensor = run_around(access.model, found.blocks, ids, last).logits
+        return logits
+
+
+def _relative(difference: Tensor, to: Tensor) -> float:
+    tiny = torch.finfo(torch.float64).tiny
+    return float(difference.double().norm() / to.double().norm().clamp_min(tiny))

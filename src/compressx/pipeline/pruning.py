@@ -27,7 +27,6 @@ from compressx.models.hidden import InFiles, Keep, Streams, in_memory
 from compressx.pipeline.context import RunContext
 from compressx.pipeline.journal import ALLOCATED, Allocated, FinishedBlock
 from compressx.planning.plan import Plan
-from compressx.planning.smaller import check_shrink
 from compressx.recipe.methods import MeasuredAllocation
 from compressx.report import figures
 from compressx.runtime.cache import cache_folder, cached
@@ -115,7 +114,6 @@ class Pruning:
             journal.score(context.ranks.broadcast(scores))
         scored = planned.scored(journal.scores)
         context.log.write(logging.INFO, f"dropped blocks: {', '.join(scored.dropped)}")
-        check_shrink(context.loaded, scored, self.access.model)
         return scored
 
     def fisher(self, planned: Plan) -> FisherDiagonal:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from compressx.runtime.errors import RecipeError, UnsupportedModelError
 def check_shrink(loaded: LoadedRecipe, plan: Plan, skeleton: Any) -> None:
     """Refuse `shrink` where nothing goes whole, or where the config cannot describe the smaller model.
 
-    Which units go is not known yet; the first of them stand for those that will stay. Of blocks the first are tried,
-    and the last.
+    Which go is not known yet: the first units stand for those that will stay, and of blocks the first, and the last,
+    for those that will go.
 
     Args:
         loaded: the recipe with its places in the file.
@@ -48,30 +48,29 @@ def check_shrink(loaded: LoadedRecipe, plan: Plan, skeleton: Any) -> None:
             for gone in _gone(plan.depth):
                 smaller(skeleton, kept, gone)
         except UnsupportedModelError as error:
-            told = "; ".join(_others(skeleton, patterns.values()))
-            raise UnsupportedModelError(f"{error}{told and '; '}{told}") from error
+            raise UnsupportedModelError(f"{error}{_told_others(skeleton, patterns.values())}") from error
 
 
 def _gone(depth: PlannedDepth | None) -> tuple[tuple[str, ...], ...]:
-    """Return the blocks that go, or which to try as long as they are not measured."""
-    if depth is None or depth.scores:
-        return ((() if depth is None else depth.dropped),)
+    """Return which blocks to try as those that go."""
+    if depth is None:
+        return ((),)
     count = depth.pattern.dropped
     return depth.blocks[:count], depth.blocks[len(depth.blocks) - count :]
 
 
-def _others(skeleton: Any, patterns: Iterable[Structured]) -> Iterator[str]:
-    """Yield how many heads can be left, if it is their number that the config refuses."""
+def _told_others(skeleton: Any, patterns: Iterable[Structured]) -> str:
+    """Return how many heads could be left, if it is their number that the config refuses."""
     heads = [p for p in patterns if p.unit == "kv-groups"]
-    counts = {p.units.count for p in heads}
-    if len(counts) != 1:
-        return
-    (count,) = counts
+    asked = {(p.units.count, p.dropped) for p in heads}
+    if len(asked) != 1:
+        return ""
+    ((count, dropped),) = asked
     able = []
     for left in range(1, count):
         with contextlib.suppress(UnsupportedModelError):
             smaller(skeleton, [Kept(p.units, torch.arange(count) < left) for p in heads])
             able.append(left)
-    if able:
-        told = ", ".join(f"{1 - left / count:.4g} ({left} left)" for left in able)
-        yield f"sparsities of kv-groups that fit: {told}"
+    if not able or count - dropped in able:
+        return ""
+    return f"; sparsities of kv-groups that fit: {', '.join(f'{1 - n / count:.4g} ({n} left)' for n in able)}"

@@ -137,13 +137,18 @@ def test_a_streamed_mixture_loses_experts_and_their_neurons(models):
 
 def test_a_tied_model_in_bfloat16_stays_both(tmp_path):
     saved = save_tiny(tmp_path / "tied" / "model", "llama-tied", torch.bfloat16)
-    run(recipe(saved, NEURONS, **SHRINK))
+    report = run(recipe(saved, NEURONS, **SHRINK))
     run(recipe(saved, NEURONS, output="masked"))
     small = AutoModelForCausalLM.from_pretrained("out/model")
     assert small.dtype == torch.bfloat16
     assert small.lm_head.weight is small.model.embed_tokens.weight
     expected = logits("masked/model").float()
     assert float((logits("out/model").float() - expected).norm() / expected.norm()) < 0.02
+    streamed = run(
+        recipe(saved, NEURONS, output="streamed", **SHRINK) | {"model": {"path": str(saved), "streaming": True}}
+    )
+    assert streamed.shrink["parameters"] == report.shrink["parameters"]
+    assert report.shrink["parameters"][1] == sum(p.numel() for p in small.parameters())
 
 
 def test_a_dropped_block_and_what_else_goes(model):
@@ -251,3 +256,10 @@ def test_a_model_in_memory_is_not_shrunk():
     asked = {"calibration": {}, "prune": [NEURONS], **SHRINK}
     with pytest.raises(RecipeError, match="shrink: the smaller model is written to an output folder; leave it out"):
         prune(tiny_model("llama"), None, asked, calibration=tiny_tokens())
+
+
+def test_heads_that_fit_are_not_named_when_it_is_the_neurons_that_do_not(models, monkeypatch):
+    rules = [{**NEURONS, "targets": ["model.layers.0.*"]}, HEADS]
+    refused(
+        recipe(models("llama"), *rules, **SHRINK), UnsupportedModelError, r"mlp 96; prune all .* shrink$", monkeypatch
+    )
