@@ -63,6 +63,7 @@ def _save_streamed(access: StreamedModel, made: Smaller, small: Any, tokenizer: 
         shards.join(folder, parts)
 
 
+@torch.no_grad()
 def difference(pruned: Access, smaller: Access, made: Smaller, tokens: Tensor) -> float:
     """Return how far two models are apart, each part of them computing on the same input.
 
@@ -85,15 +86,14 @@ def difference(pruned: Access, smaller: Access, made: Smaller, tokens: Tensor) -
     apart = [_relative(theirs[0] - states[0], states[0])]
     state = states[0].float()
     left = each_block(smaller, found[1], their_calls)
-    with torch.no_grad():
-        for block, _ in each_block(pruned, found[0], calls):
-            added = _added(block, state)
-            if block.fqn in made.blocks:
-                apart.append(_relative(_added(next(left)[0], state) - added, added))
-            else:  # it has to add nothing
-                apart.append(_relative(added, state))
-            state = state + added
-        logits = [_logits(x, at, tokens, state) for x, at in zip(both, found, strict=True)]
+    for block, _ in each_block(pruned, found[0], calls):
+        added = _added(block, state)
+        if block.fqn in made.blocks:
+            apart.append(_relative(_added(next(left)[0], state) - added, added))
+        else:  # it has to add nothing
+            apart.append(_relative(added, state))
+        state = state + added
+    logits = [_logits(x, at, tokens, state) for x, at in zip(both, found, strict=True)]
     return max(*apart, _relative(logits[1] - logits[0], logits[0]))
 
 

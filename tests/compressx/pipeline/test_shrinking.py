@@ -157,6 +157,7 @@ def test_a_dropped_block_and_what_else_goes(model):
     close("out/model", "masked/model")
     units = json.loads(Path("out/units.json").read_text())
     (gone,) = units["blocks"]["dropped"]
+    assert units["blocks"]["count"] == 3
     assert report.shrink["config"]["num_hidden_layers"] == [3, 2]
     assert len(units["units"]) == 4
     assert not any(name.startswith(f"{gone}.") for name in units["units"])
