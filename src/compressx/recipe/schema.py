@@ -61,7 +61,7 @@ class Rule(Strict):
     pattern: PatternField | None = Field(
         None,
         description='N:M, such as "2:4"; with allocation N is chosen. Or units of the architecture that go whole, of '
-        "which sparsity is the fraction: neurons, kv-groups, experts",
+        "which sparsity is the fraction: neurons, kv-groups, experts, blocks",
     )
     reconstruct: ReconstructionField | None = Field(None, description="pruner that updates the surviving weights")
     options: dict[str, Any] = Field(default_factory=dict, description="the pruner's own options")

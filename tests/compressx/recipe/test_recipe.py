@@ -213,7 +213,7 @@ _GLOBS = "linears by glob over fully qualified names, by re: and a regular expre
 _NOT_NM = 'N:M keeps N of every M weights, with 1 <= N < M, such as "2:4"; {0} keeps {1} of {2}'
 _NOTATION = (
     'expected an N:M pattern, "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept; or units: neurons, '
-    "kv-groups, experts"
+    "kv-groups, experts, blocks"
 )
 
 
