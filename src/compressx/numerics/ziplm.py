@@ -43,7 +43,7 @@ class Solution:
 
 def remove_units(
     weight: Tensor, hessian: Callable[[], Tensor], unit: Tensor, dropped: int, *, damping: float = 0.01,
-    rows: Tensor | None = None, candidates: int = CANDIDATES, columns: int = ROUND,
+    candidates: int = CANDIDATES, columns: int = ROUND,
 ) -> Solution:  # fmt: skip
     """Remove units of a weight's columns one after the other, and solve for the columns that stay.
 
@@ -56,7 +56,6 @@ def remove_units(
         unit: int64 [in_features], the unit of each column, of which all have as many.
         dropped: units to remove.
         damping: added to the diagonal of the scaled Hessian; raised as in `inverse_cholesky`.
-        rows: what the error of each output counts in the choice, [out_features]; alike when absent.
         candidates: as `CANDIDATES`; at least in_features makes the choice exact.
         columns: as `ROUND`.
 
@@ -79,9 +78,9 @@ def remove_units(
     inverse = _squared(factor)
     del factor
     members = members_of(unit.to(weight.device))
-    counted = w.clone() if rows is None else w * rows.to(w).sqrt()[:, None]
-    keep = choose_(counted, inverse, members, dropped, candidates=candidates, columns=columns)
-    del inverse, counted
+    changed = w.clone()
+    keep = choose_(changed, inverse, members, dropped, candidates=candidates, columns=columns)
+    del inverse, changed
     kept = keep[unit.to(weight.device)]
     new, error = solve(w, scaled(), kept, used)
     moved = weight.to(w.dtype) + (new - w) / scale

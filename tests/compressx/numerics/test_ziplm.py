@@ -140,16 +140,6 @@ def test_damping_is_a_ridge_on_the_change_of_the_weight():
     assert found.damping == 0.3
 
 
-def test_outputs_count_as_they_are_weighed_in_the_choice_and_not_in_the_fit():
-    weight, x, unit = problem(16, 1)
-    rows = torch.logspace(-2, 2, 6, dtype=torch.float64)
-    keep = greedy(weight * rows.sqrt()[:, None], x, unit, 6)
-    found = removed(weight, x, unit, 6, rows=rows)
-    assert torch.equal(found.keep, keep)
-    assert not torch.equal(keep, greedy(weight, x, unit, 6))
-    torch.testing.assert_close(found.weight, solved(weight, x, keep[unit])[0], rtol=1e-4, atol=1e-4)
-
-
 def test_fewer_tokens_than_features_and_narrow_weights_are_solved_in_float32():
     weight, x, unit = problem(24, 1, tokens=7)
     x = x.float()

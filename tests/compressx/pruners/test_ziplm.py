@@ -103,8 +103,14 @@ def test_the_units_are_those_of_trying_every_unit_with_a_new_fit(architecture, c
     for name, pattern in columns_of(scene, subject, claim):
         linear = scene.block.linears[name]
         unit = pattern.units.owners[name].unit
-        keep = greedy(inputs[name], linear.weight.double(), unit, pattern.dropped, linear.bias is not None)
-        assert torch.equal(pattern.units.kept({n: results[n].keep for n in pattern.units.owners}), keep)
+        x, bias = inputs[name], linear.bias is not None
+        keep = greedy(x, linear.weight.double(), unit, pattern.dropped, bias)
+        found = pattern.units.kept({n: results[n].keep for n in pattern.units.owners})
+        dense = outputs(x, scene, name)
+        # Of GPT-NeoX several neurons are sums of others here: whichever of them go, nothing is lost.
+        none = 1e-20 * float(dense.square().sum())
+        free = all(fitted(x, dense, stay[unit], bias) < none for stay in (keep, found))
+        assert torch.equal(found, keep) or free
 
 
 @pytest.mark.parametrize(("architecture", "statistic"), [("llama", Hessian), ("gpt2", Covariance)])
