@@ -133,7 +133,7 @@ def test_a_mistake_is_named():
         (["check", "snapkv", "--set", "blok=1"], "--set blok: unknown option 'blok'; did you mean 'block'?"),
         (["new", "wanda"], "a plugin, pruner or token selector 'wanda' exists already"),
         (["new", "random"], "a plugin, pruner or token selector 'random' exists already"),
-        (["new", "mine", "--kind", "selektor"], "'selektor' is not one of 'pruner', 'selector'"),
+        (["new", "mine", "--kind", "selektor"], "'selektor' is not one of 'pruner', 'structured', 'selector'"),
     ):
         assert complaint in refused("plugins", *arguments)
         assert list(Path().iterdir()) == []

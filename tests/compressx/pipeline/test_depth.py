@@ -105,6 +105,8 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):  # OPT's, which is a number
+            module.dropout = 0.0
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     model(tiny_tokens(), use_cache=False).logits.square().mean().backward()
