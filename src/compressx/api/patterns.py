@@ -115,6 +115,13 @@ Asked: TypeAlias = Unstructured | NM | Structured
 Pattern: TypeAlias = Asked | FixedMask
 
 
+def is_together(patterns: Mapping[str, Pattern]) -> bool:
+    """Say whether linears have to be decided together: they share a budget, or parts of the same units."""
+    return any(
+        isinstance(p, Structured) or (isinstance(p, Unstructured) and p.group == "joint") for p in patterns.values()
+    )
+
+
 def allocated_form(pattern: str) -> str:
     """Write a pattern without the sparsity that was chosen: `allocated row` of `50% row`, `allocated N:4` of `2:4`."""
     keep, colon, of = pattern.partition(":")

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from compressx.api.patterns import Asked, FixedMask, Pattern, Structured, Unstructured
+from compressx.api.patterns import Asked, FixedMask, Pattern, is_together
 from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult, Statistic, statistic_of
 from compressx.blocks.contract import Checksums, ask
 from compressx.blocks.exchange import combine, exchange
@@ -193,9 +193,7 @@ def _apart(rule: PlannedRule, patterns: Mapping[str, Asked], stats: Stats) -> li
 
 def is_apart(rule: PlannedRule, patterns: Mapping[str, Asked]) -> bool:
     """Say whether each of a rule's linears in a block may be decided without the others."""
-    return rule.separable and not any(
-        isinstance(p, Structured) or (isinstance(p, Unstructured) and p.group == "joint") for p in patterns.values()
-    )
+    return rule.separable and not is_together(patterns)
 
 
 def decide(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from compressx.api.patterns import Asked, FixedMask, Pattern, Structured, Unstructured
+from compressx.api.patterns import Asked, FixedMask, Pattern, is_together
 from compressx.api.pruner import AnyPruner, Block, CountedPruner, PreparingPruner, PrunerSpec, Statistic, statistic_of
 from compressx.api.work import Windows, Work
 from compressx.costs.forward import Passed
@@ -147,10 +147,8 @@ class Costs:
         text: Windows,
     ) -> Work:  # fmt: skip
         """Count a pruner's answers: of one linear at a time where it decides them apart, as a run asks."""
-        joint = any(
-            isinstance(p, Structured) or (isinstance(p, Unstructured) and p.group == "joint") for p in patterns.values()
-        )
-        asked = [{n: p} for n, p in patterns.items()] if spec.separable and not joint else [dict(patterns)]
+        apart = spec.separable and not is_together(patterns)
+        asked = [{n: p} for n, p in patterns.items()] if apart else [dict(patterns)]
         done = Work()
         for some in asked:
             inputs = passed.inputs.get(next(iter(some)))

@@ -104,9 +104,7 @@ class Counted:
 
     def block(self, index: int, fqn: str) -> Block:
         """Return a block, or what lies outside them, as pruners see it in a plan."""
-        linears = (
-            {n: x for n, x in self.found.linears.items() if n.startswith(f"{fqn}.")} if fqn else self.found.outside
-        )
+        linears = self.found.inside(fqn) if fqn else self.found.outside
         module = self.found.blocks[fqn] if fqn else self.model
         return Block(index, fqn, module, dict(linears), (), text_config(self.model))
 

@@ -17,11 +17,12 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import os_errors_named, written_whole
+from compressx.runtime.metadata import validated
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,15 +217,7 @@ def _read_header(path: Path, metadata: Mapping[str, str] | None) -> _Header:
     text = (metadata or {}).get("compressx")
     if text is None:
         raise ArtifactError(f"{path} is a safetensors file, but not a masks file: its metadata has no key 'compressx'")
-    try:
-        return _Header.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "compressx"
-        raise ArtifactError(
-            f"{path}: {where} in its metadata is {str(first['input'])[:80]!r}: {first['msg']}; the file is damaged or "
-            "was written by another version of compressx"
-        ) from error
+    return validated(path, text, _Header)
 
 
 def _read_bits(path: Path, file: Any, header: _Header) -> dict[str, Tensor]:

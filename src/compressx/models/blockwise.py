@@ -57,7 +57,7 @@ def each_block(
     config = text_config(access.model)
     wanted = order if names is None else list(names)
     for fqn, following in zip(wanted, [*wanted[1:], None], strict=False):
-        linears = {name: linear for name, linear in found.linears.items() if name.startswith(f"{fqn}.")}
+        linears = found.inside(fqn)
         with access.materialise(fqn) as module:
             if following is not None:
                 access.read_ahead(following)

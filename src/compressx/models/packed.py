@@ -29,12 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from compressx.models.pieces import Elements, decode, encode, mask_bytes
 from compressx.models.tensor_bytes import TensorBytes, layout_of, opened, pieces_of, sha256_of, tensors_in
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import os_errors_named, written_whole
+from compressx.runtime.metadata import validated
 
 
 class _Stored(BaseModel):
@@ -240,15 +241,7 @@ def _metadata(path: Path, text: str | None) -> _Metadata:
         raise ArtifactError(
             f"{path} is a safetensors file, but was not written by compressx pack: its metadata has no key 'compressx'"
         )
-    try:
-        found = _Metadata.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "compressx"
-        raise ArtifactError(
-            f"{path}: {where} in its metadata is {str(first['input'])[:80]!r}: {first['msg']}; the file is damaged or "
-            "was written by another version of compressx"
-        ) from error
+    found = validated(path, text, _Metadata)
     if _digest(found.header, found.tensors) != found.digest:
         raise _damaged(path, "its metadata do not have their digest")
     return found

@@ -36,12 +36,12 @@ def find_units(kind: UnitKind, block: Block) -> list[Units]:
 
 def _neurons(block: Block) -> list[Units]:
     found = []
-    all_ups: dict[tuple[str, int | None], list[Linear]] = {}
+    all_ups: dict[str, list[Linear]] = {}
     for linear in block.linears.values():
         if kind_of(linear.name) in _UP:
-            all_ups.setdefault(_where(linear), []).append(linear)
+            all_ups.setdefault(_home(linear), []).append(linear)
     for name, down in block.linears.items():
-        ups = all_ups.get(_where(down))
+        ups = all_ups.get(_home(down))
         if kind_of(name) not in _DOWN or not ups:
             continue
         count = down.in_features
@@ -51,8 +51,7 @@ def _neurons(block: Block) -> list[Units]:
                 "of them form a neuron"
             )
         owners = {x.name: Owners(0, _in_halves(count, x.out_features)) for x in ups}
-        home = ".".join(str(part) for part in _where(down) if part is not None)
-        found.append(Units("neurons", home, count, {**owners, name: Owners(1, torch.arange(count))}))
+        found.append(Units("neurons", _home(down), count, {**owners, name: Owners(1, torch.arange(count))}))
     if not found:
         raise UnsupportedModelError(
             f"{block.fqn} has no feed-forward neurons that compressx knows: none of {', '.join(_DOWN)} beside one of "
@@ -61,10 +60,9 @@ def _neurons(block: Block) -> list[Units]:
     return found
 
 
-def _where(linear: Linear) -> tuple[str, int | None]:
-    """Return the module that holds a linear, and which expert of it."""
-    named = linear.name if linear.expert is None else parent(linear.name)
-    return parent(named), linear.expert
+def _home(linear: Linear) -> str:
+    """Return the name of the module that holds a linear; of a fused expert followed by its number."""
+    return parent(linear.name) if linear.expert is None else f"{parent(parent(linear.name))}.{linear.expert}"
 
 
 def _in_halves(count: int, rows: int) -> torch.Tensor:
@@ -98,9 +96,7 @@ def _kv_groups(block: Block) -> list[Units]:
 def _experts(block: Block) -> list[Units]:
     homes: dict[str, dict[str, tuple[int, Linear]]] = {}
     for name, linear in block.linears.items():
-        if match := _EXPERT.fullmatch(
-            _where(linear)[0] if linear.expert is None else f"{_where(linear)[0]}.{linear.expert}"
-        ):
+        if match := _EXPERT.fullmatch(_home(linear)):
             homes.setdefault(match[1], {})[name] = (int(match[2]), linear)
     if not homes:
         raise UnsupportedModelError(f"{block.fqn} has no experts; its linears: {', '.join(block.linears) or 'none'}")

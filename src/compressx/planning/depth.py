@@ -47,7 +47,7 @@ def find_depth(
                 "it, and use reconstruct_block or finetune"
             )
         )
-    inside = {fqn: [n for n in found.linears if n.startswith(f"{fqn}.")] for fqn in found.blocks}
+    inside = {fqn: [*found.inside(fqn)] for fqn in found.blocks}
     names = set(targeted)
     inside = {fqn: linears for fqn, linears in inside.items() if names & {*linears}}
     for linears in inside.values():

@@ -153,7 +153,7 @@ def _accepted(
     """Yield the kinds, alone or in pairs, that a pruner's check accepts in the first block that has them."""
     tried: set[tuple[str, ...]] = set()
     for index, (fqn, module) in enumerate(found.blocks.items()):
-        linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
+        linears = found.inside(fqn)
         block = Block(index, fqn, module, linears, (), text_config(skeleton))
         names = [*kinds(linears)]
         for some in chain(combinations(names, 1), combinations(names, 2)):

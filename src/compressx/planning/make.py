@@ -182,7 +182,7 @@ def _check_blocks(
     config = text_config(skeleton)
     failed: set[PlannedRule] = set()
     for index, fqn in enumerate([*found.blocks, ""]):
-        linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")} if fqn else dict(found.outside)
+        linears = found.inside(fqn) if fqn else dict(found.outside)
         block = Block(index, fqn, found.blocks[fqn] if fqn else skeleton, linears, (), config)
         asked = plan.asked(fqn)
         for rule, patterns in plan.in_block(fqn).items():

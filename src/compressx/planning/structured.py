@@ -37,7 +37,9 @@ def units_of_rules(
             continue
         with mistakes.collected():
             try:
-                units[index] = known.setdefault(rule.pattern, _in_model(rule.pattern, found, skeleton))
+                if rule.pattern not in known:
+                    known[rule.pattern] = _in_model(rule.pattern, found, skeleton)
+                units[index] = known[rule.pattern]
             except UnsupportedModelError as error:
                 place = loaded.where("prune", index, "pattern")
                 raise UnsupportedModelError(f"{place}: no block has {rule.pattern}: {error}") from error
@@ -49,7 +51,7 @@ def _in_model(kind: UnitKind, found: Architecture, skeleton: Any) -> dict[str, U
     units: dict[str, Units] = {}
     refusal: UnsupportedModelError | None = None
     for index, (fqn, module) in enumerate(found.blocks.items()):
-        linears = {n: x for n, x in found.linears.items() if n.startswith(f"{fqn}.")}
+        linears = found.inside(fqn)
         try:
             for one in find_units(kind, Block(index, fqn, module, linears, (), text_config(skeleton))):
                 units |= dict.fromkeys(one.owners, one)
