@@ -130,9 +130,10 @@ class AttnPrune:
         """Count one answer."""
         shape, pattern = work.Shape.of(block, text.length), next(iter(patterns.values()))
         fixed = isinstance(pattern, FixedMask)
-        if (units := structured.asked_units(patterns)) is None:
-            return work.prune(shape, self.options, pattern, text, fixed=fixed)
-        return work.remove_groups(shape, self.options, units, text, fixed=fixed)
+        given = work.returned(block, patterns, solved_bias=(units := structured.asked_units(patterns)) is not None)
+        if units is None:
+            return given + work.prune(shape, self.options, pattern, text, fixed=fixed)
+        return given + work.remove_groups(shape, self.options, units, text, fixed=fixed)
 
     def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the comparison of the geometry with the block's own attention."""

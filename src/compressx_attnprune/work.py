@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from compressx import Block, Pattern, Structured, Windows, Work, find_projections, head_size
@@ -112,6 +113,13 @@ class Shape:
         # Scores, the gradient by the values, and the two products of the gradients.
         values = Work.of(float32=2.0 * self.heads * self.pairs * self.value)
         return of_heads + values + self.matrix(products=3.0, passes=14.0)
+
+
+def returned(block: Block, names: Iterable[str], *, solved_bias: bool) -> Work:
+    """Count new weights, which are float32, and the output projection's bias where it is solved for, too."""
+    bias = find_projections(block).output.bias if solved_bias else None
+    kept = 0 if bias is None else bias.numel() * bias.element_size()
+    return Work.of(returned=_F32 * sum(block.linears[name].weight.numel() for name in names) + kept)
 
 
 def prepare(shape: Shape) -> Work:

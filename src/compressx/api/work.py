@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 KINDS = {
     "float32": "FLOPs of matrix products in float32",
@@ -32,30 +32,34 @@ class Work:
     Attributes:
         counts: by their name in `KINDS`.
         memory: most bytes that are alive at once beyond what was there before; the largest one of a sum's.
+        returned: of a pruner's answer, bytes of new weights and biases; those of its masks are known without.
     """
 
     counts: Mapping[str, float] = field(default_factory=dict)
     memory: float = 0.0
+    returned: float = 0.0
 
     def __post_init__(self) -> None:
         if unknown := sorted({*self.counts} - {*KINDS}):
             raise ValueError(f"work is counted as {', '.join(KINDS)}; got {unknown[0]!r}")
 
     @classmethod
-    def of(cls, memory: float = 0.0, **counts: float) -> Work:
+    def of(cls, memory: float = 0.0, returned: float = 0.0, **counts: float) -> Work:
         """Make one of keyword arguments, such as `Work.of(float32=2 * rows * columns)`.
 
         Raises:
             ValueError: a name that is not among `KINDS`.
         """
-        return cls(counts, memory)
+        return cls(counts, memory, returned)
 
     def __add__(self, other: Work) -> Work:
         kinds = dict.fromkeys([*self.counts, *other.counts])
-        return Work({kind: self[kind] + other[kind] for kind in kinds}, max(self.memory, other.memory))
+        counts = {kind: self[kind] + other[kind] for kind in kinds}
+        return Work(counts, max(self.memory, other.memory), self.returned + other.returned)
 
     def __mul__(self, times: float) -> Work:
-        return replace(self, counts={kind: times * count for kind, count in self.counts.items()})
+        counts = {kind: times * count for kind, count in self.counts.items()}
+        return Work(counts, self.memory, times * self.returned)
 
     __rmul__ = __mul__
 

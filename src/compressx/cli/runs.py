@@ -62,22 +62,30 @@ def run(
     metavar="MACHINE",
     help="Estimate for another machine: h100, a100, 4090, or cpu:250GF,20GB/s; by default this one is measured.",
 )
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Estimate for so many processes, of this machine or, under torchrun, of several; 1 by default.",
+)
 @device_option
 @click.pass_obj
 @errors_for_users
 def plan(
-    host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_json: bool, assume: str | None, device: str
-) -> None:
+    host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_json: bool, assume: str | None,
+    processes: int, device: str,
+) -> None:  # fmt: skip
     """Check RECIPE and show what would happen to every linear and what it would cost, without loading weights."""
     from compressx.cli import tables, terminal
     from compressx.costs.recipe import estimated, machine_for
     from compressx.pipeline.preparation import loaded_recipe, prepare
 
-    machine = machine_for(assume, device)
+    machine = machine_for(assume, device, processes)
     plugins = host.plugins()
     loaded = loaded_recipe(recipe, overrides, plugins)
-    prepared = prepare(loaded, plugins)
-    estimate = estimated(loaded.recipe, prepared.plan, prepared.checkpoint, machine)
+    prepared = prepare(loaded, plugins, processes)
+    estimate = estimated(loaded.recipe, prepared.plan, prepared.checkpoint, machine, processes)
     if as_json:
         cost = {"error": estimate} if isinstance(estimate, str) else estimate.to_dict()
         click.echo(json.dumps({**prepared.plan.to_dict(), "estimate": cost}, indent=1))

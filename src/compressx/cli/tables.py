@@ -76,12 +76,18 @@ def of_estimate(estimate: Estimate | str) -> Iterator[Section]:
         Column("memory, GB", ".2f"),
     ]
     yield Section(table=table(columns, [("start", None, estimate.started, None), *rows]))
-    yield Section(note=f"about {_duration(estimate.total)} on {estimate.machine.name}")
+    several = estimate.processes > 1
+    by = f", by {estimate.processes} processes" if several else ""
+    yield Section(note=f"about {_duration(estimate.total)} on {estimate.machine.name}{by}")
+    each = " of each process" if several else ""
     where = "GPU's memory" if estimate.machine.gpu else "memory"
-    yield Section(note=f"{where} {_bytes(estimate.memory)}, in stage {estimate.peak.name}")
+    yield Section(note=f"{where}{each} {_bytes(estimate.memory)}, in stage {estimate.peak.name}")
     if estimate.machine.gpu:
-        yield Section(note=f"host's memory {_size(estimate.host)}, while the model is loaded")
+        yield Section(note=f"host's memory{each} {_size(estimate.host)}, while the model is loaded")
     yield Section(note=f"disk {_bytes(estimate.disk)}")
+    if several:
+        yield Section(note=f"exchanged {_bytes(estimate.exchanged.whole)}")
+        yield Section(note=f"exchanged in a block, at most {_bytes(estimate.exchanged.block)}")
     yield from (Section(note=f"assumed: {note}") for note in estimate.notes)
     if estimate.unknown:
         yield Section(note=f"not estimated, and not in the sums: {'; '.join(estimate.unknown)}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from compressx.api.pruner import Block
-from compressx.api.work import Windows
-from compressx.costs.block import BlockCost, Costs
+from compressx.api.work import Windows, Work
+from compressx.costs.block import BlockCost, Costs, Task
+from compressx.costs.exchanged import Exchanged, OfStatistics, windows_of
 from compressx.costs.forward import Forward, Passed, forward
 from compressx.costs.machine import Machine
 from compressx.models.architecture import survey, text_config
@@ -17,6 +18,7 @@ from compressx.models.arithmetic import WORTHWHILE
 from compressx.models.shards import OUTSIDE
 from compressx.planning.plan import Plan, PlannedRule
 from compressx.recipe.schema import Recipe
+from compressx.runtime.ranks import assign
 
 
 @dataclass
@@ -31,8 +33,10 @@ class Counted:
         dtype: name of that of the weights.
         itemsize: its bytes.
         gguf: bytes of the checkpoint's GGUF file, if it is one.
+        processes: that share the work. What is counted is that of the one that takes longest.
         unknown: what could not be counted, filled while stages are.
         notes: what was assumed, likewise.
+        exchanged: between processes, likewise.
     """
 
     recipe: Recipe
@@ -42,8 +46,10 @@ class Counted:
     dtype: str
     itemsize: int
     gguf: float | None = None
+    processes: int = 1
     unknown: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    exchanged: Exchanged = field(default_factory=Exchanged)
 
     def __post_init__(self) -> None:
         self.found = survey(self.model)
@@ -79,13 +85,28 @@ class Counted:
         return float(held * self.itemsize)
 
     @cached_property
+    def alone(self) -> Counted:
+        """What one process does while the others wait."""
+        return self if self.processes == 1 else replace(self, processes=1)
+
+    @property
+    def shares(self) -> list[int]:
+        """The calibration windows of each process; the first has no fewer than the others."""
+        return windows_of(self.processes, 0 if self.recipe.calibration is None else self.recipe.calibration.samples)
+
+    @cached_property
     def text(self) -> Windows:
-        """The calibration text; a batch of it."""
+        """The calibration text of the first process; a batch of it."""
         given = self.recipe.calibration
         if given is None:
             return Windows(0, 1, 1, self.itemsize)
-        at_once = min(given.batch_size, given.samples)
-        return Windows(given.samples, given.sequence_length, at_once, self.itemsize, gpu=self.machine.gpu)
+        at_once = min(given.batch_size, self.shares[0])
+        return Windows(self.shares[0], given.sequence_length, at_once, self.itemsize, gpu=self.machine.gpu)
+
+    @cached_property
+    def of_statistics(self) -> OfStatistics:
+        """Counts what processes exchange of statistics."""
+        return OfStatistics(self.shares, self.text, self.model.dtype, self.unknown)
 
     @cached_property
     def batch(self) -> Forward:
@@ -101,6 +122,17 @@ class Counted:
         size = windows * self.text.length * self.width * self.itemsize
         limit = None if self.recipe.calibration is None else self.recipe.calibration.memory_limit
         return size if limit is None or size <= limit else 0.0
+
+    def slowest(self, cost: BlockCost) -> list[Task]:
+        """Return what the process decides whose share of a block's decisions takes longest."""
+        owners = assign([task.weights for task in cost.tasks], self.processes)
+        own = [[t for t, owner in zip(cost.tasks, owners, strict=True) if owner == r] for r in range(self.processes)]
+
+        def seconds(tasks: list[Task]) -> float:
+            works = (work for task in tasks for work in (*task.prepared.values(), *task.pruned.values()))
+            return self.machine.seconds(sum(works, Work()))
+
+        return max(own, key=seconds)
 
     def block(self, index: int, fqn: str) -> Block:
         """Return a block, or what lies outside them, as pruners see it in a plan."""

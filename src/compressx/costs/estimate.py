@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compressx.api.work import Work
+from compressx.costs.exchanged import Exchanged
 from compressx.costs.machine import Machine
 
 
@@ -37,6 +38,8 @@ class Estimate:
         started: seconds of the processor that this process took to get there, and that a run takes, too.
         unknown: what is not estimated.
         notes: what was assumed.
+        processes: that share the work; seconds and memory are those of the one that takes longest.
+        exchanged: what they hand to one another.
     """
 
     machine: Machine
@@ -46,6 +49,8 @@ class Estimate:
     started: float
     unknown: tuple[str, ...]
     notes: tuple[str, ...]
+    processes: int = 1
+    exchanged: Exchanged = field(default_factory=Exchanged)
 
     def seconds(self, stage: Stage) -> float:
         """How long a stage takes."""
@@ -88,6 +93,9 @@ class Estimate:
             "memory_bytes": self.memory,
             "host_memory_bytes": self.host,
             "disk_bytes": dict(self.disk),
+            "processes": self.processes,
+            "exchanged_bytes": dict(self.exchanged.whole),
+            "exchanged_bytes_of_a_block": dict(self.exchanged.block),
             "not_estimated": list(self.unknown),
             "assumed": list(self.notes),
         }  # fmt: skip

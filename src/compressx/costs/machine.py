@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -78,11 +79,12 @@ ASSUMED = {
 """Machines by the name that `--assume` takes; nothing of them was measured."""
 
 
-def assumed(text: str) -> Machine:
+def assumed(text: str, processes: int = 1) -> Machine:
     """Read the machine that `--assume` names.
 
     Args:
         text: `h100`, `a100`, `4090`, or `cpu:250GF,20GB/s`: FLOP/s of float32 products, and bytes/s of memory.
+        processes: that part the processor among them; each has a GPU of its own.
 
     Raises:
         RecipeError: anything else.
@@ -97,7 +99,8 @@ def assumed(text: str) -> Machine:
             f"--assume {text}: expected {', '.join(ASSUMED)}, or a processor with its rates of float32 products and of "
             "memory, both above zero, such as cpu:250GF,20GB/s"
         )
-    return Machine(f"a processor with {found[1]} {found[2]}FLOP/s and {found[3]} {found[4]}B/s", _cpu(flops, bandwidth))  # type: ignore[index]
+    name = f"a processor with {found[1]} {found[2]}FLOP/s and {found[3]} {found[4]}B/s"  # type: ignore[index]
+    return Machine(name, _cpu(flops / processes, bandwidth / processes))
 
 
 def _cpu(flops: float, bandwidth: float) -> dict[str, float]:
@@ -109,19 +112,46 @@ def _cpu(flops: float, bandwidth: float) -> dict[str, float]:
     }  # fmt: skip
 
 
+def measured(device: torch.device, processes: int = 1) -> Machine:
+    """Measure this machine, in a few seconds; once a process.
+
+    Args:
+        device: where the model runs.
+        processes: that part the processor's cores among them, as `compressx run --processes` does; each has a GPU of
+            its own.
+    """
+    found, gpu = dict(_of_a_thread(device)), device.type == "cuda"
+    threads = 1 if gpu else _threads(processes)
+    cores = os.cpu_count() or 1
+    for kind in found:
+        used = threads if kind in _THREADED else 1
+        crowded = 1.0 if gpu or processes == 1 else max(1.0, used * processes / cores)
+        found[kind] *= used / crowded
+    name = f"this machine's {device}" if gpu else "this machine"
+    return Machine(name, {kind: found[kind] for kind in KINDS}, gpu)
+
+
+_THREADED = ("float32", "bfloat16", "float16", "attention", "attention16", "factor")
+"""The kinds of work that several threads of a processor do about as many times as fast as one."""
+
+
+def _threads(processes: int) -> int:
+    """Return the threads of each of some processes, as `--processes` starts them."""
+    own = processes == 1 or "OMP_NUM_THREADS" in os.environ
+    return torch.get_num_threads() if own else max(1, (os.cpu_count() or 1) // processes)
+
+
 @functools.cache
-def measured(device: torch.device) -> Machine:
-    """Measure this machine, in a few seconds; once a process."""
+def _of_a_thread(device: torch.device) -> Mapping[str, float]:
+    """Measure the rates of one thread, or of a GPU."""
     known = rates(device)
+    threads = 1 if device.type == "cuda" else torch.get_num_threads()  # by which products are multiplied
     products = {
-        name: known.products.get(name, known.products["float32"]) for name in ("float32", "bfloat16", "float16")
+        name: known.products.get(name, known.products["float32"]) / threads
+        for name in ("float32", "bfloat16", "float16")
     }
-    found = {**products, **{kind: _rate(kind, device) for kind in _SAMPLES}}
-    threads = 1 if device.type == "cuda" else torch.get_num_threads()
-    of_threads = {kind: found[kind] * threads for kind in ("attention", "attention16", "factor")}
-    found |= of_threads | {"read": known.copy / 2, "written": found["hashed"] / 2}
-    name = "this machine" if device.type == "cpu" else f"this machine's {device}"
-    return Machine(name, {kind: found[kind] for kind in KINDS}, gpu=device.type == "cuda")
+    found = {kind: _rate(kind, device) for kind in _SAMPLES}
+    return {**products, **found, "read": known.copy / 2, "written": found["hashed"] / 2}
 
 
 def _rate(kind: str, device: torch.device) -> float:

@@ -22,7 +22,9 @@ from compressx.runtime.errors import CompressxError
 from compressx.runtime.rates import name_of
 
 
-def estimate(recipe: Recipe, planned: Plan, checkpoint: Checkpoint, machine: Callable[[], Machine]) -> Estimate:
+def estimate(
+    recipe: Recipe, planned: Plan, checkpoint: Checkpoint, machine: Callable[[], Machine], processes: int = 1
+) -> Estimate:
     """Estimate a planned recipe.
 
     Args:
@@ -30,6 +32,7 @@ def estimate(recipe: Recipe, planned: Plan, checkpoint: Checkpoint, machine: Cal
         planned: its plan.
         checkpoint: the model's source.
         machine: returns where it will run; called late, since measuring it is no part of loading libraries.
+        processes: that will share the work.
 
     Raises:
         PluginError: a pruner or a statistic that does not count its work as `compressx.Work`.
@@ -42,26 +45,33 @@ def estimate(recipe: Recipe, planned: Plan, checkpoint: Checkpoint, machine: Cal
         else float((Path(checkpoint.location) / checkpoint.gguf_file).stat().st_size)
     )
     dtype = dtype_of(checkpoint, skeleton.config)
-    made = Counted(recipe, planned, skeleton.to(dtype), machine(), name_of(dtype), dtype.itemsize, gguf)
+    made = Counted(recipe, planned, skeleton.to(dtype), machine(), name_of(dtype), dtype.itemsize, gguf, processes)
     done = tuple(stages(made))
-    return Estimate(made.machine, done, disk(made), interpreter, started, tuple(made.unknown), tuple(made.notes))
+    return Estimate(
+        made.machine, done, disk(made), interpreter, started, tuple(made.unknown), tuple(made.notes), processes,
+        made.exchanged,
+    )  # fmt: skip
 
 
-def machine_for(assume: str | None, device: Device) -> Callable[[], Machine]:
+def machine_for(assume: str | None, device: Device, processes: int = 1) -> Callable[[], Machine]:
     """Return what finds the machine of an estimate: the one that is assumed, or this one, measured when called.
+
+    Its rates are those that each of some processes has.
 
     Raises:
         CompressxError: no such machine, or no such device.
     """
     if assume is not None:
-        machine = assumed(assume)
+        machine = assumed(assume, processes)
         return lambda: machine
-    return partial(measured, device_for(device))
+    return partial(measured, device_for(device), processes)
 
 
-def estimated(recipe: Recipe, planned: Plan, checkpoint: Checkpoint, machine: Callable[[], Machine]) -> Estimate | str:
+def estimated(
+    recipe: Recipe, planned: Plan, checkpoint: Checkpoint, machine: Callable[[], Machine], processes: int = 1
+) -> Estimate | str:
     """Do as `estimate`, or return why there is none: a plan is of use without."""
     try:
-        return estimate(recipe, planned, checkpoint, machine)
+        return estimate(recipe, planned, checkpoint, machine, processes)
     except CompressxError as error:
         return str(error)

@@ -11,10 +11,12 @@ from compressx.allocation.units import units_of
 from compressx.api.work import Windows, Work
 from compressx.blocks.fisher import CHANNEL_WINDOWS, ROW_WINDOWS
 from compressx.blocks.prune import MEASURED_TOKENS
+from compressx.costs.block import BlockCost, summed
 from compressx.costs.counted import Counted
 from compressx.costs.estimate import Stage
+from compressx.costs.exchanged import of_decisions, of_scores, of_sensitivities, of_training
 from compressx.costs.forward import LOGIT_BYTES, Passed, backwards
-from compressx.costs.training import Trained, finetuning, reconstruction
+from compressx.costs.training import Trained, finetuning, reconstruction, steps_of
 from compressx.models.shards import OUTSIDE
 from compressx.pipeline.room import finetuning_bytes
 from compressx.recipe.methods import MeasuredAllocation, OwlAllocation
@@ -24,7 +26,8 @@ from compressx.training.schedule import CHECKS
 def stages(of: Counted) -> Iterator[Stage]:
     """Yield the stages in their order."""
     yield _load(of)
-    for stage in (_evaluate(of, "dense"), _calibrate(of), _allocate(of)):
+    # An allocation is one process's, on the text of all.
+    for stage in (_evaluate(of, "dense"), _calibrate(of), _allocate(of.alone)):
         if stage is not None:
             yield stage
     if of.planned.linears:
@@ -35,7 +38,9 @@ def stages(of: Counted) -> Iterator[Stage]:
     last = _evaluate(of, "pruned" if tuning is None else "finetuned")
     yield from () if last is None or not of.planned.linears else (last,)
     yield _save(of)
-    of.unknown |= of.costs.unknown
+    of.unknown |= of.costs.unknown | of.alone.costs.unknown
+    if of.processes > 1:
+        of.unknown["the time that processes take to exchange"] = None
 
 
 def _load(of: Counted) -> Stage:
@@ -78,8 +83,13 @@ def _calibrate(of: Counted) -> Stage | None:
     if depth is not None:
         last = max([*of.found.blocks].index(fqn) for fqn in depth.blocks)
         scored = of.text.batches * sum((b.work for b in [*of.batch.blocks.values()][: last + 1]), Work())
+        if of.processes > 1:
+            blocks = [of.block(i, fqn) for i, fqn in enumerate(of.found.blocks) if fqn in depth.blocks]
+            of.exchanged.add(of_scores(depth.rule.build_depth(), blocks))
     if names or of.planned.reconstruct_block is not None:
-        windows = min(ROW_WINDOWS if names else CHANNEL_WINDOWS, of.text.count)
+        if of.processes > 1:
+            of.exchanged.add(of_sensitivities(of.found, names, of.width))
+        windows = min(max(1, (ROW_WINDOWS if names else CHANNEL_WINDOWS) // of.processes), of.text.count)
         return Stage("calibrate", scored + windows * _gradients(of), _gradient_memory(of))
     if depth is None:
         return None
@@ -173,12 +183,18 @@ def _prune(of: Counted) -> Iterator[Stage]:
         passes = passes + runs * passed.work + observed + cost.statistics
         if wanted:  # looked through for damage and changes, hashed, written to the model and to disk
             passes = passes + Work.of(moved=14.0 * size, hashed=size, written=size)
-        for name in cost.pruned:
-            pruners[name] = pruners.get(name, Work()) + cost.prepared[name] + cost.pruned[name]
+        decided = of.slowest(cost)
+        pruners = summed(
+            [pruners, dict.fromkeys(cost.pruned, Work()), *(w for t in decided for w in (t.prepared, t.pruned))]
+        )
         held = max((w.memory + cost.prepared[n].memory for n, w in cost.pruned.items()), default=0.0)
         peak = max(peak, cost.statistics.memory + max(held, passed.work.memory))
+        if of.processes > 1 and wanted:
+            _exchange(of, index, fqn, cost, batches)
         if settings is not None and wanted and fqn:
-            training = training + _reconstruct(of, fqn, passed, batches)
+            training = training + reconstruction(
+                settings, passed, of.text, batches, of.sizes[fqn], of.width, of.processes
+            )
     streams = 1 if settings is None else 2
     held_always = {"weights": of.weights, "hidden states": of.hidden(streams * text.count) if batches else 0.0}
     yield Stage("prune: passes and statistics", passes, {**held_always, "statistics and pruners": peak})
@@ -188,11 +204,15 @@ def _prune(of: Counted) -> Iterator[Stage]:
         yield Stage("prune: block reconstruction", training, {**held_always, "training": training.memory})
 
 
-def _reconstruct(of: Counted, fqn: str, passed: Passed, batches: int) -> Work:
-    """Train one block."""
-    settings = of.planned.reconstruct_block
-    assert settings is not None  # noqa: S101 - the caller has looked
-    return reconstruction(settings, passed, of.text, batches, of.sizes[fqn], of.width)
+def _exchange(of: Counted, index: int, fqn: str, cost: BlockCost, batches: int) -> None:
+    """Count what processes exchange while a block is pruned."""
+    block, settings = of.block(index, fqn), of.planned.reconstruct_block
+    parts = {**of.of_statistics(block, cost.gathered), **of_decisions(cost)}
+    if settings is not None and fqn:
+        masked = [x.name for x in of.planned.linears if x.block == fqn]
+        steps = settings.passes * steps_of(settings, of.text, batches, of.processes)
+        parts |= of_training(block, masked, settings, steps)
+    of.exchanged.add(parts, of_block=bool(fqn))
 
 
 def _finetune(of: Counted) -> Stage | None:
@@ -230,5 +250,5 @@ def disk(of: Counted) -> dict[str, float]:
         "model": float(of.parameters * of.itemsize),
         "journal: finished blocks": float(sum(of.sizes[fqn] for fqn in pruned) * of.itemsize),
         "journal: masks, twice": 2 * sum(x.weights for x in of.planned.linears) / 8,
-        "journal: hidden states": float(streams * of.text.count * of.text.length * of.width * of.itemsize),
+        "journal: hidden states": float(streams * sum(of.shares) * of.text.length * of.width * of.itemsize),
     }

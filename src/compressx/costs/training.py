@@ -16,8 +16,14 @@ _ADAM = 12
 """How often each weight's number is read or written in a step: gradient, its norm, two moments, the weight."""
 
 
+def steps_of(settings: ReconstructBlock, text: Windows, batches: int, processes: int) -> int:
+    """Return how many steps one pass over a process's batches takes, those held out left aside."""
+    held_out = min(math.ceil(batches * settings.held_out), batches - 1)
+    return math.ceil((batches - held_out) / max(1, settings.batch_size // (text.batch * processes)))
+
+
 def reconstruction(
-    settings: ReconstructBlock, passed: Passed, text: Windows, batches: int, size: int, width: int
+    settings: ReconstructBlock, passed: Passed, text: Windows, batches: int, size: int, width: int, processes: int = 1
 ) -> Work:
     """Count the training of one block.
 
@@ -28,6 +34,7 @@ def reconstruction(
         batches: of them.
         size: parameters of the block.
         width: of the hidden states.
+        processes: that share a step.
 
     Returns:
         Counts, and the memory of weights, gradients, optimizer and activations.
@@ -37,7 +44,7 @@ def reconstruction(
     compared = Work.of(moved=_F32 * 12.0 * text.batch * text.length * width)
     masked = Work.of(moved=13.0 * size, launches=3 * 7)  # weight times mask
     step = passed.work + backwards(passed.work, weights=True) + compared + 2 * masked
-    steps = math.ceil(seen / max(1, settings.batch_size // text.batch))
+    steps = steps_of(settings, text, batches, processes)
     each = seen * step + steps * Work.of(moved=_F32 * 1.5 * _ADAM * size, launches=300)
     checked = held_out * (passed.work + compared + masked) + Work.of(moved=_F32 * 6.0 * size)
     # Weights masked and not, gradients, two moments, the best ones, those before rounding.

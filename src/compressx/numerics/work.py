@@ -15,10 +15,21 @@ from compressx.numerics.obs import BLOCK_COLUMNS, PANEL, STEP
 _F32 = 4
 
 
-def of_each(block: Block, patterns: Mapping[str, Pattern], count: Callable[[int, int, Pattern], Work]) -> Work:
-    """Sum `count(out_features, in_features, pattern)` over some linears of a block."""
-    shapes = {name: block.linears[name].weight.shape for name in patterns}
-    return sum((count(shapes[n][0], shapes[n][1], pattern) for n, pattern in patterns.items()), Work())
+def of_each(
+    block: Block, patterns: Mapping[str, Pattern], count: Callable[[int, int, Pattern], Work], *, updated: bool = False
+) -> Work:
+    """Sum `count(out_features, in_features, pattern)` over some linears of a block.
+
+    Args:
+        block: the block.
+        patterns: by name of the linear.
+        count: counts the work of one.
+        updated: whether new weights are returned, in the dtype of the old ones.
+    """
+    weights = {name: block.linears[name].weight for name in patterns}
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    done = sum((count(shapes[n][0], shapes[n][1], pattern) for n, pattern in patterns.items()), Work())
+    return done + Work.of(returned=sum(w.numel() * w.element_size() for w in weights.values()) if updated else 0)
 
 
 def scored(rows: int, columns: int, pattern: Pattern, *, passes: float) -> Work:

@@ -90,7 +90,8 @@ class ALPS:
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the solvers with the number of steps that they take as a rule."""
         steps, solver_steps = min(self.options.steps, _STEPS), min(self.options.solver_steps, _SOLVER_STEPS)
-        return numerics.of_each(block, patterns, partial(numerics.admm, steps=steps, solver_steps=solver_steps))
+        solved = partial(numerics.admm, steps=steps, solver_steps=solver_steps)
+        return numerics.of_each(block, patterns, solved, updated=True)
 
     def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the scaling of the Hessian."""

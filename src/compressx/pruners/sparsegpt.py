@@ -68,7 +68,7 @@ class SparseGPT:
 
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the sweeps."""
-        return numerics.of_each(block, patterns, numerics.sweep)
+        return numerics.of_each(block, patterns, numerics.sweep, updated=True)
 
     def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the factor of the inverse Hessian."""

@@ -92,8 +92,11 @@ class ZipLM:
         found = Work()
         for name, pattern in patterns.items():
             if isinstance(pattern, Structured) and pattern.units.owners[name].dim == 1:
-                rows, columns = block.linears[name].weight.shape
+                weight, bias = block.linears[name].weight, block.linears[name].bias
+                rows, columns = weight.shape
+                returned = weight.numel() + (0 if bias is None else rows)
                 found += numerics.removal(rows, columns, columns // pattern.units.count, pattern.dropped)
+                found += Work.of(returned=weight.element_size() * returned)
         return found
 
 

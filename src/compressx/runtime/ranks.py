@@ -59,8 +59,7 @@ class Ranks:
         Raises:
             CalibrationError: fewer windows than processes.
         """
-        if len(windows) < self.size:
-            raise CalibrationError(f"{len(windows)} calibration windows are fewer than the {self.size} processes")
+        refuse_few_windows(len(windows), self.size)
         return torch.tensor_split(windows, self.size)[self.rank]
 
     def broadcast(self, value: _Plain, source: int = 0) -> _Plain:
@@ -119,6 +118,16 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def refuse_few_windows(windows: int, processes: int) -> None:
+    """Refuse to share windows among more processes.
+
+    Raises:
+        CalibrationError: fewer windows than processes.
+    """
+    if windows < processes:
+        raise CalibrationError(f"{windows} calibration windows are fewer than the {processes} processes")
 
 
 def assign(weights: Sequence[int], size: int) -> list[int]:

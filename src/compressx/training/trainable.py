@@ -35,7 +35,7 @@ def trainable(
     """
     with ExitStack() as stack:
         dtypes = stack.enter_context(_in_float32(part))
-        small = _small(part, _emptied(masks, model), norms=norms, biases=biases)
+        small = small_parameters(part, _emptied(masks, model), norms=norms, biases=biases)
         wanted = {*stack.enter_context(_held(masks, model)), *small}
         stack.enter_context(_only_trained(part, wanted))
         yield {parameter: dtypes[parameter] for parameter in part.parameters() if parameter in wanted}
@@ -60,7 +60,7 @@ def adapted(
     """
     with ExitStack() as stack:
         dtypes = stack.enter_context(_in_float32(model))
-        small = {*_small(model, _emptied(masks, model), norms=norms, biases=biases)}
+        small = {*small_parameters(model, _emptied(masks, model), norms=norms, biases=biases)}
         stack.enter_context(_only_trained(model, small))  # PEFT freezes everything and does not restore it
         stack.enter_context(_adapters(model, masks, lora, seed))
         for parameter in small:
@@ -131,7 +131,8 @@ def _emptied(masks: MaskSet, model: nn.Module) -> set[nn.Module]:
     return {linears[name].module for name in masks if not masks[name].keep.any() and linears[name].expert is None}
 
 
-def _small(part: nn.Module, emptied: set[nn.Module], *, norms: bool, biases: bool) -> Iterator[nn.Parameter]:
+def small_parameters(part: nn.Module, emptied: set[nn.Module], *, norms: bool, biases: bool) -> Iterator[nn.Parameter]:
+    """Yield what is trained beside masked weights: the gains of norms and biases, without those of emptied linears."""
     for module in part.modules():
         if module in emptied:
             continue
