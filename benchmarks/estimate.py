@@ -1,14 +1,14 @@
 """What `compressx plan` estimates: held against runs, and for models too large to run here.
 
     OMP_NUM_THREADS=1 python benchmarks/estimate.py compare recipe.yaml...
-    python benchmarks/estimate.py shapes --assume h100
+    python benchmarks/estimate.py shapes --assume h100 --processes 8
 
 `compare` estimates each recipe and then runs it in the same process. It prints seconds of the processor, which other
 programs disturb less than the clock, by stage, and the peak of the resident memory. Run it with one thread: seconds of
 several add up. For ALPS it prints how many steps its solvers took, of which the estimate takes a mean.
 
 `shapes` writes the configs of Llama 3 8B and 70B to a folder and estimates pruning of 50%, calibrated on 128 windows of
-2048 tokens. No weight is made or read, and nothing is fetched.
+2048 tokens, by one process or more. No weight is made or read, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def compare(recipes: Sequence[Path]) -> None:
             print(f"mean {name}: {statistics.fmean(info[name] for info in taken):.1f}")
 
 
-def shapes(assume: str) -> None:
-    """Print estimates of Llama 3 on an assumed machine."""
+def shapes(assume: str, processes: int) -> None:
+    """Print estimates of Llama 3 on an assumed machine, and what processes exchange in a block and in all."""
     from transformers import AutoConfig
 
     from compressx import load_plugins
@@ -86,8 +86,9 @@ def shapes(assume: str) -> None:
     from compressx.pipeline.preparation import loaded_recipe
     from compressx.planning.make import make_plan
 
-    plugins, machine = load_plugins(), machine_for(assume, "cpu")
-    print("| model | method | PFLOPs | minutes | GPU memory, GB | longest stages, s |\n|---|---|---:|---:|---:|---|")
+    plugins, machine = load_plugins(), machine_for(assume, "cpu", processes)
+    print("| model | method | PFLOPs | minutes | GPU memory, GB | exchanged, GB | longest stages, s |")
+    print("|---|---|---:|---:|---:|---:|---|")
     with tempfile.TemporaryDirectory() as folder:
         for model, sizes in LLAMA.items():
             where = Path(folder) / model
@@ -102,14 +103,16 @@ def shapes(assume: str) -> None:
                 loaded = loaded_recipe(recipe, (), plugins)
                 checkpoint = Checkpoint(str(where), dtype="bfloat16")
                 plan = make_plan(loaded, plugins, load_skeleton(checkpoint))
-                found = estimate(loaded.recipe, plan, checkpoint, machine)
+                found = estimate(loaded.recipe, plan, checkpoint, machine, processes)
                 flops = sum(stage.work.flops for stage in found.stages)
                 longest = sorted(found.stages, key=found.seconds, reverse=True)[:3]
                 told = ", ".join(
                     f"{stage.name.removeprefix('prune: ')} {found.seconds(stage):.0f}" for stage in longest
                 )
+                parts = (found.exchanged.block, found.exchanged.whole)
+                exchanged = " / ".join(f"{sum(x.values()) / 1e9:.1f}" for x in parts)
                 print(f"| {model} | {method} | {flops / 1e15:.1f} | {found.total / 60:.1f} | "
-                      f"{sum(found.memory.values()) / 1e9:.1f} | {told} |", flush=True)  # fmt: skip
+                      f"{sum(found.memory.values()) / 1e9:.1f} | {exchanged} | {told} |", flush=True)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -117,12 +120,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("compare").add_argument("recipes", nargs="+", type=Path)
-    commands.add_parser("shapes").add_argument("--assume", default="h100")
+    shaped = commands.add_parser("shapes")
+    shaped.add_argument("--assume", default="h100")
+    shaped.add_argument("--processes", type=int, default=1)
     given = parser.parse_args(argv)
     if given.command == "compare":
         compare(given.recipes)
     else:
-        shapes(given.assume)
+        shapes(given.assume, given.processes)
 
 
 if __name__ == "__main__":

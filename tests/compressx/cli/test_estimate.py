@@ -63,6 +63,29 @@ def test_without_a_machine_this_one_is_measured():
     assert found["rates"]["float32"] > 1e8
 
 
+def test_for_several_processes_a_plan_says_what_they_exchange():
+    shown = printed("plan", "r.yaml", "--assume", "cpu:250GF,20GB/s", "--processes", "2").splitlines()
+    (total,) = (line for line in shown if line.startswith("about "))
+    assert total.endswith(" on a processor with 250 GFLOP/s and 20 GB/s, by 2 processes")
+    assert any(line.startswith("memory of each process ") for line in shown)
+    whole, block = (line for line in shown if line.startswith("exchanged"))
+    assert whole.startswith("exchanged ")
+    for what in ("statistics", "states", "masks", "weights"):
+        assert what in whole
+        assert what in block
+    assert "the time that processes take to exchange" in shown[-1]
+    alone = json.loads(printed("plan", "r.yaml", "--json", "--assume", "h100"))["estimate"]
+    told = json.loads(printed("plan", "r.yaml", "--json", "--assume", "h100", "--processes", "2"))["estimate"]
+    assert (alone["processes"], alone["exchanged_bytes"]) == (1, {})
+    assert told["processes"] == 2
+    assert told["exchanged_bytes"]["masks"] == 3 * told["exchanged_bytes_of_a_block"]["masks"] > 0
+
+
+def test_processes_that_cannot_share_the_text_are_refused():
+    told = refused("plan", "r.yaml", "--processes", "9")
+    assert "8 calibration windows are fewer than the 9 processes" in told
+
+
 def test_a_machine_that_nobody_knows_is_refused():
     told = refused("plan", "r.yaml", "--assume", "h200")
     assert "--assume h200: expected h100, a100, 4090, or a processor" in told

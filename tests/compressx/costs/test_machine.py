@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from compressx.api.work import KINDS, Work
+from compressx.costs import machine as module
 from compressx.costs.machine import ASSUMED, Machine, assumed, measured
 from compressx.runtime.errors import RecipeError
 
@@ -68,10 +69,32 @@ def test_products_take_the_dtype_that_is_enough_faster(rates, own, taken):
 @pytest.mark.slow
 def test_this_machine_is_measured_once_and_multiplies_faster_than_it_decomposes(monkeypatch):
     monkeypatch.undo()  # other tests have a machine that is not measured
-    measured.cache_clear()
+    module._of_a_thread.cache_clear()
     here = measured(torch.device("cpu"))
-    assert here is measured(torch.device("cpu"))
+    assert here == measured(torch.device("cpu"))
     assert {*here.rates} == {*KINDS}
     assert here.rates["float32"] > here.rates["eigen"] > 1e6
     assert here.rates["moved"] > 1e8
-    measured.cache_clear()
+    module._of_a_thread.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "multiplies", "moves"),
+    # Of eight cores: all for one process, four each, one each, half of one each.
+    [(None, 1, 8, 1), (None, 2, 4, 1), (None, 8, 1, 1), (None, 16, 0.5, 0.5), ("3", 2, 3, 1), ("3", 4, 2, 1)],
+)
+def test_processes_part_the_cores_of_a_processor_among_them(monkeypatch, given, processes, multiplies, moves):
+    monkeypatch.setattr(module, "_of_a_thread", lambda _: dict.fromkeys(KINDS, 1.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: int(given or 8))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    found = measured(torch.device("cpu"), processes).rates
+    assert (found["float32"], found["attention16"], found["moved"]) == (multiplies, multiplies, moves)
+
+
+def test_processes_part_an_assumed_processor_and_have_a_gpu_each():
+    whole, part = (assumed("cpu:200GF,20GB/s", n).rates for n in (1, 4))
+    assert (part["float32"], part["moved"]) == (whole["float32"] / 4, whole["moved"] / 4)
+    assert assumed("h100", 4) == assumed("h100")
