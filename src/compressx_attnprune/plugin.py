@@ -250,6 +250,11 @@ def _heat_maps(of: Layer, solution: Solution) -> dict[str, Tensor]:
     return {f"head {head}, dense": dense[head], f"head {head}, pruned": pruned[head]}
 
 
+def _check(block: Block, patterns: Mapping[str, Pattern], options: AttnPruneOptions) -> None:
+    layer.check(block, patterns)
+    structured.check_options(patterns, options)
+
+
 @hookimpl
 def compressx_pruners() -> list[PrunerSpec]:
     """Offer `attnprune`."""
@@ -263,6 +268,6 @@ def compressx_pruners() -> list[PrunerSpec]:
             units=("kv-groups",),
             reconstructs=True,
             selecting_options=("mode", "steps", "learning_rate", "regularization"),
-            check=layer.check,
+            check=_check,
         )
     ]

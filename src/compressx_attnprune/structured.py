@@ -15,6 +15,22 @@ _ONLY = {"mode": "gauss-newton", "objective": "attention-output"}
 """The values with which groups can be pruned."""
 
 
+def check_options(patterns: Mapping[str, Pattern], options: AttnPruneOptions) -> None:
+    """Refuse options that have no effect on what a rule asks for.
+
+    Raises:
+        RecipeError: names the option, and what to do.
+    """
+    if asked_units(patterns) is None:
+        return
+    for name, only in _ONLY.items():
+        if (given := getattr(options, name)) != only:
+            raise RecipeError(
+                f"{name}: {given} has no effect on kv-groups, which are chosen in closed form by the attention's "
+                f"output; leave {name} out"
+            )
+
+
 def asked_units(patterns: Mapping[str, Pattern]) -> Structured | None:
     """Return the pattern of whole units that a rule asks for, or was asked for when masks were given; None for others.
 
@@ -46,15 +62,8 @@ def prune(
         options: with a mode and an objective that groups have.
 
     Raises:
-        RecipeError: options that have no effect on groups.
         NotPositiveDefiniteError: as `groups.prune`.
     """
-    for name, only in _ONLY.items():
-        if (given := getattr(options, name)) != only:
-            raise RecipeError(
-                f"{name}: {given} has no effect on kv-groups, which are chosen in closed form by the attention's "
-                f"output; leave {name} out"
-            )
     units = pattern.units
     given = {n: p.keep for n, p in patterns.items() if isinstance(p, FixedMask)}
     chosen = units.kept(given) if given else pattern.dropped

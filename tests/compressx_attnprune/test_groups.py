@@ -279,9 +279,14 @@ def test_a_damping_that_is_asked_for_is_the_only_one_that_is_tried():
      ({"objective": "attention-matrix"}, r"objective: attention-matrix has no effect on kv-groups, .*; leave obj")],
     ids=str,
 )  # fmt: skip
-def test_options_without_effect_on_groups_are_refused(idle: dict[str, str], message: str):
+def test_options_without_effect_on_groups_are_refused_before_weights_are_loaded(idle: dict[str, str], message: str):
+    block = blocks.skeleton("llama")
+    (groups,) = find_units("kv-groups", block)
+    patterns: dict[str, Pattern] = dict.fromkeys(groups.owners, Structured("kv-groups", 0.5, groups))
+    assert SPEC.check is not None
+    SPEC.check(block, patterns, SPEC.options())
     with pytest.raises(layer.RecipeError, match=message):
-        prune(blocks.record("llama"), **idle)
+        SPEC.check(block, patterns, SPEC.options(**idle))
 
 
 def test_other_units_are_refused_before_weights_are_loaded():

@@ -165,7 +165,7 @@ def _accepted(
             }
             try:
                 with blamed_on(f"check of pruner {spec.name!r} failed on {fqn}"):
-                    spec.check(block, patterns)
+                    spec.check(block, patterns, spec.options())
             except CompressxError as error:
                 refusals.append(error)
             else:

@@ -200,12 +200,13 @@ def _check_blocks(
 
 
 def _check_block(loaded: LoadedRecipe, rule: PlannedRule, block: Block, patterns: Mapping[str, Asked]) -> None:
-    for key, spec in (("pruner", rule.pruner), ("reconstruct", rule.reconstructor)):
+    taken = (("pruner", rule.pruner, rule.options), ("reconstruct", rule.reconstructor, rule.reconstructor_options))
+    for key, spec, options in taken:
         if spec is not None and spec.check is not None:
             place = ("prune", rule.index) if key == "pruner" else ("prune", rule.index, key)
             where = block.fqn or "the model"
             with loaded.at(*place), blamed_on(f"check of pruner {spec.name!r} failed on {where}"):
-                spec.check(block, patterns)
+                spec.check(block, patterns, options)
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ class Reap:
         return Work.of(moved=sum(float(block.linears[n].weight.numel()) for n in patterns))
 
 
-def _check(block: Block, patterns: Mapping[str, Pattern]) -> None:
+def _check(block: Block, patterns: Mapping[str, Pattern], _options: object) -> None:
     """Refuse experts that are modules of their own: the router's weights are known of fused ones only."""
     if odd := next((n for n in patterns if not _is_fused(block.linears[n])), None):
         raise UnsupportedModelError(

@@ -105,7 +105,7 @@ class SensitivityPruner:
         return numerics.assembled(n) + numerics.inverse_cholesky(n)
 
 
-def _check(block: Block, patterns: Mapping[str, Pattern]) -> None:
+def _check(block: Block, patterns: Mapping[str, Pattern], _options: object) -> None:
     if not block.fqn:
         raise UnsupportedModelError(
             f"{next(iter(patterns))} lies outside the decoder blocks, and sensitivities are gathered inside them; "

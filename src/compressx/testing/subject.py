@@ -176,7 +176,7 @@ class Subject:
         """Return why the pruner's `check` refuses to prune these linears so, or None."""
         try:
             if self.spec.check is not None:
-                self.spec.check(block, patterns)
+                self.spec.check(block, patterns, self.rule.options)
         except CompressxError as refusal:
             return str(refusal)
         return None

@@ -389,7 +389,7 @@ def test_reconstruction_is_built_with_its_own_options(planned: Any) -> None:
     [({"build": lambda _: 1 / 0}, r"pruner 'wanda' could not be built: ZeroDivisionError: .* \(.*test_plan.py, line"),
      ({"build": lambda _: object()}, r"observe of pruner 'wanda' failed on model\.layers\.0\.self_attn\.q_proj: Attr"),
      ({"build": lambda _: SimpleNamespace(observe=lambda *_: 5)}, r"must return a statistic, such as .*; got 5$"),
-     ({"check": lambda _: None}, r"check of pruner 'wanda' failed on model\.layers\.0: TypeError: .*2 were given")],
+     ({"check": lambda _: None}, r"check of pruner 'wanda' failed on model\.layers\.0: TypeError: .*3 were given")],
 )  # fmt: skip
 def test_what_a_pruner_raises_while_planning_names_rule_and_pruner(broken, complaint, plugins, refusal, monkeypatch):
     monkeypatch.setitem(plugins.offers["pruners"], "wanda", replace(plugins.find(PRUNER, "wanda"), **broken))

@@ -418,7 +418,7 @@ def test_options_are_given_and_read_back_by_their_names_in_recipes(options, give
 
 
 def refusing(why, refused):
-    def check(block, patterns):
+    def check(block, patterns, options):
         if refused(patterns):
             raise UnsupportedModelError(why.format(block.fqn))
 
@@ -446,7 +446,7 @@ def test_what_a_pruner_refuses_is_not_asked_of_it(refused):
 
 
 def test_a_check_that_raises_anything_else_than_a_refusal_fails():
-    def check(block, patterns):
+    def check(block, patterns, options):
         raise KeyError("rope_theta")
 
     assert "KeyError: 'rope_theta'" in failures(spec(check=check))["plans without weights"]
