@@ -261,9 +261,9 @@ class PrunerSpec:
         separable: whether each linear is decided from its own weight and statistics, so that a block's linears can be
             decided one at a time, or by several processes. Others may be pruned already then.
         reads_sensitivities: whether it reads `Block.sensitivities`, which are then measured before anything is pruned.
-        check: raises `UnsupportedModelError` when a block (without weights) cannot be pruned this way, and `RecipeError`
-            when the rule's options do not go with its patterns; called while the recipe is planned, with the patterns
-            of the linears that the rule took in that block, and with its options.
+        check: raises `UnsupportedModelError` when a block (without weights) cannot be pruned this way, and
+            `RecipeError` when the rule's options do not go with its patterns; called while the recipe is planned, with
+            the patterns of the linears that the rule took in that block, and with its options.
     """
 
     name: str
