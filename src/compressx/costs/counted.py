@@ -84,6 +84,13 @@ class Counted:
         held = self.parameters - inside + max(self.sizes.values()) if self.streamed else self.parameters
         return float(held * self.itemsize)
 
+    @property
+    def pending(self) -> float:
+        """Bytes of a streamed block that is written while the next one is pruned, where both are in main memory."""
+        pruned = {x.block for x in self.planned.linears if x.block}
+        waits = self.streamed and not self.machine.gpu
+        return float(self.itemsize * max((self.sizes[fqn] for fqn in pruned), default=0)) if waits else 0.0
+
     @cached_property
     def alone(self) -> Counted:
         """What one process does while the others wait."""

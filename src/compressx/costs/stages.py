@@ -197,6 +197,7 @@ def _prune(of: Counted) -> Iterator[Stage]:
             )
     streams = 1 if settings is None else 2
     held_always = {"weights": of.weights, "hidden states": of.hidden(streams * text.count) if batches else 0.0}
+    held_always |= {"block being written": of.pending} if of.pending else {}
     yield Stage("prune: passes and statistics", passes, {**held_always, "statistics and pruners": peak})
     for name, work in pruners.items():
         yield Stage(f"prune: {name}", work, {**held_always, "statistics and pruners": peak})
@@ -250,5 +251,6 @@ def disk(of: Counted) -> dict[str, float]:
         "model": float(of.parameters * of.itemsize),
         "journal: finished blocks": float(sum(of.sizes[fqn] for fqn in pruned) * of.itemsize),
         "journal: masks, twice": 2 * sum(x.weights for x in of.planned.linears) / 8,
-        "journal: hidden states": float(streams * sum(of.shares) * of.text.length * of.width * of.itemsize),
+        # Those of a block before are kept until the record lists the block.
+        "journal: hidden states, twice": 2.0 * streams * sum(of.shares) * of.text.length * of.width * of.itemsize,
     }

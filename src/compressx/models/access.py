@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compressx.models import shards
 from compressx.models.architecture import find_blocks
+from compressx.models.behind import WriteBehind
 from compressx.models.export import save_model
 from compressx.models.shards import OUTSIDE
 from compressx.runtime.errors import CompressxError
@@ -55,7 +56,13 @@ class Access(Protocol):
         """Return a context manager that yields a model callable on any input, possibly slow."""
 
     def write(self, fqn: str, folder: Path) -> None:
-        """Write a materialised block's weights to a folder, under their checkpoint names."""
+        """Begin to write a materialised block's weights to a folder, under their checkpoint names.
+
+        They must not be changed until `written` has returned. One block is written at a time.
+        """
+
+    def written(self) -> None:
+        """Wait until all blocks that `write` was given are on disk."""
 
     def read(self, fqn: str, folder: Path) -> None:
         """Use the weights of a block that `write` wrote."""
@@ -70,6 +77,7 @@ class InMemory:
 
     model: Any
     products: torch.dtype | None = None
+    _behind: WriteBehind = field(default_factory=WriteBehind)
 
     @property
     def device(self) -> torch.device:
@@ -96,13 +104,21 @@ class InMemory:
         yield self.model
 
     def write(self, fqn: str, folder: Path) -> None:
-        """Write a block's weights, so that an interrupted run can be resumed.
+        """Begin to write a block's weights, so that an interrupted run can be resumed.
 
         Raises:
-            ArtifactError: the file cannot be written.
+            ArtifactError: a block before could not be written; nothing is left of its file.
         """
         tensors = shards.tensors_of(self.model, find_blocks(self.model), fqn)
-        shards.write(block_file(folder, fqn), shards.checkpoint_tensors(self.model, tensors))
+        self._behind.begin(fqn, block_file(folder, fqn), lambda: shards.checkpoint_tensors(self.model, tensors))
+
+    def written(self) -> None:
+        """Wait until all blocks that `write` was given are on disk.
+
+        Raises:
+            ArtifactError: a file could not be written; nothing is left of it.
+        """
+        self._behind.end()
 
     def read(self, fqn: str, folder: Path) -> None:
         """Load a block's weights that `write` wrote.
@@ -110,6 +126,7 @@ class InMemory:
         Raises:
             ArtifactError: the file is missing or damaged.
         """
+        self._behind.end(fqn)
         conversions = getattr(self.model, "_weight_conversions", None)
         shards.load(self.model, shards.of_file(block_file(folder, fqn), fqn), fqn, self.device)
         self.model._weight_conversions = conversions  # `save` needs those of the whole model

@@ -19,6 +19,7 @@ from compressx.models import shards
 from compressx.models.access import Access, InMemory, block_file
 from compressx.models.ahead import ReadAhead, ranges
 from compressx.models.architecture import find_blocks, survey, text_config
+from compressx.models.behind import WriteBehind
 from compressx.models.blockwise import capture, each_block
 from compressx.models.capture import run_around
 from compressx.models.checkpoint import Checkpoint, local_folder
@@ -58,18 +59,20 @@ class StreamedModel:
     device: torch.device
     products: torch.dtype | None = None
     _ahead: ReadAhead = field(default_factory=ReadAhead)
+    _behind: WriteBehind = field(default_factory=WriteBehind)
 
     @contextmanager
     def materialise(self, fqn: str) -> Iterator[nn.Module]:
         """Yield a block with its weights loaded; for `OUTSIDE`, the model with all weights but the blocks'.
 
-        Changes are lost at the end unless they were written.
+        Changes are lost at the end unless they were written. A block that is still being written is waited for.
 
         Raises:
-            ArtifactError: weights that cannot be read or are missing.
+            ArtifactError: weights that cannot be read or are missing, or a block that could not be written.
         """
         module = self.model.get_submodule(fqn)
         self._ahead.end()
+        self._behind.end(fqn)
         shards.load(self.model, self.source[fqn], fqn, self.device)
         try:
             if fqn == OUTSIDE:
@@ -125,13 +128,27 @@ class StreamedModel:
             yield load_offloaded(self.checkpoint, self.blocks, self.device, Path(folder))
 
     def write(self, fqn: str, folder: Path) -> None:
-        """Write a materialised block to a file under its checkpoint names; later loads read that file.
+        """Begin to write a materialised block to a file under its checkpoint names; later loads read that file.
+
+        Its weights must not be changed any more; they may be unloaded. `written` waits for the file.
 
         Raises:
-            ArtifactError: the file cannot be written; none is left behind.
+            ArtifactError: a block before could not be written; nothing is left of its file.
         """
-        shards.write(block_file(folder, fqn), shards.checkpoint_tensors(self.model, self.tensors(fqn)))
-        self.read(fqn, folder)
+        path = block_file(folder, fqn)
+
+        def then() -> None:
+            self.source[fqn] = shards.of_file(path, fqn)
+
+        self._behind.begin(fqn, path, lambda: shards.checkpoint_tensors(self.model, self.tensors(fqn)), then)
+
+    def written(self) -> None:
+        """Wait until all blocks that `write` was given are on disk.
+
+        Raises:
+            ArtifactError: a file could not be written; nothing is left of it.
+        """
+        self._behind.end()
 
     def read(self, fqn: str, folder: Path) -> None:
         """Make later loads of a block read the file that `write` wrote.
@@ -139,6 +156,7 @@ class StreamedModel:
         Raises:
             ArtifactError: the file is missing or damaged.
         """
+        self._behind.end(fqn)
         self.source[fqn] = shards.of_file(block_file(folder, fqn), fqn)
 
     def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:
@@ -152,12 +170,14 @@ class StreamedModel:
         Raises:
             ArtifactError: it cannot be written.
         """
-        for fqn in self.blocks:
-            if self.source[fqn].folder != written:
-                with self.materialise(fqn):
-                    self.write(fqn, written)
-        with self.materialise(OUTSIDE):
-            save_model(self.model, tokenizer, folder, self.tensors(OUTSIDE))
+        self.written()  # which changes `source`
+        with self._behind.ended():
+            for fqn in self.blocks:
+                if self.source[fqn].folder != written:
+                    with self.materialise(fqn):
+                        self.write(fqn, written)
+            with self.materialise(OUTSIDE):
+                save_model(self.model, tokenizer, folder, self.tensors(OUTSIDE))
         shards.join(folder, [self.source[fqn] for fqn in self.blocks])
 
 

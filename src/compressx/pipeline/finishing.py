@@ -29,7 +29,8 @@ from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.streaming import StreamedModel, open_model, open_streamed
 from compressx.pipeline.card import card
 from compressx.pipeline.context import RunContext, Stage
-from compressx.pipeline.journal import FinishedBlock, Journal
+from compressx.pipeline.finished_block import FinishedBlock
+from compressx.pipeline.journal import Journal
 from compressx.pipeline.shrinking import save_smaller
 from compressx.planning.plan import Plan
 from compressx.recipe.sources import ModelSource

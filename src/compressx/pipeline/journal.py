@@ -1,7 +1,8 @@
 """The journal of a run's finished blocks, from which an interrupted run resumes.
 
 A block is finished when `state.json` lists it. That file is written last, after the block's weights, masks, report and
-matrices and the hidden states that enter the next block. Files of unfinished blocks are overwritten.
+matrices and the hidden states that enter the next block. Files of unfinished blocks are overwritten. The weights are
+written in the background (`models/behind.py`), so a block is listed when the next one is added, or when there is none.
 
 Hidden states can be larger than all weights of a block. They are written when enough time has passed since the last
 writing, and only then are the blocks up to there finished. Blocks after them are pruned again by a run that resumes.
@@ -13,6 +14,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,28 +23,19 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from compressx.api.patterns import NM, Unstructured
-from compressx.api.record import AllocationReport, BlockReport, LayerReport, ReconstructionReport
+from compressx.api.record import AllocationReport
 from compressx.masks.file import MaskEntry, join_masks, read_masks, write_masks
 from compressx.models.access import Access
 from compressx.models.hidden import Keep, Streams, in_memory
 from compressx.models.shards import each, read, write
-from compressx.report.figures import Matrices
-from compressx.report.plots import Pooled
-from compressx.runtime.errors import ArtifactError
+from compressx.pipeline.finished_block import FinishedBlock, block_from_dict, block_to_dict, pooled
+from compressx.runtime.errors import ArtifactError, CompressxError
 from compressx.runtime.files import BLOCKS, STATE, atomic_write, os_errors_named
 from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.timing import Timing
 
 SHARE = 0.03
 """Fraction of a run's time that the writing of hidden states may take."""
-
-
-@dataclass(frozen=True, eq=False)
-class FinishedBlock:
-    """What a run keeps of a finished block in memory."""
-
-    report: BlockReport
-    matrices: tuple[Matrices, ...]
 
 
 @dataclass(frozen=True)
@@ -82,6 +75,7 @@ class Journal:
         self.allocated: Allocated | None = None
         self.scores: Mapping[str, float] = {}
         self._cost, self._since = 0.0, time.perf_counter()  # seconds of the last writing of states, and when it ended
+        self._unlisted = False  # whether states are written, but not the record that lists the blocks up to them
         if self.state.exists():
             self._open()
         for left in self.blocks.glob(".*.partial") if ranks.first else ():  # of a run that was killed while it wrote
@@ -97,11 +91,33 @@ class Journal:
         self.scores = scores
         self._write()
 
+    @contextmanager
+    def recording(self, access: Access) -> Iterator[None]:
+        """Add blocks within a `with`; at its end all of them are on disk, and finished ones are listed.
+
+        So they are if one process is left by an error or Ctrl-C. Of several, none waits for the others then, which may
+        have gone on, and what the last block has not listed is pruned again.
+
+        Raises:
+            ArtifactError: a file cannot be written.
+        """
+        try:
+            yield
+        except BaseException:
+            with suppress(CompressxError):
+                access.written()
+                if self.ranks.size == 1:
+                    self._list(access)
+            raise
+        access.written()
+        self._list(access)
+
     def add(self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], streams: Streams) -> None:
         """Record a block while its weights are loaded; it counts as finished once hidden states are written, too.
 
         They are written after the first block, and again when that takes at most `SHARE` of the time that has passed.
-        All processes do so after the same blocks.
+        All processes do so after the same blocks. The weights are on disk when the next block is added, and the block
+        is listed then.
 
         Args:
             access: the model.
@@ -110,33 +126,40 @@ class Journal:
             streams: hidden states that enter the next block; empty when none does, and then the block is finished.
 
         Raises:
-            ArtifactError: a file cannot be written; the block then does not count as finished.
+            ArtifactError: a file of this block or the one before cannot be written; it then does not count as finished.
         """
+        self._list(access)
         fqn = block.report.fqn
         if self.ranks.first:
-            access.write(fqn, self.blocks)
             write_masks(self._file(fqn, "masks.safetensors"), masks)
-            pooled = {f"{i}.{j}": p for i, m in enumerate(block.matrices) for j, p in enumerate(_pooled(m))}
-            write(self._file(fqn, "matrices.safetensors"), {name: p.values for name, p in pooled.items()})
-            atomic_write(self._file(fqn, "json"), json.dumps(_block_to_dict(block)).encode())
+            images = {f"{i}.{j}": p for i, m in enumerate(block.matrices) for j, p in enumerate(pooled(m))}
+            write(self._file(fqn, "matrices.safetensors"), {name: p.values for name, p in images.items()})
+            atomic_write(self._file(fqn, "json"), json.dumps(block_to_dict(block)).encode())
         self.finished.append(fqn)
         named = {"dense": streams.dense, "pruned": streams.pruned}
         states = {f"{name}.{i:06d}": state for name, some in named.items() for i, state in enumerate(some)}
         started = time.perf_counter()
-        if self.ranks.broadcast(not states or self._cost <= SHARE * (started - self._since)):
-            self._finish(states)
+        complete = self.ranks.broadcast(not states or self._cost <= SHARE * (started - self._since))
+        if complete:
+            write(self._states(len(self.finished)), states)
             self._since = time.perf_counter()
             self._cost = self._since - started if states else self._cost
+        if self.ranks.first:  # last, so that the disk has nothing else to do while the next block is worked on
+            access.write(fqn, self.blocks)
+        self._unlisted = bool(complete)
 
-    def _finish(self, states: Mapping[str, Tensor]) -> None:
-        """Write the hidden states, then the record, and then delete the states of earlier blocks."""
-        path = self._states(len(self.finished))
-        write(path, states)
+    def _list(self, access: Access) -> None:
+        """Write the record if states were written since, when the weights are on disk; delete earlier states."""
+        if not self._unlisted:
+            return
+        if self.ranks.first:
+            access.written()
         self.ranks.barrier()
         self._write()
         self.ranks.barrier()
-        for earlier in {*self.blocks.glob(self._states("*").name)} - {path}:
+        for earlier in {*self.blocks.glob(self._states("*").name)} - {self._states(len(self.finished))}:
             earlier.unlink(missing_ok=True)
+        self._unlisted = False
 
     def restore(self, access: Access, keep: Keep = in_memory) -> tuple[list[FinishedBlock], Streams]:
         """Load the weights of all finished blocks into the model; return the blocks and the hidden states.
@@ -158,7 +181,7 @@ class Journal:
                     data = json.loads(path.read_text(encoding="utf-8"))
                 tensors = read(self._file(fqn, "matrices.safetensors"))
                 read_masks(self._file(fqn, "masks.safetensors"))  # fail now on a damaged file, not at the end
-                blocks.append(_block_from_dict(data, tensors))
+                blocks.append(block_from_dict(data, tensors))
             except (ValueError, KeyError, TypeError) as error:
                 raise ArtifactError(f"{path} is damaged ({error!r}); start over with --restart") from error
         states: dict[str, list[Tensor]] = {"dense": [], "pruned": []}
@@ -242,49 +265,3 @@ def _differing(name: str, was: Any, now: Any) -> Iterator[str]:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _pooled(matrices: Matrices) -> list[Pooled]:
-    return [*matrices.images.values(), *([] if matrices.difference is None else [matrices.difference])]
-
-
-def _block_to_dict(block: FinishedBlock) -> dict[str, Any]:
-    """Convert a block to plain data; objects that linears share are written once and shared again on reading."""
-    report = block.report
-    infos = {id(x.info): x.info for x in report.layers}
-    histories = {id(x.history): x.history for x in report.layers}
-    layers = [
-        {**vars(x), "info": list(infos).index(id(x.info)), "history": list(histories).index(id(x.history))}
-        for x in report.layers
-    ]
-    matrices = [
-        {"linears": m.linears, "names": [*m.images], "shapes": [p.shape for p in _pooled(m)]} for m in block.matrices
-    ]
-    return {
-        **vars(report),
-        "layers": layers,
-        "infos": [dict(x) for x in infos.values()],
-        "histories": [dict(x) for x in histories.values()],
-        "reconstruction": None if report.reconstruction is None else vars(report.reconstruction),
-        "matrices": matrices,
-    }
-
-
-def _block_from_dict(data: dict[str, Any], tensors: Mapping[str, Tensor]) -> FinishedBlock:
-    infos = data["infos"]
-    histories = [{name: tuple(curve) for name, curve in h.items()} for h in data["histories"]]
-    layers = tuple(
-        LayerReport(**{**x, "shape": tuple(x["shape"]), "info": infos[x["info"]], "history": histories[x["history"]]})
-        for x in data["layers"]
-    )
-    matrices = []
-    for i, one in enumerate(data["matrices"]):
-        pooled = [Pooled(tensors[f"{i}.{j}"], tuple(shape)) for j, shape in enumerate(one["shapes"])]
-        images = dict(zip(one["names"], pooled, strict=False))
-        matrices.append(Matrices(tuple(one["linears"]), images, pooled[-1] if len(pooled) > len(images) else None))
-    trained = data["reconstruction"]
-    reconstruction = (
-        None if trained is None else ReconstructionReport(**{**trained, "history": tuple(trained["history"])})
-    )
-    report = BlockReport(data["index"], data["fqn"], layers, data["seconds"], data["output_error"], reconstruction)
-    return FinishedBlock(report, tuple(matrices))

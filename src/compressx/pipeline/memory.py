@@ -29,8 +29,9 @@ from compressx.models.export import refuse_prepared
 from compressx.models.generate import first_token, generate
 from compressx.models.hidden import Keep, Streams
 from compressx.pipeline.context import Progress, RunContext
+from compressx.pipeline.finished_block import FinishedBlock
 from compressx.pipeline.finishing import Pruned, describe, evaluated, report_of, trained, versions
-from compressx.pipeline.journal import Allocated, FinishedBlock
+from compressx.pipeline.journal import Allocated
 from compressx.pipeline.log import run_log
 from compressx.pipeline.preparation import RunTexts, calibration_batches, plan_in_memory, read_all
 from compressx.pipeline.pruning import Pruning
@@ -136,6 +137,11 @@ class Kept:
     def score(self, scores: Mapping[str, float]) -> None:
         """Keep the scores of decoder blocks."""
         self.scores = scores
+
+    @contextlib.contextmanager
+    def recording(self, access: Access) -> Iterator[None]:  # noqa: ARG002 - nothing is written
+        """Do nothing: the blocks are in memory."""
+        yield
 
     def add(self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], streams: Streams) -> None:  # noqa: ARG002 - the weights are in the model
         """Keep the masks of a block."""

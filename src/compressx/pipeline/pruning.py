@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 from compressx.allocation.methods import Curves, allocate, report_on, windows_kept
 from compressx.api.patterns import Structured
 from compressx.api.pruner import Block
-from compressx.api.record import AllocationReport
+from compressx.api.record import AllocationReport, BlockReport
 from compressx.blocks.depth import score_blocks
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
 from compressx.blocks.prune import Finished, hold_routers, prune_model
@@ -25,7 +26,8 @@ from compressx.models.access import Access
 from compressx.models.architecture import survey, text_config
 from compressx.models.hidden import InFiles, Keep, Streams, in_memory
 from compressx.pipeline.context import RunContext
-from compressx.pipeline.journal import ALLOCATED, Allocated, FinishedBlock
+from compressx.pipeline.finished_block import FinishedBlock
+from compressx.pipeline.journal import ALLOCATED, Allocated
 from compressx.planning.plan import Plan
 from compressx.recipe.methods import MeasuredAllocation
 from compressx.report import figures
@@ -52,6 +54,9 @@ class Record(Protocol):
 
     def score(self, scores: Mapping[str, float]) -> None:
         """Keep the scores of decoder blocks."""
+
+    def recording(self, access: Access) -> AbstractContextManager[None]:
+        """Return a context manager within which blocks are added; at its end all are kept."""
 
     def add(self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], streams: Streams) -> None:
         """Keep a pruned block, its masks and the hidden states that enter the next one."""
@@ -182,17 +187,24 @@ class Pruning:
             resumed = Finished(journal.finished[-1], states)
             note = f"resumed after {resumed.fqn or 'the linears outside the blocks'}, {len(finished)} of {total}"
         context.report_progress("prune", len(finished), total, note)
-        for block in prune_model(self.calibrated, planned, self.mine, resumed, keep, context.ranks, fisher):
-            finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
-            # After the last block no states are needed, and those of earlier ones are deleted.
-            journal.add(self.access, finished[-1], block.masks, block.streams if len(finished) < total else Streams(()))
-            context.log.block(block.report, len(finished), total)
-            context.tracking.block(block.report)
-            context.report_progress("prune", len(finished), total)
-            if context.ranks.first:
-                context.plugins.manager.hook.compressx_block_pruned(report=block.report)
-            del block  # frees the masks, which are on disk
+        with journal.recording(self.access):
+            for block in prune_model(self.calibrated, planned, self.mine, resumed, keep, context.ranks, fisher):
+                finished.append(FinishedBlock(block.report, figures.matrices(block.images)))
+                # After the last block no states are needed, and those of earlier ones are deleted.
+                streams_left = block.streams if len(finished) < total else Streams(())
+                journal.add(self.access, finished[-1], block.masks, streams_left)
+                self._tell(block.report, len(finished), total)
+                del block, streams_left  # frees the masks, which are on disk
         return finished
+
+    def _tell(self, report: BlockReport, done: int, total: int) -> None:
+        """Log a pruned block, and tell trackers, the progress bar and plugins of it."""
+        context = self.context
+        context.log.block(report, done, total)
+        context.tracking.block(report)
+        context.report_progress("prune", done, total)
+        if context.ranks.first:
+            context.plugins.manager.hook.compressx_block_pruned(report=report)
 
     def _hold_routers(self, planned: Plan) -> None:
         """Let the routers of finished blocks leave out the experts that are dropped."""

@@ -13,11 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compressx.api.work import KINDS
 from compressx.costs.estimate import Estimate
-from compressx.costs.machine import Machine
+from compressx.costs.machine import ASSUMED, Machine
 from compressx.costs.recipe import estimate, estimated
 from compressx.pipeline.preparation import loaded_recipe, prepare
 from compressx.pipeline.run import run
 from compressx.plugins.manager import load_plugins
+from compressx.testing import tiny_model
 
 EVEN = Machine("a machine that does a billion of anything in a second", dict.fromkeys(KINDS, 1e9))
 HALF: dict[str, Any] = {"sparsity": 0.5}
@@ -30,11 +31,11 @@ def model(tmp_path, monkeypatch) -> Path:
     return save_tiny(tmp_path / "model", "llama")
 
 
-def of(written: dict[str, Any], *modules: str) -> Estimate:
+def of(written: dict[str, Any], *modules: str, machine: Machine = EVEN) -> Estimate:
     known = load_plugins(modules=modules)
     loaded = loaded_recipe(written, (), known)
     prepared = prepare(loaded, known)
-    return estimate(loaded.recipe, prepared.plan, prepared.checkpoint, lambda: EVEN)
+    return estimate(loaded.recipe, prepared.plan, prepared.checkpoint, lambda: machine)
 
 
 def rules(pruner: str, **more: Any) -> list[dict[str, Any]]:
@@ -194,7 +195,7 @@ def test_the_disk_holds_what_a_run_leaves_while_it_goes_on(model):
     run(recipe(model))
     written = sum(p.stat().st_size for p in Path("out/model").glob("*.safetensors"))
     assert written == pytest.approx(found["model"], rel=0.05)
-    assert found["journal: hidden states"] == 2 * 8 * 32 * 64 * 4
+    assert found["journal: hidden states, twice"] == 2 * 2 * 8 * 32 * 64 * 4
 
 
 def test_a_longer_text_takes_more_memory_by_its_hidden_states(model):
@@ -212,6 +213,16 @@ def test_a_streamed_model_holds_one_block_at_a_time(model):
     streamed["model"] |= {"streaming": True}
     held = [of(x).stages[1].memory["weights"] for x in (whole, streamed)]
     assert held[1] < 0.6 * held[0]
+
+
+def test_a_streamed_model_on_the_cpu_holds_another_block_while_it_is_written(model):
+    whole, streamed = recipe(model), recipe(model)
+    streamed["model"] |= {"streaming": True}
+    block = sum(p.numel() for p in tiny_model("llama").model.layers[0].parameters()) * 4
+    (stage,) = (s for s in of(streamed).stages if s.name == "prune: wanda")
+    assert stage.memory["block being written"] == block
+    for other in (of(whole), of(streamed, machine=ASSUMED["h100"])):  # the model's own; in main memory
+        assert all("block being written" not in s.memory for s in other.stages)
 
 
 def test_the_estimate_as_json_has_everything(model):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,14 @@ from tests.compressx.pipeline.runs import artifacts, leftovers, recipe, stopped
 from tests.compressx.processes import in_two, joined
 
 from compressx.api.record import BlockReport
+from compressx.models import behind, shards
 from compressx.models.hidden import Streams
 from compressx.models.shards import read
 from compressx.pipeline import journal
-from compressx.pipeline.journal import FinishedBlock, Journal
+from compressx.pipeline.finished_block import FinishedBlock
+from compressx.pipeline.journal import Journal
 from compressx.pipeline.run import run
+from compressx.runtime.errors import ArtifactError
 from compressx.runtime.ranks import ALONE, Ranks
 
 REBUILT: dict[str, Any] = {"reconstruct_block": {"passes": 1}}
@@ -43,6 +49,9 @@ class Weights:
     def write(self, fqn: str, folder: Path) -> None:
         self.clock.now += self.seconds
 
+    def written(self) -> None:
+        pass
+
 
 def recorded(
     folder: Path, block: float, states: float, blocks: int = 40, ranks: Ranks = ALONE
@@ -59,11 +68,12 @@ def recorded(
 
         patch.setattr(journal, "write", written)
         kept, access = Journal(folder, {}, ranks), Weights(clock, block)
-        for i in range(blocks):
-            streams = Streams([torch.zeros(1, 2, 3)] if i + 1 < blocks else ())
-            if not ranks.first:
-                clock.now += block  # only the first process writes weights
-            kept.add(access, FinishedBlock(BlockReport(i, f"block.{i}", (), 0.0), ()), {}, streams)  # type: ignore[arg-type]
+        with kept.recording(access):  # type: ignore[arg-type]
+            for i in range(blocks):
+                streams = Streams([torch.zeros(1, 2, 3)] if i + 1 < blocks else ())
+                if not ranks.first:
+                    clock.now += block  # only the first process writes weights
+                kept.add(access, FinishedBlock(BlockReport(i, f"block.{i}", (), 0.0), ()), {}, streams)  # type: ignore[arg-type]
     return seen, clock.now
 
 
@@ -117,6 +127,116 @@ def test_states_are_written_in_the_dtype_of_the_model_and_not_kept_when_all_bloc
     assert [(p.name, read(p)) for p in left.glob("blocks/states-*")] == [("states-3.0.safetensors", {})]
 
 
+# --- weights that are still being written
+
+
+class Behind:
+    """A model whose blocks are written only when somebody waits for them."""
+
+    def __init__(self, state: Path) -> None:
+        self.state, self.pending = state, ""
+        self.on_disk: list[str] = []
+
+    def listed(self) -> list[str]:
+        return list(json.loads(self.state.read_text())["finished"]) if self.state.exists() else []
+
+    def write(self, fqn: str, folder: Path) -> None:
+        self.written()
+        self.pending = fqn
+
+    def written(self) -> None:
+        assert self.pending not in self.listed()
+        self.on_disk += [self.pending] * bool(self.pending)
+        self.pending = ""
+
+
+def add(kept: Journal, access: Any, number: int) -> None:
+    block = FinishedBlock(BlockReport(number, f"block.{number}", (), 0.0), ())
+    kept.add(access, block, {}, Streams([torch.zeros(1, 2, 3)]))
+
+
+def test_a_block_is_listed_when_its_weights_are_on_disk_and_states_from_before_are_kept_until_then(tmp_path):
+    kept, access = Journal(tmp_path, {}), Behind(tmp_path / "state.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "SHARE", float("inf"))
+        with kept.recording(access):  # type: ignore[arg-type]
+            for i in range(4):
+                add(kept, access, i)
+                assert access.pending == f"block.{i}", "nobody has waited for it"
+                assert access.listed() == access.on_disk == [f"block.{j}" for j in range(i)]
+                if i:
+                    assert (tmp_path / f"blocks/states-{i}.0.safetensors").exists()
+    assert access.listed() == access.on_disk == [f"block.{j}" for j in range(4)]
+    assert [p.name for p in tmp_path.glob("blocks/states-*")] == ["states-4.0.safetensors"]
+
+
+class Two(Ranks):
+    """The first of two processes, of which the other has ended."""
+
+    def barrier(self) -> None:
+        raise AssertionError("nobody comes")
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        return value
+
+
+def test_of_several_processes_one_that_fails_does_not_wait_for_the_others(tmp_path):
+    kept, access = Journal(tmp_path, {}, Two(0, 2)), Behind(tmp_path / "state.json")
+
+    def interrupted() -> None:
+        with kept.recording(access):  # type: ignore[arg-type]
+            add(kept, access, 0)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert access.on_disk == ["block.0"], "but for its own writing"
+    assert access.listed() == []
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_block_that_cannot_be_written_ends_the_run_by_its_name_and_is_pruned_again(model, streaming, monkeypatch):
+    asked = recipe(model, SENSITIVE, **REBUILT)
+    asked["model"]["streaming"] = streaming
+    run({**asked, "output": "whole"})
+    monkeypatch.setattr(journal, "SHARE", float("inf"))
+    write = shards.write
+
+    def full(path: Path, tensors: Any) -> None:
+        if path.name == "model.layers.1.safetensors":
+            raise ArtifactError(f"cannot write {path}: No space left on device")
+        write(path, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write", full)
+        with pytest.raises(ArtifactError, match=r"cannot write .*model\.layers\.1\.safetensors: No space left"):
+            run(asked)
+    (left,) = leftovers()
+    assert json.loads((left / "state.json").read_text())["finished"] == ["model.layers.0"]
+    told: list[str] = []
+    run(asked, resume=True, progress=lambda stage, done, _, note: stage == "prune" and told.append(note))
+    assert told[0] == "resumed after model.layers.0, 1 of 3"
+    assert artifacts("out") == artifacts("whole")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_run_that_is_interrupted_ends_when_its_last_block_is_on_disk_and_listed(model, streaming, monkeypatch):
+    asked = recipe(model)
+    asked["model"]["streaming"] = streaming
+    write = shards.write
+
+    def slow(path: Path, tensors: Any) -> None:
+        time.sleep(0.3)
+        write(path, tensors)
+
+    monkeypatch.setattr(shards, "write", slow)
+    left = stopped(asked, 2)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("write ")]
+    assert not [*left.rglob("*.partial")]
+    assert json.loads((left / "state.json").read_text())["finished"] == ["model.layers.0", "model.layers.1"]
+    assert read(left / "blocks/model.layers.1.safetensors")
+
+
 # --- killed between any two changes of its files
 
 
@@ -124,11 +244,22 @@ class Killed(BaseException):
     """Ends a run where a kill would."""
 
 
+class AtOnce(threading.Thread):
+    """Does its work when it is started, so that changes of files have one order."""
+
+    def start(self) -> None:
+        self.run()
+
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
+
 class Killing:
     """Ends a run before its n-th change to what it records; then nothing is tidied up any more."""
 
     def __init__(self, patch: pytest.MonkeyPatch, after: int) -> None:
-        self.left, self.last = after, ""
+        self.left, self.before = after, ""
+        patch.setattr(behind, "Thread", AtOnce)
         replace, unlink = Path.replace, Path.unlink
         patch.setattr(Path, "replace", lambda path, to: self.change(to) or replace(path, to))
         patch.setattr(Path, "unlink", lambda path, **how: self.remove(path) and unlink(path, **how))
@@ -136,8 +267,8 @@ class Killing:
     def change(self, path: Path) -> None:
         if path.parent.name == "blocks" or path.name == "state.json":
             self.left -= 1
-            self.last = path.name
             if self.left < 0:
+                self.before = self.before or path.name
                 raise Killed(path.name)
 
     def remove(self, path: Path) -> bool:
@@ -149,13 +280,11 @@ class Killing:
 def killed(asked: dict[str, Any], share: float, after: int) -> str:
     """Kill a run before one of its changes; returns the name of that file, or nothing if the run came to its end."""
     with pytest.MonkeyPatch.context() as patch:
-        Killing(patch, after)
+        killing = Killing(patch, after)
         patch.setattr(journal, "SHARE", share)
-        try:
+        with suppress(Killed):
             run(asked, restart=True)
-        except Killed as where:
-            return str(where)
-    return ""
+    return killing.before
 
 
 def check_kills(asked: dict[str, Any], share: float, points: range) -> list[str]:
@@ -179,7 +308,7 @@ def check_kills(asked: dict[str, Any], share: float, points: range) -> list[str]
 
 
 def test_killed_between_two_records_a_run_goes_on_from_the_first(model):
-    before = check_kills(recipe(model), 0.0, range(10, 11))
+    before = check_kills(recipe(model), 0.0, range(14, 15))
     assert before == ["model.layers.2.safetensors"]
 
 
