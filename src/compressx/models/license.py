@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from compressx.models.checkpoint import Checkpoint
+from compressx.models.gguf_header import strings_of
 from compressx.runtime.quiet import quiet_libraries
 
 _KEYS = ("license", "license_name", "license_link")
@@ -37,8 +38,5 @@ def _of_card(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def _of_gguf(checkpoint: Checkpoint) -> dict[str, object]:
-    from gguf import GGUFReader
-
-    reader = GGUFReader(Path(checkpoint.location) / str(checkpoint.gguf_file))
-    fields = {key: reader.get_field("general." + key.replace("_", ".")) for key in _KEYS}
-    return {key: field.contents() for key, field in fields.items() if field is not None}
+    found = strings_of(Path(checkpoint.location) / str(checkpoint.gguf_file))
+    return {key: found.get("general." + key.replace("_", ".")) for key in _KEYS}

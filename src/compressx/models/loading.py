@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
+from compressx.models import gguf_header
 from compressx.models.architecture import find_blocks
 from compressx.models.checkpoint import Checkpoint, explained, local_folder
 from compressx.models.shards import refuse_more_blocks
@@ -27,21 +25,8 @@ def _reading(checkpoint: Checkpoint) -> Iterator[None]:
     """Read a checkpoint quietly, with errors explained, and the header of a GGUF file only once."""
     with quiet_libraries(), explained(checkpoint), contextlib.ExitStack() as stack:
         if checkpoint.gguf_file is not None:
-            stack.enter_context(patch("gguf.GGUFReader", _gguf_reader))
+            stack.enter_context(gguf_header.read_once())
         yield
-
-
-def _gguf_reader(path: str | os.PathLike[str]) -> Any:
-    found = Path(path).stat()
-    return _parsed_gguf(str(path), found.st_mtime_ns, found.st_size)
-
-
-@lru_cache(maxsize=1)
-def _parsed_gguf(path: str, _modified: int, _size: int) -> Any:
-    """Parse a GGUF header, which takes seconds; transformers would for the config, the tokenizer and the weights."""
-    from gguf.gguf_reader import GGUFReader
-
-    return GGUFReader(path)
 
 
 def load_skeleton(checkpoint: Checkpoint) -> Any:
@@ -142,7 +127,8 @@ def load_model(checkpoint: Checkpoint) -> Any:
             checkpoint.location, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
             **safetensors, **checkpoint.arguments,
         )  # fmt: skip
-    _parsed_gguf.cache_clear()  # it is not needed any more, and keeps the file open
+    if checkpoint.gguf_file is not None:
+        gguf_header.close(Path(checkpoint.location) / checkpoint.gguf_file)
     # transformers would continue with random weights.
     if missing := sorted(found["missing_keys"]):
         raise ArtifactError(f"{checkpoint.location}: the checkpoint lacks {', '.join(missing[:3])}")

@@ -1,0 +1,60 @@
+"""The header of a GGUF file, which is parsed in Python, entry by entry: once a load, and not again for its strings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Let transformers parse a file's header and make its map of tensor names once, inside the `with`.
+
+    It would parse the header for the config, the tokenizer and the weights, and make the map of names for every module.
+    """
+    import gguf
+
+    with (
+        patch("gguf.GGUFReader", _reader),
+        patch("gguf.get_tensor_name_map", lru_cache(maxsize=1)(gguf.get_tensor_name_map)),
+    ):
+        yield
+
+
+def close(path: Path) -> None:
+    """Let go of a parsed header, which keeps the file open; its own strings stay."""
+    strings_of(path)
+    _parsed.cache_clear()
+
+
+def strings_of(path: Path) -> Mapping[str, str]:
+    """Return the strings under `general` in a file's metadata, such as `general.license`, by key."""
+    return _strings(*_version(path))
+
+
+def _reader(path: str | os.PathLike[str]) -> Any:
+    return _parsed(*_version(path))
+
+
+def _version(path: str | os.PathLike[str]) -> tuple[str, int, int]:
+    found = Path(path).stat()
+    return str(path), found.st_mtime_ns, found.st_size
+
+
+@lru_cache(maxsize=1)
+def _parsed(path: str, _modified: int, _size: int) -> Any:
+    from gguf.gguf_reader import GGUFReader
+
+    return GGUFReader(path)
+
+
+@lru_cache(maxsize=1)
+def _strings(path: str, modified: int, size: int) -> Mapping[str, str]:
+    fields = _parsed(path, modified, size).fields
+    found = {key: field.contents() for key, field in fields.items() if key.startswith("general.")}
+    return {key: value for key, value in found.items() if isinstance(value, str)}
