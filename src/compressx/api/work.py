@@ -17,6 +17,7 @@ KINDS = {
     "selected": "numbers of which the smallest are found",
     "launches": "operations started one after the other",
     "hashed": "bytes whose checksums are taken",
+    "dequantized": "numbers of a GGUF file that are made floats",
     "read": "bytes read from disk",
     "written": "bytes written to disk",
 }

@@ -15,6 +15,7 @@ from compressx.costs.forward import Forward, Passed, forward
 from compressx.costs.machine import Machine
 from compressx.models.architecture import survey, text_config
 from compressx.models.arithmetic import WORTHWHILE
+from compressx.models.gguf_header import Contents
 from compressx.models.shards import OUTSIDE
 from compressx.planning.plan import Plan, PlannedRule
 from compressx.recipe.schema import Recipe
@@ -32,7 +33,7 @@ class Counted:
         machine: decides between dtypes of products, and how many steps fit into a time.
         dtype: name of that of the weights.
         itemsize: its bytes.
-        gguf: bytes of the checkpoint's GGUF file, if it is one.
+        gguf: what is in the checkpoint's GGUF file, if it is one.
         processes: that share the work. What is counted is that of the one that takes longest.
         unknown: what could not be counted, filled while stages are.
         notes: what was assumed, likewise.
@@ -45,7 +46,7 @@ class Counted:
     machine: Machine
     dtype: str
     itemsize: int
-    gguf: float | None = None
+    gguf: Contents | None = None
     processes: int = 1
     unknown: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from compressx.api.patterns import Unstructured, keep_mask
@@ -52,8 +53,8 @@ class Machine:
 # Products: dense figures of the makers' data sheets, of which large products reach the share below. float32 products
 # are not TF32, which compressx leaves off.
 _SHARE = 0.7
-_ON_HOST = {"hashed": 1e9, "read": 1e9, "written": 1e9}
-"""Of a server: checksums by one core, and one disk."""
+_ON_HOST = {"hashed": 1e9, "dequantized": 2e8, "read": 1e9, "written": 1e9}
+"""Of a server: checksums and numbers made floats by one core, and one disk."""
 
 
 def _gpu(name: str, *, single: float, half: float, bandwidth: float) -> Machine:
@@ -204,8 +205,18 @@ def _hashed(_: torch.device) -> Sample:
     return lambda: hashlib.sha256(data).digest(), 2**22
 
 
+def _dequantized(_: torch.device) -> Sample:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+    kind = GGMLQuantizationType.Q4_K
+    numbers, size = GGML_QUANT_SIZES[kind]  # of a block of numbers
+    stored = np.zeros((1536, 4 * size), np.uint8)
+    return lambda: quants.dequantize(stored, kind), stored.shape[0] * 4.0 * numbers
+
+
 _SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
     "attention": _attention, "attention16": partial(_attention, dtype=torch.bfloat16), "factor": _factor,
     "eigen": _eigen, "moved": _moved, "selected": _selected, "launches": _launches, "hashed": _hashed,
+    "dequantized": _dequantized,
 }  # fmt: skip
 """What is timed for each kind of work: an operation, and how much it does."""

@@ -15,6 +15,7 @@ from compressx.costs.machine import Machine, assumed, measured
 from compressx.costs.stages import disk, stages
 from compressx.models.access import Device, device_for
 from compressx.models.checkpoint import Checkpoint
+from compressx.models.gguf_header import contents_of
 from compressx.models.loading import dtype_of, load_skeleton
 from compressx.planning.plan import Plan
 from compressx.recipe.schema import Recipe
@@ -39,11 +40,8 @@ def estimate(
     """
     started, interpreter = time.process_time(), float(psutil.Process().memory_info().rss)
     skeleton = load_skeleton(checkpoint)
-    gguf = (
-        None
-        if checkpoint.gguf_file is None
-        else float((Path(checkpoint.location) / checkpoint.gguf_file).stat().st_size)
-    )
+    file = checkpoint.gguf_file
+    gguf = None if file is None else contents_of(Path(checkpoint.location) / file)
     dtype = dtype_of(checkpoint, skeleton.config)
     made = Counted(recipe, planned, skeleton.to(dtype), machine(), name_of(dtype), dtype.itemsize, gguf, processes)
     done = tuple(stages(made))

@@ -22,6 +22,9 @@ from compressx.pipeline.room import finetuning_bytes
 from compressx.recipe.methods import MeasuredAllocation, OwlAllocation
 from compressx.training.schedule import CHECKS
 
+_ENTRY = 4
+"""Operations of torch that start in the time that Python takes for one number or string of a GGUF file's metadata."""
+
 
 def stages(of: Counted) -> Iterator[Stage]:
     """Yield the stages in their order."""
@@ -46,11 +49,17 @@ def stages(of: Counted) -> Iterator[Stage]:
 def _load(of: Counted) -> Stage:
     """Read the weights, look for damage, and take their checksum."""
     size = float(of.parameters * of.itemsize)
-    held = {"weights": of.weights, "checkpoint's file": size}
-    if of.gguf is not None:  # each tensor is dequantized into new ones
-        largest = max(p.numel() for p in of.model.parameters()) * of.itemsize
-        held = {"weights": of.weights, "checkpoint's file": of.gguf, "one tensor's": 2.0 * largest}
-    return Stage("load", Work.of(read=size, hashed=size, moved=4 * size), held)
+    looked_through = Work.of(hashed=size, moved=4 * size)
+    if of.gguf is None:
+        held = {"weights": of.weights, "checkpoint's file": size}
+        return Stage("load", looked_through + Work.of(read=size), held)
+    # Each tensor is dequantized into new ones. The metadata are gone through for the config and for the weights.
+    largest = max(p.numel() for p in of.model.parameters()) * of.itemsize
+    held = {"weights": of.weights, "checkpoint's file": float(of.gguf.size), "one tensor's": 2.0 * largest}
+    made = Work.of(
+        read=of.gguf.size, dequantized=of.gguf.quantized, moved=2 * size, launches=2 * _ENTRY * of.gguf.entries
+    )
+    return Stage("load", looked_through + made, held)
 
 
 def _evaluate(of: Counted, model: str) -> Stage | None:
@@ -238,9 +247,10 @@ def _finetune(of: Counted) -> Stage | None:
 
 
 def _save(of: Counted) -> Stage:
-    """Write the model, and the masks."""
-    size = float(of.parameters * of.itemsize)
-    return Stage("save", Work.of(written=size, moved=2 * size), {"weights": of.weights})
+    """Write the model, and the masks, which are read three times from the finished blocks' files, checked each time."""
+    size, masks = float(of.parameters * of.itemsize), sum(x.weights for x in of.planned.linears) / 8
+    work = Work.of(written=size + masks, moved=2 * size, read=3 * masks, hashed=4 * masks)
+    return Stage("save", work, {"weights": of.weights})
 
 
 def disk(of: Counted) -> dict[str, float]:

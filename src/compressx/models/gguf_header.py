@@ -5,10 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+_FLOATS = ("F64", "F32", "F16")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What reading a file has to go through.
+
+    Attributes:
+        size: bytes of the file.
+        entries: numbers and strings in its metadata, most of them the vocabulary's.
+        quantized: numbers in its tensors that are not stored as floats.
+    """
+
+    size: int
+    entries: int
+    quantized: int
 
 
 @contextmanager
@@ -30,6 +48,13 @@ def close(path: Path) -> None:
     """Let go of a parsed header, which keeps the file open; its own strings stay."""
     strings_of(path)
     _parsed.cache_clear()
+
+
+def contents_of(path: Path) -> Contents:
+    """Count what is in a file."""
+    parsed = _reader(path)
+    quantized = sum(int(x.n_elements) for x in parsed.tensors if x.tensor_type.name not in _FLOATS)
+    return Contents(path.stat().st_size, sum(len(field.data) for field in parsed.fields.values()), quantized)
 
 
 def strings_of(path: Path) -> Mapping[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.compressx.flops import counter
+from tests.compressx.gguf_files import write_gguf
 from tests.compressx.pipeline.runs import recipe
 from tests.compressx.saved import save_tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,6 +16,9 @@ from compressx.api.work import KINDS
 from compressx.costs.estimate import Estimate
 from compressx.costs.machine import ASSUMED, Machine
 from compressx.costs.recipe import estimate, estimated
+from compressx.costs.stages import _ENTRY
+from compressx.masks import file as masks_file
+from compressx.models.gguf_header import contents_of
 from compressx.pipeline.preparation import loaded_recipe, prepare
 from compressx.pipeline.run import run
 from compressx.plugins.manager import load_plugins
@@ -223,6 +227,35 @@ def test_a_streamed_model_on_the_cpu_holds_another_block_while_it_is_written(mod
     assert stage.memory["block being written"] == block
     for other in (of(whole), of(streamed, machine=ASSUMED["h100"])):  # the model's own; in main memory
         assert all("block being written" not in s.memory for s in other.stages)
+
+
+def test_loading_counts_what_a_checkpoint_s_kind_of_file_takes(model, tmp_path):
+    dense = of(recipe(model)).stages[0].work
+    parameters = 4 * (2 * 128 * 64 + 3 * (64 * (64 + 32 + 32 + 64 + 3 * 96) + 2 * 64) + 64)
+    assert (dense["read"], dense["hashed"], dense["dequantized"]) == (parameters, parameters, 0)
+    path = write_gguf(tmp_path / "tiny.gguf")
+    packed = of({**recipe(model, *rules("magnitude")), "model": {"path": str(path)}}).stages[0].work
+    stored = contents_of(path)
+    assert (packed["read"], packed["dequantized"]) == (stored.size, stored.quantized)
+    assert packed["launches"] == 2 * _ENTRY * stored.entries
+
+
+def test_saving_counts_the_model_and_the_masks_which_are_checked_as_they_are_joined(model, monkeypatch):
+    hashed: list[int] = []
+    digest = masks_file._digest
+    monkeypatch.setattr(masks_file, "_digest", lambda masks, packed: digest(masks, _noted(packed, hashed)))
+    saved = of(recipe(model, *rules("magnitude"))).stages[-1].work
+    run(recipe(model, *rules("magnitude")))
+    masks = 3 * 64 * (64 + 32 + 32 + 64 + 3 * 96) / 8
+    # Once when a block's are written, and as often as is counted when they are joined.
+    assert sum(hashed) - masks == saved["hashed"]
+    assert saved["written"] == 4 * (2 * 128 * 64 + 3 * (8 * masks / 3 + 2 * 64) + 64) + masks
+
+
+def _noted(packed: Any, into: list[int]) -> Any:
+    for bits in packed:
+        into += [tensor.nbytes for tensor in bits.values()]
+        yield bits
 
 
 def test_the_estimate_as_json_has_everything(model):
