@@ -17,10 +17,10 @@ from compressx.models.architecture import survey
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.packed_folder import Sizes, is_packed, sizes_of
 from compressx.models.shards import OUTSIDE
-from compressx.models.shrink import told_shrunk
 from compressx.models.streaming import open_model
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError
+from compressx.shrink.cuts import told_shrunk
 
 _GROUPS = (4, 8, 16, 32)
 """The values of M that N:M patterns are searched with; hardware supports 4."""

@@ -29,8 +29,8 @@ from compressx.masks.adapters import refuse_adapted
 from compressx.masks.file import MaskEntry, PackedMasks, read_masks, weight_sha256, write_masks
 from compressx.models.architecture import linears_of
 from compressx.models.export import refuse_prepared
-from compressx.models.shrink import told_shrunk
 from compressx.runtime.errors import ArtifactError, did_you_mean
+from compressx.shrink.cuts import told_shrunk
 
 if TYPE_CHECKING:
     from torch.ao.pruning.sparsifier.base_sparsifier import BaseSparsifier

@@ -17,12 +17,12 @@ from compressx.models.access import Access, InMemory
 from compressx.models.architecture import text_config
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import load_model
-from compressx.models.shrink import Kept, Smaller, smaller
-from compressx.models.shrunk import TOLERANCE, difference, save_shrunk
 from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.planning.plan import Plan
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.files import atomic_write
+from compressx.shrink.cuts import Kept, Smaller, smaller
+from compressx.shrink.saved import TOLERANCE, difference, save_shrunk
 
 _TOKENS = 64
 """Tokens of each of two random sequences on which the models are compared."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from compressx.api.patterns import Structured
-from compressx.models.shrink import Kept, smaller
 from compressx.planning.plan import Plan, PlannedDepth
 from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.errors import RecipeError, UnsupportedModelError
+from compressx.shrink.cuts import Kept, smaller
 
 
 def check_shrink(loaded: LoadedRecipe, plan: Plan, skeleton: Any) -> None:

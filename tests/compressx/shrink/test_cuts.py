@@ -16,10 +16,10 @@ from compressx.api.units import UnitKind
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey, text_config
 from compressx.models.routing import leave_out
-from compressx.models.shrink import Kept, smaller
-from compressx.models.shrunk import TOLERANCE, difference, save_shrunk
 from compressx.models.units import find_units
 from compressx.runtime.errors import UnsupportedModelError
+from compressx.shrink.cuts import Kept, smaller
+from compressx.shrink.saved import TOLERANCE, difference, save_shrunk
 from compressx.testing.models import TINY_CONFIGS, save_tiny_model, tiny_model, tiny_tokens
 
 FIXED = "has no number for its 256 neurons"

@@ -18,8 +18,8 @@ from compressx.models.blockwise import capture, each_block
 from compressx.models.capture import replay, run_around
 from compressx.models.export import save_model
 from compressx.models.shards import OUTSIDE
-from compressx.models.shrink import Smaller, build_like
 from compressx.models.streaming import StreamedModel
+from compressx.shrink.cuts import Smaller, build_like
 
 TOLERANCE = 1e-3
 """What `difference` may be at most. In float32 rounding gives about 1e-5; a unit in a wrong place gives about 1."""

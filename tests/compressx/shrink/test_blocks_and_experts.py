@@ -15,10 +15,10 @@ from compressx.blocks.prune import prune_model
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
 from compressx.models.architecture import find_blocks
-from compressx.models.shrink import smaller
-from compressx.models.shrunk import save_shrunk
 from compressx.pipeline.shrinking import kept_units
 from compressx.runtime.errors import UnsupportedModelError
+from compressx.shrink.cuts import smaller
+from compressx.shrink.saved import save_shrunk
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 TOKENS = tiny_tokens()
