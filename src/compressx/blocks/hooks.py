@@ -49,16 +49,17 @@ def outputs_watched(linears: Mapping[str, Linear], take: Take) -> Iterator[None]
 
 
 @contextmanager
-def routing_watched(linears: Mapping[str, Linear]) -> Iterator[Callable[[str], Tensor]]:
+def routing_watched(linears: Mapping[str, Linear]) -> Iterator[Callable[[str, int], Tensor]]:
     """Yield a function that returns the router's weights of the tokens that an expert's linear was just given.
 
     Args:
         linears: of fused experts, by name.
 
     Yields:
-        Takes one of the names, and returns [tokens] in the order of the linear's input, while the experts run.
+        Takes one of the names and the number of tokens of its input, and returns [tokens] in their order, while the
+        experts run. The device is not waited for.
     """
-    chosen: dict[int, tuple[Tensor, Tensor]] = {}  # by module: [tokens, k] each, of experts and of weights
+    chosen: dict[int, tuple[Tensor, Tensor]] = {}  # by module: experts [tokens, k], weights by expert [k * tokens]
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
@@ -67,13 +68,15 @@ def routing_watched(linears: Mapping[str, Linear]) -> Iterator[Callable[[str], T
                 f"{type(module).__name__} is called with {', '.join(given)}, expected top_k_index and top_k_weights, "
                 "which are the router's weights"
             )
-        chosen[id(module)] = given["top_k_index"], given["top_k_weights"]
-
-    def weights(name: str) -> Tensor:
-        experts, by = chosen[id(linears[name].module)]
+        experts, by = given["top_k_index"], given["top_k_weights"]
         # The eager implementation gives an expert all tokens that chose it first, then those that chose it second.
-        place, token = torch.where(torch.eq(experts.T, linears[name].expert or 0))
-        return by[token, place]
+        order = experts.T.flatten().argsort(stable=True)
+        chosen[id(module)] = experts, by.T.flatten()[order]
+
+    def weights(name: str, tokens: int) -> Tensor:
+        experts, by_expert = chosen[id(linears[name].module)]
+        start = torch.lt(experts, linears[name].expert or 0).sum()  # only the device knows it
+        return by_expert[start + torch.arange(tokens, device=start.device)]
 
     with ExitStack() as hooks:
         for module in {x.module for x in linears.values()}:

@@ -86,7 +86,7 @@ class _AllObservedError(Exception):
 class _Feed:
     """Hands each input to the statistics of its linear, once for all linears that share both."""
 
-    def __init__(self, wanted: dict[str, dict[str, Observed]], weights: Callable[[str], Tensor]) -> None:
+    def __init__(self, wanted: dict[str, dict[str, Observed]], weights: Callable[[str, int], Tensor]) -> None:
         self.wanted = wanted
         self.weights = weights  # of the router, for the tokens that an expert's linear is given
         self.reached: set[str] = set()
@@ -127,7 +127,7 @@ class _Feed:
                 )
             else:
                 if is_routed(mine.statistic):
-                    mine.statistic.update(x, self.weights(name))
+                    mine.statistic.update(x, self.weights(name, len(x)))
                 else:
                     mine.statistic.update(x)
                 took.append(mine)
