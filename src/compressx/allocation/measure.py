@@ -35,6 +35,7 @@ from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import CalibrationError
 from compressx.runtime.finite import refuse_damage
 from compressx.runtime.ranks import ALONE
+from compressx.runtime.transfer import to_device
 
 Patterns: TypeAlias = Mapping[PlannedRule, Mapping[str, Unstructured | NM]]
 """What each linear has to become, by the rule that took it and by name."""
@@ -193,7 +194,7 @@ class _Stream:
     def divergence(self) -> float:
         """Return by how much the model's predictions diverge with the block as it now is, the mean over tokens."""
         of_batches = [
-            divergences((out := run()).float() - dense.to(out.device).float(), gradient).flatten()
+            divergences((out := run()).float() - to_device(dense, out.device).float(), gradient).flatten()
             for run, dense, gradient in zip(self.passes, self.outputs, self.gradients, strict=True)
         ]
         return float(torch.cat(of_batches).double().mean())

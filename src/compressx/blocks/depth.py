@@ -21,6 +21,7 @@ from compressx.planning.plan import PlannedDepth
 from compressx.runtime.errors import PluginError, UnsupportedModelError, blamed_on
 from compressx.runtime.finite import finite, refuse_damage
 from compressx.runtime.ranks import ALONE, Ranks
+from compressx.runtime.transfer import to_device, written_behind
 
 
 @torch.no_grad()
@@ -58,12 +59,13 @@ def score_blocks(
             refuse_damage(block.module, block.fqn)
             _refuse_remainder(block, runs[0], states[0])
             statistic = _fresh(name, pruner, block)
-        for run, state in zip(runs, states, strict=True):
-            after = finite(run(state), block.fqn)
-            if statistic is not None:
-                with blamed_on(f"update of the statistic of pruner {name!r} failed on {block.fqn}"):
-                    statistic.update(state.to(after.device), after)
-            state.copy_(after)
+        with written_behind() as put:
+            for run, state in zip(runs, states, strict=True):
+                after = finite(run(state), block.fqn)
+                if statistic is not None:
+                    with blamed_on(f"update of the statistic of pruner {name!r} failed on {block.fqn}"):
+                        statistic.update(to_device(state, after.device), after)
+                put(state, after)
         if statistic is not None:
             scores[block.fqn] = _score(name, pruner, block, statistic, ranks)
             progress(len(scores), len(depth.blocks))

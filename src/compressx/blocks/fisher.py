@@ -32,6 +32,7 @@ from compressx.numerics.output_error import shares_of
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.finite import all_finite, finite, refuse_damage
 from compressx.runtime.ranks import ALONE, Ranks
+from compressx.runtime.transfer import to_device, written_behind
 
 ROW_WINDOWS = 32
 """Windows for linears' outputs: enough for a mean over thousands of tokens."""
@@ -138,8 +139,9 @@ def gradients(
     for group in _groups(access, found, batches) if names else ():
         progress(sum(map(len, batches[:done])), sum(map(len, batches)))
         for fqn, at_outputs in _backwards(access, found, group, generator, at):
-            for room, gradient in zip(kept[fqn][done:] if fqn in kept else (), at_outputs, strict=False):
-                room.copy_(gradient)
+            with written_behind() as put:
+                for room, gradient in zip(kept[fqn][done:] if fqn in kept else (), at_outputs, strict=False):
+                    put(room, gradient)
             if fqn == names[0]:
                 break
         done += len(group)
@@ -169,7 +171,7 @@ def divergences(change: Tensor, gradient: Tensor) -> Tensor:
     Returns:
         float32 [batch, tokens], in nats.
     """
-    return (change.float() * gradient.to(change.device, torch.float32)).sum(dim=-1).square() / 2
+    return (change.float() * to_device(gradient, change.device).float()).sum(dim=-1).square() / 2
 
 
 def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:

@@ -35,6 +35,7 @@ from compressx.planning.plan import Plan
 from compressx.runtime.errors import memory_named
 from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.timing import synchronize
+from compressx.runtime.transfer import to_device
 from compressx.training.reconstruct import Passage, reconstruct
 
 MEASURED_TOKENS = 2048
@@ -176,7 +177,7 @@ class _Pruning:
         started = time.perf_counter()
         block = Block(len(found.blocks), OUTSIDE, self.model, found.outside, (), text_config(self.model))
         observing = [
-            lambda ids=ids, state=state: run_around(self.model, found.blocks, ids, state.to(ids.device))
+            lambda ids=ids, state=state: run_around(self.model, found.blocks, ids, to_device(state, ids.device))
             for ids, state in zip(batches, states, strict=True)
         ]
         layers, masks, images = self.prune(block, observing)

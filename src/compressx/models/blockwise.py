@@ -20,7 +20,8 @@ from compressx.models.arithmetic import products_in
 from compressx.models.capture import capture_calls, replay
 from compressx.models.hidden import Keep, in_memory
 from compressx.models.shards import OUTSIDE
-from compressx.runtime.finite import finite
+from compressx.runtime.finite import first_damaged, looks_finite, not_finite
+from compressx.runtime.transfer import to_device, written_behind
 
 Run: TypeAlias = Callable[[Tensor], Tensor]
 """Runs a block, with its current weights, on the hidden states of one batch; both [batch, tokens, width]."""
@@ -80,10 +81,16 @@ def advance(fqn: str, runs: Sequence[Run], states: Sequence[Tensor], into: Seque
         into: where to write the output.
 
     Raises:
-        UnsupportedModelError: an output that is not finite.
+        UnsupportedModelError: an output that is not finite; found when all have been written.
     """
-    for run, state, room in zip(runs, states, states if into is None else into, strict=True):
-        room.copy_(finite(run(state), fqn))
+    rooms, fine = states if into is None else into, []
+    with written_behind() as put:
+        for run, state, room in zip(runs, states, rooms, strict=True):
+            output = run(state)
+            fine.append(looks_finite(output))
+            put(room, output)
+    if first_damaged(rooms, fine) is not None:
+        raise not_finite(fqn)
 
 
 @contextmanager
@@ -100,4 +107,4 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def _run(module: nn.Module, access: Access, call: BlockCall, state: Tensor) -> Tensor:
     with products_in(access.products, module, access.device):
-        return replay(module, state.to(access.device), call)
+        return replay(module, to_device(state, access.device), call)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compressx.runtime.files import os_errors_named
+from compressx.runtime.transfer import to_host
 
 Keep: TypeAlias = Callable[[Tensor], Tensor]
 """Stores the hidden states of one batch; returns a persistent, writable tensor of the same values."""
@@ -60,7 +61,7 @@ class InFiles:
             with path.open("w+b") as file:
                 _reserve(file.fileno(), max(1, states.numel() * states.element_size()))
         mapped = torch.from_file(str(path), shared=True, size=states.numel(), dtype=states.dtype)
-        return mapped.view(states.shape).copy_(states)
+        return mapped.view(states.shape).copy_(to_host(states))
 
 
 def _reserve(file: int, size: int) -> None:

@@ -29,6 +29,7 @@ from compressx.models.loading import load_empty, load_model, load_offloaded
 from compressx.models.shards import OUTSIDE, Shards
 from compressx.recipe.sources import Streaming
 from compressx.runtime.errors import ArtifactError
+from compressx.runtime.transfer import to_device, written_behind
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -113,13 +114,13 @@ class StreamedModel:
             found = survey(self.model)
             states, calls = capture(self, found, batches, keep)
             for _, runs in each_block(self, found, calls):
-                with torch.no_grad():
+                with torch.no_grad(), written_behind() as put:
                     for state, run in zip(states, runs, strict=True):
-                        state.copy_(run(state))
+                        put(state, run(state))
             with self.materialise(OUTSIDE):
                 for batch, state in zip(batches, states, strict=True):
                     ids = batch.to(self.device)
-                    yield run_around(self.model, self.blocks, ids, state.to(self.device)).logits
+                    yield run_around(self.model, self.blocks, ids, to_device(state, self.device)).logits
 
     @contextmanager
     def whole(self) -> Iterator[Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from compressx.runtime.ranks import ALONE, Ranks
+from compressx.runtime.transfer import to_device
 
 
 def channel_weights(targets: Iterable[Tensor], ranks: Ranks = ALONE) -> Tensor:
@@ -50,8 +51,8 @@ def relative_errors(output: Tensor, target: Tensor, channels: Tensor | None = No
         target: [batch, tokens, width].
         channels: w [width], from `channel_weights` or `compressx.blocks.fisher`; ones when absent.
     """
-    wanted = target.to(output.device, torch.float32)  # targets kept in files are on the CPU
-    weights = wanted.new_ones(wanted.shape[-1]) if channels is None else channels.to(output.device)
+    wanted = to_device(target, output.device).float()  # targets kept in files are on the CPU
+    weights = wanted.new_ones(wanted.shape[-1]) if channels is None else to_device(channels, output.device)
     with torch.autocast(output.device.type, enabled=False):
         size = wanted.square() @ weights
         return (output.float() - wanted).square() @ weights / torch.where(size > 0, size, 1.0)

@@ -15,15 +15,28 @@ def all_finite(*tensors: Tensor) -> bool:
     return first_damaged(tensors) is None
 
 
-def first_damaged(tensors: Sequence[Tensor]) -> int | None:
+def looks_finite(x: Tensor) -> Tensor:
+    """Return whether the sum of a tensor is finite, as a bool on its device, for `first_damaged` to look at.
+
+    The sum of a tensor with a NaN or an infinity is never finite. A sum of finite entries may overflow.
+    """
+    return x.sum().isfinite()
+
+
+def first_damaged(tensors: Sequence[Tensor], fine: Sequence[Tensor] | None = None) -> int | None:
     """Return the number of the first tensor with an entry that is NaN or infinite; None if there is none.
 
-    The sum of a tensor with a NaN or an infinity is never finite. A sum of finite entries may overflow, so only a
-    non-finite sum needs the elementwise check. The sums are looked at together, since each look waits for the device.
+    Only a tensor whose sum is not finite needs the elementwise check. The sums are looked at together, since each look
+    waits for the device.
+
+    Args:
+        tensors: any.
+        fine: `looks_finite` of each, or of the same numbers elsewhere; computed when absent.
     """
     if not tensors:
         return None
-    sums = torch.stack([x.sum().isfinite().to(tensors[0].device) for x in tensors])
+    fine = [looks_finite(x) for x in tensors] if fine is None else fine
+    sums = torch.stack([x.to(fine[0].device) for x in fine])
     suspected = (number for number, fine in enumerate(sums.tolist()) if not fine)
     return next((number for number in suspected if not torch.isfinite(tensors[number]).all()), None)
 
@@ -62,5 +75,10 @@ def finite(hidden: Tensor, fqn: str, module: nn.Module | None = None) -> Tensor:
     if not all_finite(hidden):
         if module is not None:
             refuse_damage(module, fqn)
-        raise UnsupportedModelError(f"{fqn}: its output has NaN or infinite values on the calibration text")
+        raise not_finite(fqn)
     return hidden
+
+
+def not_finite(fqn: str) -> UnsupportedModelError:
+    """Return the error of a block whose output is not finite."""
+    return UnsupportedModelError(f"{fqn}: its output has NaN or infinite values on the calibration text")

@@ -12,9 +12,10 @@ from compressx.models.architecture import survey
 from compressx.models.blockwise import advance, capture, each_block, passes
 from compressx.models.capture import run_around
 from compressx.models.checkpoint import Checkpoint
+from compressx.models.hidden import InFiles, in_memory
 from compressx.models.streaming import open_streamed
 from compressx.runtime.errors import UnsupportedModelError
-from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
+from compressx.testing import TINY_CONFIGS, Counts, pretended_accelerator, tiny_model, tiny_tokens
 
 
 def streamed(tmp_path: Path) -> Access:
@@ -109,6 +110,31 @@ def test_an_output_that_is_not_finite_is_refused_by_the_blocks_name():
     block, runs = next(each_block(access, found, calls))
     with torch.no_grad(), pytest.raises(UnsupportedModelError, match=r"^model\.layers\.0: its output has NaN or inf"):
         advance(block.fqn, runs, states)
+
+
+def advanced(tmp_path: Path, batches: int, *, files: bool) -> tuple[Counts, list[torch.Tensor]]:
+    """Run the second block on a pretended accelerator; return what was counted, and the states on the host."""
+    with pretended_accelerator() as device:
+        access = InMemory(tiny_model("llama").to("cuda"))
+        found = survey(access.model)
+        ids = list(tiny_tokens(sequences=batches).split(1))
+        states, calls = capture(access, found, ids, InFiles(tmp_path) if files else in_memory)
+        with torch.no_grad():
+            block, runs = next(each_block(access, found, calls, [list(found.blocks)[1]]))
+            with device.counted() as counts:
+                advance(block.fqn, runs, states)
+        return counts, [state.cpu() for state in states]
+
+
+def test_an_accelerator_is_waited_for_once_a_block_and_once_a_batch_of_states_in_files(tmp_path):
+    for batches in (2, 5):
+        kept, on_device = advanced(tmp_path, batches, files=False)
+        assert kept.synchronisations == 1, kept.places()
+        assert (kept.to_host_bytes, kept.to_device_bytes) == (batches, 0), "a bool of each"
+        counts, in_files = advanced(tmp_path, batches, files=True)
+        assert counts.synchronisations == 1 + batches, counts.places()
+        assert kept.pageable.total() == counts.pageable.total() == 1, counts.pageable
+        assert all(torch.equal(a, b) for a, b in zip(in_files, on_device, strict=True))
 
 
 @pytest.mark.parametrize("architecture", TINY_CONFIGS)

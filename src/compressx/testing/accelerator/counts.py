@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,8 @@ class Counts:
             allocations and copies from or to the host start no kernel.
         to_device_bytes: copied from the host.
         to_host_bytes: copied to the host.
+        pageable: how often a tensor was copied from or to memory of the host that is not pinned, by file:line of the
+            caller. Numbers are not counted.
         peak_bytes: the most bytes of the device that were alive at once.
     """
 
@@ -36,6 +38,7 @@ class Counts:
     kernels: Counter[str] = field(default_factory=Counter)
     to_device_bytes: int = 0
     to_host_bytes: int = 0
+    pageable: Counter[str] = field(default_factory=Counter)
     peak_bytes: int = 0
 
     @property
@@ -67,6 +70,8 @@ class Record(Counts):
         self.alive_bytes = 0
         self._counting: list[Counts] = [self]
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._late: list[Callable[[], object]] = []  # copies that no wait has been for, in order
+        self._arrived = 0
         self._lock = threading.RLock()  # threads that load weights count, too
 
     @contextmanager
@@ -90,12 +95,32 @@ class Record(Counts):
         """Begin to look for the peak anew, as `torch.cuda.reset_peak_memory_stats` does."""
         self.peak_bytes = self.alive_bytes
 
-    def wait(self, what: str) -> None:
-        """Count that the host waited."""
+    def wait(self, what: str, until: int | None = None) -> None:
+        """Count that the host waited, and let what has arrived meanwhile be seen.
+
+        Args:
+            what: it waited for.
+            until: `copies_begun` when the event was recorded that it waited for; everything is waited for when absent.
+        """
         where = (_place(), what)
         with self._lock:
             for each in self._counting:
                 each.waits[where] += 1
+            arrived = len(self._late) if until is None else max(0, until - self._arrived)
+            for arrive in self._late[:arrived]:
+                arrive()
+            del self._late[:arrived]
+            self._arrived += arrived
+
+    def arrives_late(self, arrive: Callable[[], object]) -> None:
+        """Keep what a copy to the host that does not block does when the host waits for it."""
+        with self._lock:
+            self._late.append(arrive)
+
+    @property
+    def copies_begun(self) -> int:
+        """How many copies to the host were begun that do not block."""
+        return self._arrived + len(self._late)
 
     def launch(self, operator: Any) -> None:
         """Count the kernel of an operator of aten."""
@@ -104,12 +129,14 @@ class Record(Counts):
             for each in self._counting:
                 each.kernels[kernel] += 1
 
-    def copied(self, *, to_device: int = 0, to_host: int = 0) -> None:
-        """Count bytes that were copied."""
+    def copied(self, *, to_device: int = 0, to_host: int = 0, pageable: bool = False) -> None:
+        """Count bytes that were copied, and whether memory of the host was not pinned."""
+        where = _place() if pageable else ""
         with self._lock:
             for each in self._counting:
                 each.to_device_bytes += to_device
                 each.to_host_bytes += to_host
+                each.pageable.update([where] * pageable)
 
     def allocated(self, storage: torch.UntypedStorage) -> None:
         """Count a storage as the device's until nothing holds it any more; one that is known already is not counted."""

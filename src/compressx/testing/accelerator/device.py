@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compressx.testing.accelerator.counts import Record
 from compressx.testing.accelerator.operators import CUDA_ONLY, is_drawing, is_kernel, may_mix, wait_of, writes
-from compressx.testing.accelerator.tensors import DeviceGenerator, DeviceTensor, is_pinned, is_shown
+from compressx.testing.accelerator.tensors import DeviceGenerator, DeviceTensor, is_pinned, is_shown, pinned
 
 _HOST = torch.device("cpu")
 
@@ -109,18 +110,29 @@ class Accelerator:
         if target == isinstance(source, DeviceTensor):
             self.record.launch(func)
         elif target:
-            self.record.copied(to_device=size)
+            self.record.copied(to_device=size, pageable=source.dim() > 0 and not is_pinned(source))
             # A number that is written into a tensor of the device is an argument of a kernel.
             if not non_blocking and (to_copy or source.dim()):
                 self.record.wait("copy to the device")
         else:
-            self.record.copied(to_host=size)
             # What `to` makes on the host for a copy that does not block is pinned by torch.
-            if not (non_blocking and (to_copy or is_pinned(args[0]))):
+            if to_copy and non_blocking:
+                pinned(out)
+            into = out if to_copy else args[0]
+            self.record.copied(to_host=size, pageable=source.dim() > 0 and not is_pinned(into))
+            if non_blocking and is_pinned(into):
+                self._delay(into)
+            else:
                 self.record.wait("copy to the host")
         if not to_copy:
             return args[0]  # type: ignore[no-any-return]
         return self.put(out) if target else out
+
+    def _delay(self, into: Tensor) -> None:
+        """Show other numbers than those that were copied to the host until the host waits for the device."""
+        values = into.detach().clone()
+        into.detach().fill_(math.nan if into.is_floating_point() else 1)
+        self.record.arrives_late(lambda: into.detach().copy_(values))
 
 
 def _held(value: Any, mine: dict[int, DeviceTensor], host: list[Tensor]) -> Any:

@@ -79,8 +79,8 @@ def _replaced(accelerator: Accelerator, memory_bytes: int) -> Iterator[tuple[Any
     for name, new in {
         "is_available": said(True), "device_count": said(1), "current_device": said(0), "set_device": set_device,
         "is_initialized": said(True), "_initialized": True, "init": nothing, "_lazy_init": nothing,
-        "synchronize": synchronize, "get_device_name": said("pretended accelerator"),
-        "get_device_capability": said((9, 0)),
+        "synchronize": synchronize, "current_stream": lambda *_: _Stream(record),
+        "get_device_name": said("pretended accelerator"), "get_device_capability": said((9, 0)),
         "mem_get_info": lambda *_: (max(0, memory_bytes - record.alive_bytes), memory_bytes),
         "memory_allocated": lambda *_: record.alive_bytes, "memory_reserved": lambda *_: record.alive_bytes,
         "max_memory_allocated": lambda *_: record.peak_bytes, "max_memory_reserved": lambda *_: record.peak_bytes,
@@ -103,6 +103,32 @@ def _replaced(accelerator: Accelerator, memory_bytes: int) -> Iterator[tuple[Any
     swapped = "get_swap_module_params_on_conversion"  # so that `module.to` keeps its parameters what they are
     yield torch.__future__, swapped, said(True)
     yield threading.Thread, "run", _in_thread(threading.Thread.run, accelerator)
+
+
+class _Stream:
+    """The device's only stream, which does everything in order."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        self._record.wait("synchronize")
+
+    def record_event(self) -> _Event:
+        """Return an event after what was begun."""
+        return _Event(self._record, self._record.copies_begun)
+
+
+class _Event:
+    """A moment in the work of the device."""
+
+    def __init__(self, record: Record, begun: int) -> None:
+        self._record, self._begun = record, begun
+
+    def synchronize(self) -> None:
+        """Wait until the device gets there."""
+        self._record.wait("event", self._begun)
 
 
 class _Generator(torch.Generator):

@@ -75,6 +75,46 @@ def test_the_host_does_not_wait_for_what_it_only_starts(device, work):
     assert counts.waits == {}
 
 
+@pytest.mark.parametrize(
+    ("copy", "pageable"),
+    [
+        (lambda x, y: x.copy_(y), True),
+        (lambda x, y: x.copy_(y, non_blocking=True), True),
+        (lambda x, y: y.to("cuda"), True),
+        (lambda x, y: y.copy_(x), True),
+        (lambda x, y: x.cpu(), True),
+        (lambda x, y: x.copy_(y.pin_memory()), False),
+        (lambda x, y: y.pin_memory().to("cuda", non_blocking=True), False),
+        (lambda x, y: y.pin_memory().copy_(x), False),
+        (lambda x, y: x.to("cpu", non_blocking=True).to("cuda"), False),
+        (lambda x, y: x.clone().copy_(x), False),
+        (lambda x, y: x[0].fill_(torch.tensor(1.0)) + x.sum().item(), False),
+    ],
+)
+def test_copies_of_memory_that_is_not_pinned_are_told_apart(device, copy, pageable):
+    x, y = torch.rand(4).to("cuda"), torch.rand(4)
+    with device.counted() as counts:
+        copy(x, y)
+    assert counts.pageable.total() == pageable
+    assert not pageable or next(iter(counts.pageable)).startswith("testing/accelerator/test_counts.py:")
+
+
+def test_a_copy_to_the_host_that_does_not_block_arrives_when_the_host_has_waited(device):
+    first, second = torch.ones(2, device="cuda"), torch.full((2,), 2.0, device="cuda")
+    one = first.to("cpu", non_blocking=True)
+    event = torch.cuda.current_stream().record_event()
+    two = torch.empty(2, pin_memory=True).copy_(second, non_blocking=True)
+    second.zero_()
+    assert one.isnan().all()
+    event.synchronize()
+    assert one.tolist() == [1.0, 1.0]
+    assert two.isnan().all(), "it was begun after the event"
+    event.synchronize()
+    assert two.isnan().all()
+    first.sum().item()
+    assert two.tolist() == [2.0, 2.0]
+
+
 def test_a_wait_has_the_line_that_asked(device):
     x = torch.rand(4).to("cuda")
     with device.counted() as counts:

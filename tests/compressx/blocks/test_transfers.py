@@ -1,0 +1,69 @@
+"""What is copied between the host and the device while a block is pruned does not wait for memory to be pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.compressx.depths import planned
+
+from compressx.blocks.depth import score_blocks
+from compressx.blocks.fisher import gradients
+from compressx.blocks.prune import prune_model
+from compressx.models.access import InMemory
+from compressx.models.architecture import survey
+from compressx.models.hidden import InFiles
+from compressx.testing import Counts, pretended_accelerator, tiny_model, tiny_tokens
+
+HALF = {"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}
+
+
+def tensors(counts: Counts) -> dict[str, int]:
+    """Return how often tensors were copied that are not pinned, by place, but for the bools that say what is finite."""
+    return {place: n for place, n in counts.pageable.items() if "runtime/finite.py" not in place}
+
+
+def pruned(folder: Path, batches: int, **sections: Any) -> Counts:
+    """Prune a tiny model on a pretended accelerator with states in files; return what its second block cost."""
+    with pretended_accelerator() as device:
+        model = tiny_model("llama").to("cuda")
+        ids = tiny_tokens(sequences=batches).split(1)
+        blocks = prune_model(InMemory(model), planned(model, HALF, **sections), ids, keep=InFiles(folder))
+        next(blocks)
+        with device.counted() as counts:
+            next(blocks)
+        return counts
+
+
+@pytest.mark.parametrize("sections", [{}, {"reconstruct_block": {"passes": 1}}], ids=["pruned", "reconstructed"])
+def test_no_batch_of_states_in_files_goes_through_memory_that_is_not_pinned(sections, tmp_path):
+    few, many = (pruned(tmp_path / str(n), n, **sections) for n in (3, 6))
+    assert many.to_device_bytes > few.to_device_bytes > 0
+    assert tensors(few) == tensors(many), "the masks of each linear"
+
+
+def scored(access: InMemory, ids: Sequence[torch.Tensor], keep: InFiles) -> None:
+    depth = planned(access.model).depth
+    assert depth is not None
+    score_blocks(access, depth, ids, keep)
+
+
+def differentiated(access: InMemory, ids: Sequence[torch.Tensor], keep: InFiles) -> None:
+    gradients(access, survey(access.model), list(survey(access.model).blocks), ids, keep)
+
+
+@pytest.mark.parametrize("work", [scored, differentiated])
+def test_what_is_measured_on_states_in_files_copies_only_token_ids_and_numbers_by_the_batch(work, tmp_path):
+    found = []
+    for batches in (3, 6):
+        with pretended_accelerator() as device:
+            access = InMemory(tiny_model("llama").to("cuda"))
+            ids = [x.to("cuda") for x in tiny_tokens(sequences=batches).split(1)]
+            with device.counted() as counts:
+                work(access, ids, InFiles(tmp_path / str(batches)))
+        assert counts.to_host_bytes > 64 * 4 * sum(x.numel() for x in ids), "at least the states of one block"
+        found.append(tensors(counts))
+    assert found[0] == found[1], "of no batch"
