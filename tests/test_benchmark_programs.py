@@ -124,6 +124,19 @@ def test_streaming_holds_the_peak_against_its_bound(tmp_path, benchmark):
     assert sparsity == "50.00%"
 
 
+def test_batch_size_times_every_size_on_the_same_windows(model, text, benchmark, monkeypatch):
+    module = importlib.import_module("batch_size")
+    seen: list[tuple[str, torch.Size]] = []
+    monkeypatch.setattr(module, "token_perplexity", lambda access, windows, batch_size: [
+        seen.append((str(batch_size), logits.shape[:2])) for logits in access.logits(torch.split(windows, batch_size))
+    ])  # fmt: skip
+    printed = cells(benchmark("batch_size", model, "--text", text, "--length", 32, "--windows", 4, "--sizes", 1, 4,
+                              "--rounds", 2))  # fmt: skip
+    assert printed["32 tokens, float32, in a batch"] == ["passed on", "Wanda", "SparseGPT", "head"]
+    assert [len(printed[size]) for size in ("1", "4")] == [4, 4]
+    assert seen == 2 * [*4 * [("1", (1, 32))], ("4", (4, 32))]
+
+
 def test_speed_measures_pruning_against_the_floor(model, text, benchmark, monkeypatch):
     speed = importlib.import_module("speed")
     monkeypatch.setattr(speed, "rate", partial(speed.rate, size=64))
