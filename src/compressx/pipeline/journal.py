@@ -29,7 +29,7 @@ from compressx.models.access import Access
 from compressx.models.hidden import Keep, Streams, in_memory
 from compressx.models.shards import each, read, write
 from compressx.pipeline.finished_block import FinishedBlock, block_from_dict, block_to_dict, pooled
-from compressx.runtime.errors import ArtifactError, CompressxError
+from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import BLOCKS, STATE, atomic_write, os_errors_named
 from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.timing import Timing
@@ -104,7 +104,7 @@ class Journal:
         try:
             yield
         except BaseException:
-            with suppress(CompressxError):
+            with suppress(Exception):  # the error from elsewhere counts
                 access.written()
                 if self.ranks.size == 1:
                     self._list(access)

@@ -194,6 +194,27 @@ def test_of_several_processes_one_that_fails_does_not_wait_for_the_others(tmp_pa
     assert access.listed() == []
 
 
+class Lost(Behind):
+    """A model whose blocks cannot be written, for want of memory."""
+
+    def written(self) -> None:
+        if self.pending:
+            raise MemoryError
+
+
+def test_an_interruption_is_told_as_one_though_a_block_could_not_be_written_either(tmp_path):
+    kept, access = Journal(tmp_path, {}), Lost(tmp_path / "state.json")
+
+    def interrupted() -> None:
+        with kept.recording(access):  # type: ignore[arg-type]
+            add(kept, access, 0)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert access.listed() == []
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_block_that_cannot_be_written_ends_the_run_by_its_name_and_is_pruned_again(model, streaming, monkeypatch):
     asked = recipe(model, SENSITIVE, **REBUILT)
