@@ -33,7 +33,8 @@ class Work:
     Attributes:
         counts: by their name in `KINDS`.
         memory: most bytes that are alive at once beyond what was there before; the largest one of a sum's.
-        returned: of a pruner's answer, bytes of new weights and biases; those of its masks are known without.
+        returned: bytes of what is handed back: of a pruner's answer new weights and biases, without its masks, whose
+            size is known; what it has prepared.
     """
 
     counts: Mapping[str, float] = field(default_factory=dict)

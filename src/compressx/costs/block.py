@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from compressx.api.patterns import Asked, FixedMask, Pattern
-from compressx.api.pruner import AnyPruner, Block, CountedPruner, PreparingPruner, PrunerSpec, Statistic, statistic_of
+from compressx.api.pruner import AnyPruner, Block, CountedPruner, PreparingPruner, PrunerSpec, statistic_of
 from compressx.api.work import Windows, Work
 from compressx.blocks.select import is_apart
-from compressx.costs.forward import Passed
+from compressx.costs.forward import Input, Passed
+from compressx.costs.gathered import Filled, Gathered
 from compressx.planning.plan import Plan, PlannedRule
 from compressx.runtime.errors import blamed_on
 
@@ -21,37 +23,29 @@ class Task:
     """What is decided at once, by one process: a rule's linears that share statistics, or all of them.
 
     Attributes:
+        names: of the linears.
         separable: whether the rule's pruners decide linears apart.
         weights: of its linears, by which tasks are shared out among processes; their masks have a byte for each.
         prepared: what each pruner prepares of statistics.
         pruned: what each pruner's answer takes.
         returned: bytes of the new weights.
+        held: the most bytes that each pruner holds beside statistics, its answer and what it prepares included.
+        largest: bytes of the largest weight, which is made anew to be checked and to be written.
     """
 
+    names: frozenset[str]
     separable: bool
     weights: int
     prepared: Mapping[str, Work]
     pruned: Mapping[str, Work]
     returned: float
+    held: Mapping[str, float]
+    largest: float
 
-
-@dataclass(frozen=True, eq=False)
-class Gathered:
-    """A statistic, and the linears that have it.
-
-    Attributes:
-        of: the first linear that is handed its input.
-        statistic: fresh, on the meta device.
-        spec: of the pruner that asked for it.
-        names: of the linears.
-        share: fraction of the tokens that reaches them.
-    """
-
-    of: str
-    statistic: Statistic
-    spec: PrunerSpec
-    names: list[str]
-    share: float
+    @property
+    def answer(self) -> float:
+        """Bytes of masks and new weights."""
+        return self.weights + self.returned
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,16 +53,40 @@ class BlockCost:
     """What the rules of a recipe do in one block.
 
     Attributes:
-        statistics: updates of all statistics on the whole text; its memory is what they hold together.
+        statistics: updates of all statistics on the whole text; its memory is what they hold together, and what the
+            block computes while they take in a batch.
         observed: one batch through the block up to the last linear that has a statistic.
         tasks: what is decided, in the order of a run.
         gathered: the statistics.
+        sizes: bytes that each of them holds.
     """
 
     statistics: Work = field(default_factory=Work)
     observed: Work = field(default_factory=Work)
     tasks: tuple[Task, ...] = ()
     gathered: tuple[Gathered, ...] = ()
+    sizes: tuple[float, ...] = ()
+
+    def peaks(self, processes: int) -> tuple[dict[str, float], float]:
+        """Return the most bytes of statistics and answers: by pruner while it is asked, and while answers are written.
+
+        A statistic goes when the last of its linears is decided. Answers are held until all of a turn are there: those
+        of what pruners see whole, and with several processes of the whole block.
+        """
+        found: dict[str, float] = {}
+        written = answers = 0.0
+        left = {name for task in self.tasks for name in task.names}
+        for task in self.tasks:
+            sizes = zip(self.gathered, self.sizes, strict=True)
+            statistics = sum(size for shared, size in sizes if not left.isdisjoint(shared.names))
+            for name, held in task.held.items():
+                found[name] = max(found.get(name, 0.0), statistics + answers + held)
+            left -= task.names
+            sizes = zip(self.gathered, self.sizes, strict=True)
+            after = sum(size for shared, size in sizes if not left.isdisjoint(shared.names))
+            written = max(written, after + answers + task.answer + task.largest)
+            answers += 0.0 if task.separable and processes == 1 else task.answer
+        return found, written
 
     @property
     def prepared(self) -> dict[str, Work]:
@@ -101,6 +119,7 @@ class Costs:
         self.plan = plan
         self.built = plan.build()
         self.unknown: dict[str, None] = {}
+        self.filled = Filled()
 
     def block(
         self, block: Block, passed: Passed, text: Windows, wanted: Mapping[PlannedRule, Mapping[str, Asked]]
@@ -113,7 +132,8 @@ class Costs:
             text: calibration windows.
             wanted: what each of a rule's linears has to become, by name.
         """
-        observed = Work()
+        observed, held, during = Work(), 0.0, passed.work.memory
+        sizes: list[float] = []
         tasks: list[Task] = []
         taken: list[Gathered] = []
         for rule, patterns in wanted.items():
@@ -125,14 +145,24 @@ class Costs:
                     if shared not in taken:
                         taken.append(shared)
                         work = self._updates(shared, text)
-                        observed = replace(observed + work, memory=observed.memory + work.memory)
+                        sizes.append(min(work.memory, self.held(shared, block, text)))
+                        held += sizes[-1]
+                        entered = passed.inputs.get(shared.names[0], Input(""))
+                        during = max(during, entered.alive + work.memory - sizes[-1])
+                        observed = observed + work
             groups = _parted(rule, patterns, of_roles)
             tasks += [self._task(rule, block, some, of_roles, passed, text) for some in groups]
         tasks.sort(key=lambda task: task.separable)
         # A run leaves the block once it has seen what it asked for.
         asked = [name for shared in taken for name in shared.names]
         before = [passed.inputs[name].before if name in passed.inputs else Work() for name in asked]
-        return BlockCost(observed, max(before, key=lambda w: w.flops, default=passed.work), tuple(tasks), tuple(taken))
+        reached = max(before, key=lambda w: w.flops, default=passed.work)
+        return BlockCost(replace(observed, memory=held + during), reached, tuple(tasks), tuple(taken), tuple(sizes))
+
+    def held(self, shared: Gathered, block: Block, text: Windows) -> float:
+        """Return the bytes of a statistic's tensors; infinity if that cannot be told without numbers."""
+        tensors = self.filled(shared, block, text)
+        return math.inf if tensors is None else float(sum(tensor.nbytes for tensor, _ in tensors.values()))
 
     def _roles(self, rule: PlannedRule) -> list[tuple[PrunerSpec, AnyPruner]]:
         pairs = zip((rule.pruner, rule.reconstructor), self.built[rule], strict=True)
@@ -174,9 +204,13 @@ class Costs:
         passed: Passed, text: Windows,
     ) -> Task:  # fmt: skip
         """Count what one process decides at once."""
+        weights = {name: block.linears[name].weight for name in patterns}
+        masks = sum(weight.numel() for weight in weights.values())
+        largest = max(float(weight.numel() * weight.element_size()) for weight in weights.values())
         prepared: dict[str, Work] = {}
         pruned: dict[str, Work] = {}
-        returned = 0.0
+        held: dict[str, float] = {}
+        returned = selected = 0.0
         for (spec, pruner), gathered in zip(self._roles(rule), of_roles, strict=True):
             given: dict[str, Pattern] = {
                 n: p if spec is rule.pruner else _fixed(block, n, p) for n, p in patterns.items()
@@ -189,25 +223,30 @@ class Costs:
             with blamed_on(f"work of pruner {spec.name!r} failed on {block.fqn or 'the model'}"):
                 decided = _checked(pruner.work(block, given, replace(text, share=inputs.share if inputs else 1.0)))
             made = self._prepared(spec, pruner, block, mine, text)
-            prepared[spec.name] = prepared.get(spec.name, Work()) + made
+            kept = max((work.returned for work in made), default=0.0)  # one at a time
+            checked = masks + decided.returned + (largest if decided.returned else 0.0)
+            most = max(checked, kept + decided.memory, *(work.memory for work in made))
+            held[spec.name] = max(held.get(spec.name, 0.0), selected + most)
+            prepared[spec.name] = sum(made, prepared.get(spec.name, Work()))
             pruned[spec.name] = pruned.get(spec.name, Work()) + decided
             returned = decided.returned  # a reconstructing pruner's in place of the selecting one's
-        weights = sum(block.linears[name].weight.numel() for name in patterns)
-        return Task(rule.separable, weights, prepared, pruned, returned)
+            selected = masks + returned
+        return Task(frozenset(patterns), rule.separable, masks, prepared, pruned, returned, held, largest)
 
     def _prepared(
         self, spec: PrunerSpec, pruner: CountedPruner, block: Block, mine: Iterable[Gathered], text: Windows
-    ) -> Work:
-        done = Work()
+    ) -> list[Work]:
+        """Return what it takes to prepare each of some statistics."""
         if not isinstance(pruner, PreparingPruner):
-            return done
+            return []
         count = getattr(pruner, "prepare_work", None)
         if count is None:
             self.unknown[f"what pruner {spec.name} prepares"] = None
-            return done
+            return []
+        done = []
         for shared in mine:
             with blamed_on(f"prepare_work of pruner {spec.name!r} failed on {shared.names[0]}"):
-                done = done + _checked(count(block, shared.names[0], replace(text, share=shared.share)))
+                done.append(_checked(count(block, shared.names[0], replace(text, share=shared.share))))
         return done
 
 

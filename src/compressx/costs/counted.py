@@ -114,7 +114,7 @@ class Counted:
     @cached_property
     def of_statistics(self) -> OfStatistics:
         """Counts what processes exchange of statistics."""
-        return OfStatistics(self.shares, self.text, self.model.dtype, self.unknown)
+        return OfStatistics(self.shares, self.text, self.unknown)
 
     @cached_property
     def batch(self) -> Forward:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from compressx.api.depth import DepthPruner
-from compressx.api.pruner import Block, Reduction
+from compressx.api.pruner import Block
 from compressx.api.work import Windows
-from compressx.blocks.observe import is_routed
-from compressx.costs.block import BlockCost, Gathered
+from compressx.costs.block import BlockCost
+from compressx.costs.gathered import Filled, Gathered, Tensors
 from compressx.models.architecture import Architecture
 from compressx.recipe.schema import ReconstructBlock
 from compressx.training.trainable import small_parameters
@@ -54,61 +51,33 @@ def of_decisions(cost: BlockCost) -> dict[str, float]:
 
 
 class OfStatistics:
-    """Counts what statistics take: those of the kinds that were seen before are not filled again.
+    """Counts what statistics take.
 
     Args:
         shares: calibration windows of each process.
-        text: all of them.
-        dtype: of the hidden states.
+        text: those of the first.
         unknown: filled with what cannot be told, in words.
     """
 
-    def __init__(self, shares: Sequence[int], text: Windows, dtype: torch.dtype, unknown: dict[str, None]) -> None:
-        self.shares, self.text, self.dtype, self.unknown = shares, text, dtype, unknown
-        self._known: list[tuple[Gathered, dict[str, float]]] = []
+    def __init__(self, shares: Sequence[int], text: Windows, unknown: dict[str, None]) -> None:
+        self.shares, self.text, self.unknown = shares, text, unknown
+        self.filled = Filled()
 
     def __call__(self, block: Block, gathered: Iterable[Gathered]) -> dict[str, float]:
         """Return bytes by what they are: sums and maxima are `statistics`, inputs to concatenate are `states`."""
         found = {"statistics": 0.0, "states": 0.0}
         for shared in gathered:
-            for name, size in self._of(block, shared).items():
+            parts = [self.filled(shared, block, replace(self.text, count=n)) for n in self.shares]
+            known = [part for part in parts if part is not None]
+            if len(known) < len(parts):
+                self.unknown[f"what processes exchange of {type(shared.statistic).__name__}"] = None
+                continue
+            for name, size in _sizes(known).items():
                 found[name] += size
         return found
 
-    def _of(self, block: Block, shared: Gathered) -> dict[str, float]:
-        for other, sizes in self._known:
-            alike = type(other.statistic) is type(shared.statistic) and other.statistic == shared.statistic
-            if alike and other.share == shared.share:
-                return sizes
-        features = block.linears[shared.names[0]].in_features
-        parts = {n: self._filled(shared, n, features) for n in dict.fromkeys(self.shares)}
-        sizes = {"statistics": 0.0, "states": 0.0}
-        if any(part is None for part in parts.values()):
-            self.unknown[f"what processes exchange of {type(shared.statistic).__name__}"] = None
-        else:
-            sizes = _sizes([parts[n] or {} for n in self.shares])
-        self._known.append((shared, sizes))
-        return sizes
 
-    def _filled(self, shared: Gathered, windows: int, features: int) -> Mapping[str, tuple[Tensor, Reduction]] | None:
-        """Return the tensors of a statistic that has seen so many windows, on the meta device; None if it refuses."""
-        statistic: Any = copy.deepcopy(shared.statistic)
-        shape = (
-            (windows, self.text.length) if shared.share == 1.0 else (round(windows * self.text.length * shared.share),)
-        )
-        with torch.device("meta"):
-            x = torch.empty(*shape, features, dtype=self.dtype)
-            try:
-                if is_routed(statistic):
-                    statistic.update(x, torch.empty(*shape, dtype=self.dtype))
-                else:
-                    statistic.update(x)
-                return dict(statistic.tensors())
-            except Exception:  # noqa: BLE001 - a plugin's code may read numbers, which there are none of
-                return None
-
-
-def _sizes(parts: Sequence[Mapping[str, tuple[Tensor, Reduction]]]) -> dict[str, float]:
+def _sizes(parts: Sequence[Tensors]) -> dict[str, float]:
     """Return the bytes of statistics of which each process has a part."""
     found = {"statistics": 0.0, "states": 0.0}
     for name, (tensor, reduction) in parts[0].items():

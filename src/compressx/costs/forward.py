@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from compressx.api.pruner import Linear
 from compressx.api.work import Work
@@ -28,11 +29,13 @@ class Input:
         of: name of the first linear of its block that is handed the same tensor.
         share: fraction of the tokens that reaches it, below 1 behind a router.
         before: the work of the block up to it.
+        alive: bytes of what the block has computed by then and still holds, inputs of its linears included.
     """
 
     of: str
     share: float = 1.0
     before: Work = field(default_factory=Work)
+    alive: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,13 @@ class Passed:
         work: of the pass.
         kept: bytes of everything that it computes, most of which a backward pass needs again.
         inputs: of a block, by linear name.
+        arguments: bytes of what a block is given beside hidden states: rotary tables, masks.
     """
 
     work: Work = field(default_factory=Work)
     kept: float = 0.0
     inputs: Mapping[str, Input] = field(default_factory=dict)
+    arguments: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ class _Block:
         self.counting, self.fqn, self.module = counting, fqn, module
         self.inputs: dict[str, Input] = {}
         self.whole: dict[str, float] = {}
-        self.memory = self.kept = self.before = 0.0
+        self.memory = self.kept = self.before = self.arguments = 0.0
         self.seen: list[tuple[Tensor, str]] = []
 
     @contextmanager
@@ -137,7 +142,9 @@ class _Block:
         """Note where the block begins and ends, inside the `with`."""
         counting = self.counting
 
-        def begin(_module: nn.Module, _args: Any) -> None:
+        def begin(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            given = {x.untyped_storage()._cdata: x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)}
+            self.arguments = float(sum(x.untyped_storage().nbytes() for x in given.values()))
             counting.outside = max(counting.outside, counting.peak)
             self.start, self.before, self.kept = dict(counting.counts), counting.alive, counting.kept
             counting.peak = counting.alive
@@ -148,7 +155,7 @@ class _Block:
             counting.peak = counting.alive
             self.seen.clear()
 
-        hooks = [self.module.register_forward_pre_hook(begin), self.module.register_forward_hook(end)]
+        hooks = [self.module.register_forward_pre_hook(begin, with_kwargs=True), self.module.register_forward_hook(end)]
         try:
             yield
         finally:
@@ -160,7 +167,8 @@ class _Block:
 
         def note(_module: nn.Module, args: tuple[Any, ...]) -> None:
             first = next((of for x, of in self.seen if x is args[0]), name)
-            self.inputs[name] = Input(first, before=Work(self._since()))
+            alive = self.counting.alive - self.before
+            self.inputs[name] = Input(first, before=Work(self._since()), alive=alive)
             if first == name:
                 self.seen.append((args[0], name))
 
@@ -172,7 +180,7 @@ class _Block:
 
     def passed(self) -> Passed:
         """Return what was noted."""
-        return Passed(Work(self.whole, self.memory), self.kept, self.inputs)
+        return Passed(Work(self.whole, self.memory), self.kept, self.inputs, self.arguments)
 
     def _since(self) -> dict[str, float]:
         return {kind: count - self.start.get(kind, 0.0) for kind, count in self.counting.counts.items()}

@@ -174,7 +174,7 @@ def _prune(of: Counted) -> Iterator[Stage]:
     order = [*of.found.blocks, OUTSIDE]
     passes, training = Work(), Work()
     pruners: dict[str, Work] = {}
-    peak = 0.0
+    peak, peaks = 0.0, dict[str, float]()
     batches = text.batches if of.planned.needs_calibration else 0
     first = min(batches, math.ceil(MEASURED_TOKENS / (text.batch * text.length)))  # batches of the block's error
     for index, fqn in enumerate(order):
@@ -196,8 +196,13 @@ def _prune(of: Counted) -> Iterator[Stage]:
         pruners = summed(
             [pruners, dict.fromkeys(cost.pruned, Work()), *(w for t in decided for w in (t.prepared, t.pruned))]
         )
-        held = max((w.memory + cost.prepared[n].memory for n, w in cost.pruned.items()), default=0.0)
-        peak = max(peak, cost.statistics.memory + max(held, passed.work.memory))
+        # Outputs of the first batches stay, to measure the block's error.
+        outputs = float(first * text.batch * text.length * of.width * of.itemsize) if wanted and fqn else 0.0
+        asked, written = cost.peaks(of.processes)
+        runs_memory = cost.statistics.memory if cost.statistics.counts else passed.work.memory if runs else 0.0
+        peak = max(peak, outputs + max(runs_memory, written))
+        for name, most in asked.items():
+            peaks[name] = max(peaks.get(name, 0.0), outputs + most)
         if of.processes > 1 and wanted:
             _exchange(of, index, fqn, cost, batches)
         if settings is not None and wanted and fqn:
@@ -206,10 +211,12 @@ def _prune(of: Counted) -> Iterator[Stage]:
             )
     streams = 1 if settings is None else 2
     held_always = {"weights": of.weights, "hidden states": of.hidden(streams * text.count) if batches else 0.0}
+    arguments = max((x.arguments for x in of.batch.blocks.values()), default=0.0) if batches else 0.0
+    held_always |= {"arguments of blocks": batches * arguments} if arguments else {}
     held_always |= {"block being written": of.pending} if of.pending else {}
-    yield Stage("prune: passes and statistics", passes, {**held_always, "statistics and pruners": peak})
+    yield Stage("prune: passes and statistics", passes, {**held_always, "statistics and activations": peak})
     for name, work in pruners.items():
-        yield Stage(f"prune: {name}", work, {**held_always, "statistics and pruners": peak})
+        yield Stage(f"prune: {name}", work, {**held_always, "statistics and pruners": peaks[name]})
     if settings is not None:
         yield Stage("prune: block reconstruction", training, {**held_always, "training": training.memory})
 

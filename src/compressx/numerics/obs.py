@@ -29,7 +29,7 @@ STEP = 32
 PANEL = 256
 """Rows of a triangle that are inverted at once."""
 
-_CHUNK = 1 << 20
+CHUNK = 1 << 20
 """Numbers that are moved at once."""
 
 _RAISES = 5
@@ -139,8 +139,8 @@ def damp_(matrix: Tensor, damping: float) -> None:
 def _reverse_(matrix: Tensor) -> None:
     """Reverse the order of rows and of columns in place."""
     flat = matrix.view(-1)
-    for start in range(0, len(flat) // 2, _CHUNK):
-        stop = min(start + _CHUNK, len(flat) // 2)
+    for start in range(0, len(flat) // 2, CHUNK):
+        stop = min(start + CHUNK, len(flat) // 2)
         head, tail = flat[start:stop], flat[len(flat) - stop : len(flat) - start]
         kept = head.flip(0)
         head.copy_(tail.flip(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 
 from compressx.api.patterns import NM, FixedMask, Pattern
@@ -10,9 +11,12 @@ from compressx.api.pruner import Block
 from compressx.api.work import Work
 from compressx.numerics import ziplm
 from compressx.numerics.admm import CHECK
-from compressx.numerics.obs import BLOCK_COLUMNS, PANEL, STEP
+from compressx.numerics.obs import BLOCK_COLUMNS, CHUNK, PANEL, STEP
 
 _F32 = 4
+
+_PAIRS = 4
+"""Numbers of an N:M group up to which all are compared with all."""
 
 
 def of_each(
@@ -24,18 +28,34 @@ def of_each(
         block: the block.
         patterns: by name of the linear.
         count: counts the work of one.
-        updated: whether new weights are returned, in the dtype of the old ones.
+        updated: whether new weights are returned, in the dtype of the old ones. Answers are held until the last one.
     """
-    weights = {name: block.linears[name].weight for name in patterns}
-    shapes = {name: weight.shape for name, weight in weights.items()}
-    done = sum((count(shapes[n][0], shapes[n][1], pattern) for n, pattern in patterns.items()), Work())
-    return done + Work.of(returned=sum(w.numel() * w.element_size() for w in weights.values()) if updated else 0)
+    done, held = Work(), 0.0
+    for name, pattern in patterns.items():
+        weight = block.linears[name].weight
+        one = count(weight.shape[0], weight.shape[1], pattern)
+        returned = weight.numel() * weight.element_size() if updated else 0
+        done += Work(one.counts, held + one.memory, one.returned + returned)
+        held += weight.numel() + returned
+    return done
+
+
+def of_scores(block: Block, patterns: Mapping[str, Pattern], *, passes: float) -> Work:
+    """Sum `scored` over some linears of a block, whose scores are all made before the first selection."""
+    done = of_each(block, patterns, partial(scored, passes=passes))
+    all_of_them = largest = memory = 0.0
+    for name, pattern in patterns.items():
+        rows, columns = block.linears[name].weight.shape
+        memory = max(memory, all_of_them + selection(rows, columns, pattern).memory)  # beside the masks before it
+        all_of_them, largest = all_of_them + rows * columns, max(largest, float(rows * columns))
+    return Work(done.counts, max(_F32 * (all_of_them + largest), _F32 * all_of_them + memory))
 
 
 def scored(rows: int, columns: int, pattern: Pattern, *, passes: float) -> Work:
     """Count float32 scores of a weight [rows, columns], made in `passes` over its numbers, and their selection."""
     scores = elementwise(rows * columns, passes=passes, memory=2.0 * _F32 * rows * columns)
-    return scores + selection(rows, columns, pattern)
+    chosen = selection(rows, columns, pattern)
+    return scores + Work(chosen.counts, _F32 * rows * columns + chosen.memory)
 
 
 def elementwise(numbers: float, *, passes: float = 1.0, itemsize: int = _F32, memory: float = 0.0) -> Work:
@@ -48,8 +68,10 @@ def selection(rows: int, columns: int, pattern: Pattern) -> Work:
     if isinstance(pattern, FixedMask):
         return Work()
     few = isinstance(pattern, NM)
+    # Of a few numbers all pairs are compared; of a row there are a mask, the ties, their running sum, and what is left.
+    each = max(3 * pattern.of, pattern.of + 9) if isinstance(pattern, NM) and pattern.of <= _PAIRS else 7
     return Work.of(
-        memory=(3 * _F32 + 3) * rows * columns,
+        memory=float(each * rows * columns),
         moved=(28.0 if few else 12.0) * rows * columns,
         selected=0.0 if few else rows * columns,
         launches=20,
@@ -67,7 +89,9 @@ def inverse_cholesky(n: int) -> Work:
         products += sum(2 * height * (start - left) * (right - left) for left, right in pairwise(edges[: number + 1]))
     panels = len(edges) - 1
     return Work.of(
-        memory=_F32 * (n * n + 2 * PANEL * n),
+        # Beside it a panel, or what is turned round.
+        memory=_F32 * (n * n + 2 * max(PANEL * n, min(n * n // 2, CHUNK))),
+        returned=_F32 * n * n,
         float32=products, factor=n**3 / 3 + solved, moved=_F32 * 9.0 * n * n, launches=panels * (panels + 6) + 20,
     )  # fmt: skip
 
@@ -101,9 +125,12 @@ def sweep(rows: int, columns: int, pattern: Pattern, *, chosen: bool = False) ->
         launches += 30
     # Of each block of columns: scores, two transposes, errors; every number is read or written some twelve times.
     moved = _F32 * (vectors + 12.0 * rows * columns) + 2.0 * _F32 * rows * sum(left for _, left in blocks)
-    memory = _F32 * rows * (columns + 3 * BLOCK_COLUMNS) + rows * columns
+    fixed = chosen or isinstance(pattern, FixedMask)
+    # Of a block of columns: the block, its errors, and the scores, the mask or what is written back.
+    beside = 17.0 if fixed else 16.25 if grouped else 20.0
+    memory = (_F32 + 1) * rows * columns + beside * rows * min(BLOCK_COLUMNS, columns)
     swept = Work.of(memory, float32=products, moved=moved, launches=launches)
-    return swept if chosen else swept + selection(rows, columns, pattern)
+    return swept if chosen else swept + Work(selection(rows, columns, pattern).counts)
 
 
 def _column_blocks(columns: int, pattern: Pattern | None) -> Iterator[tuple[int, int]]:
@@ -118,7 +145,7 @@ def _column_blocks(columns: int, pattern: Pattern | None) -> Iterator[tuple[int,
 
 def metric(n: int) -> Work:
     """Count `admm.Metric.of` of an [n, n] Hessian."""
-    return Work.of(memory=_F32 * n * n, moved=_F32 * 6.0 * n * n, launches=20)
+    return Work.of(memory=_F32 * n * n, returned=_F32 * n * n, moved=_F32 * 6.0 * n * n, launches=20)
 
 
 def admm(rows: int, n: int, pattern: Pattern, *, steps: float, solver_steps: float) -> Work:
@@ -137,14 +164,15 @@ def admm(rows: int, n: int, pattern: Pattern, *, steps: float, solver_steps: flo
     solving = (3 + solver_steps) * product + Work.of(
         moved=_F32 * (14.0 * solver_steps + 20) * weight, launches=14 * solver_steps
     )
-    memory = _F32 * 8.0 * weight
     if isinstance(pattern, FixedMask):
-        return solving + Work.of(memory)
+        return solving + Work.of(28.0 * weight)
+    # In ADMM beside the inverse of the penalised Hessian; then in the conjugate gradient on two supports.
+    memory = max(33.0 * weight, (31.0 if isinstance(pattern, NM) else 29.0) * weight + _F32 * float(n) * n)
     inverse = Work.of(factor=float(n) ** 3, moved=_F32 * 4.0 * n * n, launches=8)
     step = product + selection(rows, n, pattern) + Work.of(moved=_F32 * 12.0 * weight, launches=12)
     # Near the support the residual takes a product, and what was reached is compared with the start by two.
     around = 3 * product + 2 * selection(rows, n, pattern)
-    return solving + around + steps * step + max(1.0, steps / CHECK) * inverse + Work.of(memory + _F32 * 2.0 * n * n)
+    return solving + around + steps * step + max(1.0, steps / CHECK) * inverse + Work.of(memory)
 
 
 def removal(rows: int, columns: int, size: int, dropped: int) -> Work:
@@ -168,8 +196,11 @@ def removal(rows: int, columns: int, size: int, dropped: int) -> Work:
     products += 2 * rows * (gone * stay + 2 * columns**2)
     solved += stay**3 / 3 + 2 * rows * stay**2
     moved = _F32 * (8.0 * columns**2 + 12.0 * rows * columns)
+    # The inverse, the weight twice, what is looked at of both; the Hessian, parts of it that stay, and weights.
+    choosing = _F32 * (columns**2 + 4.0 * min(ziplm.CANDIDATES, columns) ** 2 + 4.0 * rows * columns)
+    solving = _F32 * (2.0 * columns**2 + 2.0 * stay**2 - stay * columns + 6.0 * rows * columns)
     removed = Work.of(
-        _F32 * (2.0 * columns**2 + 4.0 * rows * columns), float32=products, factor=solved, moved=moved,
+        max(choosing, solving), float32=products, factor=solved, moved=moved,
         launches=launches + 4 * units / PANEL + 60,
     )  # fmt: skip
     return inverse_cholesky(columns) + 3 * assembled(columns) + removed

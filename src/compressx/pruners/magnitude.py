@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from pydantic import BaseModel, ConfigDict
 
@@ -35,7 +34,7 @@ class Magnitude:
 
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count magnitudes and their selection."""
-        return numerics.of_each(block, patterns, partial(numerics.scored, passes=4))
+        return numerics.of_scores(block, patterns, passes=4)
 
 
 @hookimpl

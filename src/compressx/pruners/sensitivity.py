@@ -96,7 +96,7 @@ class SensitivityPruner:
 
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count scores, their selection, and sweeps with fixed masks."""
-        chosen = numerics.of_each(block, patterns, partial(numerics.scored, passes=7))
+        chosen = numerics.of_scores(block, patterns, passes=7)
         return chosen + numerics.of_each(block, patterns, partial(numerics.sweep, chosen=True), updated=True)
 
     def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol

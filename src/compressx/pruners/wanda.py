@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from pydantic import BaseModel, ConfigDict
 
@@ -49,7 +48,7 @@ class Wanda:
 
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count scores and their selection."""
-        return numerics.of_each(block, patterns, partial(numerics.scored, passes=7))
+        return numerics.of_scores(block, patterns, passes=7)
 
 
 @hookimpl
