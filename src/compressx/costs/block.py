@@ -12,7 +12,7 @@ from compressx.api.patterns import Asked, FixedMask, Pattern
 from compressx.api.pruner import AnyPruner, Block, CountedPruner, PreparingPruner, PrunerSpec, statistic_of
 from compressx.api.work import Windows, Work
 from compressx.blocks.select import is_apart
-from compressx.costs.forward import Input, Passed
+from compressx.costs.forward import Passed
 from compressx.costs.gathered import Filled, Gathered
 from compressx.planning.plan import Plan, PlannedRule
 from compressx.runtime.errors import blamed_on
@@ -132,8 +132,9 @@ class Costs:
             text: calibration windows.
             wanted: what each of a rule's linears has to become, by name.
         """
-        observed, held, during = Work(), 0.0, passed.work.memory
+        observed, at_first = Work(), 0.0
         sizes: list[float] = []
+        temporary: dict[str, float] = {}
         tasks: list[Task] = []
         taken: list[Gathered] = []
         for rule, patterns in wanted.items():
@@ -146,9 +147,9 @@ class Costs:
                         taken.append(shared)
                         work = self._updates(shared, text)
                         sizes.append(min(work.memory, self.held(shared, block, text)))
-                        held += sizes[-1]
-                        entered = passed.inputs.get(shared.names[0], Input(""))
-                        during = max(during, entered.alive + work.memory - sizes[-1])
+                        at_first += min(sizes[-1], self.held(shared, block, replace(text, count=text.batch)))
+                        entering = temporary.get(shared.of, 0.0)
+                        temporary[shared.of] = max(entering, work.memory - sizes[-1])
                         observed = observed + work
             groups = _parted(rule, patterns, of_roles)
             tasks += [self._task(rule, block, some, of_roles, passed, text) for some in groups]
@@ -156,8 +157,11 @@ class Costs:
         # A run leaves the block once it has seen what it asked for.
         asked = [name for shared in taken for name in shared.names]
         before = [passed.inputs[name].before if name in passed.inputs else Work() for name in asked]
+        # The first batch runs the whole block.
+        first = at_first + max(passed.work.memory, passed.holding(temporary, temporary, leave=False))
+        later = sum(sizes) + passed.holding(temporary, temporary, leave=True) * (text.batches > 1)
         reached = max(before, key=lambda w: w.flops, default=passed.work)
-        return BlockCost(replace(observed, memory=held + during), reached, tuple(tasks), tuple(taken), tuple(sizes))
+        return BlockCost(replace(observed, memory=max(first, later)), reached, tuple(tasks), tuple(taken), tuple(sizes))
 
     def held(self, shared: Gathered, block: Block, text: Windows) -> float:
         """Return the bytes of a statistic's tensors; infinity if that cannot be told without numbers."""

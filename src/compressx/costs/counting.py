@@ -25,6 +25,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         alive: bytes of what was computed and is still needed.
         peak: the most of them since it was last reset.
         outside: the most of them outside the blocks.
+        course: what was alive after each allocation since the block began.
+        until: of tensors that were looked at, by name: how far the course was when the model let go of them.
         products, attention, itemsize: the kinds of products and of attention, and the bytes of their factors.
         kept: bytes of all that was computed.
     """
@@ -36,7 +38,10 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.itemsize = 4 if products == "float32" else 2
         self.counts: dict[str, float] = {}
         self.alive = self.peak = self.outside = self.kept = 0.0
+        self.course: list[float] = []
+        self.until: dict[str, int] = {}
         self._known: set[int] = set()
+        self._names: dict[int, list[str]] = {}
 
     def add(self, kind: str, count: float) -> None:
         """Count some more."""
@@ -76,11 +81,22 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive += size
         self.kept += size
         self.peak = max(self.peak, self.alive)
+        self.course.append(self.alive)
         finalize(storage, self._freed, key, size)
+
+    def enter(self) -> None:
+        """Begin a block, or end one."""
+        self._names.clear()
+        self.peak, self.course, self.until = self.alive, [], {}
+
+    def look(self, x: Tensor, name: str) -> None:
+        """Note when a tensor is let go of."""
+        self._names.setdefault(x.untyped_storage()._cdata, []).append(name)
 
     def _freed(self, key: int, size: float) -> None:
         self._known.discard(key)
         self.alive -= size
+        self.until |= dict.fromkeys(self._names.pop(key, ()), len(self.course))  # its address may be another's next
 
 
 class FusedAttention(TorchFunctionMode):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +30,19 @@ class Input:
         of: name of the first linear of its block that is handed the same tensor.
         share: fraction of the tokens that reaches it, below 1 behind a router.
         before: the work of the block up to it.
-        alive: bytes of what the block has computed by then and still holds, inputs of its linears included.
+        size: bytes of it.
+        alive: bytes of what the block has computed by then and still holds.
+        at: how far the block's `course` is by then.
+        until: how far it is when the block lets go of the input.
     """
 
     of: str
     share: float = 1.0
     before: Work = field(default_factory=Work)
+    size: float = 0.0
     alive: float = 0.0
+    at: int = 0
+    until: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,12 +54,31 @@ class Passed:
         kept: bytes of everything that it computes, most of which a backward pass needs again.
         inputs: of a block, by linear name.
         arguments: bytes of what a block is given beside hidden states: rotary tables, masks.
+        course: bytes that a block has computed and still holds, after each allocation.
     """
 
     work: Work = field(default_factory=Work)
     kept: float = 0.0
     inputs: Mapping[str, Input] = field(default_factory=dict)
     arguments: float = 0.0
+    course: tuple[float, ...] = ()
+
+    def holding(self, names: Iterable[str], temporary: Mapping[str, float], *, leave: bool) -> float:
+        """Return the most bytes at once while inputs of some linears are observed, and held until the batch has run.
+
+        Args:
+            names: of the linears; of those with the same input one.
+            temporary: bytes that take in the input of a linear, by name.
+            leave: whether the block is left once it was seen what is observed.
+        """
+        held = {name: self.inputs[name] for name in names if name in self.inputs}
+
+        def beside(i: int) -> float:
+            return sum(x.size for x in held.values() if x.until <= i)
+
+        end = max((x.at for x in held.values()), default=0) if leave else len(self.course)
+        seen = [x.alive + beside(x.at) + temporary.get(name, 0.0) for name, x in held.items()]
+        return max([0.0, *(self.course[i] + beside(i) for i in range(end)), *seen])
 
 
 @dataclass(frozen=True)
@@ -135,7 +161,8 @@ class _Block:
         self.inputs: dict[str, Input] = {}
         self.whole: dict[str, float] = {}
         self.memory = self.kept = self.before = self.arguments = 0.0
-        self.seen: list[tuple[Tensor, str]] = []
+        self.course: tuple[float, ...] = ()
+        self.seen: list[tuple[ref[Tensor], str]] = []
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -147,12 +174,15 @@ class _Block:
             self.arguments = float(sum(x.untyped_storage().nbytes() for x in given.values()))
             counting.outside = max(counting.outside, counting.peak)
             self.start, self.before, self.kept = dict(counting.counts), counting.alive, counting.kept
-            counting.peak = counting.alive
+            counting.enter()
 
         def end(_module: nn.Module, _args: Any, _output: Any) -> None:
             self.whole = self._since()
             self.memory, self.kept = counting.peak - self.before, counting.kept - self.kept
-            counting.peak = counting.alive
+            self.course = tuple(alive - self.before for alive in counting.course)
+            ends = len(self.course)
+            self.inputs = {n: replace(x, until=counting.until.get(n, ends)) for n, x in self.inputs.items()}
+            counting.enter()
             self.seen.clear()
 
         hooks = [self.module.register_forward_pre_hook(begin, with_kwargs=True), self.module.register_forward_hook(end)]
@@ -166,11 +196,14 @@ class _Block:
         """Return a hook that notes the input of a linear."""
 
         def note(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            first = next((of for x, of in self.seen if x is args[0]), name)
+            x: Tensor = args[0]
+            first = next((of for seen, of in self.seen if seen() is x), name)
+            size = float(x.numel() * x.element_size())
             alive = self.counting.alive - self.before
-            self.inputs[name] = Input(first, before=Work(self._since()), alive=alive)
+            self.inputs[name] = Input(first, 1.0, Work(self._since()), size, alive, len(self.counting.course))
+            self.counting.look(x, name)
             if first == name:
-                self.seen.append((args[0], name))
+                self.seen.append((ref(x), name))
 
         return note
 
@@ -180,7 +213,7 @@ class _Block:
 
     def passed(self) -> Passed:
         """Return what was noted."""
-        return Passed(Work(self.whole, self.memory), self.kept, self.inputs, self.arguments)
+        return Passed(Work(self.whole, self.memory), self.kept, self.inputs, self.arguments, self.course)
 
     def _since(self) -> dict[str, float]:
         return {kind: count - self.start.get(kind, 0.0) for kind, count in self.counting.counts.items()}
