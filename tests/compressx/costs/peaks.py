@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +13,8 @@ from compressx.pipeline.run import run
 from compressx.testing import pretended_accelerator
 from compressx.testing.accelerator.counts import Record
 
+PASSES = "prune: passes and statistics"
+
 
 def peaks(written: dict[str, Any]) -> dict[str, float]:
     """Run a recipe on the accelerator; return the peaks by the names that stages of an estimate have."""
@@ -20,39 +22,31 @@ def peaks(written: dict[str, Any]) -> dict[str, float]:
     with pretended_accelerator() as device:
         gc.collect()
         with (
-            patch.object(select, "ask", _timed(device, found, select.ask)),
-            patch.object(prune._Pruning, "inside", _timed(device, found, prune._Pruning.inside)),
-            patch("compressx.report.figures.draw", lambda *_: ()),
+            patch.object(select, "ask", _measured(device, found, select.ask, lambda plugin: f"prune: {plugin}")),
+            patch.object(prune._Pruning, "inside", _measured(device, found, prune._Pruning.inside, lambda _: PASSES)),
         ):
             run(written, device="cuda")
     return found
 
 
-def _timed(device: Record, found: dict[str, float], call: Any) -> Any:
-    asks = call is select.ask
+def _measured(
+    device: Record, found: dict[str, float], call: Callable[..., Any], name_of: Callable[[Any], str]
+) -> Callable[..., Any]:
+    """Return a function that also notes the peak while it runs, and the one before it, under their names."""
 
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        if not asks:
+    def note(name: str) -> None:
+        found[name] = max(found.get(name, 0.0), float(device.peak_bytes))
+        device.forget_peak()
+
+    @wraps(call)
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        name = name_of(args[0])
+        if name == PASSES:
             device.forget_peak()
-        with _entered(device, found, f"prune: {args[0]}" if asks else "") if asks else _passes(device, found):
-            return call(*args, **kwargs)
+        else:
+            note(PASSES)
+        result = call(*args, **kwargs)
+        note(name)
+        return result
 
-    return timed
-
-
-@contextmanager
-def _passes(device: Record, found: dict[str, float]) -> Iterator[None]:
-    yield
-    _noted(device, found, "prune: passes and statistics")
-
-
-@contextmanager
-def _entered(device: Record, found: dict[str, float], name: str) -> Iterator[None]:
-    _noted(device, found, "prune: passes and statistics")
-    yield
-    _noted(device, found, name)
-
-
-def _noted(device: Record, found: dict[str, float], name: str) -> None:
-    found[name] = max(found.get(name, 0.0), float(device.peak_bytes))
-    device.forget_peak()
+    return measured
