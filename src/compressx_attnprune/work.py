@@ -203,7 +203,8 @@ def _starts(shape: Shape, pattern: Pattern, tokens: float) -> Work:
     hessian = Work.of(memory=_F32 * n * n, float32=2.0 * tokens * n * n, moved=_F32 * 5.0 * tokens * n)
     ranks = Work.of(moved=16.0 * rows * n * 12, selected=8.0 * rows * n, launches=20)
     swept = 2 * numerics.sweep(rows, n, pattern)
-    return hessian + numerics.inverse_cholesky(n) + ranks + swept + 2 * numerics.selection(rows, n, pattern)
+    found = hessian + numerics.inverse_cholesky(n) + ranks + swept + 2 * numerics.selection(rows, n, pattern)
+    return Work(found.counts, found.memory)  # the factor is not handed back
 
 
 def _closed(shape: Shape, options: AttnPruneOptions, pattern: Pattern, train: int, *, fixed: bool) -> Work:
