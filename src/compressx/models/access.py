@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,10 +55,11 @@ class Access(Protocol):
     def whole(self) -> AbstractContextManager[Any]:
         """Return a context manager that yields a model callable on any input, possibly slow."""
 
-    def write(self, fqn: str, folder: Path) -> None:
+    def write(self, fqn: str, folder: Path, then: Callable[[], None] | None = None) -> None:
         """Begin to write a materialised block's weights to a folder, under their checkpoint names.
 
-        They must not be changed until `written` has returned. One block is written at a time.
+        They must not be changed until `written` has returned. One block is written at a time. `then` is called, in
+        another thread, when they are on disk.
         """
 
     def written(self) -> None:
@@ -103,14 +104,14 @@ class InMemory:
         """Yield the model."""
         yield self.model
 
-    def write(self, fqn: str, folder: Path) -> None:
+    def write(self, fqn: str, folder: Path, then: Callable[[], None] | None = None) -> None:
         """Begin to write a block's weights, so that an interrupted run can be resumed.
 
         Raises:
             ArtifactError: a block before could not be written; nothing is left of its file.
         """
         tensors = shards.tensors_of(self.model, find_blocks(self.model), fqn)
-        self._behind.begin(fqn, block_file(folder, fqn), lambda: shards.checkpoint_tensors(self.model, tensors))
+        self._behind.begin(fqn, block_file(folder, fqn), lambda: shards.checkpoint_tensors(self.model, tensors), then)
 
     def written(self) -> None:
         """Wait until all blocks that `write` was given are on disk.

@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,7 +128,7 @@ class StreamedModel:
         with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
             yield load_offloaded(self.checkpoint, self.blocks, self.device, Path(folder))
 
-    def write(self, fqn: str, folder: Path) -> None:
+    def write(self, fqn: str, folder: Path, then: Callable[[], None] | None = None) -> None:
         """Begin to write a materialised block to a file under its checkpoint names; later loads read that file.
 
         Its weights must not be changed any more; they may be unloaded. `written` waits for the file.
@@ -138,10 +138,13 @@ class StreamedModel:
         """
         path = block_file(folder, fqn)
 
-        def then() -> None:
+        def read_from_there() -> None:
             self.source[fqn] = shards.of_file(path, fqn)
+            if then is not None:
+                then()
 
-        self._behind.begin(fqn, path, lambda: shards.checkpoint_tensors(self.model, self.tensors(fqn)), then)
+        tensors = lambda: shards.checkpoint_tensors(self.model, self.tensors(fqn))  # noqa: E731 - one call
+        self._behind.begin(fqn, path, tensors, read_from_there)
 
     def written(self) -> None:
         """Wait until all blocks that `write` was given are on disk.

@@ -2,7 +2,7 @@
 
 A block is finished when `state.json` lists it. That file is written last, after the block's weights, masks, report and
 matrices and the hidden states that enter the next block. Files of unfinished blocks are overwritten. The weights are
-written in the background (`models/behind.py`), so a block is listed when the next one is added, or when there is none.
+written in the background (`models/behind.py`), and so is the record when they are on disk.
 
 Hidden states can be larger than all weights of a block. They are written when enough time has passed since the last
 writing, and only then are the blocks up to there finished. Blocks after them are pruned again by a run that resumes.
@@ -13,9 +13,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class Journal:
         self.allocated: Allocated | None = None
         self.scores: Mapping[str, float] = {}
         self._cost, self._since = 0.0, time.perf_counter()  # seconds of the last writing of states, and when it ended
-        self._unlisted = False  # whether states are written, but not the record that lists the blocks up to them
+        self._untidy = False  # whether states were written after which earlier ones are not deleted yet
         if self.state.exists():
             self._open()
         for left in self.blocks.glob(".*.partial") if ranks.first else ():  # of a run that was killed while it wrote
@@ -95,8 +96,7 @@ class Journal:
     def recording(self, access: Access) -> Iterator[None]:
         """Add blocks within a `with`; at its end all of them are on disk, and finished ones are listed.
 
-        So they are if one process is left by an error or Ctrl-C. Of several, none waits for the others then, which may
-        have gone on, and what the last block has not listed is pruned again.
+        So they are if it is left by an error or Ctrl-C. Of several processes, none waits for the others then.
 
         Raises:
             ArtifactError: a file cannot be written.
@@ -107,17 +107,17 @@ class Journal:
             with suppress(Exception):  # the error from elsewhere counts
                 access.written()
                 if self.ranks.size == 1:
-                    self._list(access)
+                    self._tidy(access)
             raise
         access.written()
-        self._list(access)
+        self._tidy(access)
 
     def add(self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], streams: Streams) -> None:
         """Record a block while its weights are loaded; it counts as finished once hidden states are written, too.
 
         They are written after the first block, and again when that takes at most `SHARE` of the time that has passed.
-        All processes do so after the same blocks. The weights are on disk when the next block is added, and the block
-        is listed then.
+        All processes do so after the same blocks. The weights are written in the background, and the block is listed
+        when they are on disk.
 
         Args:
             access: the model.
@@ -128,7 +128,7 @@ class Journal:
         Raises:
             ArtifactError: a file of this block or the one before cannot be written; it then does not count as finished.
         """
-        self._list(access)
+        self._tidy(access)
         fqn = block.report.fqn
         if self.ranks.first:
             write_masks(self._file(fqn, "masks.safetensors"), masks)
@@ -144,22 +144,21 @@ class Journal:
             write(self._states(len(self.finished)), states)
             self._since = time.perf_counter()
             self._cost = self._since - started if states else self._cost
+            self.ranks.barrier()  # the record speaks of the states of all processes
         if self.ranks.first:  # last, so that the disk has nothing else to do while the next block is worked on
-            access.write(fqn, self.blocks)
-        self._unlisted = bool(complete)
+            access.write(fqn, self.blocks, self._record() if complete else None)
+        self._untidy = bool(complete)
 
-    def _list(self, access: Access) -> None:
-        """Write the record if states were written since, when the weights are on disk; delete earlier states."""
-        if not self._unlisted:
+    def _tidy(self, access: Access) -> None:
+        """Delete states of earlier blocks when the record lists a later one."""
+        if not self._untidy:
             return
         if self.ranks.first:
             access.written()
         self.ranks.barrier()
-        self._write()
-        self.ranks.barrier()
         for earlier in {*self.blocks.glob(self._states("*").name)} - {self._states(len(self.finished))}:
             earlier.unlink(missing_ok=True)
-        self._unlisted = False
+        self._untidy = False
 
     def restore(self, access: Access, keep: Keep = in_memory) -> tuple[list[FinishedBlock], Streams]:
         """Load the weights of all finished blocks into the model; return the blocks and the hidden states.
@@ -224,8 +223,11 @@ class Journal:
         self.timing.add(spent)
 
     def _write(self) -> None:
-        if not self.ranks.first:
-            return
+        if self.ranks.first:
+            self._record()()
+
+    def _record(self) -> Callable[[], None]:
+        """Return what writes the record as it is now."""
         data = {
             "fingerprint": self.fingerprint,
             "allocated": None if self.allocated is None else dataclasses.asdict(self.allocated),
@@ -233,7 +235,7 @@ class Journal:
             "finished": self.finished,
             "seconds": self.timing.seconds(),
         }
-        atomic_write(self.state, json.dumps(data, indent=1).encode())
+        return partial(atomic_write, self.state, json.dumps(data, indent=1).encode())
 
     def _file(self, fqn: str, ending: str) -> Path:
         return self.blocks / f"{fqn or 'outside'}.{ending}"
