@@ -90,8 +90,9 @@ def shapes(assume: str, processes: int) -> None:
     from compressx.planning.make import make_plan
 
     plugins, machine = load_plugins(), machine_for(assume, "cpu", processes)
-    print("| model | method | PFLOPs | minutes | GPU memory, GB | exchanged, GB | longest stages, s |")
-    print("|---|---|---:|---:|---:|---:|---|")
+    several = processes > 1
+    print(f"| model | method | PFLOPs | minutes | GPU memory, GB |{' exchanged, GB |' * several} longest stages, s |")
+    print(f"|---|---|---:|---:|---:|{'---:|' * several}---|")
     with tempfile.TemporaryDirectory() as folder:
         for model, sizes in LLAMA.items():
             where = Path(folder) / model
@@ -113,9 +114,9 @@ def shapes(assume: str, processes: int) -> None:
                     f"{stage.name.removeprefix('prune: ')} {found.seconds(stage):.0f}" for stage in longest
                 )
                 parts = (found.exchanged.block, found.exchanged.whole)
-                exchanged = " / ".join(f"{sum(x.values()) / 1e9:.1f}" for x in parts)
+                exchanged = " / ".join(f"{sum(x.values()) / 1e9:.1f}" for x in parts) + " | " if several else ""
                 print(f"| {model} | {method} | {flops / 1e15:.1f} | {found.total / 60:.1f} | "
-                      f"{sum(found.memory.values()) / 1e9:.1f} | {exchanged} | {told} |", flush=True)  # fmt: skip
+                      f"{sum(found.memory.values()) / 1e9:.1f} | {exchanged}{told} |", flush=True)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
