@@ -25,6 +25,7 @@ from compressx.recipe.parts import Parts
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, Mistakes, UnsupportedModelError
+from compressx.runtime.ranks import refuse_few_windows
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +132,14 @@ def refuse_overwriting(output: Path, checkpoint: Checkpoint) -> None:
     model = Path(checkpoint.location)
     if model.exists() and model.resolve().is_relative_to(output.expanduser().resolve()):
         raise ArtifactError(f"output {output} would overwrite the input model; name another folder")
+
+
+def check_shares(loaded: LoadedRecipe, planned: Plan, processes: int) -> None:
+    """Refuse fewer calibration windows than processes, if the plan calibrates."""
+    calibration = loaded.recipe.calibration
+    if planned.needs_calibration and calibration is not None:
+        with loaded.at("calibration"):
+            refuse_few_windows(calibration.samples, processes)
 
 
 def check_space(loaded: LoadedRecipe, found: FoundModel, planned: Plan) -> None:

@@ -23,6 +23,7 @@ from compressx.pipeline.checks import (
     check_datasets,
     check_names,
     check_parts,
+    check_shares,
     check_space,
     check_teacher,
     check_tokenizer,
@@ -41,7 +42,6 @@ from compressx.recipe.parts import Parts, parts_of, valid_parts
 from compressx.recipe.schema import LoadedRecipe, read_recipe, recipe_from_source
 from compressx.recipe.sources import Calibration, ModelSource
 from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError
-from compressx.runtime.ranks import refuse_few_windows
 from compressx.training.finetune import training_windows
 
 
@@ -100,9 +100,7 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins, processes: int = 1, device: 
             refuse_overwriting(recipe.output, found.checkpoint)
         with mistakes.collected():
             planned = _planned(loaded, plugins, found.skeleton, found.tokenizer, mistakes)
-            if planned.needs_calibration and recipe.calibration is not None:
-                with loaded.at("calibration"):
-                    refuse_few_windows(recipe.calibration.samples, processes)
+            check_shares(loaded, planned, processes)
             with loaded.at("output"):
                 check_space(loaded, found, planned)
             if device is not None:
