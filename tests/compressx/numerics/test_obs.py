@@ -46,7 +46,7 @@ def test_the_factor_is_the_upper_cholesky_factor_of_the_damped_inverse(columns):
 
 
 def test_a_factor_in_float32_is_as_good_as_one_that_inverts_in_float64(monkeypatch):
-    monkeypatch.setattr("compressx.numerics.obs._CHUNK", 1000)
+    monkeypatch.setattr("compressx.numerics.obs.CHUNK", 1000)
     _, x = problem(1, 300, tokens=600)
     hessian = x.T @ x
     expected, _ = inverse_cholesky(hessian)
