@@ -190,16 +190,17 @@ class Two(Ranks):
         return value
 
 
+def interrupted(kept: Journal, access: Behind) -> None:
+    """Add a block, and be interrupted before it is known to be on disk."""
+    with kept.recording(access):  # type: ignore[arg-type]
+        add(kept, access, 0)
+        raise KeyboardInterrupt
+
+
 def test_of_several_processes_one_that_fails_does_not_wait_for_the_others(tmp_path):
     kept, access = Journal(tmp_path, {}, Two(0, 2)), Behind(tmp_path / "state.json")
-
-    def interrupted() -> None:
-        with kept.recording(access):  # type: ignore[arg-type]
-            add(kept, access, 0)
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        interrupted()
+        interrupted(kept, access)
     assert access.on_disk == access.listed() == ["block.0"], "but for its own writing"
 
 
@@ -213,14 +214,8 @@ class Lost(Behind):
 
 def test_an_interruption_is_told_as_one_though_a_block_could_not_be_written_either(tmp_path):
     kept, access = Journal(tmp_path, {}), Lost(tmp_path / "state.json")
-
-    def interrupted() -> None:
-        with kept.recording(access):  # type: ignore[arg-type]
-            add(kept, access, 0)
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        interrupted()
+        interrupted(kept, access)
     assert access.listed() == []
 
 
