@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-BUDGETS = ("50%", "60%", "70%", "2:4", "4:8")
+BUDGETS = ("50%", "60%", "70%", "80%", "2:4", "4:8")
 
 
 def rules(*pruners: tuple[list[str], str], **options: Any) -> Callable[[str], dict[str, Any]]:
@@ -22,15 +22,18 @@ def rules(*pruners: tuple[list[str], str], **options: Any) -> Callable[[str], di
 
 
 def shipped(budget: str) -> dict[str, Any]:
-    """Return the shipped recipe of the lowest perplexity for a budget; 4:8 uses that of 2:4."""
+    """Return the shipped recipe of the lowest perplexity for a budget; 4:8 uses that of 2:4, and 80% that of 70%."""
     from compressx.recipe.schema import load_recipe
 
-    path = RECIPES / ("best-2of4.yaml" if ":" in budget else f"best-{budget.rstrip('%')}.yaml")
-    return load_recipe(path).recipe.model_dump(mode="json", exclude_none=True)
+    name = "2of4" if ":" in budget else "70" if budget == "80%" else budget.rstrip("%")
+    recipe = load_recipe(RECIPES / f"best-{name}.yaml").recipe.model_dump(mode="json", exclude_none=True)
+    if budget == "80%":
+        recipe["allocation"] |= {"target": 0.8, "sparsities": [0.6, 0.8, 0.9]}
+    return recipe
 
 
 def training() -> dict[str, Any]:
-    """Return how the shipped recipes train the whole model, without how long and on what."""
+    """Return how best-50 trains the whole model, without how long and on what."""
     section: dict[str, Any] = shipped("50%")["finetune"]
     return {k: v for k, v in section.items() if k not in {"minutes", "datasets", "samples", "sequence_length"}}
 
@@ -40,6 +43,7 @@ def best(budget: str) -> dict[str, Any]:
     recipe = shipped(budget)
     sections: dict[str, Any] = {k: recipe[k] for k in ("prune", "allocation", "reconstruct_block") if k in recipe}
     sections["calibration"] = {"samples": recipe["calibration"]["samples"]}
+    sections["finetune"] = {"learning_rate": recipe["finetune"]["learning_rate"]}
     if ":" in budget:
         sections["prune"] = [{**rule, "pattern": budget} for rule in sections["prune"]]
     return sections

@@ -58,6 +58,7 @@ class Settings:
     def recipe(self, output: Path, **sections: Any) -> dict[str, Any]:
         """Return a recipe that prunes and measures token perplexity."""
         calibration = sections.pop("calibration", {})  # what a method changes of it
+        finetune = sections.pop("finetune", {})
         return {
             "model": {**source(self.model), "dtype": self.dtype},
             "calibration": {
@@ -68,7 +69,7 @@ class Settings:
                 "datasets": {name: _dataset(text) for name, text in self.evaluation.items()}, "samples": self.windows,
                 "sequence_length": self.sequence_length, "bos": self.bos,
             }},
-            **({} if self.training is None else {"finetune": self.training}),
+            **({} if self.training is None else {"finetune": {**self.training, **finetune}}),
             "output": str(output),
             **sections,
         }  # fmt: skip
@@ -195,7 +196,7 @@ def _told(row: dict[str, float], settings: Settings) -> str:
 
 
 def _training(given: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the recipe's `finetune` section, the same for all methods."""
+    """Return the recipe's `finetune` section, the same for all methods but for the learning rate of `best`."""
     if given.minutes is None and given.steps is None:
         return None
     section = {**training(), "minutes": given.minutes, "steps": given.steps}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +30,7 @@ def settings(quality: ModuleType, tmp_path_factory: pytest.TempPathFactory):
     return quality.Settings(str(model), text, {"text": text}, 8, 32, 2, "float32")
 
 
-@pytest.mark.parametrize("budget", ["50%", "70%", "2:4"])
+@pytest.mark.parametrize("budget", ["50%", "70%", "80%", "2:4"])
 def test_every_method_plans_every_linear_at_every_budget(quality, settings, budget, tmp_path):
     plugins = load_plugins()
     for name, sections in {**quality.METHODS, **quality.INGREDIENTS}.items():
@@ -52,6 +53,7 @@ def test_each_ingredient_adds_one_thing_to_those_before_it(quality):
         sections = methods[step]("50%")
         rules = sections.pop("prune")
         sections.pop("calibration", None)
+        sections.pop("finetune", None)
         told.append(([rule["pruner"] for rule in rules], sorted(key for key, value in sections.items() if value)))
     assert told == [
         (["alps"], []),
@@ -73,6 +75,19 @@ def test_the_best_recipes_bring_how_they_calibrate_and_train(quality, settings, 
     assert others["samples"] == settings.samples
     assert quality.training().items() >= {"batch_size": 2, "norms": True, "held_out": 4}.items()
     assert not quality.training().keys() & {"minutes", "steps", "datasets", "samples"}
+    trained = replace(settings, training={"steps": 2, "learning_rate": 1e-4})
+    rates = [
+        trained.recipe(tmp_path / "out", **quality.METHODS[method]("60%"))["finetune"]["learning_rate"]
+        for method in ("best", "SparseGPT")
+    ]
+    assert rates == [2e-4, 1e-4]  # that of best-60, and what all others share
+    assert "finetune" not in settings.recipe(tmp_path / "out", **quality.METHODS["best"]("60%"))
+
+
+def test_80_percent_takes_the_recipe_of_70_with_larger_sparsities_to_choose_from(quality):
+    allocation = quality.METHODS["best"]("80%")["allocation"]
+    assert (allocation["target"], allocation["sparsities"]) == (0.8, [0.6, 0.8, 0.9])
+    assert quality.METHODS["best"]("70%")["allocation"]["target"] == 0.7
 
 
 def test_rows_are_kept_and_gone_on_with(quality, tmp_path):
