@@ -11,8 +11,8 @@ WIDTH, INNER, HEADS, BLOCKS = 64, 96, 4, 2
 LICENSE = "apache-2.0"
 
 
-def write_gguf(path: Path) -> Path:
-    """Write the file; norms are float32, everything else is Q4_0."""
+def write_gguf(path: Path, seed: int = 0) -> Path:
+    """Write the file, with weights by the seed; norms are float32, everything else is Q4_0."""
     tokens = ["<s>", "</s>", *map(chr, range(ord("a"), ord("z") + 1)), "ab", "cd", "Ġ", "."]
     writer = GGUFWriter(path, "llama")
     writer.add_name("tiny")
@@ -38,7 +38,7 @@ def write_gguf(path: Path) -> Path:
         **{f"blk.{i}.ffn_{x}": (INNER, WIDTH) for i in range(BLOCKS) for x in ("gate", "up")},
         **{f"blk.{i}.ffn_down": (WIDTH, INNER) for i in range(BLOCKS)},
     }  # fmt: skip
-    drawn = np.random.default_rng(0)
+    drawn = np.random.default_rng(seed)
     kind = GGMLQuantizationType.Q4_0
     for name, shape in shapes.items():
         stored = quants.quantize(drawn.normal(size=shape).astype(np.float32), kind)

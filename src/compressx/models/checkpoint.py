@@ -47,7 +47,8 @@ class Checkpoint:
         """Keyword arguments for every `from_pretrained`."""
         arguments: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
         if self.gguf_file is not None:
-            arguments["gguf_file"] = self.gguf_file
+            # Whole: of a bare name transformers would take the weights from such a file in the working directory.
+            arguments["gguf_file"] = str(Path(self.location).absolute() / self.gguf_file)
         if self.revision is not None:
             arguments["revision"] = self.revision
         return arguments

@@ -37,10 +37,14 @@ def counting(counts: Counter[str], name: str, made: Any) -> Any:
     return call
 
 
-def test_a_load_parses_the_header_once_maps_names_once_and_dequantizes_what_is_counted(checkpoint, tmp_path):
+def test_a_load_parses_the_header_once_maps_names_once_and_dequantizes_what_is_counted(
+    checkpoint, tmp_path, monkeypatch
+):
     counts: Counter[str] = Counter()
+    monkeypatch.chdir(tmp_path)  # where the file's bare name is a path, too
+    made = gguf_reader.GGUFReader.__init__
     with (
-        patch.object(gguf_reader, "GGUFReader", counting(counts, "header", gguf_reader.GGUFReader)),
+        patch.object(gguf_reader.GGUFReader, "__init__", counting(counts, "header", made)),
         patch.object(gguf, "get_tensor_name_map", counting(counts, "names", gguf.get_tensor_name_map)),
         patch.object(gguf, "dequantize", counting(counts, "dequantize", quants.dequantize)),
         patch.object(
@@ -61,7 +65,12 @@ def test_a_load_parses_the_header_once_maps_names_once_and_dequantizes_what_is_c
     assert planned.size == (tmp_path / "tiny.gguf").stat().st_size
 
 
-def test_the_weights_are_those_of_the_file(checkpoint, tmp_path):
+def test_the_weights_are_those_of_the_file_and_not_of_its_namesake_in_the_working_directory(
+    checkpoint, tmp_path, monkeypatch
+):
+    (tmp_path / "elsewhere").mkdir()
+    write_gguf(tmp_path / "elsewhere" / "tiny.gguf", seed=1)
+    monkeypatch.chdir(tmp_path / "elsewhere")
     model = load_model(checkpoint)
     down = next(x for x in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors if x.name == "blk.1.ffn_down.weight")
     stored = torch.from_numpy(quants.dequantize(down.data, down.tensor_type).copy())
