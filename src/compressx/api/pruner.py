@@ -30,6 +30,10 @@ class Statistic(Protocol):
 
     Two *fresh* statistics that compare equal (`==`) and see the same input are computed once and shared, so a
     dataclass should leave its accumulators out of the comparison (`field(compare=False)`).
+
+    One that keeps no more than the first so many windows may have `after(windows)`, which is called before the first
+    batch where several processes share the text: so many windows come before those of this process, and other
+    processes see them.
     """
 
     def update(self, x: Tensor) -> None:

@@ -206,18 +206,25 @@ class Covariance:
 class SequenceSample:
     """The first `limit` input sequences, kept whole in the model's dtype, for methods that need token order.
 
-    Unlike the other statistics this one stores activations: `limit * tokens * in_features` of them.
+    Unlike the other statistics this one stores activations: `limit * tokens * in_features` of them, in all processes
+    together.
     """
 
     in_features: int
     limit: int | None = None
     batches: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
+    before: int = field(default=0, init=False, repr=False, compare=False)
+
+    def after(self, windows: int) -> None:
+        """Leave out of the limit what other processes see: so many windows, which come before this process's."""
+        self.before = windows
 
     def update(self, x: Tensor) -> None:
         """Keep a batch [batch, tokens, in_features], up to the limit."""
         have = sum(len(b) for b in self.batches)
-        room = len(x) if self.limit is None else min(len(x), self.limit - have)
-        if room > 0:
+        have += self.before if x.dim() > 2 else 0  # where the model flattens windows, what is limited are tokens
+        room = len(x) if self.limit is None else max(0, min(len(x), self.limit - have))
+        if room or not self.batches:  # of nothing at least its width, for the other processes
             self.batches.append(x[:room].detach().clone())
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
@@ -226,7 +233,8 @@ class SequenceSample:
 
     def work(self, text: Windows) -> Work:
         """Count what `update` does with some text, and what the statistic holds."""
-        windows = text.count if self.limit is None else min(self.limit, text.count)
+        left = math.inf if self.limit is None else max(0, self.limit - self.before)
+        windows = min(left, text.count)
         kept = windows * text.length * self.in_features * text.itemsize
         return Work.of(2 * kept, moved=4 * kept, launches=3 * text.batches)  # `sequences` is a copy
 

@@ -65,6 +65,13 @@ def is_routed(statistic: Statistic) -> TypeGuard[RoutedStatistic]:
     return getattr(statistic, "routed", False) is True
 
 
+def place_after(statistic: Statistic, windows: int) -> None:
+    """Tell a fresh statistic how many windows other processes see before this one's, if it wants to know."""
+    after: Callable[[int], None] | None = getattr(statistic, "after", None)
+    if after is not None:
+        after(windows)
+
+
 def refuse_missed(names: Collection[str], reached: Collection[str]) -> None:
     """Refuse linears that no token came through: nothing is known of them.
 

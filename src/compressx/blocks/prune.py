@@ -100,7 +100,8 @@ def prune_model(
     order = [*found.blocks, OUTSIDE]
     start = 0 if finished is None else order.index(finished.fqn) + 1
     last = max((i for i, fqn in enumerate(order) if plan.in_block(fqn)), default=-1)
-    pruning = _Pruning(access.model, plan, plan.build(), ranks, fisher or FisherDiagonal(), last)
+    before = sum(ranks.all_gather(sum(len(ids) for ids in batches))[: ranks.rank])
+    pruning = _Pruning(access.model, plan, plan.build(), ranks, before, fisher or FisherDiagonal(), last)
     started = time.perf_counter()
     for block, runs in each_block(access, found, calls, list(found.blocks)[start : last + 1]):
         with memory_named(f"running and pruning {block.fqn}"):
@@ -133,6 +134,7 @@ class _Pruning:
         plan: the patterns and pruners of its linears.
         pruners: the pruner of each rule.
         ranks: the processes.
+        before: calibration windows of the processes before this one.
         fisher: mean squared gradients of the dense model's loss.
         last: index of the last block to prune; hidden states are not needed after it.
     """
@@ -141,6 +143,7 @@ class _Pruning:
     plan: Plan
     pruners: Built
     ranks: Ranks
+    before: int
     fisher: FisherDiagonal
     last: int
 
@@ -189,7 +192,7 @@ class _Pruning:
         """Observe a block, decide masks and weights of its linears, and write them."""
         by_rule = self.plan.in_block(block.fqn)
         asked = self.plan.asked(block.fqn)
-        stats = gather(block, asked, self.pruners, observing, self.ranks)
+        stats = gather(block, asked, self.pruners, observing, self.ranks, self.before)
         layers: dict[str, LayerReport] = {}
         masks, images = {}, {}
         # By the id of the pruner's object, which linears may share: its copy, and itself, to keep the id in use.

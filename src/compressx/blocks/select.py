@@ -17,7 +17,7 @@ from compressx.api.patterns import Asked, FixedMask, Pattern, is_together
 from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult, Statistic, statistic_of
 from compressx.blocks.contract import Checksums, ask
 from compressx.blocks.exchange import combine, exchange
-from compressx.blocks.observe import Observed, is_routed, observe, refuse_missed
+from compressx.blocks.observe import Observed, is_routed, observe, place_after, refuse_missed
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import UnsupportedModelError, memory_named
 from compressx.runtime.finite import refuse_damage
@@ -50,7 +50,7 @@ class Decision:
 
 def gather(
     block: Block, by_rule: Mapping[PlannedRule, Iterable[str]], pruners: Built, passes: Sequence[Callable[[], Any]],
-    ranks: Ranks = ALONE,
+    ranks: Ranks = ALONE, before: int = 0,
 ) -> Stats:  # fmt: skip
     """Run a block and gather the statistics that its rules' pruners ask for.
 
@@ -60,6 +60,7 @@ def gather(
         pruners: of each rule.
         passes: each runs the block on one batch.
         ranks: the processes, each with batches of its own; statistics are those of all.
+        before: calibration windows of the processes before this one.
 
     Returns:
         By linear name, then by the role that asked.
@@ -81,6 +82,8 @@ def gather(
             }
             wanted[name] = {role: Observed(s) for role, fresh in ask.items() if (s := fresh()) is not None}
             asking |= {(name, role): fresh for role, fresh in ask.items()}
+            for observed in wanted[name].values() if before else ():
+                place_after(observed.statistic, before)
     with memory_named(f"statistics of {block.fqn}"):
         reached = observe(block.linears, wanted, passes)
     if ranks.size > 1:

@@ -122,18 +122,20 @@ class Costs:
         self.filled = Filled()
 
     def block(
-        self, block: Block, passed: Passed, text: Windows, wanted: Mapping[PlannedRule, Mapping[str, Asked]]
-    ) -> BlockCost:
+        self, block: Block, passed: Passed, text: Windows, whole: Windows,
+        wanted: Mapping[PlannedRule, Mapping[str, Asked]],
+    ) -> BlockCost:  # fmt: skip
         """Count what a block's rules do.
 
         Args:
             block: the block, without weights and calls.
             passed: its forward pass, which tells who shares an input.
-            text: calibration windows.
+            text: calibration windows of the first process.
+            whole: those of all processes.
             wanted: what each of a rule's linears has to become, by name.
         """
-        observed, at_first = Work(), 0.0
-        sizes: list[float] = []
+        observed, at_first, at_last = Work(), 0.0, 0.0
+        sizes: list[float] = []  # of what processes have put together
         temporary: dict[str, float] = {}
         tasks: list[Task] = []
         taken: list[Gathered] = []
@@ -146,20 +148,22 @@ class Costs:
                     if shared not in taken:
                         taken.append(shared)
                         work = self._updates(shared, text)
-                        sizes.append(min(work.memory, self.held(shared, block, text)))
-                        at_first += min(sizes[-1], self.held(shared, block, replace(text, count=text.batch)))
+                        own = min(work.memory, self.held(shared, block, text))
+                        sizes.append(min(self._updates(shared, whole).memory, self.held(shared, block, whole)))
+                        at_first += min(own, self.held(shared, block, replace(text, count=text.batch)))
+                        at_last += own
                         entering = temporary.get(shared.of, 0.0)
-                        temporary[shared.of] = max(entering, work.memory - sizes[-1])
+                        temporary[shared.of] = max(entering, work.memory - own)
                         observed = observed + work
             groups = _parted(rule, patterns, of_roles)
-            tasks += [self._task(rule, block, some, of_roles, passed, text) for some in groups]
+            tasks += [self._task(rule, block, some, of_roles, passed, whole) for some in groups]
         tasks.sort(key=lambda task: task.separable)
         # A run leaves the block once it has seen what it asked for.
         asked = [name for shared in taken for name in shared.names]
         before = [passed.inputs[name].before if name in passed.inputs else Work() for name in asked]
         # The first batch runs the whole block.
         first = at_first + max(passed.work.memory, passed.holding(temporary, temporary, leave=False))
-        later = sum(sizes) + passed.holding(temporary, temporary, leave=True) * (text.batches > 1)
+        later = at_last + passed.holding(temporary, temporary, leave=True) * (text.batches > 1)
         reached = max(before, key=lambda w: w.flops, default=passed.work)
         return BlockCost(replace(observed, memory=max(first, later)), reached, tuple(tasks), tuple(taken), tuple(sizes))
 

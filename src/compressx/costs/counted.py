@@ -149,9 +149,11 @@ class Counted:
         return Block(index, fqn, module, dict(linears), (), text_config(self.model))
 
     def cost(self, index: int, fqn: str, wanted: Mapping[PlannedRule, Any], text: Windows) -> BlockCost:
-        """Return what rules cost in a block."""
+        """Return what rules cost in a block, the text being that of the first process, or less of it by one process."""
         passed = self.batch.blocks.get(fqn, Passed()) if text.count else Passed()
-        return self.costs.block(self.block(index, fqn), passed, text, wanted)
+        shared_out = text.count and self.processes > 1
+        whole = replace(text, count=sum(self.shares)) if shared_out else text
+        return self.costs.block(self.block(index, fqn), passed, text, whole, wanted)
 
     @cached_property
     def last(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 
@@ -67,7 +68,8 @@ class OfStatistics:
         """Return bytes by what they are: sums and maxima are `statistics`, inputs to concatenate are `states`."""
         found = {"statistics": 0.0, "states": 0.0}
         for shared in gathered:
-            parts = [self.filled(shared, block, replace(self.text, count=n)) for n in self.shares]
+            placed = zip(self.shares, accumulate(self.shares, initial=0), strict=False)
+            parts = [self.filled(shared, block, replace(self.text, count=n), before) for n, before in placed]
             known = [part for part in parts if part is not None]
             if len(known) < len(parts):
                 self.unknown[f"what processes exchange of {type(shared.statistic).__name__}"] = None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compressx.api.pruner import Block, PrunerSpec, Reduction, Statistic
 from compressx.api.work import Windows
-from compressx.blocks.observe import is_routed
+from compressx.blocks.observe import is_routed, place_after
 
 Tensors: TypeAlias = Mapping[str, tuple[Tensor, Reduction]]
 
@@ -40,21 +40,29 @@ class Filled:
     """Fills statistics on the meta device; of those that are alike only the first."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[Gathered, Windows, Tensors | None]] = []
+        self._known: list[tuple[Gathered, tuple[Windows, int], Tensors | None]] = []
 
-    def __call__(self, shared: Gathered, block: Block, text: Windows) -> Tensors | None:
-        """Return the tensors of a statistic that has seen some text, or None if it does not do without numbers."""
+    def __call__(self, shared: Gathered, block: Block, text: Windows, before: int = 0) -> Tensors | None:
+        """Return the tensors of a statistic that has seen some text, or None if it does not do without numbers.
+
+        Args:
+            shared: the statistic.
+            block: with its linears.
+            text: that a process sees.
+            before: how many windows other processes see before it.
+        """
         for other, seen, tensors in self._known:
             alike = type(other.statistic) is type(shared.statistic) and other.statistic == shared.statistic
-            if alike and other.share == shared.share and seen == text:
+            if alike and other.share == shared.share and seen == (text, before):
                 return tensors
-        found = _filled(shared, block.linears[shared.names[0]].in_features, text)
-        self._known.append((shared, text, found))
+        found = _filled(shared, block.linears[shared.names[0]].in_features, text, before)
+        self._known.append((shared, (text, before), found))
         return found
 
 
-def _filled(shared: Gathered, features: int, text: Windows) -> Tensors | None:
+def _filled(shared: Gathered, features: int, text: Windows, before: int) -> Tensors | None:
     statistic: Any = copy.deepcopy(shared.statistic)
+    place_after(statistic, before)
     shape = (text.count, text.length) if shared.share == 1.0 else (round(text.count * text.length * shared.share),)
     with torch.device("meta"):
         x = torch.empty(*shape, features, dtype=torch.float32 if text.itemsize == 4 else torch.bfloat16)

@@ -5,6 +5,7 @@ import torch
 
 from compressx.api.pruner import Statistic
 from compressx.api.statistics import Covariance, FeatureNorms, Hessian, SequenceSample
+from compressx.api.work import Windows
 from compressx.testing import pretended_accelerator
 
 
@@ -149,6 +150,26 @@ def test_a_sequence_sample_keeps_the_first_sequences_up_to_its_limit():
     assert torch.equal(sample.sequences, x[:5])
     x.zero_()
     assert sample.sequences.abs().sum() > 0
+
+
+@pytest.mark.parametrize(("before", "kept"), [(0, 5), (2, 3), (5, 0), (9, 0)])
+def test_a_sequence_sample_of_a_process_leaves_out_what_others_keep_of_the_windows_before_its_own(before, kept):
+    x = torch.randn(7, 3, 4)
+    sample = SequenceSample(4, limit=5)
+    sample.after(before)
+    counted = sample.work(Windows(7, 3, 2)).memory
+    for batch in x.split(2):
+        sample.update(batch)
+    assert torch.equal(sample.sequences, x[:kept])
+    assert counted == 2 * sample.sequences.nbytes
+    assert sample == SequenceSample(4, limit=5)
+
+
+def test_a_sequence_sample_of_flattened_windows_does_not_take_windows_for_tokens():
+    sample = SequenceSample(4, limit=5)
+    sample.after(3)
+    sample.update(torch.randn(6, 4))
+    assert len(sample.sequences) == 5
 
 
 def test_fresh_statistics_of_one_kind_and_size_compare_equal_so_that_the_walk_shares_them():

@@ -12,6 +12,7 @@ from tests.compressx.processes import in_two, joined
 from compressx import PruneResult
 from compressx.api.statistics import FeatureNorms, Hessian, SequenceSample
 from compressx.blocks.exchange import combine, exchange
+from compressx.blocks.observe import place_after
 from compressx.runtime.ranks import Ranks
 
 
@@ -59,6 +60,17 @@ def _combined(ranks: Ranks) -> dict[str, torch.Tensor]:
     return found
 
 
+def _kept(ranks: Ranks) -> tuple[int, torch.Tensor]:
+    """Return how many sequences this process keeps of the first four, and those of all."""
+    mine = torch.tensor_split(inputs(), 2)[ranks.rank]
+    sample = SequenceSample(4, limit=4)
+    place_after(sample, 3 * ranks.rank)
+    for batch in mine.split(2):
+        sample.update(batch)
+    merged: Any = combine(ranks, sample, lambda: SequenceSample(4, limit=4))
+    return len(sample.sequences), merged.sequences
+
+
 def _exchanged(ranks: Ranks) -> list[Any]:
     info = {"error": 0.5}
     decided = {}
@@ -79,7 +91,7 @@ def _exchanged(ranks: Ranks) -> list[Any]:
 
 
 def _both(ranks: Ranks) -> list[Any]:
-    return [_combined(ranks), _exchanged(ranks)]
+    return [_combined(ranks), _exchanged(ranks), _kept(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +101,22 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 def test_statistics_of_two_processes_are_those_of_one(exchanged: list[Any]):
     alone = _combined(Ranks())
-    for found, _ in exchanged:
+    for found, *_ in exchanged:
         assert found.keys() == alone.keys()
         assert torch.equal(found["SequenceSample.sequences"], inputs())
         for name, tensor in alone.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)  # batches of other sizes
 
 
+def test_two_processes_keep_in_all_what_one_would(exchanged: list[Any]):
+    (first, one), (second, other) = (kept for *_, kept in exchanged)
+    assert (first, second) == (3, 1)
+    assert torch.equal(one, inputs()[:4])
+    assert torch.equal(other, inputs()[:4])
+
+
 def test_every_process_gets_every_result_and_what_linears_share(exchanged: list[Any]):
-    (_, first), (_, second) = exchanged
+    (_, first, _), (_, second, _) = exchanged
     assert len(first) == 3
     for task, (one, other) in enumerate(zip(first, second, strict=True)):
         for mine, theirs in zip(one, other, strict=True):

@@ -25,7 +25,9 @@ from compressx.plugins.manager import load_plugins
 from compressx.runtime.errors import CalibrationError
 
 HALF: dict[str, Any] = {"sparsity": 0.5}
-ATTENTION = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "options": {"heat_map": False}, **HALF}
+ATTENTION = {
+    "targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "options": {"heat_map": False, "sequences": 6}, **HALF,
+}  # fmt: skip
 RECIPES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "masks alone": ([{"targets": ["*"], "pruner": "magnitude", **HALF}], {"calibration": None}),
     "attention and the rest": (
@@ -154,8 +156,8 @@ def test_what_a_block_takes_is_the_most_that_one_takes(model):
     assert (found.block["statistics"], found.whole["statistics"]) == (8 * hessians, 8 * (hessians + 2 * norms))
 
 
-def test_inputs_that_are_kept_whole_are_handed_over_by_every_process_up_to_its_limit(model):
-    for limit, kept in ((2, 4), (3, 6), (16, 7)):  # of four windows and three
+def test_of_inputs_that_are_kept_whole_all_processes_together_hand_over_the_first_up_to_the_limit(model):
+    for limit, kept in ((2, 2), (6, 6), (16, 7)):  # of four windows and three
         written = recipe(model, {**ATTENTION, "options": {"sequences": limit}})
         written["calibration"] = {**written["calibration"], "samples": 7}
         assert planned(written).exchanged.block["states"] == 4 * kept * 32 * 64
@@ -171,6 +173,14 @@ def test_the_first_process_prunes_on_its_share_of_the_windows_and_evaluates_alon
     assert decided[0] > decided[1] > decided[2]
     assert len({found["evaluate dense"].work["float32"] for found in stages}) == 1
     assert planned(written, 4).disk == planned(written, 1).disk
+
+
+def test_attention_is_pruned_on_the_sequences_of_all_processes(model):
+    written = recipe(model, ATTENTION)
+    alone, together = ({s.name: s for s in planned(written, n).stages}["prune: attnprune"] for n in (1, 4))
+    assert together.work.counts == alone.work.counts
+    outputs = 4 * 6 * 32 * 64  # of the block, of eight windows or of two
+    assert together.memory["statistics and pruners"] == alone.memory["statistics and pruners"] - outputs
 
 
 def test_an_allocation_measures_on_the_windows_of_all_processes(model):

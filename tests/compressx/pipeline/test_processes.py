@@ -22,7 +22,7 @@ from compressx.runtime.ranks import Ranks
 
 RULES = {
     "mixed": [
-        {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6},
+        {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6, "options": {"sequences": 6}},
         {"targets": ["*.v_proj"], "pruner": "wanda", "sparsity": 0.5, "reconstruct": "sparsegpt"},
         {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.5},
     ],
