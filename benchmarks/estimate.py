@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/estimate.py compare recipe.yaml...
     python benchmarks/estimate.py shapes --assume h100 --processes 8
 
-`compare` estimates each recipe and then runs it in the same process. It prints seconds of the processor, which other
+`compare` estimates each recipe and then runs it, in a process for each. It prints seconds of the processor, which other
 programs disturb less than the clock, by stage, and the peak of the resident memory. The checks that a plan does too
 are in its `start` and taken off what is measured of loading. Run it with one thread: seconds of several add up. For
 ALPS it prints how many steps its solvers took, of which the estimate takes a mean.
@@ -15,7 +15,9 @@ ALPS it prints how many steps its solvers took, of which the estimate takes a me
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -40,42 +42,40 @@ METHODS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def compare(recipes: Sequence[Path]) -> None:
-    """Print estimate and measurement of each recipe."""
+def compare(path: Path) -> None:
+    """Print estimate and measurement of a recipe."""
     from compressx import load_plugins, run
     from compressx.costs.recipe import estimate, machine_for
     from compressx.pipeline.preparation import loaded_recipe, prepare
 
-    print("| recipe | stage | estimated, s | measured, s | ratio |\n|---|---|---:|---:|---:|")
-    for path in recipes:
-        plugins = load_plugins()
-        loaded = loaded_recipe(path, (), plugins)
-        prepared = prepare(loaded, plugins)
-        found = estimate(loaded.recipe, prepared.plan, prepared.checkpoint, machine_for(None, "cpu"))
-        expected: dict[str, float] = {}
-        for stage in found.stages:
-            name = stage.name.partition(":")[0]
-            expected[name] = expected.get(name, 0.0) + found.seconds(stage)
-        started = time.process_time()
-        prepare(loaded, plugins)
-        spent = {"load": started - time.process_time()}
-        now = ["load", time.process_time()]
+    plugins = load_plugins()
+    loaded = loaded_recipe(path, (), plugins)
+    prepared = prepare(loaded, plugins)
+    found = estimate(loaded.recipe, prepared.plan, prepared.checkpoint, machine_for(None, "cpu"))
+    expected: dict[str, float] = {}
+    for stage in found.stages:
+        name = stage.name.partition(":")[0]
+        expected[name] = expected.get(name, 0.0) + found.seconds(stage)
+    started = time.process_time()
+    prepare(loaded, plugins)
+    spent = {"load": started - time.process_time()}
+    now = ["load", time.process_time()]
 
-        def entered(stage: str, *_: Any, spent: dict[str, float] = spent, now: list[Any] = now) -> None:
-            spent[now[0]] = spent.get(now[0], 0.0) + time.process_time() - now[1]
-            now[:] = [stage, time.process_time()]
+    def entered(stage: str, *_: Any) -> None:
+        spent[now[0]] = spent.get(now[0], 0.0) + time.process_time() - now[1]
+        now[:] = [stage, time.process_time()]
 
-        report = run(loaded, plugins=plugins, progress=entered, device="cpu", restart=True)
-        entered("")
-        for name, seconds in expected.items():
-            print(f"| {path.stem} | {name} | {seconds:.1f} | {spent.get(name, 0.0):.1f} | "
-                  f"{seconds / max(spent.get(name, 0.0), 1e-9):.2f} |")  # fmt: skip
-        memory = sum(found.memory.values())
-        print(f"| {path.stem} | peak memory, GB | {memory / 1e9:.2f} | {report.peak_memory_bytes / 1e9:.2f} | "
-              f"{memory / report.peak_memory_bytes:.2f} |", flush=True)  # fmt: skip
-        taken = [x.info for block in report.blocks for x in block.layers if "solver_steps" in x.info]
-        for name in ("steps", "solver_steps") if taken else ():
-            print(f"mean {name}: {statistics.fmean(info[name] for info in taken):.1f}")
+    report = run(loaded, plugins=plugins, progress=entered, device="cpu", restart=True)
+    entered("")
+    for name, seconds in expected.items():
+        print(f"| {path.stem} | {name} | {seconds:.1f} | {spent.get(name, 0.0):.1f} | "
+              f"{seconds / max(spent.get(name, 0.0), 1e-9):.2f} |")  # fmt: skip
+    memory = sum(found.memory.values())
+    print(f"| {path.stem} | peak memory, GB | {memory / 1e9:.2f} | {report.peak_memory_bytes / 1e9:.2f} | "
+          f"{memory / report.peak_memory_bytes:.2f} |", flush=True)  # fmt: skip
+    taken = [x.info for block in report.blocks for x in block.layers if "solver_steps" in x.info]
+    for name in ("steps", "solver_steps") if taken else ():
+        print(f"mean {name}: {statistics.fmean(info[name] for info in taken):.1f}")
 
 
 def shapes(assume: str, processes: int) -> None:
@@ -129,7 +129,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     shaped.add_argument("--processes", type=int, default=1)
     given = parser.parse_args(argv)
     if given.command == "compare":
-        compare(given.recipes)
+        print("| recipe | stage | estimated, s | measured, s | ratio |\n|---|---|---:|---:|---:|", flush=True)
+        for recipe in given.recipes:  # each in a process of its own: memory of a run before would count as held
+            process = multiprocessing.get_context("spawn").Process(target=compare, args=(recipe,))
+            process.start()
+            process.join()
+            if process.exitcode:
+                sys.exit(process.exitcode)
     else:
         shapes(given.assume, given.processes)
 
