@@ -54,11 +54,14 @@ class Settings:
     dtype: str
     bos: Bos = "auto"
     training: dict[str, Any] | None = None
+    learning_rate: float | None = None
 
     def recipe(self, output: Path, **sections: Any) -> dict[str, Any]:
         """Return a recipe that prunes and measures token perplexity."""
         calibration = sections.pop("calibration", {})  # what a method changes of it
         finetune = sections.pop("finetune", {})
+        if self.learning_rate is not None:
+            finetune = {**finetune, "learning_rate": self.learning_rate}
         return {
             "model": {**source(self.model), "dtype": self.dtype},
             "calibration": {
@@ -226,6 +229,8 @@ def main() -> None:
     parser.add_argument("--training", nargs="+", metavar="TEXT", help="texts to train on, in equal parts; the "
                         "calibration windows when absent")  # fmt: skip
     parser.add_argument("--training-samples", type=int, default=1024, help="windows drawn from --training")
+    parser.add_argument("--learning-rate", type=float, help="of this training; by default best-50's, and of `best` "
+                        "that of its recipe")  # fmt: skip
     parser.add_argument("--peer", help="Python of an environment with llm-compressor")
     given = parser.parse_args()
     settings = Settings(
@@ -238,6 +243,7 @@ def main() -> None:
         given.dtype,
         {"true": True, "false": False}.get(given.bos, given.bos),
         _training(given),
+        given.learning_rate,
     )
     same_settings(given.output, asdict(settings))
     table = Table(given.output, list(settings.evaluation))

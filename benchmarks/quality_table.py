@@ -10,6 +10,8 @@ from methods import BUDGETS
 
 OTHERS = ("sparsity", "seconds", "gigabytes")
 """Figures of a row beside the perplexity on each text."""
+PLACES = {"50%": 50, "60%": 60, "70%": 70, "80%": 80, "2:4": 90, "4:8": 95}
+"""Where a budget is on the plot: N:M to the right of all percentages."""
 
 
 def column(text: str) -> str:
@@ -75,13 +77,13 @@ class Table:
         figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
         for method in dict.fromkeys(key[0] for key in self.rows if key[0] != "dense"):
             mine = {b: r[self.columns[0]] for (m, b), r in self.rows.items() if m == method}
-            line = sorted((int(b.rstrip("%")), p) for b, p in mine.items() if ":" not in b)
+            line = sorted((PLACES[b], p) for b, p in mine.items() if ":" not in b)
             (drawn,) = axes.semilogy([x for x, _ in line], [y for _, y in line], marker="o", label=method)
-            for place, budget in ((80, "2:4"), (85, "4:8")):
-                if budget in mine:
-                    axes.semilogy([place], [mine[budget]], marker="s", color=drawn.get_color())
+            for budget, perplexity in mine.items():
+                if ":" in budget:
+                    axes.semilogy([PLACES[budget]], [perplexity], marker="s", color=drawn.get_color())
         axes.axhline(self.rows["dense", ""][self.columns[0]], color="black", linewidth=0.8, label="dense")
-        axes.set_xticks([50, 60, 70, 80, 85], ["50%", "60%", "70%", "2:4", "4:8"])
+        axes.set_xticks([*PLACES.values()], [*PLACES])
         axes.set(xlabel="sparsity", ylabel="token perplexity")
         axes.grid(visible=True, which="both", alpha=0.3)
         axes.legend(fontsize="small")

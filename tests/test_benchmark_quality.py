@@ -82,12 +82,20 @@ def test_the_best_recipes_bring_how_they_calibrate_and_train(quality, settings, 
     ]
     assert rates == [2e-4, 1e-4]  # that of best-60, and what all others share
     assert "finetune" not in settings.recipe(tmp_path / "out", **quality.METHODS["best"]("60%"))
+    asked = replace(trained, learning_rate=4e-4).recipe(tmp_path / "out", **quality.METHODS["best"]("60%"))
+    assert asked["finetune"]["learning_rate"] == 4e-4
 
 
 def test_80_percent_takes_the_recipe_of_70_with_larger_sparsities_to_choose_from(quality):
     allocation = quality.METHODS["best"]("80%")["allocation"]
     assert (allocation["target"], allocation["sparsities"]) == (0.8, [0.6, 0.8, 0.9])
     assert quality.METHODS["best"]("70%")["allocation"]["target"] == 0.7
+
+
+def test_every_budget_has_a_place_of_its_own_on_the_plot(quality):
+    places = importlib.import_module("quality_table").PLACES
+    assert sorted(places) == sorted(quality.BUDGETS)
+    assert len({*places.values()}) == len(places)
 
 
 def test_rows_are_kept_and_gone_on_with(quality, tmp_path):
