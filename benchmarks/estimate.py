@@ -59,7 +59,7 @@ def compare(path: Path) -> None:
     started = time.process_time()
     prepare(loaded, plugins)
     spent = {"load": started - time.process_time()}
-    now = ["load", time.process_time()]
+    now: list[Any] = ["load", time.process_time()]
 
     def entered(stage: str, *_: Any) -> None:
         spent[now[0]] = spent.get(now[0], 0.0) + time.process_time() - now[1]

@@ -19,7 +19,8 @@ from click.testing import CliRunner
 from pydantic import BaseModel
 from tests.compressx.saved import save_tiny
 
-from compressx import cli, testing
+import compressx
+from compressx import cli, masks, testing
 from compressx.api import hooks as hookspecs
 from compressx.api.pruner import PrunerSpec, Statistic
 from compressx.api.record import (
@@ -167,6 +168,15 @@ def test_every_key_of_the_report_is_named_in_the_recipe_page():
     keys = {name for report in reports for name in report.__dataclass_fields__}
 
     assert keys - _code_spans(_RECIPE_MD) == set()
+
+
+def test_every_public_name_is_in_the_page_of_the_python_api():
+    page = (_ROOT / "docs/reference/api.md").read_text(encoding="utf-8")
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)}
+    public = {*compressx.__all__, *masks.__all__, *testing.__all__} - {"__version__"}
+
+    assert {"run", "prune", "MaskSet", "check_pruner"} <= public
+    assert public - shown - _code_spans(page) - _code_spans(_WRITE_MD) == set()
 
 
 def _places(section: str) -> Iterator[str]:
