@@ -25,7 +25,10 @@ from compressx.api import hooks as hookspecs
 from compressx.api.pruner import PrunerSpec, Statistic
 from compressx.api.record import (
     AllocationReport,
+    Arithmetic,
+    BlockReport,
     FinetuneReport,
+    HeldOutLoss,
     LayerReport,
     ReconstructionReport,
     RunReport,
@@ -168,6 +171,14 @@ def test_every_key_of_the_report_is_named_in_the_recipe_page():
     keys = {name for report in reports for name in report.__dataclass_fields__}
 
     assert keys - _code_spans(_RECIPE_MD) == set()
+    rows = dict(re.findall(r"^\| `([\w.\[\]]+)` \| (.*) \|$", _RECIPE_MD, flags=re.MULTILINE))
+    for key, parts in {
+        "blocks": (BlockReport, ReconstructionReport), "blocks[].layers": (LayerReport,),
+        "allocation": (AllocationReport, UnitReport), "finetune": (FinetuneReport, HeldOutLoss),
+        "arithmetic": (Arithmetic,),
+    }.items():  # fmt: skip
+        missing = {name for part in parts for name in part.__dataclass_fields__} - _code_spans(rows[key])
+        assert not missing, (key, missing)
 
 
 def test_every_public_name_is_in_the_page_of_the_python_api():
