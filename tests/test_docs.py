@@ -36,8 +36,10 @@ from compressx.api.record import (
 )
 from compressx.plugins.file import LoadTable, plugin_table
 from compressx.plugins.manager import load_plugins
+from compressx.recipe.measuring import LmEval, NeedleGrid, Sample, TokenPerplexity
 from compressx.recipe.methods import AttentionAware, DivergenceAllocation, OwlAllocation
 from compressx.recipe.schema import Recipe, ReconstructBlock, load_recipe
+from compressx.recipe.selecting import Protect
 from compressx.recipe.sources import Calibration
 from compressx.recipe.tracking import Track
 from compressx.recipe.tuning import Finetune, Lora
@@ -127,6 +129,50 @@ def test_every_key_of_a_section_has_its_default_in_the_recipe_page(section, mode
             shown = re.search(rf"^\| `{key}` \|.*\| *([^|]+?) *\|$", text, flags=re.MULTILINE)
             assert shown is not None, key
             assert json.dumps(field.default) == json.dumps(_default(shown[1])), key
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "model"),
+    [("evaluate", "token_perplexity", TokenPerplexity), ("evaluate", "lm_eval", LmEval),
+     ("evaluate", "needle", NeedleGrid), ("evaluate", "sample", Sample), ("select_tokens", "protect", Protect)],
+)  # fmt: skip
+def test_every_key_below_a_key_has_its_default_in_the_recipe_page(section, key, model: type[BaseModel]):
+    rows = re.search(rf"^\| `{key}` \|.*\n((?:\| \.\.\. .*\n)+)", _section(_RECIPE_MD, section), flags=re.MULTILINE)
+    assert rows is not None
+    shown = {name: cell.strip() for name, cell in re.findall(r"`(\w+)` \|.*\| *([^|]*?) *\|\n", rows[1])}
+    assert {*model.model_fields} == {*shown}
+    for name, field in model.model_fields.items():
+        if isinstance(field.default, (bool, int, float, str, list)):
+            assert json.dumps(field.default) == json.dumps(_default(shown[name])), name
+
+
+@pytest.mark.parametrize("selector", sorted(load_plugins().offers["token_selectors"]))
+def test_every_token_selector_has_its_options_and_their_defaults_in_the_recipe_page(selector):
+    row = next(line for line in _RECIPE_MD.splitlines() if line.startswith(f"| `{selector}` |"))
+    shown = dict(re.findall(r"`(\w+)` \(`?(\w+)`?\)", row.split("|")[3]))
+    fields = load_plugins().offers["token_selectors"][selector].options.model_fields
+    assert shown == {name: str(field.default) for name, field in fields.items()}
+
+
+def test_every_argument_of_a_pruner_spec_has_its_default_in_the_plugin_guide():
+    for name, parameter in inspect.signature(PrunerSpec).parameters.items():
+        [row] = re.findall(
+            rf"^\| `{name}` \|.*\| *([^|]+?) *\|$", _section(_WRITE_MD, "PrunerSpec"), flags=re.MULTILINE
+        )
+        without = {inspect.Parameter.empty: "required", None: "none"}
+        default = parameter.default
+        assert row == (without[default] if default in without else f"`{default!r}`".replace("'", '"')), name
+
+
+def test_options_of_the_command_line_have_their_defaults_in_its_page():
+    for command in _commands(cli.cli):
+        for option in (p for p in command.params if isinstance(p, click.Option)):
+            value = option.default[0] if isinstance(option.default, list) else option.default
+            if isinstance(value, (int, str)) and not isinstance(value, bool) and value not in {"", "auto", 0, 1}:
+                rows = [line for line in _COMMANDS_MD.splitlines() if re.match(rf"\| `.*{option.opts[-1]}\b", line)]
+                assert any(re.search(rf"default `?{value}\b", row) for row in rows) or option.name == "kind", (
+                    option.name
+                )
 
 
 def _section(page: str, heading: str) -> str:
