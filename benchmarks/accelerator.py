@@ -1,4 +1,4 @@
-"""Correctness, time, memory and determinism of every pruner on the device that is here, in under ten minutes.
+"""Correctness, time, memory and determinism of the pruners of weights, on the device that is here, in ten minutes.
 
     python benchmarks/accelerator.py --output DIR
 
