@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 import venv
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,25 @@ def by_compressx(settings: Settings, sections: dict[str, Any], folder: Path, kep
 
 def by_peer(settings: Settings, method: str, budget: str, python: str, folder: Path) -> dict[str, float]:
     """Prune with llm-compressor on the calibration windows of compressx, and evaluate with compressx."""
+    task = {
+        **for_peer(settings, folder), "method": method,
+        "sparsity": 0.5 if ":" in budget else int(budget.rstrip("%")) / 100,
+        "pattern": budget if ":" in budget else None,
+        "batch_size": 1, "output": str(folder / "pruned"), "result": str(folder / "result.json"),
+    }  # fmt: skip
+    (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
+    _run([python, str(ROOT / "benchmarks" / "llm_compressor.py"), str(folder / "task.json")])
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    measured = dense(replace(settings, model=str(folder / "pruned")))
+    return {**measured, "sparsity": result["sparsity"], "seconds": result["prune"], "gigabytes": result["memory"] / 1e9}
+
+
+def for_peer(settings: Settings, folder: Path) -> dict[str, str]:
+    """Write the dense model and the calibration windows for a program without compressx.
+
+    Returns:
+        Folder `model`, its `dtype`, and the JSON file `windows`.
+    """
     from compressx.data.windows import read_calibration
     from compressx.models.loading import load_model, load_tokenizer
     from compressx.recipe.sources import DatasetSource, Draw
@@ -125,18 +144,7 @@ def by_peer(settings: Settings, method: str, budget: str, python: str, folder: P
     model.save_pretrained(folder / "dense")
     tokenizer.save_pretrained(folder / "dense")
     dtype = str(model.dtype).removeprefix("torch.")
-    del model
-    task = {
-        "model": str(folder / "dense"), "dtype": dtype, "method": method, "windows": str(folder / "windows.json"),
-        "sparsity": 0.5 if ":" in budget else int(budget.rstrip("%")) / 100,
-        "pattern": budget if ":" in budget else None,
-        "batch_size": 1, "output": str(folder / "pruned"), "result": str(folder / "result.json"),
-    }  # fmt: skip
-    (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
-    _run([python, str(ROOT / "benchmarks" / "llm_compressor.py"), str(folder / "task.json")])
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    measured = dense(Settings(**{**asdict(settings), "model": str(folder / "pruned")}))
-    return {**measured, "sparsity": result["sparsity"], "seconds": result["prune"], "gigabytes": result["memory"] / 1e9}
+    return {"model": str(folder / "dense"), "dtype": dtype, "windows": str(folder / "windows.json")}
 
 
 def dense(settings: Settings) -> dict[str, float]:
