@@ -14,6 +14,8 @@ from compressx.masks.maskset import MaskSet, squash
 from compressx.models.architecture import linears_of
 from compressx.recipe.targets import matches
 from compressx.recipe.tuning import Lora
+from compressx.runtime.errors import ArtifactError, CalibrationError
+from compressx.runtime.finite import first_damaged
 from compressx.runtime.quiet import quiet_libraries
 
 
@@ -141,3 +143,30 @@ def small_parameters(part: nn.Module, emptied: set[nn.Module], *, norms: bool, b
             bias = "bias" in name
             if (biases and bias) or (norms and norm and not bias):
                 yield parameter
+
+
+def check_trained(model: nn.Module, masks: MaskSet, learning_rate: float) -> None:
+    """Check the weights that the last step left: its own loss was computed before it.
+
+    Args:
+        model: the trained model, in its original dtypes.
+        masks: that were held.
+        learning_rate: for the message.
+
+    Raises:
+        CalibrationError: a weight that is not finite.
+        ArtifactError: a dropped weight that is not exactly zero.
+    """
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    damaged = first_damaged(parameters)
+    if damaged is not None:
+        raise CalibrationError(
+            f"{names[damaged]} has NaN or infinite values after fine-tuning; learning_rate {learning_rate:g} is too "
+            f"large, or {parameters[damaged].dtype} is too narrow for the trained weights"
+        )
+    for name, deviation in masks.deviations(model).items():
+        if deviation.dropped_not_zero:
+            raise ArtifactError(
+                f"{name}: {deviation.dropped_not_zero} weights that the mask drops are not zero after fine-tuning; "
+                "expected none"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -388,6 +389,19 @@ def test_a_learning_rate_that_is_too_large_is_an_error_that_says_so() -> None:
         CalibrationError, match=r"step \d of fine-tuning: the loss is .*learning_rate 1e\+30 is too large"
     ):
         tuned(steps=30, learning_rate=1e30, warmup=0.0)
+
+
+def test_weights_that_the_last_step_ruined_are_an_error_and_are_not_kept_where_windows_are_held_out() -> None:
+    ruined: dict[str, Any] = {"steps": 1, "learning_rate": 1e38, "warmup": 0.0, "teacher": "none"}
+    with pytest.raises(
+        CalibrationError, match=r"q_proj.weight has NaN or infinite .*learning_rate 1e\+38 is too large"
+    ):
+        tuned(**ruined)
+    after, masks, report = tuned(**ruined, held_out=1)
+    before, _ = pruned("llama")
+    assert [math.isfinite(x.loss) for x in report.held_out] == [True, False]
+    assert all(torch.equal(p, parameters(before)[n]) for n, p in parameters(after).items()), "those before the step"
+    assert masks.verify(after)
 
 
 def test_zeros_that_are_lost_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
