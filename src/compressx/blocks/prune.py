@@ -120,7 +120,7 @@ def _entering(
 ) -> tuple[Streams, Mapping[str, Sequence[BlockCall]]]:
     """Return the inputs of the first unfinished block, and the arguments of every block."""
     if finished is not None:  # the inputs of the first block are not needed
-        return finished.streams, capture(access, found, batches, lambda state: state[:0])[1]
+        return finished.streams, capture(access, found, batches, lambda state: state.new_empty(0))[1]
     states, calls = capture(access, found, batches, keep)
     return Streams(states, [keep(x.clone()) for x in states] if plan.reconstruct_block else ()), calls
 

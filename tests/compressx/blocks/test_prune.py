@@ -26,6 +26,7 @@ from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.capture import capture_calls, replay
+from compressx.models.hidden import Streams, in_memory
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import alps, magnitude, sparsegpt, wanda
 from compressx.runtime.errors import CalibrationError
@@ -618,3 +619,21 @@ def test_what_linears_are_shown_with_comes_out_still_shared_and_beside_what_the_
         assert len(others) == 3
         assert all(x.info is first.info and x.history is first.history for x in others)
         assert all(block.images[x.name] is images for x in block.report.layers)
+
+
+def test_a_resumed_run_does_not_hold_the_hidden_states_that_enter_the_first_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A view of none of them would hold them all, whatever `calibration.memory_limit` says."""
+    kept: list[torch.Tensor] = []
+
+    def keeping(access: Any, found: Any, batches: Any, keep: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        kept.extend(keep(torch.ones(4, 8, 16)) for _ in range(2))
+        return kept, {}
+
+    monkeypatch.setattr(prune, "capture", keeping)
+    model = InMemory(tiny_model("llama"))
+    plan = Plan((), {}, (), needs_calibration=True)
+    finished = prune.Finished("model.layers.0", Streams(()))
+    prune._entering(model, survey(model.model), plan, [], finished, in_memory)
+    assert [x.untyped_storage().nbytes() for x in kept] == [0, 0]
