@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from compressx.recipe.measuring import LmEval, RollingTask
+from compressx.recipe.measuring import FIGURES, LmEval, RollingTask
 from compressx.runtime.cache import cache_folder, cached
 from compressx.runtime.errors import RecipeError
 from compressx.runtime.quiet import quiet_libraries
@@ -31,7 +31,7 @@ def check_tasks(settings: LmEval) -> None:
     for name in names:
         if names.count(name) > 1:
             raise RecipeError(f"lm_eval.tasks: {name!r} occurs {names.count(name)} times; each task needs its own name")
-        if name == "token_perplexity" or name in ROLLING_METRICS:
+        if name in FIGURES:
             raise RecipeError(f"lm_eval.tasks: a task cannot be named {name!r}, which is a metric; choose another name")
     index = task_index() if reads_index(settings) else {}
     held: dict[str, str] = {}

@@ -11,6 +11,9 @@ from compressx.recipe.document import Step
 from compressx.recipe.sources import Bos, DatasetField, DatasetSource
 from compressx.recipe.validation import Strict, conflict
 
+FIGURES = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "needle", "sample")
+"""Names under which an evaluation reports what is not the figures of one text or task, which need other names."""
+
 
 class TokenPerplexity(Strict):
     """exp of the mean negative log-likelihood per token over fixed, non-overlapping windows."""
@@ -36,7 +39,7 @@ class TokenPerplexity(Strict):
             raise conflict(
                 f"expected either dataset or datasets, got {given}; datasets measures each text by itself", []
             )
-        if taken := sorted({"", "token_perplexity", "sample"} & {*(self.datasets or ())}):
+        if taken := sorted({"", *FIGURES} & {*(self.datasets or ())}):
             raise conflict(f"a text cannot be named {taken[0]!r}; choose another name", ["datasets"])
         return self
 

@@ -112,7 +112,7 @@ class TestCheckTasks:
         with pytest.raises(RecipeError, match=r"both contain the task 'letters_easy', which .*; remove one of them"):
             check_tasks(settings(*tasks))
 
-    @pytest.mark.parametrize("name", ["token_perplexity", "word_perplexity"])
+    @pytest.mark.parametrize("name", ["token_perplexity", "word_perplexity", "needle", "sample"])
     def test_a_task_cannot_take_the_name_of_a_figure(self, name: str) -> None:
         with pytest.raises(RecipeError, match=f"cannot be named '{name}'"):
             check_tasks(settings(rolling(name)))

@@ -771,6 +771,7 @@ def test_loading_a_recipe_does_not_wait_for_transformers_or_datasets() -> None:
      ("{dataset: wikitext, datasets: {a: wikitext}}", "expected either dataset or datasets, got both"),
      ("{datasets: {}}", "evaluate.token_perplexity.datasets"),
      ("{datasets: {sample: wikitext}}", "a text cannot be named 'sample'; choose another name"),
+     ("{datasets: {needle: wikitext}}", "a text cannot be named 'needle'; choose another name"),
      ("{datasets: {a: {txt: a.txt}}}", "unknown key 'txt' in evaluate.token_perplexity.datasets.a; did you mean")],
 )  # fmt: skip
 def test_texts_of_token_perplexity_are_one_or_several_with_names(given: str, message: str) -> None:
