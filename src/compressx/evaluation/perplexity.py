@@ -257,11 +257,11 @@ def _negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
 
 
 def _tokenizing(tokenizer: Any) -> str:
-    """Describe how a tokenizer splits text: vocabulary, normalization, splitting, special tokens."""
+    """Describe how a tokenizer splits text and writes chats: vocabulary, normalization, special tokens, template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     whole = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
     adds = [getattr(tokenizer, name, None) for name in ("add_bos_token", "add_eos_token", "model_max_length")]
-    return repr((whole, tokenizer.special_tokens_map, adds))
+    return repr((whole, tokenizer.special_tokens_map, adds, getattr(tokenizer, "chat_template", None)))
 
 
 def _sha256(text: str) -> str:

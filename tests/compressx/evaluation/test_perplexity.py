@@ -235,6 +235,8 @@ class TestEvaluateCached:
         assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
         tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
         assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
+        tokenizer.chat_template = "{{ messages }}"
+        assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
         (text / "edited.py").write_text("edited")
         monkeypatch.setattr("compressx.__path__", [*compressx.__path__, str(text)])  # its code counts, not its version
         assert (runs(with_tasks), runs(with_tasks)) == (1, 0)
