@@ -129,7 +129,7 @@ class Comparison:
         """
         panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
         for name, of in self.measures:
-            if name.endswith("stderr"):
+            if name.partition(",")[0].endswith("stderr"):  # of the harness's filters: `exact_match_stderr,strict`
                 continue
             lines = panels.setdefault(name.replace("_", " "), {})
             for run in self.runs:

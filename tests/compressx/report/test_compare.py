@@ -117,6 +117,9 @@ def test_standard_errors_are_in_the_table_and_not_in_the_plot(tmp_path):
     found = compare([saved(tmp_path / "a", 0.5, 30.0, evaluation={"dense": task, "pruned": task})])
     assert "arc acc stderr, pruned" in found.sections()[0].table.names
     assert list(found._panels()) == ["arc acc"]
+    task = {"gsm8k": {"exact_match,strict": 0.5, "exact_match_stderr,strict": 0.1}}
+    found = compare([saved(tmp_path / "b", 0.5, 30.0, evaluation={"dense": task, "pruned": task})])
+    assert list(found._panels()) == ["gsm8k exact match,strict"]
 
 
 def test_a_folder_without_a_report_and_a_report_of_another_version_are_refused(tmp_path):
