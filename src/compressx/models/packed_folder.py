@@ -137,9 +137,14 @@ def unpack_folder(source: Path, output: Path, *, progress: Progress | None = Non
         raise ArtifactError(
             f"{source} is not packed: {model_folder(source)} has no *{_PACKED}, as compressx pack writes"
         )
+    return _unpack(source, output, str(source.resolve()), progress)
+
+
+def _unpack(source: Path, output: Path, what: str, progress: Progress | None = None) -> Sizes:
+    """Do as `unpack_folder`, going on with an interrupted call that was also of `what`."""
     sizes = sizes_of(source)  # before anything is written, every header is read
     packed = _packed_files(model_folder(source))
-    with _resumed(output, {"unpack": str(source.resolve())}) as building:
+    with _resumed(output, {"unpack": what}) as building:
         _copy(source, building, {*packed}, _PACKED, _PLAIN)
         for path, target in _each(packed, source, building, _PACKED, _PLAIN, progress):
             if not _is_pair(path, target):
@@ -158,17 +163,17 @@ def unpacked(folder: Path) -> Path:
     """
     files = [PackedFile(path) for path in _packed_files(folder)]
     target = cache_folder() / "unpacked" / _key(folder, files)
-    while not _is_whole(target, files):
+    while not _is_whole(target, folder, files):
         with os_errors_named("create", target.parent):
             target.parent.mkdir(parents=True, exist_ok=True)
         try:
             with locked(target.with_name(f".{target.name}.unpacking"), f"another process that unpacks {folder}"):
-                if _is_whole(target, files):
+                if _is_whole(target, folder, files):
                     break
                 shutil.rmtree(target, ignore_errors=True)  # somebody removed or changed a part of it
                 size = sum(file.original_bytes for file in files)
                 _log.info("unpacking %s into %s, %.2f GB", folder, target, size / 1e9)
-                unpack_folder(folder, target)
+                _unpack(folder, target, target.name)  # the same content may be elsewhere than when it was begun
         except HeldError:
             time.sleep(0.2)
     return target
@@ -202,9 +207,13 @@ def _key(folder: Path, files: list[PackedFile]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _is_whole(target: Path, files: list[PackedFile]) -> bool:
-    """Return whether a folder has the original weight files, by their sizes; it was verified when it was written."""
-    originals = {target / _renamed(file.path.name, _PACKED, _PLAIN): file.original_bytes for file in files}
+def _is_whole(target: Path, folder: Path, files: list[PackedFile]) -> bool:
+    """Return whether a copy has all files of a folder, by their sizes; it was verified when it was written."""
+    index = {folder / _INDEX: f"model{_PLAIN}.index.json"}
+    originals = {target / index.get(path, path.relative_to(folder)): path.stat().st_size for path in _copied(folder)}
+    for file in files:
+        del originals[target / file.path.name]
+        originals[target / _renamed(file.path.name, _PACKED, _PLAIN)] = file.original_bytes
     return all(path.is_file() and path.stat().st_size == size for path, size in originals.items())
 
 

@@ -186,6 +186,25 @@ def test_an_incomplete_copy_in_the_cache_is_made_anew(model: Path, tmp_path: Pat
     assert copy.read_bytes() == (model / "model.safetensors").read_bytes()
 
 
+def test_a_copy_in_the_cache_that_lost_its_config_is_made_anew(sharded: Path, tmp_path: Path) -> None:
+    pack_folder(sharded, tmp_path / "packed")
+    copy = unpacked(tmp_path / "packed")
+    (copy / "config.json").unlink()
+    assert contents(unpacked(tmp_path / "packed")) == contents(sharded)
+
+
+def test_an_interrupted_copy_in_the_cache_goes_on_though_the_folder_was_moved(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack_folder(sharded, tmp_path / "packed")
+    with monkeypatch.context() as patched:
+        interrupted(patched, "unpack", after=2)
+        with pytest.raises(KeyboardInterrupt):
+            unpacked(tmp_path / "packed")
+    (tmp_path / "packed").rename(tmp_path / "moved")
+    assert contents(unpacked(tmp_path / "moved")) == contents(sharded)
+
+
 def test_two_that_need_one_packed_folder_at_a_time_unpack_it_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
