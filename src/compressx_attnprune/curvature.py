@@ -9,6 +9,8 @@ batch measures both, for any rotary embedding, norm, window and values.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +31,15 @@ class Curvature:
     rows: Tensor
     inputs: Tensor
 
-    def damped(self, damping: float) -> Curvature:
-        """Add a fraction of each factor's mean diagonal to its diagonal, ten times more for `rows`.
+    @contextmanager
+    def damped(self, damping: float) -> Iterator[Curvature]:
+        """Add a fraction of each factor's mean diagonal to its diagonal in a `with`, ten times more for `rows`.
 
-        The row factor is small and well measured, but often close to rank one.
+        The row factor is small and well measured, but often close to rank one. This is done in place, because a copy
+        of `inputs` would take as much memory again, and taken back exactly.
         """
-        return Curvature(_damped(self.rows, 10.0 * damping), _damped(self.inputs, damping))
+        with _damped(self.rows, 10.0 * damping), _damped(self.inputs, damping):
+            yield self
 
     def scale(self) -> Tensor:
         """Return the square root of the diagonal, [heads, head_dim, in_features]."""
@@ -69,20 +74,27 @@ def measure(
     rows = [x.new_zeros(s.heads, attention.head_dim, attention.head_dim, dtype=torch.float32) for s in sides]
     inputs = [x.new_zeros(s.heads, x.shape[-1], x.shape[-1], dtype=torch.float32) for s in sides]
     for part in parts(x):
-        flat = part.flatten(0, 1)  # [tokens, in_features]
-        count = math.ceil(tokens * len(flat))
         for _ in range(probes):
-            for i, grad in enumerate(loss.probe(part, weights, generator)):
-                of_heads = grad.transpose(0, 1).flatten(1, 2)  # [heads, tokens, head_dim]
-                rows[i].baddbmm_(of_heads.transpose(1, 2), of_heads)
-                chosen, importance = _sample(of_heads.square().sum(dim=2), count, generator)
-                for matrix, which, weight in zip(inputs[i], chosen, importance, strict=True):
-                    weighted = flat[which] * weight.sqrt()[:, None]
-                    _add_upper(matrix, weighted)
+            _add(rows, inputs, part, loss.probe(part, weights, generator), tokens, generator)
     for matrix in (m for side in inputs for m in side):
         matrix.triu_().add_(matrix.triu(1).T)
     query, key = (Curvature(_of_trace_one(r), m.div_(probes)) for r, m in zip(rows, inputs, strict=True))
     return query, key
+
+
+def _add(
+    rows: Sequence[Tensor], inputs: Sequence[Tensor], x: Tensor, grads: Pair, tokens: float,
+    generator: torch.Generator,
+) -> None:  # fmt: skip
+    """Add what a probe's gradients, [batch, heads, tokens, head_dim] of each side, tell of both factors."""
+    flat = x.flatten(0, 1)  # [tokens, in_features]
+    count = math.ceil(tokens * len(flat))
+    for of_rows, of_inputs, grad in zip(rows, inputs, grads, strict=True):
+        of_heads = grad.transpose(0, 1).flatten(1, 2)  # [heads, tokens, head_dim]
+        of_rows.baddbmm_(of_heads.transpose(1, 2), of_heads)
+        chosen, importance = _sample(of_heads.square().sum(dim=2), count, generator)
+        for matrix, which, weight in zip(of_inputs, chosen, importance, strict=True):
+            _add_upper(matrix, flat[which] * weight.sqrt()[:, None])
 
 
 def _add_upper(matrix: Tensor, x: Tensor) -> None:
@@ -120,10 +132,13 @@ def _of_trace_one(matrices: Tensor) -> Tensor:
     return torch.where(trace > 0, matrices / trace.clamp_min(torch.finfo(matrices.dtype).tiny), identity)
 
 
-def _damped(matrices: Tensor, damping: float) -> Tensor:
-    damped = matrices.clone()
-    diagonal = damped.diagonal(dim1=1, dim2=2)
-    mean = diagonal.mean(dim=1, keepdim=True)
+@contextmanager
+def _damped(matrices: Tensor, damping: float) -> Iterator[None]:
+    diagonal = matrices.diagonal(dim1=1, dim2=2)
+    measured, mean = diagonal.clone(), diagonal.mean(dim=1, keepdim=True)
     # A head without influence (one token, or equal probabilities) still needs an invertible factor.
     diagonal.add_(torch.where(mean > 0, damping * mean, 1.0))
-    return damped
+    try:
+        yield
+    finally:
+        diagonal.copy_(measured)

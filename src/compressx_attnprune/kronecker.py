@@ -9,8 +9,9 @@ over both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -51,7 +52,7 @@ class _Side:
         dense: the scaled dense weights, not turned.
         turn: eigenvectors of the normalised row factor, [heads, head_dim, head_dim].
         rows: its eigenvalues, [heads, head_dim, 1].
-        inputs: the damped input factor as it was measured, [heads, n, n].
+        inputs: the damped input factor, not normalised, [heads, n, n].
         unit: square root of its diagonal, [heads, 1, n].
         leading: approximate eigenvectors of the largest eigenvalues of the normalised input factor, [heads, n, rank].
         values: their eigenvalues, ascending, [heads, 1, rank].
@@ -114,35 +115,36 @@ class Problem:
     Attributes:
         dense: dense weights of each side.
         measured: the metric of each side, not damped.
-        damping: fraction of each factor's mean diagonal that is added to its diagonal.
-        curvatures: the damped metric.
+        damping: fraction of each factor's mean diagonal that is added to its diagonal; positive.
     """
 
     dense: tuple[Tensor, ...]
     measured: tuple[Curvature, ...]
     damping: float
-    curvatures: tuple[Curvature, ...]
 
-    @classmethod
-    def of(cls, dense: Sequence[Tensor], measured: Sequence[Curvature], damping: float) -> Problem:
-        """Damp the metric.
-
-        Args:
-            dense: weights of each side, [heads, head_dim, in_features].
-            measured: of `curvature.measure`.
-            damping: positive.
-        """
-        return cls(tuple(dense), tuple(measured), damping, tuple(c.damped(damping) for c in measured))
+    @contextmanager
+    def metric(self) -> Iterator[tuple[Curvature, ...]]:
+        """Damp what was measured, in place, within a `with`."""
+        with ExitStack() as stack:
+            yield tuple(stack.enter_context(c.damped(self.damping)) for c in self.measured)
 
     @cached_property
     def sides(self) -> tuple[_Side, ...]:
-        """The damped metric in normalised variables and decomposed, which given masks do without."""
-        sides = zip(self.dense, self.curvatures, self.measured, strict=True)
-        return tuple(_side(w, c, m.scale() > 0) for w, c, m in sides)
+        """The damped metric in normalised variables and decomposed, which given masks do without.
+
+        The sides' input factors are what was measured, so their products are those of the metric within `metric` alone.
+        """
+        felt = [c.scale() > 0 for c in self.measured]
+        with self.metric() as curvatures:
+            return tuple(_side(*of) for of in zip(self.dense, curvatures, felt, strict=True))
+
+    def forget(self) -> None:
+        """Let go of `sides`, which are decomposed anew when they are needed again."""
+        self.__dict__.pop("sides", None)
 
     def damped(self, damping: float) -> Problem:
         """Return the same problem with another damping."""
-        return Problem.of(self.dense, self.measured, damping)
+        return replace(self, damping=damping)
 
 
 def select(problem: Problem, choose: Choose, *, iterations: int = 48) -> tuple[list[Tensor], list[Tensor]]:
@@ -167,6 +169,15 @@ def select(problem: Problem, choose: Choose, *, iterations: int = 48) -> tuple[l
         Masks (True = keep) and weights, zero where not kept, of each side.
     """
     sides = problem.sides
+    with problem.metric() as curvatures:
+        sparse, keeps = _alternate(sides, choose, iterations)
+        start = [z / s.scale for z, s in zip(sparse, sides, strict=True)]
+        del sparse
+        return keeps, _solved(problem.dense, curvatures, keeps, start, 10)
+
+
+def _alternate(sides: Sequence[_Side], choose: Choose, iterations: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the last sparse point, in scaled variables, and its masks."""
     sparse, keeps = _project(sides, [s.dense for s in sides], choose, known_finite=False)
     duals = [torch.zeros_like(w) for w in sparse]
     pulls = [_Pull(s) for s in sides]
@@ -176,33 +187,37 @@ def select(problem: Problem, choose: Choose, *, iterations: int = 48) -> tuple[l
         penalty = first * rise**step
         near = [p.towards(z - u, penalty) for p, z, u in zip(pulls, sparse, duals, strict=True)]
         sums = [z + RELAXATION * (w - z) + u for w, z, u in zip(near, sparse, duals, strict=True)]
+        for spent in (near, sparse, duals):  # a selection takes the most memory
+            spent.clear()
         # NaN does not go away, so the last look finds any.
         sparse, keeps = _project(sides, sums, choose, known_finite=step + 1 < iterations)
         # The dual is in units of the penalty, which is about to rise.
         duals = [(w - z) / rise for w, z in zip(sums, sparse, strict=True)]
-    start = [z / s.scale for z, s in zip(sparse, sides, strict=True)]
-    return keeps, reconstruct(problem, keeps, start, iterations=10)
+        del sums
+    return sparse, keeps
 
 
-def reconstruct(
-    problem: Problem, keeps: Sequence[Tensor], start: Sequence[Tensor] | None = None, *, iterations: int = 60
-) -> list[Tensor]:
+def reconstruct(problem: Problem, keeps: Sequence[Tensor], *, iterations: int = 60) -> list[Tensor]:
     """Give the kept weights the values that make up for the dropped ones: preconditioned conjugate gradient.
 
     Args:
         problem: what to prune.
         keeps: masks of each side, True = keep.
-        start: weights to begin at; the kept dense ones when absent.
         iterations: products with the metric at most.
 
     Returns:
         Weights of each side, zero where not kept.
     """
-    result = []
-    for i, (dense, curvature, keep) in enumerate(zip(problem.dense, problem.curvatures, keeps, strict=True)):
-        begin = dense if start is None else start[i]
-        result.append(_conjugate_gradient(dense, curvature, keep, begin, iterations))
-    return result
+    with problem.metric() as curvatures:
+        return _solved(problem.dense, curvatures, keeps, problem.dense, iterations)
+
+
+def _solved(
+    dense: Sequence[Tensor], curvatures: Sequence[Curvature], keeps: Sequence[Tensor], start: Sequence[Tensor],
+    iterations: int,
+) -> list[Tensor]:  # fmt: skip
+    """Solve each side from the kept weights of a start."""
+    return [_conjugate_gradient(*of, iterations=iterations) for of in zip(dense, curvatures, keeps, start, strict=True)]
 
 
 def _conjugate_gradient(dense: Tensor, curvature: Curvature, keep: Tensor, start: Tensor, iterations: int) -> Tensor:
@@ -210,19 +225,19 @@ def _conjugate_gradient(dense: Tensor, curvature: Curvature, keep: Tensor, start
     inverse = keep / curvature.scale().square()
     w = start * keep
     residual = (curvature.rows @ (dense - w) @ curvature.inputs).mul_(keep)
-    direction = z = residual * inverse
-    power = _dot(residual, z)
+    direction = residual * inverse
+    power = _dot(residual, direction)
     first = power.clone()
     for taken in range(iterations):
         if taken % _CHECK == 0 and taken and (power <= 1e-12 * first).all():
             break
         image = (curvature.rows @ direction @ curvature.inputs).mul_(keep)
         step = _ratio(power, _dot(direction, image))
-        w = w + step * direction
-        residual = residual - step * image
-        z = residual * inverse
-        power, before = _dot(residual, z), power
-        direction = z + _ratio(power, before) * direction
+        w.add_(step * direction)
+        residual.sub_(image.mul_(step))
+        torch.mul(residual, inverse, out=image)
+        power, before = _dot(residual, image), power
+        direction.mul_(_ratio(power, before)).add_(image)
     return w
 
 
@@ -251,6 +266,7 @@ def _leading(inputs: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
     columns = inputs[:, :, ::stride] / unit.mT  # a product with columns of the identity
     for _ in range(2):
         basis = torch.linalg.qr(columns).Q
+        del columns
         columns = (inputs @ (basis / unit.mT)).div_(unit.mT)
     values, turn = torch.linalg.eigh(basis.mT @ columns)
     return basis @ turn, values.clamp_min(0.0)[:, None, :]

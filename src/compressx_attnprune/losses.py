@@ -123,8 +123,8 @@ class OutputLoss:
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
         """Return the gradients for random signs as the gradient of the attention's output."""
         v = values(self.attention, x, self.value_weight, self.value_bias)
-        output = x.new_empty(*x.shape[:2], len(self.output_weight))
-        return self._backward(_projected(self.attention, x, weights), v, objective.random_signs(output, generator))
+        signs = objective.random_signs_(x.new_empty(*x.shape[:2], len(self.output_weight)), generator)
+        return self._backward(_projected(self.attention, x, weights), v, signs)
 
     def _output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Apply attention to the values and project them, [batch, tokens, out_features]."""
@@ -132,10 +132,13 @@ class OutputLoss:
 
     def _backward(self, projected: Pair, v: Tensor, grad: Tensor) -> Pair:
         """Backpropagate a gradient of the output [batch, tokens, out_features] to `project`'s results."""
+        return _placed_backward(self.attention, projected, self._mixed_backward(projected, v, grad))
+
+    def _mixed_backward(self, projected: Pair, v: Tensor, grad: Tensor) -> Pair:
+        """Backpropagate it to queries and keys; what this takes is freed before the rest of the way."""
         of_heads = (grad @ self.output_weight).view(*grad.shape[:2], self.attention.query.heads, -1)
         q, k = _placed(self.attention, projected)
-        grads = objective.mixed_backward(self.attention, q, k, v, of_heads.transpose(1, 2))
-        return _placed_backward(self.attention, projected, grads)
+        return objective.mixed_backward(self.attention, q, k, v, of_heads.transpose(1, 2))
 
 
 def mixed_values(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

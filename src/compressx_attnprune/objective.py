@@ -66,8 +66,7 @@ def squared_errors(
             norms += _squared_norms(attention, reference)
             for candidate, (q, k) in enumerate(candidates):
                 one = (q[i].view(qd.shape), k[i])
-                c = _probabilities(attention, *one, rows)[0].sub_(reference)
-                errors[candidate] += _squared_norms(attention, c)
+                errors[candidate] += _squared_norms(attention, _probabilities(attention, *one, rows)[0].sub_(reference))
     return errors, norms
 
 
@@ -119,7 +118,7 @@ def probe(attention: Attention, q: Tensor, k: Tensor, generator: torch.Generator
     Returns:
         The gradients of queries and keys, of their shapes.
     """
-    return _backpropagate(attention, q, k, lambda _i, _rows, p: random_signs(p, generator))
+    return _backpropagate(attention, q, k, lambda _i, _rows, p: random_signs_(torch.empty_like(p), generator))
 
 
 def mixed(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -159,10 +158,9 @@ def mixed_backward(
     return _backpropagate(attention, q, k, of_matrix)
 
 
-def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw -1 and 1 with equal probability, in the shape of `like`."""
-    signs = torch.empty_like(like).random_(0, 2, generator=generator)  # bernoulli_ takes four times as long
-    return signs.mul_(2.0).sub_(1.0)
+def random_signs_(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Overwrite `x` by -1 and 1, drawn with equal probability, and return it."""
+    return x.random_(0, 2, generator=generator).mul_(2.0).sub_(1.0)  # bernoulli_ takes four times as long
 
 
 def _backpropagate(

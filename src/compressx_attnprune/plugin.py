@@ -137,7 +137,7 @@ class AttnPrune:
 
     def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the comparison of the geometry with the block's own attention."""
-        return work.prepare(work.Shape.of(block, text.length))
+        return work.prepare(work.Shape.of(block, text.length), text, self.options.sequences)
 
 
 @contextmanager

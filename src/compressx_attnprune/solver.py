@@ -56,7 +56,7 @@ class Layer:
     @cached_property
     def problem(self) -> kronecker.Problem:
         """The dense weights and their curvature, decomposed."""
-        return kronecker.Problem.of(self.by_head(self.dense), self.curvature, self.damping)
+        return kronecker.Problem(tuple(self.by_head(self.dense)), self.curvature, self.damping)
 
     @cached_property
     def curvature(self) -> tuple[Curvature, Curvature]:
@@ -141,6 +141,8 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
         started, ours = judge(layer, list(starts.values())), _learn(layer, budget, options)
     best_start = min(started, key=lambda t: t.error)
     damping = layer.damping
+    if ours.error > best_start.error and in_closed_form:
+        layer.problem.forget()
     while ours.error > best_start.error and in_closed_form and damping < _MOST_DAMPING:
         # With little text the curvature is inaccurate and needs more damping.
         damping = min(10.0 * damping, _MOST_DAMPING)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from compressx import Block, Pattern, Structured, Windows, Work, find_projections, head_size
 from compressx.numerics import work as numerics
+from compressx_attnprune import memory
 from compressx_attnprune.curvature import TOKENS
 from compressx_attnprune.groups import DAMPINGS, MOST_SETS
 from compressx_attnprune.kronecker import FEWEST, LEADING
@@ -122,13 +123,14 @@ def returned(block: Block, names: Iterable[str], *, solved_bias: bool) -> Work:
     return Work.of(returned=_F32 * sum(block.linears[name].weight.numel() for name in names) + kept)
 
 
-def prepare(shape: Shape) -> Work:
+def prepare(shape: Shape, text: Windows, sequences: int) -> Work:
     """Count the comparison of one sequence with the block's own attention."""
     ours = shape.projections() + shape.values() + shape.matrix(products=1.0)
     mixed = Work.of(float32=2.0 * shape.heads * shape.pairs * shape.value)
     projected = Work.of(float32=2.0 * shape.tokens * shape.heads * shape.value * shape.outputs)
     theirs = shape.projections() + shape.values() + shape.output()
-    return ours + mixed + projected + theirs
+    done = ours + mixed + projected + theirs
+    return Work(done.counts, *memory.prepared(shape, text, sequences))
 
 
 def prune(shape: Shape, options: AttnPruneOptions, pattern: Pattern, text: Windows, *, fixed: bool) -> Work:
@@ -152,7 +154,7 @@ def prune(shape: Shape, options: AttnPruneOptions, pattern: Pattern, text: Windo
         + options.refit * _gradient(shape, options) * SEQUENCES
         + (_CHECKS * held_out * _judged(shape, 1, options) if options.refit else Work())
         + held_out * _errors(shape, 3)
-        + Work.of(memory=_F32 * (2.0 * (shape.heads + shape.shared) * n * n + 12.0 * shape.rows * n))
+        + Work.of(memory.pruned(shape, options, train, held_out, rank=_rank(n), fixed=fixed))
     )
 
 

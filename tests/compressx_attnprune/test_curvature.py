@@ -156,11 +156,11 @@ def test_attention_to_a_single_token_curves_nothing_and_leaves_factors_that_can_
     for side in curvature.measure(make(kind), normal(3, 1, WIDTH, seed=3), weights):
         torch.testing.assert_close(side.rows.diagonal(dim1=1, dim2=2).sum(dim=1), torch.ones(len(side.rows)))
         assert side.inputs.abs().max() < 1e-6
-        damped = side.damped(0.01)
-        for factor in (damped.rows, damped.inputs):
-            assert torch.isfinite(factor).all()
-            assert torch.linalg.cholesky_ex(factor).info.sum() == 0
-        assert (damped.scale() > 0).all()
+        with side.damped(0.01) as damped:
+            for factor in (damped.rows, damped.inputs):
+                assert torch.isfinite(factor).all()
+                assert torch.linalg.cholesky_ex(factor).info.sum() == 0
+            assert (damped.scale() > 0).all()
 
 
 def test_a_head_without_curvature_leaves_the_others_alone():
@@ -184,19 +184,21 @@ def spd(heads: int, n: int, seed: int) -> Tensor:
 
 
 def test_damping_adds_a_fraction_of_the_mean_diagonal_and_ten_times_that_to_the_rows():
-    measured = Curvature(spd(3, 4, seed=0), spd(3, 6, seed=1))
-    damped = measured.damped(0.02)
-    for head in range(3):
-        for before, after, fraction in (
-            (measured.rows[head], damped.rows[head], 0.2),
-            (measured.inputs[head], damped.inputs[head], 0.02),
-        ):
-            expected = before + fraction * before.trace() / len(before) * torch.eye(len(before))
-            torch.testing.assert_close(after, expected)
-    assert torch.equal(measured.rows, spd(3, 4, seed=0))
-    zeros = Curvature(torch.zeros(1, 4, 4), torch.zeros(1, 6, 6)).damped(0.01)
-    assert torch.equal(zeros.rows[0], torch.eye(4))
-    assert torch.equal(zeros.inputs[0], torch.eye(6))
+    rows, inputs = spd(3, 4, seed=0), spd(3, 6, seed=1)
+    measured = Curvature(rows.clone(), inputs.clone())
+    with measured.damped(0.02) as damped:
+        for head in range(3):
+            for before, after, fraction in (
+                (rows[head], damped.rows[head], 0.2),
+                (inputs[head], damped.inputs[head], 0.02),
+            ):
+                expected = before + fraction * before.trace() / len(before) * torch.eye(len(before))
+                torch.testing.assert_close(after, expected)
+    assert torch.equal(measured.rows, rows)
+    assert torch.equal(measured.inputs, inputs)
+    with Curvature(torch.zeros(1, 4, 4), torch.zeros(1, 6, 6)).damped(0.01) as zeros:
+        assert torch.equal(zeros.rows[0], torch.eye(4))
+        assert torch.equal(zeros.inputs[0], torch.eye(6))
 
 
 def test_the_scale_is_the_root_of_the_kronecker_products_diagonal():

@@ -36,7 +36,7 @@ def problem(seed: int, *, heads: Sequence[int] = HEADS, rows: int = ROWS, column
     dense = [normal(h, rows, columns, seed=10 * seed + i) for i, h in enumerate(heads)]
     curvatures = [Curvature(factor(h, rows, 10 * seed + i), factor(h, columns, 10 * seed + i + 5)) for i, h in
         enumerate(heads)]  # fmt: skip
-    return Problem.of(dense, curvatures, DAMPING)
+    return Problem(tuple(dense), tuple(curvatures), DAMPING)
 
 
 def by(pattern: Pattern) -> Choose:
@@ -50,10 +50,16 @@ def by(pattern: Pattern) -> Choose:
     return choose
 
 
+def damped(of: Problem) -> list[Curvature]:
+    """Return copies of the damped metric."""
+    with of.metric() as curvatures:
+        return [Curvature(c.rows.clone(), c.inputs.clone()) for c in curvatures]
+
+
 def cost(of: Problem, weights: Sequence[Tensor]) -> float:
     """Compute sum_h tr(R_h E_h H_h E_h^T) the plain way."""
     total = 0.0
-    for dense, curvature, w in zip(of.dense, of.curvatures, weights, strict=True):
+    for dense, curvature, w in zip(of.dense, damped(of), weights, strict=True):
         for head in range(len(dense)):
             e = dense[head] - w[head]
             total += float((curvature.rows[head] @ e @ curvature.inputs[head] @ e.T).trace())
@@ -63,7 +69,7 @@ def cost(of: Problem, weights: Sequence[Tensor]) -> float:
 def exact(of: Problem, keeps: Sequence[Tensor]) -> list[Tensor]:
     """Solve the normal equations of the whole Kronecker product, restricted to the kept weights, head by head."""
     result = []
-    for dense, curvature, keep in zip(of.dense, of.curvatures, keeps, strict=True):
+    for dense, curvature, keep in zip(of.dense, damped(of), keeps, strict=True):
         solved = torch.zeros_like(dense)
         for head in range(len(dense)):
             metric = torch.kron(curvature.rows[head], curvature.inputs[head])  # of weights in row-major order
@@ -85,7 +91,7 @@ def assert_solved(of: Problem, keeps: Sequence[Tensor], got: Sequence[Tensor], *
 
 def magnitude(of: Problem, choose: Choose) -> list[Tensor]:
     """Keep what is largest in the metric's own units."""
-    return list(choose([(w * c.scale()).square() for w, c in zip(of.dense, of.curvatures, strict=True)], False))
+    return list(choose([(w * c.scale()).square() for w, c in zip(of.dense, damped(of), strict=True)], False))
 
 
 @each_pattern
@@ -127,7 +133,7 @@ def test_a_selection_takes_the_steps_of_admm_with_the_dual_as_published(pattern:
 
 def admm(of: Problem, choose: Choose, iterations: int) -> list[Tensor]:
     """Choose masks by ADMM with exact steps, each a solution of the whole Kronecker product."""
-    metrics = [torch.stack([torch.kron(r, h) for r, h in zip(c.rows, c.inputs, strict=True)]) for c in of.curvatures]
+    metrics = [torch.stack([torch.kron(r, h) for r, h in zip(c.rows, c.inputs, strict=True)]) for c in damped(of)]
     units = [m.diagonal(dim1=1, dim2=2).sqrt() for m in metrics]
     grams = [m / u[:, :, None] / u[:, None, :] for m, u in zip(metrics, units, strict=True)]
     dense = [w.flatten(1) * u for w, u in zip(of.dense, units, strict=True)]
@@ -164,7 +170,7 @@ def test_a_selection_is_near_the_best_of_all_masks():
     ratios, of_magnitude = [], []
     for seed in range(24):
         of = problem(seed, heads=(1,), rows=3, columns=4)
-        inverse = torch.linalg.inv(torch.kron(of.curvatures[0].rows[0], of.curvatures[0].inputs[0]))
+        inverse = torch.linalg.inv(torch.kron(damped(of)[0].rows[0], damped(of)[0].inputs[0]))
         lost = of.dense[0].flatten()[dropped]  # [masks, 6]; the others at their best cost w_D^T ((H^-1)_DD)^-1 w_D
         best = (lost * torch.linalg.solve(inverse[dropped[:, :, None], dropped[:, None, :]], lost)).sum(dim=1).min()
         ratios.append(cost(of, kronecker.select(of, choose)[1]) / float(best))
@@ -196,9 +202,9 @@ def few_eigenvectors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kronecker, "FEWEST", 1)
 
 
-def nearest(of: Problem, side: int, point: Tensor, penalty: float) -> Tensor:
+def nearest(curvature: Curvature, dense: Tensor, point: Tensor, penalty: float) -> Tensor:
     """Compute the minimum near a point in scaled variables, by the whole Kronecker product, head by head."""
-    curvature, dense, result = of.curvatures[side], of.dense[side], torch.empty_like(point)
+    result = torch.empty_like(point)
     for head in range(len(point)):
         metric = torch.kron(curvature.rows[head], curvature.inputs[head])
         unit = metric.diagonal().sqrt()
@@ -211,23 +217,26 @@ def nearest(of: Problem, side: int, point: Tensor, penalty: float) -> Tensor:
 
 def test_with_all_eigenvectors_one_step_ends_at_the_closed_form():
     of = problem(1)
-    for side, dense in enumerate(of.dense):
-        pull = kronecker._Pull(of.sides[side])
+    for side, curvature, dense in zip(of.sides, damped(of), of.dense, strict=True):
+        pull = kronecker._Pull(side)
         for seed, penalty in enumerate((0.02, 0.5)):
             point = normal(*dense.shape, seed=seed)
-            torch.testing.assert_close(pull.towards(point, penalty), nearest(of, side, point, penalty))
+            with of.metric():
+                got = pull.towards(point, penalty)
+            torch.testing.assert_close(got, nearest(curvature, dense, point, penalty))
 
 
 @pytest.mark.usefixtures("few_eigenvectors")
 def test_with_few_eigenvectors_steps_lead_to_the_closed_form_and_follow_where_it_moves():
     of = problem(2, rows=4, columns=36)
     assert [s.leading.shape[-1] for s in of.sides] == [6, 6]
-    for side, dense in enumerate(of.dense):
-        pull = kronecker._Pull(of.sides[side])
+    for side, curvature, dense in zip(of.sides, damped(of), of.dense, strict=True):
+        pull = kronecker._Pull(side)
         for seed, penalty in enumerate((1.0, 3.0)):
             point = normal(*dense.shape, seed=seed)
-            wanted = nearest(of, side, point, penalty)
-            left = [float((pull.towards(point, penalty) - wanted).norm() / wanted.norm()) for _ in range(100)]
+            wanted = nearest(curvature, dense, point, penalty)
+            with of.metric():
+                left = [float((pull.towards(point, penalty) - wanted).norm() / wanted.norm()) for _ in range(100)]
             assert left[0] > 1e-2  # six vectors of 36 are not enough for one step
             assert left[-1] < 1e-6
 
@@ -279,7 +288,7 @@ def test_with_diagonal_factors_a_selection_costs_what_dropping_the_cheapest_does
         curvatures = [
             Curvature(*(torch.diag_embed(normal(h, n, seed=h + n).exp()) for n in (ROWS, COLUMNS))) for h in HEADS
         ]
-        of = Problem.of(dense, curvatures, DAMPING)
+        of = Problem(tuple(dense), tuple(curvatures), DAMPING)
         keeps, weights = kronecker.select(of, choose)
         best = [w * k for w, k in zip(dense, magnitude(of, choose), strict=True)]
         assert cost(of, best) <= cost(of, weights) * (1 + 1e-12)
@@ -301,7 +310,7 @@ def test_weights_without_any_curvature_are_dropped_first_whatever_the_damping_sa
         inputs[head] = 0.0
         d[:, row], d[:, :, columns], d[head] = True, True, True
         curvatures.append(Curvature(rows.to(dtype), inputs.to(dtype)))
-    of = Problem.of([w.to(dtype) for w in of.dense], curvatures, DAMPING)
+    of = Problem(tuple(w.to(dtype) for w in of.dense), tuple(curvatures), DAMPING)
     share = sum(int(d.sum()) for d in dead) / sum(d.numel() for d in dead)
     for sparsity in (share, 0.85):
         keeps, weights = kronecker.select(of, by(Unstructured(sparsity, "joint")))
@@ -316,7 +325,7 @@ def test_weights_without_any_curvature_are_dropped_first_whatever_the_damping_sa
         assert keep[~d].all()
         torch.testing.assert_close(w[~d], dense[~d], rtol=1e-4, atol=1e-4)
     nothing = [Curvature(torch.zeros_like(c.rows), torch.zeros_like(c.inputs)) for c in curvatures]
-    keeps, weights = kronecker.select(Problem.of(of.dense, nothing, DAMPING), by(PATTERNS[0]))
+    keeps, weights = kronecker.select(Problem(of.dense, tuple(nothing), DAMPING), by(PATTERNS[0]))
     assert sum(int(k.sum()) for k in keeps) == sum(k.numel() for k in keeps) // 2
     for keep, w, dense in zip(keeps, weights, of.dense, strict=True):
         torch.testing.assert_close(w, dense * keep)
@@ -324,9 +333,8 @@ def test_weights_without_any_curvature_are_dropped_first_whatever_the_damping_sa
 
 def test_float32_finds_what_float64_finds():
     of = problem(0)
-    single = Problem.of(
-        [w.float() for w in of.dense], [Curvature(c.rows.float(), c.inputs.float()) for c in of.measured], DAMPING
-    )
+    measured = tuple(Curvature(c.rows.float(), c.inputs.float()) for c in of.measured)
+    single = Problem(tuple(w.float() for w in of.dense), measured, DAMPING)
     choose = by(PATTERNS[0])
     weights = kronecker.select(single, choose)[1]
     assert all(w.dtype == torch.float32 for w in weights)
@@ -338,7 +346,17 @@ def test_another_damping_starts_from_what_was_measured():
     of = problem(0)
     again = of.damped(0.1).damped(DAMPING)
     assert again.damping == DAMPING
-    for before, after in zip(of.curvatures, again.curvatures, strict=True):
+    for before, after in zip(damped(of), damped(again), strict=True):
         assert torch.equal(before.rows, after.rows)
         assert torch.equal(before.inputs, after.inputs)
-    assert (of.damped(0.1).curvatures[0].inputs - of.curvatures[0].inputs).norm() > 0
+    assert (damped(of.damped(0.1))[0].inputs - damped(of)[0].inputs).norm() > 0
+
+
+def test_what_was_measured_is_not_changed_by_being_solved_whatever_happens():
+    of, untouched = problem(0), problem(0)
+    kronecker.select(of, by(PATTERNS[0]))
+    with pytest.raises(ZeroDivisionError), of.metric():
+        raise ZeroDivisionError
+    for one, other in zip(of.measured, untouched.measured, strict=True):
+        assert torch.equal(one.rows, other.rows)
+        assert torch.equal(one.inputs, other.inputs)

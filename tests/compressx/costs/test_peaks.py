@@ -16,6 +16,7 @@ from compressx.costs.recipe import estimate
 from compressx.pipeline.preparation import loaded_recipe, prepare
 from compressx.plugins.manager import load_plugins
 
+ATTENTION = ["*.q_proj", "*.k_proj"]
 RULES: dict[str, dict[str, Any]] = {
     "magnitude": {"pruner": "magnitude", "sparsity": 0.5},
     "magnitude 2:4": {"pruner": "magnitude", "pattern": "2:4"},
@@ -26,7 +27,16 @@ RULES: dict[str, dict[str, Any]] = {
     "alps": {"pruner": "alps", "sparsity": 0.5},
     "alps 2:4": {"pruner": "alps", "pattern": "2:4"},
     "ziplm": {"pruner": "ziplm", "pattern": "neurons", "sparsity": 0.5},
-}
+    "attnprune": {"targets": ATTENTION, "pruner": "attnprune", "sparsity": 0.5},
+    "attnprune 2:4": {"targets": ATTENTION, "pruner": "attnprune", "pattern": "2:4"},
+    "attnprune refit": {"targets": ATTENTION, "pruner": "attnprune", "sparsity": 0.5, "options": {"refit": 2}},
+    "attnprune of a given mask": {
+        "targets": ATTENTION, "pruner": "wanda", "reconstruct": "attnprune", "sparsity": 0.5,
+    },
+    "attnprune matrix": {
+        "targets": ATTENTION, "pruner": "attnprune", "sparsity": 0.5, "options": {"objective": "attention-matrix"},
+    },
+}  # fmt: skip
 FEW, MANY = (4, 64, 2), (16, 256, 4)
 """Windows, tokens in each, and windows in a batch: weights and Hessians take the most, or activations do."""
 
@@ -71,7 +81,7 @@ def test_the_peak_of_each_stage_is_within_a_tenth_of_the_plan(name, text, stream
     assert held == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize("name", ["wanda", "sparsegpt", "attnprune"])
 def test_the_peak_of_few_tokens_is_within_a_twentieth_of_the_plan(name, written):
     expected, held = expected_and_held(written(RULES[name], FEW, False, torch.float32))
     assert held == pytest.approx(expected, rel=0.05)
