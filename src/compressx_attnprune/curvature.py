@@ -4,6 +4,10 @@ The Gauss-Newton matrix of a head's weight [head_dim, in_features] is a sum over
 approximated by `rows ⊗ inputs`: the mean of the G_i, and the sum of the x_i x_i^T weighted by the traces of the G_i.
 Both come from `Loss.probe`: for random signs, the gradients c_i satisfy E[c_i c_i^T] = G_i. So one backward pass per
 batch measures both, for any rotary embedding, norm, window and values.
+
+A head whose softmax is saturated, such as one that always looks at the first token, has next to no curvature at the
+dense weights, and all of its weights would go for nothing; but without them it looks everywhere. So a little of the
+curvature halfway to there, where the scores are half as large, is added.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressx_attnprune.losses import Loss, Pair, parts
+from compressx_attnprune.losses import SEQUENCES, Loss, Pair, parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +55,23 @@ TOKENS = 1 / 3
 """Share of the tokens that `inputs` are summed over. Token weights are uneven, so a sample is enough: compared with all
 tokens, the errors of pruned layers grow by 2% at 50% sparsity and by less at higher sparsities."""
 
+HALFWAY, HALFWAY_PARTS = 0.1, 4
+"""Weight of the curvature at half of the scores beside that at the dense ones, and one of how many parts of the sequences
+that is measured on. Ours, not published."""
+
 PANEL = 128
 """Rows of `inputs` at least that are accumulated at once, from the diagonal on."""
 
 
 def measure(
-    loss: Loss, x: Tensor, weights: Pair, *, probes: int = 1, tokens: float = TOKENS, seed: int = 0
+    loss: Loss,
+    x: Tensor,
+    weights: Pair,
+    *,
+    probes: int = 1,
+    tokens: float = TOKENS,
+    halfway: float = HALFWAY,
+    seed: int = 0,
 ) -> tuple[Curvature, Curvature]:
     """Measure the curvature of the query side and of the key side.
 
@@ -66,6 +81,7 @@ def measure(
         weights: the dense weights.
         probes: random sign draws per sequence.
         tokens: share of the tokens that `inputs` are summed over, sampled per head; 1 takes all.
+        halfway: weight of the curvature at half of the scores.
         seed: of the signs and samples.
     """
     attention = loss.attention
@@ -73,17 +89,28 @@ def measure(
     generator = torch.Generator(x.device).manual_seed(seed)
     rows = [x.new_zeros(s.heads, attention.head_dim, attention.head_dim, dtype=torch.float32) for s in sides]
     inputs = [x.new_zeros(s.heads, x.shape[-1], x.shape[-1], dtype=torch.float32) for s in sides]
-    for part in parts(x):
+    for part, at, counts in _points(loss, x, halfway):
         for _ in range(probes):
-            _add(rows, inputs, part, loss.probe(part, weights, generator), tokens, generator)
+            _add(rows, inputs, part, at.probe(part, weights, generator), counts, tokens, generator)
     for matrix in (m for side in inputs for m in side):
         matrix.triu_().add_(matrix.triu(1).T)
     query, key = (Curvature(_of_trace_one(r), m.div_(probes)) for r, m in zip(rows, inputs, strict=True))
     return query, key
 
 
+def _points(loss: Loss, x: Tensor, halfway: float) -> Iterator[tuple[Tensor, Loss, float]]:
+    """Yield parts of the sequences, each with the loss to probe there and what its Gauss-Newton matrix counts."""
+    half, step = loss.with_scores(0.5), SEQUENCES * HALFWAY_PARTS
+    seen = sum(min(SEQUENCES, len(x) - start) for start in range(0, len(x), step))
+    for number, part in enumerate(parts(x)):
+        yield part, loss, 1.0
+        if halfway and number % HALFWAY_PARTS == 0:
+            # Halved scores halve the gradients by queries and keys, too, whose outer products count here.
+            yield part, half, 4.0 * halfway * len(x) / seen
+
+
 def _add(
-    rows: Sequence[Tensor], inputs: Sequence[Tensor], x: Tensor, grads: Pair, tokens: float,
+    rows: Sequence[Tensor], inputs: Sequence[Tensor], x: Tensor, grads: Pair, counts: float, tokens: float,
     generator: torch.Generator,
 ) -> None:  # fmt: skip
     """Add what a probe's gradients, [batch, heads, tokens, head_dim] of each side, tell of both factors."""
@@ -91,10 +118,10 @@ def _add(
     count = math.ceil(tokens * len(flat))
     for of_rows, of_inputs, grad in zip(rows, inputs, grads, strict=True):
         of_heads = grad.transpose(0, 1).flatten(1, 2)  # [heads, tokens, head_dim]
-        of_rows.baddbmm_(of_heads.transpose(1, 2), of_heads)
+        of_rows.baddbmm_(of_heads.transpose(1, 2), of_heads, alpha=counts)
         chosen, importance = _sample(of_heads.square().sum(dim=2), count, generator)
         for matrix, which, weight in zip(of_inputs, chosen, importance, strict=True):
-            _add_upper(matrix, flat[which] * weight.sqrt()[:, None])
+            _add_upper(matrix, flat[which] * (counts * weight).sqrt()[:, None])
 
 
 def _add_upper(matrix: Tensor, x: Tensor) -> None:

@@ -8,7 +8,7 @@ weights [heads * head_dim, in_features].
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import torch
@@ -29,6 +29,9 @@ class Loss(Protocol):
     @property
     def attention(self) -> Attention:
         """The layer's geometry."""
+
+    def with_scores(self, share: float) -> Loss:
+        """Return the loss of a layer whose scores, before a softcap, are this share of them."""
 
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
         """Return each candidate's squared error on a batch, and the squared norm of the dense result.
@@ -59,6 +62,10 @@ class MatrixLoss:
     """
 
     attention: Attention
+
+    def with_scores(self, share: float) -> MatrixLoss:
+        """Return the loss of a layer whose scores are this share of them."""
+        return replace(self, attention=replace(self.attention, scaling=share * self.attention.scaling))
 
     @torch.no_grad()
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
@@ -102,6 +109,10 @@ class OutputLoss:
     value_weight: Tensor
     value_bias: Tensor | None
     output_weight: Tensor
+
+    def with_scores(self, share: float) -> OutputLoss:
+        """Return the loss of a layer whose scores are this share of them."""
+        return replace(self, attention=replace(self.attention, scaling=share * self.attention.scaling))
 
     @torch.no_grad()
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:

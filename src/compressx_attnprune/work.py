@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from compressx import Block, Pattern, Structured, Windows, Work, find_projections, head_size
 from compressx.numerics import work as numerics
 from compressx_attnprune import memory
-from compressx_attnprune.curvature import TOKENS
+from compressx_attnprune.curvature import HALFWAY_PARTS, TOKENS
 from compressx_attnprune.groups import DAMPINGS, MOST_SETS
 from compressx_attnprune.kronecker import FEWEST, LEADING
 from compressx_attnprune.losses import SEQUENCES
@@ -222,10 +222,12 @@ def _closed(shape: Shape, options: AttnPruneOptions, pattern: Pattern, train: in
 
 
 def _curvature(shape: Shape, options: AttnPruneOptions, train: int) -> Work:
-    """Count `curvature.measure`: a probe of each sequence, and both factors."""
+    """Count `curvature.measure`: a probe of each sequence, of some again at half of the scores, and both factors."""
     n, d, heads = shape.inputs, shape.size, shape.heads + shape.shared
     parts = math.ceil(train / SEQUENCES)
-    sampled = math.ceil(TOKENS * min(SEQUENCES, train) * shape.tokens) * parts
+    again, of_part = math.ceil(parts / HALFWAY_PARTS), min(SEQUENCES, train)
+    parts, train = parts + again, train + again * of_part
+    sampled = math.ceil(TOKENS * of_part * shape.tokens) * parts
     probe = shape.matrix(products=3.0, passes=14.0)
     if options.objective == "attention-output":
         probe = shape.values() + shape.backward()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -51,10 +51,15 @@ class Recording:
 
     loss: Loss
     probes: list[tuple[Tensor, Pair]] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
 
     @property
     def attention(self) -> Attention:
         return self.loss.attention
+
+    def with_scores(self, share: float) -> Loss:
+        self.scores.append(share)
+        return self.loss.with_scores(share)
 
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
         self.probes.append((x.clone(), self.loss.probe(x, weights, generator)))
@@ -64,8 +69,10 @@ class Recording:
 @pytest.mark.parametrize(("kind", "probes"), [("matrix", 1), ("output", 3)])
 def test_the_factors_are_sums_over_all_tokens_of_the_probes_gradients(kind: str, probes: int, x: Tensor, weights: Pair):
     recording = Recording(make(kind))
-    measured = curvature.measure(recording, x, weights, probes=probes, tokens=1.0)
-    again, other = (curvature.measure(make(kind), x, weights, probes=probes, tokens=1.0, seed=s) for s in (0, 1))
+    measured = curvature.measure(recording, x, weights, probes=probes, tokens=1.0, halfway=0.0)
+    again, other = (
+        curvature.measure(make(kind), x, weights, probes=probes, tokens=1.0, halfway=0.0, seed=s) for s in (0, 1)
+    )
     assert torch.equal(again[0].inputs, measured[0].inputs), "the seed decides the signs"
     assert not torch.equal(other[0].inputs, measured[0].inputs)
     assert [len(part) for part, _ in recording.probes] == [4] * 2 * probes + [2] * probes
@@ -86,17 +93,25 @@ def test_the_factors_are_sums_over_all_tokens_of_the_probes_gradients(kind: str,
         torch.testing.assert_close(side.rows.diagonal(dim1=1, dim2=2).sum(dim=1), torch.ones(heads))
 
 
-def test_over_all_signs_the_factors_are_mean_and_trace_weighted_sum_of_the_gauss_newton_matrices(weights: Pair):
-    """rows = sum_i G_i / tr, inputs = sum_i tr(G_i) x_i x_i^T, with G_i from autograd's Jacobian."""
+@pytest.mark.parametrize("halfway", [0.0, 0.3])
+def test_over_all_signs_the_factors_are_mean_and_trace_weighted_sum_of_the_gauss_newton_matrices(
+    halfway: float, weights: Pair
+):
+    """rows = sum_i G_i / tr, inputs = sum_i tr(G_i) x_i x_i^T, with G_i from autograd's Jacobians by whole scores: at
+    the dense ones, and at half of them."""
     x = normal(2, 5, WIDTH, seed=3)
     loss = make("matrix")
     signs = hadamard(count_signs(lambda: loss.probe(x, weights, torch.Generator())))
-    with Signs(signs):
-        measured = curvature.measure(loss, x, weights, probes=len(signs), tokens=1.0)
+    with Signs(torch.cat([signs, signs]) if halfway else signs):
+        measured = curvature.measure(loss, x, weights, probes=len(signs), tokens=1.0, halfway=halfway)
+    half = replace(ATTENTION, scaling=ATTENTION.scaling / 2)
     rows, inputs = [torch.zeros(4, 4, 4), torch.zeros(2, 4, 4)], [torch.zeros(4, 6, 6), torch.zeros(2, 6, 6)]
     for q, k, v in zip(*queries_and_keys(ATTENTION, x, *weights), x, strict=True):
-        matrices = gauss_newton(lambda a, b: attention_matrices(ATTENTION, a[None], b[None]), q, k)
-        for i, of_tokens in enumerate(matrices):  # [heads, tokens, head_dim, head_dim]
+        dense, halved = (
+            gauss_newton(lambda a, b, at=at: attention_matrices(at, a[None], b[None]), q, k) for at in (ATTENTION, half)
+        )
+        for i, of_tokens in enumerate(d + 4.0 * halfway * h for d, h in zip(dense, halved, strict=True)):
+            # of_tokens: [heads, tokens, head_dim, head_dim]
             rows[i] += of_tokens.sum(dim=1)
             traces = of_tokens.diagonal(dim1=2, dim2=3).sum(dim=2)  # [heads, tokens]
             inputs[i] += torch.einsum("ht,tij->hij", traces, outer(v))
@@ -111,7 +126,7 @@ def test_a_sample_of_the_tokens_has_the_sum_over_all_as_its_expectation(x: Tenso
     samples = 100
     mean = torch.zeros(4, WIDTH, WIDTH)
     for seed in range(samples):
-        sampled = curvature.measure(recording, x, weights, tokens=0.4, seed=seed)[0]
+        sampled = curvature.measure(recording, x, weights, tokens=0.4, halfway=0.0, seed=seed)[0]
         assert torch.linalg.matrix_rank(sampled.inputs).max() == WIDTH
         mean += sampled.inputs / samples
     whole = torch.zeros(4, WIDTH, WIDTH)
@@ -119,6 +134,37 @@ def test_a_sample_of_the_tokens_has_the_sum_over_all_as_its_expectation(x: Tenso
         traces = query.square().sum(dim=3)  # [sequences, heads, tokens]
         whole += torch.einsum("sht,sti,stj->hij", traces, part, part) / samples
     torch.testing.assert_close(mean, whole, rtol=0.02, atol=0.02 * float(whole.abs().max()))
+
+
+def test_some_sequences_are_measured_halfway_and_count_for_the_others(weights: Pair, monkeypatch: pytest.MonkeyPatch):
+    """Of ten equal sequences in three parts, the first part and the last stand for all."""
+    monkeypatch.setattr(curvature, "HALFWAY_PARTS", 2)
+    x = normal(1, TOKENS, WIDTH, seed=0).expand(10, -1, -1)
+    loss = make("matrix")
+    probes = 300
+    dense, both = (
+        curvature.measure(loss, x, weights, probes=probes, tokens=1.0, halfway=halfway)[0].inputs
+        for halfway in (0.0, 1.0)
+    )
+    alone = curvature.measure(loss.with_scores(0.5), x, weights, probes=probes, tokens=1.0, halfway=0.0)[0].inputs
+    torch.testing.assert_close(both - dense, 4.0 * alone, rtol=0.1, atol=0.05 * float(alone.max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_looks_at_one_token_whatever_it_reads_counts_for_what_it_does_without_its_weights(kind: str):
+    """Its curvature at the dense weights is next to nothing, but without them it looks everywhere."""
+    x = normal(8, TOKENS, WIDTH, seed=0)
+    x[..., 0], x[..., 1] = 1.0, 0.0  # in all tokens; and in the first one only
+    x[:, 0, 1] = 3.0
+    query, key = normal(16, WIDTH, seed=1) * 0.3, normal(8, WIDTH, seed=2) * 0.3
+    query[0, 0], key[0, 1] = 8.0, 2.0  # the first feature of the first head: its first score is 24 larger
+    loss = make(kind)
+    (dense, _), (both, _) = (curvature.measure(loss, x, (query, key), tokens=1.0, halfway=h) for h in (0.0, 0.1))
+    of_heads = [side.inputs.diagonal(dim1=1, dim2=2).sum(dim=1) for side in (dense, both)]
+    assert of_heads[0][0] < 1e-3 * of_heads[0][1:].min()
+    growth = of_heads[1] / of_heads[0]
+    assert growth[0] > 30
+    assert growth[1:].max() < 2
 
 
 def test_heavy_tokens_are_always_in_the_sample_with_the_weight_that_they_have():
