@@ -56,8 +56,8 @@ TOKENS = 1 / 3
 tokens, the errors of pruned layers grow by 2% at 50% sparsity and by less at higher sparsities."""
 
 HALFWAY, HALFWAY_PARTS = 0.1, 4
-"""Weight of the curvature at half of the scores beside that at the dense ones, and one of how many parts of the sequences
-that is measured on. Ours, not published."""
+"""Weight of the curvature at half of the scores beside that at the dense ones, and of how many parts one is measured
+there, too. Ours, not published."""
 
 PANEL = 128
 """Rows of `inputs` at least that are accumulated at once, from the diagonal on."""

@@ -25,7 +25,7 @@ WANDA, MAGNITUDE = (module.compressx_pruners()[0] for module in (wanda, magnitud
 TARGETS = ("q_proj", "k_proj", "c_attn", "query_key_value", "qkv_proj")
 BATCHES = tiny_tokens(sequences=16).split(4)
 ENOUGH = tiny_tokens(sequences=64).split(4)
-"""Batches by which the curvature is known well enough to beat masked weights on others; with 16 sequences chance decides."""
+"""By these the curvature is known well enough to beat masked weights on others; with 16 sequences chance decides."""
 
 
 def plan(
