@@ -23,7 +23,7 @@ from compressx.models.packed import PackedFile, PackedTensor, pack_file
 from compressx.models.shards import check_files
 from compressx.runtime.cache import cache_folder
 from compressx.runtime.errors import ArtifactError
-from compressx.runtime.files import BLOCKS, STATE, os_errors_named
+from compressx.runtime.files import BLOCKS, STATE, atomic_write, os_errors_named
 from compressx.runtime.locks import HeldError, locked
 
 Progress: TypeAlias = Callable[[int, int, str], None]
@@ -290,7 +290,7 @@ def _resumed(output: Path, purpose: Mapping[str, Any]) -> Iterator[Path]:
         state = building / STATE
         text = json.dumps(purpose)
         if not state.exists():
-            state.write_text(text, encoding="utf-8")
+            atomic_write(state, text.encode())
         elif state.read_text(encoding="utf-8") != text:
             raise ArtifactError(
                 f"{building} is unfinished and of another command for output {output}; remove it if nothing is to "

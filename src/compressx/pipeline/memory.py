@@ -109,7 +109,8 @@ def prune(
         )
         log.header(machine(access.device), {"compressx": __version__, **versions()})
         forget_peaks()
-        with evaluation_mode(model), tempfile.TemporaryDirectory(prefix="compressx-") as folder:
+        work = deepcopy(model) if copy else model
+        with evaluation_mode(model), evaluation_mode(work), tempfile.TemporaryDirectory(prefix="compressx-") as folder:
             given = _NoTokenizer() if tokenizer is None else tokenizer
             planned, texts = _read(context, model, given, calibration)
             context = context.with_arithmetic(planned, model.dtype)
@@ -117,7 +118,7 @@ def prune(
             changes_told = contextlib.nullcontext() if copy else _changes_told(context, kept, planned)
             fixed = deterministic(loaded.recipe.deterministic, access.device)
             with changes_told, fixed, memory_advised(context, streams=False):
-                return _pruned(context, kept, planned, texts, model, given, copy=copy)
+                return _pruned(context, kept, planned, texts, model, work, given)
 
 
 class Kept:
@@ -158,14 +159,13 @@ class Kept:
 
 
 def _pruned(
-    context: RunContext, kept: Kept, planned: Plan, texts: RunTexts, model: Any, tokenizer: Any, *, copy: bool
+    context: RunContext, kept: Kept, planned: Plan, texts: RunTexts, model: Any, work: Any, tokenizer: Any
 ) -> PrunedModel:
-    """Go through the stages of a run."""
+    """Go through the stages of a run, with `work`: the dense model or a copy of it."""
     recipe = context.loaded.recipe
-    work = deepcopy(model) if copy else model
     # Training towards the dense model needs it beside the pruned one.
     distilled = recipe.finetune is not None and recipe.finetune.teacher == "dense"
-    dense = deepcopy(model) if distilled and not copy else model
+    dense = deepcopy(model) if distilled and work is model else model
     access = InMemory(work)
     measured = {}
     if recipe.evaluate is not None and texts.evaluation is not None:

@@ -74,7 +74,8 @@ def sync(path: Path) -> None:
     """Flush one file, or the entries of one folder, to disk."""
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot open folders, and writes renames through
-    descriptor = os.open(path, os.O_RDONLY)
+    # Windows flushes only what is open for writing.
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -84,6 +84,16 @@ def test_a_model_in_memory_ends_as_a_run_of_the_same_recipe_to_the_bit(copy, mod
     assert same(tensors(model), dense) == copy, "a copy leaves the dense weights as they are"
 
 
+def test_a_copy_has_the_modes_of_its_model(model, wanda):
+    dense, tokenizer = loaded(model)
+    dense.train()
+    dense.model.layers[1].eval()
+    copied = compressx.prune(dense, tokenizer, wanda, copy=True).model
+    modes = [[module.training for module in one.modules()] for one in (dense, copied)]
+    assert modes[0] == modes[1]
+    assert len(set(modes[0])) == 2
+
+
 def test_modes_gradients_and_the_folder_are_left_as_they_were(model, wanda):
     before = [*Path().iterdir()]
     dense, tokenizer = loaded(model)
