@@ -141,13 +141,13 @@ def test_some_sequences_are_measured_halfway_and_count_for_the_others(weights: P
     monkeypatch.setattr(curvature, "HALFWAY_PARTS", 2)
     x = normal(1, TOKENS, WIDTH, seed=0).expand(10, -1, -1)
     loss = make("matrix")
-    probes = 300
+    probes = 80
     dense, both = (
         curvature.measure(loss, x, weights, probes=probes, tokens=1.0, halfway=halfway)[0].inputs
         for halfway in (0.0, 1.0)
     )
     alone = curvature.measure(loss.with_scores(0.5), x, weights, probes=probes, tokens=1.0, halfway=0.0)[0].inputs
-    torch.testing.assert_close(both - dense, 4.0 * alone, rtol=0.1, atol=0.05 * float(alone.max()))
+    torch.testing.assert_close(both - dense, 4.0 * alone, rtol=0.15, atol=0.1 * float(alone.max()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
