@@ -183,7 +183,8 @@ def test_allocation_reaches_its_target_to_the_weight_and_says_how(model):
     for unit in report.allocation.units:
         assert sum(zeros[name] for name in unit.linears) == round(unit.sparsity * unit.weights)
         assert unit.divergence == pytest.approx(Curve(unit.sparsities, unit.divergences).error(unit.sparsity))
-    assert len({round(u.sparsity, 3) for u in report.allocation.units}) == 6, "each unit has its own"
+    below = [round(u.sparsity, 3) for u in report.allocation.units if u.sparsity < max(u.sparsities)]
+    assert len(set(below)) == len(below) >= 4, "each unit has its own, but for those at the largest that was measured"
     assert not any(reached_in(masks, block, target) for block in range(3))
 
     assert list(dict.fromkeys(stage for stage, *_ in told)) == ["load", "calibrate", "allocate", "prune", "save"]
