@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from compressx_attnprune import objective
 from compressx_attnprune.geometry import Attention, place, place_backward, project, queries_and_keys, values
@@ -54,18 +55,23 @@ class Loss(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixLoss:
+class _OfAttention:
+    """What the losses share."""
+
+    attention: Attention
+
+    def with_scores(self, share: float) -> Self:
+        """Return the loss of a layer whose scores, before a softcap, are this share of them."""
+        return replace(self, attention=replace(self.attention, scaling=share * self.attention.scaling))
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixLoss(_OfAttention):
     """||P~ - P||_F^2 of the attention matrices (Attention Weights Pruning, arXiv 2410.11261), summed over heads.
 
     Attributes:
         attention: the layer's geometry.
     """
-
-    attention: Attention
-
-    def with_scores(self, share: float) -> MatrixLoss:
-        """Return the loss of a layer whose scores are this share of them."""
-        return replace(self, attention=replace(self.attention, scaling=share * self.attention.scaling))
 
     @torch.no_grad()
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
@@ -92,7 +98,7 @@ class MatrixLoss:
 
 
 @dataclass(frozen=True, eq=False)
-class OutputLoss:
+class OutputLoss(_OfAttention):
     """||(P~ - P) V W_O^T||_F^2, the error of the attention's output caused by that of the attention matrices.
 
     Never holds a tokens x tokens tensor: outputs use `scaled_dot_product_attention`. Gradients use row blocks, as do
@@ -105,14 +111,9 @@ class OutputLoss:
         output_weight: [out_features, h * value_dim].
     """
 
-    attention: Attention
     value_weight: Tensor
     value_bias: Tensor | None
     output_weight: Tensor
-
-    def with_scores(self, share: float) -> OutputLoss:
-        """Return the loss of a layer whose scores are this share of them."""
-        return replace(self, attention=replace(self.attention, scaling=share * self.attention.scaling))
 
     @torch.no_grad()
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
