@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from compressx.api.pruner import Linear
 from compressx.api.work import Work
-from compressx.costs.counting import Counting, FusedAttention
+from compressx.costs.operations import Counting, FusedAttention
 from compressx.models.architecture import Architecture
 from compressx.runtime.errors import UnsupportedModelError
 

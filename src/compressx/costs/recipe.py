@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from compressx.costs.counted import Counted
+from compressx.costs.basis import Basis
 from compressx.costs.estimate import Estimate
 from compressx.costs.machine import Machine, assumed, measured
 from compressx.costs.stages import disk, stages
@@ -43,7 +43,7 @@ def estimate(
     file = checkpoint.gguf_file
     gguf = None if file is None else contents_of(Path(checkpoint.location) / file)
     dtype = dtype_of(checkpoint, skeleton.config)
-    made = Counted(recipe, planned, skeleton.to(dtype), machine(), name_of(dtype), dtype.itemsize, gguf, processes)
+    made = Basis(recipe, planned, skeleton.to(dtype), machine(), name_of(dtype), dtype.itemsize, gguf, processes)
     done = tuple(stages(made))
     return Estimate(
         made.machine, done, disk(made), interpreter, started, tuple(made.unknown), tuple(made.notes), processes,

@@ -11,8 +11,8 @@ from compressx.allocation.units import units_of
 from compressx.api.work import Windows, Work
 from compressx.blocks.fisher import CHANNEL_WINDOWS, ROW_WINDOWS
 from compressx.blocks.prune import MEASURED_TOKENS
+from compressx.costs.basis import Basis
 from compressx.costs.block import BlockCost, summed
-from compressx.costs.counted import Counted
 from compressx.costs.estimate import Stage
 from compressx.costs.exchanged import of_decisions, of_scores, of_sensitivities, of_training
 from compressx.costs.forward import LOGIT_BYTES, Passed, backwards
@@ -26,7 +26,7 @@ _ENTRY = 4
 """Operations of torch that start in the time that Python takes for one number or string of a GGUF file's metadata."""
 
 
-def stages(of: Counted) -> Iterator[Stage]:
+def stages(of: Basis) -> Iterator[Stage]:
     """Yield the stages in their order."""
     yield _load(of)
     # An allocation is one process's, on the text of all.
@@ -46,7 +46,7 @@ def stages(of: Counted) -> Iterator[Stage]:
         of.unknown["the time that processes take to exchange"] = None
 
 
-def _load(of: Counted) -> Stage:
+def _load(of: Basis) -> Stage:
     """Read the weights, look for damage, and take their checksum."""
     size = float(of.parameters * of.itemsize)
     looked_through = Work.of(hashed=size, moved=4 * size)
@@ -62,7 +62,7 @@ def _load(of: Counted) -> Stage:
     return Stage("load", looked_through + made, held)
 
 
-def _evaluate(of: Counted, model: str) -> Stage | None:
+def _evaluate(of: Basis, model: str) -> Stage | None:
     """Perplexity of one model."""
     settings = of.recipe.evaluate
     if settings is None:
@@ -85,7 +85,7 @@ def _evaluate(of: Counted, model: str) -> Stage | None:
     return Stage(f"evaluate {model}", work, {"weights": of.weights, "activations and logits": held})
 
 
-def _calibrate(of: Counted) -> Stage | None:
+def _calibrate(of: Basis) -> Stage | None:
     """Scores of the blocks that may be dropped, and gradients of the dense model's loss, where they are needed."""
     names, depth = of.planned.sensitive, of.planned.depth
     scored = Work()
@@ -106,7 +106,7 @@ def _calibrate(of: Counted) -> Stage | None:
     return Stage("calibrate", scored, held)
 
 
-def _gradients(of: Counted, after: int = -1) -> Work:
+def _gradients(of: Basis, after: int = -1) -> Work:
     """Count one window through the model and back, to what leaves block `after`: each block forwards once more."""
     one = 1 / of.text.batch
     behind = [b.work for b in of.batch.blocks.values()][after + 1 :]
@@ -117,7 +117,7 @@ def _gradients(of: Counted, after: int = -1) -> Work:
     return one * (blocks + head) + Work.of(moved=LOGIT_BYTES * logits)
 
 
-def _gradient_memory(of: Counted) -> dict[str, float]:
+def _gradient_memory(of: Basis) -> dict[str, float]:
     """Return bytes by what holds them while gradients are measured."""
     deepest = max(b.kept for b in of.batch.blocks.values())
     states = of.text.batch * of.text.length * of.width * of.itemsize * len(of.batch.blocks)
@@ -125,7 +125,7 @@ def _gradient_memory(of: Counted) -> dict[str, float]:
     return {"weights": of.weights, "hidden states": float(states), "activations and logits": max(deepest, logits)}
 
 
-def _allocate(of: Counted) -> Stage | None:
+def _allocate(of: Basis) -> Stage | None:
     """Measure what each sparsity of each unit costs."""
     settings = of.planned.allocation
     if not isinstance(settings, MeasuredAllocation):
@@ -168,7 +168,7 @@ def _allocate(of: Counted) -> Stage | None:
     return Stage("allocate", work, {**held, "statistics and pruners": peak})
 
 
-def _prune(of: Counted) -> Iterator[Stage]:
+def _prune(of: Basis) -> Iterator[Stage]:
     """Yield the passes of the blocks, each pruner, and block reconstruction."""
     text, settings = of.text, of.planned.reconstruct_block
     order = [*of.found.blocks, OUTSIDE]
@@ -221,7 +221,7 @@ def _prune(of: Counted) -> Iterator[Stage]:
         yield Stage("prune: block reconstruction", training, {**held_always, "training": training.memory})
 
 
-def _exchange(of: Counted, index: int, fqn: str, cost: BlockCost, batches: int) -> None:
+def _exchange(of: Basis, index: int, fqn: str, cost: BlockCost, batches: int) -> None:
     """Count what processes exchange while a block is pruned."""
     block, settings = of.block(index, fqn), of.planned.reconstruct_block
     parts = {**of.of_statistics(block, cost.gathered), **of_decisions(cost)}
@@ -232,7 +232,7 @@ def _exchange(of: Counted, index: int, fqn: str, cost: BlockCost, batches: int) 
     of.exchanged.add(parts, of_block=bool(fqn))
 
 
-def _finetune(of: Counted) -> Stage | None:
+def _finetune(of: Basis) -> Stage | None:
     """Train the whole model, and measure the loss of what is held out."""
     settings = of.recipe.finetune
     if settings is None:
@@ -253,14 +253,14 @@ def _finetune(of: Counted) -> Stage | None:
     return Stage("finetune", steps * tuned.step + checks * tuned.check, {**room, "activations": tuned.kept})
 
 
-def _save(of: Counted) -> Stage:
+def _save(of: Basis) -> Stage:
     """Write the model, and the masks, which are read three times from the finished blocks' files, checked each time."""
     size, masks = float(of.parameters * of.itemsize), sum(x.weights for x in of.planned.linears) / 8
     work = Work.of(written=size + masks, moved=2 * size, read=3 * masks, hashed=4 * masks)
     return Stage("save", work, {"weights": of.weights})
 
 
-def disk(of: Counted) -> dict[str, float]:
+def disk(of: Basis) -> dict[str, float]:
     """Bytes on the output's disk while the run goes on."""
     streams = 0 if not of.planned.needs_calibration else 1 if of.planned.reconstruct_block is None else 2
     pruned = {x.block for x in of.planned.linears if x.block}

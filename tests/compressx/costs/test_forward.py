@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compressx.api.work import Work
 from compressx.blocks.hooks import inputs_watched
-from compressx.costs.counting import Counting
 from compressx.costs.forward import Forward, backwards, forward
+from compressx.costs.operations import Counting
 from compressx.models.architecture import survey
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.testing import TINY_CONFIGS, tiny_model

@@ -23,7 +23,7 @@ from compressx.runtime.ranks import assign
 
 
 @dataclass
-class Counted:
+class Basis:
     """What an estimate is made of.
 
     Attributes:
@@ -93,7 +93,7 @@ class Counted:
         return float(self.itemsize * max((self.sizes[fqn] for fqn in pruned), default=0)) if waits else 0.0
 
     @cached_property
-    def alone(self) -> Counted:
+    def alone(self) -> Basis:
         """What one process does while the others wait."""
         return self if self.processes == 1 else replace(self, processes=1)
 
