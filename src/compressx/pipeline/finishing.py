@@ -149,8 +149,11 @@ def trained(
         return dict(pruned.dense), None
     evaluation = {**pruned.dense, **evaluated(context, pruned, pruned.access, "pruned")}
 
+    before = context.tracking.steps
+
     def progress(done: int, total: int, loss: float) -> None:
-        context.tracking.values({"finetune/step": float(done), "finetune/loss": loss})
+        # The first step here is not the first of the training when an interrupted one goes on.
+        context.tracking.values({"finetune/step": float(done), "finetune/loss": loss}, before + done - 1)
         context.report_progress("finetune", done, total, f"loss {loss:.4g}")
 
     context.report_progress("finetune", 0, total_steps(settings, 0, 0.0))

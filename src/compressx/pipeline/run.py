@@ -137,8 +137,9 @@ def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | Non
         fingerprint = ranks.broadcast(_fingerprint(context, given) if ranks.first else {})
         journal = Journal(folder, fingerprint, ranks, context.timing)
         if ranks.first:
-            context.tracking.start(loaded, folder, len(journal.finished), {"device": str(context.device), **versions()})
+            context.tracking.start(loaded, folder, {"device": str(context.device), **versions()})
         evaluation = _evaluate_dense(context, given, fingerprint["model"])
+        context.tracking.skip(len(journal.finished))
         pruning = Pruning(context, given.access, given.batches, given.mine, journal, fingerprint)
         final, allocation, finished = pruning.run(given.prepared.plan)
         if not ranks.first:

@@ -48,13 +48,12 @@ class Tracking:
         self.trackers: list[Any] = []
         self.steps = 0
 
-    def start(self, loaded: LoadedRecipe, folder: Path, already: int, more: Mapping[str, str]) -> None:
+    def start(self, loaded: LoadedRecipe, folder: Path, more: Mapping[str, str]) -> None:
         """Start the recipe's trackers, and log the settings.
 
         Args:
             loaded: the recipe.
             folder: gets TensorBoard's files.
-            already: how many steps an interrupted run has logged.
             more: logged beside the recipe.
         """
         settings = loaded.recipe.track
@@ -63,16 +62,20 @@ class Tracking:
         from accelerate import PartialState
 
         PartialState()  # accelerate's trackers ask it which process logs
-        self.steps = already
         name = loaded.recipe.output.expanduser().resolve().name
         self.trackers = [_made(tracker, settings.project, name, folder) for tracker in settings.to]
         values = {**_flat(loaded.recipe.model_dump(mode="json", by_alias=True, exclude_none=True)), **more}
         self._each(lambda tracker: tracker.start())
         self._each(lambda tracker: tracker.store_init_configuration(values))
 
-    def values(self, values: Mapping[str, float]) -> None:
-        """Log numbers as the next step."""
+    def skip(self, steps: int) -> None:
+        """Pass over steps that an interrupted run has logged, so that each number means the same in both runs."""
+        self.steps += steps
+
+    def values(self, values: Mapping[str, float], step: int | None = None) -> None:
+        """Log numbers as the next step, or as a given one, which others then follow."""
         if self.trackers and values:
+            self.steps = self.steps if step is None else step
             self._each(lambda tracker: tracker.log(dict(values), step=self.steps))
             self.steps += 1
 

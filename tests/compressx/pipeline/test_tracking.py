@@ -92,6 +92,24 @@ def test_a_tracker_ends_with_an_interrupted_run_too(model, fake):
     assert fake.made[0].ended == 1
 
 
+def test_a_resumed_run_goes_on_with_the_numbers_of_the_steps_of_the_interrupted_one(model, fake):
+    tuned = {"steps": 4, "batch_size": 2, "checkpoint_every": 2}
+    asked = recipe(model, evaluated=True, finetune=tuned) | {"track": "wandb"}
+    stopped(asked, 2)
+
+    def progress(stage: str, done: int, *_: Any) -> None:
+        if stage == "finetune" and done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(asked, resume=True, progress=progress)
+    run(asked, resume=True)
+    first, second, last = ([step for step, _ in tracker.logged] for tracker in fake.made)
+    assert first == [0, 1, 2], "dense, two blocks"
+    assert second == [0, 3, 4, 5, 6, 7], "dense again, the last block, pruned, three steps"
+    assert last == [0, 4, 7, 8, 9], "dense and pruned again, two steps after the checkpoint, finetuned"
+
+
 def test_a_tracker_that_is_not_installed_is_refused_by_the_plan(model, fake):
     for track, missing in (("mlflow", "tracker mlflow"), (["mlflow", "wandb", "trackio"], "trackers mlflow, trackio")):
         packages = missing.partition(" ")[2].replace(",", "")
