@@ -121,7 +121,7 @@ def figure2(output: Path, quick: bool, threads: int, **given: Any) -> None:
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
-        with written.output_folder(output) as folder:
+        with written.output_folder(output.expanduser()) as folder:
             figure = measure(settings, log)
             written.write(figure, folder)
     except CompressxError as error:

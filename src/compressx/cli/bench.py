@@ -18,7 +18,9 @@ from compressx.cli.common import PATH, device_option, dtype_option, errors_for_u
               help="Tokens written after it, exactly: an end of text does not stop them.")  # fmt: skip
 @click.option("--batch", type=int, default=1, show_default=True, help="Sequences at a time.")
 @click.option("--rounds", type=int, default=5, show_default=True, help="Rounds that count; one before them does not.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts' random token ids.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of the prompts' random token ids."
+)
 @click.option("--threads", type=int, help="Threads on the CPU; by default torch's choice.")
 @click.option("--semi-structured", is_flag=True, help="Convert 2:4 weights for the sparse tensor cores of a GPU.")
 @click.option("--output", type=PATH, help="Folder for bench.md, bench.json and bench.svg.")
@@ -43,19 +45,23 @@ def bench(
     from compressx.evaluation.bench import bench as timed
     from compressx.evaluation.saved import source_of
     from compressx.report.speeds import Length
+    from compressx.runtime.files import os_errors_named
 
     lengths = [Length(p, n) for p in _numbers("--prompt", prompts) for n in _numbers("--new", news)]
     asked = Asked(tuple(lengths), batch, rounds, seed, device, threads, semi_structured)
     asked.check()
+    if output is not None:
+        with os_errors_named("write", output):  # before the minutes that timing takes
+            output.mkdir(parents=True, exist_ok=True)
     sources = [source_of(m, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code) for m in models]
     with terminal.under_way() as tell:
         found = timed(sources, asked, progress=tell)
-    written = [] if output is None else found.write(output)
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=1))
-        return
-    terminal.show(*found.sections())
-    if written:
+    else:
+        terminal.show(*found.sections())
+    written = [] if output is None else found.write(output)  # last, so that no figure is lost if it fails
+    if written and not as_json:
         click.echo(f"written to {', '.join(map(str, written))}")
 
 

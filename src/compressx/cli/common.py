@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from compressx.cli.launch import left_to_launcher
+from compressx.cli.launch import KEPT, left_to_launcher
 
 if TYPE_CHECKING:
     from compressx.plugins.manager import Plugins
@@ -108,13 +108,9 @@ def errors_for_users(command: _Command) -> _Command:
             sys.exit(2)
         except KeyboardInterrupt as stopped:
             word, status = ("terminated", 143) if isinstance(stopped, Terminated) else ("interrupted", 130)
-            hints = {
-                "run": "; finished blocks are kept, and --resume continues after them",
-                "sweep": "; finished runs and blocks are kept, and the same command continues after them",
-                **dict.fromkeys(("pack", "unpack"), "; finished files are kept, and the same command continues"),
-            }
+            left = KEPT.get(command.__name__)
             if is_first():
-                click.echo(f"{word}{hints.get(command.__name__, '')}", err=True)
+                click.echo(f"{word}; {left}" if left else word, err=True)
             sys.exit(status)
 
     return wrapped  # type: ignore[return-value]

@@ -18,6 +18,13 @@ import click
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
+KEPT = {
+    "run": "finished blocks are kept, and --resume continues after them",
+    "sweep": "finished runs and blocks are kept, and the same command continues after them",
+    **dict.fromkeys(("pack", "unpack"), "finished files are kept, and the same command continues"),
+}
+"""What an interrupted command leaves, and how to go on, by the function's name."""
+
 _RUN_ID = "compressx-"
 """How the launch's number begins, by which a process knows that it was started here."""
 
@@ -53,7 +60,7 @@ def in_processes(command: _Command) -> _Command:
         if processes == 1 or _is_launched():
             command(*args, **kwargs)
         else:
-            sys.exit(launch(_number(processes, kwargs["device"])))
+            sys.exit(launch(_number(processes, kwargs["device"]), KEPT[command.__name__]))
 
     return wrapped  # type: ignore[return-value]
 
@@ -96,10 +103,11 @@ def _number(processes: int | str, device: str) -> int:
     return number
 
 
-def launch(number: int) -> int:
+def launch(number: int, left: str) -> int:
     """Start this process's command line in several processes, wait for all, and return the exit status.
 
-    When one ends with an error, the others are ended, it is printed, and its status is returned.
+    When one ends with an error, the others are ended, it is printed, and its status is returned; `left` says what an
+    interruption leaves, and how to go on.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -116,14 +124,14 @@ def launch(number: int) -> int:
         safe = ["-P"] if sys.version_info >= (3, 11) else []
         elastic_launch(config, sys.executable)(*safe, "-m", "compressx", *sys.argv[1:])
     except ChildFailedError as error:
-        return _told(error.failures)
+        return _told(error.failures, left)
     except SignalException as stopped:
-        click.echo("interrupted; finished blocks are kept, and --resume continues after them", err=True)
+        click.echo(f"interrupted; {left}", err=True)
         return 128 + int(stopped.sigval)
     return 0
 
 
-def _told(failures: Mapping[int, Any]) -> int:
+def _told(failures: Mapping[int, Any], left: str) -> int:
     """Print why processes failed, by rank, each reason once, and return the exit status."""
     from compressx.runtime.ranks import ANOTHER_ENDED
 
@@ -136,9 +144,5 @@ def _told(failures: Mapping[int, Any]) -> int:
     # Those that are left were ended because of another, by SIGTERM, unless it was sent to all.
     rank, signalled = min(by_time, key=lambda item: item[1].exitcode in (-signal.SIGTERM, 2))
     name = signal.Signals(-signalled.exitcode).name if signalled.exitcode < 0 else "an error"
-    click.echo(
-        f"error: process {rank} was ended by {name}, so all ended; finished blocks are kept, and --resume continues "
-        "after them",
-        err=True,
-    )
+    click.echo(f"error: process {rank} was ended by {name}, so all ended; {left}", err=True)
     return 1

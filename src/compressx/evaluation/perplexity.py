@@ -22,7 +22,7 @@ from torch.nn import functional
 from compressx.data.documents import documents, texts
 from compressx.data.windows import beginning, evaluation_windows, fingerprint, token_ids
 from compressx.evaluation.harness import run_tasks
-from compressx.evaluation.needle import needle_figures
+from compressx.evaluation.needle import check_hay, needle_figures
 from compressx.evaluation.sample import continuation, prompt_ids
 from compressx.evaluation.tasks import ROLLING_METRICS, check_tasks, is_file
 from compressx.models.access import Access, config_fingerprint
@@ -136,6 +136,7 @@ def read_texts(settings: Evaluate, tokenizer: Any, *, max_positions: int | None 
     hay = None
     if settings.needle is not None:
         hay = text_ids(tokenizer, "\n\n".join(texts(settings.needle.dataset, "evaluation")))
+        check_hay(tokenizer, hay, settings.needle)
     return Texts(windows, rolling, None if sample is None else prompt_ids(sample, tokenizer), hay)
 
 

@@ -36,6 +36,16 @@ def prompt_ids(settings: Sample, tokenizer: Any) -> Tensor:
     return torch.tensor([ids])
 
 
+def check_sample(settings: Sample, tokenizer: Any, model: Any) -> None:
+    """Check that a model has room for the prompt and what is written after it; needs no weights.
+
+    Raises:
+        UnsupportedModelError: a model that cannot generate.
+        CalibrationError: as `prompt_ids`, or more tokens than the model has positions.
+    """
+    check_room(model, prompt_ids(settings, tokenizer).shape[1], settings.tokens, "evaluate.sample")
+
+
 def continuation(model: Any, tokenizer: Any, ids: Tensor, tokens: int) -> str:
     """Return what a model writes after a prompt, the likeliest token each time, until it ends or `tokens` are written.
 

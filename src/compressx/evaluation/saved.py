@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from compressx.data.documents import check_dataset
 from compressx.evaluation.harness import check_chat_template
 from compressx.evaluation.perplexity import Figures, Progress, evaluate, read_texts
+from compressx.evaluation.sample import check_sample
 from compressx.evaluation.tasks import check_tasks
 from compressx.masks.maskset import Deviation, MaskSet
 from compressx.models.access import Access, Device, device_for
@@ -22,7 +23,7 @@ from compressx.models.export import output_folder, save_model
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.models.streaming import open_model
 from compressx.prompts.prepare import Selecting
-from compressx.recipe.document import Node, from_python
+from compressx.recipe.document import Node, Placed, from_python
 from compressx.recipe.measuring import Evaluate
 from compressx.recipe.schema import load_recipe
 from compressx.recipe.selecting import SelectTokens
@@ -70,26 +71,31 @@ def measures(
         CalibrationError: a local text file that does not exist.
     """
     if recipe is not None:
-        whole = load_recipe(recipe, overrides).recipe
-        settings, selecting = whole.evaluate, whole.select_tokens
+        placed: Placed = (loaded := load_recipe(recipe, overrides))
+        settings, selecting = loaded.recipe.evaluate, loaded.recipe.select_tokens
         if settings is None:
             raise RecipeError(f"{recipe}: no evaluate section; add one, or omit --recipe")
     else:
         root: Node = from_python({"evaluate": dict(_DEFAULT) if perplexity else {}}, "--set")
         for assignment in overrides:
             root = override(root, assignment)
+        placed = Placed(root)
         section = validated(_Section, root.plain(), root.where)
         settings, selecting = section.evaluate, section.select_tokens
-    if settings.token_perplexity is None and settings.lm_eval is None and settings.needle is None:
-        raise RecipeError(f"{recipe or '--set'}: evaluate is empty; give it token_perplexity, lm_eval, or needle")
+    if all(value is None for _, value in settings):
+        raise RecipeError(
+            f"{recipe or '--set'}: evaluate is empty; give it {', '.join(Evaluate.model_fields)}, or several of them"
+        )
     if recipe is None and selecting is not None and settings.needle is None and settings.lm_eval is None:
         raise RecipeError(
             "--set select_tokens: nothing that is measured reads a prompt; give evaluate.needle or --tasks"
         )
-    for dataset in settings.datasets().values():
-        check_dataset(dataset)
+    for place, dataset in settings.datasets().items():
+        with placed.at("evaluate", *place):
+            check_dataset(dataset)
     if settings.lm_eval is not None:
-        check_tasks(settings.lm_eval)
+        with placed.at("evaluate", "lm_eval", "tasks"):
+            check_tasks(settings.lm_eval)
     return settings, selecting
 
 
@@ -126,6 +132,8 @@ def evaluate_saved(
     skeleton = load_skeleton(checkpoint)
     if selecting is not None:
         selecting.check(skeleton)
+    if settings.sample is not None:
+        check_sample(settings.sample, tokenizer, skeleton)
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
     texts = read_texts(settings, tokenizer, max_positions=positions)
     loaded = None if masks is None else MaskSet.load(masks)

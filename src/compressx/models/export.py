@@ -197,7 +197,10 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping
 def _resolved(target: Path) -> Path:
     """Follow links and `..`, so that a rename replaces the folder itself."""
     with os_errors_named("resolve", target):
-        return target.expanduser().resolve()
+        folder = target.expanduser().resolve()
+    if not folder.name:
+        raise ArtifactError(f"output {folder} is the root of the file system; choose a folder in it")
+    return folder
 
 
 def _is_output(folder: Path) -> bool:

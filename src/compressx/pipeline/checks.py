@@ -12,6 +12,8 @@ import torch
 
 from compressx.data.chat import require_template
 from compressx.data.documents import check_dataset
+from compressx.evaluation.harness import check_chat_template
+from compressx.evaluation.sample import check_sample
 from compressx.evaluation.tasks import check_name
 from compressx.models.architecture import find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
@@ -99,6 +101,17 @@ def check_tokenizer(
                 first_token(tokenizer, skeleton)
 
 
+def check_prompts(loaded: LoadedRecipe, skeleton: Any, tokenizer: Any, mistakes: Mistakes) -> None:
+    """Refuse a chat template that the tokenizer lacks, and a sample for which the model has too few positions."""
+    evaluated = loaded.recipe.evaluate
+    if evaluated is not None and evaluated.lm_eval is not None:
+        with mistakes.collected(), loaded.at("evaluate", "lm_eval", "apply_chat_template"):
+            check_chat_template(evaluated.lm_eval, tokenizer)
+    if evaluated is not None and evaluated.sample is not None:
+        with mistakes.collected(), loaded.at("evaluate", "sample"):
+            check_sample(evaluated.sample, tokenizer, skeleton)
+
+
 def check_teacher(source: ModelSource, skeleton: Any) -> None:
     """Refuse a teacher whose predictions cannot be compared with the model's.
 
@@ -153,6 +166,7 @@ def check_space(loaded: LoadedRecipe, found: FoundModel, planned: Plan) -> None:
         ArtifactError: names all sizes in bytes.
     """
     recipe = loaded.recipe
+    left = sum(f.stat().st_size for p in unfinished(recipe.output) for f in p.rglob("*") if f.is_file())
     folder = next(p for p in recipe.output.expanduser().resolve().parents if p.is_dir())
     itemsize = found.dtype.itemsize
     sizes = {name: p.numel() * itemsize for name, p in found.skeleton.named_parameters()}
@@ -168,7 +182,6 @@ def check_space(loaded: LoadedRecipe, found: FoundModel, planned: Plan) -> None:
         tuned = CHECKPOINT * trained_weights(recipe.finetune, planned)
     largest = max(states, 2 * tuned, tuned + sum(sizes.values()))
     needed = finished + masks + largest
-    left = sum(f.stat().st_size for p in unfinished(recipe.output) for f in p.rglob("*") if f.is_file())
     if (free := shutil.disk_usage(folder).free + left) < needed:
         raise ArtifactError(
             f"output {recipe.output} needs {needed} bytes: finished blocks {finished}, masks {masks}, and the largest "

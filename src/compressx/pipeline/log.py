@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 import traceback
 import warnings
@@ -179,9 +180,25 @@ def run_log(*, first: bool, file: Path | None) -> Iterator[RunLog]:
         log.close()
 
 
+class _File(logging.FileHandler):
+    """A log file; when it cannot be written any more, it is left out with a warning: no log may cost the model."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self.addFilter(lambda _: False)
+        LOG.warning("the log %s cannot be written and is left out: %s", self.baseFilename, error.strerror)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what could not be written is told
+            super().close()
+
+
 def _file_handler(path: Path) -> logging.FileHandler:
     with os_errors_named("write", path):
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = _File(path, encoding="utf-8")
     handler.setFormatter(FORMAT)
     return handler
 

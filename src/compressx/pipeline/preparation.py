@@ -14,7 +14,6 @@ from torch import Tensor
 
 from compressx.allocation.units import settled
 from compressx.data.windows import Generated, read_calibration
-from compressx.evaluation.harness import check_chat_template
 from compressx.evaluation.perplexity import Texts, read_texts
 from compressx.evaluation.tasks import check_tasks
 from compressx.models.architecture import survey, text_config
@@ -23,6 +22,7 @@ from compressx.pipeline.checks import (
     check_datasets,
     check_names,
     check_parts,
+    check_prompts,
     check_shares,
     check_space,
     check_teacher,
@@ -154,10 +154,8 @@ def _planned(loaded: LoadedRecipe, plugins: Plugins, skeleton: Any, tokenizer: A
     if loaded.recipe.finetune is not None and isinstance(loaded.recipe.finetune.teacher, ModelSource):
         with mistakes.collected(), loaded.at("finetune", "teacher"):
             check_teacher(loaded.recipe.finetune.teacher, skeleton)
-    evaluated = loaded.recipe.evaluate
-    if evaluated is not None and evaluated.lm_eval is not None and tokenizer is not None:
-        with mistakes.collected(), loaded.at("evaluate", "lm_eval", "apply_chat_template"):
-            check_chat_template(evaluated.lm_eval, tokenizer)
+    if tokenizer is not None:
+        check_prompts(loaded, skeleton, tokenizer, mistakes)
     planned = make_plan(loaded, plugins, skeleton)
     with loaded.at("allocation", "target"):
         return settled(planned)

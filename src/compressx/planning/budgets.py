@@ -153,7 +153,7 @@ def check_units(place: str, pattern: Structured) -> None:
     if pattern.sparsity > 0 and pattern.dropped == 0:
         raise RecipeError(
             f"{place}: sparsity {pattern.sparsity:g} drops none of the {units}; "
-            + (f"at least {0.5 / count:.6g} drops one" if count > 1 else "a block keeps at least one")
+            + (f"at least {1 / count:.6g} drops one" if count > 1 else "a block keeps at least one")
         )
     if pattern.dropped == count:
         raise RecipeError(

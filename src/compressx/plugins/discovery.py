@@ -92,6 +92,11 @@ def _add(found: dict[str, PluginRecord], new: PluginRecord) -> None:
         raise PluginError(
             f"{new} and {old} share a name, but one is {new.module} and the other {old.module}; rename one"
         )
+    elif old.folder is not None and new.folder is not None and old.folder != new.folder:
+        raise PluginError(
+            f"{new} and {old} are two modules of one name, {new.module}, in {new.folder} and in {old.folder}; rename "
+            "one of them"
+        )
     else:
         either = ("folder", "summary", "requires_host", "offers", "required", "asked")
         merged = {name: getattr(old, name) or getattr(new, name) for name in either}

@@ -130,7 +130,10 @@ def _load(manager: pluggy.PluginManager, record: PluginRecord) -> tuple[PluginRe
     if needed is not None and not SpecifierSet(needed).contains(__version__, prereleases=True):
         return _failed(record, f"it needs compressx {needed}, but this is {__version__}; update one of the two"), {}
     try:
-        with _on_sys_path(record.folder or (Path.cwd() if record.asked else None)):
+        with (
+            _on_sys_path(record.folder or (Path.cwd() if record.asked else None)),
+            contextlib.redirect_stdout(sys.stderr),  # where results of commands go, it must not print
+        ):
             plugin = EntryPoint(record.name, record.module, GROUP).load()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a broken plugin must not stop the others
         return _failed(record, _message(error) + _where_looked(record, error), error), {}

@@ -87,7 +87,7 @@ class LmEval(Strict):
     fewshot_as_multiturn: StrictBool | None = Field(
         None, description="examples as turns of a conversation; true with apply_chat_template when absent"
     )
-    seeds: list[StrictInt] | None = Field(
+    seeds: list[Annotated[StrictInt, Field(ge=0, lt=2**32)]] | None = Field(
         None, min_length=1, description="of the draw of examples; figures are means over them. 1234 when absent",
         examples=[[1, 2, 3]],
     )  # fmt: skip

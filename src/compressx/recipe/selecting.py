@@ -14,6 +14,8 @@ def _keep(value: object) -> int | float:
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else 0
     if isinstance(number, float) and 0 < number < 1:
         return number
+    if isinstance(number, float) and number == 1.0:
+        raise ValueError("that could be one token or all of them; write 1 for one, and to read all select no tokens")
     if not math.isfinite(number) or number < 1 or number != int(number):
         raise ValueError("expected a number of tokens, at least 1, or a fraction of the prompt between 0 and 1")
     return int(number)

@@ -22,7 +22,6 @@ from compressx.api.record import BlockReport, FinetuneReport, LayerReport, share
 from compressx.report import plots
 from compressx.report.plots import Pooled
 from compressx.runtime.files import os_errors_named
-from compressx.runtime.quiet import quiet_libraries
 
 _Value = TypeVar("_Value")
 
@@ -83,8 +82,7 @@ def draw(
         with os_errors_named("make", folder):
             folder.mkdir(exist_ok=True)
         name = _free_name(figure, written)
-        with quiet_libraries():
-            figure.draw(folder / name)
+        figure.draw(folder / name)
         written[name] = {"file": f"{folder.name}/{name}", "caption": figure.caption}
     return tuple(written.values())
 

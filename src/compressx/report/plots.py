@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from compressx.runtime.files import os_errors_named
+from compressx.runtime.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -198,7 +199,7 @@ def _drawing(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context():
+    with quiet_libraries(), mpl.rc_context():  # a font without a glyph of someone's path, or a size too small
         mpl.rcdefaults()
         mpl.rcParams.update(_STYLE)
         figure = Figure(figsize=size, layout="constrained", facecolor="white", dpi=110)

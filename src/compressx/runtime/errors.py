@@ -130,7 +130,7 @@ def memory_named(where: str) -> Iterator[None]:
         raise
 
 
-def _refuse_missing_memory(error: Exception, where: str) -> None:
+def _refuse_missing_memory(error: BaseException, where: str) -> None:
     """Raise an `OutOfMemoryError` if an error says that memory ran out."""
     text, known = str(error), isinstance(error, RuntimeError)
     if type(error).__name__ == "OutOfMemoryError" or (known and _NO_GPU_MEMORY.search(text)):
@@ -163,7 +163,7 @@ def blamed_on(plugin: str) -> Iterator[None]:
         yield
     except CompressxError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a plugin that ends the process would end it without a word
         _refuse_missing_memory(error, plugin)
         # The first two frames are this one and the caller's. Of the rest, report the innermost in the plugin's folder.
         frames = traceback.extract_tb(error.__traceback__)[2:]

@@ -14,7 +14,7 @@ class RandomOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    seed: int = Field(0, ge=0, description="of the draw, which depends on the prompt's length too")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the draw, which depends on the prompt's length too")
 
 
 class Random:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.compressx.cli.commands import printed, refused
+from tests.compressx.cli.commands import invoke, printed, refused
 from tests.compressx.evaluation.benched import inside
 from tests.compressx.saved import save_tiny
 
@@ -63,6 +63,21 @@ def test_every_prompt_is_combined_with_every_new_and_all_options_are_passed_on(w
     lengths = (Length(4, 2), Length(4, 3), Length(8, 2), Length(8, 3))
     assert asked == Asked(lengths, batch=3, rounds=4, seed=6, device="cpu", threads=1)
     assert [(str(s.path), s.dtype) for s in sources] == [("model", "bfloat16")] * 2
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_timed_or_else_the_figures_are_shown(
+    work, monkeypatch
+):
+    Path("file").touch()
+    short = ("bench", "model", "--prompt", "4", "--new", "2", "--rounds", "1", "--output")
+    with monkeypatch.context() as patched:
+        patched.setattr(benching, "bench", None)
+        assert "cannot write file" in refused(*short, "file")
+    Path("speed/bench.json").mkdir(parents=True)  # in the way of the file
+    for more, shown in (((), "tokens/s"), (("--json",), "tokens_per_second")):
+        done = invoke(*short, "speed", *more)
+        assert (done.exit_code, shown in done.stdout) == (2, True)
+        assert "cannot write speed/bench.json" in done.stderr
 
 
 def test_mistakes_are_refused_with_the_option_and_what_is_expected(work):

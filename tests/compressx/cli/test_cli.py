@@ -117,6 +117,10 @@ def test_every_mistake_is_named_with_place_value_and_remedy(work, mistake):
         (["run", "r.yaml", "--set", "prune.1.sparsity=1.7"], "--set prune.1.sparsity=1.7: prune[1].sparsity is 1.7"),
         (["run", "r.yaml", "--set", "prune[1].sparsity=50"], "--set prune[1].sparsity=50: prune[1].sparsity is 50"),
         (["run", "r.yaml", "--set", "calibration.sample=8"], "did you mean 'samples'?"),
+        (["run", "r.yaml", "-q", "--set", "output=/"], "--set output=/: output / is the root of the file system"),
+        (["plan", "r.yaml", "--set", "output=/"], "--set output=/: output / is the root of the file system"),
+        (["plan", "r.yaml", "--set", "evaluate.sample={prompt: w1 w2, tokens: 500}"],
+         "--set evaluate.sample={prompt: w1 w2, tokens: 500}: evaluate.sample: a prompt of 2 tokens and 500 after it"),
     ],
 )  # fmt: skip
 def test_a_wrong_option_of_the_command_line_is_named(work, arguments, complaint):

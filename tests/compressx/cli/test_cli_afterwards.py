@@ -85,13 +85,28 @@ def test_eval_measures_a_dense_model_with_masks_as_masked_and_without_as_dense(w
         assert json.loads(done.stdout)["token_perplexity"] == pytest.approx(measured(stage), rel=1e-6)
 
 
+def test_eval_shows_a_sample_alone(work):
+    assert "w1 w2" in printed("eval", "out", "--set", "evaluate={sample: {prompt: w1 w2, tokens: 3}}")
+
+
 def test_eval_says_what_is_wrong(work):
+    Path("gone.yaml").write_text(
+        RECIPE.replace("dataset: {text: text.txt}, sequence_length: 32, samples: 4", "dataset: {text: no.txt}")
+    )
     Path("bare.yaml").write_text(RECIPE[: RECIPE.index("evaluate:")] + "output: other\n")
     for arguments, complaint in (
         (["eval", "nowhere/at/all/model.gguf"], "model.gguf"),
         (["eval", "out", "--recipe", "bare.yaml"], "bare.yaml: no evaluate section"),
         (["eval", "out", "--set", "evaluate.token_perplexty.samples=4"], "did you mean 'token_perplexity'?"),
-        (["eval", "out", "--set", "evaluate.token_perplexity.dataset={text: no.txt}"], "no file matches 'no.txt'"),
+        (
+            ["eval", "out", "--set", "evaluate.token_perplexity.dataset={text: no.txt}"],
+            "--set evaluate.token_perplexity.dataset={text: no.txt}: text: no file matches 'no.txt'",
+        ),
+        (["eval", "out", "--recipe", "gone.yaml"], "gone.yaml:7:22: text: no file matches 'no.txt'"),
+        (
+            ["eval", "out", "--set", TEXT, "--set", "evaluate.sample={prompt: w1, tokens: 500}"],
+            "evaluate.sample: a prompt",
+        ),
         (["eval", "model", "--masks", "r.yaml", "--set", TEXT], "r.yaml"),
         (["eval", "out", "--revision", "abc"], "--revision abc: out is a path, and only hub models have revisions"),
         (["eval", "out", "--set", "evaluate.token_perplexity=null"], "--set: evaluate is empty"),

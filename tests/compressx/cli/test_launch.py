@@ -149,13 +149,17 @@ def test_every_process_needs_its_own_gpu(
 
 
 def test_all_starts_one_process_for_each_gpu(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[int] = []
+    started: list[tuple[int, str]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr("compressx.models.access.device_for", torch.device)
-    monkeypatch.setattr("compressx.cli.launch.launch", lambda number: started.append(number) or 0)
+    monkeypatch.setattr("compressx.cli.launch.launch", lambda *given: started.append(given) or 0)
     assert invoke("run", "r.yaml", "--device", "cuda", "--processes", "all").exit_code == 0
-    assert started == [8]
+    assert invoke("sweep", "r.yaml", "--grid", "a=1", "--device", "cuda", "--processes", "2").exit_code == 0
+    assert started == [
+        (8, "finished blocks are kept, and --resume continues after them"),
+        (2, "finished runs and blocks are kept, and the same command continues after them"),  # it has no --resume
+    ]
 
 
 def test_torchrun_and_the_option_exclude_each_other(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

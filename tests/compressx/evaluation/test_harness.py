@@ -158,6 +158,13 @@ class TestSettings:
         with pytest.raises(ValueError, match=complaint):
             settings("arc_easy", rolling("docs"), **values)
 
+    @pytest.mark.parametrize(
+        ("seed", "complaint"), [(-1, "greater than or equal to 0"), (2**32, "less than 4294967296")]
+    )
+    def test_a_seed_that_numpy_does_not_take_is_refused(self, seed: int, complaint: str) -> None:
+        with pytest.raises(ValueError, match=complaint):
+            settings("arc_easy", seeds=[seed])
+
     def test_a_chat_template_that_the_tokenizer_does_not_have_is_refused(self, tokenizer: Any) -> None:
         with pytest.raises(RecipeError, match=r"tokenizer has no chat template: expected an instruct model; remove"):
             check_chat_template(settings("arc_easy", apply_chat_template=True), tokenizer)

@@ -14,7 +14,7 @@ from tests.compressx.pipeline.runs import recipe, weights
 from tests.compressx.saved import save_tiny
 
 from compressx.evaluation import needle
-from compressx.evaluation.needle import grid, needle_figures
+from compressx.evaluation.needle import check_hay, grid, needle_figures
 from compressx.evaluation.saved import measures
 from compressx.models.access import InMemory
 from compressx.pipeline.run import plan, run
@@ -105,14 +105,20 @@ def test_with_a_selection_the_model_reads_the_kept_tokens_only(
 def test_a_prompt_longer_than_the_model_or_the_text_is_refused(tokenizer: Any, hay: torch.Tensor) -> None:
     with pytest.raises(CalibrationError, match=r"evaluate.needle: a prompt of 250 tokens and 16 after it .* 256 posit"):
         needle_figures(model(), tokenizer, hay, settings(lengths=[250]))
-    with pytest.raises(CalibrationError, match=r"takes .* tokens of hay, and the text has 700"):
-        list(grid(tokenizer, hay, settings(lengths=[2000])))
+    for asked in (grid, check_hay):
+        with pytest.raises(CalibrationError, match=r"takes .* tokens of hay, and the text has 700"):
+            list(asked(tokenizer, hay, settings(lengths=[150, 2000])))
 
 
 def test_lengths_that_are_equal_or_too_short_are_refused() -> None:
     for lengths in ([100, 100], [10]):
         with pytest.raises(ValueError, match="expected different ones, of 64 or more"):
             settings(lengths=lengths)
+
+
+def test_one_point_zero_tokens_to_keep_could_be_all_and_are_refused() -> None:
+    with pytest.raises(ValueError, match="could be one token or all of them; write 1 for one"):
+        SelectTokens.model_validate({"selector": "recent", "keep": 1.0})
 
 
 def test_infinitely_many_tokens_to_keep_are_refused() -> None:

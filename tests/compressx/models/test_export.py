@@ -235,6 +235,12 @@ def test_a_file_is_refused_as_output_and_as_what_the_output_lies_in(tmp_path: Pa
         check_output(tmp_path / "file" / "below")
 
 
+@pytest.mark.parametrize("check", [check_output, check_unfinished])
+def test_the_root_of_the_file_system_is_refused(check: Any) -> None:
+    with pytest.raises(ArtifactError, match=r"output .* is the root of the file system; choose a folder in it"):
+        check(Path(Path.cwd().anchor))
+
+
 def test_the_current_folder_and_those_above_it_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "work").mkdir()
     write_output(tmp_path, "mine")

@@ -69,6 +69,15 @@ def test_a_failure_before_there_is_a_folder_is_in_the_log_file(model):
         run(recipe(model), log_file=Path("none/a.log"))
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a file that is always full")
+def test_a_log_that_cannot_be_written_is_left_out_with_one_warning_and_the_model_is_written(model, caplog, capsys):
+    run(recipe(model), log_file=Path("/dev/full"))
+    assert Path("out/model/model.safetensors").is_file()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["the log /dev/full cannot be written and is left out: No space left on device"]
+    assert capsys.readouterr().err == ""
+
+
 def test_the_logger_gets_the_lines_only_where_its_level_lets_them_pass(model, caplog):
     run(recipe(model))
     assert not caplog.records

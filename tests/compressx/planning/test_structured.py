@@ -61,10 +61,17 @@ def test_a_rule_that_takes_a_part_of_a_unit_is_refused_with_what_is_missing():
     assert "model.layers.1.mlp.down_proj is ignored by" in said
 
 
+@pytest.mark.parametrize(("pattern", "count"), [("neurons", 96), ("kv-groups", 2)])
+def test_the_sparsity_that_a_refusal_names_as_the_least_is_planned(pattern, count):
+    said = refusal(RecipeError, rule(pattern=pattern, sparsity=0.1 / count))
+    least = float(said.rpartition("at least ")[2].partition(" ")[0])
+    assert {x.pattern.dropped for x in planned(skeleton(), rule(pattern=pattern, sparsity=least)).linears} == {1}
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"sparsity": 0.001}, "sparsity 0.001 drops none of the 96 neurons of model.layers.0.mlp; at least 0.00520833"),
+        ({"sparsity": 0.001}, "sparsity 0.001 drops none of the 96 neurons of model.layers.0.mlp; at least 0.0104167"),
         ({"sparsity": 0.999}, "sparsity 0.999 keeps none of the 96 neurons of model.layers.0.mlp; at most 0.989583"),
         ({"pruner": "sparsegpt"}, "sparsegpt does not prune neurons; it prunes no units"),
         (

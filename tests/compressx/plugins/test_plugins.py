@@ -195,6 +195,22 @@ def test_a_file_that_is_not_there_is_told_with_the_folder_in_which_it_was_looked
     )
 
 
+def test_two_files_of_one_name_in_different_folders_are_refused(site: Site) -> None:
+    for folder in ("a", "b"):
+        site.offers("cx_mine", folder, folder=folder)
+    assert [*load_plugins(modules=["a/cx_mine.py", "./a/cx_mine.py"]).offers["pruners"]] == ["a"]
+    assert refusal(lambda: load_plugins(modules=["a/cx_mine.py", "b/cx_mine.py"])) == (
+        "plugin 'cx_mine' (--plugin b/cx_mine.py) and plugin 'cx_mine' (--plugin a/cx_mine.py) are two modules of one "
+        f"name, cx_mine, in {site.folder}/b and in {site.folder}/a; rename one of them"
+    )
+
+
+def test_what_a_module_prints_while_it_is_imported_is_no_result_of_a_command(site: Site, capsys: Any) -> None:
+    site.module("cx_loud", "print('hello')\n" + OFFERS.format(names=("loud",)))
+    load_plugins(modules=["cx_loud"])
+    assert capsys.readouterr() == ("", "hello\n")
+
+
 def test_a_plugin_that_is_not_loaded_is_listed_with_its_docstring_unless_it_has_a_summary(site: Site) -> None:
     for name in ("cx_a", "cx_b"):
         site.module(name, f'"""What {name} does.\n\nMore."""\nraise AssertionError("imported")')

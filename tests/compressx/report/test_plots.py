@@ -35,6 +35,11 @@ def curve_heights(path: Path) -> list[list[float]]:
     return found
 
 
+def test_a_name_in_a_script_that_the_font_lacks_is_drawn_without_a_warning(tmp_path: Path) -> None:
+    plots.measures_by_sparsity(tmp_path / "a.svg", {"x": {"runs/\u6a21": [(0.0, 1.0)], "b": [(50.0, 2.0)]}})
+    assert "runs/\u6a21" in texts(tmp_path / "a.svg")
+
+
 def test_lines_over_blocks_have_named_axes_panels_and_lines_and_names_are_no_formulas(tmp_path: Path) -> None:
     plots.error_by_layer(tmp_path / "a.svg", "$\\frac$", {"$$": {"$a_1$": (BLOCKS, [1] * 4), "b": (BLOCKS, [2] * 4)}})
     assert {"$\\frac$", "decoder block", "$$", "$a_1$", "b"} <= set(texts(tmp_path / "a.svg"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -50,6 +52,14 @@ def test_a_plugin_is_blamed_for_its_faults_and_not_for_memory_that_is_not_there(
         blamed_on("pruner 'mine' failed on x"),
     ):
         raise RuntimeError("shapes")
+
+
+def test_a_plugin_that_ends_the_process_is_blamed_for_it():
+    with (
+        pytest.raises(PluginError, match=r"^pruner 'mine' failed on x: SystemExit: 3"),
+        blamed_on("pruner 'mine' failed on x"),
+    ):
+        sys.exit(3)
 
 
 def test_a_command_without_memory_ends_with_one_line_and_no_traceback(capsys):

@@ -227,6 +227,14 @@ def test_an_output_that_is_a_file_lies_below_one_or_is_not_empty_is_refused_befo
     assert {(tmp_path / mine).read_text() for mine in ("file", "full/notes.txt")} == {"mine"}
 
 
+def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/notes.txt").write_text("mine")
+    result = CliRunner().invoke(cli.cli, ["figure2", "--output=~/full"])
+    assert f"output {tmp_path}/full exists and is not empty" in result.stderr
+
+
 def test_a_diverging_descent_is_one_message_and_no_files(tmp_path: Path):
     options = ["--optimizer", "momentum", "--step-size", "1e5", *TINY_OPTIONS, "--steps", "500"]
     result = CliRunner().invoke(cli.cli, ["figure2", "--output", str(tmp_path / "out"), *options])
