@@ -19,6 +19,9 @@ from compressx.testing.untouched import Contents
 SAME = 0.98
 """Fraction of mask bits that may not change with the order of sums: near ties change sides, nothing else does."""
 
+CLOSE = 0.02
+"""How far apart new weights may be in rows with the same mask, relative to their norm: rounding moves a thousandth."""
+
 _ON_A_COPY = "other linears and an allocation's next question read it, so compute on a copy: `x * 2`, not `x.mul_(2)`"
 
 
@@ -161,3 +164,15 @@ def _expect_alike(a: Mapping[str, PruneResult], b: Mapping[str, PruneResult], wh
         difference = f"{name}: {what} gave a mask of which {same:.1%} is the same, expected {SAME:.0%} at least"
         advice = "a statistic has to be a sum, a maximum or a list over tokens, not an average of batches"
         expect(same >= SAME, f"{difference}; {advice}")
+        moved = apart(mine, b[name])
+        weights = f"{name}: {what} gave new weights that are {moved:.1%} apart, expected {CLOSE:.0%} at most"
+        expect(moved <= CLOSE, f"{weights}; {advice}")
+
+
+def apart(one: PruneResult, other: PruneResult) -> float:
+    """Return the norm of the difference of new weights, relative to the first ones', in rows with the same mask."""
+    if one.weight is None or other.weight is None:
+        return 0.0 if one.weight is other.weight else float("inf")
+    rows = (one.keep == other.keep.to(one.keep.device)).all(dim=1)
+    kept, theirs = (torch.where(r.keep, r.weight, 0.0).float().cpu()[rows.cpu()] for r in (one, other))
+    return float((kept - theirs).norm() / kept.norm().clamp_min(torch.finfo(torch.float32).tiny))

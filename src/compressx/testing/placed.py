@@ -12,6 +12,7 @@ import torch
 
 from compressx.testing.accelerator.counts import Counts, Record
 from compressx.testing.accelerator.pretended import pretended_accelerator
+from compressx.testing.agreement import CLOSE, apart
 from compressx.testing.subject import Subject, expect
 
 WAITS = 6
@@ -34,6 +35,8 @@ def accelerator(subject: Subject) -> None:
             for name, result in results.items():
                 same = torch.equal(result.keep.cpu(), expected[name].keep)
                 expect(same, f"{name}, {pattern}: another mask than on the CPU, whose numbers are the same")
+                moved = apart(expected[name], result)
+                expect(moved <= CLOSE, f"{name}, {pattern}: new weights are {moved:.1%} apart from those on the CPU")
         allowed = WAITS * len(subject.names) + counts.launches // KERNELS
         expect(
             counts.synchronisations <= allowed,

@@ -186,6 +186,17 @@ class MeanOfBatches:
         return self.mean.sqrt()
 
 
+class ScalesByTheMean(Base):
+    """Takes its masks from the weights alone, and its new weights from an average of batches."""
+
+    def observe(self, block, name):
+        return MeanOfBatches(block.linears[name])
+
+    def prune(self, block, patterns, stats):
+        masks = keep_masks({n: block.linears[n].weight.float().abs() for n in patterns}, patterns)
+        return {n: PruneResult(keep, block.linears[n].weight * stats[n].norms) for n, keep in masks.items()}
+
+
 class Copied(FeatureNorms):
     """Says that its squares are added up across processes, and hands out a copy of them."""
 
@@ -271,6 +282,11 @@ def weights_on_host(results, block):
     return {n: PruneResult(r.keep, block.linears[n].weight.cpu()) for n, r in results.items()}
 
 
+def other_weights_on_cuda(results, block):
+    weights = {n: block.linears[n].weight for n in results}
+    return {n: PruneResult(r.keep, weights[n] * (1.5 if weights[n].is_cuda else 1.0)) for n, r in results.items()}
+
+
 def forgets_the_device(scores, block, stats):
     return {n: s * torch.ones(s.shape[1]) for n, s in scores.items()}
 
@@ -323,6 +339,8 @@ APART = "decided after the others it gave another mask"
         (spec(scoring(uses_up)), "leaves statistics as they are", "asked again with the same statistics"),
         (spec(observing(MeanOfBatches)), "the same for every batch size", "not an average of batches"),
         (spec(observing(Copied)), "the same for several processes", "two processes"),
+        (spec(ScalesByTheMean), "the same for every batch size", "gave new weights that are "),
+        (spec(ScalesByTheMean), "the same for several processes", "gave new weights that are 41.4% apart, expected 2%"),
         (spec(scoring(lambda scores, *_: {n: s.roll(len(scores), dims=1) for n, s in scores.items()}), separable=True),
          "separable", APART),
         (spec(scoring(sees_others), separable=True), "separable", APART),
@@ -359,6 +377,7 @@ APART = "decided after the others it gave another mask"
         (spec(scoring(reads_every_column)), THERE, " x item at compressx/testing/test_conformance.py:"),
         (spec(observing(ReadsEveryBatch)), THERE, "the host waited "),
         (spec(scoring(another_on_cuda)), THERE, "another mask than on the CPU"),
+        (spec(answering(other_weights_on_cuda)), THERE, "new weights are 50.0% apart from those on the CPU"),
         (spec(answering(writes)), "leaves the model as it is", "a pruner returns new weights"),
         (spec(Inverts), "few tokens", "not positive-definite"),
         (spec(scoring(lambda scores, *_: {n: s.log() for n, s in scores.items()})),
