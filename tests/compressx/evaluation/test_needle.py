@@ -15,13 +15,14 @@ from tests.compressx.saved import save_tiny
 
 from compressx.evaluation import needle
 from compressx.evaluation.needle import check_hay, grid, needle_figures
+from compressx.evaluation.perplexity import read_texts
 from compressx.evaluation.saved import measures
 from compressx.models.access import InMemory
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
 from compressx.prompts.needles import MEASURING
 from compressx.prompts.prepare import Selecting
-from compressx.recipe.measuring import NeedleGrid
+from compressx.recipe.measuring import Evaluate, NeedleGrid
 from compressx.recipe.selecting import SelectTokens
 from compressx.runtime.errors import CalibrationError, PluginError, RecipeError, UnsupportedModelError
 from compressx.testing import tiny_model
@@ -108,6 +109,8 @@ def test_a_prompt_longer_than_the_model_or_the_text_is_refused(tokenizer: Any, h
     for asked in (grid, check_hay):
         with pytest.raises(CalibrationError, match=r"takes .* tokens of hay, and the text has 700"):
             list(asked(tokenizer, hay, settings(lengths=[150, 2000])))
+    with pytest.raises(CalibrationError, match=r"takes .* tokens of hay, and the text has"):  # before weights are read
+        read_texts(Evaluate(needle=settings(lengths=[10**8])), tokenizer)
 
 
 def test_lengths_that_are_equal_or_too_short_are_refused() -> None:
