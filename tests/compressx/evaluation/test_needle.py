@@ -223,6 +223,19 @@ def test_a_selection_that_nothing_measured_reads_is_refused_by_eval() -> None:
     assert select.keep == 0.5
 
 
+def test_a_text_and_a_task_that_are_not_there_are_told_by_eval_with_their_place(project: Path) -> None:
+    Path("r.yaml").write_text(
+        "model: m\noutput: out\nprune: [{targets: ['*'], pruner: wanda, sparsity: 0.5}]\n"
+        "evaluate:\n  token_perplexity: {dataset: {text: no.txt}}\n"
+    )
+    with pytest.raises(CalibrationError, match=r"^r\.yaml:5:22: text: no file matches 'no\.txt'"):
+        measures(Path("r.yaml"), [])
+    with pytest.raises(
+        RecipeError, match=r"^--set evaluate\.lm_eval\.tasks=\[no\.yaml\]: lm_eval\.tasks: no such file"
+    ):
+        measures(None, ["evaluate.lm_eval.tasks=[no.yaml]"])
+
+
 @pytest.mark.parametrize("count", [-1, True, 1.5])
 def test_a_selector_with_an_impossible_number_of_queries_is_named(count: Any, tokenizer: Any) -> None:
     plugins = load_plugins()

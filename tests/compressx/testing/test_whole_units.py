@@ -61,11 +61,11 @@ def solves(results, block, patterns, stats):
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
 def test_a_pruner_of_units_that_keeps_every_promise_passes_every_check(architecture):
-    outcomes = list(conformance(spec(changing(solves)), architectures=[architecture]))
+    outcomes = list(conformance(spec(changing(solves), reconstructs=True), architectures=[architecture]))
     assert {o.status for o in outcomes} <= {"passed", "skipped"}, [o for o in outcomes if o.status == "failed"]
     passed = {o.check for o in outcomes if o.status == "passed"}
-    assert {"exact sparsity for every pattern", "deterministic", "works on an accelerator"} <= passed
-    assert len(passed) >= 14
+    assert {"exact sparsity for every pattern", "deterministic", "works on an accelerator", "reconstructs"} <= passed
+    assert len(passed) >= 15
 
 
 def test_a_pruner_of_weights_and_units_is_asked_for_both():
