@@ -174,5 +174,6 @@ def apart(one: PruneResult, other: PruneResult) -> float:
     if one.weight is None or other.weight is None:
         return 0.0 if one.weight is other.weight else float("inf")
     rows = (one.keep == other.keep.to(one.keep.device)).all(dim=1)
-    kept, theirs = (torch.where(r.keep, r.weight, 0.0).float().cpu()[rows.cpu()] for r in (one, other))
+    pairs = ((one.keep, one.weight), (other.keep, other.weight))
+    kept, theirs = (torch.where(keep, weight, 0.0).float().cpu()[rows.cpu()] for keep, weight in pairs)
     return float((kept - theirs).norm() / kept.norm().clamp_min(torch.finfo(torch.float32).tiny))
