@@ -1,6 +1,7 @@
-"""The most bytes that attention pruning holds at once, by the steps of `solver.py`, `losses.py` and `kronecker.py`.
+"""The most bytes that attention pruning holds at once, by the steps of the modules that do it.
 
-Sizes are those of float32 tensors. A step is what is alive beside its inputs while it takes the most.
+Sizes are those of float32 tensors, and of moments float64. A step is what is alive beside its inputs while it takes the
+most. Single weights are chosen by `solver.py`, `losses.py` and `kronecker.py`; groups by `groups.py` and `moments.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from compressx_attnprune.options import AttnPruneOptions
     from compressx_attnprune.work import Shape
 
-_F32 = 4
+_F32, _F64 = 4, 8
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,17 @@ class _Batch:
         """Errors of candidates beside the dense result."""
         if not of_output:
             return self.x + (1 + candidates) * (self.q + self.k) + 3 * self.p + self.rows
-        # A key and value head for each query head, what is mixed, and the same with heads beside each other.
-        last = 2 * self.q + self.k + 3 * self.mixed
-        return self.x + self.v + candidates * self.out + last
+        return self.v + candidates * self.out + self.fused
+
+    @property
+    def fused(self) -> float:
+        """Inputs, a key and value head for each query head, what is mixed, and the same, heads beside each other."""
+        return self.x + 2 * self.q + self.k + 3 * self.mixed
+
+    @property
+    def trained(self) -> float:
+        """The gradients of queries, keys and values by what is missing of the output that is wanted."""
+        return self.probed(of_output=True) + self.out + self.v
 
 
 def prepared(shape: Shape, text: Windows, sequences: int) -> tuple[float, float]:
@@ -126,4 +135,56 @@ def pruned(shape: Shape, options: AttnPruneOptions, train: int, held_out: int, *
     steps += [done + unseen.judged(3, of_output=each) for each in (False, True)]
     if options.refit:
         steps.append(done + 6 * weight + seen.differentiated(of_output=of_output))
+    return max(steps)
+
+
+def without_groups(
+    shape: Shape, options: AttnPruneOptions, sequences: int, *, gone: int, dampings: int, chosen: bool
+) -> float:
+    """Return the most bytes of `groups.prune` beside what was prepared.
+
+    Args:
+        shape: of the layer.
+        options: of the rule.
+        sequences: that were kept.
+        gone: features of the output projection whose groups go.
+        dampings: that are compared.
+        chosen: whether groups are chosen, and not given.
+    """
+    n, out = shape.heads * shape.value, shape.outputs
+    square, cross = float(_F64 * n * n), float(_F64 * n * out)
+    moments = square + cross  # of one text
+    weights = float(_F32 * (shape.rows + shape.shared * shape.value) * shape.inputs)
+    held_out = max(1, round(options.held_out * sequences))
+    train = max(1, sequences - held_out)
+    seen, unseen = (_Batch.of(shape, min(SEQUENCES, count)) for count in (train, held_out))
+
+    # Sums, the products of the batch before, and what it has mixed. Or sums, new products and the new sums.
+    further = (1.5 * square + seen.mixed) * (train > SEQUENCES)
+    dense = max(seen.fused + further, 2.5 * square + seen.mixed, square + 3 * cross)
+    steps = [dense, moments + unseen.fused, moments + max(2.5 * square + unseen.mixed, square + 3 * cross)]
+    if chosen:
+        own = float(_F64 * gone * gone)
+        compared = 2 * square + cross + _F64 * out * gone + 4 * own
+        steps.append(2 * moments + square * shape.bias + max(3 * square, 2 * (square + cross), compared))
+    stays = n - gone
+    kept, of_kept = float(_F64 * stays * stays), float(_F64 * stays * out)
+    centred = moments * shape.bias
+    solved = centred + max(3 * kept + 2 * of_kept, 2 * kept + 4 * of_kept)
+    # Of each damping there is a solution, and the weight as it is.
+    best = dampings * cross + max(solved, 4 * cross)
+    steps.append(2 * moments + best)
+    # Other weights mix otherwise: the dense outputs and theirs are gathered, beside what is known of the dense ones.
+    again = 2 * moments + 2 * weights + cross / 2
+    other = [
+        again + seen.fused + seen.out + seen.mixed + 1.5 * moments,
+        again + 2.5 * moments + seen.mixed + seen.out,
+        again + 2 * moments + best,
+    ]
+    if not shape.apart:
+        steps += other
+    if options.refit:
+        # Weights, two moments of Adam, gradients; those of a step come before the last ones go.
+        steps.append(2 * moments + 5 * weights + cross / 2 + max(seen.trained, 4 * weights))
+        steps += [size + weights for size in other]  # gradients
     return max(steps)

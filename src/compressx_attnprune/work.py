@@ -176,7 +176,8 @@ def remove_groups(shape: Shape, options: AttnPruneOptions, pattern: Structured, 
     judged = 2 * Work.of(float32=2.0 * out * n * n + (2.0 * out * n if shape.bias else 0.0), launches=20)
     best = dampings * (solved + judged)
     chosen = Work() if fixed else dampings * _sets(n, out, count, pattern.dropped)
-    total = gathered + chosen + best + Work.of(memory=8.0 * (6.0 * n * n + 4.0 * n * out))
+    held = memory.without_groups(shape, options, sequences, gone=n - stays, dampings=dampings, chosen=not fixed)
+    total = gathered + chosen + best + Work.of(held)
     if not shape.apart:
         total = total + again + best
     if options.refit:
