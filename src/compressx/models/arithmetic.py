@@ -1,9 +1,11 @@
 """The dtype of matrix products while blocks are run or trained, whatever the dtype of the weights.
 
-Narrower products are torch's autocast. Wider ones are for 16-bit models on processors that have no 16-bit products:
-torch emulates these at a fraction of float32's speed. Each product's factors are converted to float32 for the length of
-the product, and its result back, which is what a processor with 16-bit products computes, up to the order of the sums.
-A block's weights are never held twice: one conversion costs a percent of a product with a thousand tokens.
+Narrower products are torch's autocast. 16-bit models may multiply in float32, on processors that have no 16-bit
+products and emulate them at a fraction of float32's speed, or in the other dtype of 16 bits. Each product's factors are
+converted for the length of the product, and its result back. In float32 that is what a processor with 16-bit products
+computes, up to the order of the sums. Autocast is not for them: its results meet tensors of the model's dtype, torch
+makes float32 of the two, and norms refuse it. A block's weights are never held twice: one conversion costs a percent of
+a product with a thousand tokens.
 """
 
 from __future__ import annotations
@@ -74,15 +76,20 @@ def products_in(
         cache: keep narrow copies of the weights within the context; only where no weight changes in it.
     """
     matrices = {p.dtype for p in part.parameters() if p.dim() >= 2 and p.dtype.is_floating_point}
-    if dtype == torch.float32 and matrices & {*_NARROW}:
-        return _Widened()
+    narrow = matrices & {*_NARROW}
+    if dtype is not None and narrow and dtype not in narrow:
+        return _Converted(dtype)
     if dtype is None or dtype == torch.float32 or dtype in matrices:
         return nullcontext()  # not a disabled autocast, which would end the caller's
     return torch.autocast(device.type, dtype, cache_enabled=cache)
 
 
-class _Widened(TorchFunctionMode):
-    """Computes products of 16-bit factors in float32, and returns them in the factors' dtype."""
+class _Converted(TorchFunctionMode):
+    """Computes products of 16-bit factors in another dtype, and returns them in the factors'."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -91,22 +98,25 @@ class _Widened(TorchFunctionMode):
         narrow = next((x.dtype for x in _tensors((args, *kwargs.values())) if x.dtype in _NARROW), None)
         if narrow is None:
             return function(*args, **kwargs)
-        result = function(*_wide(args), **{key: _wide(value) for key, value in kwargs.items()})
+        wanted = self.dtype
+        result = function(
+            *_converted(args, wanted), **{key: _converted(value, wanted) for key, value in kwargs.items()}
+        )
         return result.to(narrow)
 
 
 def original(factor: Tensor) -> Tensor:
-    """Return the tensor that a factor of a wider product was converted from, or the factor itself."""
+    """Return the tensor that a factor of a product was converted from, or the factor itself."""
     narrow: Tensor = getattr(factor, "_narrow", factor)
     return narrow
 
 
-def _wide(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dtype in _NARROW:
-        wide = value.float()
-        wide._narrow = value  # type: ignore[attr-defined]
-        return wide
-    return tuple(map(_wide, value)) if isinstance(value, tuple | list) else value
+def _converted(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor) and value.dtype in _NARROW and value.dtype != dtype:
+        converted = value.to(dtype)
+        converted._narrow = value  # type: ignore[attr-defined]
+        return converted
+    return tuple(_converted(x, dtype) for x in value) if isinstance(value, tuple | list) else value
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
