@@ -131,6 +131,7 @@ def _bits(tensor: Tensor) -> Tensor:
     """Sum a tensor's bits, int64 []; of a transposed one as they are stored."""
     stored = tensor if tensor.is_contiguous() or tensor.dim() < 2 else tensor.mT
     flat = stored.detach().contiguous().view(-1).view(torch.uint8)
+    flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()  # an expert of an odd size begins anywhere
     whole = len(flat) // 8 * 8  # eight bytes at a time
     return flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
 

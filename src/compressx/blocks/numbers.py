@@ -43,30 +43,40 @@ def check_numbers(
     structured = {p.units.fqn: p for p in patterns.values() if isinstance(p, Structured)}
     asked: dict[tuple[str, str], Tensor] = {}
     for name, result in results.items():
-        asked |= {(what, name): x for what, x in _counted(patterns[name], result).items()}
+        dtype = block.linears[name].weight.dtype
+        asked |= {(what, name): x for what, x in _counted(patterns[name], result, dtype).items()}
     for fqn, pattern in structured.items():
         asked |= {(what, fqn): x for what, x in _counted_units(pattern, results).items()}
     found = fetched(asked)
     for name, result in results.items():
-        _check_linear(f"pruner {plugin!r} on {name}", name, patterns[name], result, found)
+        dtype = block.linears[name].weight.dtype
+        _check_linear(f"pruner {plugin!r} on {name}", name, patterns[name], result, dtype, found)
     for fqn, pattern in structured.items():
         _check_units(f"pruner {plugin!r} on {fqn}", pattern, found)
     if joint := {n: p for n, p in patterns.items() if isinstance(p, Unstructured) and p.group == "joint"}:
         _check_joint_total(f"pruner {plugin!r} on {block.fqn}", joint, results, found)
 
 
-def _counted(pattern: Pattern, result: PruneResult) -> dict[str, Tensor]:
+def _counted(pattern: Pattern, result: PruneResult, dtype: torch.dtype) -> dict[str, Tensor]:
     asked = {"zeros": (~result.keep).sum()}
     if isinstance(pattern, FixedMask):
         asked["others"] = (result.keep != pattern.keep).sum()
     if result.weight is not None:
-        asked["finite"] = torch.where(result.keep, result.weight, 0.0).sum().isfinite()
+        asked["finite"] = _written(result, dtype).sum(dtype=torch.float32).isfinite()
     if result.bias is not None:
-        asked["finite bias"] = result.bias.isfinite().all()
+        asked["finite bias"] = result.bias.to(dtype).isfinite().all()
     return asked
 
 
-def _check_linear(who: str, name: str, pattern: Pattern, result: PruneResult, found: _Found) -> None:
+def _written(result: PruneResult, dtype: torch.dtype) -> Tensor:
+    """Return the new weights as they will be written: float16 has no numbers above 65504."""
+    assert result.weight is not None  # noqa: S101 - checked by the callers
+    return torch.where(result.keep, result.weight, 0.0).to(dtype)
+
+
+def _check_linear(
+    who: str, name: str, pattern: Pattern, result: PruneResult, dtype: torch.dtype, found: _Found
+) -> None:  # fmt: skip
     zeros = found["zeros", name]
     if isinstance(pattern, FixedMask):
         if found["others", name]:
@@ -74,11 +84,10 @@ def _check_linear(who: str, name: str, pattern: Pattern, result: PruneResult, fo
     elif (expected := zeros_in(pattern, *result.keep.shape)) is not None and zeros != expected:
         raise PluginError(f"{who}: pattern {pattern} means {expected} zeros of {result.keep.numel()}, got {zeros}")
     # A sum that is not finite may have overflowed.
-    given = result.weight
-    if given is not None and not found["finite", name] and not all_finite(torch.where(result.keep, given, 0.0)):
-        raise PluginError(f"{who}: it returned weights that are NaN or infinite")
+    if result.weight is not None and not found["finite", name] and not all_finite(_written(result, dtype)):
+        raise PluginError(f"{who}: it returned weights that are NaN or infinite in the model's {dtype}")
     if not found.get(("finite bias", name), True):
-        raise PluginError(f"{who}: it returned a bias that is NaN or infinite")
+        raise PluginError(f"{who}: it returned a bias that is NaN or infinite in the model's {dtype}")
 
 
 def _counted_units(pattern: Structured, results: Mapping[str, PruneResult]) -> dict[str, Tensor]:

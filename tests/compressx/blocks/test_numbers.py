@@ -108,3 +108,29 @@ def test_a_new_bias_is_written_beside_the_weights_and_none_leaves_it():
     assert not down.weight[:, [1, 4]].any()
     write(down, replace(results["block.down"], bias=torch.arange(4.0)))
     assert down.bias.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float16, 7e4), (torch.bfloat16, 3.4e38)], ids=str)
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_numbers_that_the_models_dtype_does_not_have_are_refused(part, dtype, large):
+    block, patterns, results = problem()
+    block.module.to(dtype)
+    fitting = replace(results["block.down"], weight=torch.full((4, 6), 6e4), bias=torch.full((4,), 6e4))
+    check_numbers("mine", block, patterns, results | {"block.down": fitting})
+    too_large = replace(fitting, **{part: torch.full_like(getattr(fitting, part), large)})
+    with pytest.raises(PluginError, match=rf"block.down: it returned .*NaN or infinite in the model's {dtype}"):
+        check_numbers("mine", block, patterns, results | {"block.down": too_large})
+
+
+def test_experts_of_an_odd_size_are_asked_about_like_others():
+    module = nn.Module()
+    module.down_proj = nn.Parameter(torch.randn(3, 3, 5, dtype=torch.bfloat16))
+    linears = {f"block.{i}": Linear(f"block.{i}", module, "down_proj", expert=i) for i in range(3)}
+    untouched = Checksums(Block(0, "block", module, linears, (), None), ["mine"])
+    untouched.before_asking(["block.1"])
+    untouched.refuse_changes()
+    untouched.before_asking(["block.2"])
+    with torch.no_grad():
+        module.down_proj[1, 2, 4] += 1
+    with pytest.raises(PluginError, match=r"pruner 'mine' changed 1.weight of block itself"):
+        untouched.refuse_changes()
