@@ -36,7 +36,7 @@ from compressx.training.schedule import (
     split_windows,
     total_steps,
 )
-from compressx.training.trainable import adapted, check_trained, trainable
+from compressx.training.trainable import adapted, check_trained, own_checkpointing_off, trainable
 
 Progress: TypeAlias = Callable[[int, int, float], None]
 
@@ -107,7 +107,9 @@ def finetune(
         if settings.lora is None
         else adapted(model, masks, settings.lora, settings.seed, **small)
     )
-    with prepared as parameters, _training_mode(model, settings.gradient_checkpointing):
+    with (
+        own_checkpointing_off(model), prepared as parameters, _training_mode(model, settings.gradient_checkpointing)
+    ):  # fmt: skip
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter in parameters}
         steps = _Steps(model, teacher, windows, settings, trained, products)
         steps.run(checkpoint, progress)
@@ -274,9 +276,6 @@ def _training_mode(model: Any, gradient_checkpointing: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if gradient_checkpointing:
-            with quiet_libraries():
-                model.gradient_checkpointing_disable()
         for module, before in training.items():
             module.training = before
 

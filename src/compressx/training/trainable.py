@@ -18,6 +18,11 @@ from compressx.runtime.errors import ArtifactError, CalibrationError
 from compressx.runtime.finite import first_damaged
 from compressx.runtime.quiet import quiet_libraries
 
+_CHECKPOINTING = (
+    "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks",
+)  # fmt: skip
+"""Attributes of modules by which transformers keeps gradient checkpointing."""
+
 
 @contextmanager
 def trainable(
@@ -68,6 +73,31 @@ def adapted(
         for parameter in small:
             parameter.requires_grad_()
         yield {p: dtypes.get(p, p.dtype) for p in model.parameters() if p.requires_grad}
+
+
+@contextmanager
+def own_checkpointing_off(model: Any) -> Iterator[None]:
+    """Turn off what a model's owner has set up for gradient checkpointing, and restore it afterwards.
+
+    With checkpointing, transformers and PEFT also hook the embeddings, so that their output requires gradients, and
+    leave the hooks there: even a frozen model would then build graphs.
+    """
+    kept = [(module, {name: vars(module)[name] for name in _CHECKPOINTING if name in vars(module)})
+            for module in model.modules()]  # fmt: skip
+    embeddings = model.get_input_embeddings()
+    hooks = [*embeddings._forward_hooks]
+    for module, own in kept:
+        if own.get("gradient_checkpointing"):
+            module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for hook in {*embeddings._forward_hooks} - {*hooks}:
+            del embeddings._forward_hooks[hook]
+        for module, own in kept:
+            for name in _CHECKPOINTING:
+                vars(module).pop(name, None)
+            vars(module).update(own)
 
 
 @contextmanager

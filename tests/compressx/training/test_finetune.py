@@ -18,7 +18,7 @@ from torch import Tensor
 from compressx.api.record import FinetuneReport
 from compressx.masks.maskset import MaskEntry, MaskSet, weight_sha256
 from compressx.models.architecture import survey
-from compressx.recipe.tuning import Finetune
+from compressx.recipe.tuning import Finetune, Lora
 from compressx.runtime.errors import ArtifactError, CalibrationError, OutOfMemoryError, UnsupportedModelError
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.training import finetune as module
@@ -237,6 +237,24 @@ def test_the_next_step_sees_every_parameter_that_a_step_changed_whatever_the_pro
 
     report = finetune(model, masks, WINDOWS, settings, products=torch.bfloat16, progress=progress)
     assert report.losses[1:] == pytest.approx(expected[:2], rel=1e-5)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["weights", "adapters"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_checkpointing_leaves_no_hook_on_the_embeddings_and_the_models_own_is_left_on(own, checkpointing, lora) -> None:
+    model, masks = pruned("llama")
+    if own:
+        model.gradient_checkpointing_enable()
+    embeddings = model.get_input_embeddings()
+    hooks, handles = dict(embeddings._forward_hooks), vars(model).get("_require_grads_hooks")
+    flags = [getattr(m, "gradient_checkpointing", None) for m in model.modules()]
+    settings = Finetune(steps=2, teacher="none", gradient_checkpointing=checkpointing, lora=lora)
+    finetune(model, masks, WINDOWS, settings)
+    assert dict(embeddings._forward_hooks) == hooks
+    assert vars(model).get("_require_grads_hooks") is handles
+    assert [getattr(m, "gradient_checkpointing", None) for m in model.modules()] == flags
+    assert model.requires_grad_(False)(WINDOWS).logits.requires_grad == own
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
