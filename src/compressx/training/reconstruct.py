@@ -51,7 +51,8 @@ class Passage:
 
     def errors(self, channels: Tensor) -> Tensor:
         """Return `relative_errors` of the block in its current state, [batch, tokens]."""
-        return relative_errors(self.run(self.enters.float()), self.target, channels)
+        wide = torch.promote_types(self.enters.dtype, torch.float32)  # the dtype of the block while it is trained
+        return relative_errors(self.run(self.enters.to(wide)), self.target, channels)
 
 
 def reconstruct(

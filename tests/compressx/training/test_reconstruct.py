@@ -201,7 +201,7 @@ def test_a_16_bit_model_whose_blocks_are_handed_biases_is_trained_in_float32():
 
 @pytest.mark.parametrize(
     ("architecture", "model_dtype", "products"),
-    [("gpt2", torch.bfloat16, torch.float32), ("qwen2", torch.float32, torch.bfloat16)],
+    [("gpt2", torch.bfloat16, torch.float32), ("qwen2", torch.float32, torch.bfloat16), ("llama", torch.float64, None)],
     ids=str,
 )
 def test_the_error_after_training_is_that_of_the_weights_that_are_left(architecture, model_dtype, products):
