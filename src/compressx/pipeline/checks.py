@@ -24,7 +24,7 @@ from compressx.pipeline.room import CHECKPOINT, trained_weights
 from compressx.planning.plan import Plan
 from compressx.recipe.document import Step
 from compressx.recipe.parts import Parts
-from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.schema import LoadedRecipe, Recipe
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, Mistakes, UnsupportedModelError
 from compressx.runtime.ranks import refuse_few_windows
@@ -136,15 +136,19 @@ def check_names(parts: Parts, mistakes: Mistakes) -> bool:
     return len(mistakes) == before
 
 
-def refuse_overwriting(output: Path, checkpoint: Checkpoint) -> None:
-    """Refuse an output folder that holds the input model.
+def refuse_overwriting(recipe: Recipe, checkpoint: Checkpoint) -> None:
+    """Refuse an output folder that holds the input model, packed or not, or the teacher of fine-tuning.
 
     Raises:
         ArtifactError: names the folder.
     """
-    model = Path(checkpoint.location)
-    if model.exists() and model.resolve().is_relative_to(output.expanduser().resolve()):
-        raise ArtifactError(f"output {output} would overwrite the input model; name another folder")
+    held = [("input model", Path(checkpoint.location)), ("input model", recipe.model.path)]
+    if recipe.finetune is not None and isinstance(recipe.finetune.teacher, ModelSource):
+        held.append(("teacher of finetune", recipe.finetune.teacher.path))
+    output = recipe.output.expanduser().resolve()
+    for what, path in held:
+        if path is not None and (model := path.expanduser()).exists() and model.resolve().is_relative_to(output):
+            raise ArtifactError(f"output {recipe.output} would overwrite the {what}; name another folder")
 
 
 def check_shares(loaded: LoadedRecipe, planned: Plan, processes: int) -> None:

@@ -97,7 +97,7 @@ def prepare(loaded: LoadedRecipe, plugins: Plugins, processes: int = 1, device: 
         check_rules(parts, plugins, None, mistakes)
     else:
         with mistakes.collected(), loaded.at("output"):
-            refuse_overwriting(recipe.output, found.checkpoint)
+            refuse_overwriting(recipe, found.checkpoint)
         with mistakes.collected():
             planned = _planned(loaded, plugins, found.skeleton, found.tokenizer, mistakes)
             check_shares(loaded, planned, processes)

@@ -27,6 +27,7 @@ from compressx.masks.maskset import MaskSet
 from compressx.models import hidden
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
+from compressx.models.packed_folder import pack_folder
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.runtime.errors import ArtifactError, CalibrationError, CompressxError, RecipeError
@@ -593,6 +594,17 @@ def test_an_output_that_would_replace_the_model_it_is_made_from_is_refused(proje
         run({"model": {"path": str(model)}, "prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}],
              "output": str(project / "out")})  # fmt: skip
     assert (model / "model.safetensors").is_file()
+
+
+def test_an_output_that_would_replace_a_packed_model_or_the_teacher_is_refused(model):
+    run(recipe(model, output="earlier"))
+    pack_folder(Path("earlier"), Path("packed"))
+    with pytest.raises(ArtifactError, match="output packed would overwrite the input model; name another folder"):
+        plan(recipe(Path("packed"), output="packed") | {"calibration": recipe(model)["calibration"]})
+    taught = {"steps": 1, "teacher": {"path": "earlier/model"}}
+    with pytest.raises(ArtifactError, match="output earlier would overwrite the teacher of finetune"):
+        plan(recipe(model, output="earlier", finetune=taught))
+    plan(recipe(model, output="out", finetune=taught))
 
 
 # --- streaming
