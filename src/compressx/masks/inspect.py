@@ -135,9 +135,10 @@ def inspect(source: ModelSource, masks: Path | None = None) -> Inspection:
         CompressxError: a model or file that cannot be read, or masks of another model.
     """
     access = open_model(find_checkpoint(source), source.streaming, torch.device("cpu"))
-    if masks is None and source.path is not None and not told_shrunk(access.model):
-        above = source.path.parent
-        beside = [source.path, *([above] if source.path.name == "model" else [])]
+    path = None if source.path is None else source.path.expanduser()
+    if masks is None and path is not None and not told_shrunk(access.model):
+        above = path.parent if path.name else path.resolve().parent  # of `.` the parent has no name of its own
+        beside = [path, *([above] if path.resolve().name == "model" else [])]
         masks = next((p / "masks.safetensors" for p in beside if (p / "masks.safetensors").is_file()), None)
     entries = {} if masks is None else read_masks(masks)
     try:
@@ -145,7 +146,7 @@ def inspect(source: ModelSource, masks: Path | None = None) -> Inspection:
     except _OtherModelError as error:
         told = told_shrunk(access.model) or "; give this model's masks with --masks"
         raise ArtifactError(f"{masks}: {error}{told}") from None
-    packed = sizes_of(source.path) if source.path is not None and is_packed(source.path) else None
+    packed = sizes_of(path) if path is not None and is_packed(path) else None
     name = str(source.path or source.id or source.package)
     return Inspection(name, found, None if masks is None else str(masks), packed)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from compressx.evaluation.saved import source_of
 from compressx.masks import MaskSet
 from compressx.masks.file import MaskEntry
 from compressx.masks.inspect import fits_two_four, inspect, pattern_of
+from compressx.recipe.sources import ModelSource
 from compressx.testing import tiny_model
 
 
@@ -80,6 +83,17 @@ def test_a_folder_is_counted_layer_by_layer_and_compared_with_the_masks_beside_i
     assert by_name["model.layers.0.self_attn.v_proj"].pattern == "dense"
     weights = sum(x.shape[0] * x.shape[1] for x in found.linears)
     assert found.sparsity == sum(x.zeros for x in found.linears) / weights
+
+
+def test_the_masks_beside_a_model_are_found_from_within_it_and_from_the_home_folder(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    monkeypatch.chdir(folder / "model")
+    for path, masks in (
+        (f"~/{folder.name}", folder), (f"~/{folder.name}/model", folder), (".", folder), ("../model", Path("..")),
+    ):  # fmt: skip
+        found = inspect(ModelSource(path=Path(path)))
+        assert found.masks == str(masks / "masks.safetensors")
+        assert found.linears[0].off_mask == 0
 
 
 def test_weights_that_grew_back_are_counted(folder):
