@@ -37,25 +37,41 @@ def document(row: Mapping[str, Any], field: str, where: str) -> Document:
     Raises:
         CalibrationError: the field is missing, or is neither text nor a list of {role, content}.
     """
-    value = row[field_among(row, field, where)]
+    return checked(row[field_among(row, field, where)], f"{where}: field {field!r}")
+
+
+def checked(value: Any, where: str) -> Document:
+    """Return a value if it is text or a chat.
+
+    Raises:
+        CalibrationError: it is neither.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise CalibrationError(
-            f"{where}: field {field!r} is {type(value).__name__}, expected text or a list of {{role, content}}"
-        )
+        raise CalibrationError(f"{where} is {type(value).__name__}, expected text or a list of {{role, content}}")
     for i, message in enumerate(value):
         if not isinstance(message, Mapping):
-            raise CalibrationError(
-                f"{where}: field {field!r}: message {i} is {type(message).__name__}, expected {{role, content}}"
-            )
+            raise CalibrationError(f"{where}: message {i} is {type(message).__name__}, expected {{role, content}}")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise CalibrationError(
-                    f"{where}: field {field!r}: message {i} has no text in {key!r}, expected {{role, content}}; it has "
+                    f"{where}: message {i} has no text in {key!r}, expected {{role, content}}; it has "
                     f"{', '.join(map(str, message)) or 'nothing'}"
                 )
     return value
+
+
+def given(value: str | Sequence[Document], name: str) -> list[Document]:
+    """Return the documents that a caller passes as an argument; a text alone is one.
+
+    Raises:
+        CalibrationError: there are none, or one is neither text nor a chat; the message has the argument's name.
+    """
+    found = [value] if isinstance(value, str) else list(value)
+    if not found:
+        raise CalibrationError(f"{name} has no documents; expected texts, or chats as lists of {{role, content}}")
+    return [checked(x, f"{name}[{i}]") for i, x in enumerate(found)]
 
 
 def hold_chats(documents: Sequence[Document]) -> bool:

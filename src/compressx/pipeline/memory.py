@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compressx._version import __version__
 from compressx.api.record import RunReport
-from compressx.data.chat import Document
+from compressx.data.chat import Document, given
 from compressx.data.windows import windows_of
 from compressx.evaluation.perplexity import evaluate
 from compressx.masks.file import MaskEntry, PackedMasks
@@ -41,7 +41,7 @@ from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.memory import recipe_in_memory
 from compressx.recipe.sources import Generate
-from compressx.runtime.determinism import deterministic
+from compressx.runtime.determinism import deterministic, torchs_own_modes
 from compressx.runtime.errors import CalibrationError, CompressxError, UnsupportedModelError
 from compressx.runtime.machine import machine
 from compressx.runtime.ranks import ALONE
@@ -66,6 +66,7 @@ class PrunedModel:
     report: RunReport
 
 
+@torchs_own_modes()
 def prune(
     model: Any,
     tokenizer: Any,
@@ -265,8 +266,7 @@ def _read(
     if isinstance(calibration, Tensor):
         windows = _of_vocabulary(calibration.long().cpu(), text_config(model).vocab_size)
     elif calibration is not None and settings is not None:
-        documents = [calibration] if isinstance(calibration, str) else calibration
-        windows = windows_of(documents, settings.samples, settings.draw, tokenizer)
+        windows = windows_of(given(calibration, "calibration"), settings.samples, settings.draw, tokenizer)
 
     def generated(settings: Generate, length: int) -> Tensor:
         return generate(

@@ -42,7 +42,7 @@ from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.code import code_versions
-from compressx.runtime.determinism import deterministic
+from compressx.runtime.determinism import deterministic, torchs_own_modes
 from compressx.runtime.machine import machine
 from compressx.runtime.ranks import Ranks, joined_ranks
 from compressx.runtime.timing import Timing, forget_peaks
@@ -70,6 +70,7 @@ def plan(
     return prepare(loaded_recipe(recipe, overrides, plugins), plugins).plan
 
 
+@torchs_own_modes()
 def run(
     recipe: LoadedRecipe | Path | str | Mapping[str, Any],
     *,

@@ -1,4 +1,4 @@
-"""The same results on the same GPU each time, at the cost of some speed."""
+"""The same results on the same GPU each time, at the cost of some speed, and whatever modes the caller has set."""
 
 from __future__ import annotations
 
@@ -47,3 +47,24 @@ def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = tuned
+
+
+@contextlib.contextmanager
+def torchs_own_modes() -> Iterator[None]:
+    """Compute as torch does by default within a `with`, or a function: restores what the caller has set.
+
+    Autocast would narrow the sums of statistics without a word, training needs gradients, and numbers that are made on
+    the way are float32 and on the CPU unless they say otherwise.
+    """
+    dtype = torch.get_default_dtype()
+    with contextlib.ExitStack() as modes:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                modes.enter_context(torch.autocast(kind, enabled=False))
+        modes.enter_context(torch.inference_mode(mode=False))
+        modes.enter_context(torch.enable_grad())
+        if torch.get_default_device().type != "cpu":  # every call of torch takes longer in this one
+            modes.enter_context(torch.device("cpu"))
+        modes.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
+        yield

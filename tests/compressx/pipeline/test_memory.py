@@ -25,6 +25,7 @@ SEVERAL = (
     {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune"},
     {"targets": ["*"], "pruner": "sparsegpt"},
 )
+WINDOWS = {"calibration": {"samples": 8, "sequence_length": 32}}
 SECTIONS: dict[str, Any] = {
     "allocation": {"method": "attention-aware", "target": 0.5, "sparsities": [0.4, 0.6], "samples": 4},
     "reconstruct_block": {"passes": 1},
@@ -180,6 +181,9 @@ def test_a_failure_before_the_first_block_leaves_the_model_and_says_nothing_of_i
         ({"calibration": {}}, torch.ones(2, 256, dtype=torch.int64), "sequence_length 256 is longer than the model's"),
         ({"calibration": {}}, torch.full((2, 8), 128), "from 128 to 128, but the model's vocabulary has 128"),
         ({"calibration": {}}, torch.ones(8), r"calibration is torch.float32 \[8\], expected token ids, int64"),
+        (WINDOWS, [], r"calibration has no documents; expected texts, or chats as lists of \{role, content"),
+        (WINDOWS, [{"text": "w1"}], r"calibration\[0\] is dict, expected text or a list of \{role, content"),
+        (WINDOWS, ["w1", [1, 2]], r"calibration\[1\]: message 0 is int, expected \{role, content"),
         ({"sparcity": 0.5}, None, "unknown key 'sparcity'"),
     ],
 )  # fmt: skip

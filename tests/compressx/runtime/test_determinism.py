@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +97,41 @@ def test_the_workspace_of_cublas_is_fixed_before_it_starts_or_the_run_is_refused
         return
     with deterministic(True, GPU):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (given or ":4096:8")
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def modes() -> tuple[Any, ...]:
+    device = torch.get_default_device()
+    grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), device, *grad
+
+
+@pytest.mark.parametrize(
+    "set_by_caller",
+    [
+        lambda: torch.autocast("cpu", torch.bfloat16), torch.no_grad, torch.inference_mode,
+        lambda: default_dtype(torch.bfloat16), lambda: torch.device("meta"),
+    ],
+    ids=["autocast", "no_grad", "inference_mode", "dtype", "device"],
+)  # fmt: skip
+def test_the_modes_of_the_caller_change_no_result_and_are_left_as_they_are(set_by_caller):
+    rules = [{"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.5},
+             {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.5}]  # fmt: skip
+    asked = {"prune": rules, "calibration": {"batch_size": 4}, "finetune": {"steps": 1, "batch_size": 2}}
+    tokens, results = tiny_tokens(), []
+    for entered in (contextlib.nullcontext, set_by_caller):
+        model = tiny_model("llama")
+        with entered():
+            before = modes()
+            prune(model, None, asked, calibration=tokens)
+            assert modes() == before
+        results.append({name: p.clone() for name, p in model.named_parameters()})
+    assert all(torch.equal(x, results[1][name]) for name, x in results[0].items())
