@@ -11,8 +11,14 @@ WIDTH, INNER, HEADS, BLOCKS = 64, 96, 4, 2
 LICENSE = "apache-2.0"
 
 
-def write_gguf(path: Path, seed: int = 0) -> Path:
-    """Write the file, with weights by the seed; norms are float32, everything else is Q4_0."""
+def write_gguf(path: Path, seed: int = 0, *, rows: int | None = None) -> Path:
+    """Write the file, with weights by the seed; norms are float32, everything else is Q4_0.
+
+    Args:
+        path: of the file.
+        seed: of the weights.
+        rows: of the embedding and the head, of which only the first have a token; as many as tokens when absent.
+    """
     tokens = ["<s>", "</s>", *map(chr, range(ord("a"), ord("z") + 1)), "ab", "cd", "Ġ", "."]
     writer = GGUFWriter(path, "llama")
     writer.add_name("tiny")
@@ -25,7 +31,8 @@ def write_gguf(path: Path, seed: int = 0) -> Path:
     writer.add_head_count_kv(HEADS)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(tokens))
+    rows = len(tokens) if rows is None else rows
+    writer.add_vocab_size(rows)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([1] * len(tokens))
@@ -33,7 +40,7 @@ def write_gguf(path: Path, seed: int = 0) -> Path:
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     shapes = {
-        "token_embd": (len(tokens), WIDTH), "output": (len(tokens), WIDTH),
+        "token_embd": (rows, WIDTH), "output": (rows, WIDTH),
         **{f"blk.{i}.attn_{x}": (WIDTH, WIDTH) for i in range(BLOCKS) for x in ("q", "k", "v", "output")},
         **{f"blk.{i}.ffn_{x}": (INNER, WIDTH) for i in range(BLOCKS) for x in ("gate", "up")},
         **{f"blk.{i}.ffn_down": (WIDTH, INNER) for i in range(BLOCKS)},

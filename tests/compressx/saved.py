@@ -17,11 +17,13 @@ def save_tiny(folder: Path, architecture: str, dtype: torch.dtype = torch.float3
     return folder
 
 
-def save_wide(folder: Path, width: int, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """Save a Llama of two blocks with wider weights as `save_tiny` does: what is fixed counts less then."""
+def save_wide(
+    folder: Path, width: int, *, dtype: torch.dtype = torch.float32, architecture: str = "llama", **changes: Any
+) -> Path:
+    """Save a model of two blocks with wider weights as `save_tiny` does: what is fixed counts less then."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    save_tiny(folder, "llama", dtype)
+    save_tiny(folder, architecture, dtype)
     config = AutoConfig.from_pretrained(folder)
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4}
     config.update({**sizes, "head_dim": width // 4, "max_position_embeddings": 1024, **changes})

@@ -43,7 +43,7 @@ CHANNEL_WINDOWS = 8
 _STATES_SHARE = 0.25
 """Fraction of the free memory that the hidden states between all blocks of a streamed model may take."""
 
-_TOKENS_AT_ONCE = 64
+TOKENS_AT_ONCE = 64
 """Tokens whose distribution functions, float64 [tokens, vocabulary], are in memory at a time."""
 
 
@@ -186,7 +186,7 @@ def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
     """
     drawn = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64, device=logits.device)
     labels = []
-    for some, numbers in zip(torch.split(logits, _TOKENS_AT_ONCE), torch.split(drawn, _TOKENS_AT_ONCE), strict=True):
+    for some, numbers in zip(torch.split(logits, TOKENS_AT_ONCE), torch.split(drawn, TOKENS_AT_ONCE), strict=True):
         below = some.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
         labels.append(torch.searchsorted(below, numbers * below[:, -1:])[:, 0])
     return torch.cat(labels)

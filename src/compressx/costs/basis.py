@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from compressx.api.pruner import Block
 from compressx.api.work import Windows, Work
 from compressx.costs.block import BlockCost, Costs, Task
@@ -14,12 +16,16 @@ from compressx.costs.exchanged import Exchanged, OfStatistics, windows_of
 from compressx.costs.forward import Forward, Passed, forward
 from compressx.costs.machine import Machine
 from compressx.models.architecture import survey, text_config
-from compressx.models.arithmetic import WORTHWHILE
+from compressx.models.arithmetic import candidates, worthwhile
 from compressx.models.gguf_header import Contents
 from compressx.models.shards import OUTSIDE
 from compressx.planning.plan import Plan, PlannedRule
 from compressx.recipe.schema import Recipe
 from compressx.runtime.ranks import assign
+from compressx.runtime.rates import name_of
+
+_SLOWER = 6
+"""Times that a kernel of a GPU takes to start as long as an operation of torch on the processor."""
 
 
 @dataclass
@@ -34,6 +40,7 @@ class Basis:
         dtype: name of that of the weights.
         itemsize: its bytes.
         gguf: what is in the checkpoint's GGUF file, if it is one.
+        stored: bytes of a number in the checkpoint's safetensors.
         processes: that share the work. What is counted is that of the one that takes longest.
         unknown: what could not be counted, filled while stages are.
         notes: what was assumed, likewise.
@@ -47,6 +54,7 @@ class Basis:
     dtype: str
     itemsize: int
     gguf: Contents | None = None
+    stored: int = 4
     processes: int = 1
     unknown: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -70,8 +78,8 @@ class Basis:
         if asked != "auto":
             return str(asked)
         training = self.recipe.reconstruct_block is not None or self.recipe.finetune is not None
-        own = "float32" if training and self.dtype == "float16" else self.dtype
-        return self.machine.fastest_products(own, WORTHWHILE)
+        among = candidates(getattr(torch, self.dtype), training=training)
+        return name_of(worthwhile(among, lambda dtype: self.machine.rates[name_of(dtype)]))
 
     @cached_property
     def streamed(self) -> bool:
@@ -80,10 +88,14 @@ class Basis:
 
     @property
     def weights(self) -> float:
-        """Bytes of the weights in memory at once."""
-        inside = sum(self.sizes.values())
-        held = self.parameters - inside + max(self.sizes.values()) if self.streamed else self.parameters
-        return float(held * self.itemsize)
+        """Bytes of the weights in memory while blocks are run: of a streamed model those of the largest one."""
+        return float(self.itemsize * (max(self.sizes.values()) if self.streamed else self.parameters))
+
+    @property
+    def around(self) -> float:
+        """Bytes of the weights in memory while the embedding and the head are run, which are streamed like a block."""
+        inside = sum(self.sizes.values()) if self.streamed else 0
+        return float(self.itemsize * (self.parameters - inside))
 
     @property
     def pending(self) -> float:
@@ -121,13 +133,27 @@ class Basis:
         """One calibration batch through the model."""
         return self.passed(self.text.batch, self.text.length, self.products)
 
+    @cached_property
+    def graphs(self) -> Mapping[str, float]:
+        """Bytes that each block keeps of one calibration batch for its backward pass, its output included."""
+        found = forward(self.model, self.found, self.text.batch, self.text.length, self.products, graph=True)
+        return {fqn: block.left for fqn, block in found.blocks.items()}
+
     def passed(self, windows: int, length: int, products: str) -> Forward:
         """Return a batch's forward pass."""
         return forward(self.model, self.found, windows, length, products)
 
+    def python(self, operations: float) -> Work:
+        """Count time of Python itself: that in which a processor starts so many operations of torch."""
+        return Work.of(launches=operations / (_SLOWER if self.machine.gpu else 1))
+
+    def states(self, tokens: float) -> float:
+        """Bytes of the hidden states of so many tokens."""
+        return float(tokens * self.width * self.itemsize)
+
     def hidden(self, windows: float) -> float:
         """Bytes of the hidden states of so many calibration windows, of those that are kept in memory."""
-        size = windows * self.text.length * self.width * self.itemsize
+        size = self.states(windows * self.text.length)
         limit = None if self.recipe.calibration is None else self.recipe.calibration.memory_limit
         return size if limit is None or size <= limit else 0.0
 

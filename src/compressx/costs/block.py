@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from compressx.api.patterns import Asked, FixedMask, Pattern
+from compressx.api.patterns import Asked, FixedMask, Pattern, Structured
 from compressx.api.pruner import AnyPruner, Block, CountedPruner, PreparingPruner, PrunerSpec, statistic_of
 from compressx.api.work import Windows, Work
 from compressx.blocks.select import is_apart
@@ -233,6 +233,8 @@ class Costs:
             made = self._prepared(spec, pruner, block, mine, text)
             kept = max((work.returned for work in made), default=0.0)  # one at a time
             checked = masks + decided.returned + (largest if decided.returned else 0.0)
+            if any(isinstance(pattern, Structured) for pattern in given.values()):
+                checked += masks  # made of whole units, and compared
             most = max(checked, kept + decided.memory, *(work.memory for work in made))
             held[spec.name] = max(held.get(spec.name, 0.0), selected + most)
             prepared[spec.name] = sum(made, prepared.get(spec.name, Work()))

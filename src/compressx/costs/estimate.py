@@ -26,6 +26,11 @@ class Stage:
     memory: Mapping[str, float] = field(default_factory=dict)
 
 
+def largest(*moments: Mapping[str, float]) -> Mapping[str, float]:
+    """Return what is held, in bytes by what holds it, at the moment that takes the most."""
+    return max(moments, key=lambda held: sum(held.values()))
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What a run will cost on a machine.

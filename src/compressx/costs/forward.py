@@ -53,15 +53,15 @@ class Passed:
         work: of the pass.
         kept: bytes of everything that it computes, most of which a backward pass needs again.
         inputs: of a block, by linear name.
-        arguments: bytes of what a block is given beside hidden states: rotary tables, masks.
         course: bytes that a block has computed and still holds, after each allocation.
+        left: bytes of them that it holds when it has run: its output, and what a graph keeps.
     """
 
     work: Work = field(default_factory=Work)
     kept: float = 0.0
     inputs: Mapping[str, Input] = field(default_factory=dict)
-    arguments: float = 0.0
     course: tuple[float, ...] = ()
+    left: float = 0.0
 
     def holding(self, names: Iterable[str], temporary: Mapping[str, float], *, leave: bool) -> float:
         """Return the most bytes at once while inputs of some linears are observed, and held until the batch has run.
@@ -88,10 +88,12 @@ class Forward:
     Attributes:
         blocks: by name.
         outside: embeddings, masks, the last norm and the head.
+        arguments: bytes of what blocks are given beside hidden states: rotary tables, masks.
     """
 
     blocks: Mapping[str, Passed]
     outside: Passed
+    arguments: float = 0.0
 
     @property
     def work(self) -> Work:
@@ -99,8 +101,9 @@ class Forward:
         return sum((block.work for block in self.blocks.values()), self.outside.work)
 
 
-@torch.no_grad()
-def forward(model: Any, found: Architecture, windows: int, length: int, products: str) -> Forward:
+def forward(
+    model: Any, found: Architecture, windows: int, length: int, products: str, *, graph: bool = False
+) -> Forward:
     """Count a forward pass.
 
     Args:
@@ -109,6 +112,7 @@ def forward(model: Any, found: Architecture, windows: int, length: int, products
         windows: in the batch.
         length: tokens in a window.
         products: dtype of matrix products, one of `KINDS`.
+        graph: whether autograd keeps what a backward pass needs again.
 
     Raises:
         UnsupportedModelError: a model in which numbers decide what is computed.
@@ -127,6 +131,7 @@ def forward(model: Any, found: Architecture, windows: int, length: int, products
             stack.enter_context(_counted_experts(experts, counting, owner[experts[0].name]))
         ids = torch.zeros(windows, length, dtype=torch.long, device="meta")
         stack.enter_context(FusedAttention(counting))
+        stack.enter_context(torch.set_grad_enabled(graph))
         try:
             with counting:
                 model(ids, use_cache=False)
@@ -139,7 +144,7 @@ def forward(model: Any, found: Architecture, windows: int, length: int, products
     inside = Work(counting.of({fqn: b.whole for fqn, b in blocks.items()}))
     rest = {kind: count - inside[kind] for kind, count in counting.counts.items()}
     kept = counting.kept - sum(block.kept for block in passed.values())
-    return Forward(passed, Passed(Work(rest, counting.outside), kept))
+    return Forward(passed, Passed(Work(rest, counting.outside), kept), sum(counting.given.values()))
 
 
 def backwards(work: Work, *, weights: bool) -> Work:
@@ -160,7 +165,7 @@ class _Block:
         self.counting, self.fqn, self.module = counting, fqn, module
         self.inputs: dict[str, Input] = {}
         self.whole: dict[str, float] = {}
-        self.memory = self.kept = self.before = self.arguments = 0.0
+        self.memory = self.kept = self.before = self.left = 0.0
         self.course: tuple[float, ...] = ()
         self.seen: list[tuple[ref[Tensor], str]] = []
 
@@ -170,8 +175,8 @@ class _Block:
         counting = self.counting
 
         def begin(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            given = {x.untyped_storage()._cdata: x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)}
-            self.arguments = float(sum(x.untyped_storage().nbytes() for x in given.values()))
+            given = [x.untyped_storage() for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
+            counting.given |= {x._cdata: float(x.nbytes()) for x in given}
             counting.outside = max(counting.outside, counting.peak)
             self.start, self.before, self.kept = dict(counting.counts), counting.alive, counting.kept
             counting.enter()
@@ -179,6 +184,7 @@ class _Block:
         def end(_module: nn.Module, _args: Any, _output: Any) -> None:
             self.whole = self._since()
             self.memory, self.kept = counting.peak - self.before, counting.kept - self.kept
+            self.left = counting.alive - self.before
             self.course = tuple(alive - self.before for alive in counting.course)
             ends = len(self.course)
             self.inputs = {n: replace(x, until=counting.until.get(n, ends)) for n, x in self.inputs.items()}
@@ -207,13 +213,17 @@ class _Block:
 
         return note
 
-    def routed(self, linears: list[Linear], share: float) -> None:
-        """Note the inputs of fused experts."""
-        self.inputs |= {x.name: Input(x.name, share, Work(self._since())) for x in linears}
+    def routed(self, linears: list[Linear], tokens: float, share: float, itemsize: int) -> None:
+        """Note the inputs of fused experts, which run one after the other while they are observed."""
+        alive, at = self.counting.alive - self.before, len(self.counting.course)
+        for x in linears:
+            size = share * tokens * x.in_features * itemsize
+            self.inputs[x.name] = Input(x.name, share, Work(self._since()), size, alive, at)
+            self.counting.until[x.name] = at
 
     def passed(self) -> Passed:
         """Return what was noted."""
-        return Passed(Work(self.whole, self.memory), self.kept, self.inputs, self.arguments, self.course)
+        return Passed(Work(self.whole, self.memory), self.kept, self.inputs, self.course, self.left)
 
     def _since(self) -> dict[str, float]:
         return {kind: count - self.start.get(kind, 0.0) for kind, count in self.counting.counts.items()}
@@ -228,6 +238,30 @@ def _experts(found: Architecture) -> list[list[Linear]]:
     return list(groups.values())
 
 
+def _held_by_experts(counting: Counting, hidden: Tensor, linears: list[Linear], rows: int) -> None:
+    """Take the memory that transformers' grouped products take, one step after the other.
+
+    Args:
+        counting: counts it.
+        hidden: [tokens, width].
+        linears: of one expert, in their order.
+        rows: pairs of a token and an expert.
+    """
+    width, inner = hidden.shape[-1], linears[-1].in_features
+    projected = sum(x.out_features for x in linears[:-1])
+    gathered = counting.made(hidden, rows, width)
+    up = counting.made(hidden, rows, projected)
+    activated = counting.made(hidden, rows, inner)
+    entering = counting.made(hidden, rows, inner) if projected > inner else activated  # times the gate
+    del up, activated
+    down = counting.made(hidden, rows, width)
+    del entering
+    with torch.no_grad():  # no graph keeps these
+        weighted = counting.made(hidden, rows, width)
+        ordered = counting.made(hidden, rows, width)
+    del gathered, down, weighted, ordered
+
+
 @contextmanager
 def _counted_experts(linears: list[Linear], counting: Counting, block: _Block) -> Iterator[None]:
     """Count fused experts as products of equal shares of the tokens: which expert gets which is known at run time."""
@@ -240,7 +274,8 @@ def _counted_experts(linears: list[Linear], counting: Counting, block: _Block) -
             counting.add(counting.products, 2.0 * share * tokens * x.in_features * x.out_features)
             counting.add("moved", 2.0 * share * tokens * (x.in_features + x.out_features) * hidden.element_size())
             counting.add("launches", 3)
-        block.routed(linears, share)
+        _held_by_experts(counting, hidden, [x for x in linears if x.expert == linears[0].expert], chosen.numel())
+        block.routed(linears, tokens, share, hidden.element_size())
         return torch.empty_like(hidden)
 
     module.forward = run

@@ -44,11 +44,6 @@ class Machine:
         """Return how long some work takes: kinds take place one after the other."""
         return sum(count / self.rates[kind] for kind, count in work.counts.items())
 
-    def fastest_products(self, own: str, worthwhile: float) -> str:
-        """Return the dtype of products that `compute_dtype: auto` takes for weights of the dtype `own`."""
-        best = max((own, "float32", "bfloat16"), key=self.rates.__getitem__)
-        return best if self.rates[best] >= worthwhile * self.rates[own] else own
-
 
 # Products: dense figures of the makers' data sheets, of which large products reach the share below. float32 products
 # are not TF32, which compressx leaves off.
@@ -181,8 +176,10 @@ def _eigen(device: torch.device) -> Sample:
 
 
 def _moved(device: torch.device) -> Sample:
-    x, y = torch.randn(2, 2**20, device=device)  # 4 MiB each; the result is new memory, as in a model
-    return lambda: torch.mul(x, y), 3 * 4 * 2**20
+    # 16 or 256 MiB each, as weights and activations are: beyond the caches. The result is new memory, as in a model.
+    numbers = 2**22 if device.type == "cpu" else 2**26
+    x, y = torch.randn(2, numbers, device=device)
+    return lambda: torch.mul(x, y), 3 * 4 * numbers
 
 
 def _selected(device: torch.device) -> Sample:

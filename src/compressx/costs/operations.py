@@ -9,7 +9,7 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -29,6 +29,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         until: of tensors that were looked at, by name: how far the course was when the model let go of them.
         products, attention, itemsize: the kinds of products and of attention, and the bytes of their factors.
         kept: bytes of all that was computed.
+        given: bytes of what blocks are given beside hidden states, by where it is.
     """
 
     def __init__(self, products: str) -> None:
@@ -40,8 +41,10 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive = self.peak = self.outside = self.kept = 0.0
         self.course: list[float] = []
         self.until: dict[str, int] = {}
+        self.given: dict[int, float] = {}
         self._known: set[int] = set()
         self._names: dict[int, list[str]] = {}
+        self._graph: list[Tensor] = []  # what autograd would keep of what it does not see
 
     def add(self, kind: str, count: float) -> None:
         """Count some more."""
@@ -84,6 +87,15 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.course.append(self.alive)
         finalize(storage, self._freed, key, size)
 
+    def made(self, like: Tensor, *shape: int) -> Tensor:
+        """Return an empty tensor of which only the memory is counted."""
+        with _disable_current_modes():
+            x = like.new_empty(shape)
+        self.allocated(x)
+        if torch.is_grad_enabled():
+            self._graph.append(x)
+        return x
+
     def enter(self) -> None:
         """Begin a block, or end one."""
         self._names.clear()
@@ -110,10 +122,20 @@ class FusedAttention(TorchFunctionMode):
         if function is not _ATTENTION:
             return function(*args, **(kwargs or {}))
         q, k, v = args[:3] if len(args) > 2 else (kwargs[name] for name in ("query", "key", "value"))
-        result = q.new_empty(*q.shape[:-1], v.shape[-1])
+        result: Tensor = _Attended.apply(q, k, v)  # type: ignore[no-untyped-call]
         pairs = q.shape[:-1].numel() * k.shape[-2]
         self.counting.add(self.counting.attention, 2.0 * pairs * (q.shape[-1] + v.shape[-1]))
         self.counting.add("moved", sum(map(_bytes, (q, k, v, result))))
+        return result
+
+
+class _Attended(torch.autograd.Function):
+    """An empty result; a graph keeps what fused kernels need again: queries, keys, values and the result."""
+
+    @staticmethod
+    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = q.new_empty(*q.shape[:-1], v.shape[-1])
+        context.save_for_backward(q, k, v, result)
         return result
 
 

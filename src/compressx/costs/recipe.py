@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +44,10 @@ def estimate(
     file = checkpoint.gguf_file
     gguf = None if file is None else contents_of(Path(checkpoint.location) / file)
     dtype = dtype_of(checkpoint, skeleton.config)
-    made = Basis(recipe, planned, skeleton.to(dtype), machine(), name_of(dtype), dtype.itemsize, gguf, processes)
+    stored = dtype_of(replace(checkpoint, dtype="auto"), skeleton.config).itemsize
+    made = Basis(
+        recipe, planned, skeleton.to(dtype), machine(), name_of(dtype), dtype.itemsize, gguf, stored, processes
+    )
     done = tuple(stages(made))
     return Estimate(
         made.machine, done, disk(made), interpreter, started, tuple(made.unknown), tuple(made.notes), processes,

@@ -11,24 +11,27 @@ from compressx.allocation.units import units_of
 from compressx.api.work import Windows, Work
 from compressx.blocks.fisher import CHANNEL_WINDOWS, ROW_WINDOWS
 from compressx.blocks.prune import MEASURED_TOKENS
+from compressx.costs import gradients
 from compressx.costs.basis import Basis
 from compressx.costs.block import BlockCost, summed
-from compressx.costs.estimate import Stage
+from compressx.costs.estimate import Stage, largest
 from compressx.costs.exchanged import of_decisions, of_scores, of_sensitivities, of_training
-from compressx.costs.forward import LOGIT_BYTES, Passed, backwards
+from compressx.costs.forward import LOGIT_BYTES, Passed
+from compressx.costs.loading import load
 from compressx.costs.training import Trained, finetuning, reconstruction, steps_of
 from compressx.models.shards import OUTSIDE
 from compressx.pipeline.room import finetuning_bytes
 from compressx.recipe.methods import MeasuredAllocation, OwlAllocation
 from compressx.training.schedule import CHECKS
 
-_ENTRY = 4
-"""Operations of torch that start in the time that Python takes for one number or string of a GGUF file's metadata."""
+_LINEAR, _BLOCK = 1000, 8000
+"""Operations of torch that start in the time that Python takes to ask about a linear, check the answer and record it,
+and to go on from one block to the next: its files, its report, its part of the log."""
 
 
 def stages(of: Basis) -> Iterator[Stage]:
     """Yield the stages in their order."""
-    yield _load(of)
+    yield load(of)
     # An allocation is one process's, on the text of all.
     for stage in (_evaluate(of, "dense"), _calibrate(of), _allocate(of.alone)):
         if stage is not None:
@@ -44,22 +47,6 @@ def stages(of: Basis) -> Iterator[Stage]:
     of.unknown |= of.costs.unknown | of.alone.costs.unknown
     if of.processes > 1:
         of.unknown["the time that processes take to exchange"] = None
-
-
-def _load(of: Basis) -> Stage:
-    """Read the weights, look for damage, and take their checksum."""
-    size = float(of.parameters * of.itemsize)
-    looked_through = Work.of(hashed=size, moved=4 * size)
-    if of.gguf is None:
-        held = {"weights": of.weights, "checkpoint's file": size}
-        return Stage("load", looked_through + Work.of(read=size), held)
-    # Each tensor is dequantized into new ones. The metadata are gone through for the config and for the weights.
-    largest = max(p.numel() for p in of.model.parameters()) * of.itemsize
-    held = {"weights": of.weights, "checkpoint's file": float(of.gguf.size), "one tensor's": 2.0 * largest}
-    made = Work.of(
-        read=of.gguf.size, dequantized=of.gguf.quantized, moved=2 * size, launches=2 * _ENTRY * of.gguf.entries
-    )
-    return Stage("load", looked_through + made, held)
 
 
 def _evaluate(of: Basis, model: str) -> Stage | None:
@@ -79,10 +66,16 @@ def _evaluate(of: Basis, model: str) -> Stage | None:
     one = of.passed(at_once, wanted.sequence_length, of.dtype)
     logits = wanted.sequence_length * of.vocabulary
     work = windows / at_once * one.work + windows * Work.of(moved=LOGIT_BYTES / 2 * logits)
-    held = max(one.outside.work.memory, one.work.memory)
-    if windows > at_once:  # a batch's logits are let go of when the next batch's are there
-        held += at_once * logits * of.itemsize
-    return Stage(f"evaluate {model}", work, {"weights": of.weights, "activations and logits": held})
+    # A batch's logits are let go of when the next batch's are there.
+    before = float(at_once * logits * of.itemsize if windows > at_once else 0)
+    blocks = max(block.work.memory for block in one.blocks.values())
+    # A streamed model runs all batches through a block before the next one is loaded.
+    states = {"hidden states": of.states(windows * wanted.sequence_length)} if of.streamed else {}
+    held = largest(
+        {"weights": of.weights, **states, "activations and logits": blocks + (0.0 if of.streamed else before)},
+        {"weights": of.around, **states, "activations and logits": one.outside.work.memory + before},
+    )
+    return Stage(f"evaluate {model}", work, held)
 
 
 def _calibrate(of: Basis) -> Stage | None:
@@ -99,30 +92,12 @@ def _calibrate(of: Basis) -> Stage | None:
         if of.processes > 1:
             of.exchanged.add(of_sensitivities(of.found, names, of.width))
         windows = min(max(1, (ROW_WINDOWS if names else CHANNEL_WINDOWS) // of.processes), of.text.count)
-        return Stage("calibrate", scored + windows * _gradients(of), _gradient_memory(of))
+        return Stage("calibrate", scored + windows * gradients.work(of), gradients.memory(of, windows))
     if depth is None:
         return None
-    held = {"weights": of.weights, "hidden states": of.hidden(of.text.count), "activations": scored.memory}
+    states = {"hidden states": of.hidden(of.text.count)}
+    held = largest({"weights": of.weights, **states, "activations": scored.memory}, {"weights": of.around, **states})
     return Stage("calibrate", scored, held)
-
-
-def _gradients(of: Basis, after: int = -1) -> Work:
-    """Count one window through the model and back, to what leaves block `after`: each block forwards once more."""
-    one = 1 / of.text.batch
-    behind = [b.work for b in of.batch.blocks.values()][after + 1 :]
-    blocks = sum((b.work for b in of.batch.blocks.values()), Work())
-    blocks = blocks + sum((work + backwards(work, weights=False) for work in behind), Work())
-    logits = of.text.length * of.vocabulary
-    head = of.batch.outside.work + backwards(of.batch.outside.work, weights=False)
-    return one * (blocks + head) + Work.of(moved=LOGIT_BYTES * logits)
-
-
-def _gradient_memory(of: Basis) -> dict[str, float]:
-    """Return bytes by what holds them while gradients are measured."""
-    deepest = max(b.kept for b in of.batch.blocks.values())
-    states = of.text.batch * of.text.length * of.width * of.itemsize * len(of.batch.blocks)
-    logits = 4.0 * of.text.length * of.vocabulary * 4
-    return {"weights": of.weights, "hidden states": float(states), "activations and logits": max(deepest, logits)}
 
 
 def _allocate(of: Basis) -> Stage | None:
@@ -147,7 +122,7 @@ def _allocate(of: Basis) -> Stage | None:
     seen = replace(of.text, count=windows - held_out)
     units = units_of(of.planned, settings.unit)
     first = next((i for i, (fqn, _) in enumerate(used) if of.planned.in_block(fqn)), 0)
-    work, peak = held_out * _gradients(of, after=first), 0.0
+    work, peak = held_out * gradients.work(of, after=first), 0.0
     for index, (fqn, passed) in enumerate(used):
         mine = [unit for unit in units if unit.block == fqn]
         cost = of.cost(index, fqn, of.planned.in_block(fqn), seen)
@@ -192,17 +167,20 @@ def _prune(of: Basis) -> Iterator[Stage]:
         passes = passes + runs * passed.work + observed + cost.statistics
         if wanted:  # looked through for damage and changes, hashed, written to the model and to disk
             passes = passes + Work.of(moved=14.0 * size, hashed=size, written=size)
+            passes = passes + of.python(_BLOCK + _LINEAR * sum(map(len, wanted.values())))
         decided = of.slowest(cost)
         pruners = summed(
             [pruners, dict.fromkeys(cost.pruned, Work()), *(w for t in decided for w in (t.prepared, t.pruned))]
         )
+        # What lies outside the blocks is in memory in place of a block.
+        instead = 0.0 if fqn else of.around - of.weights
         # Outputs of the first batches stay, to measure the block's error.
         outputs = float(first * text.batch * text.length * of.width * of.itemsize) if wanted and fqn else 0.0
         asked, written = cost.peaks(of.processes)
         runs_memory = cost.statistics.memory if cost.statistics.counts else passed.work.memory if runs else 0.0
-        peak = max(peak, outputs + max(runs_memory, written))
+        peak = max(peak, instead + outputs + max(runs_memory, written))
         for name, most in asked.items():
-            peaks[name] = max(peaks.get(name, 0.0), outputs + most)
+            peaks[name] = max(peaks.get(name, 0.0), instead + outputs + most)
         if of.processes > 1 and wanted:
             _exchange(of, index, fqn, cost, batches)
         if settings is not None and wanted and fqn:
@@ -211,10 +189,13 @@ def _prune(of: Basis) -> Iterator[Stage]:
             )
     streams = 1 if settings is None else 2
     held_always = {"weights": of.weights, "hidden states": of.hidden(streams * text.count) if batches else 0.0}
-    arguments = max((x.arguments for x in of.batch.blocks.values()), default=0.0) if batches else 0.0
-    held_always |= {"arguments of blocks": batches * arguments} if arguments else {}
+    # Batches of one shape share them; the last batch may have another.
+    arguments = of.batch.arguments * (1 + (text.count % text.batch > 0)) if batches else 0.0
+    held_always |= {"arguments of blocks": arguments} if arguments else {}
+    captured = {**held_always, "weights": of.around}  # when all batches have reached the first block
     held_always |= {"block being written": of.pending} if of.pending else {}
-    yield Stage("prune: passes and statistics", passes, {**held_always, "statistics and activations": peak})
+    passed_on = largest({**held_always, "statistics and activations": peak}, captured if batches else {})
+    yield Stage("prune: passes and statistics", passes, passed_on)
     for name, work in pruners.items():
         yield Stage(f"prune: {name}", work, {**held_always, "statistics and pruners": peaks[name]})
     if settings is not None:
@@ -257,7 +238,7 @@ def _save(of: Basis) -> Stage:
     """Write the model, and the masks, which are read three times from the finished blocks' files, checked each time."""
     size, masks = float(of.parameters * of.itemsize), sum(x.weights for x in of.planned.linears) / 8
     work = Work.of(written=size + masks, moved=2 * size, read=3 * masks, hashed=4 * masks)
-    return Stage("save", work, {"weights": of.weights})
+    return Stage("save", work, {"weights": max(of.weights, of.around)})
 
 
 def disk(of: Basis) -> dict[str, float]:

@@ -10,7 +10,7 @@ a product with a thousand tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -54,14 +54,27 @@ def choose(asked: ComputeDtype, weights: torch.dtype, device: torch.device, *, t
     """
     if asked != "auto":
         return Arithmetic(asked, "as the recipe says")
-    if weights == torch.float64 or (weights == torch.float32 and not training):
-        return Arithmetic(name_of(weights), "as the weights")
+    own, *others = candidates(weights, training=training)
+    if not others:
+        return Arithmetic(name_of(own), "as the weights")
     measured = rates(device)
+    taken = worthwhile((own, *others), measured.of)
+    reason = "the fastest here" if taken in others else f"because no other is {WORTHWHILE} times as fast here"
+    return Arithmetic(name_of(taken), reason, measured.products)
+
+
+def candidates(weights: torch.dtype, *, training: bool) -> tuple[torch.dtype, ...]:
+    """Return the dtypes among which `auto` chooses: first the one that it keeps, then those that have to be faster."""
+    if weights == torch.float64 or (weights == torch.float32 and not training):
+        return (weights,)
     own = torch.float32 if training and weights == torch.float16 else weights
-    fastest = max((own, torch.float32, *([torch.bfloat16] if training else [])), key=measured.of)
-    worthwhile = measured.of(fastest) >= WORTHWHILE * measured.of(own)
-    reason = "the fastest here" if worthwhile else f"because no other is {WORTHWHILE} times as fast here"
-    return Arithmetic(name_of(fastest if worthwhile else own), reason, measured.products)
+    return tuple(dict.fromkeys((own, torch.float32, *([torch.bfloat16] if training else []))))
+
+
+def worthwhile(among: Sequence[torch.dtype], rate_of: Callable[[torch.dtype], float]) -> torch.dtype:
+    """Return the fastest of some dtypes if it is `WORTHWHILE` times as fast as the first, or else the first."""
+    fastest = max(among, key=rate_of)
+    return fastest if rate_of(fastest) >= WORTHWHILE * rate_of(among[0]) else among[0]
 
 
 def products_in(

@@ -15,18 +15,43 @@ _FLOATS = ("F64", "F32", "F16")
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A tensor in a file.
+
+    Attributes:
+        numbers: in it.
+        size: bytes that they take.
+        kind: name of their type, such as `F32` or `Q4_K`.
+    """
+
+    numbers: int
+    size: int
+    kind: str
+
+    @property
+    def quantized(self) -> bool:
+        """Whether they are not stored as floats."""
+        return self.kind not in _FLOATS
+
+
+@dataclass(frozen=True)
 class Contents:
     """What reading a file has to go through.
 
     Attributes:
         size: bytes of the file.
         entries: numbers and strings in its metadata, most of them the vocabulary's.
-        quantized: numbers in its tensors that are not stored as floats.
+        tensors: in the order of the file.
     """
 
     size: int
     entries: int
-    quantized: int
+    tensors: tuple[Stored, ...]
+
+    @property
+    def quantized(self) -> int:
+        """Numbers that are not stored as floats."""
+        return sum(x.numbers for x in self.tensors if x.quantized)
 
 
 @contextmanager
@@ -53,8 +78,8 @@ def close(path: Path) -> None:
 def contents_of(path: Path) -> Contents:
     """Count what is in a file."""
     parsed = _reader(path)
-    quantized = sum(int(x.n_elements) for x in parsed.tensors if x.tensor_type.name not in _FLOATS)
-    return Contents(path.stat().st_size, sum(len(field.data) for field in parsed.fields.values()), quantized)
+    tensors = tuple(Stored(int(x.n_elements), int(x.n_bytes), x.tensor_type.name) for x in parsed.tensors)
+    return Contents(path.stat().st_size, sum(len(field.data) for field in parsed.fields.values()), tensors)
 
 
 def strings_of(path: Path) -> Mapping[str, str]:

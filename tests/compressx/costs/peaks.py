@@ -9,6 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 from compressx.blocks import prune, select
+from compressx.blocks.fisher import fisher_diagonal
+from compressx.pipeline import pruning
 from compressx.pipeline.run import run
 from compressx.testing import pretended_accelerator
 from compressx.testing.accelerator.counts import Record
@@ -24,9 +26,23 @@ def peaks(written: dict[str, Any]) -> dict[str, float]:
         with (
             patch.object(select, "ask", _measured(device, found, select.ask, lambda plugin: f"prune: {plugin}")),
             patch.object(prune._Pruning, "inside", _measured(device, found, prune._Pruning.inside, lambda _: PASSES)),
+            patch.object(pruning, "fisher_diagonal", _calibrating(device, found)),
         ):
             run(written, device="cuda")
     return found
+
+
+def _calibrating(device: Record, found: dict[str, float]) -> Callable[..., Any]:
+    """Return a function that also notes the peak while mean squared gradients are measured."""
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        device.forget_peak()
+        result = fisher_diagonal(*args, **kwargs)
+        found["calibrate"] = float(device.peak_bytes)
+        device.forget_peak()
+        return result
+
+    return measured
 
 
 def _measured(

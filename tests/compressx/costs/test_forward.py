@@ -115,6 +115,31 @@ def test_the_memory_of_a_pass_is_that_of_the_tensors_which_a_real_pass_holds_at_
     assert 0.9 * real.peak - matrices <= most <= 1.1 * real.peak
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "mixtral"])
+def test_a_graph_is_counted_as_the_tensors_that_autograd_keeps_of_a_real_pass(architecture):
+    model, ids = ran(architecture)
+    if architecture == "mixtral":
+        model.config._experts_implementation = "grouped_mm"  # what transformers takes by itself
+    found, real, kept = survey(model), Counting("float32"), dict[str, float]()
+    before = 0.0
+
+    def begin(*_: Any) -> None:
+        nonlocal before
+        before = real.alive
+
+    for fqn, block in found.blocks.items():
+        block.register_forward_pre_hook(begin)
+        block.register_forward_hook(lambda *_, fqn=fqn: kept.update({fqn: real.alive - before}))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), real:
+        model(ids, use_cache=False)
+    meta = empty(architecture)
+    passed = forward(meta, survey(meta), WINDOWS, TOKENS, "float32", graph=True)
+    assert {fqn: block.left for fqn, block in passed.blocks.items()} == pytest.approx(kept, rel=0.1)
+    output = WINDOWS * TOKENS * 64 * 4
+    assert {block.left for block in counted(architecture).blocks.values()} == {output}
+    assert min(kept.values()) > 5 * output
+
+
 def test_the_logits_are_held_after_the_last_block():
     model = empty("llama", vocab_size=4096)
     found = forward(model, survey(model), WINDOWS, TOKENS, "float32")

@@ -57,15 +57,6 @@ def test_kinds_of_work_take_place_one_after_the_other():
     assert machine.seconds(Work.of(float32=6, moved=5, launches=1)) == 3 + 0.5 + 0.5
 
 
-@pytest.mark.parametrize(
-    ("rates", "own", "taken"),
-    [({"bfloat16": 3.0}, "float32", "bfloat16"), ({"bfloat16": 1.4}, "float32", "float32"),
-     ({"float32": 3.0}, "bfloat16", "float32"), ({"float16": 9.0}, "float32", "float32")],
-)  # fmt: skip
-def test_products_take_the_dtype_that_is_enough_faster(rates, own, taken):
-    assert Machine("", dict.fromkeys(KINDS, 1.0) | rates).fastest_products(own, 1.5) == taken
-
-
 @pytest.mark.slow
 def test_this_machine_is_measured_once_and_multiplies_faster_than_it_decomposes(monkeypatch):
     monkeypatch.undo()  # other tests have a machine that is not measured

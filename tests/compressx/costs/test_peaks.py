@@ -17,6 +17,9 @@ from compressx.pipeline.preparation import loaded_recipe, prepare
 from compressx.plugins.manager import load_plugins
 
 ATTENTION = ["*.q_proj", "*.k_proj"]
+GROUPS: dict[str, Any] = {
+    "targets": [f"*.{name}_proj" for name in "qkvo"], "pattern": "kv-groups", "sparsity": 0.5,
+}  # fmt: skip
 RULES: dict[str, dict[str, Any]] = {
     "magnitude": {"pruner": "magnitude", "sparsity": 0.5},
     "magnitude 2:4": {"pruner": "magnitude", "pattern": "2:4"},
@@ -36,6 +39,10 @@ RULES: dict[str, dict[str, Any]] = {
     "attnprune matrix": {
         "targets": ATTENTION, "pruner": "attnprune", "sparsity": 0.5, "options": {"objective": "attention-matrix"},
     },
+    "sensitivity": {"pruner": "sensitivity", "sparsity": 0.5},
+    "attnprune groups": {**GROUPS, "pruner": "attnprune"},
+    "attnprune groups refit": {**GROUPS, "pruner": "attnprune", "options": {"refit": 2}},
+    "attnprune of given groups": {**GROUPS, "pruner": "wanda", "reconstruct": "attnprune"},
 }  # fmt: skip
 FEW, MANY = (4, 64, 2), (16, 256, 4)
 """Windows, tokens in each, and windows in a batch: weights and Hessians take the most, or activations do."""
@@ -47,7 +54,8 @@ def expected_and_held(written: dict[str, Any]) -> tuple[dict[str, float], dict[s
     loaded = loaded_recipe(written, (), known)
     made = prepare(loaded, known)
     planned = estimate(loaded.recipe, made.plan, made.checkpoint, lambda: assumed("h100"))
-    expected = {stage.name: sum(stage.memory.values()) for stage in planned.stages if stage.name.startswith("prune: ")}
+    stages = (stage for stage in planned.stages if stage.name.startswith(("prune: ", "calibrate")))
+    expected = {stage.name: sum(stage.memory.values()) for stage in stages}
     return expected, peaks(written)
 
 
@@ -58,8 +66,11 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("compressx.report.figures.draw", lambda *_: ())
 
-    def make(rule: dict[str, Any], text: tuple[int, int, int], streaming: bool, dtype: torch.dtype) -> dict[str, Any]:
-        model = save_wide(tmp_path / "model", 256, dtype=dtype, num_key_value_heads=2)
+    def make(
+        rule: dict[str, Any], text: tuple[int, int, int], streaming: bool, dtype: torch.dtype,
+        architecture: str = "llama",
+    ) -> dict[str, Any]:  # fmt: skip
+        model = save_wide(tmp_path / "model", 256, dtype=dtype, architecture=architecture, num_key_value_heads=2)
         document = model.with_name("text.txt")
         document.write_text(document.read_text() * 30)
         made = recipe(model, {"targets": ["*"], **rule}, compute_dtype=str(dtype).removeprefix("torch."))
@@ -86,3 +97,12 @@ def test_the_peak_of_few_tokens_is_within_a_twentieth_of_the_plan(name, written)
     expected, held = expected_and_held(written(RULES[name], FEW, False, torch.float32))
     assert held == pytest.approx(expected, rel=0.05)
     assert held[PASSES] != held[f"prune: {name}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [FEW, MANY], ids=["few tokens", "many tokens"])
+def test_the_peak_of_dropping_experts_is_within_a_tenth_of_the_plan(text, written):
+    rule = {"targets": ["*.experts.*"], "pruner": "reap", "pattern": "experts", "sparsity": 0.5}
+    made = written(rule, text, False, torch.float32, "mixtral") | {"shrink": True}
+    expected, held = expected_and_held(made)
+    assert held == pytest.approx(expected, rel=0.1)

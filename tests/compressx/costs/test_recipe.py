@@ -6,22 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.compressx.flops import counter
 from tests.compressx.gguf_files import write_gguf
 from tests.compressx.pipeline.runs import recipe
-from tests.compressx.saved import save_tiny
+from tests.compressx.saved import save_tiny, save_wide
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compressx.api.work import KINDS
 from compressx.costs.estimate import Estimate
+from compressx.costs.loading import _ENTRY
 from compressx.costs.machine import ASSUMED, Machine
 from compressx.costs.recipe import estimate, estimated
-from compressx.costs.stages import _ENTRY
 from compressx.masks import file as masks_file
+from compressx.models.arithmetic import choose
 from compressx.models.gguf_header import contents_of
 from compressx.pipeline.preparation import loaded_recipe, prepare
 from compressx.pipeline.run import run
 from compressx.plugins.manager import load_plugins
+from compressx.runtime import rates
+from compressx.runtime.rates import Rates
 from compressx.testing import tiny_model
 
 EVEN = Machine("a machine that does a billion of anything in a second", dict.fromkeys(KINDS, 1e9))
@@ -194,6 +198,24 @@ def test_seconds_are_work_over_rates_and_minutes_of_training_become_steps(model)
     assert found.total == pytest.approx(found.started + sum(sum(s.work.counts.values()) / 1e9 for s in found.stages))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "trained", "taken"),
+    [("float32", False, "float32"), ("float32", True, "bfloat16"), ("float16", False, "float32"),
+     ("float16", True, "bfloat16"), ("bfloat16", False, "bfloat16")],
+)  # fmt: skip
+def test_products_are_counted_in_the_dtype_that_a_run_takes_with_the_same_rates(
+    model, monkeypatch, dtype, trained, taken
+):
+    products = {"float32": 2e9, "bfloat16": 4e9, "float16": 1e9}
+    written = recipe(model, **({"reconstruct_block": {}} if trained else {}))
+    written["model"]["dtype"] = dtype
+    machine = Machine("a machine with products of bfloat16", EVEN.rates | products)
+    found = next(s for s in of(written, machine=machine).stages if s.name == "prune: passes and statistics").work
+    assert {name for name in products if found[name]} == {taken}
+    monkeypatch.setattr(rates, "_measured", lambda _: Rates(products, 1e9))
+    assert choose("auto", getattr(torch, dtype), torch.device("cpu"), training=trained).dtype == taken
+
+
 def test_the_disk_holds_what_a_run_leaves_while_it_goes_on(model):
     found = of(recipe(model, reconstruct_block={})).disk
     run(recipe(model))
@@ -202,7 +224,7 @@ def test_the_disk_holds_what_a_run_leaves_while_it_goes_on(model):
     assert found["journal: hidden states, twice"] == 2 * 2 * 8 * 32 * 64 * 4
 
 
-def test_a_longer_text_takes_more_memory_by_its_hidden_states_and_what_a_block_is_given_and_returns(model):
+def test_a_longer_text_takes_more_memory_by_its_hidden_states_and_what_a_block_returns(model):
     held = []
     for samples in (8, 16):
         written = recipe(model)
@@ -211,18 +233,35 @@ def test_a_longer_text_takes_more_memory_by_its_hidden_states_and_what_a_block_i
         held.append(stage.memory)
     more = {name: held[1][name] - held[0][name] for name in held[0]}
     states = 8 * 32 * 64 * 4
-    # Four more batches, each with two rotary tables [32, 16] and the positions; their outputs are kept for the error.
-    given = 4 * (2 * 32 * 16 * 4 + 32 * 8)
+    # Outputs of the first batches are kept for the error.
     assert more == {
-        "weights": 0, "hidden states": states, "arguments of blocks": given, "statistics and pruners": states
+        "weights": 0, "hidden states": states, "arguments of blocks": 0, "statistics and pruners": states
+    }  # fmt: skip
+    # Two rotary tables [32, 16] and the positions, which batches share.
+    assert held[0]["arguments of blocks"] == 2 * 32 * 16 * 4 + 32 * 8
+
+
+def test_a_streamed_model_holds_one_block_at_a_time_or_what_lies_outside_them(model):
+    tiny = tiny_model("llama")
+    block = 4 * sum(p.numel() for p in tiny.model.layers[0].parameters())
+    outside = 4 * sum(p.numel() for p in tiny.parameters()) - 3 * block
+    assert outside < block
+    pruned = {s.name: s.memory["weights"] for s in of(_streamed(recipe(model))).stages}
+    assert pruned == {
+        "load": block, "prune: passes and statistics": block, "prune: wanda": block, "save": block
+    }  # fmt: skip
+    save_wide(model, 8, vocab_size=4096, num_attention_heads=2, num_key_value_heads=2)
+    (at_first,) = (s for s in of(_streamed(recipe(model))).stages if s.name == "prune: passes and statistics")
+    states, given = 8 * 32 * 8 * 4, 2 * 32 * 2 * 4 + 32 * 8
+    # When all batches have reached the first block; the head is not tied.
+    assert at_first.memory == {
+        "weights": 4 * (2 * 4096 * 8 + 8), "hidden states": states, "arguments of blocks": given
     }  # fmt: skip
 
 
-def test_a_streamed_model_holds_one_block_at_a_time(model):
-    whole, streamed = recipe(model), recipe(model)
-    streamed["model"] |= {"streaming": True}
-    held = [of(x).stages[1].memory["weights"] for x in (whole, streamed)]
-    assert held[1] < 0.6 * held[0]
+def _streamed(written: dict[str, Any]) -> dict[str, Any]:
+    written["model"]["streaming"] = True
+    return written
 
 
 def test_a_streamed_model_on_the_cpu_holds_another_block_while_it_is_written(model):
