@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from compressx.testing.conformance import Outcome
 
 
+_TEXT = 12
+"""Least width of a column of text that is longer."""
+
+
 def _console(*, stderr: bool = False) -> Console:
     console = Console(highlight=False, stderr=stderr)
     if not console.is_terminal:
@@ -94,7 +98,7 @@ def _print(console: Console, section: Section) -> None:
     if section.note:
         console.print(section.note, markup=False)
     if section.table.rows:
-        console.print(_table(section.table))
+        console.print(_table(section.table), crop=False)  # what is too narrow for its numbers wraps whole lines
     for figure in section.figures:
         console.print(f"{figure['caption']} {figure['file']}", markup=False)
     if section.text:
@@ -104,11 +108,15 @@ def _print(console: Console, section: Section) -> None:
 def _table(shown: Table) -> rich.table.Table:
     laid_out = rich.table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(shown.names))
     marked = [any(isinstance(row[i], Best) for row in shown.rows) for i in range(len(shown.columns))]
-    for column in shown.columns:
-        number = bool(column.form)  # text that is too long goes on below, since a name cut short names nothing
-        laid_out.add_column(column.name, justify="right" if number else "left", no_wrap=number, overflow="fold")
-    for texts, values in zip(shown.texts, shown.rows, strict=True):
-        laid_out.add_row(*map(_cell, texts, values, marked))
+    rows = [list(map(_cell, *row, marked)) for row in zip(shown.texts, shown.rows, strict=True)]
+    for i, column in enumerate(shown.columns):
+        number, longest = bool(column.form), max((row[i].cell_len for row in rows), default=0)
+        # Headings and text that is too long go on below, since a name cut short names nothing; a number cannot.
+        words = max(map(len, column.name.split()), default=0)
+        least = max(words, longest if number else min(longest, _TEXT))
+        laid_out.add_column(column.name, justify="right" if number else "left", min_width=least, overflow="fold")
+    for row in rows:
+        laid_out.add_row(*row)
     return laid_out
 
 

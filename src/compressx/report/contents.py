@@ -93,7 +93,8 @@ def _sample(report: RunReport) -> Iterator[Section]:
     if written := {of: values["sample"] for of, values in report.evaluation.items() if "sample" in values}:
         prompt = shorten(next(iter(written.values()))["prompt"], 300)
         found = table(
-            [Column(of, look="prose") for of in written], [[said["text"].strip() for said in written.values()]]
+            [Column(of, look="prose") for of in written],
+            [[said["text"].strip() or "(nothing that can be read)" for said in written.values()]],
         )
         yield Section("Sample", f'What each model writes after "{prompt}", the likeliest token each time.', found)
 

@@ -166,6 +166,13 @@ def test_a_new_section_is_one_function_and_stands_in_terminal_markdown_and_html(
     assert '<th scope="row">duck</th><td class="bar" style="--share: 25.0">0.5</td>' in page
 
 
+def test_a_model_that_writes_nothing_is_shown_beside_those_that_do() -> None:
+    said = {"dense": "Because.", "pruned": " "}
+    evaluation = {of: {"sample": {"prompt": "Why?", "text": text}} for of, text in said.items()}
+    [shown] = [x for x in sections(report(evaluation=evaluation)) if x.title == "Sample"]
+    assert (shown.table.names, shown.table.texts) == (["dense", "pruned"], [["Because.", "(nothing that can be read)"]])
+
+
 def test_the_terminal_names_what_is_for_reference_and_shows_the_rest(capsys) -> None:
     terminal.show(*sections(report(), recipe="model: m\nprune: []\n"))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
