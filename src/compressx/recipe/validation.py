@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -13,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from compressx.recipe.document import Step, flow, path_text, shown
-from compressx.runtime.errors import CompressxError, RecipeError, did_you_mean, nearest
+from compressx.runtime.errors import CompressxError, PluginError, RecipeError, did_you_mean, nearest
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Loc = tuple[Step, ...]
@@ -100,8 +101,18 @@ def validate_options(model: type[_Model], options: Mapping[str, Any], where: Cal
 
     Raises:
         RecipeError: unknown options, with the nearest valid one, and invalid values.
+        PluginError: a validator of the schema failed otherwise than by a ValueError.
     """
-    return validated(model, dict(options), where, noun="option", strict=True)
+    try:
+        return validated(model, dict(options), where, noun="option", strict=True)
+    except CompressxError:
+        raise
+    except Exception as error:  # pydantic lets all but ValueError and AssertionError through
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise PluginError(
+            f"{where()}: {model.__name__}, which validates the options, failed: {type(error).__name__}: {error} "
+            f"({last.filename}, line {last.lineno})"
+        ) from error
 
 
 def _lines(

@@ -22,7 +22,7 @@ from compressx.recipe.document import MAX_DEPTH, flow, from_python
 from compressx.recipe.methods import AttentionAware
 from compressx.recipe.schema import LoadedRecipe, Recipe, Rule, load_recipe, recipe_from_dict, validate_options
 from compressx.recipe.yamlfile import MAX_BYTES, dump_yaml, parse_yaml
-from compressx.runtime.errors import RecipeError
+from compressx.runtime.errors import PluginError, RecipeError
 
 GOOD = """\
 model: org/model
@@ -661,6 +661,19 @@ def test_an_option_for_a_pruner_without_any_is_refused() -> None:
 
     with pytest.raises(RecipeError, match=r"^r\.yaml:7:15: unknown option 'steps'; no option is allowed there$"):
         validate_options(Nothing, *options("{steps: 3}"))
+
+
+def test_a_schema_of_options_that_fails_is_blamed_for_it_with_file_and_line():
+    class Broken(BaseModel):
+        steps: int
+
+        @model_validator(mode="after")
+        def _fails(self):
+            raise KeyError("x")
+
+    told = r"^r\.yaml:7:5: Broken, which validates the options, failed: KeyError: 'x' \(.*test_recipe\.py, line \d+\)$"
+    with pytest.raises(PluginError, match=told):
+        validate_options(Broken, *options("{steps: 3}"))
 
 
 # --- values that a program gives
