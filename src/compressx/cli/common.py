@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -105,6 +106,12 @@ def errors_for_users(command: _Command) -> _Command:
         except CompressxError as error:
             if not left_to_launcher(str(error)):
                 click.echo(f"error: {error}", err=True)
+            sys.exit(2)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            where = error.filename or "standard output"  # files that are written have a message of their own
+            click.echo(f"error: cannot write {where}: {error.strerror}; free some space there", err=True)
             sys.exit(2)
         except KeyboardInterrupt as stopped:
             word, status = ("terminated", 143) if isinstance(stopped, Terminated) else ("interrupted", 130)

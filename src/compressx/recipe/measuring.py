@@ -52,7 +52,7 @@ class TokenPerplexity(Strict):
 class RollingTask(Strict):
     """A dataset as an lm-eval `loglikelihood_rolling` task."""
 
-    name: str = Field(description="its name in the report")
+    name: str = Field(min_length=1, description="its name in the report")
     dataset: DatasetField
 
 

@@ -39,6 +39,8 @@ _EXPECTED = {
     "greater_than_equal": "at least {ge}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
+    "string_too_short": "a length of at least {min_length}",
+    "string_too_long": "a length of at most {max_length}",
     "too_short": "a length of at least {min_length}",
     "too_long": "a length of at most {max_length}",
     "literal_error": "{expected}",

@@ -263,6 +263,8 @@ _NOTATION = (
      ("wikitext", "wikitext, datasets: [c4]", "2:34: calibration: dataset and datasets exclude each other; keep one "
       "(dataset at r.yaml:2:15, datasets at r.yaml:2:34)"),
      ("dataset: wikitext, ", "", "2:1: calibration: give dataset, or datasets for several"),
+     ("output: runs/x", "output: x\nevaluate: {sample: {prompt: ''}}",
+      "10:21: evaluate.sample.prompt is ''; expected a length of at least 1"),
      ("dataset: wikitext", "datasets: []", "2:15: calibration.datasets is an empty list; expected a length of at least "
       "1: several sources of text, mixed by their weights"),
      ("dataset: wikitext", "datasets: [{name: c4, weight: 0}]", "2:37: calibration.datasets[0].weight is 0; expected "

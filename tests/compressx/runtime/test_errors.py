@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 import numpy as np
@@ -60,6 +61,18 @@ def test_a_plugin_that_ends_the_process_is_blamed_for_it():
         blamed_on("pruner 'mine' failed on x"),
     ):
         sys.exit(3)
+
+
+def test_results_that_a_full_disk_does_not_take_end_with_one_line_and_no_traceback(capsys):
+    @errors_for_users
+    def show() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(SystemExit) as ended:
+        show()
+    assert ended.value.code == 2
+    said = "error: cannot write standard output: No space left on device; free some space there\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_command_without_memory_ends_with_one_line_and_no_traceback(capsys):
