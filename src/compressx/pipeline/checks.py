@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -170,7 +171,7 @@ def check_space(loaded: LoadedRecipe, found: FoundModel, planned: Plan) -> None:
         ArtifactError: names all sizes in bytes.
     """
     recipe = loaded.recipe
-    left = sum(f.stat().st_size for p in unfinished(recipe.output) for f in p.rglob("*") if f.is_file())
+    left = _left_by_earlier(recipe.output)
     folder = next(p for p in recipe.output.expanduser().resolve().parents if p.is_dir())
     itemsize = found.dtype.itemsize
     sizes = {name: p.numel() * itemsize for name, p in found.skeleton.named_parameters()}
@@ -193,3 +194,12 @@ def check_space(loaded: LoadedRecipe, found: FoundModel, planned: Plan) -> None:
             f"{tuned + sum(sizes.values())}; {folder} has {free} bytes free. Free some space there, or choose "
             "another disk"
         )
+
+
+def _left_by_earlier(output: Path) -> int:
+    """Return the bytes of what earlier runs left; the first process of this one may be removing it meanwhile."""
+    size = 0
+    with contextlib.suppress(FileNotFoundError):
+        for file in (x for folder in unfinished(output) for x in folder.rglob("*")):
+            size += file.stat().st_size if file.is_file() else 0
+    return size

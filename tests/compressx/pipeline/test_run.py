@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -562,6 +563,21 @@ def test_a_disk_without_room_is_refused_with_what_is_needed_and_what_is_free(mod
         f"the largest of hidden states {2 * STATES}, two checkpoints of fine-tuning 0, and one with the model {whole}; "
     )
     assert " has 1000 bytes free" in str(raised.value)
+
+
+def test_files_that_another_process_removes_meanwhile_are_not_counted_as_free(model, monkeypatch):
+    stopped(recipe(model), after=1)
+    (left,) = Path().glob(".out.partial-*")
+    whole = Path.rglob
+
+    def removed_under_way(folder: Path, pattern: str) -> Iterator[Path]:
+        for file in whole(folder, pattern):
+            yield file
+            shutil.rmtree(folder, ignore_errors=True)
+
+    monkeypatch.setattr(Path, "rglob", removed_under_way)
+    plan(recipe(model))
+    assert not left.exists()
 
 
 def test_an_interrupted_run_is_refused_before_the_model_is_looked_for(model, project):
