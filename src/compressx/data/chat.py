@@ -107,11 +107,12 @@ def rendered(chats: Sequence[Document], tokenizer: Any) -> list[str]:
     Raises:
         CalibrationError: no template, or one that refuses a chat, such as Gemma's a system message.
     """
+    return [rendered_one(chat, tokenizer, f"chat {i} of {len(chats)}") for i, chat in enumerate(chats)]
+
+
+def rendered_one(chat: Document, tokenizer: Any, which: str) -> str:
+    """Turn a chat into text, as `rendered` does; `which` begins the message of an error."""
     require_template(tokenizer)
-    return [_rendered(chat, tokenizer, f"chat {i} of {len(chats)}") for i, chat in enumerate(chats)]
-
-
-def _rendered(chat: Document, tokenizer: Any, which: str) -> str:
     try:
         return str(tokenizer.apply_chat_template(chat, tokenize=False))
     except Exception as error:  # templates are programs, and raise what they like

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compressx.data.chat import Document, hold_chats, rendered
+from compressx.data.chat import Document, hold_chats, rendered, rendered_one
 from compressx.data.documents import documents
 from compressx.recipe.sources import Bos, DatasetSource, Draw, Generate
 from compressx.runtime.errors import CalibrationError
@@ -157,7 +157,8 @@ def truncated_windows(
     windows: list[Tensor] = []
     longest = 0
     for i in _order(len(documents), seed).tolist():
-        text = rendered([documents[i]], tokenizer)[0] if chats else str(documents[i])
+        which = f"chat {i} of {len(documents)}"
+        text = rendered_one(documents[i], tokenizer, which) if chats else str(documents[i])
         ids = _encoded(text, tokenizer, special=not chats)
         if bos is not None and (len(ids) == 0 or ids[0] != bos):
             ids = torch.cat([ids.new_tensor([bos]), ids])

@@ -239,6 +239,8 @@ class TestChats:
         instructed.chat_template = "{{ raise_exception('no system role') }}"
         with pytest.raises(CalibrationError, match=r"^chat 0 of 2 \(roles user, assistant\).*no system role"):
             token_ids(CHATS, instructed)
+        with pytest.raises(CalibrationError, match=r"^chat (1 of 2 \(roles user|0 of 2 \(roles user, assistant)\)"):
+            truncated_windows([CHATS[0], CHATS[1]], instructed, 1, 8, 0)
         instructed.chat_template = None
         with pytest.raises(CalibrationError, match="tokenizer has no chat template; use an instruct model, or text"):
             token_ids(CHATS, instructed)
