@@ -62,11 +62,14 @@ class Cell:
         """Run the recipe, resuming an interrupted run unless `restart`; return False if it was already finished.
 
         Raises:
-            CompressxError: as `run`.
+            CompressxError: as `run`; the message begins with the values.
         """
         if self.is_finished():
             return False
-        run(self.loaded, plugins=plugins, progress=progress, device=device, resume=not restart, restart=restart)
+        try:
+            run(self.loaded, plugins=plugins, progress=progress, device=device, resume=not restart, restart=restart)
+        except CompressxError as error:
+            raise type(error)(f"{' '.join(self.values)}: {error}") from error
         return True
 
 

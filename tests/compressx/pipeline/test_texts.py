@@ -136,6 +136,17 @@ class TestGenerated:
         monkeypatch.setattr("compressx.pipeline.run.open_model", lambda *_: pytest.fail("weights were loaded"))
         check(grid(Path("recipe.yaml"), ["prune.0.sparsity=0.4,0.5"], (), None), load_plugins())
 
+    def test_an_error_of_one_run_of_a_sweep_names_its_values(self, model, monkeypatch) -> None:
+        Path("recipe.yaml").write_text(json.dumps(recipe(model)))
+
+        def fails(*_: Any, **__: Any) -> None:
+            raise CalibrationError("no statistic")
+
+        monkeypatch.setattr("compressx.pipeline.sweep.run", fails)
+        (_, second) = grid(Path("recipe.yaml"), ["prune.0.sparsity=0.4,0.5"], (), None)
+        with pytest.raises(CalibrationError, match=r"^prune\.0\.sparsity=0\.5: no statistic$"):
+            second.run(load_plugins())
+
     @pytest.mark.slow
     def test_the_first_of_two_processes_generates_what_both_prune_with(self, model, tmp_path) -> None:
         given = with_text(model, self.GENERATE)
