@@ -20,6 +20,7 @@ from compressx.models.access import Access, Device, device_for
 from compressx.models.architecture import survey, text_config
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.export import output_folder, save_model
+from compressx.models.generate import check_room
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.models.streaming import open_model
 from compressx.prompts.prepare import Selecting
@@ -134,6 +135,8 @@ def evaluate_saved(
         selecting.check(skeleton)
     if settings.sample is not None:
         check_sample(settings.sample, tokenizer, skeleton)
+    if settings.needle is not None:
+        check_room(skeleton, max(settings.needle.lengths), settings.needle.tokens, "evaluate.needle")
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
     texts = read_texts(settings, tokenizer, max_positions=positions)
     loaded = None if masks is None else MaskSet.load(masks)

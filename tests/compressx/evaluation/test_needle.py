@@ -16,7 +16,7 @@ from tests.compressx.saved import save_tiny
 from compressx.evaluation import needle
 from compressx.evaluation.needle import check_hay, grid, needle_figures
 from compressx.evaluation.perplexity import read_texts
-from compressx.evaluation.saved import measures
+from compressx.evaluation.saved import evaluate_saved, measures, source_of
 from compressx.models.access import InMemory
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
@@ -221,6 +221,20 @@ def test_a_selection_that_nothing_measured_reads_is_refused_by_eval() -> None:
                                 "evaluate.needle.dataset=python-docs"])  # fmt: skip
     assert select is not None
     assert select.keep == 0.5
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [({"needle": {"dataset": "python-docs", "lengths": [200]}}, r"evaluate\.needle: a prompt of 200 tokens and 16"),
+     ({"sample": {"prompt": "ab", "tokens": 200}}, r"evaluate\.sample: a prompt of 1 tokens and 200")],
+)  # fmt: skip
+def test_eval_refuses_prompts_that_the_model_has_no_room_for_before_it_loads_weights(
+    asked: dict[str, Any], told: str, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save_tiny(project / "model", "llama")
+    monkeypatch.setattr("compressx.evaluation.saved.open_model", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(CalibrationError, match=told):
+        evaluate_saved(source_of(str(saved)), Evaluate.model_validate(asked))
 
 
 def test_a_text_and_a_task_that_are_not_there_are_told_by_eval_with_their_place(project: Path) -> None:
