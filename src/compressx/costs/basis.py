@@ -78,6 +78,9 @@ class Basis:
         if asked != "auto":
             return str(asked)
         training = self.recipe.reconstruct_block is not None or self.recipe.finetune is not None
+        if self.dtype == "float64":
+            self.notes.append("products in float64 are taken to be as fast as in float32")
+            return "float32"
         among = candidates(getattr(torch, self.dtype), training=training)
         return name_of(worthwhile(among, lambda dtype: self.machine.rates[name_of(dtype)]))
 
@@ -141,7 +144,7 @@ class Basis:
 
     def passed(self, windows: int, length: int, products: str) -> Forward:
         """Return a batch's forward pass."""
-        return forward(self.model, self.found, windows, length, products)
+        return forward(self.model, self.found, windows, length, "float32" if products == "float64" else products)
 
     def python(self, operations: float) -> Work:
         """Count time of Python itself: that in which a processor starts so many operations of torch."""

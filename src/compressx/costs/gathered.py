@@ -14,6 +14,9 @@ from compressx.api.pruner import Block, PrunerSpec, Reduction, Statistic
 from compressx.api.work import Windows
 from compressx.blocks.observe import is_routed, place_after
 
+_DTYPES = {4: torch.float32, 8: torch.float64}
+"""Of hidden states, by the bytes of a number; any of two bytes is as good as another."""
+
 Tensors: TypeAlias = Mapping[str, tuple[Tensor, Reduction]]
 
 
@@ -65,7 +68,7 @@ def _filled(shared: Gathered, features: int, text: Windows, before: int) -> Tens
     place_after(statistic, before)
     shape = (text.count, text.length) if shared.share == 1.0 else (round(text.count * text.length * shared.share),)
     with torch.device("meta"):
-        x = torch.empty(*shape, features, dtype=torch.float32 if text.itemsize == 4 else torch.bfloat16)
+        x = torch.empty(*shape, features, dtype=_DTYPES.get(text.itemsize, torch.bfloat16))
         try:
             if is_routed(statistic):
                 statistic.update(x, torch.empty(*shape, dtype=x.dtype))

@@ -24,6 +24,9 @@ from compressx.pipeline.room import finetuning_bytes
 from compressx.recipe.methods import MeasuredAllocation, OwlAllocation
 from compressx.training.schedule import CHECKS
 
+_CHOSEN = 80
+"""Bytes that a processor moves in the time in which it takes one number or another by a mask: each by itself."""
+
 _LINEAR, _BLOCK = 1000, 8000
 """Operations of torch that start in the time that Python takes to ask about a linear, check the answer and record it,
 and to go on from one block to the next: its files, its report, its part of the log."""
@@ -167,6 +170,8 @@ def _prune(of: Basis) -> Iterator[Stage]:
         passes = passes + runs * passed.work + observed + cost.statistics
         if wanted:  # looked through for damage and changes, hashed, written to the model and to disk
             passes = passes + Work.of(moved=14.0 * size, hashed=size, written=size)
+            numbers = 0.0 if of.machine.gpu else size / of.itemsize
+            passes = passes + Work.of(moved=_CHOSEN * numbers)  # by the mask
             passes = passes + of.python(_BLOCK + _LINEAR * sum(map(len, wanted.values())))
         decided = of.slowest(cost)
         pruners = summed(

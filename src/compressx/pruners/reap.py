@@ -65,7 +65,7 @@ class RoutedOutputs:
     def work(self, text: Windows) -> Work:
         """Count the outputs of the expert, which are computed once more."""
         rows, columns = self.weight.shape
-        products = {"float32" if text.itemsize == 4 else "bfloat16": 2 * text.tokens * rows * columns}
+        products = {"float32" if text.itemsize >= 4 else "bfloat16": 2 * text.tokens * rows * columns}
         return Work(products, memory=text.itemsize * text.tokens * rows / text.batches)
 
     @property

@@ -18,6 +18,7 @@ from compressx.costs.estimate import Estimate
 from compressx.costs.loading import _ENTRY
 from compressx.costs.machine import ASSUMED, Machine
 from compressx.costs.recipe import estimate, estimated
+from compressx.costs.stages import _BLOCK, _CHOSEN, _LINEAR
 from compressx.masks import file as masks_file
 from compressx.models.arithmetic import choose
 from compressx.models.gguf_header import contents_of
@@ -216,6 +217,15 @@ def test_products_are_counted_in_the_dtype_that_a_run_takes_with_the_same_rates(
     assert choose("auto", getattr(torch, dtype), torch.device("cpu"), training=trained).dtype == taken
 
 
+def test_a_model_in_float64_is_counted_with_products_of_float32_which_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    models = [save_tiny(tmp_path / kind / "model", "llama", getattr(torch, kind)) for kind in ("float32", "float64")]
+    single, double = (of(recipe(x, *rules("sparsegpt"), evaluated=True)) for x in models)
+    assert double.notes == ("products in float64 are taken to be as fast as in float32",)
+    assert [s.work.flops for s in double.stages] == [s.work.flops for s in single.stages]
+    assert double.disk["model"] == 2 * single.disk["model"]
+
+
 def test_the_disk_holds_what_a_run_leaves_while_it_goes_on(model):
     found = of(recipe(model, reconstruct_block={})).disk
     run(recipe(model))
@@ -272,6 +282,17 @@ def test_a_streamed_model_on_the_cpu_holds_another_block_while_it_is_written(mod
     assert stage.memory["block being written"] == block
     for other in (of(whole), of(streamed, machine=ASSUMED["h100"])):  # the model's own; in main memory
         assert all("block being written" not in s.memory for s in other.stages)
+
+
+def test_what_python_does_for_blocks_and_linears_and_choices_by_a_mask_take_a_processor_s_time(model):
+    here, gpu = (
+        next(s for s in of(recipe(model, *rules("magnitude")), machine=x).stages if s.name.startswith("prune: passes"))
+        for x in (EVEN, ASSUMED["h100"])
+    )
+    blocks, linears = 3, 3 * 7
+    weights = 3 * 64 * (64 + 32 + 32 + 64 + 3 * 96)
+    assert here.work["launches"] == _BLOCK * blocks + _LINEAR * linears == 6 * gpu.work["launches"]
+    assert here.work["moved"] - gpu.work["moved"] == _CHOSEN * (weights + 3 * 2 * 64)
 
 
 def test_loading_counts_what_a_checkpoint_s_kind_of_file_takes(model, tmp_path):
