@@ -172,7 +172,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """Load the tokenizer.
 
     Raises:
-        ArtifactError: the checkpoint has none.
+        ArtifactError: the checkpoint has none, or one that cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -180,8 +180,16 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     local = checkpoint.gguf_file is None and folder.is_dir()
     if local and not any(_TOKENIZER_FILE.search(path.name) for path in folder.iterdir()):
         raise _without_tokenizer(checkpoint)
-    with _reading(checkpoint):
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **checkpoint.arguments)
+    try:
+        with _reading(checkpoint):
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **checkpoint.arguments)
+    except Exception as error:
+        if type(error) is not Exception:  # which the library of tokenizers raises
+            raise
+        raise ArtifactError(
+            f"cannot load the tokenizer of {checkpoint.location}: {error}; its tokenizer.json is damaged, or for "
+            "another version of the package tokenizers"
+        ) from error
     # Without a vocabulary transformers makes a tokenizer that knows no word.
     if {*tokenizer.get_vocab()} <= {*tokenizer.all_special_tokens}:
         raise _without_tokenizer(checkpoint)

@@ -227,6 +227,16 @@ def test_a_pickle_is_not_read_however_it_is_named(saved):
         raise hub
 
 
+def test_a_tokenizer_of_a_kind_that_its_library_does_not_know_is_named(tmp_path):
+    folder = save_tiny(tmp_path / "model", "llama")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"model": {"type": "Newer"}}))
+    with pytest.raises(
+        ArtifactError, match=f"^cannot load the tokenizer of {folder}: .*; its tokenizer.json is damaged"
+    ):
+        load_tokenizer(find_checkpoint(ModelSource(path=folder)))
+
+
 def test_a_folder_without_a_tokenizer_is_refused_also_where_transformers_makes_an_empty_one(tmp_path):
     folder = save_tiny(tmp_path / "model", "gpt2")
     (folder / "tokenizer.json").unlink()
