@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from compressx.models.shards import check_files
 from compressx.runtime.cache import cache_folder
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import BLOCKS, STATE, atomic_write, os_errors_named
-from compressx.runtime.locks import HeldError, locked
+from compressx.runtime.locks import locked
 
 Progress: TypeAlias = Callable[[int, int, str], None]
 """Called with the number of finished weight files, their number, and the name of the next."""
@@ -163,19 +162,16 @@ def unpacked(folder: Path) -> Path:
     """
     files = [PackedFile(path) for path in _packed_files(folder)]
     target = cache_folder() / "unpacked" / _key(folder, files)
-    while not _is_whole(target, folder, files):
+    if not _is_whole(target, folder, files):
         with os_errors_named("create", target.parent):
             target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with locked(target.with_name(f".{target.name}.unpacking"), f"another process that unpacks {folder}"):
-                if _is_whole(target, folder, files):
-                    break
+        lock = target.with_name(f".{target.name}.unpacking")
+        with locked(lock, f"another process that unpacks {folder}", wait=True):
+            if not _is_whole(target, folder, files):
                 shutil.rmtree(target, ignore_errors=True)  # somebody removed or changed a part of it
                 size = sum(file.original_bytes for file in files)
                 _log.info("unpacking %s into %s, %.2f GB", folder, target, size / 1e9)
                 _unpack(folder, target, target.name)  # the same content may be elsewhere than when it was begun
-        except HeldError:
-            time.sleep(0.2)
     return target
 
 

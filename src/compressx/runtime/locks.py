@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +18,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+_log = logging.getLogger(__name__)
+
 _held: set[int] = set()
 """Descriptors of the locks that this process holds."""
 
@@ -25,7 +29,7 @@ class HeldError(ArtifactError):
 
 
 @contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
+def locked(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock file for the duration of a `with`; it is created at the start and removed at the end.
 
     The kernel releases the lock however the process dies, so a file that is left behind does not matter. Where files
@@ -35,12 +39,13 @@ def locked(path: Path, what: str) -> Iterator[None]:
     Args:
         path: the lock file, in an existing folder.
         what: start of the message, such as `another run for output runs/mixed`.
+        wait: wait for whoever holds the lock, after saying so in the log.
 
     Raises:
-        HeldError: another process, or another thread of this one, holds the lock.
+        HeldError: another process, or another thread of this one, holds the lock, and `wait` is false.
         ArtifactError: the file cannot be created.
     """
-    descriptor = _taken(path, what)
+    descriptor = _waited_for(path, what) if wait else _taken(path, what)
     _held.add(descriptor)
     try:
         os.ftruncate(descriptor, 0)
@@ -55,6 +60,19 @@ def locked(path: Path, what: str) -> Iterator[None]:
                 path.unlink()  # before the lock is released: afterwards it may be another's
             if os.name != "nt":
                 os.close(descriptor)
+
+
+def _waited_for(path: Path, what: str) -> int:
+    """Do as `_taken` when the lock is free; what a killed process left where files cannot be locked never is."""
+    told = False
+    while True:
+        try:
+            return _taken(path, what)
+        except HeldError as error:  # noqa: PERF203 - it is waited for anyway
+            if not told:
+                _log.warning("waiting: %s", error)
+            told = True
+            time.sleep(0.2)
 
 
 def _taken(path: Path, what: str) -> int:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -239,9 +240,9 @@ def test_a_copy_that_another_process_finished_just_before_the_lock_is_taken(
     written = interrupted(monkeypatch, "unpack", after=9)
 
     @contextmanager
-    def late(lock: Path, what: str) -> Iterator[None]:
+    def late(lock: Path, what: str, **how: Any) -> Iterator[None]:
         unpack_folder(tmp_path / "packed", lock.with_name(lock.name.removeprefix(".").removesuffix(".unpacking")))
-        with locked(lock, what):
+        with locked(lock, what, **how):
             yield
 
     monkeypatch.setattr(packed_folder, "locked", late)

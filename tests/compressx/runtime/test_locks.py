@@ -76,3 +76,21 @@ def test_a_lock_whose_file_was_removed_while_it_was_opened_is_no_lock(tmp_path, 
     with locked(tmp_path / "lock", "a run"):
         assert len(opened) == 2
         assert (tmp_path / "lock").exists()
+
+
+def test_where_files_cannot_be_locked_it_is_told_what_is_waited_for(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(locks, "fcntl", None)
+    lock, waits = tmp_path / "lock", []
+    lock.write_text("process 1 on another\n")
+
+    def slept(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            lock.unlink()  # as the message says
+
+    monkeypatch.setattr(locks.time, "sleep", slept)
+    with locked(lock, "another process", wait=True):
+        assert lock.exists()
+    (told,) = caplog.messages
+    assert told.startswith(f"waiting: another process is active, by process 1 on another, and holds {lock}; ")
+    assert "remove the file" in told
