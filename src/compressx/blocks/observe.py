@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 
 from compressx.api.pruner import Linear, Statistic
@@ -133,10 +134,10 @@ class _Feed:
                     "one; give it a recipe rule with another pruner"
                 )
             else:
-                if is_routed(mine.statistic):
-                    mine.statistic.update(x, self.weights(name, len(x)))
-                else:
-                    mine.statistic.update(x)
+                weights = (self.weights(name, len(x)),) if is_routed(mine.statistic) else ()
+                # The block's products may be narrow; a Hessian of bfloat16 products has negative eigenvalues.
+                with torch.autocast(x.device.type, enabled=False):
+                    mine.statistic.update(x, *weights)
                 took.append(mine)
 
     def finish_batch(self) -> None:
