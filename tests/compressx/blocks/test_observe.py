@@ -1,0 +1,67 @@
+"""What statistics make of the inputs that a block's linears get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from compressx import PruneResult, PrunerSpec
+from compressx.api.patterns import Unstructured, keep_mask
+from compressx.api.statistics import Hessian
+from compressx.blocks.prune import prune_model
+from compressx.models.access import InMemory
+from compressx.models.architecture import survey
+from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
+from compressx.testing import tiny_model, tiny_tokens
+
+
+class NoOptions(BaseModel):
+    pass
+
+
+class Recorded(Hessian):
+    """A Hessian that keeps what it is given."""
+
+    def update(self, x: Tensor) -> None:
+        self.__dict__.setdefault("given", []).append(x.double().flatten(0, -2))
+        super().update(x)
+
+
+class Looking:
+    """A pruner that compares each Hessian with the sum of its inputs' products in float64."""
+
+    def __init__(self) -> None:
+        self.deviations: list[float] = []
+
+    def observe(self, block: Any, name: str) -> Recorded:
+        return Recorded(block.linears[name].in_features)
+
+    def prune(self, block: Any, patterns: Any, stats: Any) -> dict[str, PruneResult]:
+        for name in patterns:
+            x = torch.cat(stats[name].given)
+            exact = x.T @ x
+            self.deviations.append(float((stats[name].matrix - exact).abs().max() / exact.abs().max()))
+        return {n: PruneResult(keep_mask(block.linears[n].weight.abs(), p)) for n, p in patterns.items()}
+
+
+@pytest.mark.parametrize(
+    ("weights", "products"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.float16)],
+    ids=str,
+)
+def test_a_hessian_is_summed_in_float32_whatever_dtype_the_block_multiplies_in(weights, products):
+    model, pruner = tiny_model("llama").to(weights), Looking()
+    spec = PrunerSpec("looking", "for a test", NoOptions, lambda _: pruner)
+    rule, found = PlannedRule(0, spec, NoOptions(), None, None), survey(model)
+    linears = tuple(
+        PlannedLinear(n, found.block_of(n), tuple(x.weight.shape), rule, Unstructured(0.5))
+        for n, x in found.linears.items()
+    )
+    for _ in prune_model(InMemory(model, products), Plan(linears, {}, (rule,), True), [tiny_tokens()] * 2):
+        pass
+    assert len(pruner.deviations) == len(linears)
+    assert max(pruner.deviations) < 1e-5, "rounded to bfloat16 they would be .002 off"
