@@ -333,7 +333,7 @@ APART = "decided after the others it gave another mask"
         (spec(deciding(wrong_axis)), "exact sparsity for every pattern", "groups do not lie along in_features"),
         (spec(deciding(wrong_group)), "exact sparsity for every pattern", "rows differ in their number of zeros"),
         (spec(answering(changes_at_zero)), "sparsity zero changes nothing", "changed though all are kept"),
-        (spec(answering(not_in_half)), "bfloat16 and float16", "does not fit torch.float16"),
+        (spec(answering(not_in_half)), "bfloat16 and float16", "infinite in the model's torch.float16"),
         (spec(scoring(lambda scores, *_: {n: torch.rand(s.shape) for n, s in scores.items()})),
          "deterministic", "other global seeds, gave another mask"),
         (spec(scoring(uses_up)), "leaves statistics as they are", "asked again with the same statistics"),
