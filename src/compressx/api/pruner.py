@@ -40,8 +40,8 @@ class Statistic(Protocol):
         """Take in one batch.
 
         Args:
-            x: [batch, tokens, in_features] in the model's dtype; [batch * tokens, in_features] where the model
-                flattens it, and [tokens, in_features] behind a router.
+            x: [batch, tokens, in_features] in the model's dtype or a narrower `compute_dtype`; [batch * tokens,
+                in_features] where the model flattens it, and [tokens, in_features] behind a router.
         """
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:

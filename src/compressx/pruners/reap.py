@@ -54,7 +54,8 @@ class RoutedOutputs:
         """Add the tokens that are sent to the expert, [tokens, intermediate_size], with the router's weights."""
         if weights is None:
             raise TypeError("expected the router's weights of the tokens; this is a statistic of an expert's linear")
-        norms = torch.linalg.vector_norm((x @ self.weight.T).float(), dim=-1)  # [tokens]
+        output = x @ self.weight.T.to(x.dtype)  # of a narrow product where the block has narrow ones
+        norms = torch.linalg.vector_norm(output.float(), dim=-1)  # [tokens]
         self.total = self.total.to(x.device) + (weights.float() * norms).double().sum()
         self.count = self.count.to(x.device) + len(x)
 

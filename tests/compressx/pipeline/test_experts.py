@@ -39,6 +39,14 @@ def test_a_streamed_run_ends_as_one_in_memory(mixtral):
     same("streamed", "out")
 
 
+def test_experts_are_scored_where_blocks_multiply_in_bfloat16(mixtral):
+    for dtype in ("float32", "bfloat16"):
+        run(recipe(mixtral, HALF, output=dtype, compute_dtype=dtype, shrink=True))
+    exact, narrow = (MaskSet.load(f"{dtype}/masks.safetensors") for dtype in ("float32", "bfloat16"))
+    first = min(exact)
+    assert torch.equal(exact[first].keep, narrow[first].keep), "the first block's inputs differ by their rounding alone"
+
+
 def test_a_resumed_run_evaluates_the_model_that_its_routers_make(mixtral):
     asked = recipe(mixtral, HALF, evaluated=True, shrink=True)
     whole = run({**asked, "output": "whole"})
