@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +78,22 @@ def dtypes(subject: Subject) -> None:
             for name in subject.decided(scene, pattern, stats):  # the host refuses weights that do not fit the dtype
                 weight = scene.block.linears[name].weight
                 expect(weight.dtype == dtype, f"{name}: the model's {dtype} became {weight.dtype}")
+
+
+def narrow_products(subject: Subject) -> None:
+    """Prune a float32 model that multiplies in bfloat16: most inputs are narrower than the weights then."""
+    scene = subject.scene()
+    runs = [partial(_narrowed, run) for run in scene.passes]
+    stats = subject.gathered(replace(scene, passes=runs))
+    for pattern in subject.different:
+        for name in subject.decided(scene, pattern, stats):
+            weight = scene.block.linears[name].weight
+            expect(weight.dtype == torch.float32, f"{name}: the model's torch.float32 became {weight.dtype}")
+
+
+def _narrowed(run: Callable[[], Any]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        run()
 
 
 def reconstructs(subject: Subject) -> None:

@@ -72,6 +72,7 @@ CHECKS: Mapping[str, Callable[[Subject], None]] = {
     "exact sparsity for every pattern": answers.exact,
     "sparsity zero changes nothing": answers.dense,
     "bfloat16 and float16": answers.dtypes,
+    "products narrower than the weights": answers.narrow_products,
     "deterministic": agreement.deterministic,
     "leaves statistics as they are": agreement.repeatable,
     "leaves what it prepared as it is": agreement.prepared,

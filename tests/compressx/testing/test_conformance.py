@@ -318,6 +318,18 @@ class ReadsEveryBatch(FeatureNorms):
         assert all(float(square) >= 0 for square in self.squares)
 
 
+class MultipliesByTheWeight(FeatureNorms):
+    """Takes the input to have the weight's dtype."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features)
+        self.weight = linear.weight
+
+    def update(self, x):
+        assert (x @ self.weight.T).isfinite().all()
+        super().update(x)
+
+
 MODEL, PROCESS = "leaves the model as it is", "leaves the process as it is"
 THERE = "works on an accelerator"
 EVERY = "leaves every block of a model as it is"
@@ -334,6 +346,7 @@ APART = "decided after the others it gave another mask"
         (spec(deciding(wrong_group)), "exact sparsity for every pattern", "rows differ in their number of zeros"),
         (spec(answering(changes_at_zero)), "sparsity zero changes nothing", "changed though all are kept"),
         (spec(answering(not_in_half)), "bfloat16 and float16", "infinite in the model's torch.float16"),
+        (spec(observing(MultipliesByTheWeight)), "products narrower than the weights", "same dtype"),
         (spec(scoring(lambda scores, *_: {n: torch.rand(s.shape) for n, s in scores.items()})),
          "deterministic", "other global seeds, gave another mask"),
         (spec(scoring(uses_up)), "leaves statistics as they are", "asked again with the same statistics"),
