@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -108,6 +109,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         asked = matrix.params.get("architecture") if matrix else None
         if (isinstance(asked, str) and asked not in QUICK) or LONG & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what was imported: it would look at a million objects again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -75,13 +75,16 @@ def build_empty(config: Any, dtype: torch.dtype | None, *, trust_remote_code: bo
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     # The buffers were computed in `dtype`, which puts GPT-J's rotary angles off by 0.9 in bfloat16. Compute them again
     # in float32, as `from_pretrained` does.
     for module in model.modules():
         module._is_hf_initialized = False
+    for parameter in model.parameters():  # there is nothing to be drawn
+        parameter._is_hf_initialized = True
     with torch.no_grad():
         model.initialize_weights()
     return model

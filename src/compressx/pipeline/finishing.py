@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,18 +35,12 @@ from compressx.recipe.sources import ModelSource
 from compressx.recipe.tuning import Finetune
 from compressx.report import figures, html, markdown
 from compressx.report.contents import sections
+from compressx.runtime.code import library_versions
 from compressx.runtime.files import atomic_write
 from compressx.runtime.machine import command, machine
 from compressx.runtime.timing import peak_memory_bytes
 from compressx.training.finetune import finetune
 from compressx.training.schedule import total_steps
-
-_VERSIONS_OF = ("torch", "transformers", "lm_eval", "datasets", "safetensors")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that decide the result."""
-    return {"python": platform.python_version(), **{n: metadata.version(n) for n in _VERSIONS_OF}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +236,7 @@ def report_of(
             for p in context.plugins.records
             if p.status == "loaded"
         ),
-        versions=versions(),
+        versions=library_versions(),
         figures=drawn,
         allocation=pruned.allocation,
         finetune=tuned,

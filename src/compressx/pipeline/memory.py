@@ -30,7 +30,7 @@ from compressx.models.generate import first_token, generate
 from compressx.models.hidden import Keep, Streams
 from compressx.pipeline.context import Progress, RunContext
 from compressx.pipeline.finished_block import FinishedBlock
-from compressx.pipeline.finishing import Pruned, describe, evaluated, report_of, trained, versions
+from compressx.pipeline.finishing import Pruned, describe, evaluated, report_of, trained
 from compressx.pipeline.journal import Allocated
 from compressx.pipeline.log import run_log
 from compressx.pipeline.preparation import RunTexts, calibration_batches, plan_in_memory, read_all
@@ -41,6 +41,7 @@ from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.memory import recipe_in_memory
 from compressx.recipe.sources import Generate
+from compressx.runtime.code import library_versions
 from compressx.runtime.determinism import deterministic, torchs_own_modes
 from compressx.runtime.errors import CalibrationError, CompressxError, UnsupportedModelError
 from compressx.runtime.machine import machine
@@ -108,7 +109,7 @@ def prune(
         context = RunContext(
             loaded, plugins or load_plugins(), progress, access.device, ALONE, timing, log, Tracking(log)
         )
-        log.header(machine(access.device), {"compressx": __version__, **versions()})
+        log.header(machine(access.device), {"compressx": __version__, **library_versions()})
         forget_peaks()
         work = deepcopy(model) if copy else model
         with evaluation_mode(model), evaluation_mode(work), tempfile.TemporaryDirectory(prefix="compressx-") as folder:

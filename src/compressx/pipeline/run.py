@@ -22,7 +22,7 @@ from compressx.models.access import Access, Device, config_fingerprint, device_f
 from compressx.models.export import check_unfinished, output_folder
 from compressx.models.streaming import StreamedModel, open_model
 from compressx.pipeline.context import Progress, RunContext
-from compressx.pipeline.finishing import Pruned, finish, versions
+from compressx.pipeline.finishing import Pruned, finish
 from compressx.pipeline.journal import Journal, recorded_dtype
 from compressx.pipeline.log import run_log
 from compressx.pipeline.preparation import (
@@ -41,7 +41,7 @@ from compressx.pipeline.tracking import Tracking
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.schema import LoadedRecipe
-from compressx.runtime.code import code_versions
+from compressx.runtime.code import code_versions, library_versions
 from compressx.runtime.determinism import deterministic, torchs_own_modes
 from compressx.runtime.machine import machine
 from compressx.runtime.ranks import Ranks, joined_ranks
@@ -109,7 +109,7 @@ def run(
         run_log(first=ranks.first, file=log_file) as log,
         contextlib.closing(Tracking(log)) as tracking,
     ):
-        log.header(machine(where), {"compressx": __version__, **versions()})
+        log.header(machine(where), {"compressx": __version__, **library_versions()})
         plugins = plugins or load_plugins()
         context = RunContext(
             loaded_recipe(recipe, overrides, plugins), plugins, progress if ranks.first else None, where,
@@ -138,7 +138,7 @@ def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | Non
         fingerprint = ranks.broadcast(_fingerprint(context, given) if ranks.first else {})
         journal = Journal(folder, fingerprint, ranks, context.timing)
         if ranks.first:
-            context.tracking.start(loaded, folder, {"device": str(context.device), **versions()})
+            context.tracking.start(loaded, folder, {"device": str(context.device), **library_versions()})
         evaluation = _evaluate_dense(context, given, fingerprint["model"])
         context.tracking.skip(len(journal.finished))
         pruning = Pruning(context, given.access, given.batches, given.mine, journal, fingerprint)

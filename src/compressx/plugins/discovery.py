@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import entry_points
+from importlib.metadata import Distribution, entry_points
 from pathlib import Path
 
 from compressx.plugins.file import MODULE, PluginsFile
@@ -56,9 +56,13 @@ def blocked_names(found: Mapping[str, PluginRecord], blocked: Collection[str], f
 def _installed(file: PluginsFile) -> Iterator[PluginRecord]:
     if not file.load.entry_points:
         return
+    described: dict[Distribution | None, tuple[str | None, str | None]] = {None: (None, None)}
     for point in sorted(entry_points(group=GROUP), key=lambda p: (p.name, p.value)):
         module = point.value.partition("[")[0].replace(" ", "")  # extras may follow
-        name, version = (point.dist.metadata["Name"], point.dist.version) if point.dist else (None, None)
+        if point.dist and point.dist not in described:  # which parses its whole description each time
+            metadata = point.dist.metadata
+            described[point.dist] = metadata["Name"], metadata["Version"]
+        name, version = described[point.dist]
         place = f"entry point of {name} {version}" if name else f"entry point {point.value}"
         yield PluginRecord(point.name, module, "entry point", place, name, version)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import platform
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -24,6 +26,12 @@ def code_digest(package: str) -> str:
     return digest.hexdigest()[:8]
 
 
+def library_versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that reports and logs name."""
+    libraries = ("torch", "transformers", "lm_eval", "datasets", "safetensors")
+    return {"python": platform.python_version(), **{name: _version(name) for name in libraries}}
+
+
 def code_versions(*others: str) -> dict[str, str]:
     """Return what decides a result beside its inputs: compressx with its code's digest, and versions of libraries.
 
@@ -33,5 +41,10 @@ def code_versions(*others: str) -> dict[str, str]:
     libraries = ("torch", "transformers", "numpy", *others)
     return {
         "compressx": f"{__version__}, code {code_digest('compressx')}",
-        **{name: metadata.version(name) for name in libraries},
+        **{name: _version(name) for name in libraries},
     }
+
+
+@cache  # the whole description of a package is parsed for it
+def _version(library: str) -> str:
+    return metadata.version(library)

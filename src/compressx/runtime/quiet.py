@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -28,8 +28,7 @@ def quiet_libraries() -> Iterator[None]:
 
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    _set(loggers, [logging.ERROR] * len(loggers))
     try:
         with (
             warnings.catch_warnings(),
@@ -39,5 +38,10 @@ def quiet_libraries() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        _set(loggers, levels)
+
+
+def _set(loggers: Sequence[logging.Logger], levels: Sequence[int]) -> None:
+    for logger, level in zip(loggers, levels, strict=True):
+        if logger.level != level:  # every change empties the caches of all loggers
             logger.setLevel(level)
