@@ -27,7 +27,7 @@ def program() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def measured(program: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def finished(program: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What the command writes, with a smaller model for the comparison."""
     output = tmp_path_factory.mktemp("accelerator")
     with pytest.MonkeyPatch.context() as patch:
@@ -39,9 +39,9 @@ def measured(program: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> A
 
 
 def test_every_method_prunes_the_block_to_its_sparsity_and_twice_to_the_same(
-    program: ModuleType, measured: Any
+    program: ModuleType, finished: Any
 ) -> None:
-    (block,) = [section["rows"] for title, section in measured[0]["sections"].items() if title.startswith("a block")]
+    (block,) = [section["rows"] for title, section in finished[0]["sections"].items() if title.startswith("a block")]
     assert [row["method"] for row in block] == list(program.METHODS)
     assert [row["sparsity"] for row in block] == [
         pytest.approx(0.8 if "80%" in m else 0.5, abs=1e-3) for m in program.METHODS
@@ -49,8 +49,8 @@ def test_every_method_prunes_the_block_to_its_sparsity_and_twice_to_the_same(
     assert all(row["twice the same"] and row["seconds"] >= row["prune"] > 0 for row in block)
 
 
-def test_masks_of_the_device_are_compared_with_those_of_the_cpu(measured: Any) -> None:
-    rows = measured[0]["sections"]["agreement with the CPU"]["rows"]
+def test_masks_of_the_device_are_compared_with_those_of_the_cpu(finished: Any) -> None:
+    rows = finished[0]["sections"]["agreement with the CPU"]["rows"]
     assert len(rows) == 9
     assert all(row["equal"] == 1.0 and row["error"] == row["error on the CPU"] for row in rows)
 
@@ -69,16 +69,16 @@ def test_an_agreement_below_one_is_seen(program: ModuleType, monkeypatch: pytest
     assert 0.4 < row["equal"] < 1.0
 
 
-def test_what_the_device_cannot_do_is_said_and_the_rest_is_measured(measured: Any) -> None:
-    found, text = measured
+def test_what_the_device_cannot_do_is_said_and_the_rest_is_measured(finished: Any) -> None:
+    found, text = finished
     assert found["sections"]["2:4 products"]["rows"] == []
     assert "Not measured: UnsupportedModelError: 2:4 products need an NVIDIA GPU, and the model is on cpu" in text
     assert "| magnitude 50% |" in text
     assert found["machine"] in text
 
 
-def test_a_dense_and_a_two_four_model_take_turns(measured: Any) -> None:
-    found, text = measured
+def test_a_dense_and_a_two_four_model_take_turns(finished: Any) -> None:
+    found, text = finished
     dense, sparse = found["sections"]["tokens a second of 2 blocks"]["rows"]
     assert [(x["model"], x["converted"], x["prompt + new"]) for x in (dense, sparse)] == [
         ("dense", 0, "16 + 4"), ("2of4", 0, "16 + 4")

@@ -257,7 +257,8 @@ def stop(work: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int]
 
 
 @pytest.mark.parametrize(
-    ("by", "word", "status"), [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "terminated", 143)]
+    ("by", "word", "status"),
+    [(signal.SIGINT, "interrupted", 130), pytest.param(signal.SIGTERM, "terminated", 143, marks=pytest.mark.slow)],
 )
 def test_a_run_that_ctrl_c_or_sigterm_ends_goes_on_with_resume(stop, by, word, status):
     stop(by)

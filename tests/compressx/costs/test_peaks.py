@@ -92,7 +92,9 @@ def test_the_peak_of_each_stage_is_within_a_tenth_of_the_plan(name, text, stream
     assert held == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["wanda", "sparsegpt", "attnprune"])
+@pytest.mark.parametrize(
+    "name", ["wanda", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparsegpt", "attnprune"))]
+)
 def test_the_peak_of_few_tokens_is_within_a_twentieth_of_the_plan(name, written):
     expected, held = expected_and_held(written(RULES[name], FEW, False, torch.float32))
     assert held == pytest.approx(expected, rel=0.05)

@@ -367,6 +367,7 @@ class TestSelection:
         tokenizer.model_max_length, tokenizer.eos_token, tokenizer.pad_token = 128, "</s>", "<s>"
         return seen, run_tasks(model, tokenizer, written, {}, select and (lambda: select))
 
+    @pytest.mark.slow
     def test_a_task_that_generates_text_reads_the_selected_tokens_only(self, written: LmEval, tokenizer: Any) -> None:
         (whole,), _ = self.read(written, tokenizer, None)
         (kept,), figures = self.read(written, tokenizer, 12)
@@ -374,5 +375,6 @@ class TestSelection:
         assert kept == [row[-12:] for row in whole]
         assert figures["copying"]["exact_match"] == 1.0  # of what follows the prompt, and nothing else
 
+    @pytest.mark.slow
     def test_a_selection_that_keeps_everything_changes_no_figure(self, written: LmEval, tokenizer: Any) -> None:
         assert self.read(written, tokenizer, 100) == self.read(written, tokenizer, None)

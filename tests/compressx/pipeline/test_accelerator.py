@@ -40,6 +40,8 @@ RUNS: dict[str, tuple[str, tuple[dict[str, Any], ...], dict[str, Any]]] = {
 }
 """By what they are about: the model, the rules, and the further sections."""
 
+FAST = {"two pruners", "streaming"}
+
 
 def asked(models: Any, about: str, output: str) -> dict[str, Any]:
     kind, rules, sections = RUNS[about]
@@ -53,7 +55,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("about", RUNS)
+@pytest.mark.parametrize(
+    "about", [pytest.param(about, marks=[] if about in FAST else [pytest.mark.slow]) for about in RUNS]
+)
 def test_a_run_ends_with_the_weights_and_perplexities_of_one_on_the_cpu(about, models):
     here = run(asked(models, about, "here"), device="cpu")
     with pretended_accelerator() as device:
@@ -77,6 +81,7 @@ def test_an_interrupted_run_goes_on_with_the_device_as_if_nothing_had_been(model
     assert same(weights("whole/model"), weights("out/model"))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_on_the_device_already_is_pruned_there(models):
     given = asked(models, "two pruners", "out")
     run(given, device="cpu")

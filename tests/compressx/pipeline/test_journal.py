@@ -102,7 +102,7 @@ def test_processes_write_their_states_after_the_same_blocks(tmp_path):
     assert blocks == [[1, 5, 9, 10]] * 2
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_blocks_after_the_last_states_are_pruned_again_and_the_files_are_those_of_an_uninterrupted_run(
     model, streaming, monkeypatch
 ):
@@ -219,7 +219,7 @@ def test_an_interruption_is_told_as_one_though_a_block_could_not_be_written_eith
     assert access.listed() == []
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_block_that_cannot_be_written_ends_the_run_by_its_name_and_is_pruned_again(model, streaming, monkeypatch):
     asked = recipe(model, SENSITIVE, **REBUILT)
     asked["model"]["streaming"] = streaming
@@ -244,7 +244,7 @@ def test_a_block_that_cannot_be_written_ends_the_run_by_its_name_and_is_pruned_a
     assert artifacts("out") == artifacts("whole")
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_that_is_interrupted_ends_when_its_last_block_is_on_disk_and_listed(model, streaming, monkeypatch):
     asked = recipe(model)
     asked["model"]["streaming"] = streaming

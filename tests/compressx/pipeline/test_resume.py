@@ -55,7 +55,7 @@ def resumed(asked: dict[str, Any], after: int) -> None:
     assert not leftovers()
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model, streaming):
     """With what a block leaves for the next: both streams of block reconstruction, and the sensitivities."""
     rule = {"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5}

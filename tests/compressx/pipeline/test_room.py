@@ -175,7 +175,14 @@ def tensor_bytes() -> int:
     return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 
-@pytest.mark.parametrize("change", [{}, {"teacher": "none"}, {"held_out": 0}, {"lora": {"rank": 4}}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"teacher": "none"}, {"held_out": 0})),
+        {"lora": {"rank": 4}},
+    ],
+    ids=str,
+)
 def test_the_estimate_is_what_the_tensors_of_a_training_take(model, change, monkeypatch):
     """Between two steps there are no gradients and no logits."""
     asked = recipe(model, finetune={"steps": 2, **change})

@@ -114,6 +114,7 @@ def test_attention_and_the_rest_are_pruned_by_their_own_rules(models):
     assert all(torch.equal(dense[name], pruned[name]) for name in untouched)
 
 
+@pytest.mark.slow
 def test_products_in_bfloat16_change_what_blocks_compute_and_nothing_else(models):
     """Masks of all pruners follow from it; weights, and what is not pruned, stay as they were."""
     source = models("llama")

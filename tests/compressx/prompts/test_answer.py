@@ -215,6 +215,7 @@ def test_a_model_in_training_answers_without_dropout_and_goes_on_training(tokeni
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.slow
 def test_a_model_with_adapters_and_a_compiled_one_answer(tokenizer: Any, read: Any) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)

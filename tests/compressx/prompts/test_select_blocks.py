@@ -24,6 +24,7 @@ def facts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return looks
 
 
+@pytest.mark.slow
 def test_a_choice_of_blocks_is_made_once_for_the_same_weights_options_and_tokenizer(facts, tokenizer) -> None:
     model, given = tiny_model("llama"), {"keep": 20, "protect": PROTECT, "tokenizer": tokenizer}
     first = compressx.select_tokens(model, prompts(), **given)
@@ -61,6 +62,7 @@ def test_an_answer_that_breaks_the_contract_is_not_cached(facts, tokenizer) -> N
     assert facts == [2, 2]
 
 
+@pytest.mark.slow
 def test_the_tokenizer_is_the_one_beside_the_model_or_has_to_be_given(tmp_path: Path, tokenizer: Any) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -44,7 +44,14 @@ def test_every_pruner_and_architecture_is_tried():
     assert {kind for kinds in ON.values() for kind in kinds} == {*KINDS}
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in ON.items() for kind in kinds])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[pytest.mark.slow] if place else [])
+        for name, kinds in ON.items()
+        for place, kind in enumerate(kinds)
+    ],
+)
 def test_masks_and_weights_are_those_of_the_cpu_for_every_pattern(name, kind):
     subject = Subject(BUILT_IN[name], BUILT_IN[name].options(**SHORTER.get(name, {})), kind)
     tried = patterns(subject, ON[name].index(kind), len(ON[name]))

@@ -117,11 +117,18 @@ def modes() -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     "set_by_caller",
     [
-        lambda: torch.autocast("cpu", torch.bfloat16), torch.no_grad, torch.inference_mode,
-        lambda: default_dtype(torch.bfloat16), lambda: torch.device("meta"),
+        pytest.param(lambda: torch.autocast("cpu", torch.bfloat16), id="autocast"),
+        pytest.param(lambda: torch.device("meta"), id="device"),
+        *(
+            pytest.param(mode, id=name, marks=pytest.mark.slow)
+            for name, mode in {
+                "no_grad": torch.no_grad,
+                "inference_mode": torch.inference_mode,
+                "dtype": lambda: default_dtype(torch.bfloat16),
+            }.items()
+        ),
     ],
-    ids=["autocast", "no_grad", "inference_mode", "dtype", "device"],
-)  # fmt: skip
+)
 def test_the_modes_of_the_caller_change_no_result_and_are_left_as_they_are(set_by_caller):
     rules = [{"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.5},
              {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.5}]  # fmt: skip

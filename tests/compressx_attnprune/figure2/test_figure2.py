@@ -146,6 +146,7 @@ def test_something_put_into_the_output_during_the_run_is_not_replaced(tmp_path: 
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
+@pytest.mark.slow
 def test_the_command_writes_table_data_and_plots(tmp_path: Path, tiny: Figure):
     from matplotlib import image
 
