@@ -367,7 +367,6 @@ class TestSelection:
         tokenizer.model_max_length, tokenizer.eos_token, tokenizer.pad_token = 128, "</s>", "<s>"
         return seen, run_tasks(model, tokenizer, written, {}, select and (lambda: select))
 
-    @pytest.mark.slow
     def test_a_task_that_generates_text_reads_the_selected_tokens_only(self, written: LmEval, tokenizer: Any) -> None:
         (whole,), _ = self.read(written, tokenizer, None)
         (kept,), figures = self.read(written, tokenizer, 12)

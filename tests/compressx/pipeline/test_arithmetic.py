@@ -12,6 +12,7 @@ import yaml
 from tests.compressx.pipeline.runs import artifacts, recipe, stopped
 
 from compressx import prune
+from compressx.masks.maskset import MaskSet
 from compressx.pipeline import pruning
 from compressx.pipeline.run import run
 from compressx.runtime import rates
@@ -52,6 +53,14 @@ def test_a_run_that_trains_says_which_dtype_it_took_and_why(model, machine):
         "so that it can be repeated"
     )
     assert "compute_dtype: bfloat16" in Path("out/model/README.md").read_text()
+
+
+def test_pruners_see_the_inputs_of_narrow_products(model):
+    for dtype in ("float32", "bfloat16"):
+        run({**recipe(model), "compute_dtype": dtype, "output": dtype})
+    wide, narrow = (MaskSet.load(f"{dtype}/masks.safetensors") for dtype in ("float32", "bfloat16"))
+    same = [float((wide[name].keep == narrow[name].keep).float().mean()) for name in wide]
+    assert 0.9 < sum(same) / len(same) < 1
 
 
 def test_without_training_a_float32_model_is_pruned_alike_on_every_machine(model, machine):
