@@ -54,7 +54,7 @@ def _drop_lowest_of_few(scores: Tensor, count: int) -> Tensor:
     if scores.device.type != "cpu":
         return _drop_lowest_of_few_on_device(scores, count)
     columns = scores.T.contiguous()  # [n, groups]
-    rank = torch.zeros(columns.shape, dtype=torch.uint8, device=scores.device)  # how many go before
+    rank = torch.zeros(columns.shape, dtype=torch.uint8)  # how many go before
     for i, column in enumerate(columns):
         rank[i + 1 :] += column <= columns[i + 1 :]
         rank[:i] += column < columns[:i]

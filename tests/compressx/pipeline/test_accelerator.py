@@ -40,7 +40,7 @@ RUNS: dict[str, tuple[str, tuple[dict[str, Any], ...], dict[str, Any]]] = {
 }
 """By what they are about: the model, the rules, and the further sections."""
 
-FAST = {"two pruners", "streaming"}
+FAST = {"two pruners", "streaming", "divergence", "files", "finetune"}
 
 
 def asked(models: Any, about: str, output: str) -> dict[str, Any]:

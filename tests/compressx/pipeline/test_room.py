@@ -178,8 +178,11 @@ def tensor_bytes() -> int:
 @pytest.mark.parametrize(
     "change",
     [
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"teacher": "none"}, {"held_out": 0})),
-        {"lora": {"rank": 4}},
+        {},
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ({"teacher": "none"}, {"held_out": 0}, {"lora": {"rank": 4}})
+        ),
     ],
     ids=str,
 )

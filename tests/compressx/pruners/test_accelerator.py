@@ -29,6 +29,9 @@ ON = {
 """Each pruner of linears on two architectures, which share its patterns; together they are all kinds."""
 
 
+QUICK = {"magnitude", "wanda"}
+"""Pruners that fast tests try on both."""
+
 SHORTER = {"alps": {"steps": 30}}
 
 
@@ -47,7 +50,7 @@ def test_every_pruner_and_architecture_is_tried():
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        pytest.param(name, kind, marks=[pytest.mark.slow] if place else [])
+        pytest.param(name, kind, marks=[pytest.mark.slow] if place and name not in QUICK else [])
         for name, kinds in ON.items()
         for place, kind in enumerate(kinds)
     ],
