@@ -59,6 +59,9 @@ HALFWAY, HALFWAY_PARTS = 0.1, 4
 """Weight of the curvature at half of the scores beside that at the dense ones, and of how many parts one is measured
 there, too. Ours, not published."""
 
+TINY = 2.0**-30
+"""Largest gradient below which all are scaled up: by weights of 1e-6, their squares are too small for float32."""
+
 PANEL = 128
 """Rows of `inputs` at least that are accumulated at once, from the diagonal on."""
 
@@ -73,7 +76,9 @@ def measure(
     halfway: float = HALFWAY,
     seed: int = 0,
 ) -> tuple[Curvature, Curvature]:
-    """Measure the curvature of the query side and of the key side.
+    """Measure the curvature of the query side and of the key side, in a unit that both share.
+
+    What is made of a curvature is the same in any unit. It is one, unless all weights are tiny.
 
     Args:
         loss: the objective.
@@ -86,16 +91,32 @@ def measure(
     """
     attention = loss.attention
     sides = (attention.query, attention.key)
+    unit: Tensor | None = None
     generator = torch.Generator(x.device).manual_seed(seed)
     rows = [x.new_zeros(s.heads, attention.head_dim, attention.head_dim, dtype=torch.float32) for s in sides]
     inputs = [x.new_zeros(s.heads, x.shape[-1], x.shape[-1], dtype=torch.float32) for s in sides]
     for part, at, counts in _points(loss, x, halfway):
         for _ in range(probes):
-            _add(rows, inputs, part, at.probe(part, weights, generator), counts, tokens, generator)
+            grads = at.probe(part, weights, generator)
+            unit = _unit(grads) if unit is None else unit
+            for grad in grads:
+                grad.mul_(unit)
+            _add(rows, inputs, part, grads, counts, tokens, generator)
+            del grads
     for matrix in (m for side in inputs for m in side):
         matrix.triu_().add_(matrix.triu(1).T)
     query, key = (Curvature(_of_trace_one(r), m.div_(probes)) for r, m in zip(rows, inputs, strict=True))
     return query, key
+
+
+def _unit(grads: Pair) -> Tensor:
+    """Return a power of two that brings tiny gradients to about one; one if the largest is not tiny, or zero.
+
+    A power of two changes no digit of what is made of them.
+    """
+    largest = torch.stack([torch.linalg.vector_norm(x, torch.inf) for x in grads]).amax()
+    unit = torch.ldexp(torch.ones_like(largest), -torch.frexp(largest).exponent)
+    return torch.where(largest < TINY, unit, 1.0)
 
 
 def _points(loss: Loss, x: Tensor, halfway: float) -> Iterator[tuple[Tensor, Loss, float]]:

@@ -62,8 +62,9 @@ class Recording:
         return self.loss.with_scores(share)
 
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
-        self.probes.append((x.clone(), self.loss.probe(x, weights, generator)))
-        return self.probes[-1][1]
+        query, key = self.loss.probe(x, weights, generator)
+        self.probes.append((x.clone(), (query.clone(), key.clone())))
+        return query, key
 
 
 @pytest.mark.parametrize(("kind", "probes"), [("matrix", 1), ("output", 3)])
@@ -207,6 +208,29 @@ def test_attention_to_a_single_token_curves_nothing_and_leaves_factors_that_can_
                 assert torch.isfinite(factor).all()
                 assert torch.linalg.cholesky_ex(factor).info.sum() == 0
             assert (damped.scale() > 0).all()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-10])
+def test_tiny_weights_have_the_curvature_of_their_gradients_in_float64_but_for_its_unit(scale: float, x: Tensor):
+    """Squares of their gradients are below the smallest float32 number."""
+    made = make("output")
+    assert isinstance(made, OutputLoss)
+    assert made.value_bias is not None
+    tiny = [w * scale for w in (made.value_weight, made.value_bias, made.output_weight)]
+    recording = Recording(OutputLoss(ATTENTION, *tiny))
+    weights = normal(16, WIDTH, seed=1) * scale, normal(8, WIDTH, seed=2) * scale
+    sides = curvature.measure(recording, x, weights, tokens=1.0, halfway=0.0)
+    wanted = [torch.zeros_like(side.inputs, dtype=torch.float64) for side in sides]
+    for part, (query, key) in recording.probes:
+        for into, gradient in zip(wanted, (query.double(), key.double()), strict=True):
+            into.add_(torch.einsum("bhtd,bti,btj->hij", gradient.square(), part.double(), part.double()))
+    unit = wanted[0].sum() / sides[0].inputs.double().sum()
+    assert unit < 1e-30
+    for side, inputs in zip(sides, wanted, strict=True):
+        torch.testing.assert_close(side.inputs.double() * unit, inputs, rtol=1e-4, atol=1e-5 * float(inputs.max()))
+        trace = side.rows.diagonal(dim1=1, dim2=2).sum(dim=1)
+        torch.testing.assert_close(trace, torch.ones_like(trace))
+        assert 1e-3 < float(side.scale().max()) < 1e3
 
 
 def test_a_head_without_curvature_leaves_the_others_alone():

@@ -227,10 +227,11 @@ def _measure(
 
 @contextmanager
 def _restored(linears: Sequence[Linear]) -> Iterator[None]:
-    """Put weights back to the bit at the end, whatever happens."""
-    kept = [x.weight.clone() for x in linears]
+    """Put weights and biases back to the bit at the end, whatever happens."""
+    tensors = [x for linear in linears for x in (linear.weight, linear.bias) if x is not None]
+    kept = [x.clone() for x in tensors]
     try:
         yield
     finally:
-        for linear, weight in zip(linears, kept, strict=True):
-            linear.weight.copy_(weight)
+        for tensor, dense in zip(tensors, kept, strict=True):
+            tensor.copy_(dense)

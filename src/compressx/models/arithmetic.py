@@ -98,7 +98,10 @@ def products_in(
 
 
 class _Converted(TorchFunctionMode):
-    """Computes products of 16-bit factors in another dtype, and returns them in the factors'."""
+    """Computes products of 16-bit factors in another dtype, and returns them in the factors'.
+
+    A product that says the dtype of its result is left alone: a Hessian's is float32, and would come back in 16 bits.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -106,7 +109,7 @@ class _Converted(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function not in _PRODUCTS:
+        if function not in _PRODUCTS or "out_dtype" in kwargs:
             return function(*args, **kwargs)
         narrow = next((x.dtype for x in _tensors((args, *kwargs.values())) if x.dtype in _NARROW), None)
         if narrow is None:

@@ -308,6 +308,15 @@ def test_every_weight_is_restored_to_the_bit(architecture: str, dtype: torch.dty
     assert all(torch.equal(before[n], after[n]) for n in before)
 
 
+def test_biases_that_a_pruner_changes_are_restored_too() -> None:
+    model = tiny_model("opt")
+    shifting = spec_of(Spy(None, lambda x, p: by_magnitude(x, p, bias=x.bias + 1.0)), groups=("layer",))
+    before = bits(model)
+    measured(model, one_rule(model, shifting), 0.25, 0.5)
+    after = bits(model)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
 def test_every_weight_is_restored_to_the_bit_when_a_pruned_block_fails() -> None:
     model = tiny_model("llama")
     up = model.model.layers[0].mlp.up_proj.weight

@@ -15,8 +15,9 @@ from compressx.api.statistics import Hessian
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
+from compressx.models.arithmetic import products_in
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.testing import tiny_model, tiny_tokens
+from compressx.testing import pretended_accelerator, tiny_model, tiny_tokens
 
 
 class NoOptions(BaseModel):
@@ -65,3 +66,17 @@ def test_a_hessian_is_summed_in_float32_whatever_dtype_the_block_multiplies_in(w
         pass
     assert len(pruner.deviations) == len(linears)
     assert max(pruner.deviations) < 1e-5, "rounded to bfloat16 they would be .002 off"
+
+
+@pytest.mark.parametrize("products", [None, torch.float32, torch.float16], ids=str)
+def test_a_hessian_on_a_gpu_is_not_rounded_to_16_bits_where_the_block_multiplies_in_another_dtype(products):
+    x = (torch.randn(2, 64, 48, generator=torch.Generator().manual_seed(0)) + 3.0).bfloat16()
+    flat = x.double().flatten(0, 1)
+    exact = flat.T @ flat
+    with pretended_accelerator():
+        linear, hessian = torch.nn.Linear(48, 48).to("cuda", torch.bfloat16), Hessian(48)
+        linear.register_forward_pre_hook(lambda _, args: hessian.update(args[0]))
+        with torch.no_grad(), products_in(products, linear, torch.device("cuda")):
+            assert linear(x.to("cuda")).dtype == torch.bfloat16
+        matrix = hessian.matrix.cpu().double()
+    assert float((matrix - exact).norm() / exact.norm()) < 1e-6, "rounded to bfloat16 it would be .002 off"
