@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compressx_attnprune.losses import parts
 from compressx_attnprune.mixing import Mixing, Triple
-from compressx_attnprune.moments import Moments, damped_factor, solve, unit_diagonal
+from compressx_attnprune.moments import Moments, damped_factor, solve, unit_diagonal, without_factor
 from compressx_attnprune.training import Descent, Text, batches, read
 
 DAMPINGS = (0.03, 0.1, 0.3, 1.0)
@@ -98,7 +98,7 @@ def prune(
         learning_rate: as for `training.refit`.
 
     Raises:
-        NotPositiveDefiniteError: as `moments.solve`.
+        NotPositiveDefiniteError: second moments that cannot be factored with a damping.
     """
     if isinstance(chosen, int) and not chosen:  # nothing to prune: bit-identical
         every = torch.ones(groups, dtype=torch.bool, device=layer.output.device)
@@ -140,6 +140,9 @@ def choose(moments: Moments, weight: Tensor, groups: int, dropped: int, damping:
     Returns:
         bool [groups], True = keep: the best set of all, or where there are more than `MOST_SETS` the one that is found
         by removing the cheapest group, and again.
+
+    Raises:
+        NotPositiveDefiniteError: the damped Hessian, or a part of its inverse, cannot be factored.
     """
     scaled, scale = unit_diagonal(moments.centred()[0] if bias else moments.mixed)
     inverse = torch.cholesky_inverse(damped_factor(scaled, damping))
@@ -151,8 +154,12 @@ def choose(moments: Moments, weight: Tensor, groups: int, dropped: int, damping:
         for gone in sets:
             own = columns[list(gone)].view(-1)
             part = w[:, own]
-            losses.append(torch.linalg.solve(inverse[own[:, None], own], part.T @ part).diagonal().sum())
-        return sets[int(torch.stack(losses).argmin())]
+            solution, failed = torch.linalg.solve_ex(inverse[own[:, None], own], part.T @ part)
+            losses.append(solution.diagonal().sum().masked_fill(failed > 0, math.nan))
+        known = torch.stack(losses).tolist()
+        if not all(map(math.isfinite, known)):
+            raise without_factor(damping)
+        return sets[min(range(len(sets)), key=known.__getitem__)]
 
     if math.comb(groups, dropped) <= MOST_SETS:
         gone = cheapest(list(itertools.combinations(range(groups), dropped)))
@@ -171,7 +178,11 @@ def spread(keep: Tensor, rows: int) -> Tensor:
 
 
 def _best(layer: Layer, train: Moments, held_out: Moments, keeps: Mapping[float, Tensor], weights: Triple) -> Solution:
-    """Solve with each damping for the groups chosen with it, and return the best on the held-out text."""
+    """Solve with each damping for the groups chosen with it, and return the best on the held-out text.
+
+    Raises:
+        NotPositiveDefiniteError: a damping with which the equations have no Cholesky factor.
+    """
     candidates: list[tuple[float, Tensor, Tensor, Tensor]] = []
     for damping, keep in keeps.items():
         columns = spread(keep, layer.output.shape[1])
@@ -180,6 +191,9 @@ def _best(layer: Layer, train: Moments, held_out: Moments, keeps: Mapping[float,
         shift = train.shift(as_it_is) if layer.bias else torch.zeros_like(train.output_sum)
         candidates.append((math.inf, keep, as_it_is, shift))  # at odd places
     errors = torch.stack([held_out.error(output, shift) for _, _, output, shift in candidates]).tolist()
+    for place, damping in enumerate(keeps):
+        if math.isnan(errors[2 * place]) and not math.isnan(errors[2 * place + 1]):
+            raise without_factor(damping)
     at = min(range(len(errors)), key=errors.__getitem__)
     damping, keep, output, shift = candidates[at]
     return Solution(keep, weights, output, shift, damping, errors[at], errors[at | 1])

@@ -7,6 +7,7 @@ m y^T and |y|^2.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -89,10 +90,8 @@ def solve(moments: Moments, weight: Tensor, kept: Tensor, damping: float, *, bia
         bias: whether the projection has one, so that the means of m and y can be left to it.
 
     Returns:
-        W' in the dtype of `weight`, zero in the other columns, and c [out_features], float64, zero without a bias.
-
-    Raises:
-        NotPositiveDefiniteError: the equations have no Cholesky factor.
+        W' in the dtype of `weight`, zero in the other columns, and c [out_features], float64, zero without a bias; the
+        kept columns are NaN where the equations have no Cholesky factor.
     """
     mixed, cross = moments.centred() if bias else (moments.mixed, moments.cross)
     columns = kept.nonzero().view(-1)
@@ -115,16 +114,17 @@ def unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def damped_factor(scaled: Tensor, damping: float) -> Tensor:
     """Return the lower Cholesky factor of a matrix [n, n] of a unit diagonal plus `damping` times the identity.
 
-    Raises:
-        NotPositiveDefiniteError: there is none.
+    Where there is none it is NaN, which shows in what is computed with it: to ask is to wait for the device.
     """
     damped = scaled.clone()
     damped.diagonal().add_(damping)
     factor: Tensor
     factor, failed = torch.linalg.cholesky_ex(damped)
-    if failed:
-        raise NotPositiveDefiniteError(
-            f"the second moments of the mixed values have no Cholesky factor with damping {damping:g}; use a larger "
-            "damping"
-        )
-    return factor
+    return factor.masked_fill(failed > 0, math.nan)
+
+
+def without_factor(damping: float) -> NotPositiveDefiniteError:
+    """Return the error of a matrix of which `damped_factor` is NaN."""
+    return NotPositiveDefiniteError(
+        f"the second moments of the mixed values have no Cholesky factor with damping {damping:g}; use a larger damping"
+    )

@@ -19,6 +19,7 @@ from compressx.blocks.contract import _check_form
 from compressx.blocks.numbers import check_numbers
 from compressx.blocks.observe import Observed
 from compressx.blocks.select import write
+from compressx.numerics.obs import NotPositiveDefiniteError
 from compressx_attnprune import groups, layer, training
 from compressx_attnprune.moments import Moments, solve
 
@@ -263,6 +264,15 @@ def test_weights_stay_as_they_are_where_solving_for_them_does_harm():
     assert torch.equal(solution.output, little.output * columns)
     train, held_out = little.moments()
     assert held_out.error(*solve(train, little.output, columns, 1e-5, bias=False)) > solution.error
+
+
+@pytest.mark.parametrize("chosen", [1, torch.tensor([True, False])], ids=["to be chosen", "given"])
+def test_second_moments_without_a_factor_say_what_to_do(chosen: int | Tensor, monkeypatch: pytest.MonkeyPatch):
+    of = a_layer(record("llama"), 3)
+    train, held_out = of.moments()
+    monkeypatch.setattr(groups.Layer, "moments", lambda *_: (replace(train, mixed=-train.mixed), held_out))
+    with pytest.raises(NotPositiveDefiniteError, match=r"no Cholesky factor with damping 0.001; use a larger damping"):
+        groups.prune(of, 2, chosen, dampings=(1e-3,))
 
 
 def test_a_damping_that_is_asked_for_is_the_only_one_that_is_tried():

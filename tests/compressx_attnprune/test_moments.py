@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressx.numerics.obs import NotPositiveDefiniteError
 from compressx_attnprune.moments import Moments, damped_factor, solve, unit_diagonal
 
 TOKENS, MIXED, OUTPUTS = 60, 12, 7
@@ -98,6 +97,6 @@ def test_the_diagonal_becomes_one_and_stays_zero_where_it_is():
     torch.testing.assert_close(scaled * torch.outer(scale, scale), matrix)
 
 
-def test_equations_without_a_factor_say_what_to_do():
-    with pytest.raises(NotPositiveDefiniteError, match=r"no Cholesky factor with damping 1e-06; use a larger damping"):
-        damped_factor(-torch.eye(3), 1e-6)
+def test_a_factor_that_does_not_exist_is_nan():
+    assert damped_factor(-torch.eye(3), 1e-6).isnan().all()
+    assert damped_factor(torch.eye(3), 1e-6).isfinite().all()

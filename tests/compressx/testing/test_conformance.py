@@ -11,12 +11,22 @@ from torch import nn
 
 from compressx import FeatureNorms, Hessian, PruneResult, PrunerSpec, UnsupportedModelError, keep_mask, keep_masks
 from compressx.testing import ConformanceError, check_pruner, conformance
+from compressx.testing.checks import CHECKS
+from compressx.testing.conformance import ARCHITECTURES
+from compressx.testing.subject import Subject
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "other"), zip(BUILT_IN, itertools.cycle(["gpt2", "gemma3", "mixtral"])))
 def test_every_pruner_that_is_shipped_keeps_its_promises(name, other):
     check_pruner(BUILT_IN[name], architectures=["mixtral" if "experts" in BUILT_IN[name].units else other])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_attention_is_pruned_on_an_accelerator_on_every_architecture(architecture):
+    spec = BUILT_IN["attnprune"]
+    CHECKS["works on an accelerator"](Subject(spec, spec.options(), architecture))
 
 
 class Options(BaseModel):
