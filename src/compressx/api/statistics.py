@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -161,11 +161,17 @@ class Hessian:
             yield start, stop, self.sums[begin:end].view(stop - start, -1)
 
 
+_CONSTANT = 1e-12
+"""A feature's variance over its mean square below which it counts as constant: what float64 sums round is 1e-15."""
+
+
 @dataclass
 class Covariance:
     """X^T X and the sum of X: the Hessian of a linear whose bias takes up what its inputs are on the average.
 
-    With a bias the least squared output error is that of inputs less their mean.
+    With a bias the least squared output error is that of inputs less their mean. Products are of inputs less the mean
+    of their batch, which is put back in float64: float32 products of a feature that hardly varies would leave rounding
+    in place of its variance.
     """
 
     in_features: int
@@ -178,9 +184,17 @@ class Covariance:
 
     def update(self, x: Tensor) -> None:
         """Add a batch [..., in_features]."""
-        self.hessian.update(x)
+        flat = x.reshape(-1, self.in_features).float()
+        mean = flat.sum(dim=0) / max(1, len(flat))
+        centred = flat - mean
+        self.hessian.update(centred)
+        mean, rest = mean.double(), centred.sum(dim=0, dtype=torch.float64)  # of rounding, and what it has left
+        total = len(flat) * mean + rest
         self.total = _accumulator(self.total, x.device)
-        self.total += x.reshape(-1, self.in_features).sum(dim=0, dtype=torch.float32)
+        self.total += total
+        left, right = torch.stack([mean, rest], dim=1), torch.stack([total, mean])
+        for start, stop, panel in self.hessian._panels():
+            panel.addmm_(left[start:stop], right[:, start:])
 
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
         """Return those of `hessian`, and `total` [in_features]."""
@@ -189,8 +203,11 @@ class Covariance:
 
     def work(self, text: Windows) -> Work:
         """Count what `update` does with some text, and what the statistic holds."""
-        summed = Work.of(moved=text.tokens * self.in_features * text.itemsize, launches=2 * text.batches)
-        return self.hessian.work(text) + summed
+        numbers, panels, batches = text.tokens * self.in_features, self.hessian._rows(), text.batches
+        means = 16.0 * batches * sum((stop - start) * (self.in_features - start) for start, stop in panels)
+        moved, launches = numbers * (text.itemsize + 24) + means, (12 + len(panels)) * batches
+        centred = Work.of(8 * numbers / batches, moved=moved, launches=launches)
+        return self.hessian.work(replace(text, itemsize=4)) + centred  # of float32, whatever comes
 
     @property
     def mean(self) -> Tensor:
@@ -198,8 +215,14 @@ class Covariance:
         return self.total / self.hessian.count.clamp_min(1)
 
     def assembled(self) -> Tensor:
-        """Return the sum over tokens of (x - mean) (x - mean)^T, float32 [in_features, in_features], to overwrite."""
-        return self.hessian.assembled(self.total / self.hessian.count.clamp_min(1).sqrt())
+        """Return the sum over tokens of (x - mean) (x - mean)^T, float32 [in_features, in_features], to overwrite.
+
+        Rows and columns of features that are constant but for rounding are zero.
+        """
+        means = self.total / self.hessian.count.clamp_min(1).double().sqrt()
+        squares = self.hessian.diagonal
+        varies = squares - means.square() > _CONSTANT * squares
+        return self.hessian.assembled(means).mul_(varies).mul_(varies[:, None])
 
 
 @dataclass

@@ -115,6 +115,35 @@ def test_a_covariance_is_the_hessian_of_inputs_less_their_mean_though_the_mean_i
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spread", [0.0, 1e-5, 1e-3])
+def test_a_covariance_of_features_that_hardly_vary_is_none_of_rounding(spread, dtype):
+    """Scaled to a unit diagonal, as for a factor, rounding in place of two variances is a correlation above one."""
+    x = torch.randn(4, 512, 24, generator=torch.Generator().manual_seed(0))
+    x[..., :4] = torch.tensor([100.0, 33.3, 0.1, 17.0]) + spread * x[..., :4]
+    x[..., 4:] += 1000.0
+    statistic = Covariance(24)
+    for batch in x.to(dtype):
+        statistic.update(batch)
+    flat = x.to(dtype).double().flatten(0, 1)
+    centred = flat - flat.mean(dim=0)
+    exact, found = centred.T @ centred, statistic.assembled().double()
+    varies = exact.diagonal() > 1e-12 * flat.square().sum(dim=0)
+    scale = torch.where(varies, exact.diagonal().sqrt(), 1.0)
+    assert not found[~varies].any()
+    assert not found[:, ~varies].any()
+    wanted = (exact / scale / scale[:, None]) * varies * varies[:, None]
+    torch.testing.assert_close(found / scale / scale[:, None], wanted, rtol=0, atol=5e-4)
+
+
+def test_a_covariance_takes_a_batch_without_tokens():
+    statistic = Covariance(3)
+    statistic.update(torch.empty(0, 3))
+    statistic.update(torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]))
+    assert statistic.mean.tolist() == [2.0, 2.0, 2.0]
+    assert statistic.assembled().tolist() == [[2.0, 0.0, -2.0], [0.0, 0.0, 0.0], [-2.0, 0.0, 2.0]]
+
+
 def test_covariances_of_two_processes_add_up_to_that_of_all():
     x = torch.randn(8, 6, 10, generator=torch.Generator().manual_seed(0))
     whole, first, second = Covariance(10), Covariance(10), Covariance(10)
