@@ -13,15 +13,21 @@ from torch import Tensor
 from compressx.api.pruner import Linear, Statistic
 from compressx.api.routed import RoutedStatistic
 from compressx.blocks.hooks import inputs_watched, routing_watched
-from compressx.runtime.errors import CalibrationError, UnsupportedModelError
+from compressx.runtime.errors import CalibrationError, UnsupportedModelError, blamed_on
 from compressx.runtime.finite import first_damaged
 
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """A statistic. Linears that share it hold one `Observed`, which is the key to what they share."""
+    """A statistic. Linears that share it hold one `Observed`, which is the key to what they share.
+
+    Attributes:
+        statistic: what takes in the inputs.
+        pruner: the name of the plugin that asked for it, which is told if it fails.
+    """
 
     statistic: Statistic
+    pruner: str = ""
 
 
 def observe(
@@ -45,6 +51,7 @@ def observe(
     Raises:
         CalibrationError: an input that is not finite; the message names the linear.
         UnsupportedModelError: a linear that shares its input with another on some batches only.
+        PluginError: a statistic that fails; the message names the pruner that asked for it and the linear.
     """
     asked = {name: stats for name, stats in wanted.items() if stats}
     if not asked:
@@ -136,7 +143,10 @@ class _Feed:
             else:
                 weights = (self.weights(name, len(x)),) if is_routed(mine.statistic) else ()
                 # The block's products may be narrow; a Hessian of bfloat16 products has negative eigenvalues.
-                with torch.autocast(x.device.type, enabled=False):
+                with (
+                    torch.autocast(x.device.type, enabled=False),
+                    blamed_on(f"update of the statistic of pruner {mine.pruner!r} failed on {name}"),
+                ):
                     mine.statistic.update(x, *weights)
                 took.append(mine)
 

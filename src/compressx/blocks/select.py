@@ -80,7 +80,8 @@ def gather(
                 for role, spec, pruner in zip(_ROLES, specs, pruners[rule], strict=True)
                 if spec is not None and pruner is not None
             }
-            wanted[name] = {role: Observed(s) for role, fresh in ask.items() if (s := fresh()) is not None}
+            by = {role: spec.name for role, spec in zip(_ROLES, specs, strict=True) if spec is not None}
+            wanted[name] = {role: Observed(s, by[role]) for role, fresh in ask.items() if (s := fresh()) is not None}
             asking |= {(name, role): fresh for role, fresh in ask.items()}
             for observed in wanted[name].values() if before else ():
                 place_after(observed.statistic, before)

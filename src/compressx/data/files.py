@@ -25,11 +25,11 @@ def matching(pattern: str, key: str) -> list[Path]:
         key: of the recipe: `text`, `json` or `parquet`.
 
     Raises:
-        CalibrationError: no file matches, or the pattern names a folder.
+        CalibrationError: no file matches, the pattern names a folder, or a file is of another kind by its name.
     """
     expanded = Path(pattern).expanduser()
     if expanded.is_file():  # before globbing: a file name may contain brackets
-        return [expanded]
+        return _plain([expanded], key)
     paths = sorted(Path(p) for p in glob.glob(str(expanded), recursive=True) if Path(p).is_file())  # noqa: PTH207 - ** and absolute patterns
     if not paths and expanded.is_dir():
         inside = str(Path(pattern) / f"**/*.{_SUFFIXES[key]}")
@@ -37,6 +37,14 @@ def matching(pattern: str, key: str) -> list[Path]:
     if not paths:
         beside = nearest(expanded.name, [p.name for p in expanded.parent.glob("*")])
         raise CalibrationError(f"{key}: no file matches {pattern!r}; {beside}looked in {Path.cwd()}")
+    return _plain(paths, key)
+
+
+def _plain(paths: list[Path], key: str) -> list[Path]:
+    """Refuse rows as `text`: braces, quotes and names of fields would be calibrated on."""
+    rows = {".jsonl": "json", ".parquet": "parquet"}
+    if key == "text" and (other := next((p for p in paths if p.suffix in rows), None)) is not None:
+        raise CalibrationError(f"text: {other} holds rows of fields; write {{{rows[other.suffix]}: {other}}} for them")
     return paths
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from compressx.models.export import model_folder
 from compressx.models.packages import file_of_package
 from compressx.models.packed_folder import is_packed, unpacked
-from compressx.models.shards import check_files
+from compressx.models.shards import check_files, files_of
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, CompressxError, UnsupportedModelError, nearest
 from compressx.runtime.quiet import quiet_libraries
@@ -130,9 +130,8 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
                 f"{where} is not a causal language model; compressx prunes decoder-only language models, such as "
                 f"Llama, Gemma or GPT-2: {reason}"
             ) from error
-        advice = (
-            "" if Path(where).exists() else f"; {_similar(where)}check the id and the network, or give a local folder"
-        )
+        advice = f"; {_similar(where)}check the id and the network, or give a local folder (there is no {where} here)"
+        advice = "" if Path(where).exists() else advice
         raise ArtifactError(f"cannot load {where}: {reason.rstrip('.')}{advice}") from error
 
 
@@ -148,7 +147,17 @@ def _local_path(source: ModelSource) -> Path:
         path = unpacked(path)
     if path.is_dir():
         check_files(path)
+        _refuse_adapters(path)
     return path
+
+
+def _refuse_adapters(folder: Path) -> None:
+    """Refuse weights that were saved with adapters around them; transformers would draw what lies below them."""
+    if adapted := [name for name in files_of(folder) if ".base_layer." in name or ".lora_" in name]:
+        raise UnsupportedModelError(
+            f"model folder {folder} was saved with PEFT adapters in the model: it has {adapted[0]}; save "
+            "peft_model.merge_and_unload() instead, then give that folder"
+        )
 
 
 def find_local(given: Path) -> Path:

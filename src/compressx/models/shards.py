@@ -70,7 +70,7 @@ def check_files(folder: Path) -> list[str]:
     Raises:
         ArtifactError: a file is missing, damaged or truncated.
     """
-    for file in (files := sorted(set(_files(folder).values()))):
+    for file in (files := sorted(set(files_of(folder).values()))):
         of_file(folder / file, OUTSIDE)
     return files
 
@@ -88,7 +88,7 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
     """
     from transformers.core_model_loading import rename_source_key
 
-    files = _files(folder)
+    files = files_of(folder)
     renamings, converters = _conversions(model)
     known = model.state_dict()
     members: dict[str, list[str]] = {OUTSIDE: [], **{fqn: [] for fqn in blocks}}
@@ -273,8 +273,8 @@ def _opened(path: Path, stack: ExitStack) -> Any:
         raise ArtifactError(f"{path} is not a safetensors file, or it is truncated: {advice}") from error
 
 
-def _files(folder: Path) -> dict[str, str]:
-    """Return the file name by tensor name."""
+def files_of(folder: Path) -> dict[str, str]:
+    """Return the file name of each tensor of a local checkpoint, by the tensor's name."""
     index = folder / _INDEX
     if not index.exists():
         with ExitStack() as stack:

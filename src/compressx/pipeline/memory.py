@@ -25,9 +25,9 @@ from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access, InMemory
 from compressx.models.architecture import text_config
 from compressx.models.blockwise import evaluation_mode
-from compressx.models.export import refuse_prepared
 from compressx.models.generate import first_token, generate
 from compressx.models.hidden import Keep, Streams
+from compressx.pipeline.accepted import check_model, check_tokenizer
 from compressx.pipeline.context import Progress, RunContext
 from compressx.pipeline.finished_block import FinishedBlock
 from compressx.pipeline.finishing import Pruned, describe, evaluated, report_of, trained
@@ -43,7 +43,7 @@ from compressx.recipe.memory import recipe_in_memory
 from compressx.recipe.sources import Generate
 from compressx.runtime.code import library_versions
 from compressx.runtime.determinism import deterministic, torchs_own_modes
-from compressx.runtime.errors import CalibrationError, CompressxError, UnsupportedModelError
+from compressx.runtime.errors import CalibrationError, CompressxError
 from compressx.runtime.machine import machine
 from compressx.runtime.ranks import ALONE
 from compressx.runtime.timing import Timing, forget_peaks
@@ -101,7 +101,8 @@ def prune(
     """
     timing = Timing("load")
     with run_log(first=True, file=None) as log:
-        _refuse(model)
+        check_model(model)
+        given = check_tokenizer(tokenizer)
         name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
         path = Path(recipe) if isinstance(recipe, str | Path) else recipe
         loaded = recipe_in_memory(path, name, _decided(calibration), overrides)
@@ -113,7 +114,6 @@ def prune(
         forget_peaks()
         work = deepcopy(model) if copy else model
         with evaluation_mode(model), evaluation_mode(work), tempfile.TemporaryDirectory(prefix="compressx-") as folder:
-            given = _NoTokenizer() if tokenizer is None else tokenizer
             planned, texts = _read(context, model, given, calibration)
             context = context.with_arithmetic(planned, model.dtype)
             kept = Kept(Path(folder))
@@ -210,29 +210,6 @@ def _changes_told(context: RunContext, kept: Kept, planned: Plan) -> Iterator[No
         raise
 
 
-def _refuse(model: Any) -> None:
-    """Refuse what is no dense transformers model on one device."""
-    from transformers import PreTrainedModel
-
-    kind = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(
-            f"prune takes a transformers causal language model, got {kind}; unwrap it first (of PEFT: "
-            "model.merge_and_unload())"
-        )
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise UnsupportedModelError(f"{kind} has PEFT adapters; merge them into its weights, or load it without them")
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(f"{kind} is quantized; prune the full-precision model, then quantize")
-    refuse_prepared(model, "pruned")
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) != 1 or "meta" in devices:
-        raise UnsupportedModelError(
-            f"{kind} has weights on {' and '.join(sorted(devices))}, expected one device; load it without device_map, "
-            "or write a recipe with model.streaming: true and call compressx.run"
-        )
-
-
 def _decided(calibration: Tensor | Sequence[Document] | None) -> Mapping[str, Any] | None:
     """Return the keys of the recipe's `calibration` that given text decides."""
     if calibration is None:
@@ -288,13 +265,3 @@ def _of_vocabulary(windows: Tensor, vocabulary: int) -> Tensor:
         f"calibration has token ids from {low} to {high}, but the model's vocabulary has {vocabulary}; tokenize with "
         "the model's own tokenizer"
     )
-
-
-class _NoTokenizer:
-    """In place of a tokenizer that is None: any use is an error."""
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise CalibrationError("tokenizer is None, but the recipe has text to read; pass the model's tokenizer")
-
-    def __getattr__(self, name: str) -> Any:
-        return self()

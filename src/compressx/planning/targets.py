@@ -11,7 +11,7 @@ from compressx.api.names import kind_of
 from compressx.models.architecture import Architecture
 from compressx.recipe.document import Placed, Step
 from compressx.recipe.schema import LoadedRecipe
-from compressx.recipe.targets import REGEX, Layers, Target, matches
+from compressx.recipe.targets import REGEX, Layers, Target, is_regex, matches
 from compressx.runtime.errors import Mistakes, RecipeError, did_you_mean
 
 _INTERVAL = re.compile(r"\[[^\]]*(\d\d+-|-\d\d)[^\]]*\]")
@@ -205,7 +205,10 @@ def _similar(target: Target, names: Sequence[str]) -> str:
         if similar := [name for name in names if fnmatchcase(name, meant)]:
             hint = f"did you mean {meant if len(similar) > 1 else similar[0]!r}? "
             break
-    return f"{hint}{did_you_mean(glob, kinds(names))}; whole names go from {names[0]} to {names[-1]}"
+    else:
+        if is_regex(glob) and any(re.match(glob, name) for name in names):
+            hint = f"did you mean {_shown(REGEX + glob)}? "
+    return f"{hint}{did_you_mean('' if hint else glob, kinds(names))}; whole names go from {names[0]} to {names[-1]}"
 
 
 def _refuse_interval(where: str, glob: str) -> None:

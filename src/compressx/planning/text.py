@@ -31,7 +31,10 @@ def text_mistakes(loaded: LoadedRecipe, skeleton: nn.Module, needed: bool) -> It
             "samples: 32}"
         )
     elif recipe.calibration is None and needed:
-        yield RecipeError(f"{loaded.where()}: the recipe has no calibration, but its pruners need one")
+        yield RecipeError(
+            f"{loaded.where()}: the recipe has no calibration, but its pruners need one; add one, such as "
+            "calibration: {dataset: wikitext, samples: 128}"
+        )
     elif recipe.calibration is None and recipe.reconstruct_block is not None:
         yield RecipeError(
             f"{loaded.where('reconstruct_block')}: blocks are trained on calibration text, but the recipe has no "

@@ -12,7 +12,7 @@ import inspect
 import itertools
 import sys
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -242,6 +242,8 @@ def _offered_by(manager: pluggy.PluginManager, plugin: object) -> Offers:
         results = manager.subset_hook_caller(kind.hook, others)() if kind.hook in implemented else [()]
         if not results:
             raise TypeError(f"{kind.hook} returned None; return a list of {kind.spec.__name__}")
+        if other := [type(found).__name__ for found in results if not isinstance(found, Iterable)]:
+            raise TypeError(f"{kind.hook} returned {other[0]}; return a list of {kind.spec.__name__}")
         for spec in itertools.chain.from_iterable(results):
             check_spec(kind, spec)
             if spec.name in offers[kind.key]:

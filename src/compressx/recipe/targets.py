@@ -14,6 +14,15 @@ REGEX = "re:"
 _RANGE = r"([0-9]{1,9})-([0-9]{1,9})"
 
 
+def is_regex(text: str) -> bool:
+    """Return whether a text, without `re:`, is a valid regular expression."""
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
 def _checked_name(value: str) -> str:
     if value.startswith(REGEX):
         try:

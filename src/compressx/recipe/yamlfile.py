@@ -173,7 +173,8 @@ class _Composer:
             if key == "<<" and getattr(event, "style", None) is None:
                 merged = {**self._merged(value, place), **merged}
             elif not isinstance(key, str):
-                raise RecipeError(f"{place}: a key must be text; got {shown(key)}, put it in quotes")
+                comma = "; in a number write a point, as in 0.5" if type(key) is int and value.value is None else ""
+                raise RecipeError(f"{place}: a key must be text; got {shown(key)}, put it in quotes{comma}")
             elif key in entries:
                 first = entries[key].place
                 self.mistakes.append(f"{place}: duplicate key {key!r}, first given at {first}; keep one of the two")

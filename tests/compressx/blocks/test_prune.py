@@ -548,6 +548,18 @@ def test_a_model_whose_inputs_cannot_be_observed_is_refused_with_the_layer(archi
         pruned(model, SPECS["wanda"], given=batches(5))
 
 
+def test_a_statistic_that_fails_is_blamed_on_the_pruner_that_asked_for_it():
+    class Asks:
+        def observe(self, block, name):
+            return FeatureNorms(3)
+
+    told = (
+        r"update of the statistic of pruner 'mine' failed on model\.layers\.0\.self_attn\.q_proj: RuntimeError: shape"
+    )
+    with pytest.raises(PluginError, match=told):
+        pruned(tiny_model("llama"), spec_of(Asks(), "mine"))
+
+
 def test_an_input_that_is_not_finite_is_told_also_where_the_block_fails_because_of_it():
     linear = torch.nn.Linear(4, 2)
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compressx.data import files
 from compressx.data.documents import check_dataset, documents
 from compressx.data.windows import (
     beginning,
@@ -86,6 +87,15 @@ class TestWhatIsSeenWithoutReading:
             check_dataset(source(json="*.txt", field="text"))
         (project / "b.txt").write_text("text")
         check_dataset(source(text="*.txt"))
+
+    @pytest.mark.parametrize(("name", "key"), [("a.jsonl", "json"), ("a.parquet", "parquet")])
+    def test_rows_are_not_taken_for_plain_text(self, name: str, key: str, project: Path) -> None:
+        (project / "a.txt").write_text("text")
+        (project / name).write_text('{"text": "row"}')
+        for pattern in (name, "a.*"):
+            with pytest.raises(CalibrationError, match=rf"text: {name} holds rows of fields; write {{{key}: {name}}}"):
+                files.matching(pattern, "text")
+        assert files.matching(name, key) == [Path(name)]
 
     def test_a_folder_is_refused_with_how_to_name_its_files(self, project: Path) -> None:
         (project / "corpus").mkdir()

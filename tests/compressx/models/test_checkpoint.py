@@ -10,6 +10,7 @@ from tests.compressx.saved import save_tiny
 from compressx.models.checkpoint import find_checkpoint
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
+from compressx.testing import tiny_model
 
 
 def source(**fields: object) -> ModelSource:
@@ -71,6 +72,18 @@ def test_folders_and_files_that_hold_no_model_say_what_was_expected(tmp_path):
 def test_an_adapter_is_refused_with_how_to_merge_it(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UnsupportedModelError, match=r"is a PEFT adapter .*merge_and_unload\(\)\.save_pretrained"):
+        find_checkpoint(source(path=tmp_path))
+
+
+def test_a_model_that_was_saved_with_adapters_in_it_is_refused_before_its_weights_are_read(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("llama")
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        UnsupportedModelError, match=r"adapters in the model.*q_proj.*save peft_model\.merge_and_unload"
+    ):
         find_checkpoint(source(path=tmp_path))
 
 

@@ -211,3 +211,15 @@ def test_what_is_no_dense_model_on_one_device_is_refused(model, wanda):
     adapted = get_peft_model(dense, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     with pytest.raises(UnsupportedModelError, match=r"got PeftModelForCausalLM; .*merge_and_unload"):
         compressx.prune(adapted, tokenizer, wanda)
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has PEFT adapters; merge them"):
+        compressx.prune(dense, tokenizer, wanda)  # PEFT put them into the model that it was given, too
+
+
+def test_what_was_passed_for_a_model_or_tokenizer_is_told_what_to_pass(model, wanda):
+    dense, tokenizer = loaded(model)
+    with pytest.raises(UnsupportedModelError, match="got str; load one by AutoModelForCausalLM"):
+        compressx.prune(str(model), tokenizer, wanda)
+    with pytest.raises(UnsupportedModelError, match="LlamaModel has no head to predict tokens; load"):
+        compressx.prune(dense.model, tokenizer, wanda)
+    with pytest.raises(CalibrationError, match=r"tokenizer is '.*'; expected what AutoTokenizer"):
+        compressx.prune(dense, str(model), wanda)

@@ -244,7 +244,7 @@ def test_a_pruner_that_misses_an_ignored_linear_is_told_by_which_line(refusal: A
 
 def test_the_targets_that_a_message_offers_for_a_mixture_of_experts_match(planned: Any, refusal: Any) -> None:
     for target, meant in (("*.w1", ""), ("*.experts.*.down_proj", "*.experts.down_proj.*"),
-                          ("re:.*experts.gate_up_proj$", "*.experts.gate_up_proj.*")):  # fmt: skip
+                          ("re:.*experts.gate_up_proj$", "*experts.gate_up_proj.*")):  # fmt: skip
         message = refusal(RecipeError, f'targets: ["{target}"], {MAGNITUDE}', model="mixtral")
         assert f"did you mean {meant!r}?" in message or not meant, message
         offered = message.partition("valid: ")[2].partition(";")[0].split(", ")
@@ -308,6 +308,12 @@ def test_a_target_without_a_linear_names_the_nearest(refusal: Any) -> None:
     assert "target '*.q_prj' matches no linear; did you mean '*.q_proj'?" in message
 
 
+def test_a_regular_expression_without_its_prefix_is_told_with_it(refusal: Any) -> None:
+    for target in (r".*\.[qk]_proj$", r"model\.layers\.\d+\.mlp\.up_proj"):
+        message = refusal(RecipeError, f"targets: ['{target}'], pruner: magnitude, sparsity: 0.5")
+        assert f"target '{target}' matches no linear; did you mean 're:{target}'? valid: " in message
+
+
 @pytest.mark.parametrize(
     ("target", "meant"),
     [("layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj"),
@@ -317,7 +323,7 @@ def test_a_target_without_a_linear_names_the_nearest(refusal: Any) -> None:
 )  # fmt: skip
 def test_a_target_that_is_nearly_a_whole_name_is_told_what_names_look_like(refusal, target, meant):
     message = refusal(RecipeError, f'targets: ["{target}"], pruner: magnitude, sparsity: 0.5')
-    assert f"matches no linear; did you mean {meant!r}?" in message
+    assert f"matches no linear; did you mean {meant!r}? valid: " in message, "said once"
     assert message.endswith("whole names go from model.layers.0.self_attn.q_proj to lm_head")
 
 
@@ -412,7 +418,7 @@ def test_options_of_selecting_are_refused_where_the_mask_is_given(pruner: str, o
 def test_calibration_is_needed_when_a_pruner_observes(planned: Any, refusal: Any) -> None:
     message = refusal(RecipeError, 'targets: ["*"], pruner: wanda, sparsity: 0.5', calibration="")
     assert message.startswith("r.yaml:")
-    assert "the recipe has no calibration, but its pruners need one" in message
+    assert "the recipe has no calibration, but its pruners need one; add one, such as calibration: {" in message
     plan = planned('targets: ["*"], pruner: magnitude, sparsity: 0.5', calibration="")
     assert not plan.needs_calibration
     assert planned('targets: ["*"], pruner: wanda, sparsity: 0.5').needs_calibration

@@ -310,7 +310,7 @@ GROUPS = "expected a tuple of row, layer, joint, such as ('row',)"
     [
         ("None", "TypeError: compressx_pruners returned None; return a list of PrunerSpec"),
         ("['wanda']", "TypeError: compressx_pruners returned 'wanda', which is not a PrunerSpec"),
-        ("7", "TypeError: 'int' object is not iterable"),
+        ("7", "TypeError: compressx_pruners returned int; return a list of PrunerSpec"),
         ("(1 / 0 for _ in [1])", "ZeroDivisionError: division by zero"),
         ("[spec('', Options)]", "TypeError: compressx_pruners returned a PrunerSpec named ''; expected non-empty text"),
         ("[spec('x', __import__('pydantic').BaseModel)]",

@@ -202,6 +202,7 @@ def test_every_mistake_is_reported_at_once() -> None:
 def test_a_key_that_is_not_text_is_refused() -> None:
     for key in ("1", "null", "true", "[a]", "{a: b}"):
         assert refusal(f"? {key}\n: x\n").startswith("r.yaml:1:3: a key must be text; got ")
+    assert refusal("prune: [{sparsity: 0,5}]").endswith("got 5, put it in quotes; in a number write a point, as in 0.5")
 
 
 # --- values
