@@ -53,8 +53,9 @@ class Layer:
     def _gathered(self, x: Tensor, weights: Triple | None) -> Moments:
         mixed = self.mixing.mixed
         if weights is None:
-            return Moments.dense((mixed(part, self.dense) for part in parts(x)), self.output)
-        return Moments.of((mixed(part, weights), mixed(part, self.dense) @ self.output.T) for part in parts(x))
+            return Moments.dense((mixed(part, self.dense) for part in parts(x)), self.output, bias=self.bias)
+        pairs = ((mixed(part, weights), mixed(part, self.dense) @ self.output.T) for part in parts(x))
+        return Moments.of(pairs, bias=self.bias)
 
 
 @dataclass(frozen=True, eq=False)

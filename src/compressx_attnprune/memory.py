@@ -159,10 +159,13 @@ def without_groups(
     train = max(1, sequences - held_out)
     seen, unseen = (_Batch.of(shape, min(SEQUENCES, count)) for count in (train, held_out))
 
-    # Sums, the products of the batch before, and what it has mixed. Or sums, new products and the new sums.
-    further = (1.5 * square + seen.mixed) * (train > SEQUENCES)
-    dense = max(seen.fused + further, 2.5 * square + seen.mixed, square + 3 * cross)
-    steps = [dense, moments + unseen.fused, moments + max(2.5 * square + unseen.mixed, square + 3 * cross)]
+    # Sums, the products of the batch before, and what it has mixed. Or sums, new products and the new sums. With a bias
+    # products are float64, and of copies less their means.
+    wide, copies = 0.5 * shape.bias, 1 + shape.bias
+    further = ((1.5 + wide) * square + seen.mixed) * (train > SEQUENCES)
+    dense = max(seen.fused + further, (2.5 + wide) * square + copies * seen.mixed, square + 3 * cross)
+    summed = max((2.5 + wide) * square + copies * unseen.mixed, square + 3 * cross)
+    steps = [dense, moments + unseen.fused, moments + summed]
     if chosen:
         own = float(_F64 * gone * gone)
         compared = 2 * square + cross + _F64 * out * gone + 4 * own
@@ -177,8 +180,8 @@ def without_groups(
     # Other weights mix otherwise: the dense outputs and theirs are gathered, beside what is known of the dense ones.
     again = 2 * moments + 2 * weights + cross / 2
     other = [
-        again + seen.fused + seen.out + seen.mixed + 1.5 * moments,
-        again + 2.5 * moments + seen.mixed + seen.out,
+        again + seen.fused + seen.out + seen.mixed + (1.5 + wide) * moments,
+        again + (2.5 + wide) * moments + copies * (seen.mixed + seen.out),
         again + 2 * moments + best,
     ]
     if not shape.apart:

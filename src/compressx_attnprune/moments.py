@@ -16,6 +16,9 @@ from torch import Tensor
 
 from compressx.numerics.obs import NotPositiveDefiniteError
 
+_CONSTANT = 1e-12
+"""A feature's variance over its mean square below which it counts as constant: what float64 sums round is 1e-15."""
+
 
 @dataclass(frozen=True, eq=False)
 class Moments:
@@ -38,29 +41,39 @@ class Moments:
     tokens: int
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> Moments:
-        """Gather batches of m [..., h * value_dim] and y [..., out_features]; products are of their dtype."""
+    def of(cls, pairs: Iterable[tuple[Tensor, Tensor]], *, bias: bool = False) -> Moments:
+        """Gather batches of m [..., h * value_dim] and y [..., out_features]; products are of their dtype.
+
+        Args:
+            pairs: the batches.
+            bias: whether `centred` will be asked for. Then products are of m and y less their means in the batch, which
+                are put back in float64: a head that always looks at one token mixes values that hardly vary, and
+                float32 products would leave rounding in place of their variances.
+        """
         sums: list[Tensor] = []
         tokens = 0
         for mixed, output in pairs:
             m, y = mixed.flatten(0, -2), output.flatten(0, -2)
-            new = (m.T @ m, m.T @ y, m.sum(dim=0), y.sum(dim=0), y.square().sum(dtype=torch.float64))
+            squares = y.square().sum(dtype=torch.float64)
+            new = (*(_around_means(m, y) if bias else (m.T @ m, m.T @ y, m.sum(dim=0), y.sum(dim=0))), squares)
             sums = [a + b for a, b in zip(sums, new, strict=True)] if sums else [b.double() for b in new]
             tokens += len(m)
         return cls(sums[0], sums[1], sums[2], sums[3], sums[4], tokens)
 
     @classmethod
-    def dense(cls, batches: Iterable[Tensor], weight: Tensor) -> Moments:
-        """Gather batches of m where y = W m, with W [out_features, h * value_dim]."""
-        own = cls.of((m, m[..., :0]) for m in batches)
+    def dense(cls, batches: Iterable[Tensor], weight: Tensor, *, bias: bool = False) -> Moments:
+        """Gather batches of m where y = W m, with W [out_features, h * value_dim]; `bias` as for `of`."""
+        own = cls.of(((m, m[..., :0]) for m in batches), bias=bias)
         w = weight.double()
         cross = own.mixed @ w.T
         return cls(own.mixed, cross, own.mixed_sum, w @ own.mixed_sum, (cross * w.T).sum(), own.tokens)
 
     def centred(self) -> tuple[Tensor, Tensor]:
-        """Return `mixed` and `cross` of m and y less their means."""
+        """Return `mixed` and `cross` of m and y less their means; zeros for what of m is constant but for rounding."""
         mean = self.mixed_sum / self.tokens
-        return self.mixed - torch.outer(mean, self.mixed_sum), self.cross - torch.outer(mean, self.output_sum)
+        mixed, cross = self.mixed - torch.outer(mean, self.mixed_sum), self.cross - torch.outer(mean, self.output_sum)
+        varies = mixed.diagonal() > _CONSTANT * self.mixed.diagonal()
+        return mixed.mul_(varies).mul_(varies[:, None]), cross.mul_(varies[:, None])
 
     def shift(self, weight: Tensor) -> Tensor:
         """Return mean(y - W m) [out_features], the best addition to the bias for a weight [out_features, n]."""
@@ -73,6 +86,18 @@ class Moments:
         of_shift = self.tokens * c.square().sum() + 2.0 * (c * (w @ self.mixed_sum - self.output_sum)).sum()
         lost = (of_weight + of_shift + self.squares).clamp_min(0.0)  # below zero only by rounding
         return torch.where(self.squares > 0.0, lost / self.squares, 0.0)
+
+
+def _around_means(m: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the sums over tokens of m m^T, m y^T, m and y, float64, by products of both less their means."""
+    means = m.mean(dim=0), y.mean(dim=0)
+    a, b = m - means[0], y - means[1]
+    of_m, of_y = (mean.double() for mean in means)
+    left_a, left_b = (x.sum(dim=0, dtype=torch.float64) for x in (a, b))  # by the rounding of the means
+    sum_m, sum_y = len(m) * of_m + left_a, len(y) * of_y + left_b
+    mixed = (a.T @ a).double().addr_(of_m, sum_m).addr_(left_a, of_m)
+    cross = (a.T @ b).double().addr_(of_m, sum_y).addr_(left_a, of_y)
+    return mixed, cross, sum_m, sum_y
 
 
 def solve(moments: Moments, weight: Tensor, kept: Tensor, damping: float, *, bias: bool) -> tuple[Tensor, Tensor]:

@@ -73,6 +73,25 @@ def test_a_dense_layer_needs_no_outputs(bias: bool):
     assert dense.error(w, shift) < 1e-12
 
 
+@pytest.mark.parametrize("spread", [0.0, 1e-4, 1e-2])
+def test_values_that_hardly_vary_are_left_to_the_bias_by_their_variance_and_not_by_rounding(spread: float):
+    """As those of heads that always look at one token: float32 products left rounding, of which there is no factor."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(OUTPUTS, MIXED, generator=generator)
+    m = torch.randn(4, 256, MIXED, generator=generator)
+    m[..., :5] = torch.tensor([50.0, -7.0, 0.3, 1.0, 300.0]) + spread * m[..., :5]
+    exact = Moments.dense(m.double(), w, bias=True)
+    centred = m.double() - m.double().mean(dim=(0, 1))
+    around = centred.flatten(0, 1).T @ centred.flatten(0, 1)
+    varies = around.diagonal() > 1e-12 * m.double().square().sum(dim=(0, 1))
+    torch.testing.assert_close(exact.centred()[0], around * varies * varies[:, None], rtol=1e-3, atol=1e-6)
+    pairs = Moments.of(((x, x @ w.T) for x in m), bias=True)
+    for moments in (Moments.dense(m, w, bias=True), pairs):
+        new, shift = solve(moments, w, KEPT, 0.03, bias=True)
+        wanted, wanted_shift = solve(exact, w, KEPT, 0.03, bias=True)
+        assert exact.error(new, shift) <= 1.0001 * exact.error(wanted, wanted_shift) + 1e-12
+
+
 def test_products_of_float32_are_summed_in_float64():
     w, m, _ = draw()
     moments = Moments.dense(m.float(), w.float())
