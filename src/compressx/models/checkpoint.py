@@ -147,16 +147,21 @@ def _local_path(source: ModelSource) -> Path:
         path = unpacked(path)
     if path.is_dir():
         check_files(path)
-        _refuse_adapters(path)
+        _refuse_wrapped(path)
     return path
 
 
-def _refuse_adapters(folder: Path) -> None:
-    """Refuse weights that were saved with adapters around them; transformers would draw what lies below them."""
+def _refuse_wrapped(folder: Path) -> None:
+    """Refuse weights that were saved with adapters or masks around them; transformers would draw new ones."""
     if adapted := [name for name in files_of(folder) if ".base_layer." in name or ".lora_" in name]:
         raise UnsupportedModelError(
             f"model folder {folder} was saved with PEFT adapters in the model: it has {adapted[0]}; save "
             "peft_model.merge_and_unload() instead, then give that folder"
+        )
+    if held := [name for name in files_of(folder) if ".parametrizations." in name]:
+        raise ArtifactError(
+            f"model folder {folder} was saved while masks were held: it has {held[0]}; call "
+            "compressx.masks.squash(sparsifier) on the model, then save it again"
         )
 
 

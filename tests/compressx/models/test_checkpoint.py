@@ -5,6 +5,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from tests.compressx.saved import save_tiny
 
 from compressx.models.checkpoint import find_checkpoint
@@ -84,6 +85,16 @@ def test_a_model_that_was_saved_with_adapters_in_it_is_refused_before_its_weight
     with pytest.raises(
         UnsupportedModelError, match=r"adapters in the model.*q_proj.*save peft_model\.merge_and_unload"
     ):
+        find_checkpoint(source(path=tmp_path))
+
+
+def test_a_model_that_was_saved_while_masks_were_held_is_told_to_be_squashed(tmp_path):
+    from torch.nn.utils import parametrize
+
+    model = tiny_model("llama")
+    parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", torch.nn.Identity())
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ArtifactError, match=r"while masks were held: .*up_proj\.parametrizations.*squash"):
         find_checkpoint(source(path=tmp_path))
 
 
