@@ -6,6 +6,7 @@ Import this module only where it is used, because it imports transformers.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -26,12 +27,15 @@ class MaskCallback(TrainerCallback):  # type: ignore[misc]
     optimizers that move them nevertheless. Nothing is parametrized, so checkpoints are plain ones.
     Adapters: `mask_adapters` is called; merge them afterwards with `merge_adapters`.
 
-    Raises, when training starts:
-        ArtifactError: as for `MaskSet.apply` or `mask_adapters`.
+    Args:
+        masks: of the model, or the path of their file.
+
+    Raises:
+        ArtifactError: no such file; when training starts, as for `MaskSet.apply` or `mask_adapters`.
     """
 
-    def __init__(self, masks: MaskSet) -> None:
-        self._masks = masks
+    def __init__(self, masks: MaskSet | str | Path) -> None:
+        self._masks = masks if isinstance(masks, MaskSet) else MaskSet.load(masks)
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
 

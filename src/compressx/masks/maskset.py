@@ -65,6 +65,8 @@ class MaskSet(Mapping[str, MaskEntry]):
             object.__setattr__(self, "entries", dict(self.entries))
 
     def __getitem__(self, name: str) -> MaskEntry:
+        if name not in self.entries:
+            raise KeyError(f"no mask of {name!r}; {did_you_mean(name, self.entries) or 'there are no masks'}")
         return self.entries[name]
 
     def __iter__(self) -> Iterator[str]:

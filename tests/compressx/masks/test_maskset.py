@@ -88,6 +88,15 @@ def test_dropped_weights_that_are_infinite_or_nan_become_zero() -> None:
     assert found.verify(model)
 
 
+def test_a_name_without_a_mask_gives_the_nearest_one() -> None:
+    masks = two_of_four(tiny_model("llama"))
+    with pytest.raises(
+        KeyError, match=r"no mask of 'model.layers.0.mlp.up_prj'; did you mean 'model.layers.0.mlp.up_proj'"
+    ):
+        masks["model.layers.0.mlp.up_prj"]
+    assert masks.get("q_proj") is None
+
+
 def test_a_misspelt_name_gives_the_nearest_one_and_nothing_is_changed() -> None:
     model = tiny_model("llama")
     before = state_of(model)
