@@ -100,7 +100,7 @@ def products_in(
 class _Converted(TorchFunctionMode):
     """Computes products of 16-bit factors in another dtype, and returns them in the factors'.
 
-    A product that says the dtype of its result is left alone: a Hessian's is float32, and would come back in 16 bits.
+    A product whose result is to be wider is left alone: a Hessian's is float32, and would come back in 16 bits.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -109,7 +109,7 @@ class _Converted(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function not in _PRODUCTS or "out_dtype" in kwargs:
+        if function not in _PRODUCTS or kwargs.get("out_dtype") not in {None, *_NARROW}:
             return function(*args, **kwargs)
         narrow = next((x.dtype for x in _tensors((args, *kwargs.values())) if x.dtype in _NARROW), None)
         if narrow is None:
