@@ -79,8 +79,7 @@ class MaskSet(Mapping[str, MaskEntry]):
         return name in self.entries
 
     def __repr__(self) -> str:
-        patterns = Counter(entry.pattern for entry in self.values())
-        listed = ", ".join(f"{count} x {pattern}" for pattern, count in patterns.items())
+        listed = ", ".join(f"{n} x {pattern}" for pattern, n in Counter(x.pattern for x in self.values()).items())
         linears = f"{len(self)} linear{'' if len(self) == 1 else 's'}"
         return f"MaskSet({linears}, {self.sparsity():.2%} sparse: {listed})" if self else "MaskSet(0 linears)"
 
