@@ -91,6 +91,7 @@ SIZES = {
         (Length(2048, 64),), (1, 16), whole=True,
     ),
 }  # fmt: skip
+PARTS = ("agreement", "block", "2:4", "speed", "model")
 SMALL = Size(256, 768, 1000, 16, 128, "float32", (), (), 0, (), (), whole=False)
 """Of the comparison with the CPU: large enough for several column blocks, small enough for a CPU."""
 
@@ -235,40 +236,45 @@ def main() -> None:
     parser.add_argument("--size", choices=("auto", *SIZES), default="auto", help="auto: tiny on a CPU")
     parser.add_argument("--model", type=Path, help="GGUF file of SmolLM2; from its package when absent")
     parser.add_argument("--text", default="wikitext", help="calibration text of SmolLM2, a file or `wikitext`")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to measure; all when absent")
     arguments = parser.parse_args()
     device = device_for(arguments.device)
     size = SIZES[("llama-3-8b" if device.type == "cuda" else "tiny") if arguments.size == "auto" else arguments.size]
     arguments.output.mkdir(parents=True, exist_ok=True)
-    sections = {
-        "agreement with the CPU": measured("agreement", lambda: agreements(device)),
-        f"a block of width {size.width}, {size.windows} x {size.length} tokens": measured(
-            "block", lambda: blocks(device, size)
+    parts: dict[str, tuple[str, Callable[[], Iterator[dict[str, Any]]]]] = {
+        "agreement": ("agreement with the CPU", lambda: agreements(device)),
+        "block": (
+            f"a block of width {size.width}, {size.windows} x {size.length} tokens", lambda: blocks(device, size)
         ),
-        "2:4 products": measured("2:4", lambda: two_four.products(device, size.linears, size.tokens)),
-        f"tokens a second of {size.blocks} blocks": measured(
-            "speed",
+        "2:4": ("2:4 products", lambda: two_four.products(device, size.linears, size.tokens)),
+        "speed": (
+            f"tokens a second of {size.blocks} blocks",
             lambda: two_four.speeds(
-                device,
-                model_of(size, torch.device("cpu"), size.blocks),
-                size.lengths,
-                size.batches,
+                device, model_of(size, torch.device("cpu"), size.blocks), size.lengths, size.batches,
                 arguments.output / "models",
             ),
         ),
-    }
+    }  # fmt: skip
     if size.whole:
         from compressx.recipe.schema import load_recipe
 
         source = load_recipe(Path(__file__).parents[1] / "recipes" / "wanda-50.yaml").recipe.model
         model = source.model_dump(exclude_defaults=True) if arguments.model is None else {"path": str(arguments.model)}
-        sections["SmolLM2-135M, 128 x 512 tokens"] = measured(
-            "model", lambda: wholes(device, model, arguments.text, arguments.output / "runs")
+        parts["model"] = (
+            "SmolLM2-135M, 128 x 512 tokens",
+            lambda: wholes(device, model, arguments.text, arguments.output / "runs"),
         )
     where = machine(device)
-    found = {"machine": where, "size": asdict(size), "sections": sections}
-    (arguments.output / "accelerator.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    text = "\n".join([where, "", *(table(title, section) for title, section in sections.items())])
-    (arguments.output / "accelerator.md").write_text(text, encoding="utf-8")
+    sections: dict[str, Any] = {}
+    for name in arguments.only or parts:
+        if name in parts:
+            title, rows = parts[name]
+            sections[title] = measured(name, rows)
+            # After each, so that a run which is stopped has what it measured.
+            found = {"machine": where, "size": asdict(size), "sections": sections}
+            (arguments.output / "accelerator.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+            text = "\n".join([where, "", *(table(title, section) for title, section in sections.items())])
+            (arguments.output / "accelerator.md").write_text(text, encoding="utf-8")
     print(text)
 
 
