@@ -1,12 +1,13 @@
 """What `compressx plan` estimates: held against runs, and for models too large to run here.
 
-    OMP_NUM_THREADS=1 python benchmarks/estimate.py compare recipe.yaml...
+    OMP_NUM_THREADS=1 python benchmarks/estimate.py compare recipe.yaml... --device cpu
     python benchmarks/estimate.py shapes --assume h100 --processes 8
 
-`compare` estimates each recipe and then runs it, in a process for each. It prints seconds of the processor, which other
-programs disturb less than the clock, by stage, and the peak of the resident memory. The checks that a plan does too
-are in its `start` and taken off what is measured of loading. Run it with one thread: seconds of several add up. For
-ALPS it prints how many steps its solvers took, of which the estimate takes a mean.
+`compare` estimates each recipe and then runs it, in a process for each. It prints by stage the seconds, on a CPU those
+of the processor, which other programs disturb less than the clock, and the peak of the device's memory, on a CPU of the
+resident. The checks that a plan does too are in its `start` and taken off what is measured of loading. On a CPU run it
+with one thread: seconds of several add up. For ALPS it prints how many steps its solvers took, of which the estimate
+takes a mean.
 
 `shapes` writes the configs of Llama 3 8B and 70B to a folder and estimates pruning of 50%, calibrated on 128 windows of
 2048 tokens, by one process or more. No weight is made or read, and nothing is fetched.
@@ -42,30 +43,38 @@ METHODS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def compare(path: Path) -> None:
-    """Print estimate and measurement of a recipe."""
+def compare(path: Path, named: str) -> None:
+    """Print estimate and measurement of a recipe on a device."""
     from compressx import load_plugins, run
     from compressx.costs.recipe import estimate, machine_for
+    from compressx.models.access import device_for
     from compressx.pipeline.preparation import loaded_recipe, prepare
+    from compressx.runtime.timing import synchronize
+
+    device = device_for(named)
+
+    def clock() -> float:
+        synchronize(device)
+        return time.process_time() if device.type == "cpu" else time.perf_counter()
 
     plugins = load_plugins()
     loaded = loaded_recipe(path, (), plugins)
     prepared = prepare(loaded, plugins)
-    found = estimate(loaded.recipe, prepared.plan, prepared.checkpoint, machine_for(None, "cpu"))
+    found = estimate(loaded.recipe, prepared.plan, prepared.checkpoint, machine_for(None, named))
     expected: dict[str, float] = {}
     for stage in found.stages:
         name = stage.name.partition(":")[0]
         expected[name] = expected.get(name, 0.0) + found.seconds(stage)
-    started = time.process_time()
+    started = clock()
     prepare(loaded, plugins)
-    spent = {"load": started - time.process_time()}
-    now: list[Any] = ["load", time.process_time()]
+    spent = {"load": started - clock()}
+    now: list[Any] = ["load", clock()]
 
     def entered(stage: str, *_: Any) -> None:
-        spent[now[0]] = spent.get(now[0], 0.0) + time.process_time() - now[1]
-        now[:] = [stage, time.process_time()]
+        spent[now[0]] = spent.get(now[0], 0.0) + clock() - now[1]
+        now[:] = [stage, clock()]
 
-    report = run(loaded, plugins=plugins, progress=entered, device="cpu", restart=True)
+    report = run(loaded, plugins=plugins, progress=entered, device=named, restart=True)
     entered("")
     for name, seconds in expected.items():
         print(f"| {path.stem} | {name} | {seconds:.1f} | {spent.get(name, 0.0):.1f} | "
@@ -123,7 +132,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("compare").add_argument("recipes", nargs="+", type=Path)
+    compared = commands.add_parser("compare")
+    compared.add_argument("recipes", nargs="+", type=Path)
+    compared.add_argument("--device", default="auto")
     shaped = commands.add_parser("shapes")
     shaped.add_argument("--assume", default="h100")
     shaped.add_argument("--processes", type=int, default=1)
@@ -131,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.command == "compare":
         print("| recipe | stage | estimated, s | measured, s | ratio |\n|---|---|---:|---:|---:|", flush=True)
         for recipe in given.recipes:  # each in a process of its own: memory of a run before would count as held
-            process = multiprocessing.get_context("spawn").Process(target=compare, args=(recipe,))
+            process = multiprocessing.get_context("spawn").Process(target=compare, args=(recipe, given.device))
             process.start()
             process.join()
             if process.exitcode:
