@@ -6,7 +6,9 @@ On a GPU it prunes a decoder block of Llama-3-8B's shape with random weights, an
 block only, unless `--size` says otherwise. DIR gets `accelerator.json` and `accelerator.md`, which is printed too:
 
 - agreement: a small float32 model is pruned on the CPU and on the device; the share of mask entries that are equal, and
-  both errors of the block's output. Order of summation differs, so a few weights with nearly equal scores may.
+  both errors of the block's output. Sums are rounded otherwise, so masks of nearly equal scores differ; how much that
+  does is seen on the CPU, with weights changed in their last bit: `rounded`.
+- stages: whole runs of tiny models on the CPU and on the device: the share of equal mask entries, and perplexities.
 - block: seconds of pruning and peak device memory above the model's, with the sparsity counted in the masks.
 - determinism: the same block pruned twice; whether masks and weights are equal to the bit.
 - model: SmolLM2 whole, with the seconds of pruning beside those that `compressx plan` estimates.
@@ -31,6 +33,7 @@ from torch import Tensor
 
 import compressx
 import two_four
+from compressx.masks.maskset import MaskSet
 from compressx.models.access import device_for
 from compressx.report.speeds import Length
 from compressx.runtime.machine import machine
@@ -87,11 +90,11 @@ class Size:
 SIZES = {
     "tiny": Size(64, 192, 100, 4, 32, "float32", ((64, 64),), (16,), 2, (Length(16, 4),), (1,), whole=False),
     "llama-3-8b": Size(
-        4096, 14336, 1000, 128, 2048, "bfloat16", ((4096, 4096), (14336, 4096), (4096, 14336)), (1, 64, 2048), 8,
+        4096, 14336, 1000, 128, 2048, "bfloat16", ((4096, 4096), (14336, 4096), (4096, 14336)), (1, 64, 2048, 16384), 8,
         (Length(2048, 64),), (1, 16), whole=True,
     ),
 }  # fmt: skip
-PARTS = ("agreement", "block", "2:4", "speed", "model")
+PARTS = ("agreement", "stages", "block", "2:4", "speed", "model")
 SMALL = Size(256, 768, 1000, 16, 128, "float32", (), (), 0, (), (), whole=False)
 """Of the comparison with the CPU: large enough for several column blocks, small enough for a CPU."""
 
@@ -136,12 +139,71 @@ def agreements(device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield for each method how far the device's masks are the CPU's."""
     model, ids = model_of(SMALL, torch.device("cpu")), text_of(SMALL)
     for name, rules in METHODS.items():
-        here, there = (pruned(model.to(where), SMALL, rules, ids) for where in (torch.device("cpu"), device))
-        equal = sum(int((here.masks[n].keep == there.masks[n].keep).sum()) for n in here.masks)
-        total = sum(here.masks[n].keep.numel() for n in here.masks)
+        here = pruned(model.to("cpu"), SMALL, rules, ids)
+        near = pruned(rounded(model), SMALL, rules, ids)
+        there = pruned(model.to(device), SMALL, rules, ids)
         yield {
-            "method": name, "equal": equal / total, "error on the CPU": here.report.blocks[0].output_error,
-            "error": there.report.blocks[0].output_error,
+            "method": name, "equal": equal(here, there), "rounded": equal(here, near),
+            "error on the CPU": here.report.blocks[0].output_error, "error": there.report.blocks[0].output_error,
+        }  # fmt: skip
+
+
+def rounded(model: Any) -> Any:
+    """Return a copy whose float32 weights are changed in their last bit, half of them."""
+    changed, generator = deepcopy(model), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight.mul_(1 + 2.0**-23 * torch.randint(2, weight.shape, generator=generator))
+    return changed
+
+
+def equal(one: compressx.PrunedModel, other: compressx.PrunedModel) -> float:
+    """Return the share of entries in which masks are equal."""
+    same = sum(int((one.masks[n].keep == other.masks[n].keep).sum()) for n in one.masks)
+    return same / sum(one.masks[n].keep.numel() for n in one.masks)
+
+
+SPARSITIES = {"target": 0.5, "sparsities": [0.4, 0.6], "samples": 4}
+STAGES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "allocation by divergence": ("llama", "wanda", {"allocation": {"method": "divergence", **SPARSITIES}}),
+    "allocation by outliers": ("gpt2", "wanda", {"allocation": {"method": "owl", "target": 0.5}}),
+    "block reconstruction": ("mixtral", "wanda", {"reconstruct_block": {"passes": 1}}),
+    "fine-tuning": ("llama-tied", "wanda", {"finetune": {"steps": 2, "batch_size": 2}}),
+    "adapters": ("llama", "wanda", {"finetune": {"steps": 2, "batch_size": 2, "lora": {"rank": 4}}}),
+    "streaming": ("phi3", "sparsegpt", {"model": {"streaming": True}}),
+    "states in files": ("gemma3", "sparsegpt", {"calibration": {"memory_limit": "1KB"}}),
+    "bfloat16 products": ("opt", "wanda", {"compute_dtype": "bfloat16", "reconstruct_block": {"passes": 1}}),
+}
+"""What a run may do beside pruning: the tiny model, its pruner, and the sections of the recipe."""
+
+
+def stages(device: torch.device, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield for each stage of a run how a tiny model ends on the CPU and on the device."""
+    from compressx.testing import save_tiny_model, tiny_text
+
+    for stage, (architecture, pruner, sections) in STAGES.items():
+        where = save_tiny_model(folder / architecture, architecture)
+        text = folder / "text.txt"
+        text.write_text(tiny_text(), encoding="utf-8")
+        found = []
+        for name in ("cpu", str(device)):
+            rule = {"targets": ["*"], "pruner": pruner, **({} if "allocation" in sections else {"sparsity": 0.5})}
+            recipe: dict[str, Any] = {
+                "model": {"path": str(where)}, "compute_dtype": "float32", "prune": [rule],
+                "calibration": {"dataset": {"text": str(text)}, "samples": 8, "sequence_length": 32},
+                "evaluate": {"token_perplexity": {"dataset": {"text": str(text)}, "sequence_length": 32, "samples": 4}},
+                "output": str(folder / f"{stage}-{name}".replace(" ", "-").replace(":", "-")),
+            }  # fmt: skip
+            for key, section in sections.items():
+                recipe[key] = {**recipe.get(key, {}), **section} if isinstance(section, dict) else section
+            report = compressx.run(recipe, device=name, restart=True)
+            keeps = MaskSet.load(Path(recipe["output"]) / "masks.safetensors")
+            found.append((keeps, [*report.evaluation.values()][-1]["token_perplexity"], report.sparsity))
+        (here, before, _), (there, after, sparsity) = found
+        same = sum(int((here[n].keep == there[n].keep).sum()) for n in here) / sum(here[n].keep.numel() for n in here)
+        yield {
+            "stage": stage, "model": architecture, "equal": same, "sparsity": sparsity,
+            "perplexity on the CPU": before, "perplexity": after,
         }  # fmt: skip
 
 
@@ -181,7 +243,7 @@ def wholes(device: torch.device, model: dict[str, Any], text: str, folder: Path)
         report = compressx.run(recipe, device=str(device), restart=True)
         yield {
             "method": name, "seconds": report.seconds["prune"], "estimated": estimated(recipe, device),
-            "bytes": report.peak_memory_bytes, "sparsity": report.sparsity,
+            "bytes": report.peak_gpu_memory_bytes or report.peak_memory_bytes, "sparsity": report.sparsity,
         }  # fmt: skip
 
 
@@ -243,6 +305,7 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     parts: dict[str, tuple[str, Callable[[], Iterator[dict[str, Any]]]]] = {
         "agreement": ("agreement with the CPU", lambda: agreements(device)),
+        "stages": ("stages of a run", lambda: stages(device, arguments.output / "tiny")),
         "block": (
             f"a block of width {size.width}, {size.windows} x {size.length} tokens", lambda: blocks(device, size)
         ),

@@ -79,12 +79,13 @@ def compare(path: Path, named: str) -> None:
     for name, seconds in expected.items():
         print(f"| {path.stem} | {name} | {seconds:.1f} | {spent.get(name, 0.0):.1f} | "
               f"{seconds / max(spent.get(name, 0.0), 1e-9):.2f} |")  # fmt: skip
-    memory = sum(found.memory.values())
-    print(f"| {path.stem} | peak memory, GB | {memory / 1e9:.2f} | {report.peak_memory_bytes / 1e9:.2f} | "
-          f"{memory / report.peak_memory_bytes:.2f} |", flush=True)  # fmt: skip
-    taken = [x.info for block in report.blocks for x in block.layers if "solver_steps" in x.info]
-    for name in ("steps", "solver_steps") if taken else ():
-        print(f"mean {name}: {statistics.fmean(info[name] for info in taken):.1f}")
+    memory, taken = sum(found.memory.values()), report.peak_gpu_memory_bytes or report.peak_memory_bytes
+    print(
+        f"| {path.stem} | peak memory, GB | {memory / 1e9:.2f} | {taken / 1e9:.2f} | {memory / taken:.2f} |", flush=True
+    )
+    solved = [x.info for block in report.blocks for x in block.layers if "solver_steps" in x.info]
+    for name in ("steps", "solver_steps") if solved else ():
+        print(f"mean {name}: {statistics.fmean(info[name] for info in solved):.1f}")
 
 
 def shapes(assume: str, processes: int) -> None:

@@ -23,8 +23,8 @@ from compressx.testing import save_tiny_model, tiny_text
 QUERY_KEY = {"llama": ["*.q_proj", "*.k_proj"], "mixtral": ["*.q_proj", "*.k_proj"], "gpt2": ["*.c_attn"]}
 ALL = {"targets": ["*"]}
 LEFT_OUT = {
-    "seconds", "peak_memory_bytes", "versions", "plugins", "model", "compressx", "figures", "date", "command",
-    "hardware", "calibration", "arithmetic",
+    "seconds", "peak_memory_bytes", "peak_gpu_memory_bytes", "versions", "plugins", "model", "compressx", "figures",
+    "date", "command", "hardware", "calibration", "arithmetic",
 }  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def by_compressx(settings: Settings, sections: dict[str, Any], folder: Path, kep
             **{column(name): measured[name]["token_perplexity"] for name in settings.evaluation},
             "sparsity": report["sparsity"],
             "seconds": seconds[stage],
-            "gigabytes": report["peak_memory_bytes"] / 1e9,
+            "gigabytes": (report["peak_gpu_memory_bytes"] or report["peak_memory_bytes"]) / 1e9,
         }
         for stage, measured in report["evaluation"].items()
         if stage != "dense"

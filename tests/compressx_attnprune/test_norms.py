@@ -50,7 +50,7 @@ def attention_with(name: str, norm: nn.Module) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize(("kind", "name"), zip(KINDS, itertools.cycle([*QUERY_NORMS, *KEY_NORMS]), strict=False))
+@pytest.mark.parametrize(("kind", "name"), list(zip(KINDS, itertools.cycle([*QUERY_NORMS, *KEY_NORMS]), strict=False)))
 @torch.no_grad()
 def test_a_norm_is_read_as_what_its_module_computes(kind: str, name: str):
     make, apply = KINDS[kind]

@@ -89,7 +89,7 @@ def test_no_result_is_worse_on_the_held_out_sequences_than_wanda_and_sparsegpt(l
     }
 
 
-@pytest.mark.parametrize(("architecture", "objective"), zip(["llama", "phi3"], OBJECTIVES, strict=True))
+@pytest.mark.parametrize(("architecture", "objective"), list(zip(["llama", "phi3"], OBJECTIVES, strict=True)))
 def test_a_mode_that_does_worse_gives_way_and_the_report_says_so(architecture, objective, monkeypatch):
     def upside_down(of: solver.Layer, budget: solver.Budget, *_: Any) -> Trained:
         keeps = budget.choose((-of.dense[0].abs(), -of.dense[1].abs()))

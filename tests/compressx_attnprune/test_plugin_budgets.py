@@ -101,7 +101,7 @@ def test_given_masks_are_kept_and_their_survivors_reconstructed(recorded: blocks
 
 @pytest.mark.parametrize(
     ("architecture", "pattern"),
-    zip(["gpt2", "phi3", "gpt-neox", "gpt2", "phi3"], [*PATTERNS, "given"], strict=True),
+    list(zip(["gpt2", "phi3", "gpt-neox", "gpt2", "phi3"], [*PATTERNS, "given"], strict=True)),
     ids=str,
 )
 def test_value_rows_are_pruned_by_sparsegpt(recorded: blocks.Recorded, pattern: Any):
@@ -173,7 +173,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize(("architecture", "mode"), zip(["llama", "llama", "gpt2"], MODES, strict=True))
+@pytest.mark.parametrize(("architecture", "mode"), list(zip(["llama", "llama", "gpt2"], MODES, strict=True)))
 def test_another_sparsity_of_the_same_block_measures_nothing_again_and_gives_what_preparing_anew_gives(
     architecture: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -111,7 +111,7 @@ def test_n_m_and_given_masks_know_only_the_whole_budget():
 # --- the closed form
 
 
-@pytest.mark.parametrize(("objective", "pattern"), zip([*OBJECTIVES] * 2, PATTERNS, strict=True), ids=str)
+@pytest.mark.parametrize(("objective", "pattern"), list(zip([*OBJECTIVES] * 2, PATTERNS, strict=True)), ids=str)
 def test_the_closed_form_beats_magnitude_wanda_and_sparsegpt(objective: str, pattern: Pattern):
     layer = make_layer(objective)
     solution = solve(layer, both(pattern))
@@ -236,7 +236,7 @@ def test_ties_between_relaxed_masks_fall_to_the_smaller_weight_times_feature_nor
 # --- refit
 
 
-@pytest.mark.parametrize(("mode", "objective"), zip(MODES, [*OBJECTIVES, "attention-matrix"], strict=True))
+@pytest.mark.parametrize(("mode", "objective"), list(zip(MODES, [*OBJECTIVES, "attention-matrix"], strict=True)))
 def test_a_refit_lowers_the_held_out_error_with_the_masks_held(mode: str, objective: str):
     layer, budget = make_layer(objective), both(Unstructured(0.7, "joint"))
     without, refitted = (solve(layer, budget, mode=mode, refit=steps) for steps in (0, 40))

@@ -5,6 +5,8 @@ Most of the time of a score-based pruner goes here.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -46,7 +48,8 @@ def drop_lowest(scores: Tensor, count: int, *, known_finite: bool = False) -> Te
     at_once = _PART if scores.device.type == "cpu" else _PART_OF_DEVICE
     parts = torch.split(scores, max(1, at_once // scores.shape[1]))
     drop = _drop_lowest_of_few if scores.shape[1] <= _FEW else _drop_lowest
-    return torch.cat([drop(part, count) for part in parts])
+    kept = [drop(part, count) for part in parts]
+    return kept[0] if len(kept) == 1 else torch.cat(kept)
 
 
 def _drop_lowest_of_few(scores: Tensor, count: int) -> Tensor:
@@ -64,10 +67,14 @@ def _drop_lowest_of_few(scores: Tensor, count: int) -> Tensor:
 def _drop_lowest_of_few_on_device(scores: Tensor, count: int) -> Tensor:
     """Compare all with all in few kernels: an N:M sweep selects among as few scores as a weight has rows, and often."""
     first, second = scores[:, :, None], scores[:, None, :]
-    n = scores.shape[1]
-    earlier = torch.ones(n, n, dtype=torch.bool, device=scores.device).triu(1)  # of equals the first goes before
-    before = torch.where(earlier, first <= second, first < second)  # [groups, n, n]
+    before = torch.where(_earlier(scores.shape[1], scores.device), first <= second, first < second)  # [groups, n, n]
     return before.sum(dim=1) >= count
+
+
+@functools.cache
+def _earlier(n: int, device: torch.device) -> Tensor:
+    """Return which of some scores go before which if they are equal: bool [n, n], made once."""
+    return torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
 
 
 def _drop_lowest(scores: Tensor, count: int) -> Tensor:

@@ -203,7 +203,8 @@ class RunReport:
             to its value, and `sample` with `prompt` and `text`; empty when the recipe evaluates nothing.
         seconds: by stage, in the order of the run (load, calibrate, evaluate dense, allocate, prune, evaluate pruned,
             finetune, save, evaluate finetuned; only those that there were), and their sum as `total`.
-        peak_memory_bytes: highest resident memory of the process, plus that of the accelerator if one was used.
+        peak_memory_bytes: highest resident memory of the process.
+        peak_gpu_memory_bytes: highest memory of its tensors on the GPU; 0 without one.
         plugins: name, version and source of every plugin that was loaded.
         versions: of the libraries that decide the result.
         figures: `file`, inside the output folder, and `caption` of each figure that was drawn.
@@ -238,6 +239,7 @@ class RunReport:
     calibration: Mapping[str, int] = field(default_factory=dict)
     arithmetic: Arithmetic | None = None
     shrink: Mapping[str, Any] = field(default_factory=dict)
+    peak_gpu_memory_bytes: int = 0
 
     @property
     def layers(self) -> tuple[LayerReport, ...]:

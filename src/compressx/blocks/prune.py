@@ -22,7 +22,7 @@ from compressx.api.record import BlockReport, LayerReport
 from compressx.blocks.depth import decide_whole
 from compressx.blocks.fisher import FisherDiagonal
 from compressx.blocks.select import Built, ByRule, Decision, decide_all, gather, write
-from compressx.masks.maskset import MaskEntry, weight_sha256
+from compressx.masks.maskset import MaskEntry, WeightHashes
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.models.blockwise import Run, advance, capture, each_block, passes
@@ -35,7 +35,7 @@ from compressx.planning.plan import Plan
 from compressx.runtime.errors import memory_named
 from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.timing import synchronize
-from compressx.runtime.transfer import to_device
+from compressx.runtime.transfer import to_device, to_host
 from compressx.training.reconstruct import Passage, reconstruct
 
 MEASURED_TOKENS = 2048
@@ -194,28 +194,37 @@ class _Pruning:
         asked = self.plan.asked(block.fqn)
         stats = gather(block, asked, self.pruners, observing, self.ranks, self.before)
         layers: dict[str, LayerReport] = {}
-        masks, images = {}, {}
+        keeps: dict[str, Tensor] = {}
+        images = {}
         # By the id of the pruner's object, which linears may share: its copy, and itself, to keep the id in use.
         infos: dict[int, tuple[dict[str, float], object]] = {}
         histories: dict[int, tuple[dict[str, tuple[float, ...]], object]] = {}
         decisions = decide_all(block, asked, self.pruners, stats, self.ranks) if asked else iter(())
-        for name, decision in chain(decisions, self.whole(block, by_rule)):
-            rule, result, seconds = decision.rule, decision.result, decision.seconds
-            linear, pattern = block.linears[name], by_rule[rule][name]
-            masks[name] = MaskEntry(result.keep.cpu(), str(pattern), rule.label, weight_sha256(linear.weight))
-            write(linear, result)
-            shape = (linear.out_features, linear.in_features)
-            info, _ = infos.setdefault(id(result.info), ({k: float(v) for k, v in result.info.items()}, result.info))
-            curves = {k: tuple(map(float, v)) for k, v in result.history.items()}
-            history, _ = histories.setdefault(id(result.history), (curves, result.history))
-            zeros = sparsity_of(result.keep)
-            layers[name] = LayerReport(
-                name, rule.label, str(pattern), shape, pattern.sparsity, zeros, seconds, info, history
-            )
-            images[name] = result.images
-        order = [name for patterns in by_rule.values() for name in patterns]
-        hold_routers(block, asked, {name: entry.keep for name, entry in masks.items()})
-        return tuple(layers[n] for n in order), {n: masks[n] for n in order}, {n: images[n] for n in order}
+        with WeightHashes() as hashes:
+            for name, decision in chain(decisions, self.whole(block, by_rule)):
+                rule, result, seconds = decision.rule, decision.result, decision.seconds
+                linear, pattern = block.linears[name], by_rule[rule][name]
+                hashes.add(name, linear.weight)
+                keeps[name] = to_host(result.keep)
+                write(linear, result)
+                shape = (linear.out_features, linear.in_features)
+                info, _ = infos.setdefault(
+                    id(result.info), ({k: float(v) for k, v in result.info.items()}, result.info)
+                )
+                curves = {k: tuple(map(float, v)) for k, v in result.history.items()}
+                history, _ = histories.setdefault(id(result.history), (curves, result.history))
+                zeros = sparsity_of(result.keep)
+                layers[name] = LayerReport(
+                    name, rule.label, str(pattern), shape, pattern.sparsity, zeros, seconds, info, history
+                )
+                images[name] = result.images
+            masks = {
+                name: MaskEntry(keeps[name], str(patterns[name]), rule.label, hashes[name])
+                for rule, patterns in by_rule.items()
+                for name in patterns
+            }
+        hold_routers(block, asked, keeps)
+        return tuple(layers[n] for n in masks), masks, {n: images[n] for n in masks}
 
     def whole(self, block: Block, by_rule: ByRule) -> Iterator[tuple[str, Decision]]:
         """Yield what the rule that drops whole blocks means for its linears, if there is one."""

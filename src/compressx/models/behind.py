@@ -14,6 +14,7 @@ from threading import Thread
 from torch import Tensor
 
 from compressx.models import shards
+from compressx.runtime.transfer import begin_to_host
 
 
 class WriteBehind:
@@ -39,11 +40,14 @@ class WriteBehind:
             ArtifactError: the block before could not be written.
         """
         self.end()
-        held = {name: tensor.cpu() for name, tensor in tensors().items()}
+        copies = {name: begin_to_host(tensor) for name, tensor in tensors().items()}
+        for _, arrived in copies.values():
+            arrived()
+        held = {name: copied for name, (copied, _) in copies.items()}
         self._fqn = fqn
         # No daemon: a program that ends waits for it, and so leaves no part of a file.
         self._thread = Thread(target=self._write, args=(path, held, then), name=f"write {path.name}")
-        del held
+        del held, copies
         self._thread.start()
 
     def end(self, fqn: str | None = None) -> None:

@@ -38,7 +38,7 @@ from compressx.report.contents import sections
 from compressx.runtime.code import library_versions
 from compressx.runtime.files import atomic_write
 from compressx.runtime.machine import command, machine
-from compressx.runtime.timing import peak_memory_bytes
+from compressx.runtime.timing import peak_gpu_bytes, peak_resident_bytes
 from compressx.training.finetune import finetune
 from compressx.training.schedule import total_steps
 
@@ -230,7 +230,8 @@ def report_of(
         skipped=tuple({"name": n, "reason": r} for n, r in pruned.plan.skipped.items()),
         evaluation=evaluation,
         seconds=context.timing.seconds(),
-        peak_memory_bytes=peak_memory_bytes(),
+        peak_memory_bytes=peak_resident_bytes(),
+        peak_gpu_memory_bytes=peak_gpu_bytes(),
         plugins=tuple(
             {"name": p.name, "version": p.version, "source": p.source, "module": p.module}
             for p in context.plugins.records

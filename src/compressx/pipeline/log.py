@@ -25,7 +25,7 @@ from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.errors import CompressxError
 from compressx.runtime.files import os_errors_named
 from compressx.runtime.machine import command
-from compressx.runtime.timing import peak_memory_bytes
+from compressx.runtime.timing import peak_gpu_bytes, peak_resident_bytes
 
 LOG = logging.getLogger("compressx")
 FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -204,7 +204,8 @@ def _file_handler(path: Path) -> logging.FileHandler:
 
 
 def _peak() -> str:
-    return f"peak {peak_memory_bytes() / 2**30:.2f} GiB"
+    gpu = peak_gpu_bytes()
+    return f"peak {peak_resident_bytes() / 2**30:.2f} GiB" + (f", on the GPU {gpu / 2**30:.2f} GiB" if gpu else "")
 
 
 def _of_layers(report: BlockReport) -> Iterator[str]:

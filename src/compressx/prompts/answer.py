@@ -19,7 +19,7 @@ from compressx.prompts.prepare import Selecting
 from compressx.prompts.scores import check_decoder, check_ids
 from compressx.prompts.selection import Selection
 from compressx.runtime.errors import CalibrationError
-from compressx.runtime.timing import forget_peaks, peak_memory_bytes
+from compressx.runtime.timing import forget_peaks, peak_gpu_bytes, peak_resident_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,8 @@ class Answer:
         kept_text: what it read, with ` ... ` where tokens are left out.
         seconds: of `select` (running the first blocks on the whole prompt), `prefill` (reading the kept tokens up to
             the first new one) and `generate` (the other new ones).
-        peak_memory_bytes: of the process, during `select` and during `prefill` and `generate` together, as `generate`.
+        peak_memory_bytes: of the GPU's tensors, or without one of the process, during `select` and during `prefill` and
+            `generate` together, as `generate`.
         reason: how the selector chose its blocks and heads.
     """
 
@@ -132,7 +133,7 @@ def answer(
     forget_peaks()
     started = time.perf_counter()
     places = torch.arange(len(ids)) if selection is None else selection.places(ids, protected)
-    selected, memory = time.perf_counter(), {"select": peak_memory_bytes()}
+    selected, memory = time.perf_counter(), {"select": _peak()}
     forget_peaks()
     kept = ids[places]
     check_room(model, len(kept), tokens, "generate")
@@ -153,9 +154,13 @@ def answer(
         new_tokens=len(written),
         kept_text=_kept_text(tokenizer, kept, places),
         seconds={"select": selected - started, "prefill": first[0] - selected, "generate": ended - first[0]},
-        peak_memory_bytes={**memory, "generate": peak_memory_bytes()},
+        peak_memory_bytes={**memory, "generate": _peak()},
         reason="" if selection is None else selection.wanted.reason,
     )
+
+
+def _peak() -> int:
+    return peak_gpu_bytes() or peak_resident_bytes()
 
 
 def _kept_text(tokenizer: Any, kept: Tensor, places: Tensor) -> str:

@@ -25,6 +25,8 @@ _LESS = ("perplexity", "bits_per_byte")
 _MORE = ("acc", "acc_norm", "exact_match", "f1", "mcc")
 """Ends of the names of measures of which less, or more, is better."""
 
+_MEMORY = ("peak_memory_bytes", "peak_gpu_memory_bytes")
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -72,15 +74,24 @@ class Comparison:
 
     def sections(self) -> tuple[Section, ...]:
         """Return a table with a row for each run, what it did not measure being empty, and the warnings."""
+        gpu = any(run.report.peak_gpu_memory_bytes for run in self.runs)
         measures = [Column(f"{name.replace('_', ' ')}, {of}", ".4g") for name, of in self.measures]
         rows = [
             (run.name, run.pruners, run.report.sparsity, *(self._value(run, key) for key in self.measures), run.seconds,
-             run.report.peak_memory_bytes / 2**30)
+             run.report.peak_memory_bytes / 2**30, *([run.report.peak_gpu_memory_bytes / 2**30] if gpu else []))
             for run in self.runs
         ]  # fmt: skip
         marked = any(isinstance(value, Best) for row in rows for value in row)
         found = table(
-            ["run", "pruners", Column("sparsity", ".2%"), *measures, Column("seconds", ".0f"), Column("GiB", ".1f")],
+            [
+                "run",
+                "pruners",
+                Column("sparsity", ".2%"),
+                *measures,
+                Column("seconds", ".0f"),
+                Column("GiB", ".1f"),
+                *([Column("GPU GiB", ".1f")] if gpu else []),
+            ],
             rows,
         )
         note = "The best of each column are marked: no run that is as sparse or sparser has a better value."
@@ -101,11 +112,11 @@ class Comparison:
         """Return the table for programs, numbers in full."""
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["run", "pruners", "sparsity", *map(".".join, self.measures), "seconds", "peak_memory_bytes"])
+        writer.writerow(["run", "pruners", "sparsity", *map(".".join, self.measures), "seconds", *_MEMORY])
         for run in self.runs:
             values = [run.measures.get(key, "") for key in self.measures]
-            memory = run.report.peak_memory_bytes
-            writer.writerow([run.name, run.pruners, run.report.sparsity, *values, run.seconds, memory])
+            memory = [getattr(run.report, name) for name in _MEMORY]
+            writer.writerow([run.name, run.pruners, run.report.sparsity, *values, run.seconds, *memory])
         return stream.getvalue()
 
     def write(self, folder: Path) -> list[Path]:

@@ -51,7 +51,8 @@ def _head(report: RunReport) -> Iterator[Section]:
     total = report.seconds.get("total", sum(report.seconds.values()))
     took = f"{total / 60:.1f} min" if total >= 120 else f"{total:.0f} s"
     rows.append(("time", took, ", ".join(dict.fromkeys(layer.pruner for layer in report.layers))))
-    rows.append(("peak memory", f"{report.peak_memory_bytes / 2**30:.1f} GiB", ""))
+    gpu = f"on the GPU {report.peak_gpu_memory_bytes / 2**30:.1f} GiB" if report.peak_gpu_memory_bytes else ""
+    rows.append(("peak memory", f"{report.peak_memory_bytes / 2**30:.1f} GiB", gpu))
     found = table(["measure", "value", "note"], rows)
     done = "Pruned" if report.layers else "Measured"
     yield Section(f"{done} {model_name(report.model)}", f"compressx {report.compressx}", found)

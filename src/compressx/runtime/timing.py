@@ -58,10 +58,9 @@ def forget_peaks() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def peak_memory_bytes() -> int:
-    """Return the peak resident memory since `forget_peaks`, plus the accelerator's, in bytes."""
-    accelerator = torch.cuda.max_memory_allocated() if _on_cuda() else 0
-    return peak_resident_bytes() + accelerator
+def peak_gpu_bytes() -> int:
+    """Return the peak of the memory of tensors on the GPU since `forget_peaks`, in bytes; 0 without one."""
+    return torch.cuda.max_memory_allocated() if _on_cuda() else 0
 
 
 def peak_resident_bytes() -> int:

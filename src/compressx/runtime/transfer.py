@@ -23,9 +23,17 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 def to_host(x: Tensor) -> Tensor:
     """Return a tensor on the host, after waiting for a GPU once; its memory there is pinned."""
-    copied, arrived = _begun(x)
+    copied, arrived = begin_to_host(x)
     arrived()
     return copied
+
+
+def begin_to_host(x: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """Begin to copy a tensor to the host; return the copy, and a function that waits until its values are there."""
+    if not x.is_cuda:
+        return x.cpu(), lambda: None
+    copied = x.to("cpu", non_blocking=True)  # into memory that torch pins
+    return copied, torch.cuda.current_stream(x.device).record_event().synchronize
 
 
 @contextmanager
@@ -45,7 +53,7 @@ def written_behind() -> Iterator[Callable[[Tensor, Tensor], None]]:
         if room.is_cuda or not x.is_cuda:
             room.copy_(x)
             return
-        copied, arrived = _begun(x)
+        copied, arrived = begin_to_host(x)
 
         def store() -> None:
             arrived()
@@ -56,11 +64,3 @@ def written_behind() -> Iterator[Callable[[Tensor, Tensor], None]]:
 
     yield put
     finish()
-
-
-def _begun(x: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Begin to copy a tensor to the host; return the copy, and a function that waits until its values are there."""
-    if not x.is_cuda:
-        return x.cpu(), lambda: None
-    copied = x.to("cpu", non_blocking=True)  # into memory that torch pins
-    return copied, torch.cuda.current_stream(x.device).record_event().synchronize

@@ -112,7 +112,9 @@ def inputs_of(modules: dict[str, torch.nn.Module]) -> Iterator[dict[str, torch.T
         hook.remove()
 
 
-@pytest.mark.parametrize(("architecture", "dtype"), zip(TINY_CONFIGS, cycle([torch.float32, torch.bfloat16])), ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), list(zip(TINY_CONFIGS, cycle([torch.float32, torch.bfloat16]))), ids=str
+)
 def test_replaying_the_blocks_one_by_one_gives_what_the_model_computes(architecture, dtype):
     model = tiny_model(architecture, dtype=dtype)
     blocks = survey(model).blocks
@@ -152,7 +154,7 @@ def test_every_architecture_is_pruned_to_the_exact_count_and_keeps_its_dtype(arc
         assert torch.isfinite(model(tiny_tokens(), use_cache=False).logits).all()
 
 
-@pytest.mark.parametrize(("pruner", "dtype"), zip(SPECS, cycle([torch.bfloat16, torch.float32])), ids=str)
+@pytest.mark.parametrize(("pruner", "dtype"), list(zip(SPECS, cycle([torch.bfloat16, torch.float32]))), ids=str)
 def test_sparsity_zero_changes_no_bit(pruner, dtype):
     model, untouched = tiny_model("qwen2", dtype=dtype), tiny_model("qwen2", dtype=dtype)
     pruned(model, SPECS[pruner], Unstructured(0.0))

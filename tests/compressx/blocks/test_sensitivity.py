@@ -104,7 +104,9 @@ def test_the_update_lowers_the_weighted_error_of_the_same_mask():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "pattern"), zip(["llama", "gpt2", "gemma3", "mixtral", "phi3"], cycle([HALF, NM(2, 4)])), ids=str
+    ("architecture", "pattern"),
+    list(zip(["llama", "gpt2", "gemma3", "mixtral", "phi3"], cycle([HALF, NM(2, 4)]))),
+    ids=str,
 )
 def test_every_kind_of_architecture_is_pruned(architecture, pattern):
     model = tiny_model(architecture)

@@ -157,7 +157,9 @@ def test_narrow_products_convert_their_factors_which_is_counted_as_bytes():
 def test_longer_windows_cost_more_only_by_their_attention():
     model = empty("llama")
     short, long = (forward(model, survey(model), n, 48 // n, "float32").work for n in (2, 1))
-    assert (short["float32"], 2 * short["attention"]) == (long["float32"], long["attention"])
+    assert 2 * short["attention"] == long["attention"]
+    # The angles of the positions, which some versions of transformers work out for each window and some for all.
+    assert short["float32"] == pytest.approx(long["float32"], rel=1e-4)
 
 
 @pytest.mark.parametrize("weights", [True, False])

@@ -28,6 +28,7 @@ NOT_FITTING = [f"model.layers.{i}.mlp.down_proj" for i in range(3)]
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     SparseSemiStructuredTensorCUTLASS._load_dispatch_table()
     monkeypatch.setattr(SparseSemiStructuredTensorCUTLASS, "_PROTOTYPE_WARNING_SHOWN", True)  # else imports a compiler
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)  # it packs on a GPU only
     with pretended_accelerator():
         yield torch.device("cuda", 0)
 

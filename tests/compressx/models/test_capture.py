@@ -23,7 +23,7 @@ _CONFIGS = {
 _ONE_LAYER = {"num_hidden_layers": 1, "n_layer": 1, "n_layers": 1, "num_layers": 1, "attention_types": [[["local"], 1]]}
 
 
-@pytest.mark.parametrize(("model_type", "layers"), zip(_CONFIGS, [1, 2, 1, 2, 1, 2, 2], strict=True))
+@pytest.mark.parametrize(("model_type", "layers"), list(zip(_CONFIGS, [1, 2, 1, 2, 1, 2, 2], strict=True)))
 def test_blocks_run_one_at_a_time_give_the_models_own_logits_whatever_they_return(model_type: str, layers: int):
     from transformers import AutoConfig, AutoModelForCausalLM
 

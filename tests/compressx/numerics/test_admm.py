@@ -63,7 +63,7 @@ def test_a_metric_is_the_damped_hessian_with_a_unit_diagonal():
     assert without == pytest.approx(float((x @ weight.T).square().sum()))
 
 
-@pytest.mark.parametrize(("pattern", "steps"), zip(PATTERNS, [13, 7, 1, 13], strict=True), ids=str)
+@pytest.mark.parametrize(("pattern", "steps"), list(zip(PATTERNS, [13, 7, 1, 13], strict=True)), ids=str)
 def test_admm_takes_the_steps_of_its_three_variables_solved_one_after_the_other(pattern, steps):
     weight, x = problem(rows=32)
     metric = Metric.of(x.T @ x, 0.01)
@@ -144,7 +144,7 @@ def test_a_row_that_loses_only_zeros_keeps_its_weights_to_the_bit_wherever_the_s
     assert residual <= 0.01
 
 
-@pytest.mark.parametrize(("pattern", "tokens"), zip(PATTERNS, [400, 400, 20, 400], strict=True), ids=str)
+@pytest.mark.parametrize(("pattern", "tokens"), list(zip(PATTERNS, [400, 400, 20, 400], strict=True)), ids=str)
 def test_on_correlated_inputs_the_error_is_below_that_of_sparsegpt_even_with_few_tokens(pattern, tokens):
     weight, x = (t.float() for t in problem(rows=40, columns=64, tokens=tokens))
     hessian = x.T @ x
@@ -155,7 +155,7 @@ def test_on_correlated_inputs_the_error_is_below_that_of_sparsegpt_even_with_few
 
 
 @pytest.mark.parametrize(
-    ("pattern", "mix"), zip([*PATTERNS, PATTERNS[3]], [0.0, 0.003, 0.05, 0.01, 0.3], strict=True), ids=str
+    ("pattern", "mix"), list(zip([*PATTERNS, PATTERNS[3]], [0.0, 0.003, 0.05, 0.01, 0.3], strict=True)), ids=str
 )
 def test_the_error_is_never_above_that_of_dropping_what_is_cheapest_to_drop(pattern, mix):
     weight, x = problem(mix=mix, tokens=20_000)

@@ -46,7 +46,7 @@ def artifacts(folder: str) -> dict[str, bytes]:
     found = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
     report = json.loads(found.pop("report.json"))
     del found["report.md"], found["report.html"], found["run.log"]  # the same content for people, and times
-    for name in ("seconds", "peak_memory_bytes", "date"):
+    for name in ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes", "date"):
         del report[name]
     report["arithmetic"] = (report["arithmetic"] or {}).get("dtype")  # rates differ, and a resumed run has none
     for block in report["blocks"]:

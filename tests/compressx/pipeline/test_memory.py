@@ -53,7 +53,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def untimed(report: Any) -> Any:
     """Return a part of a report without what differs from run to run, and the model's place."""
-    left_out = ("seconds", "peak_memory_bytes", "model", "date", "command", "hardware")
+    left_out = ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes", "model", "date", "command", "hardware")
     if dataclasses.is_dataclass(report):
         return {k: untimed(v) for k, v in vars(report).items() if k not in left_out}
     return tuple(map(untimed, report)) if isinstance(report, tuple) else report

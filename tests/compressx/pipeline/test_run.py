@@ -274,7 +274,7 @@ def by_method(source: Path, method: str, pruner: str, **settings: Any) -> dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "pruner"), zip(itertools.cycle(METHODS), PRUNERS))
+@pytest.mark.parametrize(("method", "pruner"), list(zip(itertools.cycle(METHODS), PRUNERS)))
 def test_every_method_and_every_pruner_reaches_its_total(model, method, pruner):
     report = run(by_method(model, method, pruner))
     masks = MaskSet.load("out/masks.safetensors")

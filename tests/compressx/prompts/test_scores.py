@@ -72,7 +72,7 @@ def test_heads_and_queries_are_those_that_are_asked_for_and_later_tokens_are_not
 
 
 @pytest.mark.parametrize(
-    ("architecture", "block"), zip(OWN_ATTENTION, ("FalconDecoderLayer", "BloomBlock", "GPTJBlock"), strict=True)
+    ("architecture", "block"), list(zip(OWN_ATTENTION, ("FalconDecoderLayer", "BloomBlock", "GPTJBlock"), strict=True))
 )
 def test_attention_that_is_not_transformers_interface_is_refused_by_name(architecture: str, block: str) -> None:
     message = f"transformer.h.1: the attention of {block} does not go through .*use a selector that reads no attention"

@@ -26,7 +26,7 @@ def test_the_error_is_below_that_of_sparsegpt_with_the_same_budget(pattern):
 
 
 @pytest.mark.parametrize(
-    ("selector", "pattern"), zip(["magnitude", "wanda", "sparsegpt", "wanda"], PATTERNS, strict=True), ids=str
+    ("selector", "pattern"), list(zip(["magnitude", "wanda", "sparsegpt", "wanda"], PATTERNS, strict=True)), ids=str
 )
 def test_on_a_given_mask_the_error_is_below_that_of_the_pruner_that_chose_it(selector, pattern):
     block, x = one_linear(), correlated_inputs()

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from compressx.runtime.timing import Timing, forget_peaks, peak_memory_bytes
+from compressx.runtime.timing import Timing, forget_peaks, peak_resident_bytes
 
 
 def test_a_stage_lasts_until_the_next_one_so_seconds_add_up_to_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_a_stage_lasts_until_the_next_one_so_seconds_add_up_to_the_total(monkeyp
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peaks cannot be forgotten here")
 def test_a_peak_is_forgotten_since_a_process_may_run_several_recipes() -> None:
     held = torch.ones(64 * 2**20)  # 256 MiB
-    before = peak_memory_bytes()
+    before = peak_resident_bytes()
     del held
     forget_peaks()
-    assert peak_memory_bytes() < before - 128 * 2**20
+    assert peak_resident_bytes() < before - 128 * 2**20

@@ -17,7 +17,7 @@ from compressx.testing.subject import Subject
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "other"), zip(BUILT_IN, itertools.cycle(["gpt2", "gemma3", "mixtral"])))
+@pytest.mark.parametrize(("name", "other"), list(zip(BUILT_IN, itertools.cycle(["gpt2", "gemma3", "mixtral"]))))
 def test_every_pruner_that_is_shipped_keeps_its_promises(name, other):
     check_pruner(BUILT_IN[name], architectures=["mixtral" if "experts" in BUILT_IN[name].units else other])
 

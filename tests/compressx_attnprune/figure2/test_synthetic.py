@@ -41,7 +41,7 @@ def loss_by_definition(attention: FusedAttention, relaxed: Tensor, regularizatio
     return error.square().sum(dim=(1, 2)) / 2 + regularization / 2 * relaxed.square().sum(dim=(1, 2))
 
 
-@pytest.mark.parametrize(("mask", "regularization"), zip(MASKS, [1e-6, 1e-2, 10.0], strict=True))
+@pytest.mark.parametrize(("mask", "regularization"), list(zip(MASKS, [1e-6, 1e-2, 10.0], strict=True)))
 def test_the_closed_form_gradient_equals_autograd(mask: str, regularization: float):
     attention = problem(mask)
     relaxed = random_mask(attention).requires_grad_()
@@ -84,7 +84,7 @@ def test_the_curvature_is_the_diagonal_of_the_squared_jacobian():
     torch.testing.assert_close(synthetic.curvature(attention), jacobian.square().sum(dim=(0, 1)), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("mask", "regularization"), zip(MASKS, [1.0, 1e-4, 1e-2], strict=True))
+@pytest.mark.parametrize(("mask", "regularization"), list(zip(MASKS, [1.0, 1e-4, 1e-2], strict=True)))
 def test_the_line_search_never_lets_a_loss_rise_and_ends_at_a_stationary_point(mask: str, regularization: float):
     attention = problem(mask)
     tolerance = 1e-4
