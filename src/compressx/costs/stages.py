@@ -169,7 +169,8 @@ def _prune(of: Basis) -> Iterator[Stage]:
         observed = passed.work + (batches - 1) * cost.observed if cost.statistics.counts else Work()
         passes = passes + runs * passed.work + observed + cost.statistics
         if wanted:  # looked through for damage and changes, hashed, written to the model and to disk
-            passes = passes + Work.of(moved=14.0 * size, hashed=size, written=size)
+            hashed = 0.0 if of.machine.gpu else size  # weights of a GPU are hashed behind its work
+            passes = passes + Work.of(moved=14.0 * size, hashed=hashed, written=size)
             numbers = 0.0 if of.machine.gpu else size / of.itemsize
             passes = passes + Work.of(moved=_CHOSEN * numbers)  # by the mask
             passes = passes + of.python(_BLOCK + _LINEAR * sum(map(len, wanted.values())))
@@ -197,6 +198,8 @@ def _prune(of: Basis) -> Iterator[Stage]:
     # Batches of one shape share them; the last batch may have another.
     arguments = of.batch.arguments * (1 + (text.count % text.batch > 0)) if batches else 0.0
     held_always |= {"arguments of blocks": arguments} if arguments else {}
+    if of.last > 0:  # the journal writes states at least once, after the first block
+        passes = passes + Work.of(written=held_always["hidden states"])
     captured = {**held_always, "weights": of.around}  # when all batches have reached the first block
     held_always |= {"block being written": of.pending} if of.pending else {}
     passed_on = largest({**held_always, "statistics and activations": peak}, captured if batches else {})
