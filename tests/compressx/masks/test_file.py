@@ -4,9 +4,12 @@ import hashlib
 import json
 import os
 import struct
+import threading
+import time
 import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +18,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from compressx.masks.file import MaskEntry, join_masks, read_masks, weight_sha256, write_masks
+from compressx.masks import file
+from compressx.masks.file import MaskEntry, WeightHashes, join_masks, read_masks, weight_sha256, write_masks
 from compressx.runtime.errors import ArtifactError
+from compressx.testing import pretended_accelerator
 
 _SHA = "0123456789abcdef" * 4
 
@@ -235,3 +240,39 @@ def test_a_weights_sha256_is_that_of_its_row_major_bytes(dtype: torch.dtype) -> 
     raw = b"".join(struct.pack("<f", v)[0 if dtype == torch.float32 else 2 :] for v in range(6))
     assert weight_sha256(weight) == hashlib.sha256(raw).hexdigest()
     assert weight_sha256(weight.T.contiguous().T) == weight_sha256(weight)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_weights_are_hashed_as_they_were_when_they_were_added(name: str) -> None:
+    weights = [torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    expected = [weight_sha256(weight) for weight in weights]
+    with pretended_accelerator(), WeightHashes() as hashes:
+        for i, weight in enumerate(weights):
+            there = weight.to(name, copy=True)
+            hashes.add(str(i), there)
+            there.zero_()
+        assert [hashes[str(i)] for i in range(5)] == expected
+
+
+def test_few_weights_of_a_gpu_are_on_the_host_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, most = [0], [0]
+    gate, begin = threading.Lock(), file.begin_to_host
+
+    def counted(x: torch.Tensor) -> Any:
+        with gate:
+            begun[0] += 1
+            most[0] = max(most[0], begun[0])
+        return begin(x)
+
+    def hashed(weight: torch.Tensor) -> str:
+        time.sleep(0.01)
+        with gate:
+            begun[0] -= 1
+        return ""
+
+    monkeypatch.setattr(file, "begin_to_host", counted)
+    monkeypatch.setattr(file, "weight_sha256", hashed)
+    with pretended_accelerator(), WeightHashes() as hashes:
+        for i in range(6):
+            hashes.add(str(i), torch.ones(2, 2, device="cuda"))
+    assert most[0] <= 3, "two that are hashed, and one that is copied"

@@ -208,3 +208,16 @@ def test_what_is_outside_the_blocks_is_written_behind_and_read_back(gate, tmp_pa
     Timer(0.2, gate.opened.set).start()
     access.read(OUTSIDE, tmp_path)
     assert torch.equal(access.model.lm_head.weight, before)
+
+
+def test_a_block_on_a_gpu_is_copied_without_waiting_for_each_of_its_tensors(tmp_path: Path) -> None:
+    behind = WriteBehind()
+    with pretended_accelerator() as device:
+        tensors = {str(i): torch.full((3,), float(i), device="cuda") for i in range(4)}
+        with device.counted() as counts:
+            behind.begin("", tmp_path / "x.safetensors", lambda: tensors)
+        assert not counts.pageable
+    behind.end()
+    assert {name: x.tolist() for name, x in load_file(tmp_path / "x.safetensors").items()} == {
+        str(i): [float(i)] * 3 for i in range(4)
+    }
