@@ -55,12 +55,13 @@ def forget_peaks() -> None:
     with contextlib.suppress(OSError):  # Linux only, and not in every container
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     if _on_cuda():  # otherwise this would initialize CUDA, which takes GPU memory
-        torch.cuda.reset_peak_memory_stats()
+        for gpu in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(gpu)
 
 
 def peak_gpu_bytes() -> int:
-    """Return the peak of the memory of tensors on the GPU since `forget_peaks`, in bytes; 0 without one."""
-    return torch.cuda.max_memory_allocated() if _on_cuda() else 0
+    """Return the peak of the memory of tensors on GPUs since `forget_peaks`, in bytes; 0 without one."""
+    return sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))) if _on_cuda() else 0
 
 
 def peak_resident_bytes() -> int:

@@ -65,6 +65,7 @@ def test_a_run_ends_with_the_weights_and_perplexities_of_one_on_the_cpu(about, m
     assert same(weights("here/model"), weights("there/model"))
     assert there.evaluation == here.evaluation
     assert "pretended accelerator" in there.hardware
+    assert there.peak_gpu_memory_bytes > here.peak_gpu_memory_bytes == 0
     assert device.launches > 1000
     gc.collect()
     assert device.alive_bytes == 0, "nothing of a run stays on the device"

@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from compressx.runtime.timing import Timing, forget_peaks, peak_resident_bytes
+from compressx.runtime.timing import Timing, forget_peaks, peak_gpu_bytes, peak_resident_bytes
+from compressx.testing import pretended_accelerator
 
 
 def test_a_stage_lasts_until_the_next_one_so_seconds_add_up_to_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +30,19 @@ def test_a_peak_is_forgotten_since_a_process_may_run_several_recipes() -> None:
     del held
     forget_peaks()
     assert peak_resident_bytes() < before - 128 * 2**20
+
+
+def test_the_peak_of_a_gpu_is_that_of_its_tensors_since_the_last_one_was_forgotten() -> None:
+    with pretended_accelerator():
+        held = torch.ones(3000, device="cuda")
+        assert peak_gpu_bytes() == 12_000
+        del held
+        forget_peaks()
+        assert peak_gpu_bytes() == 0
+
+
+def test_peaks_of_several_gpus_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: 10**gpu)
+    assert peak_gpu_bytes() == 111
