@@ -5,8 +5,6 @@ Most of the time of a score-based pruner goes here.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -67,14 +65,10 @@ def _drop_lowest_of_few(scores: Tensor, count: int) -> Tensor:
 def _drop_lowest_of_few_on_device(scores: Tensor, count: int) -> Tensor:
     """Compare all with all in few kernels: an N:M sweep selects among as few scores as a weight has rows, and often."""
     first, second = scores[:, :, None], scores[:, None, :]
-    before = torch.where(_earlier(scores.shape[1], scores.device), first <= second, first < second)  # [groups, n, n]
+    n = scores.shape[1]
+    earlier = torch.ones(n, n, dtype=torch.bool, device=scores.device).triu(1)  # of equals the first goes before
+    before = torch.where(earlier, first <= second, first < second)  # [groups, n, n]
     return before.sum(dim=1) >= count
-
-
-@functools.cache
-def _earlier(n: int, device: torch.device) -> Tensor:
-    """Return which of some scores go before which if they are equal: bool [n, n], made once."""
-    return torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
 
 
 def _drop_lowest(scores: Tensor, count: int) -> Tensor:

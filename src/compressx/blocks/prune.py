@@ -22,7 +22,7 @@ from compressx.api.record import BlockReport, LayerReport
 from compressx.blocks.depth import decide_whole
 from compressx.blocks.fisher import FisherDiagonal
 from compressx.blocks.select import Built, ByRule, Decision, decide_all, gather, write
-from compressx.masks.maskset import MaskEntry, WeightHashes
+from compressx.masks.file import MaskEntry, WeightHashes
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.models.blockwise import Run, advance, capture, each_block, passes

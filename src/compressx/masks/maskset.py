@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 
 from compressx.api.pruner import Linear
 from compressx.masks.adapters import refuse_adapted
-from compressx.masks.file import MaskEntry, PackedMasks, WeightHashes, read_masks, weight_sha256, write_masks
+from compressx.masks.file import MaskEntry, PackedMasks, read_masks, weight_sha256, write_masks
 from compressx.models.architecture import linears_of
 from compressx.models.export import refuse_prepared
 from compressx.runtime.errors import ArtifactError, did_you_mean
@@ -35,7 +35,7 @@ from compressx.shrink.cuts import told_shrunk
 if TYPE_CHECKING:
     from torch.ao.pruning.sparsifier.base_sparsifier import BaseSparsifier
 
-__all__ = ["Deviation", "MaskEntry", "MaskSet", "WeightHashes", "apply", "squash", "weight_sha256"]
+__all__ = ["Deviation", "MaskEntry", "MaskSet", "apply", "squash", "weight_sha256"]
 
 
 class Deviation(NamedTuple):
