@@ -328,16 +328,18 @@ def main() -> None:
             lambda: wholes(device, model, arguments.text, arguments.output / "runs"),
         )
     where = machine(device)
+    if missing := sorted({*(arguments.only or ())} - parts.keys()):
+        parser.error(f"--only {' '.join(missing)}: not measured at this size; --size llama-3-8b has it")
     sections: dict[str, Any] = {}
+    text = where
     for name in arguments.only or parts:
-        if name in parts:
-            title, rows = parts[name]
-            sections[title] = measured(name, rows)
-            # After each, so that a run which is stopped has what it measured.
-            found = {"machine": where, "size": asdict(size), "sections": sections}
-            (arguments.output / "accelerator.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-            text = "\n".join([where, "", *(table(title, section) for title, section in sections.items())])
-            (arguments.output / "accelerator.md").write_text(text, encoding="utf-8")
+        title, rows = parts[name]
+        sections[title] = measured(name, rows)
+        # After each, so that a run which is stopped has what it measured.
+        found = {"machine": where, "size": asdict(size), "sections": sections}
+        (arguments.output / "accelerator.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+        text = "\n".join([where, "", *(table(title, section) for title, section in sections.items())])
+        (arguments.output / "accelerator.md").write_text(text, encoding="utf-8")
     print(text)
 
 

@@ -204,7 +204,7 @@ class RunReport:
         seconds: by stage, in the order of the run (load, calibrate, evaluate dense, allocate, prune, evaluate pruned,
             finetune, save, evaluate finetuned; only those that there were), and their sum as `total`.
         peak_memory_bytes: highest resident memory of the process.
-        peak_gpu_memory_bytes: highest memory of its tensors on the GPU; 0 without one.
+        peak_gpu_memory_bytes: highest memory of its tensors on GPUs, their peaks added up; 0 if it used none.
         plugins: name, version and source of every plugin that was loaded.
         versions: of the libraries that decide the result.
         figures: `file`, inside the output folder, and `caption` of each figure that was drawn.

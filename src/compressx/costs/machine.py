@@ -72,7 +72,7 @@ ASSUMED = {
     "a100": _gpu("one A100 (80 GB, SXM)", single=19.5e12, half=312e12, bandwidth=2.04e12),
     "4090": _gpu("one RTX 4090", single=82.6e12, half=165e12, bandwidth=1.01e12),
 }
-"""Machines by the name that `--assume` takes; nothing of them was measured."""
+"""Machines by the name that `--assume` takes; only the seconds of a launch were measured, beside an H200."""
 
 
 def assumed(text: str, processes: int = 1) -> Machine:

@@ -198,7 +198,9 @@ def _prune(of: Basis) -> Iterator[Stage]:
     # Batches of one shape share them; the last batch may have another.
     arguments = of.batch.arguments * (1 + (text.count % text.batch > 0)) if batches else 0.0
     held_always |= {"arguments of blocks": arguments} if arguments else {}
-    if of.last > 0:  # the journal writes states at least once, after the first block
+    if (
+        len({x.block for x in of.planned.linears}) > 1
+    ):  # the journal writes states at least once, after the first of them
         passes = passes + Work.of(written=held_always["hidden states"])
     captured = {**held_always, "weights": of.around}  # when all batches have reached the first block
     held_always |= {"block being written": of.pending} if of.pending else {}

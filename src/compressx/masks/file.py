@@ -199,8 +199,8 @@ def weight_sha256(weight: Tensor) -> str:
 class WeightHashes:
     """`weight_sha256` of weights that change right afterwards, by the names of their linears.
 
-    Those of a GPU are copied behind its work and hashed in threads: a block of Llama 3 8B would wait .6 s for hashes,
-    twice as long as for Wanda.
+    Those of a GPU are copied behind its work and hashed in threads: a block of Llama 3 8B would wait .6 s for copies
+    and hashes, as long as Wanda takes.
     """
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ class WeightHashes:
             arrived()
             return weight_sha256(copied)
 
-        if len(self._hashes) >= _AT_ONCE:  # no more copies than threads that read them
+        if len(self._hashes) >= _AT_ONCE:  # at most one copy more than threads that read them
             [*self._hashes.values()][-_AT_ONCE]()
         self._hashes[name] = self._threads.submit(hashed).result
 

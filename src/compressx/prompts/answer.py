@@ -34,8 +34,8 @@ class Answer:
         kept_text: what it read, with ` ... ` where tokens are left out.
         seconds: of `select` (running the first blocks on the whole prompt), `prefill` (reading the kept tokens up to
             the first new one) and `generate` (the other new ones).
-        peak_memory_bytes: of the GPU's tensors, or without one of the process, during `select` and during `prefill` and
-            `generate` together, as `generate`.
+        peak_memory_bytes: of tensors on GPUs if the model is on one, else of the process, during `select` and during
+            `prefill` and `generate` together, as `generate`.
         reason: how the selector chose its blocks and heads.
     """
 
@@ -133,7 +133,7 @@ def answer(
     forget_peaks()
     started = time.perf_counter()
     places = torch.arange(len(ids)) if selection is None else selection.places(ids, protected)
-    selected, memory = time.perf_counter(), {"select": _peak()}
+    selected, memory = time.perf_counter(), {"select": _peak(model)}
     forget_peaks()
     kept = ids[places]
     check_room(model, len(kept), tokens, "generate")
@@ -154,13 +154,13 @@ def answer(
         new_tokens=len(written),
         kept_text=_kept_text(tokenizer, kept, places),
         seconds={"select": selected - started, "prefill": first[0] - selected, "generate": ended - first[0]},
-        peak_memory_bytes={**memory, "generate": _peak()},
+        peak_memory_bytes={**memory, "generate": _peak(model)},
         reason="" if selection is None else selection.wanted.reason,
     )
 
 
-def _peak() -> int:
-    return peak_gpu_bytes() or peak_resident_bytes()
+def _peak(model: Any) -> int:
+    return peak_gpu_bytes() if next(model.parameters()).is_cuda else peak_resident_bytes()
 
 
 def _kept_text(tokenizer: Any, kept: Tensor, places: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Copies of hidden states between the host and a GPU through pinned memory, for which the host does not wait.
+"""Copies of hidden states, masks and weights between the host and a GPU, through pinned memory.
 
 States that are kept in files cannot be pinned, so each batch is copied once more on the host. torch gives pinned memory
 to nobody else before the copies from and to it are done, and copies of one stream are in order with its kernels.
