@@ -284,6 +284,18 @@ def test_a_streamed_model_on_the_cpu_holds_another_block_while_it_is_written(mod
         assert all("block being written" not in s.memory for s in other.stages)
 
 
+def test_the_journal_writes_the_weights_of_each_block_and_states_once_if_another_block_follows(model):
+    def counted(targets: str, machine: Machine = EVEN) -> tuple[float, float]:
+        asked = recipe(model, {"targets": [targets], "pruner": "wanda", **HALF})
+        (passes,) = (s.work for s in of(asked, machine=machine).stages if s.name == "prune: passes and statistics")
+        return passes["written"], passes["hashed"]
+
+    block, states = 4.0 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64), 4.0 * 8 * 32 * 64
+    assert counted("*.layers.1.*") == (block, block)
+    assert counted("*") == (3 * block + states, 3 * block)
+    assert counted("*", ASSUMED["h100"]) == (3 * block + states, 0.0), "hashed behind the GPU's work"
+
+
 def test_what_python_does_for_blocks_and_linears_and_choices_by_a_mask_take_a_processor_s_time(model):
     here, gpu = (
         next(s for s in of(recipe(model, *rules("magnitude")), machine=x).stages if s.name.startswith("prune: passes"))
