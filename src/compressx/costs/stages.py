@@ -198,9 +198,7 @@ def _prune(of: Basis) -> Iterator[Stage]:
     # Batches of one shape share them; the last batch may have another.
     arguments = of.batch.arguments * (1 + (text.count % text.batch > 0)) if batches else 0.0
     held_always |= {"arguments of blocks": arguments} if arguments else {}
-    if (
-        len({x.block for x in of.planned.linears}) > 1
-    ):  # the journal writes states at least once, after the first of them
+    if len({x.block for x in of.planned.linears}) > 1:  # the journal writes states after the first, at least
         passes = passes + Work.of(written=held_always["hidden states"])
     captured = {**held_always, "weights": of.around}  # when all batches have reached the first block
     held_always |= {"block being written": of.pending} if of.pending else {}
