@@ -9,6 +9,7 @@ A 16-bit model is trained in float32 and rounded once, at the end; its matrix pr
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,7 @@ from compressx.runtime.errors import ArtifactError, CalibrationError, Unsupporte
 from compressx.runtime.quiet import quiet_libraries
 from compressx.training.distillation import distillation_loss, next_token_loss
 from compressx.training.schedule import (
+    backed_off,
     fraction_done,
     is_check_due,
     learning_rate,
@@ -37,6 +39,8 @@ from compressx.training.schedule import (
     total_steps,
 )
 from compressx.training.trainable import adapted, check_trained, own_checkpointing_off, trainable
+
+_log = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[int, int, float], None]
 
@@ -154,7 +158,7 @@ class _Steps:
         done = fraction_done(self.settings, len(self.losses), self.seconds)
         while done < 1.0:
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(self.settings, done)
+                group["lr"] = learning_rate(self.settings, done) * backed_off([x.loss for x in self.held_out])
             self.losses.append(self._step(len(self.losses)))
             done, before = fraction_done(self.settings, len(self.losses), self.seconds), done
             if is_check_due(before, done):
@@ -164,9 +168,12 @@ class _Steps:
             if progress is not None:
                 steps = len(self.losses)
                 progress(steps, total_steps(self.settings, steps, done), self.losses[-1])
-        with torch.no_grad():
-            for name, value in self.best.items():
-                self.trained[name].copy_(value)
+        self._return_to_best()
+
+    @torch.no_grad()
+    def _return_to_best(self) -> None:
+        for name, value in self.best.items():
+            self.trained[name].copy_(value)
 
     @property
     def seconds(self) -> float:
@@ -192,16 +199,24 @@ class _Steps:
 
     @torch.no_grad()
     def _check(self) -> None:
-        """Measure the loss on the unseen windows, if there are any, and keep the weights if it is the lowest."""
+        """Measure the loss on the unseen windows, if there are any, and keep the weights if it is the lowest.
+
+        Else go on from the best weights at a lower rate: what one model takes is too much for another.
+        """
         if not len(self.unseen):
             return
         self.model.eval()
         losses = [float(self._loss(ids.to(self.device))) * len(ids) for ids in torch.split(self.unseen, _AT_ONCE)]
         self.model.train()
         loss = math.fsum(losses) / len(self.unseen)
-        if loss < min((x.loss for x in self.held_out), default=math.inf):
-            self.best = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
+        lowest = min((x.loss for x in self.held_out), default=math.inf)
         self.held_out.append(HeldOutLoss(len(self.losses), loss, self.seconds))
+        if loss < lowest:
+            self.best = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
+        elif self.best:
+            _log.info("held-out loss %.4g, not below %.4g: back to those weights, at a lower rate", loss, lowest)
+            self._return_to_best()
+            self.optimizer.state.clear()  # moments of the way that led off
 
     def _loss(self, batch: Tensor) -> Tensor:
         """Return the loss of windows [batch, tokens]."""

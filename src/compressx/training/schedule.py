@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from compressx.recipe.tuning import Finetune
 
 CHECKS = 4
 """How often the held-out loss is measured during a training, beside once before it."""
+
+BACK_OFF = 0.25
+"""Factor of the learning rate after each held-out loss that is not below all before it."""
 
 
 def fraction_done(settings: Finetune, steps: int, seconds: float) -> float:
@@ -40,6 +44,11 @@ def learning_rate(settings: Finetune, done: float) -> float:
         return settings.learning_rate * (0.1 + 0.9 * done / settings.warmup)
     along = (done - settings.warmup) / (1.0 - settings.warmup)
     return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * along))
+
+
+def backed_off(losses: Sequence[float]) -> float:
+    """Return the factor of the learning rate after held-out losses, in the order in which they were measured."""
+    return BACK_OFF ** sum(not loss < min(losses[:i]) for i, loss in enumerate(losses) if i)
 
 
 def is_check_due(before: float, after: float) -> bool:

@@ -24,6 +24,7 @@ from compressx.testing import tiny_model, tiny_tokens
 from compressx.training import finetune as module
 from compressx.training.distillation import distillation_loss, next_token_loss
 from compressx.training.finetune import finetune
+from compressx.training.schedule import backed_off, learning_rate
 
 WINDOWS = tiny_tokens(sequences=8, length=16)
 HELD_OUT = tiny_tokens(sequences=8, length=16, seed=1)
@@ -491,6 +492,34 @@ def test_the_weights_with_the_lowest_held_out_loss_are_kept() -> None:
     assert min(report.held_out, key=lambda x: x.loss).step == 0
     assert all(torch.equal(p, start[n]) for n, p in parameters(model).items())
     assert masks.verify(model)
+
+
+@pytest.mark.parametrize(
+    ("losses", "factor"),
+    [([], 1), ([2.0], 1), ([2.0, 1.0, 0.5], 1), ([2.0, 2.0], 1 / 4), ([2.0, 3.0, 1.0, 1.5, math.nan, 0.9], 1 / 64)],
+    ids=str,
+)
+def test_the_rate_is_quartered_after_every_held_out_loss_that_is_not_the_lowest(losses, factor):
+    assert backed_off(losses) == factor
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_rate_that_only_harms_is_lowered_until_training_helps(architecture, monkeypatch):
+    rates, moments = [], []
+
+    def see(optimizer: Any) -> None:
+        rates.append(optimizer.param_groups[0]["lr"])
+        moments.append(len(optimizer.state))
+
+    watch_steps(monkeypatch, see)
+    _, _, report = tuned(architecture, steps=16, learning_rate=0.03, held_out=2)
+    before, first, *later = (x.loss for x in report.held_out)
+    assert first > before > min(later)
+    settings = Finetune(steps=16, learning_rate=0.03)
+    factors = [rate / learning_rate(settings, step / 16) for step, rate in enumerate(rates)]
+    assert factors[:4] == [pytest.approx(1)] * 4
+    assert factors[4:8] == [pytest.approx(1 / 4)] * 4
+    assert (moments[3] > 0, moments[4], moments[5] > 0) == (True, 0, True), "begun anew, from the best weights"
 
 
 # --- going on
