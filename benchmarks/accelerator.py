@@ -143,7 +143,7 @@ def agreements(device: torch.device) -> Iterator[dict[str, Any]]:
         near = pruned(rounded(model), SMALL, rules, ids)
         there = pruned(model.to(device), SMALL, rules, ids)
         yield {
-            "method": name, "equal": equal(here, there), "rounded": equal(here, near),
+            "method": name, "equal": equal(here.masks, there.masks), "rounded": equal(here.masks, near.masks),
             "error on the CPU": here.report.blocks[0].output_error, "error": there.report.blocks[0].output_error,
         }  # fmt: skip
 
@@ -157,10 +157,10 @@ def rounded(model: Any) -> Any:
     return changed
 
 
-def equal(one: compressx.PrunedModel, other: compressx.PrunedModel) -> float:
+def equal(one: MaskSet, other: MaskSet) -> float:
     """Return the share of entries in which masks are equal."""
-    same = sum(int((one.masks[n].keep == other.masks[n].keep).sum()) for n in one.masks)
-    return same / sum(one.masks[n].keep.numel() for n in one.masks)
+    same = sum(int((one[n].keep == other[n].keep).sum()) for n in one)
+    return same / sum(one[n].keep.numel() for n in one)
 
 
 SPARSITIES = {"target": 0.5, "sparsities": [0.4, 0.6], "samples": 4}
@@ -200,9 +200,8 @@ def stages(device: torch.device, folder: Path) -> Iterator[dict[str, Any]]:
             keeps = MaskSet.load(Path(recipe["output"]) / "masks.safetensors")
             found.append((keeps, [*report.evaluation.values()][-1]["token_perplexity"], report.sparsity))
         (here, before, _), (there, after, sparsity) = found
-        same = sum(int((here[n].keep == there[n].keep).sum()) for n in here) / sum(here[n].keep.numel() for n in here)
         yield {
-            "stage": stage, "model": architecture, "equal": same, "sparsity": sparsity,
+            "stage": stage, "model": architecture, "equal": equal(here, there), "sparsity": sparsity,
             "perplexity on the CPU": before, "perplexity": after,
         }  # fmt: skip
 

@@ -55,6 +55,35 @@ def test_masks_of_the_device_are_compared_with_those_of_the_cpu(finished: Any) -
     assert all(row["equal"] == 1.0 and row["error"] == row["error on the CPU"] for row in rows)
 
 
+def test_every_stage_of_a_run_ends_on_the_device_as_on_the_cpu(program: ModuleType, finished: Any) -> None:
+    rows = finished[0]["sections"]["stages of a run"]["rows"]
+    assert [row["stage"] for row in rows] == list(program.STAGES)
+    assert all(row["equal"] == 1.0 and row["perplexity"] == row["perplexity on the CPU"] > 1 for row in rows)
+    assert [row["sparsity"] for row in rows] == [pytest.approx(0.5, abs=1e-3)] * len(rows)
+
+
+def test_rounding_changes_the_last_bit_of_half_of_the_weights(program: ModuleType) -> None:
+    model = program.model_of(program.SIZES["tiny"], torch.device("cpu"))
+    weights = [w.detach() for w in model.parameters() if w.dim() == 2]
+    changed = [w.detach() for w in program.rounded(model).parameters() if w.dim() == 2]
+    shares = [float((a != b).float().mean()) for a, b in zip(weights, changed, strict=True)]
+    assert all(0.4 < share < 0.6 for share in shares)
+    assert all(torch.allclose(a, b, rtol=2.0**-22, atol=0.0) for a, b in zip(weights, changed, strict=True))
+
+
+def test_parts_are_measured_by_name_and_those_that_a_size_does_not_have_are_refused(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called = ["accelerator.py", "--output", str(tmp_path), "--device", "cpu", "--only"]
+    monkeypatch.setattr(sys, "argv", [*called, "2:4"])
+    program.main()
+    assert [*json.loads((tmp_path / "accelerator.json").read_text())["sections"]] == ["2:4 products"]
+    monkeypatch.setattr(sys, "argv", [*called, "model"])
+    with pytest.raises(SystemExit, match="2"):
+        program.main()
+    assert "--only model: not measured at this size" in capsys.readouterr().err
+
+
 def test_an_agreement_below_one_is_seen(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "SMALL", program.SIZES["tiny"])
     monkeypatch.setattr(program, "METHODS", {"Wanda 50%": program.METHODS["Wanda 50%"]})

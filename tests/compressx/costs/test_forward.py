@@ -158,8 +158,9 @@ def test_longer_windows_cost_more_only_by_their_attention():
     model = empty("llama")
     short, long = (forward(model, survey(model), n, 48 // n, "float32").work for n in (2, 1))
     assert 2 * short["attention"] == long["attention"]
-    # The angles of the positions, which some versions of transformers work out for each window and some for all.
-    assert short["float32"] == pytest.approx(long["float32"], rel=1e-4)
+    # Some versions of transformers work out the angles of the positions for each window, and some once for all.
+    angles = 2 * 24 * 8
+    assert long["float32"] - short["float32"] in (0, angles)
 
 
 @pytest.mark.parametrize("weights", [True, False])
