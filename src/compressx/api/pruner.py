@@ -61,8 +61,8 @@ class Linear:
             ends in its parameter and number, as in `model.layers.0.mlp.experts.down_proj.3`.
         module: the module that owns the weight.
         parameter: name of the weight in the module.
-        transposed: the module stores [in_features, out_features] (transformers' Conv1D, as in GPT-2).
-        expert: which slice of a fused [experts, out_features, in_features] parameter this is; None for a whole one.
+        transposed: the module stores [in_features, out_features] (GPT-2's Conv1D, GPT-OSS's experts).
+        expert: which slice of a fused parameter, [experts, ...], this is; None for a whole one.
     """
 
     name: str
@@ -75,15 +75,15 @@ class Linear:
     def weight(self) -> Tensor:
         """The weight as a view [out_features, in_features], without autograd history."""
         stored: Tensor = getattr(self.module, self.parameter).detach()  # also while masks are held on it
-        if self.expert is not None:
-            return stored[self.expert]
-        return stored.T if self.transposed else stored
+        own = stored if self.expert is None else stored[self.expert]
+        return own.T if self.transposed else own
 
     @property
     def bias(self) -> Tensor | None:
         """The bias [out_features], or None."""
-        bias: Tensor | None = getattr(self.module, "bias", None) if self.expert is None else None
-        return None if bias is None else bias.detach()
+        fused = self.expert is not None
+        bias: Tensor | None = getattr(self.module, f"{self.parameter}_bias" if fused else "bias", None)
+        return None if bias is None else bias.detach() if self.expert is None else bias.detach()[self.expert]
 
     @property
     def out_features(self) -> int:

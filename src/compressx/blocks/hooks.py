@@ -19,6 +19,10 @@ Take: TypeAlias = Callable[[str, Tensor], None]
 """Called with a linear's name and [batch, tokens, features], or [tokens, features] behind a router."""
 
 
+_PRODUCTS = (nn.functional.linear, Tensor.__matmul__, Tensor.matmul, torch.matmul)
+"""By which experts multiply."""
+
+
 @contextmanager
 def inputs_watched(linears: Mapping[str, Linear], take: Take) -> Iterator[None]:
     """Call `take` with the name and input of each linear before it runs, inside the `with`."""
@@ -93,7 +97,7 @@ def _experts_watched(linears: Mapping[str, Linear], before: Take, after: Take) -
     """Watch the products with slices of fused expert parameters, if there are any.
 
     Fused experts are not modules, so they have no hooks. The eager implementation of transformers multiplies by one
-    slice at a time with `torch.nn.functional.linear`, where the slice's address identifies the expert.
+    slice at a time, with `torch.nn.functional.linear` or `@`, where the slice's address identifies the expert.
     """
     experts = [linear for linear in linears.values() if linear.expert is not None]
     if not experts:
@@ -103,7 +107,7 @@ def _experts_watched(linears: Mapping[str, Linear], before: Take, after: Take) -
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            name = name_at.get(original(args[1]).data_ptr()) if function is nn.functional.linear else None
+            name = name_at.get(original(args[1]).data_ptr()) if function in _PRODUCTS else None
             if name is None:
                 return function(*args, **(kwargs or {}))
             before(name, args[0])

@@ -189,10 +189,9 @@ class MaskSet(Mapping[str, MaskEntry]):
         for name, linear in self._writable(model).items():
             stored = linear.module.get_parameter(linear.parameter)
             keep = self[name].keep.to(stored.device)
+            keep = keep.T if linear.transposed else keep
             if linear.expert is None:
-                masks[f"{name}.weight"] = (keep.T if linear.transposed else keep).clone(
-                    memory_format=torch.contiguous_format
-                )
+                masks[f"{name}.weight"] = keep.clone(memory_format=torch.contiguous_format)
             else:
                 fused = name.rpartition(".")[0]
                 if fused not in masks:

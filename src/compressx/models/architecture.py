@@ -78,8 +78,9 @@ def linears_of(name: str, module: nn.Module) -> list[Linear]:
     if not _is_fused_experts(module):
         return []
     return [
-        Linear(f"{name}.{parameter}.{expert}", module, parameter, expert=expert)
+        Linear(f"{name}.{parameter}.{expert}", module, parameter, transposed=bool(module.is_transposed), expert=expert)
         for parameter, stored in _matrices(module)
+        if stored.dim() == 3  # not their biases
         for expert in range(len(stored))
     ]
 
@@ -123,12 +124,16 @@ def _matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _is_fused_experts(module: nn.Module) -> bool:
-    """Return whether the module holds one [experts, out_features, in_features] parameter per linear of its experts.
+    """Return whether the module holds one parameter per linear of its experts, [experts, out_features, in_features].
 
-    transformers' own expert kernels recognize the layout by the same attributes.
+    It may store [experts, in_features, out_features], and biases [experts, out_features] beside them. transformers' own
+    expert kernels recognize the layout by the same attributes.
     """
-    plain = getattr(module, "is_transposed", None) is False and getattr(module, "has_bias", None) is False
-    return plain and all(p.dim() == 3 and n in {"gate_up_proj", "up_proj", "down_proj"} for n, p in _matrices(module))
+    if not {"is_transposed", "has_bias"} <= vars(module).keys():
+        return False
+    linears = {"gate_up_proj", "up_proj", "down_proj"}
+    biases = {f"{name}_bias" for name in linears} if module.has_bias else set()
+    return all((p.dim() == 3 and n in linears) or (p.dim() == 2 and n in biases) for n, p in _matrices(module))
 
 
 def _why_not_prunable(module: nn.Module) -> str | None:

@@ -44,6 +44,7 @@ def _neurons(block: Block) -> list[Units]:
         ups = all_ups.get(_home(down))
         if kind_of(name) not in _DOWN or not ups:
             continue
+        _refuse_biases(down)
         count = down.in_features
         if odd := next((x for x in ups if x.out_features not in (count, 2 * count)), None):
             raise UnsupportedModelError(
@@ -58,6 +59,15 @@ def _neurons(block: Block) -> list[Units]:
             f"{', '.join(_UP)}; its linears: {', '.join(block.linears) or 'none'}"
         )
     return found
+
+
+def _refuse_biases(linear: Linear) -> None:
+    """Refuse units of experts that have biases, which would have to go with them."""
+    if linear.expert is not None and linear.bias is not None:
+        raise UnsupportedModelError(
+            f"{linear.name}: experts with biases, as in GPT-OSS, are pruned by weights, or 2:4, but not by neurons or "
+            "experts"
+        )
 
 
 def _home(linear: Linear) -> str:
@@ -97,6 +107,7 @@ def _experts(block: Block) -> list[Units]:
     homes: dict[str, dict[str, tuple[int, Linear]]] = {}
     for name, linear in block.linears.items():
         if match := _EXPERT.fullmatch(_home(linear)):
+            _refuse_biases(linear)
             homes.setdefault(match[1], {})[name] = (int(match[2]), linear)
     if not homes:
         raise UnsupportedModelError(f"{block.fqn} has no experts; its linears: {', '.join(block.linears) or 'none'}")

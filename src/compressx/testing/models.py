@@ -65,6 +65,9 @@ TINY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", {"vocab_size": 128, "hidden_size": 64, "n_layer": 3, "n_head": 4}),
     "gptj": ("gptj", {**_GPT2, "rotary_dim": 8}),
     "mixtral": ("mixtral", {**_COMMON, "num_key_value_heads": 2, "num_local_experts": 4}),
+    "gpt-oss": ("gpt_oss", {**_COMMON, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": _ROPE,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
 }  # fmt: skip
 """By name: the transformers model type and its config's values."""
 

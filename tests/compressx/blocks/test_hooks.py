@@ -12,11 +12,11 @@ from tests.compressx.mixtures import mixture
 from torch import Tensor
 
 from compressx.api.pruner import Block, Linear
-from compressx.blocks.hooks import inputs_watched, routing_watched
+from compressx.blocks.hooks import inputs_watched, outputs_watched, routing_watched
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import Run, capture, each_block
-from compressx.testing import pretended_accelerator, tiny_tokens
+from compressx.testing import pretended_accelerator, tiny_model, tiny_tokens
 
 KINDS = ["mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "deepseek-v3"]
 WAITS_OF_AN_EXPERT = 5
@@ -37,6 +37,21 @@ def second_block(name: str, device: str) -> Iterator[tuple[Block, Run, Tensor]]:
 
 def experts_of(block: Block) -> Mapping[str, Linear]:
     return {name: linear for name, linear in block.linears.items() if linear.expert is not None}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt-oss"])
+@torch.no_grad()
+def test_what_comes_out_of_an_expert_is_the_product_of_what_goes_in_with_its_linears_weight(kind):
+    model = tiny_model(kind)
+    experts = {name: linear for name, linear in survey(model).linears.items() if linear.expert is not None}
+    given: dict[str, Tensor] = {}
+    gave: dict[str, Tensor] = {}
+    with inputs_watched(experts, given.__setitem__), outputs_watched(experts, gave.__setitem__):
+        model(tiny_tokens())
+    assert given.keys() == gave.keys()
+    assert len(gave) > len(experts) / 2
+    for name, output in gave.items():
+        torch.testing.assert_close(output, given[name] @ experts[name].weight.T)
 
 
 @pytest.mark.parametrize("name", KINDS)

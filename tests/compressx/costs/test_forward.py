@@ -36,7 +36,7 @@ def counted(architecture: str, products: str = "float32") -> Forward:
 def ran(architecture: str) -> tuple[Any, torch.Tensor]:
     """A model whose attention is a sequence of products, which torch's counter knows on every device."""
     model = tiny_model(architecture)
-    if architecture == "mixtral":
+    if architecture in ("mixtral", "gpt-oss"):
         model.config._experts_implementation = "eager"
     return model, torch.randint(0, 128, (WINDOWS, TOKENS))
 

@@ -13,6 +13,7 @@ from torch import nn
 from compressx.masks import maskset as masks
 from compressx.masks.maskset import Deviation, MaskEntry, MaskSet, weight_sha256
 from compressx.masks.maskset import squash as squash_held
+from compressx.models.architecture import survey
 from compressx.runtime.errors import ArtifactError
 from compressx.testing import tiny_model, tiny_tokens
 
@@ -225,23 +226,25 @@ def test_torch_ao_and_transformers_are_not_loaded_until_they_are_used() -> None:
     assert done.stdout.split("\n")[:2] == ["[]", "True"], done.stderr
 
 
-def test_masks_of_fused_experts_are_applied_verified_and_held_like_any_other(tmp_path):
-    model = tiny_model("mixtral")
+@pytest.mark.parametrize("kind", ["mixtral", "gpt-oss"])
+def test_masks_of_fused_experts_are_applied_verified_and_held_like_any_other(kind, tmp_path):
+    model = tiny_model(kind)
     names = [
         f"model.layers.1.mlp.experts.{p}.{e}" for p, e in (("gate_up_proj", 0), ("gate_up_proj", 2), ("down_proj", 3))
     ]
     experts = model.model.layers[1].mlp.experts
-    weights = {n: getattr(experts, n.split(".")[-2])[int(n[-1])] for n in names}
+    linears = survey(model).linears
+    weights = {n: linears[n].weight for n in names}
     generator = torch.Generator().manual_seed(0)
     keeps = {n: torch.rand(w.shape, generator=generator) > 0.5 for n, w in weights.items()}
     masks = MaskSet({n: MaskEntry(k, "50% row", "wanda", weight_sha256(weights[n])) for n, k in keeps.items()})
     masks.save(tmp_path / "masks.safetensors")
-    held = tiny_model("mixtral")
+    held = tiny_model(kind)
     sparsifier = MaskSet.load(tmp_path / "masks.safetensors").to_torch_ao(held)
     masks.apply(model, original=True)
     assert masks.verify(model)
     assert not masks.deviations(model)
-    untouched = tiny_model("mixtral").model.layers[1].mlp.experts
+    untouched = tiny_model(kind).model.layers[1].mlp.experts
     assert torch.equal(experts.gate_up_proj[1], untouched.gate_up_proj[1])
     with torch.no_grad():
         assert torch.equal(held(tiny_tokens()).logits, model(tiny_tokens()).logits)

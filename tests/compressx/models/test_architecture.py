@@ -32,8 +32,8 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "gptj": ("transformer.h", ("attn.k_proj", "attn.v_proj", "attn.q_proj", "attn.out_proj", "mlp.fc_in",
                                "mlp.fc_out")),
     "phi3": ("model.layers", ("self_attn.o_proj", "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")),
-    "mixtral": ("model.layers", (*_LLAMA[:4], *(f"mlp.experts.{p}.{e}" for p in ("gate_up_proj", "down_proj")
-                                                for e in range(4)))),
+    **dict.fromkeys(("mixtral", "gpt-oss"), ("model.layers", (
+        *_LLAMA[:4], *(f"mlp.experts.{p}.{e}" for p in ("gate_up_proj", "down_proj") for e in range(4))))),
 }  # fmt: skip
 
 
@@ -60,9 +60,21 @@ def test_every_block_and_linear_is_found_with_and_without_weights_and_every_matr
     assert not set(found.linears) & set(found.unprunable)
     assert not any(n.startswith(blocks) for n in found.outside), "the head is never in a block"
     counted = sum(x.out_features * x.in_features for x in found.linears.values())
-    stored = sum(p.numel() for b in found.blocks.values() for n, p in b.named_parameters() if p.dim() >= 2)
-    router = [p for n, p in model.named_parameters() if n.rsplit(".", 1)[0] in found.unprunable and ".layers." in n]
-    assert counted == stored - sum(p.numel() for p in router)
+    # Without the biases of GPT-OSS's experts, which are one matrix.
+    in_blocks = {n: p for n, p in model.named_parameters() if n.startswith(blocks) and not n.endswith("_bias")}
+    matrices = {n: p.numel() for n, p in in_blocks.items() if p.dim() >= 2}
+    assert counted == sum(size for n, size in matrices.items() if n.rpartition(".")[0] not in found.unprunable)
+
+
+def test_experts_stored_in_by_out_are_seen_out_by_in_with_their_biases() -> None:
+    model = tiny_model("gpt-oss")
+    experts = model.model.layers[1].mlp.experts
+    names = {n for n in survey(model).linears if n.startswith("model.layers.1.mlp")}
+    assert names == {f"model.layers.1.mlp.experts.{p}.{e}" for p in ("gate_up_proj", "down_proj") for e in range(4)}
+    linear = survey(model).linears["model.layers.1.mlp.experts.gate_up_proj.2"]
+    assert (linear.out_features, linear.in_features) == (192, 64)
+    assert torch.equal(linear.weight, experts.gate_up_proj[2].T)
+    assert torch.equal(linear.bias, experts.gate_up_proj_bias[2])
 
 
 def test_a_head_of_its_own_is_outside_the_blocks() -> None:

@@ -36,8 +36,19 @@ def expected(architecture: str, kind: str, model: torch.nn.Module) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
-@pytest.mark.parametrize("architecture", TINY_CONFIGS)
-@pytest.mark.parametrize("kind", ["neurons", "kv-groups"])
+@pytest.mark.parametrize("kind", ["neurons", "experts"])
+def test_experts_with_biases_lose_neither_neurons_nor_experts(kind):
+    told = (
+        r"mlp\.experts\.\w+\.0: experts with biases, as in GPT-OSS, are pruned by weights, or 2:4, but not by neurons"
+    )
+    with pytest.raises(UnsupportedModelError, match=told):
+        find_units(kind, first_block(tiny_model("gpt-oss")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [(kind, n) for kind in ("neurons", "kv-groups") for n in TINY_CONFIGS if (kind, n) != ("neurons", "gpt-oss")],
+)
 @torch.no_grad()
 def test_rows_of_a_unit_feed_its_columns_and_nothing_else(architecture, kind):
     model = tiny_model(architecture)
