@@ -80,7 +80,7 @@ def test_the_best_recipes_bring_how_they_calibrate_and_train(quality, settings, 
         trained.recipe(tmp_path / "out", **quality.METHODS[method]("60%"))["finetune"]["learning_rate"]
         for method in ("best", "SparseGPT")
     ]
-    assert rates == [2e-4, 1e-4]  # that of best-60, and what all others share
+    assert rates == [8e-4, 1e-4]  # that of best-60, and what all others share
     assert "finetune" not in settings.recipe(tmp_path / "out", **quality.METHODS["best"]("60%"))
     asked = replace(trained, learning_rate=4e-4).recipe(tmp_path / "out", **quality.METHODS["best"]("60%"))
     assert asked["finetune"]["learning_rate"] == 4e-4

@@ -55,7 +55,10 @@ class Finetune(Strict):
         None, gt=0, description="time to train, in place of steps; the number of steps then depends on the machine"
     )
     learning_rate: StrictFloat = Field(
-        1e-4, gt=0, description="the maximum, at the end of the warmup; a cosine decreases it to 0"
+        4e-4,
+        gt=0,
+        description="about the largest step of a weight, as a fraction of its tensor's root mean square, or of an "
+        "adapter itself; reached at the end of the warmup, then a cosine decreases it to 0",
     )
     teacher: Teacher = Field(
         "dense",

@@ -9,7 +9,6 @@ A 16-bit model is trained in float32 and rounded once, at the end; its matrix pr
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,17 +31,17 @@ from compressx.runtime.quiet import quiet_libraries
 from compressx.training.distillation import distillation_loss, next_token_loss
 from compressx.training.schedule import (
     backed_off,
+    batch,
     fraction_done,
     is_check_due,
     learning_rate,
     split_windows,
     total_steps,
 )
-from compressx.training.trainable import adapted, check_trained, own_checkpointing_off, trainable
-
-_log = logging.getLogger(__name__)
+from compressx.training.trainable import adapted, check_trained, own_checkpointing_off, sizes, trainable
 
 Progress: TypeAlias = Callable[[int, int, float], None]
+Tell: TypeAlias = Callable[[str], None]
 
 _LARGEST_NORM = 1.0
 """Maximum norm of a step's gradient, a customary value."""
@@ -82,6 +81,7 @@ def training_windows(
 def finetune(
     model: Any, masks: MaskSet, windows: Tensor, settings: Finetune, *, teacher: Any | None = None,
     products: torch.dtype | None = None, checkpoint: Path | None = None, progress: Progress | None = None,
+    tell: Tell = lambda _: None,
 ) -> FinetuneReport:  # fmt: skip
     """Train the remaining weights of a pruned model, or adapters, in place; dropped ones stay zero.
 
@@ -94,6 +94,7 @@ def finetune(
         products: dtype of both models' matrix products; that of each one's weights when absent.
         checkpoint: a file to resume from if it exists, updated during training.
         progress: called with the steps done, the total and the last loss.
+        tell: called with a line when training goes back to earlier weights.
 
     Returns:
         A report with the loss of every step, and of held-out windows at intervals.
@@ -115,7 +116,7 @@ def finetune(
         own_checkpointing_off(model), prepared as parameters, _training_mode(model, settings.gradient_checkpointing)
     ):  # fmt: skip
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter in parameters}
-        steps = _Steps(model, teacher, windows, settings, trained, products)
+        steps = _Steps(model, teacher, windows, settings, trained, products, tell)
         steps.run(checkpoint, progress)
         count = sum(p.numel() for p in trained.values()) - (_dropped(masks) if settings.lora is None else 0)
     check_trained(model, masks, settings.learning_rate)
@@ -136,13 +137,15 @@ class _Steps:
 
     def __init__(
         self, model: Any, teacher: Any | None, windows: Tensor, settings: Finetune, trained: Mapping[str, nn.Parameter],
-        products: torch.dtype | None,
+        products: torch.dtype | None, tell: Tell,
     ) -> None:  # fmt: skip
         self.model, self.teacher, self.settings, self.trained = model, teacher, settings, trained
-        self.products = products
+        self.products, self.tell = products, tell
         self.seen, self.unseen = torch.split(windows, list(split_windows(len(windows), settings.held_out)))
         self.device = next(model.parameters()).device
-        self.optimizer = torch.optim.AdamW(trained.values(), betas=_BETAS, weight_decay=0.0, fused=True)
+        scales = sizes(trained.values()) if settings.lora is None else [1.0] * len(trained)
+        groups = [{"params": [p], "scale": scale} for p, scale in zip(trained.values(), scales, strict=True)]
+        self.optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0, fused=True)
         self.losses: list[float] = []
         self.held_out: list[HeldOutLoss] = []
         self.best: dict[str, Tensor] = {}  # the weights of the lowest held-out loss
@@ -157,8 +160,9 @@ class _Steps:
             self._check()
         done = fraction_done(self.settings, len(self.losses), self.seconds)
         while done < 1.0:
+            rate = learning_rate(self.settings, done) * backed_off([x.loss for x in self.held_out])
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(self.settings, done) * backed_off([x.loss for x in self.held_out])
+                group["lr"] = rate * group["scale"]
             self.losses.append(self._step(len(self.losses)))
             done, before = fraction_done(self.settings, len(self.losses), self.seconds), done
             if is_check_due(before, done):
@@ -181,10 +185,10 @@ class _Steps:
         return self.before + time.perf_counter() - self.started
 
     def _step(self, number: int) -> float:
-        batch = _batch(self.seen, number, self.settings).to(self.device)
+        ids = batch(self.seen, number, self.settings).to(self.device)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed((self.settings.seed + number) % 2**63)  # for dropout
-            loss = self._loss(batch)
+            loss = self._loss(ids)
             loss.backward()  # type: ignore[no-untyped-call]
         norm = float(nn.utils.clip_grad_norm_(self.trained.values(), _LARGEST_NORM))
         value = float(loss.detach())
@@ -214,7 +218,7 @@ class _Steps:
         if loss < lowest:
             self.best = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
         elif self.best:
-            _log.info("held-out loss %.4g, not below %.4g: back to those weights, at a lower rate", loss, lowest)
+            self.tell(f"held-out loss {loss:.4g}, not below {lowest:.4g}: back to those weights, at a lower rate")
             self._return_to_best()
             self.optimizer.state.clear()  # moments of the way that led off
 
@@ -263,16 +267,6 @@ class _Steps:
             raise
         except (KeyError, RuntimeError) as error:
             raise ArtifactError(f"{checkpoint} is damaged ({error!r}); start over with --restart") from error
-
-
-def _batch(windows: Tensor, step: int, settings: Finetune) -> Tensor:
-    """Return the windows of a step [batch_size, tokens]; each epoch has its own order."""
-    places = range(step * settings.batch_size, (step + 1) * settings.batch_size)
-    orders = {
-        epoch: torch.randperm(len(windows), generator=torch.Generator().manual_seed((settings.seed + epoch) % 2**63))
-        for epoch in {place // len(windows) for place in places}
-    }
-    return windows[torch.stack([orders[place // len(windows)][place % len(windows)] for place in places])]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from compressx.masks.maskset import MaskEntry, MaskSet
 from compressx.numerics.output_error import channel_weights, relative_errors
 from compressx.recipe.schema import ReconstructBlock
 from compressx.runtime.ranks import ALONE, Ranks
-from compressx.training.trainable import trainable
+from compressx.training.trainable import sizes, trainable
 
 _BETAS = (0.9, 0.95)
 """Adam's. A pass has a few dozen steps, too few for the usual second value of 0.999."""
@@ -107,7 +107,7 @@ class _Trained:
         steps = per_pass * settings.passes
         groups = [
             {"params": [p], "lr": settings.learning_rate * size}
-            for p, size in zip(self.parameters, self.sizes(), strict=True)
+            for p, size in zip(self.parameters, sizes(self.parameters), strict=True)
         ]
         optimizer = torch.optim.Adam(groups, betas=_BETAS)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / steps))
@@ -125,13 +125,6 @@ class _Trained:
                 optimizer.zero_grad()
                 schedule.step()
             yield number
-
-    def sizes(self) -> list[float]:
-        """Return the RMS of each parameter's non-zero entries; for an all-zero one, the mean over the others."""
-        entries = [p.detach()[p.detach() != 0] for p in self.parameters]
-        found = [float(x.square().mean().sqrt()) if len(x) else 0.0 for x in entries]
-        mean = math.fsum(found) / max(1, sum(size > 0 for size in found))
-        return [size or mean for size in found]
 
     @torch.no_grad()
     def error(self, passages: Sequence[Passage], ranks: Ranks) -> float:

@@ -1,9 +1,12 @@
-"""How far a training is, by steps or by time, and the learning rate there."""
+"""How far a training is, by steps or by time, the learning rate there, and the windows of a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 from compressx.recipe.tuning import Finetune
 
@@ -60,3 +63,13 @@ def split_windows(windows: int, held_out: int) -> tuple[int, int]:
     """Return how many windows to train on and how many to hold out: the wanted number, at most an eighth."""
     unseen = min(held_out, windows // 8)
     return windows - unseen, unseen
+
+
+def batch(windows: Tensor, step: int, settings: Finetune) -> Tensor:
+    """Return the windows of a step [batch_size, tokens]; each epoch has its own order."""
+    places = range(step * settings.batch_size, (step + 1) * settings.batch_size)
+    orders = {
+        epoch: torch.randperm(len(windows), generator=torch.Generator().manual_seed((settings.seed + epoch) % 2**63))
+        for epoch in {place // len(windows) for place in places}
+    }
+    return windows[torch.stack([orders[place // len(windows)][place % len(windows)] for place in places])]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -173,6 +174,18 @@ def small_parameters(part: nn.Module, emptied: set[nn.Module], *, norms: bool, b
             bias = "bias" in name
             if (biases and bias) or (norms and norm and not bias):
                 yield parameter
+
+
+def sizes(parameters: Collection[nn.Parameter]) -> list[float]:
+    """Return the RMS of each parameter's non-zero entries; for an all-zero one, the mean over the others.
+
+    Adam's steps are of the learning rate's size whatever the weights are. As a fraction of these sizes one rate suits
+    weights of all scales, as in Adafactor (arXiv 1804.04235, section 8).
+    """
+    entries = [p.detach()[p.detach() != 0] for p in parameters]
+    found = [float(x.square().mean().sqrt()) if len(x) else 0.0 for x in entries]
+    mean = math.fsum(found) / max(1, sum(size > 0 for size in found))
+    return [size or mean for size in found]
 
 
 def check_trained(model: nn.Module, masks: MaskSet, learning_rate: float) -> None:

@@ -24,7 +24,7 @@ from compressx.testing import tiny_model, tiny_tokens
 from compressx.training import finetune as module
 from compressx.training.distillation import distillation_loss, next_token_loss
 from compressx.training.finetune import finetune
-from compressx.training.schedule import backed_off, learning_rate
+from compressx.training.schedule import backed_off, batch, learning_rate
 
 WINDOWS = tiny_tokens(sequences=8, length=16)
 HELD_OUT = tiny_tokens(sequences=8, length=16, seed=1)
@@ -298,7 +298,7 @@ def test_distillation_brings_the_pruned_model_nearer_to_the_dense_one() -> None:
     dense = tiny_model("llama")
     before = loss_of(model, dense)
     windows = tiny_tokens(sequences=256, length=16, seed=2)
-    settings = Finetune(steps=60, learning_rate=2e-3, batch_size=8, temperature=2.0)
+    settings = Finetune(steps=60, learning_rate=1e-2, batch_size=8, temperature=2.0)
     losses = finetune(model, masks, windows, settings, teacher=dense).losses
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
     assert loss_of(model, dense) < 0.75 * before, "on windows that it was not trained on"
@@ -328,11 +328,11 @@ def test_the_first_loss_is_the_pruned_models_on_the_first_batch_at_the_temperatu
 def test_every_epoch_takes_every_window_once_in_an_order_of_its_own() -> None:
     numbered = torch.arange(6)[:, None].repeat(1, 3)
     settings = Finetune(batch_size=4, seed=5)
-    taken = torch.cat([module._batch(numbered, step, settings)[:, 0] for step in range(6)])  # 24 = 4 epochs
+    taken = torch.cat([batch(numbered, step, settings)[:, 0] for step in range(6)])  # 24 = 4 epochs
     epochs = taken.view(4, 6)
     assert all(sorted(epoch.tolist()) == list(range(6)) for epoch in epochs)
     assert len({tuple(epoch.tolist()) for epoch in epochs}) > 1
-    other = module._batch(numbered, 0, Finetune(batch_size=4, seed=6))[:, 0]
+    other = batch(numbered, 0, Finetune(batch_size=4, seed=6))[:, 0]
     assert other.tolist() != taken[:4].tolist()
 
 
@@ -367,7 +367,7 @@ def test_the_learning_rate_rises_and_falls_and_weights_do_not_decay(monkeypatch:
     decays: set[float] = set()
 
     def see(optimizer: Any) -> None:
-        rates.append(optimizer.param_groups[0]["lr"])
+        rates.append(optimizer.param_groups[0]["lr"] / optimizer.param_groups[0]["scale"])
         decays.update(group["weight_decay"] for group in optimizer.param_groups)
 
     watch_steps(monkeypatch, see)
@@ -378,6 +378,32 @@ def test_the_learning_rate_rises_and_falls_and_weights_do_not_decay(monkeypatch:
     assert rates[3] == pytest.approx(1e-3)
     assert rates[3:] == sorted(rates[3:], reverse=True)
     assert 0 < rates[-1] < 1e-4
+
+
+@pytest.mark.parametrize(("given", "relative"), [({}, True), ({"biases": True}, True), ({"lora": {"rank": 2}}, False)])
+def test_a_weights_rate_is_relative_to_its_size_before_the_training_and_an_adapters_is_not(
+    given, relative, monkeypatch
+):
+    """So a model of which all weights are a tenth as large takes steps a tenth as large."""
+    seen: list[tuple[float, float]] = []
+
+    def see(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            (weight,) = group["params"]
+            nonzero = weight.detach()[weight.detach() != 0]
+            seen.append((group["lr"], float(nonzero.square().mean().sqrt()) if len(nonzero) else 0.0))
+
+    watch_steps(monkeypatch, see)
+    tuned("gpt2", steps=2, warmup=0.0, learning_rate=1e-3, **given)
+    first, second = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    sizes = [size for _, size in first]
+    assert [rate for rate, _ in first] == pytest.approx(
+        [1e-3 * size for size in sizes] if relative else [1e-3] * len(sizes)
+    )
+    assert len(set(sizes)) > 1
+    assert [rate for rate, _ in second] == pytest.approx([rate / 2 for rate, _ in first]), (
+        "the cosine, of the same sizes"
+    )
 
 
 def test_gradients_are_clipped_to_a_norm_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,9 +437,9 @@ def test_a_learning_rate_that_is_too_large_is_an_error_that_says_so() -> None:
 
 
 def test_weights_that_the_last_step_ruined_are_an_error_and_are_not_kept_where_windows_are_held_out() -> None:
-    ruined: dict[str, Any] = {"steps": 1, "learning_rate": 1e38, "warmup": 0.0, "teacher": "none"}
+    ruined: dict[str, Any] = {"steps": 1, "learning_rate": 1e40, "warmup": 0.0, "teacher": "none"}
     with pytest.raises(
-        CalibrationError, match=r"q_proj.weight has NaN or infinite .*learning_rate 1e\+38 is too large"
+        CalibrationError, match=r"q_proj.weight has NaN or infinite .*learning_rate 1e\+40 is too large"
     ):
         tuned(**ruined)
     after, masks, report = tuned(**ruined, held_out=1)
@@ -449,7 +475,7 @@ def test_a_training_by_time_ends_nearest_to_its_minutes_with_a_whole_schedule(mo
     def tick(optimizer: Any) -> None:
         nonlocal now
         now = next(clock)
-        rates.append(optimizer.param_groups[0]["lr"])
+        rates.append(optimizer.param_groups[0]["lr"] / optimizer.param_groups[0]["scale"])
 
     monkeypatch.setattr(module.time, "perf_counter", lambda: float(now))
     watch_steps(monkeypatch, tick)
@@ -488,7 +514,7 @@ def test_held_out_windows_are_not_trained_on_and_measured_before_and_four_times(
 def test_the_weights_with_the_lowest_held_out_loss_are_kept() -> None:
     """A rate so large that training only harms: the weights before it are the best."""
     start = parameters(pruned("llama")[0])
-    model, masks, report = tuned(steps=4, learning_rate=0.3, warmup=0.0, held_out=1)
+    model, masks, report = tuned(steps=4, learning_rate=1.0, warmup=0.0, held_out=1)
     assert min(report.held_out, key=lambda x: x.loss).step == 0
     assert all(torch.equal(p, start[n]) for n, p in parameters(model).items())
     assert masks.verify(model)
@@ -508,14 +534,14 @@ def test_a_rate_that_only_harms_is_lowered_until_training_helps(architecture, mo
     rates, moments = [], []
 
     def see(optimizer: Any) -> None:
-        rates.append(optimizer.param_groups[0]["lr"])
+        rates.append(optimizer.param_groups[0]["lr"] / optimizer.param_groups[0]["scale"])
         moments.append(len(optimizer.state))
 
     watch_steps(monkeypatch, see)
-    _, _, report = tuned(architecture, steps=16, learning_rate=0.03, held_out=2)
+    _, _, report = tuned(architecture, steps=16, learning_rate=0.2, held_out=2)
     before, first, *later = (x.loss for x in report.held_out)
     assert first > before > min(later)
-    settings = Finetune(steps=16, learning_rate=0.03)
+    settings = Finetune(steps=16, learning_rate=0.2)
     factors = [rate / learning_rate(settings, step / 16) for step, rate in enumerate(rates)]
     assert factors[:4] == [pytest.approx(1)] * 4
     assert factors[4:8] == [pytest.approx(1 / 4)] * 4
