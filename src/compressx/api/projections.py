@@ -106,8 +106,10 @@ def find_projections(block: Block) -> Projections:
 
 def head_size(module: Any, config: Any) -> int:
     """Return the number of features of a query or key head."""
-    stated = (getattr(module, "head_dim", None), getattr(module, "head_size", None), getattr(config, "head_dim", None))
-    return int(next((size for size in stated if size), config.hidden_size // config.num_attention_heads))
+    for owner, name in ((module, "head_dim"), (module, "head_size"), (config, "head_dim")):
+        if size := getattr(owner, name, None):  # one after the other: Gemma 4's config refuses what differs by layer
+            return int(size)
+    return int(config.hidden_size // config.num_attention_heads)
 
 
 def leaf(name: str) -> str:

@@ -246,6 +246,11 @@ class RunReport:
         """Every pruned linear."""
         return tuple(layer for block in self.blocks for layer in block.layers)
 
+    def __repr__(self) -> str:
+        """Return one line, for notebooks; `to_json` has everything."""
+        measured = "".join(f"; {name} {of} {value:.4g}" for (name, of), value in self.measures().items())
+        return f"RunReport({self.sparsity:.1%} of the weights in {len(self.layers)} linears are zero{measured})"
+
     def to_json(self) -> str:
         """Return the content of `report.json`."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"

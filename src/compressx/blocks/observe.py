@@ -90,7 +90,8 @@ def refuse_missed(names: Collection[str], reached: Collection[str]) -> None:
         raise CalibrationError(
             f"no calibration token reached {missed[0]}"
             + (f" and {len(missed) - 1} more" if len(missed) > 1 else "")
-            + "; use more samples, or leave it out of the recipe's targets"
+            + "; an expert may need more samples; a linear that the model does not call, such as Mamba's dt_proj, "
+            f"cannot be calibrated: leave it out by ignore: ['*.{missed[0].rpartition('.')[2]}']"
         )
 
 

@@ -7,6 +7,7 @@ output factor in the Kronecker-factored Fisher matrix of its weight (K-FAC, Mart
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,8 +56,14 @@ class SquaredGradients:
         """
         x = enters.detach().requires_grad_(True)
 
-        def watch(name: str, output: Tensor) -> None:
-            output.register_hook(lambda grad: self.add(name, grad))  # type: ignore[no-untyped-call]
+        def watch(name: str, given: Any) -> None:
+            output = given[0] if isinstance(given, tuple) else given
+            if not output.requires_grad:
+                raise UnsupportedModelError(
+                    f"{name}: no gradient reaches its output, so its sensitivity is unknown; prune it with another "
+                    "pruner, or leave it out by `ignore`"
+                )
+            output.register_hook(lambda grad: self.add(name, grad))
 
         with torch.enable_grad(), outputs_watched(self.linears, watch):
             out = run(x)

@@ -71,6 +71,12 @@ def given(value: str | Sequence[Document], name: str) -> list[Document]:
     found = [value] if isinstance(value, str) else list(value)
     if not found:
         raise CalibrationError(f"{name} has no documents; expected texts, or chats as lists of {{role, content}}")
+    for i, x in enumerate(found):
+        if isinstance(x, Mapping):
+            raise CalibrationError(
+                f"{name}[{i}] is a row with {', '.join(map(str, x)) or 'no fields'}, expected text or a chat; give one "
+                "field of each row"
+            )
     return [checked(x, f"{name}[{i}]") for i, x in enumerate(found)]
 
 

@@ -125,6 +125,16 @@ def check_dataset(source: DatasetSource) -> bool:
     return bool(key) and not isinstance(next(_of_rows(source, key), ""), str)
 
 
+def local_files(source: DatasetSource) -> list[Path]:
+    """Return the local files that a dataset is read from; none for one of the hub or of a package.
+
+    Raises:
+        CalibrationError: as `files.matching`.
+    """
+    patterns = {key: _pattern(source, key) for key in ("text", "json", "parquet")}
+    return [path for key, pattern in patterns.items() if pattern is not None for path in files.matching(pattern, key)]
+
+
 def _pattern(source: DatasetSource, key: str) -> str | None:
     return {"text": source.text, "json": source.json_path, "parquet": source.parquet}[key]
 

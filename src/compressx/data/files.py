@@ -14,6 +14,8 @@ from compressx.runtime.quiet import quiet_libraries
 Rows: TypeAlias = Iterator[tuple[str, Mapping[str, Any]]]
 """The rows of files, each with its place for messages."""
 
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+
 _SUFFIXES = {"text": "txt", "json": "jsonl", "parquet": "parquet"}
 
 
@@ -41,10 +43,19 @@ def matching(pattern: str, key: str) -> list[Path]:
 
 
 def _plain(paths: list[Path], key: str) -> list[Path]:
-    """Refuse rows as `text`: braces, quotes and names of fields would be calibrated on."""
+    """Refuse files of another kind: of rows as `text`, braces, quotes and names of fields would be calibrated on."""
     rows = {".jsonl": "json", ".parquet": "parquet"}
-    if key == "text" and (other := next((p for p in paths if p.suffix in rows), None)) is not None:
-        raise CalibrationError(f"text: {other} holds rows of fields; write {{{rows[other.suffix]}: {other}}} for them")
+    for path in paths:
+        if path.suffix in _COMPRESSED:
+            raise CalibrationError(f"{key}: {path} is compressed; decompress it first")
+        if path.suffix == ".csv":
+            raise CalibrationError(
+                f"{key}: {path} holds rows of fields; convert it, such as with pandas' read_csv and to_parquet, and "
+                "write {parquet: FILE, field: COLUMN}"
+            )
+        other = rows.get(path.suffix, key)
+        if other != key:
+            raise CalibrationError(f"{key}: {path} holds rows of fields; write {{{other}: {path}}} for them")
     return paths
 
 

@@ -231,7 +231,8 @@ def _windows(
 ) -> Tensor:  # fmt: skip
     if max_positions is not None and length > max_positions:
         raise CalibrationError(
-            f"{purpose}: sequence_length {length} is longer than the model's {max_positions} positions; lower it"
+            f"{purpose}: sequence_length {length} is longer than the model's {max_positions} positions; set "
+            f"sequence_length to {max_positions} or less"
         )
     own = length  # tokens of text in a window
     if bos is not None:

@@ -73,6 +73,11 @@ def capture_calls(
                     f"{fqn}: the model changes the hidden states between {reached[-1]} and this block, so blocks "
                     "cannot be pruned one at a time"
                 )
+            if hidden.dim() != 3:
+                raise UnsupportedModelError(
+                    f"{fqn} takes hidden states {[*hidden.shape]}, expected [batch, tokens, width]; a model with "
+                    "several residual streams can only be pruned without calibration, such as by magnitude"
+                )
             reached.append(fqn)
             passed.append(hidden)
             calls[fqn].append(BlockCall(_shared(call.args, known), _shared(dict(call.kwargs), known)))
@@ -100,7 +105,7 @@ def replay(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:
     if hidden.dtype == torch.float32 and not torch.is_autocast_enabled(hidden.device.type):
         call = BlockCall(_in_float32(call.args), _in_float32(dict(call.kwargs)))
     output = block(hidden, *call.args, **call.kwargs)
-    result: Tensor = output[0] if isinstance(output, tuple) else output
+    result: Tensor = output[0] if isinstance(output, tuple | list) else output
     return result
 
 

@@ -130,9 +130,10 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
                 f"{where} is not a causal language model; compressx prunes decoder-only language models, such as "
                 f"Llama, Gemma or GPT-2: {reason}"
             ) from error
-        advice = f"; {_similar(where)}check the id and the network, or give a local folder (there is no {where} here)"
-        advice = "" if Path(where).exists() else advice
-        raise ArtifactError(f"cannot load {where}: {reason.rstrip('.')}{advice}") from error
+        if not Path(where).exists():
+            reason = f"there is no folder {where} here, and the hub said: {reason.rstrip('.')}"
+            reason += f"; {_similar(where)}check the id and the network, or give a local folder"
+        raise ArtifactError(f"cannot load {where}: {reason.rstrip('.')}") from error
 
 
 def _similar(name: str) -> str:
@@ -194,7 +195,7 @@ def find_local(given: Path) -> Path:
         if pickles:
             raise UnsupportedModelError(
                 f"{path / pickles[0]} is a pickle checkpoint, which can run code when it is read; if you trust it, "
-                "convert it with save_pretrained(safe_serialization=True)"
+                "load it with AutoModelForCausalLM.from_pretrained and convert it with save_pretrained(FOLDER)"
             )
         raise ArtifactError(f"model folder {path} has no *.safetensors files")
     return path

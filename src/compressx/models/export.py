@@ -35,6 +35,11 @@ def check_output(target: Path) -> None:
             write permission.
     """
     folder = _resolved(target)
+    if "${" in str(target):
+        raise ArtifactError(
+            f"output {target} has a variable, which a recipe does not expand; write the name, or let the shell expand "
+            "it in --set output=..."
+        )
     with os_errors_named("look into", folder):
         if folder.exists() and not folder.is_dir():
             raise ArtifactError(f"output {folder} is a file; choose a folder")
@@ -147,7 +152,7 @@ def _made(folder: Path, *, resume: bool, restart: bool) -> Path:
         building = left or _sibling(folder, "partial", secrets.token_hex(4))
         _clear_leftovers(folder, building)
         building.mkdir(exist_ok=True)
-        for part in building.glob(".*.partial"):  # of a file that a killed process was writing
+        for part in [*building.rglob(".*.partial")]:  # of a file that a killed process was writing
             part.unlink()
     return building
 

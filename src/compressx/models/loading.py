@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from compressx.models import gguf_header
-from compressx.models.architecture import find_blocks
+from compressx.models.architecture import find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, explained, local_folder
 from compressx.models.shards import refuse_more_blocks
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
@@ -142,7 +142,22 @@ def load_model(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.location}: {name} has shape {[*stored]}, but the config expects {[*expected]}; one of the "
             "two belongs to another model"
         )
+    untie_own_head(model)
     return (_without_gguf(model) if checkpoint.gguf_file is not None else model).eval()
+
+
+def untie_own_head(model: Any) -> None:
+    """Correct a config that ties the head to the embedding, if the checkpoint has another head.
+
+    transformers then loads both and only warns, and whatever ties weights later, as lm-evaluation-harness does, would
+    replace the head.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is embedding.weight or head.weight.shape != embedding.weight.shape:
+        return
+    for config in (model.config, text_config(model)):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
 
 
 def load_offloaded(checkpoint: Checkpoint, blocks: Iterable[str], device: torch.device, folder: Path) -> Any:

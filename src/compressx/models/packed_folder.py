@@ -239,7 +239,7 @@ def _copy(source: Path, building: Path, weights: Collection[Path], old: str, new
     for path in _copied(source):
         if path not in weights:
             target = building / path.relative_to(source)
-            with os_errors_named("copy", path):
+            with os_errors_named(f"copy {path} to", target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target.with_name(f"model{new}.index.json") if path == index else target)
 

@@ -25,7 +25,7 @@ from compressx.models.capture import run_around
 from compressx.models.checkpoint import Checkpoint, local_folder
 from compressx.models.export import save_model
 from compressx.models.hidden import InFiles, in_memory
-from compressx.models.loading import load_empty, load_model, load_offloaded
+from compressx.models.loading import load_empty, load_model, load_offloaded, untie_own_head
 from compressx.models.shards import OUTSIDE, Shards
 from compressx.recipe.sources import Streaming
 from compressx.runtime.errors import ArtifactError
@@ -77,7 +77,9 @@ class StreamedModel:
         shards.load(self.model, self.source[fqn], fqn, self.device)
         try:
             if fqn == OUTSIDE:
-                self.model.tie_weights(recompute_mapping=False)
+                absent = {name for name, tensor in self.tensors(fqn).items() if tensor.is_meta}
+                self.model.tie_weights(missing_keys=absent, recompute_mapping=False)
+                untie_own_head(self.model)
             if missing := [name for name, tensor in self.tensors(fqn).items() if tensor.is_meta]:
                 raise ArtifactError(f"{self.source[fqn].folder}: the checkpoint lacks {', '.join(missing[:3])}")
             yield module

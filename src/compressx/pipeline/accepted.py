@@ -30,7 +30,7 @@ def check_model(model: Any) -> None:
         )
     if has_adapters(model):  # get_peft_model puts them into the model that it is given, too
         raise UnsupportedModelError(f"{kind} has PEFT adapters; merge them into its weights, or load it without them")
-    if model.base_model_prefix and model.base_model is model:
+    if model.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{kind} has no head to predict tokens; load the model by AutoModelForCausalLM.from_pretrained"
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from compressx.data.chat import require_template
-from compressx.data.documents import check_dataset
+from compressx.data.documents import check_dataset, local_files
 from compressx.evaluation.harness import check_chat_template
 from compressx.evaluation.sample import check_sample
 from compressx.evaluation.tasks import check_name
@@ -23,11 +23,11 @@ from compressx.models.generate import first_token
 from compressx.models.loading import dtype_of, load_skeleton, load_tokenizer
 from compressx.pipeline.room import CHECKPOINT, trained_weights
 from compressx.planning.plan import Plan
-from compressx.recipe.document import Step
+from compressx.recipe.document import Step, path_text
 from compressx.recipe.parts import Parts
 from compressx.recipe.schema import LoadedRecipe, Recipe
 from compressx.recipe.sources import ModelSource
-from compressx.runtime.errors import ArtifactError, Mistakes, UnsupportedModelError
+from compressx.runtime.errors import ArtifactError, CalibrationError, Mistakes, UnsupportedModelError
 from compressx.runtime.ranks import refuse_few_windows
 
 
@@ -113,14 +113,25 @@ def check_prompts(loaded: LoadedRecipe, skeleton: Any, tokenizer: Any, mistakes:
             check_sample(evaluated.sample, tokenizer, skeleton)
 
 
-def check_teacher(source: ModelSource, skeleton: Any) -> None:
+def check_teacher(source: ModelSource, tokens: int | None, skeleton: Any) -> None:
     """Refuse a teacher whose predictions cannot be compared with the model's.
+
+    Args:
+        source: the teacher.
+        tokens: in a window that is trained on, if there is text.
+        skeleton: the model.
 
     Raises:
         CompressxError: no such model.
-        UnsupportedModelError: another vocabulary.
+        UnsupportedModelError: another vocabulary, or too few positions.
     """
     teacher = load_skeleton(find_checkpoint(source))
+    positions = getattr(text_config(teacher), "max_position_embeddings", None)
+    if tokens is not None and positions is not None and tokens > positions:
+        raise UnsupportedModelError(
+            f"the teacher has {positions} positions, and windows have {tokens} tokens; lower sequence_length, or "
+            "choose another teacher"
+        )
     given, own = (text_config(model).vocab_size for model in (teacher, skeleton))
     if given != own:
         raise UnsupportedModelError(
@@ -138,7 +149,7 @@ def check_names(parts: Parts, mistakes: Mistakes) -> bool:
 
 
 def refuse_overwriting(recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """Refuse an output folder that holds the input model, packed or not, or the teacher of fine-tuning.
+    """Refuse an output folder that holds the input model, packed or not, the teacher of fine-tuning, or text.
 
     Raises:
         ArtifactError: names the folder.
@@ -146,6 +157,9 @@ def refuse_overwriting(recipe: Recipe, checkpoint: Checkpoint) -> None:
     held = [("input model", Path(checkpoint.location)), ("input model", recipe.model.path)]
     if recipe.finetune is not None and isinstance(recipe.finetune.teacher, ModelSource):
         held.append(("teacher of finetune", recipe.finetune.teacher.path))
+    for place, dataset in recipe.datasets().items():
+        with contextlib.suppress(CalibrationError):  # which `check_datasets` reports
+            held += [(f"text of {path_text(place)}", file) for file in local_files(dataset)]
     output = recipe.output.expanduser().resolve()
     for what, path in held:
         if path is not None and (model := path.expanduser()).exists() and model.resolve().is_relative_to(output):

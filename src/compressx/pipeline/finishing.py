@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -151,14 +152,23 @@ def trained(
     context.report_progress("finetune", 0, total_steps(settings, 0, 0.0))
     with context.loaded.at("finetune"):
         model = _teacher(settings, context, teacher)
+        checkpoint = kept and _checkpoint(kept, _tuning_fingerprint(settings, windows, model))
         blocks = find_blocks(pruned.access.model)
         with skipped({fqn: blocks[fqn] for fqn in pruned.plan.dropped}):  # they would take as long as the others
             return evaluation, finetune(
                 pruned.access.model, masks(), windows, settings, teacher=model,
                 products=context.products,
-                checkpoint=kept and kept / f"finetune-{_tuning_fingerprint(settings, windows, model)}.safetensors",
-                progress=progress,
+                checkpoint=checkpoint, progress=progress, tell=partial(context.log.write, logging.INFO),
             )  # fmt: skip
+
+
+def _checkpoint(folder: Path, fingerprint: str) -> Path:
+    """Return the file for a training's checkpoint, and remove those of other trainings of the same pruned model."""
+    checkpoint = folder / f"finetune-{fingerprint}.safetensors"
+    for other in folder.glob("finetune-*.safetensors"):
+        if other != checkpoint:
+            other.unlink()
+    return checkpoint
 
 
 def _teacher(settings: Finetune, context: RunContext, dense: Callable[[], Any]) -> Any | None:
@@ -210,6 +220,7 @@ def _drawn(pruned: Pruned, tuned: FinetuneReport | None, folder: Path) -> tuple[
     """Remove what an interrupted run has left, and write the figures; return their list for the report."""
     for name in ("plots", "model"):  # left incomplete by an interrupted run
         shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / "units.json").unlink(missing_ok=True)  # `shrink` may have been taken out of the recipe since
     matrices = [m for block in pruned.blocks for m in block.matrices]
     return figures.draw([block.report for block in pruned.blocks], matrices, folder / "plots", tuned)
 

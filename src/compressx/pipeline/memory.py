@@ -66,6 +66,10 @@ class PrunedModel:
     masks: MaskSet
     report: RunReport
 
+    def __repr__(self) -> str:
+        """Return one line, for notebooks."""
+        return f"PrunedModel({type(self.model).__name__}, {self.report!r})"
+
 
 @torchs_own_modes()
 def prune(
@@ -215,6 +219,10 @@ def _decided(calibration: Tensor | Sequence[Document] | None) -> Mapping[str, An
     if calibration is None:
         return None
     if not isinstance(calibration, Tensor):
+        if calibration and all(isinstance(x, list) and isinstance(next(iter(x), None), int) for x in calibration):
+            raise CalibrationError(
+                "calibration is a list of lists of numbers; token ids are expected as a tensor, int64 [windows, tokens]"
+            )
         return {"dataset": "given"}
     if calibration.dim() != 2 or calibration.is_floating_point() or calibration.dtype == torch.bool:
         raise CalibrationError(

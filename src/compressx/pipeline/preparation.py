@@ -151,9 +151,11 @@ def _planned(loaded: LoadedRecipe, plugins: Plugins, skeleton: Any, tokenizer: A
                 plugins.find(TOKEN_SELECTOR, select.selector)
             Selecting(select, plugins).check(skeleton, partial(loaded.where, "select_tokens", "options"))
     mistakes.add(*_finetune_mistakes(loaded, skeleton))
-    if loaded.recipe.finetune is not None and isinstance(loaded.recipe.finetune.teacher, ModelSource):
+    tuning = loaded.recipe.finetune
+    if tuning is not None and isinstance(tuning.teacher, ModelSource):
+        text = tuning.draw or loaded.recipe.calibration
         with mistakes.collected(), loaded.at("finetune", "teacher"):
-            check_teacher(loaded.recipe.finetune.teacher, skeleton)
+            check_teacher(tuning.teacher, None if text is None else text.sequence_length, skeleton)
     if tokenizer is not None:
         check_prompts(loaded, skeleton, tokenizer, mistakes)
     planned = make_plan(loaded, plugins, skeleton)
@@ -241,7 +243,7 @@ def _finetune_mistakes(loaded: LoadedRecipe, skeleton: Any) -> Iterator[Compress
     if draw is not None and positions is not None and draw.sequence_length > positions:
         yield RecipeError(
             f"{loaded.where('finetune', 'sequence_length')}: sequence_length {draw.sequence_length} is longer than the "
-            f"model's {positions} positions"
+            f"model's {positions} positions; set it to {positions} or less"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from compressx.api.record import RunReport
 from compressx.data.windows import fingerprint as fingerprint_of
 from compressx.evaluation.perplexity import evaluate_cached
 from compressx.models.access import Access, Device, config_fingerprint, device_for, weights_fingerprint
-from compressx.models.export import check_unfinished, output_folder
+from compressx.models.export import check_unfinished, output_folder, unfinished
 from compressx.models.streaming import StreamedModel, open_model
 from compressx.pipeline.context import Progress, RunContext
 from compressx.pipeline.finishing import Pruned, finish
@@ -40,9 +41,11 @@ from compressx.pipeline.texts import OwnText
 from compressx.pipeline.tracking import Tracking
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
-from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.schema import LoadedRecipe, load_recipe
+from compressx.report.compare import read_report
 from compressx.runtime.code import code_versions, library_versions
 from compressx.runtime.determinism import deterministic, torchs_own_modes
+from compressx.runtime.errors import ArtifactError
 from compressx.runtime.machine import machine
 from compressx.runtime.ranks import Ranks, joined_ranks
 from compressx.runtime.timing import Timing, forget_peaks
@@ -91,7 +94,8 @@ def run(
         overrides: `a.b=VALUE`, as for `--set`; only with a path.
         progress: see `context.Progress`.
         device: where the model runs; `auto` is CUDA if available.
-        resume: continue after the last finished block of an interrupted run of the same recipe, if there is one.
+        resume: continue after the last finished block of an interrupted run of the same recipe, if there is one; if
+            the run is finished, return its report.
         restart: discard the finished blocks of an interrupted run.
         log_file: a file to append the log to, beside `run.log` in the output folder.
         started: of `time.perf_counter`, from which seconds are counted; now when absent.
@@ -116,9 +120,43 @@ def run(
             ranks, timing, log, tracking,
         )  # fmt: skip
         with deterministic(context.loaded.recipe.deterministic, where), memory_advised(context):
-            report = _run(context, resume=resume, restart=restart)
+            if resume and _is_finished_before(context):
+                report = read_report(context.loaded.recipe.output) if ranks.first else None
+            else:
+                report = _run(context, resume=resume, restart=restart)
         received = ranks.broadcast({} if report is None else dataclasses.asdict(report))
         return _REPORT.validate_python(received) if report is None else report
+
+
+def is_finished(loaded: LoadedRecipe, otherwise: str) -> bool:
+    """Return whether the output folder holds a finished run of a recipe.
+
+    Args:
+        loaded: the recipe.
+        otherwise: end of the message when another recipe has written it.
+
+    Raises:
+        ArtifactError: it holds a run of another recipe.
+    """
+    written, recipe = loaded.recipe.output / "recipe.yaml", loaded.recipe
+    if not written.is_file():
+        return False
+    # `output` may be written differently there, such as a relative path; `auto` is there as what was taken.
+    known = {"output": recipe.output} | ({"compute_dtype": "auto"} if recipe.compute_dtype == "auto" else {})
+    if load_recipe(written).recipe.model_copy(update=known) != recipe:
+        raise ArtifactError(f"{recipe.output} was written by another recipe{otherwise}")
+    return True
+
+
+def _is_finished_before(context: RunContext) -> bool:
+    """Return whether nothing is left to resume: the run of this recipe is finished, and no other has begun."""
+    loaded, finished = context.loaded, False
+    if context.ranks.first and not unfinished(loaded.recipe.output):
+        with loaded.at("output"):
+            finished = is_finished(loaded, "; leave out --resume to replace it, or choose another output")
+    if finished := context.ranks.broadcast(finished):
+        context.log.write(logging.INFO, f"{loaded.recipe.output} is finished; nothing is left to resume")
+    return finished
 
 
 def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | None:

@@ -12,12 +12,12 @@ from pathlib import Path
 from compressx.models.access import Device
 from compressx.pipeline.context import Progress
 from compressx.pipeline.preparation import prepare, read_all
-from compressx.pipeline.run import run
+from compressx.pipeline.run import is_finished, run
 from compressx.pipeline.texts import blank
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe, load_recipe
 from compressx.recipe.yamlfile import parse_yaml, steps_of
-from compressx.runtime.errors import ArtifactError, CompressxError, RecipeError
+from compressx.runtime.errors import CompressxError, RecipeError
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,18 +43,8 @@ class Cell:
         Raises:
             ArtifactError: it holds a run of another recipe.
         """
-        written = self.output / "recipe.yaml"
-        if not written.is_file():
-            return False
-        mine = self.loaded.recipe
-        # `output` may be written differently there, such as a relative path; `auto` is there as what was taken.
-        known = {"output": self.output} | ({"compute_dtype": "auto"} if mine.compute_dtype == "auto" else {})
-        if load_recipe(written).recipe.model_copy(update=known) == mine:
-            return True
-        raise ArtifactError(
-            f"{self.output} was written by another recipe than this one with {' '.join(self.values)}; choose another "
-            "--output, or remove it"
-        )
+        values = " ".join(self.values)
+        return is_finished(self.loaded, f" than this one with {values}; choose another --output, or remove it")
 
     def run(
         self, plugins: Plugins, progress: Progress | None = None, device: Device = "auto", *, restart: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -208,6 +209,12 @@ class Plan:
     def shown_pattern(self, linear: PlannedLinear) -> str:
         """Write a linear's pattern, such as `2:4` or `50% row`; `allocated row` or `allocated N:4` while it is open."""
         return str(linear.pattern) if self.allocation is None else allocated_form(str(linear.pattern))
+
+    def __repr__(self) -> str:
+        """Return one line, for notebooks; `to_dict` has every linear."""
+        taken = Counter(x.rule.label for x in self.linears)
+        rules = ", ".join(f"{count} by {label}" for label, count in taken.items())
+        return f"Plan({len(self.linears)} linears: {rules or 'none'}; {len(self.skipped)} left alone)"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `plan.json`."""

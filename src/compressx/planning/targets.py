@@ -99,7 +99,9 @@ def targeted_by(loaded: Placed, place: Sequence[Step], target: Target, found: Ar
         RecipeError: there is none, a layer that the model does not have, or a glob with `[10-12]`.
     """
     names = _matching(loaded, place, target, found, found.linears)
-    names += [n for n in found.outside if _names_outright(target, n)]
+    # A name that linears of the blocks have, too, is theirs: `*.q_proj` is not that of a vision tower.
+    inside = {_last(n) for n in names}
+    names += [n for n in found.outside if _names_outright(target, n) and _last(n) not in inside]
     if not names:
         where = loaded.where(*place)
         for name, reason in found.unprunable.items():
@@ -186,8 +188,12 @@ def _names_outright(target: Target, name: str) -> bool:
     """Return whether `target` matches a name and spells out its last part, unlike a bare `*` or `re:.*`."""
     if isinstance(target, Layers) or not matches(target, name):
         return False
-    last = name.rsplit(".", 1)[-1]
+    last = _last(name)
     return last in target if target.startswith(REGEX) else target.endswith(last)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _shown(target: Target) -> str:
@@ -196,6 +202,8 @@ def _shown(target: Target) -> str:
 
 def _similar(target: Target, names: Sequence[str]) -> str:
     """Return what could have been meant, and what names look like; every glob in it matches."""
+    if target in ("Linear", "Conv1D"):
+        return f"targets are names, not classes; all linears of the blocks are '*', such as {names[0]}"
     glob = str(target).removesuffix(".weight")
     if glob.startswith(REGEX):
         text = re.sub(r"\.\*|\.\+|\\d\+?", "*", glob.removeprefix(REGEX).rstrip("$"))

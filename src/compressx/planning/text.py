@@ -54,7 +54,7 @@ def text_mistakes(loaded: LoadedRecipe, skeleton: nn.Module, needed: bool) -> It
         if settings is not None and positions is not None and settings.sequence_length > positions:
             yield RecipeError(
                 f"{loaded.where(*place, 'sequence_length')}: sequence_length {settings.sequence_length} is longer than "
-                f"the model's {positions} positions"
+                f"the model's {positions} positions; set it to {positions} or less"
             )
     needle = recipe.evaluate.needle if recipe.evaluate is not None else None
     for i, length in enumerate(needle.lengths if needle is not None else ()):

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -15,6 +15,7 @@ from compressx.runtime.errors import CompressxError, RecipeError
 
 Scalar: TypeAlias = str | int | float | bool | None
 Step: TypeAlias = str | int
+LongForm: TypeAlias = Callable[[Sequence[Step], str], Mapping[str, Scalar] | None]
 
 MAX_VALUES = 20_000
 MAX_DEPTH = 40
@@ -157,7 +158,9 @@ def from_python(value: object, name: str, loc: tuple[Step, ...] = ()) -> Node:
     return node
 
 
-def put(node: Node, steps: Sequence[str], new: Node, done: tuple[Step, ...] = ()) -> Node:
+def put(
+    node: Node, steps: Sequence[str], new: Node, done: tuple[Step, ...] = (), *, long_form: LongForm = lambda *_: None
+) -> Node:
     """Return the tree with one value replaced or added.
 
     Args:
@@ -165,12 +168,15 @@ def put(node: Node, steps: Sequence[str], new: Node, done: tuple[Step, ...] = ()
         steps: keys, and indices as decimal text.
         new: the new value; errors in `steps` are reported at its place.
         done: the location of `node`.
+        long_form: returns the mapping that a text at a location is short for, if it is.
 
     Raises:
-        RecipeError: steps through a scalar or outside a list.
+        RecipeError: steps through another scalar or outside a list.
     """
     if not steps:
         return new
+    if isinstance(node.value, str) and (entries := long_form(done, node.value)) is not None:
+        node = replace(node, value={key: Node(value, node.place) for key, value in entries.items()})
     step, rest, here = steps[0], steps[1:], path_text(done)
     if isinstance(node.value, tuple):
         indices = [str(i) for i in range(len(node.value))]
@@ -178,12 +184,12 @@ def put(node: Node, steps: Sequence[str], new: Node, done: tuple[Step, ...] = ()
             valid = f"an index from 0 to {len(indices) - 1}" if indices else "no index: it is empty"
             raise RecipeError(f"{new.place}: {here} takes {valid}; got {step!r}")
         items = list(node.value)
-        items[int(step)] = put(items[int(step)], rest, new, (*done, int(step)))
+        items[int(step)] = put(items[int(step)], rest, new, (*done, int(step)), long_form=long_form)
         return replace(node, value=tuple(items))
     if node.value is None or isinstance(node.value, Mapping):
-        entries = dict(node.value or {})
-        entries[step] = put(entries.get(step, Node(None, new.place)), rest, new, (*done, step))
-        return replace(node, value=entries)
+        inside = dict(node.value or {})
+        inside[step] = put(inside.get(step, Node(None, new.place)), rest, new, (*done, step), long_form=long_form)
+        return replace(node, value=inside)
     raise RecipeError(f"{new.place}: {here} is {shown(node.value)}, which has no key {step!r}; set {here} as a whole")
 
 

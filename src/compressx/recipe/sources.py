@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from compressx.recipe.document import Scalar, Step
 from compressx.recipe.validation import Strict, conflict
 
 ComputeDtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
@@ -174,11 +175,14 @@ def weighted(
     return [(dataset, 1.0)] if dataset is not None else [(source, source.weight) for source in datasets or ()]
 
 
-def _model_from_text(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    looks_local = value.endswith(".gguf") or value.startswith((".", "/", "~")) or _exists(value)
-    return {"path": value} if looks_local else {"id": value}
+def long_form(location: Sequence[Step], text: str) -> dict[str, Scalar] | None:
+    """Return the mapping that a text in a recipe is short for: that of a model or of a dataset; None for other text."""
+    if location[-1:] == ("model",):
+        looks_local = text.endswith(".gguf") or text.startswith((".", "/", "~")) or _exists(text)
+        return {"path" if looks_local else "id": text}
+    if location[-1:] == ("dataset",) or location[-2:-1] == ("datasets",):
+        return {"name": text}
+    return None
 
 
 def _exists(path: str) -> bool:
@@ -188,8 +192,12 @@ def _exists(path: str) -> bool:
         return False
 
 
+def _model_from_text(value: object) -> object:
+    return long_form(("model",), value) if isinstance(value, str) else value
+
+
 def _dataset_from_text(value: object) -> object:
-    return {"name": value} if isinstance(value, str) else value
+    return long_form(("dataset",), value) if isinstance(value, str) else value
 
 
 ModelField = Annotated[ModelSource, BeforeValidator(_model_from_text, json_schema_input_type=str | ModelSource)]

@@ -29,6 +29,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from compressx.recipe.document import Node, Scalar, check_bounds, checked, from_python, one_line, put, shown
 from compressx.recipe.grammar import QUOTES, in_plain_words
+from compressx.recipe.sources import long_form
 from compressx.runtime.errors import RecipeError, did_you_mean
 
 MAX_BYTES = 256 * 1024
@@ -55,7 +56,10 @@ def read_yaml(path: Path) -> Node:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise RecipeError(f"{name}: no such file; {_siblings(path)}") from None
+        advice = "a URL is not read; download it first" if re.match("https?:/", name) else _siblings(path)
+        raise RecipeError(f"{name}: no such file; {advice}") from None
+    except IsADirectoryError:
+        raise RecipeError(f"{name}: is a folder, expected a recipe; {_recipes_of(path)}") from None
     except (OSError, ValueError) as error:
         raise RecipeError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if len(data) > MAX_BYTES:
@@ -76,6 +80,13 @@ def _siblings(path: Path) -> str:
     except OSError:
         return f"the folder {one_line(str(path.parent))} does not exist or cannot be read"
     return did_you_mean(path.name, names) or f"{one_line(str(path.parent))} has no .yaml files"
+
+
+def _recipes_of(folder: Path) -> str:
+    if (folder / "config.json").is_file():
+        return f"it holds a model, for which `compressx init {one_line(str(folder))}` writes one"
+    found = sorted(one_line(str(p)) for p in folder.iterdir() if p.suffix in {".yaml", ".yml"})
+    return f"it has {', '.join(found[:3])}" if found else "it has no .yaml files"
 
 
 def parse_yaml(text: str, name: str, *, place: str | None = None) -> Node:
@@ -222,7 +233,7 @@ def override(root: Node, assignment: str, option: str = "--set") -> Node:
     if not equals or not all(steps):
         raise RecipeError(f"{place}: expected KEY.KEY=VALUE, such as calibration.samples=8 or prune.0.sparsity=0.5")
     check_bounds(1, len(steps), place)
-    return put(root, steps, parse_yaml(text, "", place=place))
+    return put(root, steps, parse_yaml(text, "", place=place), long_form=long_form)
 
 
 def steps_of(path: str) -> list[str]:

@@ -94,7 +94,7 @@ class Comparison:
             ],
             rows,
         )
-        note = "The best of each column are marked: no run that is as sparse or sparser has a better value."
+        note = "The best of each column is marked: no run that is as sparse or sparser has a better value."
         return Section(note=note if marked else "", table=found), *(
             Section(note=f"warning: {text}") for text in self.warnings
         )

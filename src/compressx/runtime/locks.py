@@ -48,8 +48,9 @@ def locked(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     descriptor = _waited_for(path, what) if wait else _taken(path, what)
     _held.add(descriptor)
     try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        with os_errors_named("write", path):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield
     finally:
         if descriptor in _held:  # not in a forked child, which must not end its parent's lock

@@ -19,6 +19,7 @@ from compressx.models.capture import replay, run_around
 from compressx.models.export import save_model
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import StreamedModel
+from compressx.runtime.files import BLOCKS
 from compressx.shrink.cuts import Smaller, build_like
 
 TOLERANCE = 1e-3
@@ -50,8 +51,9 @@ def save_shrunk(access: Access, made: Smaller, tokenizer: Any | None, folder: Pa
 
 def _save_streamed(access: StreamedModel, made: Smaller, small: Any, tokenizer: Any | None, folder: Path) -> None:
     """Save a smaller model one block at a time, one file each."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="blocks-", dir=folder.parent) as beside:
+    where = folder.parent / BLOCKS  # which an output folder loses at its end, whatever a killed process leaves there
+    where.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="smaller-", dir=where) as beside:
         parts = []
         for fqn in made.blocks:
             with access.materialise(fqn):

@@ -59,6 +59,17 @@ def test_gradients_that_are_not_finite_are_refused(bad):
         squares.means()
 
 
+def test_an_output_that_no_gradient_reaches_is_refused_with_the_linear():
+    model = tiny_model("llama")
+    query = model.model.layers[1].self_attn.q_proj
+    query.forward = torch.no_grad()(query.forward)
+    found = survey(model)
+    with pytest.raises(
+        UnsupportedModelError, match=r"^model\.layers\.1\.self_attn\.q_proj: no gradient reaches its output"
+    ):
+        fisher_diagonal(InMemory(model), found, found.linears, batches())
+
+
 def test_experts_are_measured_on_the_tokens_that_reach_them():
     model = tiny_model("mixtral")
     found = survey(model)

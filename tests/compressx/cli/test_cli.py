@@ -273,6 +273,19 @@ def test_a_run_that_ctrl_c_or_sigterm_ends_goes_on_with_resume(stop, by, word, s
     assert Path("out/report.json").is_file()
 
 
+def test_resuming_a_finished_run_does_nothing_and_another_recipes_run_is_not_replaced(work):
+    assert invoke("run", "r.yaml", "-q").exit_code == 0
+    written = {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")}
+    again = invoke("run", "r.yaml", "--resume")
+    assert again.exit_code == 0
+    assert "out is finished; nothing is left to resume" in again.stderr
+    assert "written to out" in again.stdout
+    other = invoke("run", "r.yaml", "--resume", "--set", "calibration.samples=5")
+    assert other.exit_code == 2
+    assert "was written by another recipe; leave out --resume to replace it, or choose another output" in other.stderr
+    assert {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")} == written
+
+
 @pytest.mark.slow
 def test_a_sweep_that_sigterm_ends_goes_on_with_the_same_command(stop):
     stop(signal.SIGTERM)

@@ -97,6 +97,25 @@ class TestWhatIsSeenWithoutReading:
                 files.matching(pattern, "text")
         assert files.matching(name, key) == [Path(name)]
 
+    @pytest.mark.parametrize(
+        ("name", "key", "told"),
+        [
+            ("a.txt.gz", "text", "is compressed; decompress it first"),
+            ("a.jsonl.zst", "json", "is compressed; decompress it first"),
+            (
+                "a.csv",
+                "text",
+                "holds rows of fields; convert it, such as with pandas' read_csv and to_parquet, and write",
+            ),
+            ("a.parquet", "json", r"holds rows of fields; write \{parquet: a.parquet\}"),
+            ("a.jsonl", "parquet", r"holds rows of fields; write \{json: a.jsonl\}"),
+        ],
+    )
+    def test_a_file_of_another_kind_by_its_name_is_refused_before_it_is_read(self, name, key, told, project):
+        (project / name).write_bytes(b"\x1f\x8b")
+        with pytest.raises(CalibrationError, match=f"^{key}: {name} {told}"):
+            files.matching(name, key)
+
     def test_a_folder_is_refused_with_how_to_name_its_files(self, project: Path) -> None:
         (project / "corpus").mkdir()
         (project / "corpus" / "a.txt").write_text("text")

@@ -10,7 +10,7 @@ from compressx.models.capture import capture_calls, replay, run_around
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.testing import tiny_model, tiny_tokens
 
-# Whose blocks return a tuple, and one whose blocks return their output alone.
+# Whose blocks return a tuple, one whose blocks return their output alone, and one whose blocks return a list.
 _CONFIGS = {
     "bloom": {"n_layer": 2, "n_head": 4},
     "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
@@ -19,11 +19,12 @@ _CONFIGS = {
     "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
     "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 4},
     "llama": {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96},
+    "openai-gpt": {"n_embd": 64, "n_layer": 2, "n_head": 4},
 }
 _ONE_LAYER = {"num_hidden_layers": 1, "n_layer": 1, "n_layers": 1, "num_layers": 1, "attention_types": [[["local"], 1]]}
 
 
-@pytest.mark.parametrize(("model_type", "layers"), list(zip(_CONFIGS, [1, 2, 1, 2, 1, 2, 2], strict=True)))
+@pytest.mark.parametrize(("model_type", "layers"), list(zip(_CONFIGS, [1, 2, 1, 2, 1, 2, 2, 2], strict=True)))
 def test_blocks_run_one_at_a_time_give_the_models_own_logits_whatever_they_return(model_type: str, layers: int):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -69,6 +70,16 @@ def test_a_model_that_unpacks_what_its_blocks_return_is_refused(monkeypatch: pyt
     for sequences in (2, 3):
         with pytest.raises(UnsupportedModelError, match="the model unpacks the output of its blocks"):
             capture_calls(model, survey(model).blocks, [tiny_tokens(sequences=sequences)])
+
+
+def test_several_residual_streams_are_refused(monkeypatch):
+    model = tiny_model("llama")
+    streams = model.model.embed_tokens(tiny_tokens(sequences=2, length=16)).expand(4, -1, -1, -1)
+    monkeypatch.setattr(model.model, "forward", lambda input_ids, **_: model.model.layers[0](streams))
+    with pytest.raises(
+        UnsupportedModelError, match=r"layers\.0 takes hidden states \[4, 2, 16, \d+\], expected \[batch"
+    ):
+        capture_calls(model, survey(model).blocks, [tiny_tokens(sequences=2, length=16)])
 
 
 def test_a_forward_that_is_a_blocks_own_is_put_back():

@@ -287,6 +287,23 @@ with output_folder(Path(sys.argv[1])) as building:
 
 
 @pytest.mark.slow
+def test_a_variable_in_an_outputs_name_is_refused_rather_than_taken_for_a_name(tmp_path):
+    with pytest.raises(ArtifactError, match=r"output .*\$\{USER\} has a variable, which a recipe does not expand"):
+        check_output(tmp_path / "${USER}")
+
+
+def test_half_written_files_in_any_folder_of_an_interrupted_run_are_removed(tmp_path):
+    target = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt), output_folder(target) as folder:  # noqa: PT012 - the block is the test
+        (folder / "state.json").write_text("{}")
+        (folder / "model").mkdir()
+        (folder / "model" / ".model.safetensors.0a1b2c3d.partial").touch()
+        raise KeyboardInterrupt
+    with output_folder(target, resume=True) as folder:
+        assert [p.name for p in folder.rglob("*.partial")] == []
+    assert [*target.rglob(".*")] == []
+
+
 @pytest.mark.parametrize("moment", ["while building", "between renames"])
 def test_what_a_killed_process_left_is_cleared_and_what_it_moved_aside_comes_back(moment: str, earlier: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _KILLED, str(earlier), moment], check=False)

@@ -412,7 +412,7 @@ def test_a_full_disk_is_named_and_what_was_finished_is_kept(
 
     with monkeypatch.context() as patched:
         patched.setattr("shutil.copyfile", full)
-        with pytest.raises(ArtifactError, match=r"cannot copy .*: No space left on device; free some space"):
+        with pytest.raises(ArtifactError, match=r"cannot copy .* to .*out.*: No space left on device; free some"):
             pack_folder(sharded, tmp_path / "out")
     assert len(calls) == 1
     pack_folder(sharded, tmp_path / "out")

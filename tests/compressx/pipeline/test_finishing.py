@@ -148,6 +148,36 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_weights_are_read(mo
     smaller.save_pretrained(other)
     with pytest.raises(UnsupportedModelError, match=r"teacher.* vocabulary of 64 tokens and the model one of \d+"):
         plan(recipe(model, teacher={"path": str(other)}))
+
+
+def test_a_teacher_with_fewer_positions_than_a_windows_tokens_is_refused_before_weights_are_read(model, tmp_path):
+    shutil.copytree(model, other := tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    with pytest.raises(UnsupportedModelError, match="the teacher has 16 positions, and windows have 32 tokens; lower"):
+        plan(recipe(model, teacher={"path": str(other)}))
+
+
+def test_the_log_says_when_training_goes_back_to_better_weights(model):
+    report = run(recipe(model, steps=8, learning_rate=1.0, warmup=0.0))
+    before, after = (x.loss for x in report.finetune.held_out[:2])
+    said = f"held-out loss {after:.4g}, not below {before:.4g}: back to those weights, at a lower rate"
+    assert said in Path("out/run.log").read_text()
+
+
+def test_checkpoints_of_other_settings_do_not_stay_beside_that_of_the_present_training(model, monkeypatch):
+    class Stop(Exception):  # noqa: N818 - a test's own
+        pass
+
+    def stop(stage: str, done: int, *_: Any) -> None:
+        if stage == "finetune" and done == 2:
+            raise Stop
+
+    for rate in (1e-3, 2e-3, 3e-3):
+        with pytest.raises(Stop):
+            run(recipe(model, learning_rate=rate), progress=stop, resume=True)
+    (left,) = leftovers()
+    assert len(list(left.rglob("finetune-*.safetensors"))) == 1
     with pytest.raises(ArtifactError, match=r"finetune.*nowhere"):
         plan(recipe(model, teacher={"path": "nowhere"}))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,8 @@ def test_a_failure_before_the_first_block_leaves_the_model_and_says_nothing_of_i
         ({"calibration": {}}, torch.full((2, 8), 128), "from 128 to 128, but the model's vocabulary has 128"),
         ({"calibration": {}}, torch.ones(8), r"calibration is torch.float32 \[8\], expected token ids, int64"),
         (WINDOWS, [], r"calibration has no documents; expected texts, or chats as lists of \{role, content"),
-        (WINDOWS, [{"text": "w1"}], r"calibration\[0\] is dict, expected text or a list of \{role, content"),
+        (WINDOWS, [{"text": "w1"}], r"calibration\[0\] is a row with text, expected text or a chat; give one field"),
+        (WINDOWS, [[1, 2], [3, 4]], "calibration is a list of lists of numbers; token ids are expected as a tensor"),
         (WINDOWS, ["w1", [1, 2]], r"calibration\[1\]: message 0 is int, expected \{role, content"),
         ({"sparcity": 0.5}, None, "unknown key 'sparcity'"),
     ],
@@ -191,6 +193,17 @@ def test_what_has_no_meaning_for_a_model_in_memory_is_refused(changed, calibrati
     dense, tokenizer = loaded(model)
     with pytest.raises((RecipeError, CalibrationError), match=message):
         compressx.prune(dense, tokenizer, wanda | changed, calibration=calibration)
+
+
+def test_what_a_notebook_shows_of_a_plan_and_of_a_pruned_model_is_one_line(model, wanda):
+    assert repr(compressx.plan(recipe(model))) == "Plan(21 linears: 21 by wanda; 2 left alone)"
+    text = {"dataset": {"text": str(model.with_name("text.txt"))}, "samples": 2, "sequence_length": 16}
+    pruned = compressx.prune(*loaded(model), wanda | {"evaluate": {"token_perplexity": text}})
+    assert re.fullmatch(
+        r"PrunedModel\(LlamaForCausalLM, RunReport\(50\.0% of the weights in 21 linears are zero; "
+        r"token_perplexity dense [\d.]+; token_perplexity pruned [\d.]+\)\)",
+        repr(pruned),
+    )
 
 
 def test_a_tokenizer_is_needed_where_there_is_text_to_read(model, wanda):
@@ -213,6 +226,13 @@ def test_what_is_no_dense_model_on_one_device_is_refused(model, wanda):
         compressx.prune(adapted, tokenizer, wanda)
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has PEFT adapters; merge them"):
         compressx.prune(dense, tokenizer, wanda)  # PEFT put them into the model that it was given, too
+
+
+def test_a_head_is_found_where_the_base_model_has_another_name_than_the_class_says(model, wanda, monkeypatch):
+    dense, tokenizer = loaded(model)
+    monkeypatch.setattr(type(dense), "base_model_prefix", "language_model")  # as of Llama 4
+    assert dense.base_model is dense
+    assert compressx.prune(dense, tokenizer, wanda).report.sparsity == pytest.approx(0.5, abs=1e-3)
 
 
 def test_what_was_passed_for_a_model_or_tokenizer_is_told_what_to_pass(model, wanda):

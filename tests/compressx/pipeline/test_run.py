@@ -624,6 +624,32 @@ def test_an_output_that_would_replace_a_packed_model_or_the_teacher_is_refused(m
     plan(recipe(model, output="out", finetune=taught))
 
 
+def test_an_output_that_would_replace_text_that_is_read_is_refused(model):
+    run(recipe(model, output="earlier"))
+    shutil.copy(model.with_name("text.txt"), "earlier/notes.txt")
+    text = {"dataset": {"text": "earlier/*.txt"}, "samples": 8, "sequence_length": 32}
+    with pytest.raises(ArtifactError, match=r"output earlier would overwrite the text of calibration\.dataset; name"):
+        run(recipe(model, output="earlier", calibration=text))
+    assert Path("earlier/notes.txt").is_file()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_head_of_its_own_is_kept_where_the_config_ties_it(streaming, models, project):
+    """transformers loads both and warns; lm-evaluation-harness ties again."""
+    shutil.copytree(models("llama"), folder := project / "own-head" / "model")
+    shutil.copy(models("llama").with_name("text.txt"), folder.with_name("text.txt"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tasks = {"lm_eval": {"tasks": [{"name": "t", "dataset": {"text": str(folder.with_name("text.txt"))}}], "limit": 1}}
+    asked = recipe(folder, evaluated=True)
+    asked["evaluate"] |= tasks
+    measured = run(asked | {"model": {"path": str(folder), "streaming": streaming}}).evaluation
+    expected = run(recipe(models("llama"), evaluated=True, output="plain")).evaluation
+    assert all(measured[of]["token_perplexity"] == expected[of]["token_perplexity"] for of in ("dense", "pruned"))
+    assert torch.equal(weights("out/model")["lm_head.weight"], weights("plain/model")["lm_head.weight"])
+    assert json.loads(Path("out/model/config.json").read_text())["tie_word_embeddings"] is False
+
+
 # --- streaming
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -123,6 +127,31 @@ def test_a_streamed_run_writes_the_same_model(model, rules):
     of = [json.loads(Path(f, "report.json").read_text())["evaluation"]["pruned"] for f in ("out", "streamed")]
     assert of[0] == pytest.approx(of[1])
     assert not [*Path("streamed").glob("blocks*")]
+
+
+def test_what_a_killed_process_left_of_a_streamed_smaller_models_blocks_is_not_in_the_output(model, monkeypatch):
+    @contextmanager
+    def kept(prefix: str, dir: Path) -> Iterator[str]:  # noqa: A002 - as tempfile's
+        yield mkdtemp(prefix=prefix, dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", kept)
+    run(recipe(model, NEURONS, **SHRINK) | {"model": {"path": str(model), "streaming": True}})
+    assert not [path for path in Path("out").rglob("*layers.0*") if "model" not in path.parts]
+
+
+def test_a_run_that_goes_on_without_shrink_has_no_description_of_a_smaller_model(model):
+    class Stop(Exception):  # noqa: N818 - a test's own
+        pass
+
+    def stop(stage: str, *_: Any) -> None:
+        if stage == "evaluate pruned":
+            raise Stop
+
+    with pytest.raises(Stop):
+        run(recipe(model, NEURONS, evaluated=True, **SHRINK), progress=stop)
+    run(recipe(model, NEURONS, evaluated=True), resume=True)
+    assert not Path("out/units.json").exists()
+    assert json.loads(Path("out/model/config.json").read_text())["intermediate_size"] == 128
 
 
 def test_a_streamed_mixture_loses_experts_and_their_neurons(models):

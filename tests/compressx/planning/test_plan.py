@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from compressx.api.patterns import Unstructured
+from compressx.api.pruner import Linear
+from compressx.models.architecture import survey
 from compressx.planning.make import make_plan
 from compressx.planning.plan import Plan
+from compressx.planning.targets import targeted_by
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins, load_plugins
-from compressx.recipe.schema import load_recipe
+from compressx.recipe.schema import load_recipe, recipe_from_dict
 from compressx.runtime.errors import CompressxError, PluginError, RecipeError, UnsupportedModelError
 from compressx.testing import tiny_model
 
@@ -103,6 +106,19 @@ def test_the_head_is_pruned_when_a_rule_names_it(planned: Any, refusal: Any) -> 
         assert [(x.name, x.block) for x in plan.linears] == [("lm_head", "")]
         assert [*plan.skipped.values()].count("no rule names it") == 3 * PER_BLOCK
     assert "matches no linear" in refusal(RecipeError, rule.format("*head")), "half a name is no name"
+
+
+def test_a_name_that_linears_of_the_blocks_have_is_not_that_of_a_linear_outside_unless_spelt_out() -> None:
+    """As `q_proj` is in the vision tower of a multimodal model."""
+    found = survey(tiny_model("llama"))
+    tower = "model.vision_tower.layers.0.self_attn.q_proj"
+    found = replace(found, outside={**found.outside, tower: Linear(tower, torch.nn.Linear(4, 4))})
+    loaded = recipe_from_dict({
+        "model": "m", "output": "o", "prune": [{"targets": ["*.q_proj"], "pruner": "magnitude", "sparsity": 0.5}]
+    })  # fmt: skip
+    place = ("prune", 0, "targets", 0)
+    assert tower not in targeted_by(loaded, place, "*.q_proj", found)
+    assert targeted_by(loaded, place, "*.vision_tower.*.q_proj", found) == [tower]
 
 
 def test_a_plan_becomes_json(planned: Any) -> None:
@@ -306,6 +322,14 @@ def test_a_target_without_a_linear_names_the_nearest(refusal: Any) -> None:
     )
     assert message.startswith("r.yaml:5:")
     assert "target '*.q_prj' matches no linear; did you mean '*.q_proj'?" in message
+
+
+def test_a_class_in_place_of_names_is_told_what_names_all_linears(refusal: Any) -> None:
+    message = refusal(RecipeError, 'targets: ["Linear"], pruner: magnitude, sparsity: 0.5')
+    assert (
+        "target 'Linear' matches no linear; targets are names, not classes; all linears of the blocks are '*'"
+        in message
+    )
 
 
 def test_a_regular_expression_without_its_prefix_is_told_with_it(refusal: Any) -> None:

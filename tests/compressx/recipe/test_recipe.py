@@ -472,6 +472,20 @@ def test_an_unquoted_glob_is_told_that_it_needs_quotes() -> None:
         assert message.endswith('text that begins with * needs quotes, such as "*.q_proj"')
 
 
+def test_a_folder_or_a_url_in_place_of_a_recipe_is_told_what_to_give() -> None:
+    Path("folder/runs").mkdir(parents=True)
+    with pytest.raises(RecipeError, match=r"^folder: is a folder, expected a recipe; it has no \.yaml files$"):
+        load_recipe(Path("folder"))
+    Path("folder/recipe.yaml").touch()
+    with pytest.raises(RecipeError, match=r"is a folder, expected a recipe; it has folder/recipe\.yaml$"):
+        load_recipe(Path("folder"))
+    Path("folder/config.json").touch()
+    with pytest.raises(RecipeError, match=r"it holds a model, for which `compressx init folder` writes one$"):
+        load_recipe(Path("folder"))
+    with pytest.raises(RecipeError, match=r"no such file; a URL is not read; download it first$"):
+        load_recipe(Path("https://example.com/r.yaml"))
+
+
 def test_a_missing_file_names_the_nearest_one_beside_it() -> None:
     Path("recipes").mkdir()
     Path("recipes/quickstart.yaml").write_text(GOOD)
@@ -486,7 +500,7 @@ def test_a_missing_file_names_the_nearest_one_beside_it() -> None:
 
 
 def test_what_cannot_be_read_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"^\.: cannot be read: Is a directory"):
+    with pytest.raises(RecipeError, match=r"^\.: is a folder, expected a recipe; it has"):
         load_recipe(Path())
     with pytest.raises(RecipeError, match=r"^a\\x00b: cannot be read: "):
         load_recipe(Path("a\0b"))
@@ -548,6 +562,16 @@ def test_an_override_can_add_a_section_remove_one_and_swap_sparsity_for_a_patter
     assert load(GOOD, "prune.0.pattern=2:4", "prune.0.sparsity=null").recipe.prune[0].pattern == NM(2, 4)
 
 
+def test_an_override_of_a_key_turns_the_short_form_of_a_model_or_dataset_into_its_mapping() -> None:
+    model = load(GOOD, "model.dtype=bfloat16", "calibration.dataset.split=test").recipe.model
+    assert (model.id, model.dtype) == ("org/model", "bfloat16")
+    local = load(swapped("org/model", "./here"), "model.dtype=bfloat16").recipe.model
+    assert (local.path, local.dtype) == (Path("here"), "bfloat16")
+    several = swapped("dataset: wikitext", "datasets: [wikitext, c4]")
+    datasets = load(several, "calibration.datasets.1.weight=0.5").recipe.calibration.datasets
+    assert [(x.name, x.weight) for x in datasets] == [("wikitext", 1.0), ("c4", 0.5)]
+
+
 def test_an_override_changes_only_the_alias_it_names() -> None:
     text = GOOD.replace("{steps: 3}", "&o {steps: 3}").replace("pruner: sparsegpt", "pruner: sparsegpt, options: *o")
     rules = load(text, "prune.1.options.steps=9").recipe.prune
@@ -565,6 +589,10 @@ def test_an_override_changes_only_the_alias_it_names() -> None:
      ("prune.-1.sparsity=0.4", "prune takes an index from 0 to 1; got '-1'"),
      ("prune.first=1", "prune takes an index from 0 to 1; got 'first'"),
      ("output.x=1", "output is 'runs/x', which has no key 'x'; set output as a whole"),
+     ("model.dtyp=bfloat16", "unknown key 'dtyp' in model; did you mean 'dtype'? valid: dtype, file, id, "
+                           "package, path, revision, sha256, streaming, trust_remote_code, version"),
+     ("calibration.dataset.splt=test", "unknown key 'splt' in calibration.dataset; did you mean 'split'? valid: "
+                                       "config, field, generate, json, name, parquet, revision, split, text"),
      ("evaluate.lm_eval.limit=3", "missing key 'tasks' in evaluate.lm_eval"),
      ("output=[", "not YAML: it ends where a value is expected; close what is opened with [ or {"),
      ("output=!!python/name:os.system x",

@@ -24,6 +24,23 @@ def test_the_second_is_told_who_holds_the_lock_and_the_file_goes_with_the_lock(t
     assert not lock.exists()
 
 
+def test_a_disk_too_full_for_the_lock_file_is_named_with_it(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(locks.os, "write", full)
+        with (
+            pytest.raises(
+                ArtifactError, match=rf"cannot write {tmp_path / 'lock'}: No space left on device; free some"
+            ),
+            locked(tmp_path / "lock", "a run"),
+        ):
+            pytest.fail("the block must not run")
+    with locked(tmp_path / "lock", "a run"):
+        pass
+
+
 def test_a_file_that_a_killed_process_left_does_not_matter(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("process 7 on a machine with a long name\n")
     with locked(tmp_path / "lock", "a run"):
