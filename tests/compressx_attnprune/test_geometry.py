@@ -30,7 +30,7 @@ def tables(rotary_dim: int, *, interleaved: bool, scale: float = 1.0) -> tuple[T
 
 
 def test_every_tiny_architecture_with_softmax_attention_is_checked():
-    others = {"llama-tied", "mixtral", "bloom"}  # the attention of llama and of mistral, and one that is refused
+    others = {"llama-tied", "mixtral", "bloom", "gpt-oss"}  # the attention of llama and of mistral, and two refused
     assert set(TINY_CONFIGS) - others <= set(blocks.EVERY)
 
 

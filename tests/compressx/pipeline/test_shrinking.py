@@ -151,7 +151,7 @@ def test_a_run_that_goes_on_without_shrink_has_no_description_of_a_smaller_model
         run(recipe(model, NEURONS, evaluated=True, **SHRINK), progress=stop)
     run(recipe(model, NEURONS, evaluated=True), resume=True)
     assert not Path("out/units.json").exists()
-    assert json.loads(Path("out/model/config.json").read_text())["intermediate_size"] == 128
+    assert json.loads(Path("out/model/config.json").read_text())["intermediate_size"] == 96
 
 
 def test_a_streamed_mixture_loses_experts_and_their_neurons(models):
