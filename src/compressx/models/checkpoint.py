@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressx.models.export import model_folder
+from compressx.models.export import model_folder, unfinished
 from compressx.models.packages import file_of_package
 from compressx.models.packed_folder import is_packed, unpacked
 from compressx.models.shards import check_files, files_of
@@ -131,9 +131,19 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
                 f"Llama, Gemma or GPT-2: {reason}"
             ) from error
         if not Path(where).exists():
+            _refuse_unfinished(Path(where))
             reason = f"there is no folder {where} here, and the hub said: {reason.rstrip('.')}"
             reason += f"; {_similar(where)}check the id and the network, or give a local folder"
         raise ArtifactError(f"cannot load {where}: {reason.rstrip('.')}") from error
+
+
+def _refuse_unfinished(output: Path) -> None:
+    """Tell users who name the output of a run that is not there yet."""
+    if found := unfinished(output):
+        raise ArtifactError(
+            f"{output} is not there yet: its run is active, or was interrupted and goes on with compressx run RECIPE "
+            f"--resume; what is finished is in {found[0]}"
+        )
 
 
 def _similar(name: str) -> str:
@@ -175,6 +185,7 @@ def find_local(given: Path) -> Path:
     """
     path = given.expanduser()
     if not path.exists():
+        _refuse_unfinished(path)
         beside = nearest(path.name, [p.name for p in path.parent.glob("*")])
         raise ArtifactError(f"model path {given} does not exist; {beside}looked in {Path.cwd()}")
     if path.is_file():

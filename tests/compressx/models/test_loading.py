@@ -126,6 +126,13 @@ def test_a_hub_id_that_cannot_be_reached_says_what_to_do():
         load_skeleton(find_checkpoint(source(id="nobody/nothing")))
 
 
+@pytest.mark.parametrize("given", [{"id": "runs/half"}, {"path": Path("runs/half")}], ids=str)
+def test_the_output_of_a_run_that_is_not_finished_is_told_apart_from_a_hub_id(given, project):
+    Path("runs/.half.partial-0a1b2c3d").mkdir(parents=True)
+    with pytest.raises(ArtifactError, match=r"runs/half is not there yet: its run is active, or .* --resume; what is"):
+        load_skeleton(find_checkpoint(source(**given)))
+
+
 def test_an_id_that_is_nearly_a_folder_here_is_asked_about(saved, monkeypatch):
     monkeypatch.chdir(saved.parent)
     with pytest.raises(ArtifactError, match=r"cannot load lama: .*; did you mean '\./llama'\? check the id and the"):
