@@ -48,6 +48,8 @@ def of_plan(plan: Plan, *, every: bool = False) -> Iterator[Section]:
     if plan.allocation is not None:
         sparsity = f"target sparsity {plan.allocation.target:.2%}"
     yield Section(note=f"{len(plan.linears)} linears, {weights / 1e6:.1f} M weights, {sparsity}")
+    if plan.warning:
+        yield Section(note=f"warning: {plan.warning}")
     if plan.depth is not None:
         yield Section(
             note=f"{plan.depth.rule.label} drops {plan.depth.pattern.dropped} of {len(plan.depth.blocks)} blocks, "

@@ -130,6 +130,8 @@ class RunLog:
             self.write(logging.DEBUG, f"{place}: {rule.label}, {patterns}, {len(taken)} linears: {names}")
         for name, reason in plan.skipped.items():
             self.write(logging.DEBUG, f"not pruned: {name}: {reason}")
+        if plan.warning:
+            self.write(logging.WARNING, plan.warning)
 
     def allocation(self, report: AllocationReport) -> None:
         """Write the sparsity of every unit, with the divergence that is predicted for it."""

@@ -79,6 +79,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     plan = Plan(
         linears, _skipped(architecture, assigned), rules, needs_calibration=False,
         allocation=loaded.recipe.allocation, reconstruct_block=loaded.recipe.reconstruct_block, depth=depth,
+        unprunable=_unprunable(architecture, skeleton),
     )  # fmt: skip
     if plan.depth is not None:
         with mistakes.collected(), loaded.at("prune", plan.depth.rule.index):
@@ -91,6 +92,15 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     mistakes.raise_all()
     measures = plan.allocation is not None and bool(plan.allocation.measures)
     return replace(plan, needs_calibration=needed or measures or plan.reconstruct_block is not None)
+
+
+def _unprunable(architecture: Architecture, skeleton: torch.nn.Module) -> float:
+    """Return the fraction of the blocks' weights in matrices that are no linears, so that a `*` leaves them dense."""
+    left = 0
+    for name, module in skeleton.named_modules():
+        if name in architecture.unprunable and any(name.startswith(f"{fqn}.") for fqn in architecture.blocks):
+            left += sum(p.numel() for p in module.parameters(recurse=False))
+    return left / max(1, left + sum(x.out_features * x.in_features for x in architecture.linears.values()))
 
 
 def _skipped(architecture: Architecture, assigned: Assigned) -> dict[str, str]:

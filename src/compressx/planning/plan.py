@@ -141,6 +141,10 @@ class PlannedDepth:
         }
 
 
+_MUCH = 0.02
+"""Of the blocks' weights. Routers are less."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a run will do.
@@ -154,6 +158,7 @@ class Plan:
             what is nearest to the target until then. None when the patterns are final.
         reconstruct_block: how the survivors of each block are trained; None when they are not.
         depth: which blocks may go; None when no rule drops blocks.
+        unprunable: fraction of the blocks' weights that are in no linear, such as experts in an unknown layout.
     """
 
     linears: tuple[PlannedLinear, ...]
@@ -163,6 +168,7 @@ class Plan:
     allocation: Allocation | None = None
     reconstruct_block: ReconstructBlock | None = None
     depth: PlannedDepth | None = None
+    unprunable: float = 0.0
 
     def in_block(self, fqn: str) -> dict[PlannedRule, dict[str, Asked]]:
         """Return the linears of one block by the rule that took them, each name with its pattern."""
@@ -209,6 +215,16 @@ class Plan:
     def shown_pattern(self, linear: PlannedLinear) -> str:
         """Write a linear's pattern, such as `2:4` or `50% row`; `allocated row` or `allocated N:4` while it is open."""
         return str(linear.pattern) if self.allocation is None else allocated_form(str(linear.pattern))
+
+    @property
+    def warning(self) -> str:
+        """Say how much of the blocks no rule can prune, if it is more than routers have; empty otherwise."""
+        if self.unprunable < _MUCH:
+            return ""
+        return (
+            f"{self.unprunable:.0%} of the blocks' weights stay dense whatever the rules say: they are no linears that "
+            "compressx knows; `compressx plan` lists them as not pruned"
+        )
 
     def __repr__(self) -> str:
         """Return one line, for notebooks; `to_dict` has every linear."""

@@ -100,8 +100,8 @@ def targeted_by(loaded: Placed, place: Sequence[Step], target: Target, found: Ar
     """
     names = _matching(loaded, place, target, found, found.linears)
     # A name that linears of the blocks have, too, is theirs: `*.q_proj` is not that of a vision tower.
-    inside = {_last(n) for n in names}
-    names += [n for n in found.outside if _names_outright(target, n) and _last(n) not in inside]
+    inside = {kind_of(n) for n in names}
+    names += [n for n in found.outside if _names_outright(target, n) and kind_of(n) not in inside]
     if not names:
         where = loaded.where(*place)
         for name, reason in found.unprunable.items():
@@ -188,12 +188,8 @@ def _names_outright(target: Target, name: str) -> bool:
     """Return whether `target` matches a name and spells out its last part, unlike a bare `*` or `re:.*`."""
     if isinstance(target, Layers) or not matches(target, name):
         return False
-    last = _last(name)
+    last = name.rsplit(".", 1)[-1]
     return last in target if target.startswith(REGEX) else target.endswith(last)
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _shown(target: Target) -> str:

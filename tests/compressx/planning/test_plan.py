@@ -121,6 +121,16 @@ def test_a_name_that_linears_of_the_blocks_have_is_not_that_of_a_linear_outside_
     assert targeted_by(loaded, place, "*.vision_tower.*.q_proj", found) == [tower]
 
 
+def test_weights_of_the_blocks_that_no_rule_can_prune_are_warned_of(planned, monkeypatch) -> None:
+    rule = 'targets: ["*"], pruner: magnitude, sparsity: 0.5'
+    assert not planned(rule, model="mixtral").warning, "its routers are less than a hundredth"
+    monkeypatch.setattr("compressx.models.architecture._is_fused_experts", lambda module: False)
+    plan = planned(rule, model="mixtral")
+    attention, experts = 64 * (64 + 32 + 32 + 64), 4 * 3 * 64 * 96
+    assert plan.unprunable == pytest.approx((experts + 4 * 64) / (experts + 4 * 64 + attention))
+    assert plan.warning.startswith("86% of the blocks' weights stay dense whatever the rules say")
+
+
 def test_a_plan_becomes_json(planned: Any) -> None:
     plan = planned(
         'targets: ["*.q_proj"], pruner: wanda, sparsity: 0.5, reconstruct: sparsegpt',
