@@ -37,6 +37,20 @@ _EVERY = 30.0
 _UNLIMITED = 2**31
 
 
+class _Parts(logging.Handler):
+    """Passes lines on that parts of compressx log by themselves, such as `runtime.cache`, to the files of a run."""
+
+    def __init__(self, log: RunLog) -> None:
+        super().__init__()
+        self.log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass a line on, unless it is the run's own."""
+        if record.name != LOG.name:
+            for handler in self.log.handlers:
+                handler.handle(record)
+
+
 class RunLog:
     """The log of one run.
 
@@ -166,7 +180,10 @@ def run_log(*, first: bool, file: Path | None) -> Iterator[RunLog]:
         show(message, category, *place, **more)
 
     libraries = [logging.getLogger(name) for name in _LIBRARIES] if first else []
+    parts = _Parts(log)
     try:
+        if first:
+            LOG.addHandler(parts)
         for library in libraries:
             library.addHandler(log.early)
         with patch.object(warnings, "showwarning", showwarning):
@@ -177,6 +194,7 @@ def run_log(*, first: bool, file: Path | None) -> Iterator[RunLog]:
         log.write(logging.ERROR, f"the run ended: {told}", shown=False)
         raise
     finally:
+        LOG.removeHandler(parts)
         for library in libraries:
             library.removeHandler(log.early)
         log.close()

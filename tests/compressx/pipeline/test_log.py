@@ -91,20 +91,23 @@ def test_the_logger_gets_the_lines_only_where_its_level_lets_them_pass(model, ca
     assert any("wanda  50% row" in x for x in lines("out/run.log"))
 
 
-def test_warnings_of_libraries_are_in_the_log(model):
+def test_warnings_of_libraries_and_of_parts_of_compressx_are_in_the_log(model):
     class Warner:
         @hookimpl
         def compressx_block_pruned(self, report: Any) -> None:
             if report.index == 0:
                 warnings.warn("from python", UserWarning, stacklevel=1)
                 logging.getLogger("transformers").warning("from a library")
+                logging.getLogger("compressx.runtime.cache").warning("from a part of compressx")
 
     plugins = load_plugins()
     plugins.manager.register(Warner())
     show = warnings.showwarning
     with pytest.warns(UserWarning, match="from python"):
         run(recipe(model), plugins=plugins)
-    assert {"WARNING UserWarning: from python", "WARNING from a library"} <= {*lines("out/run.log")}
+    said = ("WARNING UserWarning: from python", "WARNING from a library", "WARNING from a part of compressx")
+    assert [lines("out/run.log").count(line) for line in said] == [1, 1, 1]
+    assert not any(isinstance(x, module._Parts) for x in logging.getLogger("compressx").handlers)
     assert warnings.showwarning is show
     assert not any(isinstance(x, module.MemoryHandler) for x in logging.getLogger("transformers").handlers)
 
