@@ -197,7 +197,7 @@ def test_a_model_in_16_bits_is_trained_in_float32_and_rounded_once() -> None:
     dtype = torch.bfloat16
     narrow, masks = pruned("llama", dtype)
     wide = copy.deepcopy(narrow).float()
-    settings = Finetune(steps=30, learning_rate=2e-5, batch_size=2, teacher="none", norms=True, held_out=0)
+    settings = Finetune(steps=30, learning_rate=1e-4, batch_size=2, teacher="none", norms=True, held_out=0)
     start = parameters(narrow)
     for model in (narrow, wide):
         finetune(model, masks, WINDOWS, settings)
