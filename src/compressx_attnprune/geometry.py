@@ -75,7 +75,7 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """One layer's causal attention, softmax(scaling * q k^T + mask).
+    """One layer's causal attention, softmax(scaling * q k^T + mask), with or without sinks.
 
     Attributes:
         query: the query side.
@@ -87,6 +87,8 @@ class Attention:
         window: a query attends to itself and the `window - 1` tokens before it; to all before it when None.
         softcap: scores become `softcap * tanh(scores / softcap)` before the mask (Gemma 2); None without.
         rotary_interleaved: whether pairs are adjacent (Cohere, GLM), not half of `rotary_dim` apart (Llama).
+        sinks: [query heads], one more score beside those of every query, whose probability goes to no token (GPT-OSS):
+            rows of P sum to less than one; None without.
     """
 
     query: Projection
@@ -97,6 +99,7 @@ class Attention:
     window: int | None = None
     softcap: float | None = None
     rotary_interleaved: bool = False
+    sinks: Tensor | None = None
 
     @property
     def groups(self) -> int:
@@ -106,7 +109,8 @@ class Attention:
     def to(self, dtype: torch.dtype) -> Attention:
         """Return a copy with tensors of another dtype."""
         rotary = None if self.rotary is None else (self.rotary[0].to(dtype), self.rotary[1].to(dtype))
-        return replace(self, query=_cast(self.query, dtype), key=_cast(self.key, dtype), rotary=rotary)
+        sinks = None if self.sinks is None else self.sinks.to(dtype)
+        return replace(self, query=_cast(self.query, dtype), key=_cast(self.key, dtype), rotary=rotary, sinks=sinks)
 
     def first(self, tokens: int) -> Attention:
         """Return the attention restricted to the first tokens."""

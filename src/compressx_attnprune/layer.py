@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,12 +12,11 @@ from torch import Tensor, nn
 
 import compressx
 from compressx import Block, FixedMask, Pattern, Projections, RecipeError, Rows, UnsupportedModelError, head_size
+from compressx_attnprune.alone import INSTEAD, arguments, attend, named
 from compressx_attnprune.geometry import Attention, Projection, quarter_turn, queries_and_keys, values
 from compressx_attnprune.norms import KEY_NORMS, QUERY_NORMS, read_norm, unknown_norm
 from compressx_attnprune.objective import mixed
 from compressx_attnprune.structured import asked_units
-
-INSTEAD = "leave it to a pruner of single linears, such as sparsegpt or wanda"
 
 _AGREEMENT = 1e-3  # relative difference of two float32 outputs of one attention
 
@@ -118,6 +116,7 @@ def describe(block: Block, dtype: torch.dtype = torch.float32) -> Attention:
         window=_window(module, block.config),
         softcap=getattr(module, "attn_logit_softcapping", None),
         rotary_interleaved=interleaved,
+        sinks=_sinks(module),
     ).to(dtype)
 
 
@@ -125,8 +124,8 @@ def describe(block: Block, dtype: torch.dtype = torch.float32) -> Attention:
 def verify(block: Block, attention: Attention, x: Tensor) -> None:
     """Check that the geometry reproduces the model's attention output on one sequence.
 
-    The module tree does not show everything (layout of a fused weight, gates, sinks, biases on the scores), but the
-    output does. Both sides run in float32, so that rounding in the model's dtype does not matter.
+    The module tree does not show everything (layout of a fused weight, gates, biases on the scores), but the output
+    does. Both sides run in float32, so that rounding in the model's dtype does not matter.
 
     Args:
         block: a block with weights and recorded calls.
@@ -143,45 +142,15 @@ def verify(block: Block, attention: Attention, x: Tensor) -> None:
     attended = mixed(attention, q, k, v)
     output = Rows(projections.output)
     ours = nn.functional.linear(attended.transpose(1, 2).flatten(2), output.weight, output.bias)
-    theirs = _attend(block, projections, _arguments(block), x)
+    theirs = attend(block, projections, arguments(block), x)
     # Outputs may be zero for zero inputs.
     difference = float((ours - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny))
     if not difference <= _AGREEMENT:
         layout = f", or {projections.query.name} has an unsupported row order" if projections.fused else ""
         raise UnsupportedModelError(
-            f"{_named(block, projections)} is not softmax(scale * q k^T + mask) as attnprune computes it{layout}: "
+            f"{named(block, projections)} is not softmax(scale * q k^T + mask) as attnprune computes it{layout}: "
             f"the outputs differ by {difference:.2%} on a calibration sequence; {INSTEAD}"
         )
-
-
-def _attend(block: Block, projections: Projections, arguments: Mapping[str, Any], x: Tensor) -> Tensor:
-    """Run the attention module in float32 on [1, tokens, in_features] with its block's arguments."""
-    module = copy.deepcopy(block.submodule(projections.attention)).float()
-    known = dict(list(inspect.signature(module.forward).parameters.items())[1:])
-    given = {n: _first(v) for n, v in arguments.items() if n in known and "past" not in n}
-    needed = [n for n, p in known.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if missing := [n for n in needed if n not in given]:
-        raise UnsupportedModelError(
-            f"{_named(block, projections)} needs {', '.join(missing)} from within its block, so attnprune cannot run "
-            f"it alone to verify that it is softmax attention; {INSTEAD}"
-        )
-    attended = module(x, **given)
-    result: Tensor = attended[0] if isinstance(attended, tuple | list) else attended
-    return result
-
-
-def _arguments(block: Block) -> dict[str, Any]:
-    """Return the arguments of the block's first call by name, without the hidden states."""
-    call = block.calls[0]
-    names = list(inspect.signature(block.module.forward).parameters)[1:]
-    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-
-
-def _first(value: Any) -> Any:
-    """Return the first sequence of a call's tensor or tuple of tensors, in float32."""
-    if isinstance(value, Tensor):
-        return value[:1].float() if value.is_floating_point() else value[:1]
-    return tuple(_first(v) for v in value) if isinstance(value, tuple) else value
 
 
 def _check_structure(block: Block, projections: Projections) -> None:
@@ -207,13 +176,17 @@ def _check_structure(block: Block, projections: Projections) -> None:
         raise UnsupportedModelError(f"{name} is not causal; attnprune supports only causal attention; {INSTEAD}")
     if bias := _score_bias(module, block.config):
         raise UnsupportedModelError(
-            f"{_named(block, projections)} adds {bias} to its scores; attnprune supports rotary and learned "
+            f"{named(block, projections)} adds {bias} to its scores; attnprune supports rotary and learned "
             f"positions; {INSTEAD}"
         )
     if _turns_neighbours(module) is None:
         raise UnsupportedModelError(
-            f"{_named(block, projections)} has a rotary embedding that rotates neither adjacent features nor features "
+            f"{named(block, projections)} has a rotary embedding that rotates neither adjacent features nor features "
             f"half a head apart; {INSTEAD}"
+        )
+    if (sinks := _sinks(module)) is not None and sinks.shape != (heads,):
+        raise UnsupportedModelError(
+            f"{name}.sinks has shape {tuple(sinks.shape)}, not one for each of {heads} heads; {INSTEAD}"
         )
     for names, count in ((QUERY_NORMS, heads), (KEY_NORMS, key_heads)):
         if wrong := unknown_norm(module, names, count, head_dim):
@@ -228,6 +201,12 @@ def _score_bias(module: nn.Module, config: Any) -> str | None:
     return "a position bias" if "position_bias" in taken else None
 
 
+def _sinks(module: nn.Module) -> Tensor | None:
+    """Return the scores of the heads' sinks, by the name that all of transformers' models use; None without."""
+    sinks: Tensor | None = getattr(module, "sinks", None)
+    return None if sinks is None else sinks.detach()
+
+
 def _window(module: nn.Module, config: Any) -> int | None:
     """Return the layer's sliding window from the module if it has one, otherwise from the config; None without one."""
     home = module if hasattr(module, "sliding_window") else config
@@ -239,32 +218,39 @@ def _window(module: nn.Module, config: Any) -> int | None:
 
 def _turns_neighbours(module: nn.Module) -> bool | None:
     """Return whether the rotary embedding rotates adjacent features; None if it is neither of the known kinds."""
-    home = sys.modules[type(module).__module__]
-    turn = getattr(home, "rotate_half", getattr(home, "rotate_every_two", None))
+    turn = _turn(module)
     probe = torch.arange(4.0, device="cpu").view(1, 1, 1, 4)
     if turn is None or torch.equal(turn(probe), quarter_turn(probe, interleaved=False)):
         return False
     return True if torch.equal(turn(probe), quarter_turn(probe, interleaved=True)) else None
 
 
+def _turn(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return the function by which the rotary embedding turns pairs; None where it has no such function."""
+    home = sys.modules[type(module).__module__]
+    return getattr(home, "rotate_half", getattr(home, "rotate_every_two", None))
+
+
 def _rotary(block: Block, projections: Projections, interleaved: bool) -> tuple[Tensor, Tensor] | None:
     """Return cosine and sine [tokens, rotary_dim], aligned with the features that they multiply."""
-    arguments = _arguments(block)
-    embeddings = arguments.get("position_embeddings")
+    given = arguments(block)
+    embeddings = given.get("position_embeddings")
     table = getattr(block.submodule(projections.attention), "embed_positions", None)
     if embeddings is None and isinstance(table, Tensor):  # GPT-J: sines and cosines in one table, one entry per pair
-        sin, cos = table[arguments["position_ids"][0]].repeat_interleave(2, dim=-1).chunk(2, dim=-1)
+        sin, cos = table[given["position_ids"][0]].repeat_interleave(2, dim=-1).chunk(2, dim=-1)
         return cos, sin
     if embeddings is None:
         return None
     if not isinstance(embeddings, tuple | list) or len(embeddings) != 2:
         raise UnsupportedModelError(
-            f"{_named(block, projections)} takes its rotary embedding as {type(embeddings).__name__}; attnprune "
+            f"{named(block, projections)} takes its rotary embedding as {type(embeddings).__name__}; attnprune "
             f"supports a pair of cosine and sine; {INSTEAD}"
         )
     if _ignores_positions(block, projections):
         return None
     cos, sin = (table[0] for table in embeddings)  # [batch or 1, tokens, rotary_dim]
+    if _turn(block.submodule(projections.attention)) is None:  # GPT-OSS: one entry per pair
+        return cos.repeat(1, 2), sin.repeat(1, 2)
     if interleaved and not torch.equal(cos[:, 0::2], cos[:, 1::2]):
         # GLM's tables repeat each entry in their second half; only the first is used.
         cos, sin = (table.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1) for table in (cos, sin))
@@ -280,13 +266,9 @@ def _ignores_positions(block: Block, projections: Projections) -> bool:
     if len(set(getattr(block.config, "layer_types", None) or ())) < 2:
         return False
     # Cohere 2 and EXAONE 4 have no attribute for it: compare outputs with and without rotation.
-    arguments = _arguments(block)
-    cos, sin = arguments["position_embeddings"]
+    given = arguments(block)
+    cos, sin = given["position_embeddings"]
     x = torch.randn(1, cos.shape[1], projections.query.linear.in_features, generator=torch.Generator().manual_seed(0))
     x = x.to(cos.device)
-    still = {**arguments, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
-    return torch.equal(_attend(block, projections, arguments, x), _attend(block, projections, still, x))
-
-
-def _named(block: Block, projections: Projections) -> str:
-    return f"{projections.attention} ({type(block.submodule(projections.attention)).__name__})"
+    still = {**given, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+    return torch.equal(attend(block, projections, given, x), attend(block, projections, still, x))

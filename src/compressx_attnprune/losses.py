@@ -102,7 +102,7 @@ class OutputLoss(_OfAttention):
     """||(P~ - P) V W_O^T||_F^2, the error of the attention's output caused by that of the attention matrices.
 
     Never holds a tokens x tokens tensor: outputs use `scaled_dot_product_attention`. Gradients use row blocks, as do
-    outputs without a fused kernel: capped scores, a window, values of another size than keys.
+    outputs without a fused kernel: capped scores, sinks, a window, values of another size than keys.
 
     Attributes:
         attention: the layer's geometry.
@@ -162,7 +162,8 @@ def mixed_values(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tenso
         k: keys [batch, h_kv, tokens, head_dim], likewise.
         v: values [batch, h_kv, tokens, value_dim].
     """
-    if attention.softcap is None and attention.window is None and v.shape[-1] == q.shape[-1]:
+    plain = attention.softcap is None and attention.sinks is None and attention.window is None
+    if plain and v.shape[-1] == q.shape[-1]:
         # A key head for each query head: CUDA's only fused kernel for float32 shares none in some torch versions,
         # where `enable_gqa` means whole tokens x tokens matrices.
         k, v = (t.repeat_interleave(attention.groups, dim=1) for t in (k, v))

@@ -195,6 +195,8 @@ def _backward(
 ) -> None:
     """Backpropagate a block's gradient of P through softmax and scores and accumulate it, without the scaling.
 
+    A sink changes nothing here: its probability has no gradient.
+
     Args:
         attention: the layer.
         pair: one sequence's queries [h_kv, groups, tokens, head_dim] and keys [h_kv, tokens, head_dim].
@@ -213,8 +215,13 @@ def _backward(
 
 
 def _centred(attention: Attention, k: Tensor) -> Tensor:
-    """Subtract the mean key: softmax is invariant, and float32 loses less where keys share a large component."""
-    return k if attention.softcap is not None else k - k.mean(dim=2, keepdim=True)
+    """Subtract the mean key: softmax is invariant, and float32 loses less where keys share a large component.
+
+    Not where something sees the scores themselves: a softcap, or a sink, whose score stays.
+    """
+    if attention.softcap is not None or attention.sinks is not None:
+        return k
+    return k - k.mean(dim=2, keepdim=True)
 
 
 def _row_blocks(attention: Attention, q: Tensor, size: int) -> Iterator[_Rows]:
@@ -249,7 +256,10 @@ def _probabilities(attention: Attention, q: Tensor, k: Tensor, rows: _Rows) -> t
         scores, slope = capped * attention.softcap, 1.0 - capped.square()
     by_group = scores.view(*q.shape[:2], -1, scores.shape[-1])  # [h_kv, groups, rows, keys]
     by_group[..., -rows.bias.shape[-1] :] += rows.bias
-    return torch.softmax(scores, dim=-1), slope
+    if attention.sinks is None:
+        return torch.softmax(scores, dim=-1), slope
+    sinks = attention.sinks.to(q).view(*q.shape[:2], 1, 1).expand(*by_group.shape[:-1], 1)
+    return torch.softmax(torch.cat([by_group, sinks], dim=-1), dim=-1)[..., :-1].flatten(1, 2), slope
 
 
 def _fold(attention: Attention, q: Tensor, rows: _Rows) -> Tensor:

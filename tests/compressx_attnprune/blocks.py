@@ -33,11 +33,11 @@ MORE_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bigcode-multi-query": ("gpt_bigcode", {**TINY_CONFIGS["gpt2"][1], "multi_query": True}),
     "bigcode-multi-head": ("gpt_bigcode", {**TINY_CONFIGS["gpt2"][1], "multi_query": False}),
     "persimmon": ("persimmon", {**TINY_CONFIGS["llama-mha"][1], "qk_layernorm": True}),
-    # Not supported: positions added to the scores, sinks beside them, complex rotary tables, a layout of four parts.
+    # Sinks applied as a factor on the output, not as one more score as in GPT-OSS.
+    "granite-swa": ("granite_swa", {**_LLAMA, "attention_multiplier": 0.3, "sliding_window": 8}),
+    # Not supported: positions added to the scores, complex rotary tables, a layout of four parts.
     "mpt": ("mpt", {"vocab_size": 128, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 64}),
     "falcon-alibi": ("falcon", {**_FALCON, "alibi": True}),
-    "gpt-oss": ("gpt_oss", {**_LLAMA, **_LAYERS, "head_dim": 16, "num_local_experts": 4,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     "llama4": ("llama4_text", {**_LLAMA, "head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96}),
     "codegen": ("codegen", {**TINY_CONFIGS["gpt2"][1], "rotary_dim": 8}),
 }  # fmt: skip
@@ -46,7 +46,7 @@ FUSED = ("gpt2", "gpt-neox", "phi3")
 CHECKED = (
     *SEPARATE,
     *("gemma2", "llama-theta", "llama-3", "llama-yarn", "phi", "stablelm", "olmo2", "cohere", "glm"),
-    *("gptj", "smollm3", "exaone4", "cohere2", "olmoe", "granite", "qwen2-moe"),
+    *("gptj", "smollm3", "exaone4", "cohere2", "olmoe", "granite", "qwen2-moe", "gpt-oss", "granite-swa"),
 )
 """Separate query and key projections, and supported."""
 CHECKED_FUSED = (

@@ -20,7 +20,7 @@ from compressx.blocks.numbers import check_numbers
 from compressx.blocks.observe import Observed
 from compressx.blocks.select import write
 from compressx.numerics.obs import NotPositiveDefiniteError
-from compressx_attnprune import groups, layer, training
+from compressx_attnprune import alone, groups, layer, training
 from compressx_attnprune.moments import Moments, solve
 
 TOKENS, OUTPUTS = 400, 9
@@ -131,7 +131,7 @@ def attend(recorded: blocks.Recorded, results: dict[str, PruneResult], x: Tensor
         write(block.linears[name], result)
     found = layer.find_projections(block)
     with torch.no_grad():
-        outputs = torch.cat([layer._attend(block, found, layer._arguments(block), one[None]) for one in x])
+        outputs = torch.cat([alone.attend(block, found, alone.arguments(block), one[None]) for one in x])
     bias = recorded.block.linears[found.output.name].bias
     return outputs if bias is None else outputs - bias
 

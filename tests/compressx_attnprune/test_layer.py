@@ -53,10 +53,23 @@ def test_positions_added_to_the_scores_are_refused_before_weights_are_loaded(arc
         layer.check(block, both(block))
 
 
-def test_attention_with_sinks_is_refused_by_what_it_computes():
+def test_sinks_and_rotary_tables_of_one_entry_per_pair_are_the_models_own():
     recorded = blocks.record("gpt-oss")
+    layer.verify(recorded.block, layer.describe(recorded.block), recorded.x)
+
+
+def test_attention_whose_sinks_go_elsewhere_is_refused_by_what_it_computes():
+    recorded = blocks.record("gpt-oss")
+    attention = replace(layer.describe(recorded.block), sinks=None)
     with pytest.raises(UnsupportedModelError, match=r"GptOssAttention\) is not softmax.*outputs differ by"):
-        layer.verify(recorded.block, layer.describe(recorded.block), recorded.x)
+        layer.verify(recorded.block, attention, recorded.x)
+
+
+def test_sinks_that_are_not_one_for_each_head_are_refused_before_weights_are_loaded():
+    block = blocks.skeleton("gpt-oss")
+    block.module.self_attn.sinks = torch.nn.Parameter(torch.empty(2, device="meta"))
+    with pytest.raises(UnsupportedModelError, match=r"sinks has shape \(2,\), not one for each of 4 heads"):
+        layer.check(block, both(block))
 
 
 def test_complex_rotary_tables_are_refused():

@@ -55,6 +55,7 @@ def geometry(name: str, tokens: int = TOKENS) -> Attention:
         "window": replace(plain, window=3),
         "softcap": replace(plain, softcap=2.0),
         "softcap and window": replace(plain, softcap=2.0, window=3),
+        "sinks": replace(plain, sinks=normal(4, seed=16)),
         "norms": replace(plain, query=replace(query, norm=norms[0]), key=replace(key, norm=norms[1])),
         "norms over all heads": replace(plain, rotary=None, query=replace(query, norm=replace(norms[0], whole=True)),
             key=replace(key, norm=replace(norms[1], whole=True))),
@@ -62,7 +63,8 @@ def geometry(name: str, tokens: int = TOKENS) -> Attention:
 
 
 GEOMETRIES = (
-    "grouped", "own keys", "multi-query", "window", "softcap", "softcap and window", "norms", "norms over all heads",
+    "grouped", "own keys", "multi-query", "window", "softcap", "softcap and window", "sinks", "norms",
+    "norms over all heads",
 )  # fmt: skip
 
 
@@ -174,7 +176,7 @@ def test_errors_of_several_candidates_are_those_of_whole_matrices_and_values(nam
     assert errors[2] == 0.0
 
 
-@pytest.mark.parametrize("name", ["grouped", "multi-query", "window"])
+@pytest.mark.parametrize("name", ["grouped", "multi-query", "window", "sinks"])
 def test_values_as_wide_as_heads_take_the_fused_kernel_to_the_same_errors(name: str):
     attention = geometry(name)
     loss, x, dense = output_loss(attention, HEAD_DIM), normal(2, TOKENS, WIDTH, seed=1), weights(attention, 2)

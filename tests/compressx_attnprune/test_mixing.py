@@ -9,7 +9,7 @@ from tests.compressx_attnprune.test_objective import GEOMETRIES, reference
 from torch import Tensor
 
 from compressx import Block
-from compressx_attnprune import layer, objective
+from compressx_attnprune import alone, layer, objective
 from compressx_attnprune.geometry import Attention, place, project, values
 from compressx_attnprune.mixing import Mixing, Triple
 
@@ -26,7 +26,7 @@ def test_what_is_mixed_is_what_the_output_projection_is_given(architecture: str)
     mixing = Mixing(layer.describe(recorded.block), found.value.bias)
     seen: list[Tensor] = []
     with found.output.module.register_forward_pre_hook(lambda _, args: seen.append(args[0])), torch.no_grad():
-        layer._attend(recorded.block, found, layer._arguments(recorded.block), recorded.x)
+        alone.attend(recorded.block, found, alone.arguments(recorded.block), recorded.x)
     torch.testing.assert_close(mixing.mixed(recorded.x, weights_of(recorded.block)), seen[0], rtol=1e-4, atol=1e-5)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from compressx_attnprune import objective
 from compressx_attnprune.geometry import Attention, Projection
 
+SINKS = torch.tensor([-1.0, 0.3, 0.7, 1.5], dtype=torch.float64)
 GEOMETRIES = {
     "own key heads": Attention(Projection(2), Projection(2), head_dim=4, scaling=0.7),
     "shared key heads": Attention(Projection(4), Projection(2), head_dim=4, scaling=0.7),
@@ -19,6 +20,10 @@ GEOMETRIES = {
     "a window of one row block": Attention(Projection(2), Projection(1), head_dim=4, scaling=0.7, window=4),
     "a softcap": Attention(Projection(2), Projection(1), head_dim=4, scaling=0.7, softcap=1.5),
     "a softcap and a window": Attention(Projection(2), Projection(1), head_dim=4, scaling=0.7, window=5, softcap=1.5),
+    "sinks": Attention(Projection(4), Projection(2), head_dim=4, scaling=0.7, sinks=SINKS),
+    "sinks, a softcap and a window": Attention(
+        Projection(4), Projection(2), head_dim=4, scaling=0.7, window=5, softcap=1.5, sinks=SINKS
+    ),
 }
 each_geometry = pytest.mark.parametrize("attention", GEOMETRIES.values(), ids=GEOMETRIES)
 TOKENS = 9
@@ -49,7 +54,10 @@ def reference(attention: Attention, q: Tensor, k: Tensor) -> Tensor:
     hidden = i[:, None] < i
     if attention.window is not None:
         hidden = hidden | (i[:, None] - i >= attention.window)
-    return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if attention.sinks is None:
+        return scores.softmax(dim=-1)
+    return scores.exp() / (scores.exp().sum(dim=-1, keepdim=True) + attention.sinks.exp()[:, None, None])
 
 
 @each_geometry

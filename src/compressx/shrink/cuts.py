@@ -168,7 +168,7 @@ def _cuts(blocks: Sequence[Block], kept: Sequence[Kept], found: Architecture) ->
         if one.units.kind == "experts":
             _cut_router(cuts, block, one)
         if one.units.kind == "kv-groups":
-            _cut_head_norms(cuts, block, one)
+            _cut_by_head(cuts, block, one)
         for name, own in one.units.owners.items():
             linear, index = found.linears[name], one.keep[own.unit].nonzero().flatten()
             if one.units.kind == "experts":
@@ -191,20 +191,19 @@ def _cut_router(cuts: Cuts, block: Block, one: Kept) -> None:
         cuts.whole[f"{name}.{own}"] = {0: one.index}
 
 
-def _cut_head_norms(cuts: Cuts, block: Block, one: Kept) -> None:
-    """Cut norms with gains for each head, [heads, head_dim], as Cohere has.
+def _cut_by_head(cuts: Cuts, block: Block, one: Kept) -> None:
+    """Cut what an attention has for each head beside its linears: gains [heads, head_dim] (Cohere), sinks [heads].
 
     Raises:
         UnsupportedModelError: a norm over the features of all heads, which would be divided by another mean.
     """
     home, count = block.submodule(one.units.fqn), one.units.count
     size = head_size(home, block.config)
-    owned = {n.removeprefix(f"{one.units.fqn}.") for n in one.units.owners}
     features = {own.unit.numel() for own in one.units.owners.values() if own.dim == 0}
-    for name, module in home.named_modules():
-        fqn = f"{one.units.fqn}.{name}"
-        for own, x in module.named_parameters(recurse=False) if name not in owned else ():
-            if x.dim() == 2 and x.shape[1] == size and len(x) % count == 0:
+    for fqn, module in home.named_modules(prefix=one.units.fqn):
+        for own, x in module.named_parameters(recurse=False) if fqn not in one.units.owners else ():
+            gains = x.dim() == 2 and x.shape[1] == size and len(x) % count == 0
+            if gains or (module is home and x.dim() == 1 and len(x) * size in features):
                 cuts.whole[f"{fqn}.{own}"] = {0: one.keep.repeat_interleave(len(x) // count).nonzero().flatten()}
             if x.dim() == 1 and len(x) > size and len(x) in features:
                 raise UnsupportedModelError(

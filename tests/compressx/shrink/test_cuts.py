@@ -32,7 +32,6 @@ NO_HEADS = {
     **dict.fromkeys(("opt", "gpt-neox", "gptj", "bloom", "stablelm"), DIVIDED),
     "phi": f"{DIVIDED}, .* it has model.layers.0.self_attn.q_layernorm.weight",
     "olmo2": OVER_ALL,
-    "gpt-oss": rf"{DIVIDED}, .* it has model\.layers\.0\.self_attn\.sinks \[2\], and \[4\] is left",
 }
 """Architectures with heads (in Phi: norms) as large as their number says, and one whose heads share a norm."""
 ONE_GROUP = ("llama-mqa", "gemma3", "falcon")
@@ -108,6 +107,16 @@ def test_without_some_neurons_it_computes_what_the_pruned_model_does(architectur
             smaller(model, kept)
     else:
         same(model, saved(model, kept, tmp_path))
+
+
+def test_sinks_go_with_their_heads():
+    model = tiny_model("gpt-oss")
+    kept = dropped(model, "kv-groups", 0.5)
+    cuts = smaller(model, kept).cuts
+    for one in kept:
+        group = int(one.index)
+        index = cuts.whole[f"{one.units.fqn}.sinks"][0]
+        assert index.tolist() == [2 * group, 2 * group + 1]
 
 
 @pytest.mark.parametrize("architecture", [n for n in TINY_CONFIGS if n not in ONE_GROUP])
