@@ -89,6 +89,7 @@ class Attention:
         rotary_interleaved: whether pairs are adjacent (Cohere, GLM), not half of `rotary_dim` apart (Llama).
         sinks: [query heads], one more score beside those of every query, whose probability goes to no token (GPT-OSS):
             rows of P sum to less than one; None without.
+        gate: weight [heads * value_dim, in_features] and bias [heads * value_dim] or None of the gates; None without.
     """
 
     query: Projection
@@ -100,6 +101,7 @@ class Attention:
     softcap: float | None = None
     rotary_interleaved: bool = False
     sinks: Tensor | None = None
+    gate: tuple[Tensor, Tensor | None] | None = None
 
     @property
     def groups(self) -> int:
@@ -110,7 +112,9 @@ class Attention:
         """Return a copy with tensors of another dtype."""
         rotary = None if self.rotary is None else (self.rotary[0].to(dtype), self.rotary[1].to(dtype))
         sinks = None if self.sinks is None else self.sinks.to(dtype)
-        return replace(self, query=_cast(self.query, dtype), key=_cast(self.key, dtype), rotary=rotary, sinks=sinks)
+        gate = None if self.gate is None else (self.gate[0].to(dtype), _cast_bias(self.gate[1], dtype))
+        query, key = _cast(self.query, dtype), _cast(self.key, dtype)
+        return replace(self, query=query, key=key, rotary=rotary, sinks=sinks, gate=gate)
 
     def first(self, tokens: int) -> Attention:
         """Return the attention restricted to the first tokens."""
@@ -183,6 +187,19 @@ def values(attention: Attention, x: Tensor, weight: Tensor, bias: Tensor | None)
     return flat.view(*flat.shape[:2], attention.key.heads, -1).transpose(1, 2)
 
 
+def gated(attention: Attention, x: Tensor, mixed: Tensor) -> Tensor:
+    """Multiply by the sigmoids of the gates, if there are any; the gradient goes back through the same product.
+
+    Args:
+        attention: the layer.
+        x: [batch, tokens, in_features].
+        mixed: what the heads mix, beside each other, or its gradient: [batch, tokens, h * value_dim].
+    """
+    if attention.gate is None:
+        return mixed
+    return mixed * torch.nn.functional.linear(x, *attention.gate).sigmoid_()
+
+
 def quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
     """Rotate each pair of features by 90 degrees, (a, b) to (-b, a).
 
@@ -197,5 +214,9 @@ def quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def _cast(side: Projection, dtype: torch.dtype) -> Projection:
-    bias = None if side.bias is None else side.bias.to(dtype)
-    return replace(side, bias=bias, norm=None if side.norm is None else side.norm.to(dtype))
+    norm = None if side.norm is None else side.norm.to(dtype)
+    return replace(side, bias=_cast_bias(side.bias, dtype), norm=norm)
+
+
+def _cast_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias.to(dtype)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import compressx
 from compressx import Block, FixedMask, Pattern, Projections, RecipeError, Rows, UnsupportedModelError, head_size
 from compressx_attnprune.alone import INSTEAD, arguments, attend, named
-from compressx_attnprune.geometry import Attention, Projection, quarter_turn, queries_and_keys, values
+from compressx_attnprune.geometry import Attention, Projection, gated, quarter_turn, queries_and_keys, values
 from compressx_attnprune.norms import KEY_NORMS, QUERY_NORMS, read_norm, unknown_norm
 from compressx_attnprune.objective import mixed
 from compressx_attnprune.structured import asked_units
@@ -47,9 +47,9 @@ def check(block: Block, patterns: Mapping[str, Pattern]) -> None:
     """Refuse a block, or a selection of its linears, that attention pruning does not support.
 
     A rule must target the query and the key projection. Where one weight fuses query, key and value it must target that
-    weight alone. Its query and key rows are then pruned for the attention matrix, and its value rows, which do not
-    affect that matrix, by an ordinary second-order update, all within the pattern of the fused weight. Key/value groups
-    take all four projections.
+    weight alone. Query and key rows are then pruned for the attention matrix. Value rows of a fused weight and gate
+    rows of a query projection, which do not affect that matrix, are pruned by an ordinary second-order update, all
+    within the pattern of the weight. Key/value groups take all projections.
 
     Needs no weights: it is called on a skeleton when a recipe is planned.
 
@@ -117,6 +117,7 @@ def describe(block: Block, dtype: torch.dtype = torch.float32) -> Attention:
         softcap=getattr(module, "attn_logit_softcapping", None),
         rotary_interleaved=interleaved,
         sinks=_sinks(module),
+        gate=None if (gate := projections.gate) is None else (gate.weight.clone(), gate.bias),
     ).to(dtype)
 
 
@@ -124,8 +125,8 @@ def describe(block: Block, dtype: torch.dtype = torch.float32) -> Attention:
 def verify(block: Block, attention: Attention, x: Tensor) -> None:
     """Check that the geometry reproduces the model's attention output on one sequence.
 
-    The module tree does not show everything (layout of a fused weight, gates, biases on the scores), but the output
-    does. Both sides run in float32, so that rounding in the model's dtype does not matter.
+    The module tree does not show everything (layout of a fused weight, what gates do, biases on the scores), but the
+    output does. Both sides run in float32, so that rounding in the model's dtype does not matter.
 
     Args:
         block: a block with weights and recorded calls.
@@ -139,9 +140,9 @@ def verify(block: Block, attention: Attention, x: Tensor) -> None:
     x = x[:1].float()
     q, k = queries_and_keys(attention, x, projections.query.weight, projections.key.weight)
     v = values(attention, x, projections.value.weight, projections.value.bias)  # [1, h_kv, tokens, value_dim]
-    attended = mixed(attention, q, k, v)
+    attended = gated(attention, x, mixed(attention, q, k, v).transpose(1, 2).flatten(2))
     output = Rows(projections.output)
-    ours = nn.functional.linear(attended.transpose(1, 2).flatten(2), output.weight, output.bias)
+    ours = nn.functional.linear(attended, output.weight, output.bias)
     theirs = attend(block, projections, arguments(block), x)
     # Outputs may be zero for zero inputs.
     difference = float((ours - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny))
@@ -162,7 +163,7 @@ def _check_structure(block: Block, projections: Projections) -> None:
     if (heads * head_dim, key_heads * head_dim) != (query.count, key.count) or heads != declared:
         raise UnsupportedModelError(
             f"{query.name} and {key.name} have {query.count} and {key.count} outputs, which is not "
-            f"{declared} query heads of {head_dim} features; attnprune supports no gated or compressed heads; {INSTEAD}"
+            f"{declared} query heads of {head_dim} features; attnprune supports no compressed heads; {INSTEAD}"
         )
     if key_heads == 0 or heads % key_heads:
         raise UnsupportedModelError(f"{name}: {heads} query heads cannot share {key_heads} key heads; {INSTEAD}")

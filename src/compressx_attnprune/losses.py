@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from compressx_attnprune import objective
-from compressx_attnprune.geometry import Attention, place, place_backward, project, queries_and_keys, values
+from compressx_attnprune.geometry import Attention, gated, place, place_backward, project, queries_and_keys, values
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 
@@ -101,6 +101,8 @@ class MatrixLoss(_OfAttention):
 class OutputLoss(_OfAttention):
     """||(P~ - P) V W_O^T||_F^2, the error of the attention's output caused by that of the attention matrices.
 
+    Where the layer has gates, they multiply P V.
+
     Never holds a tokens x tokens tensor: outputs use `scaled_dot_product_attention`. Gradients use row blocks, as do
     outputs without a fused kernel: capped scores, sinks, a window, values of another size than keys.
 
@@ -119,36 +121,39 @@ class OutputLoss(_OfAttention):
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
         """Return ||(P~ - P) V W_O^T||_F^2 of each candidate, and ||P V W_O^T||_F^2."""
         v = values(self.attention, x, self.value_weight, self.value_bias)
-        before, *after = (self._output(*queries_and_keys(self.attention, x, *pair), v) for pair in (dense, *candidates))
+        pairs = (queries_and_keys(self.attention, x, *pair) for pair in (dense, *candidates))
+        before, *after = (self._output(x, *pair, v) for pair in pairs)
         return torch.stack([_squared_norm(a - before) for a in after]), _squared_norm(before)
 
     @torch.no_grad()
     def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[Tensor, Pair]:
         """Return ||(P~ - P) V W_O^T||_F^2 / ||P V W_O^T||_F^2 and the gradients of half of it."""
         v = values(self.attention, x, self.value_weight, self.value_bias)
-        before = self._output(*queries_and_keys(self.attention, x, *dense), v)
+        before = self._output(x, *queries_and_keys(self.attention, x, *dense), v)
         projected = _projected(self.attention, x, pruned)
-        error = self._output(*_placed(self.attention, projected), v) - before
-        return _relative(_squared_norm(error), _squared_norm(before), x, self._backward(projected, v, error))
+        error = self._output(x, *_placed(self.attention, projected), v) - before
+        return _relative(_squared_norm(error), _squared_norm(before), x, self._backward(x, projected, v, error))
 
     @torch.no_grad()
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
         """Return the gradients for random signs as the gradient of the attention's output."""
         v = values(self.attention, x, self.value_weight, self.value_bias)
         signs = objective.random_signs_(x.new_empty(*x.shape[:2], len(self.output_weight)), generator)
-        return self._backward(_projected(self.attention, x, weights), v, signs)
+        return self._backward(x, _projected(self.attention, x, weights), v, signs)
 
-    def _output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _output(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Apply attention to the values and project them, [batch, tokens, out_features]."""
-        return torch.nn.functional.linear(mixed_values(self.attention, q, k, v), self.output_weight)
+        mixed = gated(self.attention, x, mixed_values(self.attention, q, k, v))
+        return torch.nn.functional.linear(mixed, self.output_weight)
 
-    def _backward(self, projected: Pair, v: Tensor, grad: Tensor) -> Pair:
+    def _backward(self, x: Tensor, projected: Pair, v: Tensor, grad: Tensor) -> Pair:
         """Backpropagate a gradient of the output [batch, tokens, out_features] to `project`'s results."""
-        return _placed_backward(self.attention, projected, self._mixed_backward(projected, v, grad))
+        return _placed_backward(self.attention, projected, self._mixed_backward(x, projected, v, grad))
 
-    def _mixed_backward(self, projected: Pair, v: Tensor, grad: Tensor) -> Pair:
+    def _mixed_backward(self, x: Tensor, projected: Pair, v: Tensor, grad: Tensor) -> Pair:
         """Backpropagate it to queries and keys; what this takes is freed before the rest of the way."""
-        of_heads = (grad @ self.output_weight).view(*grad.shape[:2], self.attention.query.heads, -1)
+        of_mixed = gated(self.attention, x, grad @ self.output_weight)
+        of_heads = of_mixed.view(*grad.shape[:2], self.attention.query.heads, -1)
         q, k = _placed(self.attention, projected)
         return objective.mixed_backward(self.attention, q, k, v, of_heads.transpose(1, 2))
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from compressx import Windows
 from compressx_attnprune.losses import SEQUENCES
 from compressx_attnprune.objective import ROWS
+from compressx_attnprune.shape import F32, Shape
 
 if TYPE_CHECKING:
     from compressx_attnprune.options import AttnPruneOptions
-    from compressx_attnprune.work import Shape
 
-_F32, _F64 = 4, 8
+_F64 = 8
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class _Batch:
 
     @classmethod
     def of(cls, shape: Shape, sequences: int) -> _Batch:
-        number = _F32 * sequences * shape.tokens
-        block = _F32 * shape.heads * min(ROWS, shape.tokens)
+        number = F32 * sequences * shape.tokens
+        block = F32 * shape.heads * min(ROWS, shape.tokens)
         heads, shared = number * shape.heads, number * shape.shared
         return cls(
             number * shape.inputs, heads * shape.size, shared * shape.size, shared * shape.value, heads * shape.value,
@@ -90,7 +90,8 @@ def prepared(shape: Shape, text: Windows, sequences: int) -> tuple[float, float]
     """
     sample = float(min(text.count, sequences) * shape.tokens * shape.inputs * text.itemsize)
     of_values = shape.value * (shape.shared * shape.inputs + shape.heads * shape.outputs)
-    weights = _F32 * (shape.rows * shape.inputs + of_values)
+    of_values += shape.gated * shape.heads * shape.value * shape.inputs
+    weights = F32 * (shape.rows * shape.inputs + of_values)
     one = _Batch.of(shape, 1)
     ours = one.q + one.k + one.v + one.mixed + one.out
     theirs = weights + 2 * (one.q + one.k + one.v) + one.out
@@ -109,23 +110,23 @@ def pruned(shape: Shape, options: AttnPruneOptions, train: int, held_out: int, *
         fixed: whether masks are given.
     """
     n, heads = shape.inputs, shape.heads + shape.shared
-    numbers, weight = shape.rows * n, float(_F32 * shape.rows * n)
-    query, answer = float(_F32 * shape.heads * shape.size * n), 5.0 * numbers
-    square = float(_F32 * n * n)
+    numbers, weight = shape.rows * n, float(F32 * shape.rows * n)
+    query, answer = float(F32 * shape.heads * shape.size * n), 5.0 * numbers
+    square = float(F32 * n * n)
     of_output = options.objective == "attention-output"
     closed = fixed or options.mode == "gauss-newton"
     seen, unseen = (_Batch.of(shape, min(SEQUENCES, count)) for count in (train, held_out))
 
     found = max(24.0 * numbers, answer + square + 33.0 * numbers)  # of Wanda, and of SparseGPT beside it
     starts = 2 * answer + square
-    curvature = heads * (square + _F32 * shape.size**2) if closed or options.mode == "joint" else 0.0
+    curvature = heads * (square + F32 * shape.size**2) if closed or options.mode == "joint" else 0.0
     steps = [found, starts + curvature + seen.probed(of_output=of_output) * bool(curvature)]
     sides = 0.0
     if fixed:
         steps.append(starts + curvature + weight + 7 * query)
     elif closed:
-        vectors, of_query = (_F32 * float(n) * rank * h for h in (heads, shape.heads))
-        sides = 2.25 * weight + vectors + _F32 * heads * shape.size**2
+        vectors, of_query = (F32 * float(n) * rank * h for h in (heads, shape.heads))
+        sides = 2.25 * weight + vectors + F32 * heads * shape.size**2
         selecting = max(4.25 * weight + 5 * query, 7.0 * weight)
         decomposed = weight + max(3 * of_query, of_query + 3 * (vectors - of_query))
         steps.append(starts + curvature + max(sides + selecting, decomposed))
@@ -154,7 +155,7 @@ def without_groups(
     n, out = shape.heads * shape.value, shape.outputs
     square, cross = float(_F64 * n * n), float(_F64 * n * out)
     moments = square + cross  # of one text
-    weights = float(_F32 * (shape.rows + shape.shared * shape.value) * shape.inputs)
+    weights = float(F32 * (shape.rows + shape.shared * shape.value) * shape.inputs)
     held_out = max(1, round(options.held_out * sequences))
     train = max(1, sequences - held_out)
     seen, unseen = (_Batch.of(shape, min(SEQUENCES, count)) for count in (train, held_out))

@@ -1,6 +1,7 @@
 """What a layer's heads mix, P V, as a function of its query, key and value weights, and its gradients.
 
-Weights are float32 [heads * head_dim, in_features] of queries, keys and values, in head order.
+Where the layer has gates, they multiply P V. Weights are float32 [heads * head_dim, in_features] of queries, keys and
+values, in head order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compressx_attnprune import objective
-from compressx_attnprune.geometry import Attention, place, place_backward, project, values
+from compressx_attnprune.geometry import Attention, gated, place, place_backward, project, values
 from compressx_attnprune.losses import mixed_values, weight_gradient
 
 Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -42,7 +43,8 @@ class Mixing:
             place(self.attention, side, project(self.attention, side, x, w))
             for side, w in ((self.attention.query, query), (self.attention.key, key))
         )
-        return mixed_values(self.attention, q, k, values(self.attention, x, value, self.value_bias))
+        mixed = mixed_values(self.attention, q, k, values(self.attention, x, value, self.value_bias))
+        return gated(self.attention, x, mixed)
 
     def gradients(self, x: Tensor, weights: Triple, grad: Tensor) -> Triple:
         """Backpropagate a gradient of `mixed` [batch, tokens, h * value_dim] to the three weights."""
@@ -51,7 +53,7 @@ class Mixing:
         projected = [project(attention, side, x, w) for side, w in zip(sides, weights[:2], strict=True)]
         q, k = (place(attention, side, u) for side, u in zip(sides, projected, strict=True))
         v = values(attention, x, weights[2], self.value_bias)
-        of_heads = grad.view(*grad.shape[:2], attention.query.heads, -1).transpose(1, 2)
+        of_heads = gated(attention, x, grad).view(*grad.shape[:2], attention.query.heads, -1).transpose(1, 2)
         dv = torch.zeros_like(v)
         placed = objective.mixed_backward(attention, q, k, v, of_heads, dv)
         query, key = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from compressx import (
     PruneResult,
     PrunerSpec,
     RecipeError,
+    Rows,
     SequenceSample,
     Statistic,
     Unstructured,
@@ -33,6 +34,7 @@ from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, relative_er
 from compressx_attnprune.mixing import Mixing
 from compressx_attnprune.objective import attention_matrices
 from compressx_attnprune.options import AttnPruneOptions
+from compressx_attnprune.shape import Shape
 from compressx_attnprune.solver import Budget, Layer, Solution
 from compressx_attnprune.training import Text
 
@@ -104,7 +106,7 @@ class AttnPrune:
         `info` holds, measured on the held-out sequences, `attention_error`, ||P~ - P||_F^2 / ||P||_F^2, and
         `output_error`, the same ratio of *squared* norms for what the attention adds to the residual stream; with
         `.wanda` and `.sparsegpt` those of the two methods under the same budget. Both are of pruned queries and keys
-        alone: the value rows of a fused weight count as dense.
+        alone: the other rows of their linears, values and gates, count as dense.
         """
         layer.check(block, patterns)
         projections = layer.find_projections(block)
@@ -128,7 +130,7 @@ class AttnPrune:
 
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:
         """Count one answer."""
-        shape, pattern = work.Shape.of(block, text.length), next(iter(patterns.values()))
+        shape, pattern = Shape.of(block, text.length), next(iter(patterns.values()))
         fixed = isinstance(pattern, FixedMask)
         given = work.returned(block, patterns, solved_bias=(units := structured.asked_units(patterns)) is not None)
         if units is None:
@@ -137,7 +139,7 @@ class AttnPrune:
 
     def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the comparison of the geometry with the block's own attention."""
-        return work.prepare(work.Shape.of(block, text.length), text, self.options.sequences)
+        return work.prepare(Shape.of(block, text.length), text, self.options.sequences)
 
 
 @contextmanager
@@ -168,57 +170,74 @@ def _refuse_unlike_inputs(projections: Projections, stats: Mapping[str, Statisti
         )
 
 
+def _others(projections: Projections) -> tuple[Rows, ...]:
+    """Return the rows beside queries or keys in their linears, which no attention matrix depends on."""
+    homes = {projections.query.name, projections.key.name}
+    return tuple(rows for rows in projections.inward[2:] if rows.name in homes)
+
+
 def _budget(projections: Projections, patterns: Mapping[str, Pattern]) -> Budget:
     """Say what query and key rows have to become."""
-    query, key = patterns[projections.query.name], patterns[projections.key.name]
-    if not projections.fused:
+    query, key = (_of_rows(patterns[rows.name], rows) for rows in (projections.query, projections.key))
+    others = _others(projections)
+    if not others or not isinstance(query, Unstructured) or query.group == "row":
         return Budget(query, key)
-    if isinstance(query, FixedMask):
-        rows = [FixedMask(query.keep[r.index], query.chosen_as) for r in (projections.query, projections.key)]
-        return Budget(rows[0], rows[1])
-    if not isinstance(query, Unstructured) or query.group == "row":
-        return Budget(query, query)
-    # One weight, one budget: the values take their share of it, queries and keys the rest of the exact count.
-    linear, values = projections.query.linear, projections.value.count
-    whole = count_dropped(query.sparsity, linear.out_features * linear.in_features)
-    rest = whole - count_dropped(query.sparsity, linear.in_features * values)
-    share = rest / ((linear.out_features - values) * linear.in_features)
+    if query.group == "layer" and not projections.fused:  # the keys have a budget of their own
+        return Budget(Unstructured(_share(query.sparsity, [projections.query], others), "layer"), key)
+    share = _share(query.sparsity, [projections.query, projections.key], others)
+    return Budget(Unstructured(share, "joint"), Unstructured(share, "joint"))
+
+
+def _share(sparsity: float, sides: Sequence[Rows], others: Sequence[Rows]) -> float:
+    """Return the sparsity of some rows in one budget with others, which take their part of the exact count first.
+
+    Raises:
+        RecipeError: one that would leave them no weight.
+    """
+    columns = sides[0].linear.in_features
+    own, beside = (columns * sum(rows.count for rows in some) for some in (sides, others))
+    share = (count_dropped(sparsity, own + beside) - count_dropped(sparsity, beside)) / own
     if share >= 1.0:
         raise RecipeError(
-            f"{projections.query.name}: sparsity {query.sparsity} leaves no query or key weight of a matrix of "
-            f"{linear.out_features * linear.in_features}; ask for less"
+            f"{sides[0].name}: sparsity {sparsity} leaves no query or key weight of a matrix of {own + beside}; ask "
+            "for less"
         )
-    return Budget(Unstructured(share, "joint"), Unstructured(share, "joint"))
+    return share
 
 
 def _assemble(
     prepared: _Prepared, patterns: Mapping[str, Pattern], solution: Solution
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Put query and key rows where their linears have them; a fused weight's value rows are pruned by SparseGPT."""
+    """Put query and key rows where their linears have them; the other rows of these are pruned by SparseGPT."""
     projections = prepared.projections
-    sides = (projections.query, projections.key)
-    if not projections.fused:
-        names = [rows.name for rows in sides]
-        return dict(zip(names, solution.keeps, strict=True)), dict(zip(names, solution.weights, strict=True))
-    (name,) = patterns
-    weight = projections.query.linear.weight.float().clone()
-    keep = torch.ones_like(weight, dtype=torch.bool)
-    value = baselines.sparsegpt_rows(
-        projections.value.weight, prepared.layer.inputs, _value_pattern(patterns[name], projections)
-    )
-    for rows, k, w in zip(
-        (*sides, projections.value), (*solution.keeps, value[0]), (*solution.weights, value[1]), strict=True
-    ):
-        keep[rows.index], weight[rows.index] = k, w
-    return {name: keep}, {name: weight}
+    found = list(zip((projections.query, projections.key), solution.keeps, solution.weights, strict=True))
+    for rows in _others(projections):
+        pattern = _of_others(patterns[rows.name], rows)
+        found.append((rows, *baselines.sparsegpt_rows(rows.weight, prepared.layer.inputs, pattern)))
+    keeps: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    for rows, keep, weight in found:
+        for all_rows, own in ((keeps, keep), (weights, weight)):
+            if rows.index is None:
+                all_rows[rows.name] = own
+            else:
+                shape = (rows.linear.out_features, rows.linear.in_features)
+                all_rows.setdefault(rows.name, own.new_empty(shape))[rows.index] = own
+    return keeps, weights
 
 
-def _value_pattern(pattern: Pattern, projections: Projections) -> Pattern:
-    if isinstance(pattern, FixedMask):
-        return FixedMask(pattern.keep[projections.value.index], pattern.chosen_as)
+def _of_rows(pattern: Pattern, rows: Rows) -> Pattern:
+    """Return the pattern of some rows of a linear."""
+    if isinstance(pattern, FixedMask) and rows.index is not None:
+        return FixedMask(pattern.keep[rows.index], pattern.chosen_as)
+    return pattern
+
+
+def _of_others(pattern: Pattern, rows: Rows) -> Pattern:
+    """Return the pattern of rows beside queries or keys, which compete with each other only."""
     if isinstance(pattern, Unstructured) and pattern.group == "joint":
         return Unstructured(pattern.sparsity, "layer")
-    return pattern
+    return _of_rows(pattern, rows)
 
 
 def _errors(prepared: _Prepared, solution: Solution) -> dict[str, float]:

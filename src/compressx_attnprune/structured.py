@@ -88,15 +88,15 @@ def prune(
 
 
 def _linears(projections: Projections) -> dict[str, Linear]:
-    sides = (projections.query, projections.key, projections.value)
-    return {**{rows.name: rows.linear for rows in sides}, projections.output.name: projections.output}
+    return {**{rows.name: rows.linear for rows in projections.inward}, projections.output.name: projections.output}
 
 
 def _assemble(projections: Projections, solution: groups.Solution) -> dict[str, Tensor]:
-    """Put rows of queries, keys and values where their linears have them."""
+    """Put rows of queries, keys and values where their linears have them; gates stay as they are."""
     weights = {n: torch.zeros_like(x.weight, dtype=torch.float32) for n, x in _linears(projections).items()}
     sides = (projections.query, projections.key, projections.value)
-    for rows, weight in zip(sides, solution.weights, strict=True):
+    gates = () if projections.gate is None else ((projections.gate, projections.gate.weight),)
+    for rows, weight in (*zip(sides, solution.weights, strict=True), *gates):
         weights[rows.name][slice(None) if rows.index is None else rows.index] = weight
     weights[projections.output.name] = solution.output
     return weights

@@ -4,123 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from compressx import Block, Pattern, Structured, Windows, Work, find_projections, head_size
+from compressx import Block, Pattern, Structured, Windows, Work, find_projections
 from compressx.numerics import work as numerics
 from compressx_attnprune import memory
 from compressx_attnprune.curvature import HALFWAY_PARTS, TOKENS
 from compressx_attnprune.groups import DAMPINGS, MOST_SETS
 from compressx_attnprune.kronecker import FEWEST, LEADING
 from compressx_attnprune.losses import SEQUENCES
-from compressx_attnprune.norms import KEY_NORMS, QUERY_NORMS, over_all_heads
-from compressx_attnprune.objective import ROWS
 from compressx_attnprune.options import AttnPruneOptions
+from compressx_attnprune.shape import F32, Shape
 from compressx_attnprune.solver import REGULARIZATIONS
 
-_F32 = 4
 _CHECKS = 4
 _SELECT, _POLISH, _RECONSTRUCT = 48, 10, 60
 """Iterations of `kronecker.select`, of its conjugate gradient, and of `kronecker.reconstruct` at most."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of one layer's attention.
-
-    Attributes:
-        heads: of the queries.
-        shared: heads of keys and values.
-        size: features of a query or key head.
-        value: features of a value head.
-        inputs: in_features of query, key and value.
-        outputs: out_features of the output projection.
-        tokens: in a sequence.
-        apart: whether no norm is over all heads of queries or keys.
-        bias: whether the output projection has one.
-    """
-
-    heads: int
-    shared: int
-    size: int
-    value: int
-    inputs: int
-    outputs: int
-    tokens: int
-    apart: bool = True
-    bias: bool = False
-
-    @classmethod
-    def of(cls, block: Block, tokens: int) -> Shape:
-        """Read the sizes off a block without weights."""
-        found = find_projections(block)
-        query, key, value = found.query.count, found.key.count, found.value.count
-        module = block.submodule(found.attention)
-        size = head_size(module, block.config)
-        heads, shared = query // size, key // size
-        inputs, outputs = found.query.linear.in_features, found.output.out_features
-        sides = ((QUERY_NORMS, heads), (KEY_NORMS, shared))
-        apart = not any(over_all_heads(module, names, count, size) for names, count in sides)
-        bias = found.output.bias is not None
-        return cls(heads, shared, size, value // shared, inputs, outputs, tokens, apart, bias)
-
-    @property
-    def rows(self) -> int:
-        """Rows of query and key together."""
-        return (self.heads + self.shared) * self.size
-
-    @property
-    def pairs(self) -> int:
-        """Entries of an attention matrix that row blocks compute: up to the last row's own token, for every row."""
-        return sum(
-            min(ROWS, self.tokens - start) * min(start + ROWS, self.tokens) for start in range(0, self.tokens, ROWS)
-        )
-
-    def projections(self) -> Work:
-        """Queries and keys of one sequence, placed."""
-        numbers = self.tokens * self.rows
-        return Work.of(float32=2.0 * numbers * self.inputs, moved=_F32 * 12.0 * numbers, launches=16)
-
-    def values(self) -> Work:
-        """Values of one sequence."""
-        return Work.of(float32=2.0 * self.tokens * self.inputs * self.shared * self.value, launches=1)
-
-    def mixed(self) -> Work:
-        """Mixed values of one sequence, by the fused kernel."""
-        attended = 2.0 * self.tokens**2 * self.heads * (self.size + self.value)
-        return Work.of(attention=attended, moved=_F32 * 8.0 * self.tokens * self.heads * self.value, launches=7)
-
-    def projected(self) -> Work:
-        """The output projection of one sequence."""
-        flops = 2.0 * self.tokens * self.heads * self.value * self.outputs
-        return Work.of(float32=flops, moved=_F32 * 4.0 * self.tokens * self.outputs, launches=1)
-
-    def output(self) -> Work:
-        """The attention's output of one sequence, by the fused kernel."""
-        return self.mixed() + self.projected()
-
-    def matrix(self, products: float = 1.0, passes: float = 6.0) -> Work:
-        """Count a pass over the attention matrix of one sequence in row blocks."""
-        entries = self.heads * self.pairs
-        blocks = math.ceil(self.tokens / ROWS)
-        return Work.of(
-            memory=_F32 * 4.0 * self.heads * ROWS * self.tokens,
-            float32=2.0 * products * entries * self.size, moved=_F32 * passes * entries, launches=10 * blocks,
-        )  # fmt: skip
-
-    def backward(self) -> Work:
-        """Backpropagate a gradient of one sequence's output to projected queries and keys."""
-        of_heads = Work.of(float32=2.0 * self.tokens * self.outputs * self.heads * self.value)
-        # Scores, the gradient by the values, and the two products of the gradients.
-        values = Work.of(float32=2.0 * self.heads * self.pairs * self.value)
-        return of_heads + values + self.matrix(products=3.0, passes=14.0)
 
 
 def returned(block: Block, names: Iterable[str], *, solved_bias: bool) -> Work:
     """Count new weights, which are float32, and the output projection's bias where it is solved for, too."""
     bias = find_projections(block).output.bias if solved_bias else None
     kept = 0 if bias is None else bias.numel() * bias.element_size()
-    return Work.of(returned=_F32 * sum(block.linears[name].weight.numel() for name in names) + kept)
+    return Work.of(returned=F32 * sum(block.linears[name].weight.numel() for name in names) + kept)
 
 
 def prepare(shape: Shape, text: Windows, sequences: int) -> Work:
@@ -129,7 +34,7 @@ def prepare(shape: Shape, text: Windows, sequences: int) -> Work:
     mixed = Work.of(float32=2.0 * shape.heads * shape.pairs * shape.value)
     projected = Work.of(float32=2.0 * shape.tokens * shape.heads * shape.value * shape.outputs)
     theirs = shape.projections() + shape.values() + shape.output()
-    done = ours + mixed + projected + theirs
+    done = ours + mixed + shape.gates() + projected + theirs
     return Work(done.counts, *memory.prepared(shape, text, sequences))
 
 
@@ -203,7 +108,7 @@ def _sets(n: int, out: int, count: int, dropped: int) -> Work:
 def _starts(shape: Shape, pattern: Pattern, tokens: float) -> Work:
     """Wanda and SparseGPT on the same inputs."""
     n, rows = shape.inputs, shape.rows
-    hessian = Work.of(memory=_F32 * n * n, float32=2.0 * tokens * n * n, moved=_F32 * 5.0 * tokens * n)
+    hessian = Work.of(memory=F32 * n * n, float32=2.0 * tokens * n * n, moved=F32 * 5.0 * tokens * n)
     ranks = Work.of(moved=16.0 * rows * n * 12, selected=8.0 * rows * n, launches=20)
     swept = 2 * numerics.sweep(rows, n, pattern)
     found = hessian + numerics.inverse_cholesky(n) + ranks + swept + 2 * numerics.selection(rows, n, pattern)
@@ -213,7 +118,7 @@ def _starts(shape: Shape, pattern: Pattern, tokens: float) -> Work:
 def _closed(shape: Shape, options: AttnPruneOptions, pattern: Pattern, train: int, *, fixed: bool) -> Work:
     """Count the curvature, its leading eigenvectors, and ADMM with them."""
     n, heads = shape.inputs, shape.heads + shape.shared
-    measured = _curvature(shape, options, train) + Work.of(moved=_F32 * 4.0 * heads * n * n, launches=20)  # damped
+    measured = _curvature(shape, options, train) + Work.of(moved=F32 * 4.0 * heads * n * n, launches=20)  # damped
     applied = _metric(shape)  # by the conjugate gradient
     if fixed:
         return measured + (1 + _RECONSTRUCT) * applied
@@ -234,7 +139,7 @@ def _curvature(shape: Shape, options: AttnPruneOptions, train: int) -> Work:
         probe = shape.values() + shape.backward()
     factors = Work.of(
         float32=2.0 * heads * (train * shape.tokens * d * d + sampled * n * n),
-        moved=_F32 * heads * (4.0 * sampled * n + 2.0 * parts * n * n),
+        moved=F32 * heads * (4.0 * sampled * n + 2.0 * parts * n * n),
         selected=float(heads * train * shape.tokens), launches=4 * heads * parts,
     )  # fmt: skip
     return train * (shape.projections() + probe) + factors
@@ -243,14 +148,14 @@ def _curvature(shape: Shape, options: AttnPruneOptions, train: int) -> Work:
 def _metric(shape: Shape) -> Work:
     """Count one product of all weights with both factors of the metric, and what goes with it."""
     weight = shape.rows * shape.inputs
-    return Work.of(float32=2.0 * weight * (shape.inputs + shape.size), moved=_F32 * 16.0 * weight, launches=24)
+    return Work.of(float32=2.0 * weight * (shape.inputs + shape.size), moved=F32 * 16.0 * weight, launches=24)
 
 
 def _step(shape: Shape) -> Work:
     """Count one iteration of `kronecker.select`: two turns, the leading eigenvectors twice, the input factor once."""
     weight = shape.rows * shape.inputs
     flops = 2.0 * weight * (2 * shape.size + 2 * _rank(shape.inputs) + shape.inputs)
-    return Work.of(float32=flops, moved=_F32 * 40.0 * weight, launches=60)
+    return Work.of(float32=flops, moved=F32 * 40.0 * weight, launches=60)
 
 
 def _leading(shape: Shape) -> Work:
@@ -259,7 +164,7 @@ def _leading(shape: Shape) -> Work:
     products = 2.0 * heads * (2 * n * n * rank + 2 * n * rank**2) + 2.0 * shape.rows * shape.size * n
     # A QR decomposition takes 4 n rank^2 FLOPs, its factor Q included.
     decomposed = heads * (8.0 * n * rank**2 + 9.0 * rank**3 + 9.0 * shape.size**3)
-    return Work.of(float32=products, eigen=decomposed, moved=_F32 * 12.0 * heads * n * rank, launches=40)
+    return Work.of(float32=products, eigen=decomposed, moved=F32 * 12.0 * heads * n * rank, launches=40)
 
 
 def _rank(n: int) -> int:
@@ -270,7 +175,7 @@ def _rank(n: int) -> int:
 def _learnt(shape: Shape, options: AttnPruneOptions, pattern: Pattern, train: int, held_out: int) -> Work:
     """Masks by gradient descent, or masks and weights."""
     tries = len(REGULARIZATIONS) if options.mode == "mask" and options.regularization is None else 1
-    step = SEQUENCES * _gradient(shape, options) + Work.of(moved=_F32 * 20.0 * shape.rows * shape.inputs, launches=30)
+    step = SEQUENCES * _gradient(shape, options) + Work.of(moved=F32 * 20.0 * shape.rows * shape.inputs, launches=30)
     chosen = numerics.selection(shape.rows, shape.inputs, pattern)
     each = options.steps * (step + (chosen if options.mode == "joint" else Work()))
     if options.mode == "joint":

@@ -33,6 +33,13 @@ MORE_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bigcode-multi-query": ("gpt_bigcode", {**TINY_CONFIGS["gpt2"][1], "multi_query": True}),
     "bigcode-multi-head": ("gpt_bigcode", {**TINY_CONFIGS["gpt2"][1], "multi_query": False}),
     "persimmon": ("persimmon", {**TINY_CONFIGS["llama-mha"][1], "qk_layernorm": True}),
+    # Gates in the query projection, beside layers of another kind, or in a projection of their own.
+    "qwen3-next": ("qwen3_next", {**_LLAMA, "head_dim": 16, "layer_types": ["full_attention"] * 3, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
+    "qwen3.5": ("qwen3_5_text", {**_LLAMA, "head_dim": 16, "attention_bias": True,
+        "layer_types": ["full_attention", "full_attention", "linear_attention"]}),
+    "afmoe": ("afmoe", {**_LLAMA, "head_dim": 16, "num_dense_layers": 3, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     # Sinks applied as a factor on the output, not as one more score as in GPT-OSS.
     "granite-swa": ("granite_swa", {**_LLAMA, "attention_multiplier": 0.3, "sliding_window": 8}),
     # Not supported: positions added to the scores, complex rotary tables, a layout of four parts.
@@ -46,9 +53,24 @@ FUSED = ("gpt2", "gpt-neox", "phi3")
 CHECKED = (
     *SEPARATE,
     *("gemma2", "llama-theta", "llama-3", "llama-yarn", "phi", "stablelm", "olmo2", "cohere", "glm"),
-    *("gptj", "smollm3", "exaone4", "cohere2", "olmoe", "granite", "qwen2-moe", "gpt-oss", "granite-swa"),
+    *(
+        "gptj",
+        "smollm3",
+        "exaone4",
+        "cohere2",
+        "olmoe",
+        "granite",
+        "qwen2-moe",
+        "gpt-oss",
+        "granite-swa",
+        "qwen3-next",
+        "qwen3.5",
+        "afmoe",
+    ),
 )
 """Separate query and key projections, and supported."""
+BESIDE = ("gpt-oss", "qwen3-next", "qwen3.5", "afmoe")
+"""Of these: sinks beside the scores, and gates beside the queries or by themselves."""
 CHECKED_FUSED = (
     *FUSED,
     *("falcon", "falcon-grouped", "falcon-multi-head"),

@@ -177,7 +177,7 @@ def test_a_model_in_bfloat16_passes_the_verification_and_stays_as_it_was(archite
 @pytest.mark.parametrize(
     ("end", "outputs", "reason"),
     [("v_proj", 40, r"40 value features in 2 heads.*do not match the 64 inputs of .*o_proj"),
-     ("q_proj", 128, "128 and 32 outputs, which is not 4 query heads of 16 features"),
+     ("q_proj", 192, "192 and 32 outputs, which is not 4 query heads of 16 features"),
      ("k_proj", 48, "4 query heads cannot share 3 key heads")],
 )  # fmt: skip
 def test_heads_that_do_not_fill_their_projections_are_refused(end: str, outputs: int, reason: str):

@@ -56,6 +56,7 @@ def geometry(name: str, tokens: int = TOKENS) -> Attention:
         "softcap": replace(plain, softcap=2.0),
         "softcap and window": replace(plain, softcap=2.0, window=3),
         "sinks": replace(plain, sinks=normal(4, seed=16)),
+        "gates": replace(plain, gate=(normal(4 * VALUE_DIM, WIDTH, seed=17), normal(4 * VALUE_DIM, seed=18))),
         "norms": replace(plain, query=replace(query, norm=norms[0]), key=replace(key, norm=norms[1])),
         "norms over all heads": replace(plain, rotary=None, query=replace(query, norm=replace(norms[0], whole=True)),
             key=replace(key, norm=replace(norms[1], whole=True))),
@@ -63,7 +64,7 @@ def geometry(name: str, tokens: int = TOKENS) -> Attention:
 
 
 GEOMETRIES = (
-    "grouped", "own keys", "multi-query", "window", "softcap", "softcap and window", "sinks", "norms",
+    "grouped", "own keys", "multi-query", "window", "softcap", "softcap and window", "sinks", "gates", "norms",
     "norms over all heads",
 )  # fmt: skip
 
@@ -107,8 +108,13 @@ def compared(loss: Loss, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return p
     assert isinstance(loss, OutputLoss)
     v = values(attention, x, loss.value_weight, loss.value_bias)
-    mixed = p @ v.repeat_interleave(attention.groups, dim=1)  # [batch, h, tokens, value_dim]
-    return mixed.transpose(1, 2).flatten(2) @ loss.output_weight.T
+    mixed = (
+        (p @ v.repeat_interleave(attention.groups, dim=1)).transpose(1, 2).flatten(2)
+    )  # [batch, tokens, h * value_dim]
+    if attention.gate is not None:
+        weight, bias = attention.gate
+        mixed = mixed * torch.sigmoid(x @ weight.T + (0.0 if bias is None else bias))
+    return mixed @ loss.output_weight.T
 
 
 def reference(loss: Loss, x: Tensor, dense: Pair, pruned: Pair) -> tuple[Tensor, Tensor]:

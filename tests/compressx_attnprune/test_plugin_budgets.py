@@ -56,14 +56,17 @@ def recorded(architecture: str) -> blocks.Recorded:
 # --- budgets
 
 
-@pytest.mark.parametrize(("architecture", "mode", "pattern"), pairs(["llama", *blocks.FUSED], MODES, PATTERNS), ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "mode", "pattern"), pairs(["llama", "qwen3-next", *blocks.FUSED], MODES, PATTERNS), ids=str
+)
 def test_budgets_are_exact_in_separate_and_in_fused_weights(recorded: Any, mode: str, pattern: Pattern):
     patterns = dict.fromkeys(blocks.targets(recorded.block), pattern)
     results = prune(recorded, patterns, mode=mode, refit=2)
     assert_as_asked(recorded.block, patterns, results)
-    shares = [sparsity_of(result.keep) for result in results.values()]
-    compete = len(shares) == 2 and pattern == Unstructured(0.637, "joint")
-    assert (max(shares) - min(shares) > 0.005) == compete
+    if layer.find_projections(recorded.block).gate is None:  # gates have a share of their own, half of the weight
+        shares = [sparsity_of(result.keep) for result in results.values()]
+        compete = len(shares) == 2 and pattern == Unstructured(0.637, "joint")
+        assert (max(shares) - min(shares) > 0.005) == compete
 
 
 @pytest.mark.parametrize("group", ["joint", "layer"])
@@ -76,7 +79,7 @@ def test_any_count_of_zeros_in_a_fused_weight_is_met_whatever_its_shape(group: A
     for count in range(3, outputs * inputs, 6 * 301):
         pattern = Unstructured(count / (outputs * inputs), group)
         budget = plugin._budget(projections, {"qkv_proj": pattern})
-        of_values = plugin._value_pattern(pattern, projections)
+        of_values = plugin._of_others(pattern, projections.value)
         assert budget.query == budget.key
         of_rest = count_dropped(budget.query.sparsity, (outputs - values) * inputs)
         assert of_rest + count_dropped(of_values.sparsity, inputs * values) == count  # as `sweep` rounds
@@ -101,14 +104,19 @@ def test_given_masks_are_kept_and_their_survivors_reconstructed(recorded: blocks
 
 @pytest.mark.parametrize(
     ("architecture", "pattern"),
-    list(zip(["gpt2", "phi3", "gpt-neox", "gpt2", "phi3"], [*PATTERNS, "given"], strict=True)),
+    [
+        *zip(["gpt2", "phi3", "gpt-neox", "gpt2", "phi3"], [*PATTERNS, "given"], strict=True),
+        *(("qwen3-next", pattern) for pattern in [*PATTERNS, "given"]),
+    ],
     ids=str,
 )
-def test_value_rows_are_pruned_by_sparsegpt(recorded: blocks.Recorded, pattern: Any):
-    (name,) = blocks.targets(recorded.block)
-    patterns = given_masks(recorded.block, Unstructured(0.5, "row")) if pattern == "given" else {name: pattern}
-    (result,) = prune(recorded, patterns).values()
-    rows = layer.find_projections(recorded.block).value
+def test_value_and_gate_rows_are_pruned_by_sparsegpt(recorded: blocks.Recorded, pattern: Any):
+    found = layer.find_projections(recorded.block)
+    rows = found.gate or found.value
+    name = rows.name
+    asked_for = dict.fromkeys(blocks.targets(recorded.block), pattern)
+    patterns = given_masks(recorded.block, Unstructured(0.5, "row")) if pattern == "given" else asked_for
+    result = prune(recorded, patterns)[name]
     hessian = Hessian(64)
     hessian.update(recorded.x[:-HELD_OUT])
     factor, _ = inverse_cholesky(hessian.matrix.float())
@@ -121,19 +129,19 @@ def test_value_rows_are_pruned_by_sparsegpt(recorded: blocks.Recorded, pattern: 
     assert (result.weight[rows.index] - rows.weight * keep).norm() > 0.1  # the survivors make up for the dropped
 
 
-@pytest.mark.parametrize("architecture", ["llama", "opt", "gemma3", *blocks.CHECKED_FUSED])
+@pytest.mark.parametrize("architecture", ["llama", "opt", "gemma3", *blocks.CHECKED_FUSED, *blocks.BESIDE])
 def test_the_model_with_the_new_weights_has_the_errors_that_were_reported(architecture: str):
     """Rows that went back to the wrong place, or errors of anything else, would show in the model's own matrices."""
     tokens, model = tiny_tokens(sequences=SEQUENCES), blocks.build(architecture)
     block, x, output = blocks.run_recorded(model, 1, tokens, output_attentions=True)
     dense_matrices, dense_outputs = output.attentions[1][-HELD_OUT:], attended(model, block, tokens)
     results = prune(blocks.Recorded(block, x, dense_matrices), Unstructured(0.6, "joint"))
-    value = layer.find_projections(block).value
-    dense_values = value.weight.clone()
+    others = [(rows, rows.weight.clone()) for rows in layer.find_projections(block).inward[2:]]
     for name, result in results.items():
         write(block.linears[name], result)
-        if value.index is not None:  # the errors are those of queries and keys alone
-            block.linears[name].weight[value.index] = dense_values
+        for rows, dense in others:
+            if rows.name == name:  # the errors are those of queries and keys alone
+                block.linears[name].weight[rows.index] = dense
     matrices = blocks.run_recorded(model, 1, tokens, output_attentions=True)[2].attentions[1][-HELD_OUT:]
     info = next(iter(results.values())).info
     measured = (matrices - dense_matrices).norm() ** 2 / dense_matrices.norm() ** 2

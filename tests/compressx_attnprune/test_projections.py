@@ -71,6 +71,24 @@ def test_separate_projections_have_all_their_rows():
     assert [r.count for r in (found.query, found.key, found.value)] == [64, 32, 32]
 
 
+def test_a_query_projection_of_twice_the_size_holds_queries_and_gates_head_by_head():
+    recorded = blocks.record("qwen3.5")
+    found = layer.find_projections(recorded.block)
+    assert not found.fused
+    assert found.gate is not None
+    outputs = recorded.block.linears[found.query.name].module(recorded.x).unflatten(-1, (4, 2, 16))
+    for rows, part in ((found.query, outputs[..., 0, :]), (found.gate, outputs[..., 1, :])):
+        assert rows.name.endswith("q_proj")
+        torch.testing.assert_close(torch.nn.functional.linear(recorded.x, rows.weight, rows.bias), part.flatten(-2))
+
+
+def test_gates_may_have_a_projection_of_their_own():
+    found = layer.find_projections(blocks.skeleton("afmoe"))
+    assert found.gate is not None
+    assert found.gate.name == "model.layers.1.self_attn.gate_proj"
+    assert (found.query.index, found.gate.index) == (None, None)
+
+
 def test_a_fused_weight_of_another_size_is_refused():
     block = blocks.skeleton("phi3")
     (name,) = blocks.targets(block)

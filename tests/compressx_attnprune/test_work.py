@@ -40,7 +40,9 @@ def counts(recorded: blocks.Recorded, patterns, **options) -> tuple[float, float
     return work["float32"] + work["attention"], float(flops_of.total)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "llama-mqa", "llama-mha", "qwen3", "gemma3", "gpt-neox"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "llama-mqa", "llama-mha", "qwen3", "gemma3", "gpt-neox", *blocks.BESIDE]
+)
 def test_the_products_are_those_that_torch_counts_in_every_geometry(architecture):
     recorded = blocks.record(architecture, sequences=SEQUENCES)
     counted, seen = counts(recorded, dict.fromkeys(blocks.targets(recorded.block), HALF))
@@ -64,7 +66,7 @@ def test_given_masks_are_only_reconstructed(pattern):
     assert counted == pytest.approx(seen, rel=0.1)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "olmo2", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "olmo2", "mistral", "qwen3-next"])
 @pytest.mark.parametrize("options", [{}, {"damping": 0.1}, {"refit": 3}], ids=str)
 def test_the_products_of_groups_are_those_that_torch_counts(architecture, options):
     recorded = blocks.record(architecture, sequences=SEQUENCES)

@@ -56,19 +56,28 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Projections:
-    """The four projections of a block's attention.
+    """The projections of a block's attention.
 
     Attributes:
         query: rows of the queries.
         key: rows of the keys.
         value: rows of the values, with as many heads as the keys; their head size may differ.
         output: the output projection.
+        gate: rows of the gates, whose sigmoids multiply what the heads mix, feature by feature, before the output
+            projection; in the query's linear (Qwen3-Next, Qwen3.5) or one of their own (AFMoE). None without.
     """
 
     query: Rows
     key: Rows
     value: Rows
     output: Linear
+    gate: Rows | None = None
+
+    @property
+    def inward(self) -> tuple[Rows, ...]:
+        """All rows that see the attention's input, head by head: queries, keys, values and gates."""
+        rows = (self.query, self.key, self.value)
+        return rows if self.gate is None else (*rows, self.gate)
 
     @property
     def fused(self) -> bool:
@@ -82,7 +91,7 @@ class Projections:
 
 
 def find_projections(block: Block) -> Projections:
-    """Find the block's query, key, value and output projection, separate or in one fused weight.
+    """Find the block's query, key, value and output projection, separate or in one fused weight, and gates.
 
     Args:
         block: the block; its weights may be on the meta device.
@@ -93,8 +102,9 @@ def find_projections(block: Block) -> Projections:
     """
     queries, keys, fused = (_named(block, *names) for names in (["q_proj"], ["k_proj"], [*_BLOCKED, *_GROUPED]))
     if len(queries) == len(keys) == 1 and not fused and parent(queries[0].name) == parent(keys[0].name):
-        values = _sibling(block, queries[0], ("v_proj",))
-        return Projections(Rows(queries[0]), Rows(keys[0]), Rows(values), _sibling(block, queries[0], _OUTPUTS))
+        values, output = _sibling(block, queries[0], ("v_proj",)), _sibling(block, queries[0], _OUTPUTS)
+        query, gate = _gated(block, queries[0], output)
+        return Projections(query, Rows(keys[0]), Rows(values), output, gate)
     if len(fused) == 1 and not queries and not keys:
         return Projections(*_split(block, fused[0]), _sibling(block, fused[0], _OUTPUTS))
     raise UnsupportedModelError(
@@ -122,6 +132,26 @@ def parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def _gated(block: Block, query: Linear, output: Linear) -> tuple[Rows, Rows | None]:
+    """Return the rows of queries and of gates, which a query projection of twice the size holds head by head."""
+    own = block.linears.get(f"{parent(query.name)}.gate_proj")
+    if own is not None and own.out_features == output.in_features:
+        return Rows(query), Rows(own)
+    size = head_size(block.submodule(parent(query.name)), block.config)
+    heads, odd = divmod(query.out_features, 2 * size)
+    # Values of half the size of queries would look alike but for the number of heads.
+    if odd or heads * size != output.in_features or heads != getattr(block.config, "num_attention_heads", None):
+        return Rows(query), None
+    queries, gates = _numbers(query).view(heads, 2, size).unbind(1)
+    return Rows(query, queries.reshape(-1)), Rows(query, gates.reshape(-1))
+
+
+def _numbers(linear: Linear) -> Tensor:
+    """Return the numbers of a linear's rows, on its device."""
+    device = linear.weight.device
+    return torch.arange(linear.out_features, device="cpu" if device.type == "meta" else device)
+
+
 def _split(block: Block, fused: Linear) -> tuple[Rows, Rows, Rows]:
     """Return the query, key and value rows of a fused weight, whose size determines the number of key heads."""
     heads = int(block.config.num_attention_heads)
@@ -134,8 +164,7 @@ def _split(block: Block, fused: Linear) -> tuple[Rows, Rows, Rows]:
             f"{fused.name} has {fused.out_features} outputs, which is not {heads} query heads of {head_dim} features "
             "with as many keys as values"
         )
-    device = fused.weight.device
-    rows = torch.arange(fused.out_features, device="cpu" if device.type == "meta" else device)
+    rows = _numbers(fused)
     # The layout of StarCoder's c_attn depends on the number of key heads.
     if leaf(fused.name) in _GROUPED or getattr(module, "multi_query", None) is False:
         grouped = rows.view(key_heads, -1, head_dim)  # [h_kv, groups + 2, head_dim]

@@ -93,7 +93,7 @@ def _kv_groups(block: Block) -> list[Units]:
         raise UnsupportedModelError(f"{found.output.name} has {found.output.in_features} inputs for {count} groups")
     owners: dict[str, Owners] = {}
     units: dict[str, torch.Tensor] = {}
-    for rows in (found.query, found.key, found.value):
+    for rows in found.inward:
         each = torch.arange(count).repeat_interleave(rows.count // count)
         whole = units.setdefault(rows.name, torch.full((rows.linear.out_features,), -1))
         whole[slice(None) if rows.index is None else rows.index.cpu()] = each
