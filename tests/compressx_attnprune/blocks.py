@@ -33,11 +33,9 @@ MORE_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bigcode-multi-query": ("gpt_bigcode", {**TINY_CONFIGS["gpt2"][1], "multi_query": True}),
     "bigcode-multi-head": ("gpt_bigcode", {**TINY_CONFIGS["gpt2"][1], "multi_query": False}),
     "persimmon": ("persimmon", {**TINY_CONFIGS["llama-mha"][1], "qk_layernorm": True}),
-    # Gates in the query projection, beside layers of another kind, or in a projection of their own.
+    # Gates in the query projection, or in a projection of their own.
     "qwen3-next": ("qwen3_next", {**_LLAMA, "head_dim": 16, "layer_types": ["full_attention"] * 3, "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
-    "qwen3.5": ("qwen3_5_text", {**_LLAMA, "head_dim": 16, "attention_bias": True,
-        "layer_types": ["full_attention", "full_attention", "linear_attention"]}),
     "afmoe": ("afmoe", {**_LLAMA, "head_dim": 16, "num_dense_layers": 3, "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     # Sinks applied as a factor on the output, not as one more score as in GPT-OSS.
@@ -134,7 +132,7 @@ def record(
     block, x, output = run_recorded(
         model, index, tiny_tokens(sequences=sequences, length=length), output_attentions=True
     )
-    return Recorded(block, x, output.attentions[index])
+    return Recorded(block, x, output.attentions[index - 3])  # the first of three blocks may have none
 
 
 def run_recorded(model: Any, index: int, tokens: Tensor, **arguments: Any) -> tuple[Block, Tensor, Any]:

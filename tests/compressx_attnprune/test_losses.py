@@ -142,8 +142,8 @@ def check_gradients(loss: Loss, x: Tensor, dense: Pair, pruned: Pair) -> None:
 
 
 def recorded(architecture: str) -> tuple[Tensor, Pair, OutputLoss]:
-    """Record a tiny model's first layer in float64: inputs, dense weights, the loss on its output."""
-    record = blocks.record(architecture, index=0, sequences=2)
+    """Record a tiny model's last layer in float64: inputs, dense weights, the loss on its output."""
+    record = blocks.record(architecture, index=2, sequences=2)
     projections = find_projections(record.block)
     bias = projections.value.bias
     loss = OutputLoss(

@@ -134,7 +134,7 @@ def test_the_model_with_the_new_weights_has_the_errors_that_were_reported(archit
     """Rows that went back to the wrong place, or errors of anything else, would show in the model's own matrices."""
     tokens, model = tiny_tokens(sequences=SEQUENCES), blocks.build(architecture)
     block, x, output = blocks.run_recorded(model, 1, tokens, output_attentions=True)
-    dense_matrices, dense_outputs = output.attentions[1][-HELD_OUT:], attended(model, block, tokens)
+    dense_matrices, dense_outputs = output.attentions[-2][-HELD_OUT:], attended(model, block, tokens)
     results = prune(blocks.Recorded(block, x, dense_matrices), Unstructured(0.6, "joint"))
     others = [(rows, rows.weight.clone()) for rows in layer.find_projections(block).inward[2:]]
     for name, result in results.items():
@@ -142,7 +142,7 @@ def test_the_model_with_the_new_weights_has_the_errors_that_were_reported(archit
         for rows, dense in others:
             if rows.name == name:  # the errors are those of queries and keys alone
                 block.linears[name].weight[rows.index] = dense
-    matrices = blocks.run_recorded(model, 1, tokens, output_attentions=True)[2].attentions[1][-HELD_OUT:]
+    matrices = blocks.run_recorded(model, 1, tokens, output_attentions=True)[2].attentions[-2][-HELD_OUT:]
     info = next(iter(results.values())).info
     measured = (matrices - dense_matrices).norm() ** 2 / dense_matrices.norm() ** 2
     assert info["attention_error"] == pytest.approx(measured.item(), rel=1e-3)

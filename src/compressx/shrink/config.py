@@ -41,7 +41,8 @@ def renumber(
     for kind, now in remaining.items():
         counts = _counts(kind, left, now)
         if kind == "kv-groups":
-            numbers |= _renumber_heads(config, *_only(counts), left[0])
+            attending = next(block for block in left if any(_sets(kind, block)))  # in hybrids not every one
+            numbers |= _renumber_heads(config, *_only(counts), attending)
         elif kind == "experts":
             numbers |= _renumber_experts(config, *_only(counts))
         else:

@@ -68,6 +68,9 @@ TINY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", {**_COMMON, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4,
         "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": _ROPE,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "qwen3.5": ("qwen3_5_text", {**_COMMON, "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "full_attention"]}),
 }  # fmt: skip
 """By name: the transformers model type and its config's values."""
 

@@ -32,9 +32,15 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "gptj": ("transformer.h", ("attn.k_proj", "attn.v_proj", "attn.q_proj", "attn.out_proj", "mlp.fc_in",
                                "mlp.fc_out")),
     "phi3": ("model.layers", ("self_attn.o_proj", "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")),
+    "qwen3.5": ("model.layers", _LLAMA),
     **dict.fromkeys(("mixtral", "gpt-oss"), ("model.layers", (
         *_LLAMA[:4], *(f"mlp.experts.{p}.{e}" for p in ("gate_up_proj", "down_proj") for e in range(4))))),
 }  # fmt: skip
+
+LINEAR_ATTENTION = (
+    *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")),
+    *_LLAMA[4:],
+)
 
 
 @pytest.mark.parametrize("architecture", TINY_CONFIGS)
@@ -44,7 +50,8 @@ def test_every_block_and_linear_is_found_with_and_without_weights_and_every_matr
     found = survey(model)
     blocks, kinds = EXPECTED[architecture]
     assert list(found.blocks) == [f"{blocks}.{i}" for i in range(3)]
-    assert set(found.linears) == {f"{blocks}.{i}.{kind}" for i in range(3) for kind in kinds}
+    of_blocks = {i: LINEAR_ATTENTION if (architecture, i) == ("qwen3.5", 0) else kinds for i in range(3)}
+    assert set(found.linears) == {f"{blocks}.{i}.{kind}" for i, kinds in of_blocks.items() for kind in kinds}
     for name, linear in found.linears.items():
         assert name.startswith(f"{found.block_of(name)}.")
         assert tuple(linear.weight.shape) == (linear.out_features, linear.in_features)

@@ -152,4 +152,5 @@ def test_products_are_narrow_where_access_says_so_and_states_stay_wide(architect
         logits = run_around(access.model, found.blocks, ids, state).logits
         exact = access.model(ids, use_cache=False).logits
     assert not torch.equal(logits, exact)
-    assert (logits - exact).norm() < 0.03 * exact.norm()
+    # Linear attention carries what was rounded from token to token.
+    assert (logits - exact).norm() < (0.05 if architecture == "qwen3.5" else 0.03) * exact.norm()

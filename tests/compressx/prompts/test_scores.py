@@ -24,7 +24,7 @@ from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 OWN_ATTENTION = ("falcon", "bloom", "gptj")
 READ = [name for name in TINY_CONFIGS if name not in (*OWN_ATTENTION, "mistral", "gpt-oss")]  # the last has sinks, too
-WHOLE = {"gemma2": (1,), "gemma3": (1,)}
+WHOLE = {"gemma2": (1,), "gemma3": (1,), "qwen3.5": (1, 2)}
 
 
 def read(model: Any, ids: Tensor, *blocks: int, **more: Any) -> Tensor:
@@ -37,9 +37,10 @@ def prompt(length: int = 24) -> Tensor:
 
 @torch.no_grad()
 def attention_of(model: Any, ids: Tensor) -> list[Tensor]:
-    """Return the attention [heads, n, n] of each block, as the model says."""
+    """Return the attention [heads, n, n] of each of three blocks, as the model says; of one without, the next one's."""
     model.set_attn_implementation("eager")
-    return [block[0] for block in model(ids[None], output_attentions=True, use_cache=False).attentions]
+    matrices = [block[0] for block in model(ids[None], output_attentions=True, use_cache=False).attentions]
+    return [*matrices[: 3 - len(matrices)], *matrices]
 
 
 def closeness(scores: Tensor, expected: Tensor) -> float:

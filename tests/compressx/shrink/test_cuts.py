@@ -59,6 +59,8 @@ def dropped(model: Any, kind: UnitKind, share: float, *, only: tuple[int, ...] =
     for block in blocks_of(model):
         if block.index not in only or (kind == "experts" and not any(".experts" in n for n in block.linears)):
             continue
+        if kind == "kv-groups" and any(".linear_attn." in n for n in block.linears):
+            continue
         for units in find_units(kind, block):
             keep = torch.ones(units.count, dtype=torch.bool)
             keep[torch.randperm(units.count, generator=generator)[: round(share * units.count)]] = False
@@ -107,6 +109,13 @@ def test_without_some_neurons_it_computes_what_the_pruned_model_does(architectur
             smaller(model, kept)
     else:
         same(model, saved(model, kept, tmp_path))
+
+
+def test_heads_go_from_a_hybrid_whose_first_block_has_none():
+    model = tiny_model("qwen3.5")
+    made = smaller(model, dropped(model, "kv-groups", 0.5))
+    assert made.numbers == {"num_attention_heads": (4, 2), "num_key_value_heads": (2, 1)}
+    assert made.config.head_dim == 16
 
 
 def test_sinks_go_with_their_heads():
