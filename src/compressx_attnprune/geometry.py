@@ -23,6 +23,7 @@ class Norm:
         shift: of the gain's shape, or None.
         centered: whether the mean is subtracted first: LayerNorm (StableLM, Cohere), not RMSNorm (Qwen3, Gemma 3).
         whole: whether the means are over all heads of a token (OLMo 2), not per head.
+        last: whether it comes after the rotary embedding (HunYuan), not before.
     """
 
     gain: Tensor
@@ -30,6 +31,7 @@ class Norm:
     shift: Tensor | None = None
     centered: bool = False
     whole: bool = False
+    last: bool = False
 
     def forward(self, u: Tensor) -> Tensor:
         """Normalise [batch, heads, tokens, head_dim]."""
@@ -139,22 +141,34 @@ def project(attention: Attention, side: Projection, x: Tensor, weight: Tensor) -
 
 def place(attention: Attention, side: Projection, u: Tensor) -> Tensor:
     """Apply a side's norm and rotary embedding to `project`'s result [batch, heads, tokens, head_dim]."""
-    normed = u if side.norm is None else side.norm.forward(u)
-    if attention.rotary is None:
-        return normed
-    cos, sin = attention.rotary
-    turned, rest = normed[..., : cos.shape[-1]], normed[..., cos.shape[-1] :]
-    return torch.cat([turned * cos + quarter_turn(turned, attention.rotary_interleaved) * sin, rest], dim=-1)
+    if side.norm is None:
+        return _rotated(attention, u)
+    return side.norm.forward(_rotated(attention, u)) if side.norm.last else _rotated(attention, side.norm.forward(u))
 
 
 def place_backward(attention: Attention, side: Projection, u: Tensor, grad: Tensor) -> Tensor:
     """Return the gradient of `place`'s argument `u` for that of its result, both [batch, heads, tokens, head_dim]."""
-    if attention.rotary is not None:
-        cos, sin = attention.rotary
-        turned, rest = grad[..., : cos.shape[-1]], grad[..., cos.shape[-1] :]
-        # The transpose of a quarter turn is its negative.
-        grad = torch.cat([turned * cos - quarter_turn(turned * sin, attention.rotary_interleaved), rest], dim=-1)
+    if side.norm is not None and side.norm.last:
+        return _rotated_backward(attention, side.norm.backward(_rotated(attention, u), grad))
+    grad = _rotated_backward(attention, grad)
     return grad if side.norm is None else side.norm.backward(u, grad)
+
+
+def _rotated(attention: Attention, u: Tensor) -> Tensor:
+    if attention.rotary is None:
+        return u
+    cos, sin = attention.rotary
+    turned, rest = u[..., : cos.shape[-1]], u[..., cos.shape[-1] :]
+    return torch.cat([turned * cos + quarter_turn(turned, attention.rotary_interleaved) * sin, rest], dim=-1)
+
+
+def _rotated_backward(attention: Attention, grad: Tensor) -> Tensor:
+    if attention.rotary is None:
+        return grad
+    cos, sin = attention.rotary
+    turned, rest = grad[..., : cos.shape[-1]], grad[..., cos.shape[-1] :]
+    # The transpose of a quarter turn is its negative.
+    return torch.cat([turned * cos - quarter_turn(turned * sin, attention.rotary_interleaved), rest], dim=-1)
 
 
 def queries_and_keys(

@@ -9,8 +9,10 @@ from torch import nn
 
 from compressx_attnprune.geometry import Norm
 
-QUERY_NORMS = ("q_norm", "q_layernorm")
-KEY_NORMS = ("k_norm", "k_layernorm")
+QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm")
+KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
+_LAST = ("query_layernorm", "key_layernorm")
+"""Names of norms that come after the rotary embedding."""
 
 
 def unknown_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: int) -> str | None:
@@ -45,7 +47,7 @@ def read_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: i
         heads: of the side.
         head_dim: features of a head.
     """
-    _, found = _find(module, names)
+    name, found = _find(module, names)
     shape = None if found is None else _input_shape(found, heads, head_dim)
     if found is None or shape is None:
         return None
@@ -63,6 +65,7 @@ def read_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: i
         shift=at_zero.view(own) if at_zero.any() else None,
         centered=bool((at_ones - at_zero).norm() < 0.5 * gain.norm()),  # ones without their mean are zero
         whole=over_all_heads(module, names, heads, head_dim),
+        last=name in _LAST,
     )
 
 

@@ -33,6 +33,8 @@ MORE_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bigcode-multi-query": ("gpt_bigcode", {**TINY_CONFIGS["gpt2"][1], "multi_query": True}),
     "bigcode-multi-head": ("gpt_bigcode", {**TINY_CONFIGS["gpt2"][1], "multi_query": False}),
     "persimmon": ("persimmon", {**TINY_CONFIGS["llama-mha"][1], "qk_layernorm": True}),
+    # Norms after the rotary embedding.
+    "hunyuan": ("hunyuan_v1_dense", {**_LLAMA, "head_dim": 16}),
     # Gates in the query projection, or in a projection of their own.
     "qwen3-next": ("qwen3_next", {**_LLAMA, "head_dim": 16, "layer_types": ["full_attention"] * 3, "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
@@ -58,6 +60,7 @@ CHECKED = (
         "cohere2",
         "olmoe",
         "granite",
+        "hunyuan",
         "qwen2-moe",
         "gpt-oss",
         "granite-swa",

@@ -48,13 +48,15 @@ def test_dense_attention_matrices_are_the_models_own(architecture: str):
 
 
 @pytest.mark.parametrize(
-    ("rotary_dim", "interleaved", "centered", "whole", "own", "shifted"), pairs([0, 4, HEAD_DIM], *[[False, True]] * 5)
+    ("rotary_dim", "interleaved", "centered", "whole", "own", "shifted", "last"),
+    pairs([0, 4, HEAD_DIM], *[[False, True]] * 6),
 )
 def test_every_norm_under_every_rotary_embedding_has_the_gradient_of_autograd(
-    rotary_dim: int, interleaved: bool, centered: bool, whole: bool, own: bool, shifted: bool
+    rotary_dim: int, interleaved: bool, centered: bool, whole: bool, own: bool, shifted: bool, last: bool
 ):
     shape = (HEADS, 1, HEAD_DIM) if own else (HEAD_DIM,)
-    norm = Norm(draw(*shape), 1e-3, draw(*shape, seed=1) if shifted else None, centered=centered, whole=whole)
+    shift = draw(*shape, seed=1) if shifted else None
+    norm = Norm(draw(*shape), 1e-3, shift, centered=centered, whole=whole, last=last)
     side = Projection(HEADS, norm=norm)
     rotary = tables(rotary_dim, interleaved=interleaved, scale=1.3) if rotary_dim else None
     attention = Attention(side, side, HEAD_DIM, 1.0, rotary=rotary, rotary_interleaved=interleaved)
