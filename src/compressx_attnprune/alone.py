@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import UserDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +42,8 @@ def _first(value: Any) -> Any:
     """Return the first sequence of a call's tensor or tuple of tensors, in float32."""
     if isinstance(value, Tensor):
         return value[:1].float() if value.is_floating_point() else value[:1]
+    if isinstance(value, UserDict):  # keys and values for later blocks: what is run here must not change them
+        return type(value)({name: _first(kept) for name, kept in value.items()})
     return tuple(_first(v) for v in value) if isinstance(value, tuple) else value
 
 

@@ -91,6 +91,7 @@ class Attention:
         rotary_interleaved: whether pairs are adjacent (Cohere, GLM), not half of `rotary_dim` apart (Llama).
         sinks: [query heads], one more score beside those of every query, whose probability goes to no token (GPT-OSS):
             rows of P sum to less than one; None without.
+        value_norm: the norm of the values (Gemma 4); None without one.
         gate: weight [heads * value_dim, in_features] and bias [heads * value_dim] or None of the gates; None without.
     """
 
@@ -103,6 +104,7 @@ class Attention:
     softcap: float | None = None
     rotary_interleaved: bool = False
     sinks: Tensor | None = None
+    value_norm: Norm | None = None
     gate: tuple[Tensor, Tensor | None] | None = None
 
     @property
@@ -116,7 +118,8 @@ class Attention:
         sinks = None if self.sinks is None else self.sinks.to(dtype)
         gate = None if self.gate is None else (self.gate[0].to(dtype), _cast_bias(self.gate[1], dtype))
         query, key = _cast(self.query, dtype), _cast(self.key, dtype)
-        return replace(self, query=query, key=key, rotary=rotary, sinks=sinks, gate=gate)
+        norm = None if self.value_norm is None else self.value_norm.to(dtype)
+        return replace(self, query=query, key=key, rotary=rotary, sinks=sinks, value_norm=norm, gate=gate)
 
     def first(self, tokens: int) -> Attention:
         """Return the attention restricted to the first tokens."""
@@ -195,8 +198,20 @@ def values(attention: Attention, x: Tensor, weight: Tensor, bias: Tensor | None)
         bias: [h_kv * value_dim], or None.
 
     Returns:
-        [batch, h_kv, tokens, value_dim].
+        [batch, h_kv, tokens, value_dim], after the norm.
     """
+    heads = _value_heads(attention, x, weight, bias)
+    return heads if attention.value_norm is None else attention.value_norm.forward(heads)
+
+
+def values_backward(attention: Attention, x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> Tensor:
+    """Return the gradient before the norm for that of `values`, both [batch, h_kv, tokens, value_dim]."""
+    if attention.value_norm is None:
+        return grad
+    return attention.value_norm.backward(_value_heads(attention, x, weight, bias), grad)
+
+
+def _value_heads(attention: Attention, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     flat = torch.nn.functional.linear(x, weight, bias)  # [batch, tokens, h_kv * value_dim]
     return flat.view(*flat.shape[:2], attention.key.heads, -1).transpose(1, 2)
 

@@ -14,7 +14,7 @@ import compressx
 from compressx import Block, FixedMask, Pattern, Projections, RecipeError, Rows, UnsupportedModelError, head_size
 from compressx_attnprune.alone import INSTEAD, arguments, attend, named
 from compressx_attnprune.geometry import Attention, Projection, gated, quarter_turn, queries_and_keys, values
-from compressx_attnprune.norms import KEY_NORMS, QUERY_NORMS, read_norm, unknown_norm
+from compressx_attnprune.norms import KEY_NORMS, QUERY_NORMS, VALUE_NORMS, read_norm, unknown_norm
 from compressx_attnprune.objective import mixed
 from compressx_attnprune.structured import asked_units
 
@@ -117,6 +117,7 @@ def describe(block: Block, dtype: torch.dtype = torch.float32) -> Attention:
         softcap=getattr(module, "attn_logit_softcapping", None),
         rotary_interleaved=interleaved,
         sinks=_sinks(module),
+        value_norm=read_norm(module, VALUE_NORMS, key.heads, projections.value.count // key.heads),
         gate=None if (gate := projections.gate) is None else (gate.weight.clone(), gate.bias),
     ).to(dtype)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compressx_attnprune import objective
-from compressx_attnprune.geometry import Attention, gated, place, place_backward, project, values
+from compressx_attnprune.geometry import Attention, gated, place, place_backward, project, values, values_backward
 from compressx_attnprune.losses import mixed_values, weight_gradient
 
 Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -60,4 +60,5 @@ class Mixing:
             weight_gradient(place_backward(attention, side, u, g), x)
             for side, u, g in zip(sides, projected, placed, strict=True)
         )
+        dv = values_backward(attention, x, weights[2], self.value_bias, dv)
         return query, key, weight_gradient(dv, x)

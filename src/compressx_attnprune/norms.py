@@ -1,4 +1,4 @@
-"""Identify the norms that a module applies to queries and keys by evaluating them."""
+"""Identify the norms that a module applies to queries, keys and values by evaluating them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from compressx_attnprune.geometry import Norm
 
 QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm")
 KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
+VALUE_NORMS = ("v_norm",)
 _LAST = ("query_layernorm", "key_layernorm")
 """Names of norms that come after the rotary embedding."""
 
@@ -20,7 +21,7 @@ def unknown_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim
 
     Args:
         module: the attention.
-        names: possible names of the side's norm, `QUERY_NORMS` or `KEY_NORMS`.
+        names: possible names of the side's norm, `QUERY_NORMS`, `KEY_NORMS` or `VALUE_NORMS`.
         heads: of the side.
         head_dim: features of a head.
     """
@@ -43,7 +44,7 @@ def read_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: i
 
     Args:
         module: the attention.
-        names: possible names of the side's norm, `QUERY_NORMS` or `KEY_NORMS`.
+        names: possible names of the side's norm, `QUERY_NORMS`, `KEY_NORMS` or `VALUE_NORMS`.
         heads: of the side.
         head_dim: features of a head.
     """
@@ -52,7 +53,7 @@ def read_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: i
     if found is None or shape is None:
         return None
     norm = copy.deepcopy(found).float()
-    ones = torch.ones(shape, device=next(norm.parameters()).device)
+    ones = torch.ones(shape, device=next(module.parameters()).device)
     signs = ones.clone()
     signs[..., 1::2] = -1.0  # mean 0 and mean square 1, so subtracting the mean has no effect
     at_zero, at_ones, at_signs = (norm(u) for u in (torch.zeros_like(ones), ones, signs))
@@ -86,7 +87,7 @@ def _weight_shapes(norm: nn.Module) -> list[tuple[int, ...]]:
 
 def _input_shape(norm: nn.Module, heads: int, head_dim: int) -> tuple[int, ...] | None:
     """Return the input shape of the norm for one token; None if it is not supported."""
-    shapes = _weight_shapes(norm)
+    shapes = _weight_shapes(norm) or [(head_dim,)]  # one without weights is taken for one of each head
     for known in ((head_dim,), (heads, head_dim), (heads * head_dim,)):
         if shapes == [known]:
             return known

@@ -86,6 +86,20 @@ def test_norms_are_those_of_torch(centered: bool, whole: bool):
     torch.testing.assert_close(got.transpose(1, 2).flatten(2), expected)
 
 
+def test_values_are_normed_as_torch_does_and_so_are_their_gradients():
+    side = Projection(HEADS)
+    attention = Attention(side, side, HEAD_DIM, 1.0, value_norm=Norm(torch.ones(6, dtype=torch.float64), 0.1))
+    x, bias = draw(2, TOKENS, 7), draw(HEADS * 6, seed=2)
+    weight = draw(HEADS * 6, 7, seed=1).requires_grad_()
+    got = geometry.values(attention, x, weight, bias)
+    raw = torch.nn.functional.linear(x, weight, bias).view(2, TOKENS, HEADS, 6)
+    torch.testing.assert_close(got.transpose(1, 2), torch.nn.functional.rms_norm(raw, (6,), eps=0.1))
+    grad = draw(*got.shape, seed=3)
+    (expected,) = torch.autograd.grad(got, weight, grad)
+    before = geometry.values_backward(attention, x, weight.detach(), bias, grad)
+    torch.testing.assert_close(torch.einsum("bhtd,bti->hdi", before, x).flatten(0, 1), expected)
+
+
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 def test_rotary_pairs_turn_by_their_angle_and_the_rest_of_the_head_is_left_alone(interleaved: bool):
     """As complex numbers: a pair (a, b) is a + ib, multiplied by exp(i angle)."""

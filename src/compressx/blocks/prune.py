@@ -26,13 +26,13 @@ from compressx.masks.file import MaskEntry, WeightHashes
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.models.blockwise import Run, advance, capture, each_block, passes
-from compressx.models.capture import run_around
+from compressx.models.capture import apart, hands_on, run_around
 from compressx.models.hidden import Keep, Streams, in_memory
 from compressx.models.routing import leave_out
 from compressx.models.shards import OUTSIDE
 from compressx.numerics.output_error import channel_weights, relative_errors
 from compressx.planning.plan import Plan
-from compressx.runtime.errors import memory_named
+from compressx.runtime.errors import UnsupportedModelError, memory_named
 from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.timing import synchronize
 from compressx.runtime.transfer import to_device, to_host
@@ -101,7 +101,9 @@ def prune_model(
     start = 0 if finished is None else order.index(finished.fqn) + 1
     last = max((i for i, fqn in enumerate(order) if plan.in_block(fqn)), default=-1)
     before = sum(ranks.all_gather(sum(len(ids) for ids in batches))[: ranks.rank])
-    pruning = _Pruning(access.model, plan, plan.build(), ranks, before, fisher or FisherDiagonal(), last)
+    copies: dict[int, Any] = {}
+    dense = {fqn: [apart(call, copies) for call in made] for fqn, made in calls.items()}
+    pruning = _Pruning(access.model, plan, plan.build(), ranks, before, fisher or FisherDiagonal(), last, dense)
     started = time.perf_counter()
     for block, runs in each_block(access, found, calls, list(found.blocks)[start : last + 1]):
         with memory_named(f"running and pruning {block.fqn}"):
@@ -120,7 +122,13 @@ def _entering(
 ) -> tuple[Streams, Mapping[str, Sequence[BlockCall]]]:
     """Return the inputs of the first unfinished block, and the arguments of every block."""
     if finished is not None:  # the inputs of the first block are not needed
-        return finished.streams, capture(access, found, batches, lambda state: state.new_empty(0))[1]
+        calls = capture(access, found, batches, lambda state: state.new_empty(0))[1]
+        if any(map(hands_on, chain(*calls.values()))):
+            raise UnsupportedModelError(
+                f"{type(access.model).__name__}: its blocks use keys and values of earlier ones again, which an "
+                "interrupted run does not keep, so it cannot be resumed; start it anew, without --resume"
+            )
+        return finished.streams, calls
     states, calls = capture(access, found, batches, keep)
     return Streams(states, [keep(x.clone()) for x in states] if plan.reconstruct_block else ()), calls
 
@@ -137,6 +145,7 @@ class _Pruning:
         before: calibration windows of the processes before this one.
         fisher: mean squared gradients of the dense model's loss.
         last: index of the last block to prune; hidden states are not needed after it.
+        dense: each block's calls on the dense stream, with what dense blocks hand one another.
     """
 
     model: Any
@@ -146,13 +155,15 @@ class _Pruning:
     before: int
     fisher: FisherDiagonal
     last: int
+    dense: Mapping[str, Sequence[BlockCall]]
 
     @torch.no_grad()
     def inside(self, block: Block, runs: Sequence[Run], streams: Streams, started: float) -> PrunedBlock:
         """Prune and reconstruct a decoder block if the plan does, and advance the streams."""
         block = replace(block, sensitivities=self.fisher.linears)
         if self.plan.reconstruct_block:
-            advance(block.fqn, runs, streams.dense)
+            on_dense = [replace(run, call=call) for run, call in zip(runs, self.dense[block.fqn], strict=True)]
+            advance(block.fqn, on_dense, streams.dense)
         observing = passes(runs, streams.pruned)
         measured = observing[: _first(streams.pruned)] if self.plan.in_block(block.fqn) else []
         dense = [run() for run in measured]

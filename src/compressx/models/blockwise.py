@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 from torch import Tensor, nn
 
@@ -17,14 +17,38 @@ from compressx.api.pruner import Block, BlockCall
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
 from compressx.models.arithmetic import products_in
-from compressx.models.capture import capture_calls, replay
+from compressx.models.capture import apart, capture_calls, replay
 from compressx.models.hidden import Keep, in_memory
 from compressx.models.shards import OUTSIDE
 from compressx.runtime.finite import first_damaged, looks_finite, not_finite
 from compressx.runtime.transfer import to_device, written_behind
 
-Run: TypeAlias = Callable[[Tensor], Tensor]
-"""Runs a block, with its current weights, on the hidden states of one batch; both [batch, tokens, width]."""
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Runs a block, with its current weights, on the hidden states of one batch.
+
+    What the model's blocks hand one another beside the hidden states, such as the keys and values that later blocks of
+    Gemma 4 use again, is changed by it as in the model.
+
+    Attributes:
+        module: the block.
+        access: its model.
+        call: the batch's other arguments.
+    """
+
+    module: nn.Module
+    access: Access
+    call: BlockCall
+
+    def __call__(self, state: Tensor) -> Tensor:
+        """Return the output of the block; both [batch, tokens, width], on any device."""
+        with products_in(self.access.products, self.module, self.access.device):
+            return replay(self.module, to_device(state, self.access.device), self.call)
+
+    def apart(self, state: Tensor) -> Tensor:
+        """Return the output, and leave what blocks hand one another as it is."""
+        return Run(self.module, self.access, apart(self.call))(state)
 
 
 def capture(
@@ -63,16 +87,16 @@ def each_block(
             if following is not None:
                 access.read_ahead(following)
             block = Block(order.index(fqn), fqn, module, linears, tuple(calls[fqn]), config)
-            yield block, [partial(_run, module, access, call) for call in calls[fqn]]
+            yield block, [Run(module, access, call) for call in calls[fqn]]
 
 
 def passes(runs: Sequence[Run], states: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
-    """Bind each batch's hidden states to its run of a block."""
-    return [partial(run, state) for run, state in zip(runs, states, strict=True)]
+    """Bind each batch's hidden states to its run of a block, which changes nothing that other blocks are handed."""
+    return [partial(run.apart, state) for run, state in zip(runs, states, strict=True)]
 
 
 def advance(fqn: str, runs: Sequence[Run], states: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> None:
-    """Replace a block's input by its output.
+    """Replace a block's input by its output, and change what the blocks after it are handed.
 
     Args:
         fqn: the block's name.
@@ -103,8 +127,3 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _run(module: nn.Module, access: Access, call: BlockCall, state: Tensor) -> Tensor:
-    with products_in(access.products, module, access.device):
-        return replay(module, to_device(state, access.device), call)

@@ -8,6 +8,8 @@ replayed alone.
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -68,7 +70,7 @@ def capture_calls(
         def record(
             fqn: str, hidden: Tensor, call: BlockCall, reached: list[str] = reached, passed: list[Tensor] = passed
         ) -> Tensor:
-            if reached and hidden is not passed[-1]:
+            if reached and not _same(hidden, passed[-1]):
                 raise UnsupportedModelError(
                     f"{fqn}: the model changes the hidden states between {reached[-1]} and this block, so blocks "
                     "cannot be pruned one at a time"
@@ -107,6 +109,26 @@ def replay(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:
     output = block(hidden, *call.args, **call.kwargs)
     result: Tensor = output[0] if isinstance(output, tuple | list) else output
     return result
+
+
+def apart(call: BlockCall, copies: dict[int, Any] | None = None) -> BlockCall:
+    """Return a call with copies of what the model's blocks hand one another in it; the tensors there are the same.
+
+    Args:
+        call: of a block.
+        copies: by id of the original, so that several blocks' calls are given the same copy.
+    """
+    made = {} if copies is None else copies
+
+    def own(value: Any) -> Any:
+        return made.setdefault(id(value), copy.copy(value)) if isinstance(value, UserDict) else value
+
+    return BlockCall(tuple(map(own, call.args)), {name: own(value) for name, value in call.kwargs.items()})
+
+
+def hands_on(call: BlockCall) -> bool:
+    """Return whether blocks hand one another something in this call, as Gemma 4's do keys and values."""
+    return any(isinstance(value, UserDict) for value in (*call.args, *call.kwargs.values()))
 
 
 def run_around(model: Any, blocks: Mapping[str, nn.Module], ids: Tensor, state: Tensor) -> Any:
@@ -151,6 +173,14 @@ def replaced_forwards(
             vars(module).pop("forward", None)
             if fqn in own:
                 module.forward = own[fqn]
+
+
+def _same(hidden: Tensor, passed: Tensor) -> bool:
+    """Return whether hidden states are what the block before put out, or all of it under another name."""
+    return hidden is passed or (
+        hidden.data_ptr() == passed.data_ptr()
+        and (hidden.shape, hidden.stride(), hidden.dtype) == (passed.shape, passed.stride(), passed.dtype)
+    )
 
 
 def _in_float32(value: Any) -> Any:

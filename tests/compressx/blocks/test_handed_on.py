@@ -1,0 +1,117 @@
+"""Blocks that hand one another more than hidden states: the last of Gemma 4 use keys and values of earlier ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from compressx.api.patterns import Unstructured
+from compressx.blocks.prune import Finished, PrunedBlock, prune_model
+from compressx.models.access import InMemory
+from compressx.models.architecture import survey
+from compressx.models.blockwise import advance, capture, each_block, passes
+from compressx.models.capture import run_around
+from compressx.models.hidden import Streams
+from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
+from compressx.pruners import magnitude
+from compressx.recipe.schema import ReconstructBlock
+from compressx.runtime.errors import UnsupportedModelError
+from compressx.testing import TINY_CONFIGS, tiny_tokens
+
+SPEC = magnitude.compressx_pruners()[0]
+BATCHES = tiny_tokens(sequences=4, length=16).split(1)
+
+
+def gemma4() -> Any:
+    """Return four blocks, of which the last two have no key and value projections."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {
+        **TINY_CONFIGS["llama"][1], "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 4, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4_text", **values))
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def plan(model: Any, **planned: Any) -> Plan:
+    found, rule = survey(model), PlannedRule(0, SPEC, SPEC.options(), None, None)
+    half = Unstructured(0.5, "layer")
+    linears = [PlannedLinear(n, found.block_of(n), tuple(x.weight.shape), rule, half) for n, x in found.linears.items()]
+    return Plan(tuple(linears), {}, (rule,), needs_calibration=True, **planned)
+
+
+def pruned(model: Any, **planned: Any) -> list[PrunedBlock]:
+    return list(prune_model(InMemory(model), plan(model, **planned), BATCHES))
+
+
+@torch.no_grad()
+def test_states_that_go_through_each_block_come_out_as_the_models_logits():
+    access = InMemory(gemma4())
+    found = survey(access.model)
+    assert not any("layers.2.self_attn.k_proj" in name for name in found.linears), "it uses those of another block"
+    states, calls = capture(access, found, BATCHES)
+    for block, runs in each_block(access, found, calls):
+        advance(block.fqn, runs, states)
+    for ids, state in zip(BATCHES, states, strict=True):
+        logits = run_around(access.model, found.blocks, ids, state).logits
+        torch.testing.assert_close(logits, access.model(ids, use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_looking_at_a_block_changes_nothing_that_later_ones_are_handed():
+    access = InMemory(gemma4())
+    found = survey(access.model)
+    (state,), calls = capture(access, found, BATCHES[:1])
+    outputs = []
+    for block, (run,) in each_block(access, found, calls):
+        state = run(state)
+        outputs.append(state)
+        if block.index == 0:
+            weight = block.linears[f"{block.fqn}.self_attn.k_proj"].weight
+            dense = weight.clone()
+            weight.zero_()
+            for look in passes([run], [state]):
+                look()
+            weight.copy_(dense)
+    expected = access.model(BATCHES[0], use_cache=False).logits
+    torch.testing.assert_close(run_around(access.model, found.blocks, BATCHES[0], state).logits, expected)
+
+
+@torch.no_grad()
+def test_the_targets_of_training_are_dense_where_keys_and_values_are_used_again():
+    model, dense = gemma4(), gemma4()
+    *_, last = pruned(model, reconstruct_block=ReconstructBlock(passes=1))
+    blocks = survey(dense).blocks
+    for ids, state in zip(BATCHES, last.streams.dense, strict=True):
+        logits = run_around(dense, blocks, ids, state).logits
+        torch.testing.assert_close(logits, dense(ids, use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_the_pruned_stream_is_that_of_the_pruned_model():
+    model = gemma4()
+    # The last block's report is of what enters it: its error is that of the model before and after.
+    before_last = pruned(model)[-1].streams.pruned
+    seen: list[torch.Tensor] = []
+    blocks = survey(model).blocks
+    hook = [*blocks.values()][-1].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    for ids in BATCHES:
+        model(ids, use_cache=False)
+    hook.remove()
+    for ours, theirs in zip(before_last, seen, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_an_interrupted_run_is_not_resumed_without_what_was_handed_on():
+    model = gemma4()
+    finished = Finished("model.layers.1", Streams([torch.zeros(1, 16, 64) for _ in BATCHES]))
+    with pytest.raises(UnsupportedModelError, match=r"Gemma4ForCausalLM: .*cannot be resumed; start it anew"):
+        next(prune_model(InMemory(model), plan(model), BATCHES, finished))
