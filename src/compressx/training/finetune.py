@@ -38,7 +38,7 @@ from compressx.training.schedule import (
     split_windows,
     total_steps,
 )
-from compressx.training.trainable import adapted, check_trained, own_checkpointing_off, sizes, trainable
+from compressx.training.trainable import adapted, check_trained, own_checkpointing_off, scales, trainable
 
 Progress: TypeAlias = Callable[[int, int, float], None]
 Tell: TypeAlias = Callable[[str], None]
@@ -143,8 +143,7 @@ class _Steps:
         self.products, self.tell = products, tell
         self.seen, self.unseen = torch.split(windows, list(split_windows(len(windows), settings.held_out)))
         self.device = next(model.parameters()).device
-        scales = sizes(trained.values()) if settings.lora is None else [1.0] * len(trained)
-        groups = [{"params": [p], "scale": scale} for p, scale in zip(trained.values(), scales, strict=True)]
+        groups = [{"params": [p], "scale": s} for p, s in zip(trained.values(), scales(trained), strict=True)]
         self.optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0, fused=True)
         self.losses: list[float] = []
         self.held_out: list[HeldOutLoss] = []

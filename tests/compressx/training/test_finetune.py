@@ -406,6 +406,29 @@ def test_a_weights_rate_is_relative_to_its_size_before_the_training_and_an_adapt
     )
 
 
+@pytest.mark.parametrize("size", [50.0, 0.0])
+def test_gains_and_biases_beside_adapters_have_the_rates_that_they_have_without(size: float) -> None:
+    pytest.importorskip("peft")
+    steps = []
+    for lora in (None, Lora(rank=2)):
+        model, masks = pruned("gpt2")
+        small = {n: p for n, p in model.named_parameters() if n.endswith(".bias") or "ln_" in n}
+        for parameter in small.values():
+            parameter.data.fill_(size)
+        settings = Finetune(
+            steps=1, learning_rate=1e-3, warmup=0.0, held_out=0, teacher="none", norms=True, biases=True, lora=lora
+        )
+        finetune(model, masks, WINDOWS, settings)
+        steps.append({name: float((p.detach() - size).abs().max()) for name, p in small.items()})
+    without, beside = steps
+    last = "transformer.ln_f.bias"  # reached by a gradient whatever stands before it
+    if size:
+        assert beside == pytest.approx(without, rel=1e-2)
+        assert beside[last] == pytest.approx(1e-3 * size, rel=1e-2)
+    else:
+        assert beside[last] == pytest.approx(1e-3, rel=1e-2), "nothing has a size, so the rate is Adam's own"
+
+
 def test_gradients_are_clipped_to_a_norm_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     norms: list[float] = []
     watch_steps(monkeypatch, lambda optimizer: norms.append(gradient_norm(optimizer)))
