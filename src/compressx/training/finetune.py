@@ -50,7 +50,7 @@ _BETAS = (0.9, 0.95)
 """Adam's. A training has a few hundred steps, too few for the usual second value of 0.999."""
 
 _AT_ONCE = 4
-"""Held-out windows in a batch."""
+"""Most held-out windows in a batch. No more than in a step, whose memory is what `batch_size` is lowered for."""
 
 
 def training_windows(
@@ -209,7 +209,8 @@ class _Steps:
         if not len(self.unseen):
             return
         self.model.eval()
-        losses = [float(self._loss(ids.to(self.device))) * len(ids) for ids in torch.split(self.unseen, _AT_ONCE)]
+        batches = torch.split(self.unseen, min(_AT_ONCE, self.settings.batch_size))
+        losses = [float(self._loss(ids.to(self.device))) * len(ids) for ids in batches]
         self.model.train()
         loss = math.fsum(losses) / len(self.unseen)
         lowest = min((x.loss for x in self.held_out), default=math.inf)

@@ -534,6 +534,19 @@ def test_held_out_windows_are_not_trained_on_and_measured_before_and_four_times(
     assert not finetune(*pruned("llama"), windows, Finetune(steps=1, teacher="none", held_out=0)).held_out
 
 
+@pytest.mark.parametrize(("batch_size", "at_once"), [(1, 1), (3, 3), (8, 4)])
+def test_no_more_held_out_windows_are_looked_at_at_once_than_a_step_has(batch_size: int, at_once: int) -> None:
+    """Logits take most of the memory, which a batch size is lowered for."""
+    model, masks = pruned("llama")
+    given: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: None if torch.is_grad_enabled() else given.append(len(args[0])))
+    windows = tiny_tokens(sequences=64, length=16)
+    settings = Finetune(steps=1, batch_size=batch_size, teacher="none", held_out=8)
+    finetune(model, masks, windows, settings)
+    assert max(given) == at_once
+    assert sum(given) == 2 * 8, "before the step, and after it"
+
+
 def test_the_weights_with_the_lowest_held_out_loss_are_kept() -> None:
     """A rate so large that training only harms: the weights before it are the best."""
     start = parameters(pruned("llama")[0])
