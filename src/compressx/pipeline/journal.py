@@ -226,6 +226,7 @@ class Journal:
         self.timing.add(spent)
 
     def _write(self) -> None:
+        self.ranks.barrier()  # one that opens its journal later would find this, and not take part in what led to it
         if self.ranks.first:
             self._record()()
 
