@@ -256,9 +256,10 @@ def settled(plan: Plan) -> Plan:
         return plan.allocated(spread(units, settings.target, evenly, cap=1.0))
     groups = sharing(units, settings.scope)
     for group in groups:
-        _check_reachable(
-            group, settings.target, MAX_SPARSITY, f" in {group[0].block}" if settings.scope == "block" else ""
-        )
+        first = group[0]  # alone if it is outside the blocks
+        shared = f" in {first.block}" if settings.scope == "block" else ""
+        where = shared if first.block else f" of {first.linears[0].name}"
+        _check_reachable(group, settings.target, MAX_SPARSITY, where)
     if all(len(group) == 1 for group in groups):
         raise RecipeError(
             f"{settings.method} has nothing to choose, because each of the {len(groups)} targets applies to a single "

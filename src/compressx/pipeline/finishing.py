@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from compressx._version import __version__
@@ -152,7 +153,7 @@ def trained(
     context.report_progress("finetune", 0, total_steps(settings, 0, 0.0))
     with context.loaded.at("finetune"):
         model = _teacher(settings, context, teacher)
-        checkpoint = kept and _checkpoint(kept, _tuning_fingerprint(settings, windows, model))
+        checkpoint = kept and _checkpoint(kept, _tuning_fingerprint(settings, windows, model, context.products))
         blocks = find_blocks(pruned.access.model)
         with skipped({fqn: blocks[fqn] for fqn in pruned.plan.dropped}):  # they would take as long as the others
             return evaluation, finetune(
@@ -178,14 +179,14 @@ def _teacher(settings: Finetune, context: RunContext, dense: Callable[[], Any]) 
     return dense() if settings.teacher == "dense" else None
 
 
-def _tuning_fingerprint(settings: Finetune, windows: Tensor, teacher: Any | None) -> str:
+def _tuning_fingerprint(settings: Finetune, windows: Tensor, teacher: Any | None, products: torch.dtype | None) -> str:
     """Return a hash that distinguishes checkpoints of different trainings of the same pruned model.
 
     The dense model is the same for all of them, but another teacher may have changed where it is.
     """
     chosen = settings.model_dump_json(exclude={"checkpoint_every", "dataset", "samples", "sequence_length", "bos"})
     taught = weights_fingerprint(InMemory(teacher)) if isinstance(settings.teacher, ModelSource) else ""
-    return hashlib.sha256(f"{chosen} {fingerprint_of(windows)} {taught}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{chosen} {fingerprint_of(windows)} {taught} {products}".encode()).hexdigest()[:16]
 
 
 def evaluated(

@@ -215,6 +215,9 @@ class Journal:
         except (ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"{self.state} is damaged ({error!r}); start over with --restart") from error
         now = json.loads(json.dumps(self.fingerprint))
+        if None in (earlier.get("compute_dtype"), now.get("compute_dtype")):
+            # Blocks are pruned without text. Only fine-tuning multiplies anything, and that may come or go.
+            earlier["compute_dtype"] = now["compute_dtype"] = None
         if lines := [x for name in {**earlier, **now} for x in _differing(name, earlier.get(name), now.get(name))]:
             raise ArtifactError(
                 f"the interrupted run cannot be resumed, because its inputs have changed: {'; '.join(lines)}. "
@@ -223,6 +226,7 @@ class Journal:
         self.timing.add(spent)
 
     def _write(self) -> None:
+        self.ranks.barrier()  # one that opens its journal later would find this, and not take part in what led to it
         if self.ranks.first:
             self._record()()
 

@@ -89,7 +89,7 @@ class Ranks:
         """Replace a tensor by its elementwise sum or maximum over all processes."""
         if self.size == 1:
             return
-        local = _exchangeable(tensor)
+        local = _exchangeable(tensor).contiguous()  # gloo adds in the order of memory; NCCL refuses others
         distributed.all_reduce(local, distributed.ReduceOp.SUM if operation == "sum" else distributed.ReduceOp.MAX)
         if local is not tensor:
             tensor.copy_(local)

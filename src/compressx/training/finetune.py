@@ -38,7 +38,7 @@ from compressx.training.schedule import (
     split_windows,
     total_steps,
 )
-from compressx.training.trainable import adapted, check_trained, own_checkpointing_off, sizes, trainable
+from compressx.training.trainable import adapted, check_trained, own_checkpointing_off, scales, trainable
 
 Progress: TypeAlias = Callable[[int, int, float], None]
 Tell: TypeAlias = Callable[[str], None]
@@ -50,7 +50,7 @@ _BETAS = (0.9, 0.95)
 """Adam's. A training has a few hundred steps, too few for the usual second value of 0.999."""
 
 _AT_ONCE = 4
-"""Held-out windows in a batch."""
+"""Most held-out windows in a batch. No more than in a step, whose memory is what `batch_size` is lowered for."""
 
 
 def training_windows(
@@ -143,8 +143,7 @@ class _Steps:
         self.products, self.tell = products, tell
         self.seen, self.unseen = torch.split(windows, list(split_windows(len(windows), settings.held_out)))
         self.device = next(model.parameters()).device
-        scales = sizes(trained.values()) if settings.lora is None else [1.0] * len(trained)
-        groups = [{"params": [p], "scale": scale} for p, scale in zip(trained.values(), scales, strict=True)]
+        groups = [{"params": [p], "scale": s} for p, s in zip(trained.values(), scales(trained), strict=True)]
         self.optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0, fused=True)
         self.losses: list[float] = []
         self.held_out: list[HeldOutLoss] = []
@@ -210,7 +209,8 @@ class _Steps:
         if not len(self.unseen):
             return
         self.model.eval()
-        losses = [float(self._loss(ids.to(self.device))) * len(ids) for ids in torch.split(self.unseen, _AT_ONCE)]
+        batches = torch.split(self.unseen, min(_AT_ONCE, self.settings.batch_size))
+        losses = [float(self._loss(ids.to(self.device))) * len(ids) for ids in batches]
         self.model.train()
         loss = math.fsum(losses) / len(self.unseen)
         lowest = min((x.loss for x in self.held_out), default=math.inf)

@@ -24,6 +24,9 @@ _CHECKPOINTING = (
 )  # fmt: skip
 """Attributes of modules by which transformers keeps gradient checkpointing."""
 
+_ADAPTER = ".lora_"
+"""What is in the names that PEFT gives the parameters of adapters."""
+
 
 @contextmanager
 def trainable(
@@ -186,6 +189,16 @@ def sizes(parameters: Collection[nn.Parameter]) -> list[float]:
     found = [float(x.square().mean().sqrt()) if len(x) else 0.0 for x in entries]
     mean = math.fsum(found) / max(1, sum(size > 0 for size in found))
     return [size or mean for size in found]
+
+
+def scales(trained: Mapping[str, nn.Parameter]) -> list[float]:
+    """Return what multiplies the learning rate of each parameter, by name: its size.
+
+    An adapter has none, because it begins at zero: its rate is Adam's own. What is trained beside it has its size, or
+    Adam's own rate, too, if all of that is zero.
+    """
+    found = iter(sizes([parameter for name, parameter in trained.items() if _ADAPTER not in name]))
+    return [1.0 if _ADAPTER in name else next(found) or 1.0 for name in trained]
 
 
 def check_trained(model: nn.Module, masks: MaskSet, learning_rate: float) -> None:

@@ -313,6 +313,13 @@ def test_a_block_that_cannot_reach_the_target_by_itself_is_named() -> None:
     assert settled_by(planned, by_model).allocation == by_model
 
 
+@pytest.mark.parametrize("scope", ["model", "block"])
+def test_a_linear_outside_the_blocks_that_cannot_reach_the_target_is_named(scope: Any) -> None:
+    planned = plan("layer", "layer", outside=NM(2, 4), shapes=EVEN)
+    with pytest.raises(RecipeError, match=r"the patterns of head allow at most 0\.75"):
+        settled_by(planned, AttentionAware(method="attention-aware", target=0.8, scope=scope))
+
+
 def test_explicit_sparsities_have_to_come_to_their_target() -> None:
     planned = plan("layer")
     for target in (0.5, 0.50004, None):

@@ -102,6 +102,19 @@ def test_processes_write_their_states_after_the_same_blocks(tmp_path):
     assert blocks == [[1, 5, 9, 10]] * 2
 
 
+def _scored(ranks: Ranks, folder: Path) -> dict[str, float]:
+    """Record scores, and return those that were there; the second process is late."""
+    time.sleep(0 if ranks.first else 0.3)
+    kept = Journal(folder, {}, ranks)
+    found = dict(kept.scores)
+    kept.score({"model.layers.0": 0.5})
+    return found
+
+
+def test_a_process_that_is_late_does_not_take_what_the_first_one_just_wrote_for_that_of_an_interrupted_run(tmp_path):
+    assert in_two(partial(joined, partial(_scored, folder=tmp_path)), tmp_path, start="fork") == [{}, {}]
+
+
 @pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_blocks_after_the_last_states_are_pruned_again_and_the_files_are_those_of_an_uninterrupted_run(
     model, streaming, monkeypatch

@@ -137,6 +137,16 @@ def test_another_run_is_not_resumed_and_what_differs_is_named(model):
     assert Path("out/report.json").is_file(), "a refusal leaves the run, and what is evaluated decides nothing of it"
 
 
+def test_fine_tuning_may_be_added_to_an_interrupted_run_and_taken_out(model):
+    """Also where nothing else multiplies matrices, so that there is a compute_dtype only with it."""
+    plain = recipe(model, {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5})
+    tuned = {**plain, "finetune": {"steps": 1, "batch_size": 2, "gradient_checkpointing": False}}
+    for before, after in ((plain, tuned), (tuned, plain)):
+        stopped(before, 2)
+        assert (run(after, resume=True).finetune is None) == (after is plain)
+        shutil.rmtree("out")
+
+
 PLUGIN = """
 from pydantic import BaseModel
 from compressx import PruneResult, PrunerSpec, hookimpl, keep_masks

@@ -105,6 +105,19 @@ def test_what_processes_tell_one_another_arrives_as_it_was(tmp_path: Path):
         assert math.isnan(nan["nan"])
 
 
+def summed(ranks: Ranks) -> torch.Tensor:
+    tensor = torch.arange(6.0).view(2, 3)
+    tensor = tensor if ranks.first else tensor.T.contiguous().T
+    ranks.all_reduce_(tensor)
+    return tensor
+
+
+def test_entries_are_added_by_their_place_whatever_their_order_in_memory(tmp_path: Path):
+    """A plugin's statistic may be transposed in one process, and still be zeros in another."""
+    for found in in_two(partial(joined, summed), tmp_path, start="fork"):
+        assert found.tolist() == [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]
+
+
 def left_alone(ranks: Ranks) -> None:
     ranks.barrier()
     if ranks.rank == 1:

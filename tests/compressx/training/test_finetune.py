@@ -406,6 +406,29 @@ def test_a_weights_rate_is_relative_to_its_size_before_the_training_and_an_adapt
     )
 
 
+@pytest.mark.parametrize("size", [50.0, 0.0])
+def test_gains_and_biases_beside_adapters_have_the_rates_that_they_have_without(size: float) -> None:
+    pytest.importorskip("peft")
+    steps = []
+    for lora in (None, Lora(rank=2)):
+        model, masks = pruned("gpt2")
+        small = {n: p for n, p in model.named_parameters() if n.endswith(".bias") or "ln_" in n}
+        for parameter in small.values():
+            parameter.data.fill_(size)
+        settings = Finetune(
+            steps=1, learning_rate=1e-3, warmup=0.0, held_out=0, teacher="none", norms=True, biases=True, lora=lora
+        )
+        finetune(model, masks, WINDOWS, settings)
+        steps.append({name: float((p.detach() - size).abs().max()) for name, p in small.items()})
+    without, beside = steps
+    last = "transformer.ln_f.bias"  # reached by a gradient whatever stands before it
+    if size:
+        assert beside == pytest.approx(without, rel=1e-2)
+        assert beside[last] == pytest.approx(1e-3 * size, rel=1e-2)
+    else:
+        assert beside[last] == pytest.approx(1e-3, rel=1e-2), "nothing has a size, so the rate is Adam's own"
+
+
 def test_gradients_are_clipped_to_a_norm_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     norms: list[float] = []
     watch_steps(monkeypatch, lambda optimizer: norms.append(gradient_norm(optimizer)))
@@ -509,6 +532,19 @@ def test_held_out_windows_are_not_trained_on_and_measured_before_and_four_times(
     kept = min(x.loss for x in report.held_out)
     assert float(distillation_loss(*logits)) == pytest.approx(kept, rel=1e-4)
     assert not finetune(*pruned("llama"), windows, Finetune(steps=1, teacher="none", held_out=0)).held_out
+
+
+@pytest.mark.parametrize(("batch_size", "at_once"), [(1, 1), (3, 3), (8, 4)])
+def test_no_more_held_out_windows_are_looked_at_at_once_than_a_step_has(batch_size: int, at_once: int) -> None:
+    """Logits take most of the memory, which a batch size is lowered for."""
+    model, masks = pruned("llama")
+    given: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: None if torch.is_grad_enabled() else given.append(len(args[0])))
+    windows = tiny_tokens(sequences=64, length=16)
+    settings = Finetune(steps=1, batch_size=batch_size, teacher="none", held_out=8)
+    finetune(model, masks, windows, settings)
+    assert max(given) == at_once
+    assert sum(given) == 2 * 8, "before the step, and after it"
 
 
 def test_the_weights_with_the_lowest_held_out_loss_are_kept() -> None:
