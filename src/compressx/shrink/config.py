@@ -85,8 +85,9 @@ def _only(counts: Mapping[int, int]) -> tuple[int, int]:
 def _renumber_neurons(config: Any, counts: Mapping[int, int]) -> dict[str, tuple[int, int]]:
     """Change every width of a feed-forward part that is one of the counts; shapes tell later whether that is enough."""
     numbers: dict[str, tuple[int, int]] = {}
+    widths = {n: value for n, value in config.to_dict().items() if _NEURONS.fullmatch(n)}  # before any changes
     for before, after in counts.items():
-        names = [n for n, value in config.to_dict().items() if _NEURONS.fullmatch(n) and value == before]
+        names = [n for n, value in widths.items() if value == before]
         if not names and getattr(config, "n_inner", before) is None:
             names = ["n_inner"]  # GPT-2 and its like: four times the width if it is not said
         numbers |= _changed(config, names, before, after)

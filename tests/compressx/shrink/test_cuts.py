@@ -145,6 +145,13 @@ def test_neurons_of_experts_go_from_each_of_them(name, tmp_path):
     same(model, saved(model, dropped(model, "neurons", 0.25), tmp_path))
 
 
+def test_a_width_that_becomes_what_another_one_was_is_not_changed_twice(tmp_path):
+    model = mixture("deepseek-v3")  # 96 to 48 in the first block, 48 to 24 in the experts
+    small = saved(model, dropped(model, "neurons", 0.5), tmp_path)
+    same(model, small)
+    assert (small.config.intermediate_size, small.config.moe_intermediate_size) == (48, 24)
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_without_its_first_block_keeps_what_its_other_blocks_are(name, tmp_path):
     model = mixture(name)
