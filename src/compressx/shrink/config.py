@@ -100,7 +100,13 @@ def _renumber_heads(config: Any, before: int, after: int, block: Block) -> dict[
     heads = int(config.num_attention_heads)
     names = [n for n in _KEY_HEADS if getattr(config, n, None) == before]
     numbers = _changed(config, ["num_attention_heads"], heads, heads * after // before)
-    config.head_dim = size
+    try:
+        config.head_dim = size
+    except AttributeError as error:  # a property, as Falcon's
+        raise UnsupportedModelError(
+            f"{type(config).__name__} divides the size of a head out of the width, so it cannot describe a model with "
+            f"{heads * after // before} heads of {size} features; leave out shrink, or prune neurons"
+        ) from error
     return numbers | _changed(config, names, before, after)
 
 

@@ -220,6 +220,12 @@ def test_a_width_that_does_not_divide_into_the_heads_is_refused_with_transformer
         smaller(model, dropped(model, "kv-groups", 0.25))
 
 
+def test_a_config_that_divides_the_size_of_a_head_out_of_the_width_cannot_have_fewer_heads():
+    model = made("falcon", new_decoder_architecture=True, num_kv_heads=2)
+    with pytest.raises(UnsupportedModelError, match=r"FalconConfig divides .* with 2 heads of 16 features; leave out"):
+        smaller(model, dropped(model, "kv-groups", 0.5))
+
+
 def test_a_block_that_computes_by_its_place_may_not_move():
     model = made("gpt2", scale_attn_by_inverse_layer_idx=True)
     smaller(model, [], ("transformer.h.2",))
