@@ -214,10 +214,10 @@ def _is_whole(target: Path, folder: Path, files: list[PackedFile]) -> bool:
 
 
 def _packed_files(model: Path) -> list[Path]:
-    """Return the packed files of a model, all that its index names."""
+    """Return the packed files of a model: the single one, or all that its index names."""
     index = model / _INDEX
     names = {f"model{_PACKED}"}
-    if index.exists():
+    if index.exists() and not (model / f"model{_PACKED}").is_file():
         try:
             with os_errors_named("read", index):
                 plain = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

@@ -81,6 +81,15 @@ def test_every_file_comes_back_byte_for_byte(tmp_path: Path, architecture: str, 
     )
 
 
+def test_a_single_file_is_packed_although_an_index_was_left_beside_it(model: Path, tmp_path: Path) -> None:
+    save_pruned(tmp_path / "sharded", shards=True)
+    index = "model.safetensors.index.json"
+    (model / index).write_bytes((tmp_path / "sharded" / index).read_bytes())
+    assert pack_folder(model, tmp_path / "packed") == sizes_of(tmp_path / "packed")
+    unpack_folder(tmp_path / "packed", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(model)
+
+
 def test_the_output_folder_of_a_run_keeps_its_other_files(tmp_path: Path) -> None:
     run = tmp_path / "run"
     save_pruned(run / "model")
