@@ -176,7 +176,7 @@ def test_a_tied_head_stays_tied(tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_weights_keep_their_dtype_and_rounding_is_tolerated(dtype, tmp_path):
     save_tiny_model(tmp_path / "whole", "llama", dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
