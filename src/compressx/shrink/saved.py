@@ -97,7 +97,8 @@ def difference(pruned: Access, smaller: Access, made: Smaller, tokens: Tensor) -
             apart.append(_relative(added, state))
         state = state + added
     logits = [_logits(x, at, tokens, state) for x, at in zip(both, found, strict=True)]
-    return max(*apart, _relative(logits[1] - logits[0], logits[0]))
+    apart.append(_relative(logits[1] - logits[0], logits[0]))
+    return float(torch.tensor(apart, dtype=torch.float64).max())  # NaN if one is, which Python's own would pass over
 
 
 def _added(block: Block, state: Tensor) -> Tensor:

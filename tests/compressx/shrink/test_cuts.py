@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,15 @@ def test_the_difference_is_the_largest_of_all_parts_relative_to_what_each_comput
     small = saved(model, kept, tmp_path)
     small.get_submodule(part).weight.data *= 1.5
     assert difference(InMemory(model), InMemory(small), smaller(model, kept), tiny_tokens()) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("part", ["model.layers.1.mlp.up_proj", "lm_head"])
+def test_a_part_that_computes_no_number_is_a_difference(part, tmp_path):
+    model = tiny_model("llama")
+    kept = dropped(model, "neurons", 0.25)
+    small = saved(model, kept, tmp_path)
+    small.get_submodule(part).weight.data[0, 0] = torch.nan
+    assert math.isnan(difference(InMemory(model), InMemory(small), smaller(model, kept), tiny_tokens()))
 
 
 def test_a_dropped_block_that_still_adds_something_is_a_difference(tmp_path):
