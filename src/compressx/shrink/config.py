@@ -16,7 +16,7 @@ _NEURONS = re.compile(r"(.*_)?intermediate_size|ffn_dim|n_inner|ffn_hidden_size"
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _OF_EACH_LAYER = re.compile(r"layer|pattern")
-_LEADING = ("first_k_dense_replace", "max_window_layers")
+_LEADING = ("first_k_dense_replace", "num_dense_layers", "max_window_layers")
 _NUMBERS_OF_LAYERS = ("mlp_only_layers",)
 
 

@@ -159,6 +159,14 @@ def test_a_mixture_without_its_first_block_keeps_what_its_other_blocks_are(name,
     same(model, saved(model, [], tmp_path, without_output(model, 0)))
 
 
+def test_the_dense_blocks_that_a_mixture_begins_with_are_counted_again_by_any_name(tmp_path):
+    sizes = {**MIXTURES["mixtral"][1], "num_experts": 4, "num_dense_layers": 2, "layer_types": ["full_attention"] * 3}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("lfm2_moe", **sizes)).eval()
+    small = saved(model, [], tmp_path, without_output(model, 1))
+    same(model, small)
+    assert small.config.num_dense_layers == 1
+
+
 def test_neurons_heads_and_a_block_go_together(tmp_path):
     model = tiny_model("qwen3")
     kept = [*dropped(model, "neurons", 0.25), *dropped(model, "kv-groups", 0.5)]
