@@ -20,6 +20,8 @@ from compressx.models.access import Device, device_for
 from compressx.models.checkpoint import Checkpoint, find_checkpoint, find_local, local_folder
 from compressx.models.generate import check_room
 from compressx.models.loading import load_skeleton
+from compressx.models.packed_folder import is_packed, sizes_of
+from compressx.models.shards import files_of
 from compressx.recipe.sources import ModelSource
 from compressx.report.speeds import STAGES, Bench, Length, Measured, Stage
 from compressx.runtime import errors
@@ -219,14 +221,19 @@ def _rounds(
 
 
 def file_bytes(source: ModelSource, checkpoint: Checkpoint) -> int:
-    """Return the size of a model's weights on disk: its safetensors, packed ones too, or its GGUF file."""
+    """Return the size of a model's weights on disk: the safetensors that are loaded, packed ones, or its GGUF file."""
     if source.path is not None:
         place = find_local(source.path)  # not what a packed folder was unpacked to
     elif checkpoint.gguf_file is not None:
         place = Path(checkpoint.location, checkpoint.gguf_file)
     else:
         place = local_folder(checkpoint)
-    return sum(path.stat().st_size for path in ([place] if place.is_file() else place.glob("*.safetensors")))
+    if place.is_file():
+        return place.stat().st_size
+    if is_packed(place):
+        return sizes_of(place).packed_bytes
+    # Others may lie beside them: `consolidated.safetensors` of Mistral holds the same weights in another format.
+    return sum((place / name).stat().st_size for name in {*files_of(place).values()})
 
 
 def _names(sources: Sequence[ModelSource]) -> list[str]:

@@ -214,10 +214,10 @@ def _is_whole(target: Path, folder: Path, files: list[PackedFile]) -> bool:
 
 
 def _packed_files(model: Path) -> list[Path]:
-    """Return the packed files of a model, all that its index names."""
+    """Return the packed files of a model: the single one, or all that its index names."""
     index = model / _INDEX
     names = {f"model{_PACKED}"}
-    if index.exists():
+    if index.exists() and not (model / f"model{_PACKED}").is_file():
         try:
             with os_errors_named("read", index):
                 plain = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -234,14 +234,19 @@ def _renamed(name: str, old: str, new: str) -> str:
 
 
 def _copy(source: Path, building: Path, weights: Collection[Path], old: str, new: str) -> None:
-    """Copy all files but the weights; the index gets its other name."""
+    """Copy all files but the weights; the index gets its other name. What the source had only earlier is removed."""
     index = model_folder(source) / f"model{old}.index.json"
+    targets = {target for _, target in _each([*weights], source, building, old, new, None)}
     for path in _copied(source):
         if path not in weights:
             target = building / path.relative_to(source)
+            targets.add(target := target.with_name(f"model{new}.index.json") if path == index else target)
             with os_errors_named(f"copy {path} to", target):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target.with_name(f"model{new}.index.json") if path == index else target)
+                shutil.copyfile(path, target)
+    for path in {*_copied(building)} - {*targets, building / STATE}:
+        with os_errors_named("remove", path):
+            path.unlink()
 
 
 def _each(

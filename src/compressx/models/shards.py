@@ -276,7 +276,7 @@ def _opened(path: Path, stack: ExitStack) -> Any:
 def files_of(folder: Path) -> dict[str, str]:
     """Return the file name of each tensor of a local checkpoint, by the tensor's name."""
     index = folder / _INDEX
-    if not index.exists():
+    if (folder / _SINGLE).is_file() or not index.exists():  # where both are, transformers reads the single one
         with ExitStack() as stack:
             return dict.fromkeys(_opened(folder / _SINGLE, stack).keys(), _SINGLE)
     try:

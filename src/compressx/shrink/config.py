@@ -16,7 +16,7 @@ _NEURONS = re.compile(r"(.*_)?intermediate_size|ffn_dim|n_inner|ffn_hidden_size"
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _OF_EACH_LAYER = re.compile(r"layer|pattern")
-_LEADING = ("first_k_dense_replace", "max_window_layers")
+_LEADING = ("first_k_dense_replace", "num_dense_layers", "max_window_layers")
 _NUMBERS_OF_LAYERS = ("mlp_only_layers",)
 
 
@@ -86,8 +86,9 @@ def _only(counts: Mapping[int, int]) -> tuple[int, int]:
 def _renumber_neurons(config: Any, counts: Mapping[int, int]) -> dict[str, tuple[int, int]]:
     """Change every width of a feed-forward part that is one of the counts; shapes tell later whether that is enough."""
     numbers: dict[str, tuple[int, int]] = {}
+    widths = {n: value for n, value in config.to_dict().items() if _NEURONS.fullmatch(n)}  # before any changes
     for before, after in counts.items():
-        names = [n for n, value in config.to_dict().items() if _NEURONS.fullmatch(n) and value == before]
+        names = [n for n, value in widths.items() if value == before]
         if not names and getattr(config, "n_inner", before) is None:
             names = ["n_inner"]  # GPT-2 and its like: four times the width if it is not said
         numbers |= _changed(config, names, before, after)
@@ -100,7 +101,13 @@ def _renumber_heads(config: Any, before: int, after: int, block: Block) -> dict[
     heads = int(config.num_attention_heads)
     names = [n for n in _KEY_HEADS if getattr(config, n, None) == before]
     numbers = _changed(config, ["num_attention_heads"], heads, heads * after // before)
-    config.head_dim = size
+    try:
+        config.head_dim = size
+    except AttributeError as error:  # a property, as Falcon's
+        raise UnsupportedModelError(
+            f"{type(config).__name__} divides the size of a head out of the width, so it cannot describe a model with "
+            f"{heads * after // before} heads of {size} features; leave out shrink, or prune neurons"
+        ) from error
     return numbers | _changed(config, names, before, after)
 
 

@@ -70,7 +70,8 @@ def difference(pruned: Access, smaller: Access, made: Smaller, tokens: Tensor) -
     """Return how far two models are apart, each part of them computing on the same input.
 
     Whole models of 16 bits cannot be compared: products of fewer numbers are added up in another order, and the last
-    bits of one block's output are magnified by the next ones. So each block is compared alone, in float32.
+    bits of one block's output are magnified by the next ones. So each block is compared alone, in float32, or in
+    float64 if that is what the model has.
 
     Args:
         pruned: of the original size.
@@ -86,7 +87,7 @@ def difference(pruned: Access, smaller: Access, made: Smaller, tokens: Tensor) -
     found = [survey(access.model) for access in both]
     (states, calls), (theirs, their_calls) = (capture(x, at, [tokens]) for x, at in zip(both, found, strict=True))
     apart = [_relative(theirs[0] - states[0], states[0])]
-    state = states[0].float()
+    state = states[0].to(torch.promote_types(states[0].dtype, torch.float32))
     left = each_block(smaller, found[1], their_calls)
     for block, _ in each_block(pruned, found[0], calls):
         added = _added(block, state)
@@ -96,12 +97,13 @@ def difference(pruned: Access, smaller: Access, made: Smaller, tokens: Tensor) -
             apart.append(_relative(added, state))
         state = state + added
     logits = [_logits(x, at, tokens, state) for x, at in zip(both, found, strict=True)]
-    return max(*apart, _relative(logits[1] - logits[0], logits[0]))
+    apart.append(_relative(logits[1] - logits[0], logits[0]))
+    return float(torch.tensor(apart, dtype=torch.float64).max())  # NaN if one is, which Python's own would pass over
 
 
 def _added(block: Block, state: Tensor) -> Tensor:
-    """Return what a block adds to hidden states [batch, tokens, width], in float32."""
-    return replay(copy.deepcopy(block.module).float(), state, block.calls[0]) - state
+    """Return what a block adds to hidden states [batch, tokens, width], in their dtype."""
+    return replay(copy.deepcopy(block.module).to(state.dtype), state, block.calls[0]) - state
 
 
 def _logits(access: Access, found: Architecture, tokens: Tensor, state: Tensor) -> Tensor:

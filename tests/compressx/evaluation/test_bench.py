@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -122,6 +123,16 @@ def test_the_file_is_the_safetensors_of_a_folder_the_packed_ones_or_the_gguf(
     package = ModelSource(package="p", version="1", file="M.gguf", sha256="0" * 64)
     assert file_bytes(package, Checkpoint(str(tmp_path), "M.gguf")) == 5
     assert file_bytes(ModelSource(id="a/b"), Checkpoint(str(folder / "llama"))) == plain.file_bytes
+
+
+def test_weights_that_lie_beside_those_that_are_loaded_are_not_counted(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "llama", tmp_path / "both")
+    weights = tmp_path / "both" / "model.safetensors"
+    shutil.copyfile(weights, weights.with_name("consolidated.safetensors"))
+    source = source_of(str(tmp_path / "both"))
+    assert file_bytes(source, Checkpoint(str(tmp_path / "both"))) == weights.stat().st_size
+    sizes = pack_folder(tmp_path / "both", tmp_path / "packed")
+    assert file_bytes(source_of(str(tmp_path / "packed")), Checkpoint("elsewhere")) == sizes.packed_bytes
 
 
 # --- what is refused, before anything is loaded

@@ -70,6 +70,13 @@ def test_folders_and_files_that_hold_no_model_say_what_was_expected(tmp_path):
         find_checkpoint(source(path=tmp_path / "model.bin"))
 
 
+def test_an_index_that_an_earlier_model_left_beside_a_single_file_is_not_read(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="40KB")
+    tiny_model("llama").save_pretrained(tmp_path)  # removes the shards, and leaves their index
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    assert find_checkpoint(source(path=tmp_path)).location == str(tmp_path)
+
+
 def test_an_adapter_is_refused_with_how_to_merge_it(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UnsupportedModelError, match=r"is a PEFT adapter .*merge_and_unload\(\)\.save_pretrained"):

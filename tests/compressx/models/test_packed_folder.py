@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 from tests.compressx.saved import save_tiny
 from tests.compressx.two_of_four import two_of_four
 
-from compressx.models import packed_folder
+from compressx.models import export, packed_folder
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_model
 from compressx.models.packed import PackedFile
@@ -79,6 +80,15 @@ def test_every_file_comes_back_byte_for_byte(tmp_path: Path, architecture: str, 
     assert names_in(tmp_path / "packed") == sorted(
         p.name.replace("safetensors", "packed.safetensors", 1) for p in source.iterdir()
     )
+
+
+def test_a_single_file_is_packed_although_an_index_was_left_beside_it(model: Path, tmp_path: Path) -> None:
+    save_pruned(tmp_path / "sharded", shards=True)
+    index = "model.safetensors.index.json"
+    (model / index).write_bytes((tmp_path / "sharded" / index).read_bytes())
+    assert pack_folder(model, tmp_path / "packed") == sizes_of(tmp_path / "packed")
+    unpack_folder(tmp_path / "packed", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(model)
 
 
 def test_the_output_folder_of_a_run_keeps_its_other_files(tmp_path: Path) -> None:
@@ -306,6 +316,24 @@ def test_a_finished_file_of_another_model_is_not_taken_over(
     pack_folder(sharded, tmp_path / "out")
     unpack_folder(tmp_path / "out", tmp_path / "again")
     assert contents(tmp_path / "again") == contents(sharded)
+
+
+def test_a_finished_file_that_the_source_does_not_have_any_more_is_removed(
+    model: Path, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    (model / "notes.txt").write_text("of the single file")
+    with monkeypatch.context() as patched:
+        patched.setattr(export, "sync_tree", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pack_folder(model, tmp_path / "out")
+    shutil.rmtree(model)
+    sharded.rename(model)
+    pack_folder(model, tmp_path / "out")
+    unpack_folder(tmp_path / "out", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(model)
 
 
 def test_a_call_with_other_settings_does_not_go_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +164,25 @@ def test_neurons_of_experts_go_from_each_of_them(name, tmp_path):
     same(model, saved(model, dropped(model, "neurons", 0.25), tmp_path))
 
 
+def test_a_width_that_becomes_what_another_one_was_is_not_changed_twice(tmp_path):
+    model = mixture("deepseek-v3")  # 96 to 48 in the first block, 48 to 24 in the experts
+    small = saved(model, dropped(model, "neurons", 0.5), tmp_path)
+    same(model, small)
+    assert (small.config.intermediate_size, small.config.moe_intermediate_size) == (48, 24)
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_without_its_first_block_keeps_what_its_other_blocks_are(name, tmp_path):
     model = mixture(name)
     same(model, saved(model, [], tmp_path, without_output(model, 0)))
+
+
+def test_the_dense_blocks_that_a_mixture_begins_with_are_counted_again_by_any_name(tmp_path):
+    sizes = {**MIXTURES["mixtral"][1], "num_experts": 4, "num_dense_layers": 2, "layer_types": ["full_attention"] * 3}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("lfm2_moe", **sizes)).eval()
+    small = saved(model, [], tmp_path, without_output(model, 1))
+    same(model, small)
+    assert small.config.num_dense_layers == 1
 
 
 def test_neurons_heads_and_a_block_go_together(tmp_path):
@@ -187,7 +203,7 @@ def test_a_tied_head_stays_tied(tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_weights_keep_their_dtype_and_rounding_is_tolerated(dtype, tmp_path):
     save_tiny_model(tmp_path / "whole", "llama", dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
@@ -205,6 +221,15 @@ def test_the_difference_is_the_largest_of_all_parts_relative_to_what_each_comput
     small = saved(model, kept, tmp_path)
     small.get_submodule(part).weight.data *= 1.5
     assert difference(InMemory(model), InMemory(small), smaller(model, kept), tiny_tokens()) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("part", ["model.layers.1.mlp.up_proj", "lm_head"])
+def test_a_part_that_computes_no_number_is_a_difference(part, tmp_path):
+    model = tiny_model("llama")
+    kept = dropped(model, "neurons", 0.25)
+    small = saved(model, kept, tmp_path)
+    small.get_submodule(part).weight.data[0, 0] = torch.nan
+    assert math.isnan(difference(InMemory(model), InMemory(small), smaller(model, kept), tiny_tokens()))
 
 
 def test_a_dropped_block_that_still_adds_something_is_a_difference(tmp_path):
@@ -229,6 +254,12 @@ def test_a_width_that_does_not_divide_into_the_heads_is_refused_with_transformer
     model = made("llama", num_attention_heads=8, num_key_value_heads=4)
     with pytest.raises(UnsupportedModelError, match=r"heads 6 instead of 8, num_key_value_heads 3 .*: .*\(64\)"):
         smaller(model, dropped(model, "kv-groups", 0.25))
+
+
+def test_a_config_that_divides_the_size_of_a_head_out_of_the_width_cannot_have_fewer_heads():
+    model = made("falcon", new_decoder_architecture=True, num_kv_heads=2)
+    with pytest.raises(UnsupportedModelError, match=r"FalconConfig divides .* with 2 heads of 16 features; leave out"):
+        smaller(model, dropped(model, "kv-groups", 0.5))
 
 
 def test_a_block_that_computes_by_its_place_may_not_move():
