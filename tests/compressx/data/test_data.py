@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from compressx.data import files
 from compressx.data.documents import check_dataset, documents
 from compressx.data.windows import (
+    _encoded,
     beginning,
     calibration_windows,
     evaluation_windows,
@@ -390,6 +391,34 @@ class TestTokenIds:
         assert warned == []
         tokenizer("\n\n".join(["one"] * 10))
         assert warned, "the tokenizer warns of its own accord"
+
+    @pytest.mark.parametrize("special", [True, False])
+    @pytest.mark.parametrize("split", [True, False])
+    def test_the_backend_is_asked_for_the_ids_that_a_call_of_the_tokenizer_gives(
+        self, tokenizer: Any, special: bool, split: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tokenizer.split_special_tokens = split
+        text = "\n\n".join(["one", "<s>", "two<s>three", "unknown", "", "é"])
+        expected = tokenizer(text, add_special_tokens=special)["input_ids"]
+        tokenizer.backend_tokenizer.enable_truncation(2)  # as some tokenizer.json say
+        tokenizer.backend_tokenizer.enable_padding(length=50)
+        tokenizer.backend_tokenizer.encode_special_tokens = not split
+        convert, converted = type(tokenizer)._convert_encoding, []
+        monkeypatch.setattr(
+            type(tokenizer),
+            "_convert_encoding",
+            lambda *a, **k: converted.append(k["encoding"].ids) or convert(*a, **k),
+        )
+        assert _encoded(text, tokenizer, special=special).tolist() == expected
+        assert expected not in converted, "with offsets the text takes twice the time"
+
+    def test_a_tokenizer_that_does_more_than_its_backend_is_called(self, tokenizer: Any) -> None:
+        class Upside(type(tokenizer)):  # type: ignore[misc]
+            def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+                return {"input_ids": [len(text)]}
+
+        upside = Upside(tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>")  # noqa: S106
+        assert token_ids(["one"], upside).tolist() == [3]
 
     def test_text_without_tokens_is_refused(self, tokenizer: Any) -> None:
         tokenizer.backend_tokenizer.post_processor = None
