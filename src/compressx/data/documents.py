@@ -157,7 +157,7 @@ def _check_name(name: str) -> None:
     short = [*_SHORT_NAMES, "python-docs"]
     path = Path(name).expanduser()
     if path.is_file():
-        key = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(path.suffix, "text")
+        key = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(files.suffix(path), "text")
         raise CalibrationError(f"dataset {name!r} is a file, not the name of a dataset; write {{{key}: {name}}}")
     # A few old datasets on the hub have no owner in their name, so only close misspellings are refused.
     if name not in short and "/" not in name and not path.is_dir() and nearest(name, short, cutoff=0.8):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,26 @@ class TestTextFiles:
         (project / "windows.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\rthree\n")
         assert documents(source(text="windows.txt"), "calibration") == ["one\n\ntwo\nthree\n"]
 
+    @pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
+    def test_what_python_decompresses_is_read_as_it_was(self, suffix: str, project: Path) -> None:
+        squeeze = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[suffix]
+        (project / f"a.txt.{suffix}").write_bytes(squeeze(b"one\r\ntwo"))
+        (project / f"a.jsonl.{suffix}").write_bytes(squeeze(b'{"text": "first"}\n\n{"text": "second"}'))
+        (project / f"a.json.{suffix}").write_bytes(squeeze(b'[{"text": "third"}]'))
+        assert documents(source(text=f"*.txt.{suffix}"), "calibration") == ["one\ntwo"]
+        assert documents(source(json=f"*.json*.{suffix}"), "calibration") == [
+            "third", "first", "second",
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
+    def test_an_archive_that_is_damaged_or_cut_short_is_named(self, suffix: str, project: Path) -> None:
+        squeeze = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[suffix]
+        whole = squeeze(b'{"text": "first"}\n' * 100)
+        for content in (b"text", whole[:-9], whole[:20] + b"?" * 20 + whole[40:]):
+            (project / f"a.jsonl.{suffix}").write_bytes(content)
+            with pytest.raises(CalibrationError, match=rf"^cannot read a\.jsonl\.{suffix}: (?!None)"):
+                documents(source(json=f"a.jsonl.{suffix}"), "calibration")
+
     def test_files_of_blanks_are_no_text(self, project: Path) -> None:
         (project / "blank.txt").write_text(" \n\n")
         with pytest.raises(CalibrationError, match=r"text 'blank\.txt' has no text for calibration"):
@@ -101,7 +124,10 @@ class TestWhatIsSeenWithoutReading:
     @pytest.mark.parametrize(
         ("name", "key", "told"),
         [
-            ("a.txt.gz", "text", "is compressed; decompress it first"),
+            ("a.txt.zip", "text", "is compressed; decompress it first"),
+            ("a.parquet.gz", "parquet", "is compressed; decompress it first"),
+            ("a.JSONL.gz", "text", r"holds rows of fields; write \{json: a.JSONL.gz\}"),
+            ("a.TSV", "text", "holds rows of fields; convert it"),
             ("a.jsonl.zst", "json", "is compressed; decompress it first"),
             (
                 "a.csv",
@@ -129,7 +155,8 @@ class TestWhatIsSeenWithoutReading:
             check_dataset(source(json="corpus", field="text"))
 
     def test_a_file_that_is_given_as_a_name_is_refused_with_how_to_write_it(self, project: Path) -> None:
-        for name, key in (("a.txt", "text"), ("a.jsonl", "json"), ("a.json", "json"), ("a.parquet", "parquet")):
+        kinds = {"a.txt": "text", "a.jsonl": "json", "a.json": "json", "a.parquet": "parquet", "a.json.gz": "json"}
+        for name, key in kinds.items():
             (project / name).write_text("text")
             with pytest.raises(
                 CalibrationError,
