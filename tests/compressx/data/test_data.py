@@ -270,6 +270,18 @@ class TestChats:
         assert documents(found, "calibration") == CHATS
         assert check_dataset(found) == (kind != "name"), "a dataset that may be on the hub is not looked into"
 
+    @pytest.mark.parametrize("kind", ["json", "parquet"])
+    def test_the_conversations_of_sharegpt_are_chats_of_users_and_assistants(self, project, kind: str) -> None:
+        senders = ("system", "human", "gpt", "chatgpt")
+        rows = datasets.Dataset.from_list([{"conversations": [{"from": x, "value": x} for x in senders]}])
+        rows.to_parquet("a.parquet")
+        Path("a.jsonl").write_text(json.dumps(rows[0]))
+        roles = ("system", "user", "assistant", "assistant")
+        expected = [{"role": role, "content": sender} for role, sender in zip(roles, senders, strict=True)]
+        found = source(**{kind: {"json": "a.jsonl", "parquet": "a.parquet"}[kind]})
+        assert documents(found, "calibration") == [expected]
+        assert check_dataset(found)
+
     def test_chats_follow_one_another_as_the_template_writes_them_without_more_special_tokens(self, instructed) -> None:
         assert token_ids(CHATS, instructed).tolist() == [0, 2, 0, 3, 0, 4]
 
@@ -277,7 +289,9 @@ class TestChats:
         ("value", "complaint"),
         [(3, "is int, expected text or a list of {role, content}"),
          (["hi"], "message 0 is str, expected {role, content}"),
-         ([{"from": "human", "value": "hi"}], "message 0 has no text in 'role', expected .*; it has from, value"),
+         ([{"speaker": "human", "text": "hi"}], "message 0 has no text in 'role', expected .*; it has speaker, text"),
+         ([{"from": "human", "value": None}], "no text in 'content', but NoneType, expected .*; it has from, value"),
+         ([{"role": "user", "content": [{"type": "text"}]}], "message 0 has no text in 'content', but list, expected"),
          ([{"role": "user", "content": None}], "message 0 has no text in 'content'")],
     )  # fmt: skip
     def test_what_is_no_chat_is_named_with_its_place(self, project: Path, value: object, complaint: str) -> None:
