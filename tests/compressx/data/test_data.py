@@ -349,6 +349,17 @@ class TestDatasets:
         assert documents(source(name=folder), "evaluation") == ["test 0", "", "test 2"]
         assert capfd.readouterr() == ("", "")
 
+    def test_what_save_to_disk_wrote_is_read(self, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", project / "cache")
+        parts = {name: datasets.Dataset.from_dict({"text": [f"{name} 1", f"{name} 2"]}) for name in ("train", "test")}
+        parts["train"].save_to_disk("one")
+        datasets.DatasetDict(parts).save_to_disk("several")
+        for purpose in ("calibration", "evaluation"):
+            assert documents(source(name="one"), purpose) == ["train 1", "train 2"]
+        assert documents(source(name="several"), "evaluation") == ["test 1", "test 2"]
+        with pytest.raises(CalibrationError, match=r"^dataset 'one' takes no split: it is one split, as save_to_disk"):
+            check_dataset(source(name="one", split="train"))
+
     def test_settings_that_would_be_ignored_are_refused(self) -> None:
         for wrong, message in (
             ({"name": "python-docs", "split": "train"}, "takes no split"),
