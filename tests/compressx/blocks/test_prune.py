@@ -563,6 +563,9 @@ def test_a_statistic_that_fails_is_blamed_on_the_pruner_that_asked_for_it():
         def observe(self, block, name):
             return FeatureNorms(3)
 
+        def prune(self, block, patterns, stats):
+            raise AssertionError("asked without statistics")
+
     told = (
         r"update of the statistic of pruner 'mine' failed on model\.layers\.0\.self_attn\.q_proj: RuntimeError: shape"
     )
