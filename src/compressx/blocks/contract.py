@@ -138,6 +138,13 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _check_form(who: str, linear: Linear, result: PruneResult) -> None:
     """Refuse a result of another shape or type, and what cannot be reported of it."""
+    for part in ("keep", "weight", "bias"):
+        tensor = getattr(result, part)
+        if not isinstance(tensor, Tensor) and (tensor is not None or part == "keep"):
+            raise PluginError(f"{who}: {part} must be a torch.Tensor, got {type(tensor).__name__}")
+    for part in ("info", "images", "history"):
+        if not isinstance(shown := getattr(result, part), Mapping):
+            raise PluginError(f"{who}: {part} must be a mapping from names, got {type(shown).__name__}")
     shape = (linear.out_features, linear.in_features)
     if result.keep.dtype != torch.bool or tuple(result.keep.shape) != shape:
         got = f"{result.keep.dtype} {list(result.keep.shape)}"

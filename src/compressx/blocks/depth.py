@@ -13,6 +13,7 @@ from torch import Tensor
 from compressx.api.depth import DepthPruner, StreamStatistic
 from compressx.api.pruner import Block, PruneResult
 from compressx.blocks.exchange import reduce_
+from compressx.blocks.observe import unchanged
 from compressx.models.access import Access
 from compressx.models.architecture import survey
 from compressx.models.blockwise import Run, capture, each_block
@@ -63,8 +64,12 @@ def score_blocks(
             for run, state in zip(runs, states, strict=True):
                 after = finite(run(state), block.fqn)
                 if statistic is not None:
-                    with blamed_on(f"update of the statistic of pruner {name!r} failed on {block.fqn}"):
-                        statistic.update(to_device(state, after.device), after)
+                    before = to_device(state, after.device)
+                    with (
+                        unchanged(name, block.fqn, before, after),
+                        blamed_on(f"update of the statistic of pruner {name!r} failed on {block.fqn}"),
+                    ):
+                        statistic.update(before, after)
                 put(state, after)
         if statistic is not None:
             scores[block.fqn] = _score(name, pruner, block, statistic, ranks)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from compressx.api.pruner import Linear, Statistic
 from compressx.api.routed import RoutedStatistic
 from compressx.blocks.hooks import inputs_watched, routing_watched
-from compressx.runtime.errors import CalibrationError, UnsupportedModelError, blamed_on
+from compressx.runtime.errors import CalibrationError, PluginError, UnsupportedModelError, blamed_on
 from compressx.runtime.finite import first_damaged
 
 
@@ -51,7 +51,7 @@ def observe(
     Raises:
         CalibrationError: an input that is not finite; the message names the linear.
         UnsupportedModelError: a linear that shares its input with another on some batches only.
-        PluginError: a statistic that fails; the message names the pruner that asked for it and the linear.
+        PluginError: a statistic that fails or changes its input; the message names its pruner and the linear.
     """
     asked = {name: stats for name, stats in wanted.items() if stats}
     if not asked:
@@ -99,6 +99,27 @@ def refuse_missed(names: Collection[str], reached: Collection[str]) -> None:
                 else "; a linear that the model does not call, such as Mamba's dt_proj, cannot be "
                 f"calibrated: leave it out by ignore: ['*.{end}']"
             )
+        )
+
+
+@contextmanager
+def unchanged(pruner: str, where: str, *given: Tensor) -> Iterator[None]:
+    """Refuse a statistic whose `update`, called inside the `with`, changes what it is given.
+
+    Args:
+        pruner: the name of the plugin that asked for the statistic.
+        where: the name of the linear or block.
+        given: what the statistic is given, and others after it.
+
+    Raises:
+        PluginError: one of them is changed in place.
+    """
+    before = [x._version for x in given]  # counted by torch, also for views, without a wait for the device
+    yield
+    if [x._version for x in given] != before:
+        raise PluginError(
+            f"update of the statistic of pruner {pruner!r} changed its input on {where} in place, which the model and "
+            "other statistics go on with; write x = x - y instead of x -= y, and x.abs() instead of x.abs_()"
         )
 
 
@@ -153,6 +174,7 @@ class _Feed:
                 # The block's products may be narrow; a Hessian of bfloat16 products has negative eigenvalues.
                 with (
                     torch.autocast(x.device.type, enabled=False),
+                    unchanged(mine.pruner, name, x, *weights),
                     blamed_on(f"update of the statistic of pruner {mine.pruner!r} failed on {name}"),
                 ):
                     mine.statistic.update(x, *weights)

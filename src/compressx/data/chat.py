@@ -14,6 +14,9 @@ Document: TypeAlias = str | Chat
 _USUAL = ("text", "messages", "conversations")
 """Fields that hold the document when the recipe names none, the first one present."""
 
+_SENDERS = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
+"""Who speaks in ShareGPT's conversations, by the roles of chat templates; the others have the same names there."""
+
 
 def field_among(columns: Iterable[str], wanted: str | None, where: str) -> str:
     """Return the field that holds the documents: `wanted`, or the first usual one among a row's columns.
@@ -41,7 +44,7 @@ def document(row: Mapping[str, Any], field: str, where: str) -> Document:
 
 
 def checked(value: Any, where: str) -> Document:
-    """Return a value if it is text or a chat.
+    """Return a value if it is text or a chat; ShareGPT's {from, value} become {role, content}.
 
     Raises:
         CalibrationError: it is neither.
@@ -50,16 +53,25 @@ def checked(value: Any, where: str) -> Document:
         return value
     if not isinstance(value, list):
         raise CalibrationError(f"{where} is {type(value).__name__}, expected text or a list of {{role, content}}")
-    for i, message in enumerate(value):
+    chat = [_renamed(message) for message in value]
+    for i, message in enumerate(chat):
         if not isinstance(message, Mapping):
             raise CalibrationError(f"{where}: message {i} is {type(message).__name__}, expected {{role, content}}")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
+                found = f", but {type(message[key]).__name__}" if key in message else ""
                 raise CalibrationError(
-                    f"{where}: message {i} has no text in {key!r}, expected {{role, content}}; it has "
-                    f"{', '.join(map(str, message)) or 'nothing'}"
+                    f"{where}: message {i} has no text in {key!r}{found}, expected {{role, content}} or {{from, value}}"
+                    f"; it has {', '.join(map(str, value[i])) or 'nothing'}"
                 )
-    return value
+    return chat
+
+
+def _renamed(message: Any) -> Any:
+    """Return a message of ShareGPT's, {from, value}, as {role, content}, and any other as it is."""
+    if not isinstance(message, Mapping) or "role" in message or not isinstance(sender := message.get("from"), str):
+        return message
+    return {"role": _SENDERS.get(sender, sender), "content": message.get("value")}
 
 
 def given(value: str | Sequence[Document], name: str) -> list[Document]:

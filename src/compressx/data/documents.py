@@ -157,7 +157,7 @@ def _check_name(name: str) -> None:
     short = [*_SHORT_NAMES, "python-docs"]
     path = Path(name).expanduser()
     if path.is_file():
-        key = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(path.suffix, "text")
+        key = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(files.suffix(path), "text")
         raise CalibrationError(f"dataset {name!r} is a file, not the name of a dataset; write {{{key}: {name}}}")
     # A few old datasets on the hub have no owner in their name, so only close misspellings are refused.
     if name not in short and "/" not in name and not path.is_dir() and nearest(name, short, cutoff=0.8):
@@ -172,8 +172,18 @@ def _check_keys(source: DatasetSource) -> None:
     if source.name == "python-docs":
         if given := [n for n in ("config", "split", "revision", "field") if getattr(source, n) is not None]:
             raise CalibrationError(f"dataset 'python-docs' takes no {', '.join(given)}: it comes with Python")
+    elif _saved(source.name or ""):
+        if given := [n for n in ("config", "split", "revision") if getattr(source, n) is not None]:
+            raise CalibrationError(
+                f"dataset {source.name!r} takes no {', '.join(given)}: it is one split, as save_to_disk wrote it"
+            )
     elif source.config is not None and (short := _SHORT_NAMES.get(source.name or "")) and short.shards is not None:
         raise CalibrationError(f"dataset {source.name!r} takes no config; for another one use {{name: {short.path}}}")
+
+
+def _saved(name: str) -> bool:
+    """Return whether a folder is one `datasets.Dataset` that `save_to_disk` wrote, which load_dataset refuses."""
+    return (Path(name) / "state.json").is_file() and (Path(name) / "dataset_info.json").is_file()
 
 
 def as_dataset(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -239,6 +249,8 @@ def _hub_dataset(source: DatasetSource) -> _HubDataset:
 def _load(dataset: _HubDataset, split: str, source: DatasetSource, purpose: Purpose) -> Any:
     import datasets
 
+    if _saved(dataset.path):
+        return datasets.load_from_disk(dataset.path)
     arguments: dict[str, Any] = {"split": split, "revision": source.revision}
     if dataset.shards is None:
         return datasets.load_dataset(dataset.path, dataset.config, **arguments)

@@ -1,12 +1,17 @@
-"""Local files of text: plain, JSON lines or arrays, and parquet."""
+"""Local files of text: plain, JSON lines or arrays, each compressed or not, and parquet."""
 
 from __future__ import annotations
 
+import bz2
 import glob
+import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from compressx.runtime.errors import CalibrationError, nearest
 from compressx.runtime.quiet import quiet_libraries
@@ -14,7 +19,9 @@ from compressx.runtime.quiet import quiet_libraries
 Rows: TypeAlias = Iterator[tuple[str, Mapping[str, Any]]]
 """The rows of files, each with its place for messages."""
 
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+"""What Python itself decompresses while it is read."""
+_COMPRESSED = (*_OPENERS, ".zst", ".zip")
 
 _SUFFIXES = {"text": "txt", "json": "jsonl", "parquet": "parquet"}
 
@@ -46,17 +53,23 @@ def _plain(paths: list[Path], key: str) -> list[Path]:
     """Refuse files of another kind: of rows as `text`, braces, quotes and names of fields would be calibrated on."""
     rows = {".jsonl": "json", ".parquet": "parquet"}
     for path in paths:
-        if path.suffix in _COMPRESSED:
+        outer = path.suffix.lower()
+        if outer in _COMPRESSED and (outer not in _OPENERS or key == "parquet"):
             raise CalibrationError(f"{key}: {path} is compressed; decompress it first")
-        if path.suffix == ".csv":
+        if suffix(path) in (".csv", ".tsv"):
             raise CalibrationError(
                 f"{key}: {path} holds rows of fields; convert it, such as with pandas' read_csv and to_parquet, and "
                 "write {parquet: FILE, field: COLUMN}"
             )
-        other = rows.get(path.suffix, key)
+        other = rows.get(suffix(path), key)
         if other != key:
             raise CalibrationError(f"{key}: {path} holds rows of fields; write {{{other}: {path}}} for them")
     return paths
+
+
+def suffix(path: Path) -> str:
+    """Return how a file's name ends, in lower case: `.jsonl` for `a.jsonl` and for `a.jsonl.gz`."""
+    return (path.with_suffix("") if path.suffix.lower() in _OPENERS else path).suffix.lower()
 
 
 def text(path: Path) -> str:
@@ -82,11 +95,19 @@ def rows(path: Path, key: str, columns: list[str] | None = None) -> Rows:
         yield where, row
 
 
-def _bytes(path: Path) -> bytes:
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, decompressed if its name says that it is compressed."""
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CalibrationError(f"cannot read {path}: {error.strerror}") from error
+        with _OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # damaged archives have no strerror
+        raise CalibrationError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _bytes(path: Path) -> bytes:
+    with _opened(path) as file:
+        return file.read()
 
 
 def _decoded(path: Path, content: bytes, start: int = 0) -> str:
@@ -102,18 +123,15 @@ def _decoded(path: Path, content: bytes, start: int = 0) -> str:
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the items of an array, or the lines of any other file, which are read one at a time."""
-    try:
-        with path.open("rb") as file:
-            if file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-                yield from _json_items(path)
-                return
-            start = file.seek(0)
-            for number, line in enumerate(file, start=1):
-                if text := _decoded(path, line, start).strip():
-                    yield f"{path}:{number}", _json_line(text, f"{path}:{number}")
-                start += len(line)
-    except OSError as error:
-        raise CalibrationError(f"cannot read {path}: {error.strerror}") from error
+    with _opened(path) as file:
+        if file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            yield from _json_items(path)
+            return
+        start = file.seek(0)
+        for number, line in enumerate(file, start=1):
+            if text := _decoded(path, line, start).strip():
+                yield f"{path}:{number}", _json_line(text, f"{path}:{number}")
+            start += len(line)
 
 
 def _json_line(text: str, where: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -57,9 +59,13 @@ class PlannedRule:
         return [spec for spec in (self.pruner, self.reconstructor) if spec is not None]
 
     def build(self) -> tuple[AnyPruner, AnyPruner | None]:
-        """Make the selecting pruner and the reconstructing one."""
-        selector = _built(self.pruner, self.options)
-        return selector, _built(self.reconstructor, self.reconstructor_options) if self.reconstructor else None
+        """Make the selecting pruner and the reconstructing one.
+
+        Raises:
+            PluginError: one that cannot be built, or lacks a method of `compressx.Pruner`.
+        """
+        selector = _pruner(self.pruner, self.options)
+        return selector, _pruner(self.reconstructor, self.reconstructor_options) if self.reconstructor else None
 
     def build_depth(self) -> DepthPruner:
         """Make the selecting pruner of a rule that prunes whole blocks.
@@ -79,6 +85,30 @@ class PlannedRule:
 def _built(spec: PrunerSpec, options: BaseModel | None) -> Any:
     with blamed_on(f"pruner {spec.name!r} could not be built"):
         return spec.build(options)
+
+
+def _pruner(spec: PrunerSpec, options: BaseModel | None) -> Any:
+    """Build a pruner, and refuse one that would only fail when it is asked, after all calibration."""
+    pruner = _built(spec, options)
+    prepares = callable(getattr(pruner, "prepare", None))
+    methods = {"observe": ["block", "name"], "prune": ["block", "patterns", "stats", *["prepared"] * prepares]}
+    for name, arguments in methods.items():
+        method, called = getattr(pruner, name, None), f"{name}({', '.join(arguments)})"
+        if not callable(method):
+            raise PluginError(
+                f"pruner {spec.name!r}: what build returned, a {type(pruner).__name__}, has no {called}; see "
+                "compressx.Pruner"
+            )
+        with contextlib.suppress(ValueError):  # nothing is known of functions written in C
+            signature = inspect.signature(method)
+            try:
+                signature.bind(*arguments)
+            except TypeError as error:
+                raise PluginError(
+                    f"pruner {spec.name!r}: {name} takes {signature}, but is called as {called}"
+                    + (", since the pruner has prepare" if name == "prune" and prepares else "")
+                ) from error
+    return pruner
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import inspect
 import itertools
 import sys
@@ -28,7 +29,7 @@ from compressx.plugins.discovery import GROUP, blocked_names, discover
 from compressx.plugins.file import PluginsFile, read_plugins_file
 from compressx.plugins.kinds import Kind, Spec, check_spec
 from compressx.plugins.record import PluginRecord
-from compressx.runtime.errors import PluginError, did_you_mean
+from compressx.runtime.errors import CompressxError, PluginError, did_you_mean
 
 Offers: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Specs by `Kind.key` and name."""
@@ -161,10 +162,21 @@ def _failed(record: PluginRecord, reason: str, error: BaseException | None = Non
     return replace(record, status="failed", error=reason)
 
 
+_NOT_THEIRS = {Path(str(module.__file__)).parent for module in (importlib, importlib.metadata, pluggy)}
+"""Folders of the code between the host and a plugin's."""
+
+
 def _message(error: BaseException) -> str:
-    """Return the last line of a traceback, with file and line for a syntax error."""
+    """Return the last line of a traceback, with the file and line of the plugin's that it comes from."""
     message = traceback.format_exception_only(error)[-1].strip()
-    return f"{message} ({error.filename}, line {error.lineno})" if isinstance(error, SyntaxError) else message
+    if isinstance(error, SyntaxError):
+        return f"{message} ({error.filename}, line {error.lineno})"
+    passed = {*_NOT_THEIRS, Path(__file__).parent}
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent not in passed]
+    frames = [f for f in frames if not f.filename.startswith("<")]  # "<frozen importlib._bootstrap>"
+    own = [f for f in frames if Path(f.filename).is_relative_to(Path(frames[0].filename).parent)]
+    told = not own or isinstance(error, CompressxError)  # these say themselves what to do
+    return message if told else f"{message} ({own[-1].filename}, line {own[-1].lineno})"
 
 
 def _where_looked(record: PluginRecord, error: BaseException) -> str:

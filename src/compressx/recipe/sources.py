@@ -109,8 +109,8 @@ class DatasetSource(Strict):
     generate: Generate | None = Field(None, description="text that the dense model itself writes; not to evaluate")
     field: str | None = Field(
         None,
-        description="field that holds the text, or chats as lists of {role, content}; when absent `text`, else "
-        "`messages`, else `conversations`",
+        description="field that holds the text, or chats as lists of {role, content} or {from, value}; when absent "
+        "`text`, else `messages`, else `conversations`",
     )
 
     @model_validator(mode="after")

@@ -187,8 +187,22 @@ def test_a_statistic_that_fails_is_blamed_on_its_plugin():
             return {}
 
     model = tiny_model("llama")
-    with pytest.raises(PluginError, match=r"update of the statistic of pruner 'own' failed on model\.layers\.0: TypeE"):
+    message = r"update of the statistic of pruner 'own' failed on model\.layers\.0: TypeError: no \(.*test_depth\.py"
+    with pytest.raises(PluginError, match=message):
         scored(model, plan_with(Blames(observe_block=lambda _b: Broken()), model))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_statistic_that_changes_what_enters_or_leaves_a_block_is_refused(which: int):
+    class Centring:
+        def update(self, *states: torch.Tensor) -> None:
+            states[which].sub_(1)
+
+    model = tiny_model("llama")
+    own = Blames()
+    own.observe_block = lambda block: Centring()  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(PluginError, match=r"statistic of pruner 'own' changed its input on model\.layers\.\d in place"):
+        scored(model, plan_with(own, model))
 
 
 def test_a_pruner_that_declares_blocks_and_scores_none_is_refused():

@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from compressx import PruneResult, PrunerSpec
+from compressx import PluginError, PruneResult, PrunerSpec
 from compressx.api.patterns import Unstructured, keep_mask
 from compressx.api.statistics import Hessian
 from compressx.blocks.prune import prune_model
@@ -66,6 +66,34 @@ def test_a_hessian_is_summed_in_float32_whatever_dtype_the_block_multiplies_in(w
         pass
     assert len(pruner.deviations) == len(linears)
     assert max(pruner.deviations) < 1e-5, "rounded to bfloat16 they would be .002 off"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_statistic_that_changes_its_input_in_place_is_refused(device: str):
+    """Others of the same input, and all linears after it, would be pruned by numbers that the model never had."""
+
+    class Centred(Recorded):
+        def update(self, x: Tensor) -> None:
+            flat = x.reshape(-1, self.in_features).float()  # of a float32 model these are views
+            flat -= flat.mean(dim=0)
+            super().update(flat)
+
+    class Centring(Looking):
+        def observe(self, block: Any, name: str) -> Recorded:
+            return Centred(block.linears[name].in_features)
+
+    spec = PrunerSpec("centring", "for a test", NoOptions, lambda _: Centring())
+    rule = PlannedRule(0, spec, NoOptions(), None, None)
+    message = r"statistic of pruner 'centring' changed its input on model\.layers\.0\.self_attn\.q_proj in place"
+    with pretended_accelerator():
+        model = tiny_model("llama").to(device)
+        found = survey(model)
+        linears = tuple(
+            PlannedLinear(n, found.block_of(n), tuple(x.weight.shape), rule, Unstructured(0.5))
+            for n, x in found.linears.items()
+        )
+        with pytest.raises(PluginError, match=message):
+            list(prune_model(InMemory(model), Plan(linears, {}, (rule,), True), [tiny_tokens()]))
 
 
 @pytest.mark.parametrize("products", [None, torch.float32, torch.float16], ids=str)

@@ -354,6 +354,14 @@ QUERY = r"\.self_attn\.q_proj: .*"
          QUERY + r"keep must be torch.bool \[64, 64\], got .*bool \[2, 2\]"),
         (made(lambda x, p: PruneResult(torch.ones(64, 64))),
          QUERY + r"keep must be torch.bool \[64, 64\], got torch.float32"),
+        (made(lambda x, p: PruneResult([[True]])), QUERY + r"keep must be a torch.Tensor, got list$"),
+        (made(lambda x, p: PruneResult(None)), QUERY + r"keep must be a torch.Tensor, got NoneType$"),
+        (made(lambda x, p: by_magnitude(x, p, weight=x.weight.numpy())),
+         QUERY + r"weight must be a torch.Tensor, got ndarray$"),
+        (made(lambda x, p: by_magnitude(x, p, bias=[0.0])), QUERY + r"bias must be a torch.Tensor, got list$"),
+        (showing(info=["e"]), QUERY + r"info must be a mapping from names, got list$"),
+        (showing(images=None), QUERY + r"images must be a mapping from names, got NoneType$"),
+        (showing(history=[1.0]), QUERY + r"history must be a mapping from names, got list$"),
         (made(lambda x, p: PruneResult(x.weight == x.weight)), QUERY + r"means 2048 zeros of 4096, got 0"),
         (made(lambda x, p: by_magnitude(x, p, weight=x.weight[:1])),
          QUERY + r"weight must be a float tensor \[64, 64\]"),
@@ -554,6 +562,9 @@ def test_a_statistic_that_fails_is_blamed_on_the_pruner_that_asked_for_it():
     class Asks:
         def observe(self, block, name):
             return FeatureNorms(3)
+
+        def prune(self, block, patterns, stats):
+            raise AssertionError("asked without statistics")
 
     told = (
         r"update of the statistic of pruner 'mine' failed on model\.layers\.0\.self_attn\.q_proj: RuntimeError: shape"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 from compressx.data import files
 from compressx.data.documents import check_dataset, documents
 from compressx.data.windows import (
+    _encoded,
     beginning,
     calibration_windows,
     evaluation_windows,
@@ -71,6 +75,26 @@ class TestTextFiles:
         (project / "windows.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\rthree\n")
         assert documents(source(text="windows.txt"), "calibration") == ["one\n\ntwo\nthree\n"]
 
+    @pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
+    def test_what_python_decompresses_is_read_as_it_was(self, suffix: str, project: Path) -> None:
+        squeeze = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[suffix]
+        (project / f"a.txt.{suffix}").write_bytes(squeeze(b"one\r\ntwo"))
+        (project / f"a.jsonl.{suffix}").write_bytes(squeeze(b'{"text": "first"}\n\n{"text": "second"}'))
+        (project / f"a.json.{suffix}").write_bytes(squeeze(b'[{"text": "third"}]'))
+        assert documents(source(text=f"*.txt.{suffix}"), "calibration") == ["one\ntwo"]
+        assert documents(source(json=f"*.json*.{suffix}"), "calibration") == [
+            "third", "first", "second",
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
+    def test_an_archive_that_is_damaged_or_cut_short_is_named(self, suffix: str, project: Path) -> None:
+        squeeze = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[suffix]
+        whole = squeeze(b'{"text": "first"}\n' * 100)
+        for content in (b"text", whole[:-9], whole[:20] + b"?" * 20 + whole[40:]):
+            (project / f"a.jsonl.{suffix}").write_bytes(content)
+            with pytest.raises(CalibrationError, match=rf"^cannot read a\.jsonl\.{suffix}: (?!None)"):
+                documents(source(json=f"a.jsonl.{suffix}"), "calibration")
+
     def test_files_of_blanks_are_no_text(self, project: Path) -> None:
         (project / "blank.txt").write_text(" \n\n")
         with pytest.raises(CalibrationError, match=r"text 'blank\.txt' has no text for calibration"):
@@ -100,7 +124,10 @@ class TestWhatIsSeenWithoutReading:
     @pytest.mark.parametrize(
         ("name", "key", "told"),
         [
-            ("a.txt.gz", "text", "is compressed; decompress it first"),
+            ("a.txt.zip", "text", "is compressed; decompress it first"),
+            ("a.parquet.gz", "parquet", "is compressed; decompress it first"),
+            ("a.JSONL.gz", "text", r"holds rows of fields; write \{json: a.JSONL.gz\}"),
+            ("a.TSV", "text", "holds rows of fields; convert it"),
             ("a.jsonl.zst", "json", "is compressed; decompress it first"),
             (
                 "a.csv",
@@ -128,7 +155,8 @@ class TestWhatIsSeenWithoutReading:
             check_dataset(source(json="corpus", field="text"))
 
     def test_a_file_that_is_given_as_a_name_is_refused_with_how_to_write_it(self, project: Path) -> None:
-        for name, key in (("a.txt", "text"), ("a.jsonl", "json"), ("a.json", "json"), ("a.parquet", "parquet")):
+        kinds = {"a.txt": "text", "a.jsonl": "json", "a.json": "json", "a.parquet": "parquet", "a.json.gz": "json"}
+        for name, key in kinds.items():
             (project / name).write_text("text")
             with pytest.raises(
                 CalibrationError,
@@ -242,6 +270,18 @@ class TestChats:
         assert documents(found, "calibration") == CHATS
         assert check_dataset(found) == (kind != "name"), "a dataset that may be on the hub is not looked into"
 
+    @pytest.mark.parametrize("kind", ["json", "parquet"])
+    def test_the_conversations_of_sharegpt_are_chats_of_users_and_assistants(self, project, kind: str) -> None:
+        senders = ("system", "human", "gpt", "chatgpt")
+        rows = datasets.Dataset.from_list([{"conversations": [{"from": x, "value": x} for x in senders]}])
+        rows.to_parquet("a.parquet")
+        Path("a.jsonl").write_text(json.dumps(rows[0]))
+        roles = ("system", "user", "assistant", "assistant")
+        expected = [{"role": role, "content": sender} for role, sender in zip(roles, senders, strict=True)]
+        found = source(**{kind: {"json": "a.jsonl", "parquet": "a.parquet"}[kind]})
+        assert documents(found, "calibration") == [expected]
+        assert check_dataset(found)
+
     def test_chats_follow_one_another_as_the_template_writes_them_without_more_special_tokens(self, instructed) -> None:
         assert token_ids(CHATS, instructed).tolist() == [0, 2, 0, 3, 0, 4]
 
@@ -249,7 +289,9 @@ class TestChats:
         ("value", "complaint"),
         [(3, "is int, expected text or a list of {role, content}"),
          (["hi"], "message 0 is str, expected {role, content}"),
-         ([{"from": "human", "value": "hi"}], "message 0 has no text in 'role', expected .*; it has from, value"),
+         ([{"speaker": "human", "text": "hi"}], "message 0 has no text in 'role', expected .*; it has speaker, text"),
+         ([{"from": "human", "value": None}], "no text in 'content', but NoneType, expected .*; it has from, value"),
+         ([{"role": "user", "content": [{"type": "text"}]}], "message 0 has no text in 'content', but list, expected"),
          ([{"role": "user", "content": None}], "message 0 has no text in 'content'")],
     )  # fmt: skip
     def test_what_is_no_chat_is_named_with_its_place(self, project: Path, value: object, complaint: str) -> None:
@@ -306,6 +348,17 @@ class TestDatasets:
         assert documents(source(name=folder), "calibration") == ["train 0", "", "train 2"]
         assert documents(source(name=folder), "evaluation") == ["test 0", "", "test 2"]
         assert capfd.readouterr() == ("", "")
+
+    def test_what_save_to_disk_wrote_is_read(self, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", project / "cache")
+        parts = {name: datasets.Dataset.from_dict({"text": [f"{name} 1", f"{name} 2"]}) for name in ("train", "test")}
+        parts["train"].save_to_disk("one")
+        datasets.DatasetDict(parts).save_to_disk("several")
+        for purpose in ("calibration", "evaluation"):
+            assert documents(source(name="one"), purpose) == ["train 1", "train 2"]
+        assert documents(source(name="several"), "evaluation") == ["test 1", "test 2"]
+        with pytest.raises(CalibrationError, match=r"^dataset 'one' takes no split: it is one split, as save_to_disk"):
+            check_dataset(source(name="one", split="train"))
 
     def test_settings_that_would_be_ignored_are_refused(self) -> None:
         for wrong, message in (
@@ -390,6 +443,34 @@ class TestTokenIds:
         assert warned == []
         tokenizer("\n\n".join(["one"] * 10))
         assert warned, "the tokenizer warns of its own accord"
+
+    @pytest.mark.parametrize("special", [True, False])
+    @pytest.mark.parametrize("split", [True, False])
+    def test_the_backend_is_asked_for_the_ids_that_a_call_of_the_tokenizer_gives(
+        self, tokenizer: Any, special: bool, split: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tokenizer.split_special_tokens = split
+        text = "\n\n".join(["one", "<s>", "two<s>three", "unknown", "", "é"])
+        expected = tokenizer(text, add_special_tokens=special)["input_ids"]
+        tokenizer.backend_tokenizer.enable_truncation(2)  # as some tokenizer.json say
+        tokenizer.backend_tokenizer.enable_padding(length=50)
+        tokenizer.backend_tokenizer.encode_special_tokens = not split
+        convert, converted = type(tokenizer)._convert_encoding, []
+        monkeypatch.setattr(
+            type(tokenizer),
+            "_convert_encoding",
+            lambda *a, **k: converted.append(k["encoding"].ids) or convert(*a, **k),
+        )
+        assert _encoded(text, tokenizer, special=special).tolist() == expected
+        assert expected not in converted, "with offsets the text takes twice the time"
+
+    def test_a_tokenizer_that_does_more_than_its_backend_is_called(self, tokenizer: Any) -> None:
+        class Upside(type(tokenizer)):  # type: ignore[misc]
+            def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+                return {"input_ids": [len(text)]}
+
+        upside = Upside(tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>")  # noqa: S106
+        assert token_ids(["one"], upside).tolist() == [3]
 
     def test_text_without_tokens_is_refused(self, tokenizer: Any) -> None:
         tokenizer.backend_tokenizer.post_processor = None

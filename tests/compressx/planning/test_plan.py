@@ -427,8 +427,18 @@ def test_reconstruction_is_built_with_its_own_options(planned: Any) -> None:
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [({"build": lambda _: 1 / 0}, r"pruner 'wanda' could not be built: ZeroDivisionError: .* \(.*test_plan.py, line"),
-     ({"build": lambda _: object()}, r"observe of pruner 'wanda' failed on model\.layers\.0\.self_attn\.q_proj: Attr"),
-     ({"build": lambda _: SimpleNamespace(observe=lambda *_: 5)}, r"must return a statistic, such as .*; got 5$"),
+     ({"build": lambda _: object()}, r"'wanda': what build returned, a object, has no observe\(block, name\); see"),
+     ({"build": lambda _: SimpleNamespace(observe=max, prune=5)}, r"has no prune\(block, patterns, stats\); see "),
+     ({"build": lambda _: SimpleNamespace(observe=lambda block: None)},
+      r"'wanda': observe takes \(block\), but is called as observe\(block, name\)$"),
+     ({"build": lambda _: SimpleNamespace(observe=max, prune=lambda block, patterns: None)},
+      r"'wanda': prune takes \(block, patterns\), but is called as prune\(block, patterns, stats\)$"),
+     ({"build": lambda _: SimpleNamespace(observe=max, prepare=max, prune=lambda block, patterns, stats: None)},
+      r"but is called as prune\(block, patterns, stats, prepared\), since the pruner has prepare$"),
+     ({"build": lambda _: SimpleNamespace(observe=lambda *_: 1 / 0, prune=max)},
+      r"observe of pruner 'wanda' failed on model\.layers\.0\.self_attn\.q_proj: Zero"),
+     ({"build": lambda _: SimpleNamespace(observe=lambda *_: 5, prune=max)},
+      r"must return a statistic, such as .*; got 5$"),
      ({"check": lambda _: None}, r"check of pruner 'wanda' failed on model\.layers\.0: TypeError: .*3 were given")],
 )  # fmt: skip
 def test_what_a_pruner_raises_while_planning_names_rule_and_pruner(broken, complaint, plugins, refusal, monkeypatch):

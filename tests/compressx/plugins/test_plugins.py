@@ -102,9 +102,14 @@ def test_one_object_under_two_paths_is_an_error(site: Site) -> None:
 @pytest.mark.parametrize(
     ("body", "error"),
     [
-        ("import flash_attn_9", "ModuleNotFoundError: No module named 'flash_attn_9'"),
-        ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("import flash_attn_9", "ModuleNotFoundError: No module named 'flash_attn_9' (HERE/cx_bad.py, line 1)"),
+        ("x = 1\n1 / 0", "ZeroDivisionError: division by zero (HERE/cx_bad.py, line 2)"),
+        (
+            "import json\n\njson.loads('{')",
+            "json.decoder.JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1) "
+            "(HERE/cx_bad.py, line 3)",
+        ),
+        ("raise SystemExit(3)", "SystemExit: 3 (HERE/cx_bad.py, line 1)"),
         ("x = 1\ndef f(:", "SyntaxError: invalid syntax (HERE/cx_bad.py, line 2)"),
         ("raise __import__('compressx').PluginError('too old')", "compressx.runtime.errors.PluginError: too old"),
         ("x = 1", "TypeError: it implements no hook; mark its functions with @compressx.hookimpl"),
@@ -129,7 +134,8 @@ def test_a_required_plugin_that_fails_is_an_error_with_its_cause(site: Site) -> 
     with pytest.raises(PluginError) as caught:
         load_plugins()
     assert str(caught.value) == (
-        "plugin 'bad' (entry point of dist 1.2) is required and failed to load: ZeroDivisionError: division by zero"
+        "plugin 'bad' (entry point of dist 1.2) is required and failed to load: ZeroDivisionError: division by zero "
+        f"({site.folder / 'cx_bad.py'}, line 1)"
     )
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -311,7 +317,7 @@ GROUPS = "expected a tuple of row, layer, joint, such as ('row',)"
         ("None", "TypeError: compressx_pruners returned None; return a list of PrunerSpec"),
         ("['wanda']", "TypeError: compressx_pruners returned 'wanda', which is not a PrunerSpec"),
         ("7", "TypeError: compressx_pruners returned int; return a list of PrunerSpec"),
-        ("(1 / 0 for _ in [1])", "ZeroDivisionError: division by zero"),
+        ("(1 / 0 for _ in [1])", "ZeroDivisionError: division by zero (HERE/cx_nonsense.py, line 14)"),
         ("[spec('', Options)]", "TypeError: compressx_pruners returned a PrunerSpec named ''; expected non-empty text"),
         ("[spec('x', __import__('pydantic').BaseModel)]",
          "TypeError: pruner 'x' has pydantic's BaseModel itself as options; use a subclass, even an empty one"),
@@ -347,7 +353,7 @@ def compressx_block_pruned(report):
     site.module("cx_nonsense", body)
     site.install("dist", nonsense="cx_nonsense")
     plugins = load_plugins()
-    assert [(r.status, r.error) for r in plugins.records] == [("failed", error)]
+    assert [(r.status, r.error) for r in plugins.records] == [("failed", error.replace("HERE", str(site.folder)))]
     plugins.manager.hook.compressx_block_pruned(report=None)
     assert plugins.offers == {"pruners": {}, "token_selectors": {}}
 
@@ -382,7 +388,7 @@ def test_a_pruner_that_is_not_there_is_told_with_the_plugins_that_failed(site: S
     plugins = load_plugins()
     assert refusal(lambda: plugins.find(PRUNER, "alps")) == (
         "no pruner 'alps': plugin 'fast' (entry point) failed to load: ModuleNotFoundError: "
-        "No module named 'flash_attn_9'"
+        f"No module named 'flash_attn_9' ({site.folder / 'cx_alps.py'}, line 1)"
     )
     assert refusal(lambda: plugins.find(PRUNER, "owl")) == (
         "no pruner 'owl'; none is loaded; plugins that failed to load: fast; compressx plugins lists what is installed"
