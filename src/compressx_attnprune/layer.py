@@ -40,7 +40,8 @@ def find_projections(block: Block, taken: Mapping[str, object] | None = None) ->
     try:
         return compressx.find_projections(block)
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{error}; {INSTEAD}") from error
+        alone = f"ignore: [layers: {block.index}]"
+        raise UnsupportedModelError(f"{error}; {INSTEAD}: {alone} in this rule, and another rule after it") from error
 
 
 def check(block: Block, patterns: Mapping[str, Pattern]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tests.compressx.built_in import BUILT_IN
 from tests.compressx.testing.promises import broken_promise
 from torch import nn
 
-from compressx import FeatureNorms, Hessian, PruneResult, PrunerSpec, UnsupportedModelError, keep_mask, keep_masks
+from compressx import FeatureNorms, Hessian, PruneResult, PrunerSpec, UnsupportedModelError, Work, keep_mask, keep_masks
 from compressx.testing import ConformanceError, check_pruner, conformance
 from compressx.testing.checks import CHECKS
 from compressx.testing.conformance import ARCHITECTURES
@@ -62,7 +63,8 @@ def failures(of: PrunerSpec, **given) -> dict[str, str]:
 def test_a_pruner_that_keeps_every_promise_passes_every_check():
     outcomes = list(conformance(spec(separable=True), architectures=["llama"]))
     assert {o.check for o in outcomes if o.status == "skipped"} == {
-        "reconstructs", "refusals name the layer", "leaves what it prepared as it is", "scores blocks"
+        "reconstructs", "refusals name the layer", "leaves what it prepared as it is", "scores blocks",
+        "counts its work"
     }  # fmt: skip
     assert {o.status for o in outcomes} == {"passed", "skipped"}
     assert len({o.check for o in outcomes}) >= 18
@@ -177,6 +179,14 @@ def observing(statistic):
             return statistic(block.linears[name])
 
     return Observing
+
+
+def counting(make):
+    class Counting(Base):
+        def work(self, block, patterns, text):
+            return make()
+
+    return Counting
 
 
 class MeanOfBatches:
@@ -402,6 +412,9 @@ APART = "decided after the others it gave another mask"
         (spec(observing(ReadsEveryBatch)), THERE, "the host waited "),
         (spec(scoring(another_on_cuda)), THERE, "another mask than on the CPU"),
         (spec(answering(other_weights_on_cuda)), THERE, "new weights are 50.0% apart from those on the CPU"),
+        (spec(counting(lambda: 1 / 0)), "counts its work", "division by zero"),
+        (spec(counting(lambda: 12.0)), "counts its work", "work for 50% row must return a Work, got float"),
+        (spec(counting(lambda: Work.of(moved=math.inf))), "counts its work", "work for 50% row counts moved inf"),
         (spec(answering(writes)), "leaves the model as it is", "a pruner returns new weights"),
         (spec(Inverts), "few tokens", "not positive-definite"),
         (spec(scoring(lambda scores, *_: {n: s.log() for n, s in scores.items()})),
