@@ -162,7 +162,7 @@ def test_a_text_begins_and_does_not_end_with_the_tokenizers_special_tokens(token
         ([], TEMPLATE, "the prompt has no message; expected one or more"),
         ([{"role": "user", "content": " \n"}], TEMPLATE, "the prompt is empty; expected a text"),
         ([{"role": "user", "content": TEXT}], "", "the tokenizer has no chat template; give a text"),
-        ([{"role": "user"}], TEMPLATE, "message 0 has no text in 'content', expected {role, content}; it has role"),
+        ([{"role": "user"}], TEMPLATE, "message 0 has no text in 'content', expected {role, content}"),
         ([{"role": "user", "content": None}], TEMPLATE, "message 0 has no text in 'content'"),
         ([{"role": "user", "content": [{"type": "text", "text": TEXT}]}], TEMPLATE, "message 0 has no text in 'conten"),
         ([TEXT], TEMPLATE, "message 0 is str, expected {role, content}"),
