@@ -34,7 +34,7 @@ MORE_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bigcode-multi-head": ("gpt_bigcode", {**TINY_CONFIGS["gpt2"][1], "multi_query": False}),
     "persimmon": ("persimmon", {**TINY_CONFIGS["llama-mha"][1], "qk_layernorm": True}),
     # Norms of the values, without weights; heads of other sizes in other layers.
-    "gemma4": ("gemma4_text", {**_LLAMA, "head_dim": 16, "global_head_dim": 32, "sliding_window": 8,
+    "gemma4-own-keys": ("gemma4_text", {**_LLAMA, "head_dim": 16, "global_head_dim": 32, "sliding_window": 8,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"], "num_kv_shared_layers": 0,
         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}),
     # Norms after the rotary embedding.
@@ -64,7 +64,7 @@ CHECKED = (
         "cohere2",
         "olmoe",
         "granite",
-        "gemma4",
+        "gemma4-own-keys",
         "hunyuan",
         "qwen2-moe",
         "gpt-oss",

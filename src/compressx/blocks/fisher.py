@@ -25,6 +25,7 @@ from compressx.models.architecture import Architecture, text_config
 from compressx.models.arithmetic import products_in
 from compressx.models.blockwise import capture, each_block
 from compressx.models.capture import run_around
+from compressx.models.handed import Backwards
 from compressx.models.hidden import Keep, in_memory
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import StreamedModel, free_memory, local_processes
@@ -250,9 +251,10 @@ def _backwards(
         leaving = zip(ids, states.pop(), strict=True)
         at_outputs = [_of_likelihood(access, found.blocks, windows, state, generator) for windows, state in leaving]
     yield order[-1], _checked(at_outputs, order[-1])
+    of_batches = [Backwards(call) for call in calls[order[-1]]]
     for block, runs in each_block(access, found, calls, reversed(order)):
-        parts = zip(runs, states.pop(), at_outputs, strict=True)
-        at_outputs = [at[block.fqn].backward(run, x, gradient) for run, x, gradient in parts]
+        parts = zip(runs, states.pop(), at_outputs, of_batches, strict=True)
+        at_outputs = [at[block.fqn].backward(*part) for part in parts]
         if block.index > 0:
             before = order[block.index - 1]
             yield before, _checked(at_outputs, before)

@@ -26,7 +26,8 @@ from compressx.masks.file import MaskEntry, WeightHashes
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.models.blockwise import Run, advance, capture, each_block, passes
-from compressx.models.capture import apart, hands_on, run_around
+from compressx.models.capture import run_around
+from compressx.models.handed import apart, handed_on
 from compressx.models.hidden import Keep, Streams, in_memory
 from compressx.models.routing import leave_out
 from compressx.models.shards import OUTSIDE
@@ -123,7 +124,7 @@ def _entering(
     """Return the inputs of the first unfinished block, and the arguments of every block."""
     if finished is not None:  # the inputs of the first block are not needed
         calls = capture(access, found, batches, lambda state: state.new_empty(0))[1]
-        if any(map(hands_on, chain(*calls.values()))):
+        if any(map(handed_on, chain(*calls.values()))):
             raise UnsupportedModelError(
                 f"{type(access.model).__name__}: its blocks use keys and values of earlier ones again, which an "
                 "interrupted run does not keep, so it cannot be resumed; start it anew, without --resume"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compressx.api.pruner import Linear
 from compressx.blocks.hooks import outputs_watched
+from compressx.models.handed import Backwards
 from compressx.runtime.errors import CalibrationError, UnsupportedModelError
 from compressx.runtime.finite import all_finite
 from compressx.runtime.ranks import ALONE, Ranks
@@ -43,13 +44,16 @@ class SquaredGradients:
         self.sums[name] += squares.sum(dim=0, dtype=torch.float64)
         self.tokens[name] += len(squares)
 
-    def backward(self, run: Callable[[Tensor], Tensor], enters: Tensor, gradient: Tensor) -> Tensor:
+    def backward(
+        self, run: Callable[[Tensor], Tensor], enters: Tensor, gradient: Tensor, backwards: Backwards
+    ) -> Tensor:
         """Run a block forwards and backwards, and add the gradients at its linears' outputs.
 
         Args:
             run: computes the block's output from its input.
             enters: the input, [batch, tokens, width].
             gradient: of the loss with respect to the output.
+            backwards: the batch's, for all blocks.
 
         Returns:
             The gradient with respect to the input.
@@ -66,9 +70,8 @@ class SquaredGradients:
             output.register_hook(lambda grad: self.add(name, grad))
 
         with torch.enable_grad(), outputs_watched(self.linears, watch):
-            out = run(x)
-        # With respect to the input only: weight gradients are not computed.
-        return torch.autograd.grad(out, x, gradient.to(out.dtype))[0]
+            out = backwards.run(run, x)
+        return backwards.gradient(out, x, gradient)
 
     def means(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
         """Return the means over all processes' tokens by linear name, float32 [out_features].

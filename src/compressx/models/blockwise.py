@@ -17,7 +17,8 @@ from compressx.api.pruner import Block, BlockCall
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
 from compressx.models.arithmetic import products_in
-from compressx.models.capture import apart, capture_calls, replay
+from compressx.models.capture import capture_calls, replay
+from compressx.models.handed import apart
 from compressx.models.hidden import Keep, in_memory
 from compressx.models.shards import OUTSIDE
 from compressx.runtime.finite import first_damaged, looks_finite, not_finite

@@ -8,8 +8,6 @@ replayed alone.
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -109,26 +107,6 @@ def replay(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:
     output = block(hidden, *call.args, **call.kwargs)
     result: Tensor = output[0] if isinstance(output, tuple | list) else output
     return result
-
-
-def apart(call: BlockCall, copies: dict[int, Any] | None = None) -> BlockCall:
-    """Return a call with copies of what the model's blocks hand one another in it; the tensors there are the same.
-
-    Args:
-        call: of a block.
-        copies: by id of the original, so that several blocks' calls are given the same copy.
-    """
-    made = {} if copies is None else copies
-
-    def own(value: Any) -> Any:
-        return made.setdefault(id(value), copy.copy(value)) if isinstance(value, UserDict) else value
-
-    return BlockCall(tuple(map(own, call.args)), {name: own(value) for name, value in call.kwargs.items()})
-
-
-def hands_on(call: BlockCall) -> bool:
-    """Return whether blocks hand one another something in this call, as Gemma 4's do keys and values."""
-    return any(isinstance(value, UserDict) for value in (*call.args, *call.kwargs.values()))
 
 
 def run_around(model: Any, blocks: Mapping[str, nn.Module], ids: Tensor, state: Tensor) -> Any:

@@ -71,6 +71,10 @@ TINY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("qwen3_5_text", {**_COMMON, "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
         "layer_types": ["linear_attention", "full_attention", "full_attention"]}),
+    # The last block uses keys and values of the one before.
+    "gemma4": ("gemma4_text", {**_COMMON, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32,
+        "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}),
 }  # fmt: skip
 """By name: the transformers model type and its config's values."""
 

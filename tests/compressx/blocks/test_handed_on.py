@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compressx.api.patterns import Unstructured
+from compressx.blocks.fisher import drawn_labels, gradients
 from compressx.blocks.prune import Finished, PrunedBlock, prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
@@ -30,8 +31,8 @@ def gemma4() -> Any:
 
     values = {
         **TINY_CONFIGS["llama"][1], "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 4, "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
     }  # fmt: skip
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -74,7 +75,7 @@ def test_looking_at_a_block_changes_nothing_that_later_ones_are_handed():
     for block, (run,) in each_block(access, found, calls):
         state = run(state)
         outputs.append(state)
-        if block.index == 0:
+        if block.index == 1:  # whose keys and values the next two use
             weight = block.linears[f"{block.fqn}.self_attn.k_proj"].weight
             dense = weight.clone()
             weight.zero_()
@@ -108,6 +109,22 @@ def test_the_pruned_stream_is_that_of_the_pruned_model():
     hook.remove()
     for ours, theirs in zip(before_last, seen, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_gradients_go_back_through_what_is_handed_on():
+    model = gemma4()
+    found, blocks = survey(model), survey(model).blocks
+    ids = BATCHES[0]
+    got = gradients(InMemory(model), found, list(blocks), [ids])
+    outputs: list[torch.Tensor] = []
+    hooks = [block.register_forward_hook(lambda _m, _a, out: outputs.append(out) or out) for block in blocks.values()]
+    logits = model(ids, use_cache=False).logits[0].float()
+    for hook in hooks:
+        hook.remove()
+    labels = drawn_labels(logits.detach(), torch.Generator().manual_seed(0))
+    loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    for fqn, expected in zip(blocks, torch.autograd.grad(loss, outputs), strict=True):
+        torch.testing.assert_close(got[fqn][0], expected, rtol=1e-3, atol=1e-5)
 
 
 def test_an_interrupted_run_is_not_resumed_without_what_was_handed_on():

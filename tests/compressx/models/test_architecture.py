@@ -15,6 +15,7 @@ from compressx.testing import TINY_CONFIGS, tiny_model
 
 _LLAMA = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
           "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+_PER_LAYER = ("per_layer_input_gate", "per_layer_projection")
 EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(("llama", "llama-mha", "llama-mqa", "llama-tied", "llama-theta", "llama-3", "llama-yarn", "mistral",
                      "qwen2", "qwen3", "gemma2", "gemma3", "stablelm", "olmo2", "cohere"), ("model.layers", _LLAMA)),
@@ -33,14 +34,17 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
                                "mlp.fc_out")),
     "phi3": ("model.layers", ("self_attn.o_proj", "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")),
     "qwen3.5": ("model.layers", _LLAMA),
+    "gemma4": ("model.layers", (*_LLAMA, *_PER_LAYER)),
     **dict.fromkeys(("mixtral", "gpt-oss"), ("model.layers", (
         *_LLAMA[:4], *(f"mlp.experts.{p}.{e}" for p in ("gate_up_proj", "down_proj") for e in range(4))))),
 }  # fmt: skip
 
-LINEAR_ATTENTION = (
-    *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")),
-    *_LLAMA[4:],
-)
+OTHERS = {
+    ("qwen3.5", 0): (*(f"linear_attn.{name}" for name in
+        ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")), *_LLAMA[4:]),
+    ("gemma4", 2): (*(name for name in _LLAMA if not name.endswith(("k_proj", "v_proj"))), *_PER_LAYER),
+}  # fmt: skip
+"""Blocks that are not like the others: with linear attention, or without keys and values of their own."""
 
 
 @pytest.mark.parametrize("architecture", TINY_CONFIGS)
@@ -50,7 +54,7 @@ def test_every_block_and_linear_is_found_with_and_without_weights_and_every_matr
     found = survey(model)
     blocks, kinds = EXPECTED[architecture]
     assert list(found.blocks) == [f"{blocks}.{i}" for i in range(3)]
-    of_blocks = {i: LINEAR_ATTENTION if (architecture, i) == ("qwen3.5", 0) else kinds for i in range(3)}
+    of_blocks = {i: OTHERS.get((architecture, i), kinds) for i in range(3)}
     assert set(found.linears) == {f"{blocks}.{i}.{kind}" for i, kinds in of_blocks.items() for kind in kinds}
     for name, linear in found.linears.items():
         assert name.startswith(f"{found.block_of(name)}.")

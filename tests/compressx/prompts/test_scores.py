@@ -24,7 +24,7 @@ from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 OWN_ATTENTION = ("falcon", "bloom", "gptj")
 READ = [name for name in TINY_CONFIGS if name not in (*OWN_ATTENTION, "mistral", "gpt-oss")]  # the last has sinks, too
-WHOLE = {"gemma2": (1,), "gemma3": (1,), "qwen3.5": (1, 2)}
+WHOLE = {"gemma2": (1,), "gemma3": (1,), "qwen3.5": (1, 2), "gemma4": (1, 2)}
 
 
 def read(model: Any, ids: Tensor, *blocks: int, **more: Any) -> Tensor:

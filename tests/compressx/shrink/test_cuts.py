@@ -33,8 +33,12 @@ NO_HEADS = {
     **dict.fromkeys(("opt", "gpt-neox", "gptj", "bloom", "stablelm"), DIVIDED),
     "phi": f"{DIVIDED}, .* it has model.layers.0.self_attn.q_layernorm.weight",
     "olmo2": OVER_ALL,
+    "gemma4": rf"{DIVIDED}, .* it has model\.layers\.2\.self_attn\.q_proj\.weight \[64, 64\], and \[128, 64\] is left",
 }
 """Architectures with heads (in Phi: norms) as large as their number says, and one whose heads share a norm."""
+NO_BLOCKS = ("gemma4",)
+"""Whose config counts blocks in settings of single blocks."""
+KEYS = ("k_proj", "c_attn", "qkv_proj", "query_key_value")
 ONE_GROUP = ("llama-mqa", "gemma3", "falcon")
 
 
@@ -60,7 +64,7 @@ def dropped(model: Any, kind: UnitKind, share: float, *, only: tuple[int, ...] =
     for block in blocks_of(model):
         if block.index not in only or (kind == "experts" and not any(".experts" in n for n in block.linears)):
             continue
-        if kind == "kv-groups" and any(".linear_attn." in n for n in block.linears):
+        if kind == "kv-groups" and not any(n.endswith(KEYS) for n in block.linears):
             continue
         for units in find_units(kind, block):
             keep = torch.ones(units.count, dtype=torch.bool)
@@ -143,7 +147,7 @@ def test_without_some_heads_it_computes_what_the_pruned_model_does(architecture,
         assert small.config.head_dim == 16
 
 
-@pytest.mark.parametrize("architecture", TINY_CONFIGS)
+@pytest.mark.parametrize("architecture", [n for n in TINY_CONFIGS if n not in NO_BLOCKS])
 def test_without_a_block_it_computes_what_the_pruned_model_does(architecture, tmp_path):
     model = tiny_model(architecture)
     gone = without_output(model, 1)
