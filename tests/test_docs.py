@@ -278,7 +278,10 @@ def test_the_figures_of_the_readme_and_of_the_best_recipes_are_those_of_the_resu
     measured, shown = _section(_RESULTS_MD, "The lowest perplexity"), _section(_README, "Results")
     for readme, results in (("SparseGPT", "SparseGPT |"), ("[best-50]", "best |")):
         for rounded, figure in zip(_row(shown, readme), _row(measured, results), strict=True):
-            assert abs(float(rounded) - float(figure)) <= 0.5 * 10 ** -len(rounded.partition(".")[2]), (rounded, figure)
+            half = (
+                0.5 * 10 ** -len(rounded.partition(".")[2]) * (1 + 1e-9)
+            )  # 42.6 for 42.55, whatever floats make of it
+            assert abs(float(rounded) - float(figure)) <= half, (rounded, figure)
     minutes, memory = _row(measured, "best: minutes without"), _row(measured, "best: peak memory")
     assert re.findall(r"best-60 took \[(\d+) minutes", shown) == [minutes[1]]
     of_a_recipe = {"50": 0, "60": 1, "70": 2, "2of4": 4}  # 80% and 4:8 are by those of 70% and 2:4
