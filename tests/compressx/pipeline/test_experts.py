@@ -57,6 +57,7 @@ def test_a_resumed_run_evaluates_the_model_that_its_routers_make(mixtral):
     assert report.evaluation["pruned"] != report.evaluation["dense"]
 
 
+@pytest.mark.slow
 def test_fine_tuning_trains_the_experts_that_are_left(mixtral):
     run(recipe(mixtral, HALF, output="pruned", shrink=True))
     report = run(recipe(mixtral, HALF, finetune={"steps": 3}, shrink=True))

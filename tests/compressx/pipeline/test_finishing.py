@@ -182,6 +182,7 @@ def test_checkpoints_of_other_settings_do_not_stay_beside_that_of_the_present_tr
         plan(recipe(model, teacher={"path": "nowhere"}))
 
 
+@pytest.mark.slow
 def test_adapters_of_a_recipe_are_merged_under_the_masks_and_resumed_to_the_same_files(model):
     pytest.importorskip("peft")
     asked = recipe(model, lora={"rank": 4})
@@ -249,6 +250,7 @@ def stopped(asked: dict[str, Any], step: int, **options: Any) -> Path:
     return left
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model):
     asked = recipe(model)
     run({**asked, "output": "whole"})
@@ -262,7 +264,7 @@ def test_a_resumed_run_ends_with_the_files_of_one_that_was_not_interrupted(model
         assert not leftovers()
 
 
-@pytest.mark.parametrize("changed", ["steps", "dataset"])
+@pytest.mark.parametrize("changed", [pytest.param("steps", marks=pytest.mark.slow), "dataset"])
 def test_another_fine_tuning_begins_anew_on_the_blocks_that_are_pruned(model, changed):
     Path("other.txt").write_text("w1 w2 w3 " * 200)
     other = {"dataset": {"text": str(Path("other.txt").resolve())}, "samples": 8, "sequence_length": 32}

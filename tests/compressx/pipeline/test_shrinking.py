@@ -106,6 +106,7 @@ def test_a_saved_smaller_model_measures_what_the_run_did(model):
     assert pruned != report.evaluation["dense"]["token_perplexity"]
 
 
+@pytest.mark.slow
 def test_fine_tuned_survivors_are_what_is_left(model):
     tuning = {"finetune": {"steps": 3}}
     run(recipe(model, NEURONS, HEADS, output="masked", **tuning))
@@ -154,6 +155,7 @@ def test_a_run_that_goes_on_without_shrink_has_no_description_of_a_smaller_model
     assert json.loads(Path("out/model/config.json").read_text())["intermediate_size"] == 96
 
 
+@pytest.mark.slow
 def test_a_streamed_mixture_loses_experts_and_their_neurons(models):
     mixtral = models("mixtral")
     run(recipe(mixtral, EXPERTS, **SHRINK))
