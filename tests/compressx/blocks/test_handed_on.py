@@ -25,14 +25,14 @@ SPEC = magnitude.compressx_pruners()[0]
 BATCHES = tiny_tokens(sequences=4, length=16).split(1)
 
 
-def gemma4() -> Any:
-    """Return four blocks, of which the last two have no key and value projections."""
+def gemma4(*, shared: int = 2) -> Any:
+    """Return four blocks, of which so many, the last ones, have no key and value projections."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = {
         **TINY_CONFIGS["llama"][1], "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 4, "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention", "full_attention", "full_attention"],
-        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
+        "num_kv_shared_layers": shared, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
     }  # fmt: skip
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -132,3 +132,15 @@ def test_an_interrupted_run_is_not_resumed_without_what_was_handed_on():
     finished = Finished("model.layers.1", Streams([torch.zeros(1, 16, 64) for _ in BATCHES]))
     with pytest.raises(UnsupportedModelError, match=r"Gemma4ForCausalLM: .*cannot be resumed; start it anew"):
         next(prune_model(InMemory(model), plan(model), BATCHES, finished))
+
+
+def test_an_interrupted_run_goes_on_where_every_block_has_keys_and_values_of_its_own():
+    whole = pruned(gemma4(shared=0))
+    model = gemma4(shared=0)
+    before = prune_model(InMemory(model), plan(model), BATCHES)
+    first = next(before)
+    finished = Finished(first.report.fqn, first.streams)
+    rest = list(prune_model(InMemory(model), plan(model), BATCHES, finished))
+    assert [block.report.fqn for block in rest] == [block.report.fqn for block in whole[1:]]
+    for ours, theirs in zip(rest[-1].streams.pruned, whole[-1].streams.pruned, strict=True):
+        assert torch.equal(ours, theirs)
