@@ -174,7 +174,9 @@ class _Pruning:
         error, reconstruction = _output_error(measured, dense), None
         dropped = block.fqn in self.plan.dropped
         if self.plan.reconstruct_block and layers and not dropped:
-            passages = [Passage(*x) for x in zip(streams.pruned, streams.dense, runs, strict=True)]
+            # Apart, or keys and values for later blocks would hold the graphs of the training's last steps.
+            trained = [run.apart for run in runs]
+            passages = [Passage(*x) for x in zip(streams.pruned, streams.dense, trained, strict=True)]
             channels = self.fisher.channels.get(block.fqn)
             with memory_named(f"training {block.fqn}"):
                 reconstruction = reconstruct(

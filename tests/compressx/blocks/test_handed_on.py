@@ -19,7 +19,7 @@ from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude
 from compressx.recipe.schema import ReconstructBlock
 from compressx.runtime.errors import UnsupportedModelError
-from compressx.testing import TINY_CONFIGS, tiny_tokens
+from compressx.testing import TINY_CONFIGS, pretended_accelerator, tiny_tokens
 
 SPEC = magnitude.compressx_pruners()[0]
 BATCHES = tiny_tokens(sequences=4, length=16).split(1)
@@ -94,6 +94,12 @@ def test_the_targets_of_training_are_dense_where_keys_and_values_are_used_again(
     for ids, state in zip(BATCHES, last.streams.dense, strict=True):
         logits = run_around(dense, blocks, ids, state).logits
         torch.testing.assert_close(logits, dense(ids, use_cache=False).logits)
+
+
+def test_training_a_block_leaves_no_graph_in_what_later_ones_are_handed():
+    with pretended_accelerator():  # on which weights that a graph still holds cannot change their dtype
+        *_, last = pruned(gemma4().to("cuda"), reconstruct_block=ReconstructBlock(passes=1))
+    assert last.report.reconstruction is not None
 
 
 @torch.no_grad()
