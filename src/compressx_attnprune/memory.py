@@ -30,6 +30,7 @@ class _Batch:
         k: keys.
         v: values.
         mixed: what heads mix.
+        ungated: the same before the gates, where there are any.
         out: the attention's output.
         p: a row block of one sequence's attention matrix.
         rows: that block's rows of the queries.
@@ -40,6 +41,7 @@ class _Batch:
     k: float
     v: float
     mixed: float
+    ungated: float
     out: float
     p: float
     rows: float
@@ -51,7 +53,7 @@ class _Batch:
         heads, shared = number * shape.heads, number * shape.shared
         return cls(
             number * shape.inputs, heads * shape.size, shared * shape.size, shared * shape.value, heads * shape.value,
-            number * shape.outputs, block * shape.tokens, block * shape.size,
+            shape.gated * heads * shape.value, number * shape.outputs, block * shape.tokens, block * shape.size,
         )  # fmt: skip
 
     def probed(self, *, of_output: bool) -> float:
@@ -77,7 +79,7 @@ class _Batch:
     @property
     def trained(self) -> float:
         """The gradients of queries, keys and values by what is missing of the output that is wanted."""
-        return self.probed(of_output=True) + self.out + self.v
+        return self.probed(of_output=True) + self.ungated + self.out + self.v
 
 
 def prepared(shape: Shape, text: Windows, sequences: int) -> tuple[float, float]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from compressx.api.pruner import Block, PruneResult
 from compressx.blocks.exchange import reduce_
 from compressx.blocks.observe import unchanged
 from compressx.models.access import Access
-from compressx.models.architecture import survey
+from compressx.models.architecture import find_blocks, survey, text_config
 from compressx.models.blockwise import Run, capture, each_block
 from compressx.models.hidden import Keep, in_memory
 from compressx.planning.plan import PlannedDepth
@@ -75,6 +76,27 @@ def score_blocks(
             scores[block.fqn] = _score(name, pruner, block, statistic, ranks)
             progress(len(scores), len(depth.blocks))
     return scores
+
+
+def refuse_needed(model: Any, dropped: Collection[str]) -> None:
+    """Refuse to drop a block whose keys and values a block that stays uses again, as the last ones of Gemma 4 do.
+
+    Args:
+        model: a transformers causal language model; its weights are not read.
+        dropped: names of the blocks that go.
+
+    Raises:
+        UnsupportedModelError: the first such block.
+    """
+    config, order = text_config(model), list(find_blocks(model))
+    modes = getattr(config, "kv_sharing_modes", ())  # of a kind of layer one stores, and the later ones reuse
+    users = {config.layer_types[i]: order[i] for i, x in enumerate(modes) if x == "reuse" and order[i] not in dropped}
+    for i, mode in enumerate(modes):
+        if mode == "store" and order[i] in dropped and (user := users.get(config.layer_types[i])):
+            raise UnsupportedModelError(
+                f"{order[i]} has one of the lowest scores, but {user} uses its keys and values again, so it cannot be "
+                f"dropped; leave it out by ignore: [layers: {i}]"
+            )
 
 
 def decide_whole(block: Block, depth: PlannedDepth, names: Sequence[str]) -> dict[str, PruneResult]:

@@ -124,7 +124,9 @@ def _entering(
     """Return the inputs of the first unfinished block, and the arguments of every block."""
     if finished is not None:  # the inputs of the first block are not needed
         calls = capture(access, found, batches, lambda state: state.new_empty(0))[1]
-        if any(map(handed_on, chain(*calls.values()))):
+        # A Gemma 4 none of whose blocks does so passes the same object.
+        shared = getattr(text_config(access.model), "num_kv_shared_layers", None) != 0
+        if shared and any(map(handed_on, chain(*calls.values()))):
             raise UnsupportedModelError(
                 f"{type(access.model).__name__}: its blocks use keys and values of earlier ones again, which an "
                 "interrupted run does not keep, so it cannot be resumed; start it anew, without --resume"
@@ -172,7 +174,9 @@ class _Pruning:
         error, reconstruction = _output_error(measured, dense), None
         dropped = block.fqn in self.plan.dropped
         if self.plan.reconstruct_block and layers and not dropped:
-            passages = [Passage(*x) for x in zip(streams.pruned, streams.dense, runs, strict=True)]
+            # Apart, or keys and values for later blocks would hold the graphs of the training's last steps.
+            trained = [run.apart for run in runs]
+            passages = [Passage(*x) for x in zip(streams.pruned, streams.dense, trained, strict=True)]
             channels = self.fisher.channels.get(block.fqn)
             with memory_named(f"training {block.fqn}"):
                 reconstruction = reconstruct(

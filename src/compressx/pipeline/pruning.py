@@ -18,7 +18,7 @@ from compressx.allocation.methods import Curves, allocate, report_on, windows_ke
 from compressx.api.patterns import Structured
 from compressx.api.pruner import Block
 from compressx.api.record import AllocationReport, BlockReport
-from compressx.blocks.depth import score_blocks
+from compressx.blocks.depth import refuse_needed, score_blocks
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
 from compressx.blocks.prune import Finished, hold_routers, prune_model
 from compressx.masks.file import MaskEntry
@@ -118,6 +118,8 @@ class Pruning:
             shutil.rmtree(journal.blocks / f"depth-{context.ranks.rank}", ignore_errors=True)
             journal.score(context.ranks.broadcast(scores))
         scored = planned.scored(journal.scores)
+        with context.loaded.at("prune", depth.rule.index):
+            refuse_needed(self.access.model, scored.dropped)
         context.log.write(logging.INFO, f"dropped blocks: {', '.join(scored.dropped)}")
         return scored
 

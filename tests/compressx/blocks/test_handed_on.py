@@ -19,20 +19,20 @@ from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude
 from compressx.recipe.schema import ReconstructBlock
 from compressx.runtime.errors import UnsupportedModelError
-from compressx.testing import TINY_CONFIGS, tiny_tokens
+from compressx.testing import TINY_CONFIGS, pretended_accelerator, tiny_tokens
 
 SPEC = magnitude.compressx_pruners()[0]
 BATCHES = tiny_tokens(sequences=4, length=16).split(1)
 
 
-def gemma4() -> Any:
-    """Return four blocks, of which the last two have no key and value projections."""
+def gemma4(*, shared: int = 2) -> Any:
+    """Return four blocks, of which so many, the last ones, have no key and value projections."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = {
         **TINY_CONFIGS["llama"][1], "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 4, "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention", "full_attention", "full_attention"],
-        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
+        "num_kv_shared_layers": shared, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
     }  # fmt: skip
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -96,6 +96,12 @@ def test_the_targets_of_training_are_dense_where_keys_and_values_are_used_again(
         torch.testing.assert_close(logits, dense(ids, use_cache=False).logits)
 
 
+def test_training_a_block_leaves_no_graph_in_what_later_ones_are_handed():
+    with pretended_accelerator():  # on which weights that a graph still holds cannot change their dtype
+        *_, last = pruned(gemma4().to("cuda"), reconstruct_block=ReconstructBlock(passes=1))
+    assert last.report.reconstruction is not None
+
+
 @torch.no_grad()
 def test_the_pruned_stream_is_that_of_the_pruned_model():
     model = gemma4()
@@ -132,3 +138,15 @@ def test_an_interrupted_run_is_not_resumed_without_what_was_handed_on():
     finished = Finished("model.layers.1", Streams([torch.zeros(1, 16, 64) for _ in BATCHES]))
     with pytest.raises(UnsupportedModelError, match=r"Gemma4ForCausalLM: .*cannot be resumed; start it anew"):
         next(prune_model(InMemory(model), plan(model), BATCHES, finished))
+
+
+def test_an_interrupted_run_goes_on_where_every_block_has_keys_and_values_of_its_own():
+    whole = pruned(gemma4(shared=0))
+    model = gemma4(shared=0)
+    before = prune_model(InMemory(model), plan(model), BATCHES)
+    first = next(before)
+    finished = Finished(first.report.fqn, first.streams)
+    rest = list(prune_model(InMemory(model), plan(model), BATCHES, finished))
+    assert [block.report.fqn for block in rest] == [block.report.fqn for block in whole[1:]]
+    for ours, theirs in zip(rest[-1].streams.pruned, whole[-1].streams.pruned, strict=True):
+        assert torch.equal(ours, theirs)

@@ -68,9 +68,10 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(
         rule: dict[str, Any], text: tuple[int, int, int], streaming: bool, dtype: torch.dtype,
-        architecture: str = "llama",
+        architecture: str = "llama", **changes: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        model = save_wide(tmp_path / "model", 256, dtype=dtype, architecture=architecture, num_key_value_heads=2)
+        changes |= {"num_key_value_heads": 2}
+        model = save_wide(tmp_path / "model", 256, dtype=dtype, architecture=architecture, **changes)
         document = model.with_name("text.txt")
         document.write_text(document.read_text() * 30)
         made = recipe(model, {"targets": ["*"], **rule}, compute_dtype=str(dtype).removeprefix("torch."))
@@ -99,6 +100,13 @@ def test_the_peak_of_few_tokens_is_within_a_twentieth_of_the_plan(name, written)
     expected, held = expected_and_held(written(RULES[name], FEW, False, torch.float32))
     assert held == pytest.approx(expected, rel=0.05)
     assert held[PASSES] != held[f"prune: {name}"]
+
+
+@pytest.mark.slow
+def test_the_peak_of_training_groups_of_a_gated_layer_is_within_a_tenth_of_the_plan(written):
+    rule, kinds = RULES["attnprune groups refit"], ["full_attention"] * 2
+    expected, held = expected_and_held(written(rule, MANY, False, torch.float32, "qwen3.5", layer_types=kinds))
+    assert held == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.slow

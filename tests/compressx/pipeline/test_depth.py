@@ -15,7 +15,7 @@ from tests.compressx.pipeline.test_processes import alone_and_together
 from tests.compressx.saved import save_tiny
 from transformers import AutoModelForCausalLM
 
-from compressx import prune
+from compressx import UnsupportedModelError, prune
 from compressx.masks.maskset import MaskSet
 from compressx.models.architecture import find_blocks
 from compressx.models.capture import skipped
@@ -141,3 +141,15 @@ def test_a_model_in_memory_computes_what_it_does_without_the_block():
     with torch.no_grad():
         expected = without(tiny_tokens(), use_cache=False).logits
         torch.testing.assert_close(pruned.model(tiny_tokens(), use_cache=False).logits, expected, rtol=0, atol=0)
+
+
+def test_a_block_whose_keys_and_values_another_uses_again_is_not_dropped(tmp_path, monkeypatch):
+    asked = recipe(save_tiny(tmp_path / "model", "gemma4"), THIRD, output=str(tmp_path / "out"))
+    scores = {"model.layers.0": 0.9, "model.layers.1": 0.1, "model.layers.2": 0.5}
+    monkeypatch.setattr("compressx.pipeline.pruning.score_blocks", lambda *_: scores)
+    told = r"prune\[0\]: model\.layers\.1 has .* but model\.layers\.2 uses its keys .* by ignore: \[layers: 1\]"
+    with pytest.raises(UnsupportedModelError, match=told):
+        run(asked)
+    more = str(tmp_path / "more")
+    run(asked | {"prune": [THIRD | {"sparsity": 0.67}], "output": more})
+    assert gone(more) == ["model.layers.1", "model.layers.2"], "without the one that uses them it may go"
