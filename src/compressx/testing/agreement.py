@@ -57,7 +57,7 @@ def repeatable(subject: Subject) -> None:
 def prepared(subject: Subject) -> None:
     """Decide with values that were prepared once, as allocation does."""
     scene = subject.scene()
-    if not isinstance(scene.pruners(subject.rule)[0], PreparingPruner):
+    if not subject.claimed or not isinstance(scene.pruners(subject.rule)[0], PreparingPruner):
         raise NoSuchPromiseError("it prepares nothing")
     stats = subject.gathered(scene)
     fresh = {pattern: subject.decided(scene, pattern, stats) for pattern in subject.few}
