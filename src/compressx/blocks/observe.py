@@ -87,19 +87,14 @@ def refuse_missed(names: Collection[str], reached: Collection[str]) -> None:
         CalibrationError: the first of `names` that is not among `reached`.
     """
     if missed := sorted({*names} - {*reached}):
-        end = missed[0].rpartition(".")[2]
-        raise CalibrationError(
-            f"no calibration token reached {missed[0]}"
-            + (f" and {len(missed) - 1} more; " if len(missed) > 1 else "; ")
-            + "an expert may need more calibration samples"
-            # An expert's name ends in its number.
-            + (
-                ""
-                if end.isdigit()
-                else "; a linear that the model does not call, such as Mamba's dt_proj, cannot be "
-                f"calibrated: leave it out by ignore: ['*.{end}']"
+        others = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
+        end, advice = missed[0].rpartition(".")[2], "an expert may need more calibration samples"
+        if not end.isdigit():  # an expert's name ends in its number
+            advice += (
+                "; a linear that the model does not call, such as Mamba's dt_proj, cannot be calibrated: leave it out "
+                f"by ignore: ['*.{end}']"
             )
-        )
+        raise CalibrationError(f"no calibration token reached {missed[0]}{others}; {advice}")
 
 
 @contextmanager

@@ -105,15 +105,14 @@ def test_training_a_block_leaves_no_graph_in_what_later_ones_are_handed():
 @torch.no_grad()
 def test_the_pruned_stream_is_that_of_the_pruned_model():
     model = gemma4()
-    # The last block's report is of what enters it: its error is that of the model before and after.
-    before_last = pruned(model)[-1].streams.pruned
+    entering_last = pruned(model)[-1].streams.pruned  # nothing goes on from the last block
     seen: list[torch.Tensor] = []
     blocks = survey(model).blocks
     hook = [*blocks.values()][-1].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     for ids in BATCHES:
         model(ids, use_cache=False)
     hook.remove()
-    for ours, theirs in zip(before_last, seen, strict=True):
+    for ours, theirs in zip(entering_last, seen, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
