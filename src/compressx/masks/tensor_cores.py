@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -82,6 +83,7 @@ def semi_structured(model: nn.Module, linears: Iterable[str] | None = None) -> C
         weight = module.get_parameter("weight").detach()
         layout = layouts.of(weight)
         module.weight = nn.Parameter(layout.from_dense(weight.contiguous()), requires_grad=False)
+        module.forward = partial(_multiplied_by_rows, module)
         module.register_state_dict_pre_hook(_refuse_saving)  # type: ignore[no-untyped-call]
     return Converted(names, reasons)
 
@@ -224,6 +226,16 @@ def _refusal(model: str, reasons: Mapping[str, str], names: tuple[str, ...]) -> 
         lines = [*lines[:_MOST_REASONS], f"and {len(lines) - _MOST_REASONS} more"]
     of = len(reasons) + len(names)
     return "\n  ".join([f"{model}: {len(reasons)} of {of} linears cannot be converted to 2:4:", *lines])
+
+
+def _multiplied_by_rows(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Compute a linear of x [..., in_features] as a product of two matrices, which is all that torch does with 2:4.
+
+    Of other strides it would multiply a copy of the weight for each sequence, which no 2:4 weight has. What a 2:4 product
+    leaves for one token of several sequences has such strides.
+    """
+    rows = nn.functional.linear(x.reshape(-1, x.shape[-1]), linear.weight, linear.bias)
+    return rows.reshape(*x.shape[:-1], rows.shape[-1])
 
 
 def _refuse_saving(_module: nn.Module, prefix: str, _keep_vars: bool) -> None:

@@ -11,6 +11,7 @@ from compressx.api.work import KINDS, Work
 from compressx.costs import machine as module
 from compressx.costs.machine import ASSUMED, Machine, assumed, measured
 from compressx.runtime.errors import RecipeError
+from compressx.runtime.rates import Rates
 
 UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
@@ -67,6 +68,19 @@ def test_this_machine_is_measured_once_and_multiplies_faster_than_it_decomposes(
     assert here.rates["float32"] > here.rates["eigen"] > 1e6
     assert here.rates["moved"] > 1e8
     module._of_a_thread.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["factor", "eigen", "selected"])
+def test_a_gpu_is_measured_with_enough_work_to_be_busy(kind):
+    of_gpu, of_cpu = (module._SAMPLES[kind](torch.device(name))[1] for name in ("meta", "cpu"))  # meta is no CPU
+    assert of_gpu > 30 * of_cpu
+
+
+def test_kernels_of_a_program_follow_one_another_no_faster_than_any_program_was_seen_to_launch_them(monkeypatch):
+    monkeypatch.setattr(module, "rates", lambda _: Rates(dict.fromkeys(("float32", "bfloat16"), 1.0), 1.0))
+    monkeypatch.setattr(module, "_rate", lambda *_: 1e9)
+    found = {name: module._of_a_thread.__wrapped__(torch.device(name))["launches"] for name in ("cuda", "cpu")}
+    assert found == {"cuda": ASSUMED["h100"].rates["launches"], "cpu": 1e9}
 
 
 @pytest.mark.parametrize(

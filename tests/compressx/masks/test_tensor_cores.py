@@ -5,6 +5,7 @@ need the hardware, so that models with products have a class of the test's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -110,6 +111,52 @@ def test_outputs_are_those_of_the_model_before(gpu, dense) -> None:
         before = model(ids).logits
         assert semi_structured(model).names
         assert torch.equal(model(ids).logits, before)
+
+
+class Rows(torch.Tensor):
+    """A weight that can do what torch's 2:4 classes can in a product: be transposed, and multiply a matrix."""
+
+    dense: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, dense: torch.Tensor) -> Rows:
+        made = torch.Tensor._make_wrapper_subclass(cls, dense.shape, dtype=dense.dtype, device=dense.device)
+        made.dense = dense
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.t.default:
+            return cls(args[0].dense.t())
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].dense)
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            return func(*(x.dense if isinstance(x, cls) else x for x in args))
+        raise NotImplementedError(func)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("strides", [(64, 64, 1), (1, 1024, 16), (64, 7, 1), (1, 1, 16)])
+def test_one_token_of_several_sequences_is_multiplied_whatever_its_strides(strides, bias) -> None:
+    linear = nn.Linear(64, 32, bias=bias)
+    x = torch.randn(16 * 64).as_strided((16, 1, 64), strides)
+    with torch.no_grad():
+        expected = linear(x)
+        linear.weight = nn.Parameter(Rows(linear.weight.detach()), requires_grad=False)
+        linear.forward = partial(tensor_cores._multiplied_by_rows, linear)
+        torch.testing.assert_close(linear(x), expected)
+
+
+def test_converted_linears_multiply_matrices_alone(gpu, dense, monkeypatch) -> None:
+    seen: list[int] = []
+    linear = nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda x, *others: seen.append(x.dim()) or linear(x, *others))
+    model = pruned().to(gpu)
+    converted = semi_structured(model).names
+    seen.clear()
+    with torch.no_grad():
+        model(tiny_tokens().to(gpu))
+    assert seen.count(2) == len(converted)
 
 
 # --- what is refused
