@@ -169,8 +169,8 @@ def _attention(device: torch.device, dtype: torch.dtype = torch.float32) -> Samp
     return lambda: sdpa(q, q, q, is_causal=True), heads * 512 * 512 * 64 * 4
 
 
-# A GPU needs large matrices to be busy, as those of a large model are. By the rates of 512 columns ALPS was estimated at
-# 300 s for two blocks of Llama 3 8B, which an H100 prunes in 18.
+# A GPU needs large matrices to be busy, as those of a large model are. By the rates of 512 columns ALPS was estimated
+# at 300 s for two blocks of Llama 3 8B, which an H100 prunes in 18.
 
 
 def _factor(device: torch.device) -> Sample:

@@ -228,11 +228,11 @@ def _refusal(model: str, reasons: Mapping[str, str], names: tuple[str, ...]) -> 
     return "\n  ".join([f"{model}: {len(reasons)} of {of} linears cannot be converted to 2:4:", *lines])
 
 
-def _multiplied_by_rows(linear: nn.Linear, x: Tensor) -> Tensor:
+def _multiplied_by_rows(linear: Any, x: Tensor) -> Tensor:
     """Compute a linear of x [..., in_features] as a product of two matrices, which is all that torch does with 2:4.
 
-    Of other strides it would multiply a copy of the weight for each sequence, which no 2:4 weight has. What a 2:4 product
-    leaves for one token of several sequences has such strides.
+    Of other strides it would multiply a copy of the weight for each sequence, which no 2:4 weight has. What a 2:4
+    product leaves for one token of several sequences has such strides.
     """
     rows = nn.functional.linear(x.reshape(-1, x.shape[-1]), linear.weight, linear.bias)
     return rows.reshape(*x.shape[:-1], rows.shape[-1])
