@@ -14,6 +14,7 @@ import torch
 from tests.compressx.two_of_four import two_of_four
 from torch import nn
 from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorCUTLASS
+from typing_extensions import Self
 
 from compressx import ArtifactError, UnsupportedModelError
 from compressx.masks import semi_structured, tensor_cores
@@ -119,7 +120,7 @@ class Rows(torch.Tensor):
     dense: torch.Tensor
 
     @staticmethod
-    def __new__(cls, dense: torch.Tensor) -> Rows:
+    def __new__(cls, dense: torch.Tensor) -> Self:
         made = torch.Tensor._make_wrapper_subclass(cls, dense.shape, dtype=dense.dtype, device=dense.device)
         made.dense = dense
         return made
