@@ -18,6 +18,7 @@ from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult, Statisti
 from compressx.blocks.contract import Checksums, ask
 from compressx.blocks.exchange import combine, exchange
 from compressx.blocks.observe import Observed, is_routed, observe, place_after, refuse_missed
+from compressx.numerics.masked import zeroed
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import UnsupportedModelError, memory_named
 from compressx.runtime.finite import refuse_damage
@@ -263,8 +264,6 @@ def write(linear: Linear, result: PruneResult) -> None:
     """Write the surviving weights and the bias in the model's dtype, and plain zeros (never -0.0) everywhere else."""
     weight = linear.weight
     new = weight if result.weight is None else result.weight.to(weight.device, weight.dtype)
-    weight.copy_(
-        torch.where(result.keep.to(weight.device), new, torch.zeros((), dtype=weight.dtype, device=weight.device))
-    )
+    weight.copy_(zeroed(new, result.keep.to(weight.device)))
     if result.bias is not None and linear.bias is not None:
         linear.bias.copy_(result.bias)

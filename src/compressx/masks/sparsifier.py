@@ -15,23 +15,17 @@ from torch.ao.pruning.sparsifier.utils import FakeSparsity
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils import parametrize
 
+from compressx.numerics.masked import zeroed
 from compressx.runtime.errors import ArtifactError
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype by element size in bytes."""
 
 
 class _Selected(torch.autograd.Function):
-    """`torch.where(mask, x, 0.0)`, identical to the bit, by multiplying x's bits as integers.
-
-    On a CPU, `where` branches at every entry and mispredicts half of an irregular mask: 40% of the time of training a
-    block.
-    """
+    """`zeroed` with gradients: `torch.where` took 40% of the time of training a block on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
         ctx.save_for_backward(mask)
-        return (x.view(_BITS[x.element_size()]) * mask).view(x.dtype)
+        return zeroed(x, mask)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:

@@ -16,4 +16,4 @@ def wanda_scores(weight: Tensor, norms: Tensor) -> Tensor:
         Scores of the weight's shape, on its device and in the dtype of the norms.
     """
     norms = norms.to(weight.device)
-    return weight.to(norms.dtype).abs() * norms
+    return weight.to(norms.dtype, copy=True).abs_().mul_(norms)  # in place: each new array is fresh pages of the system
