@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compressx.api.lowest import NOT_FINITE
 from compressx.api.patterns import FixedMask, Pattern, keep_mask
+from compressx.numerics.masked import zeroed
 from compressx.numerics.obs import NOT_FINITE_HESSIAN, NotPositiveDefiniteError, damp_
 from compressx.runtime.finite import all_finite
 
@@ -135,13 +136,13 @@ def prune(
         keep, near, taken = select(target, metric, pattern, penalty=penalty, steps=steps)
         result, solved, residual = solve(target, metric, keep, near, steps=solver_steps)
         start = _choose(target, metric, pattern)
-        (reached, _), (at_start, _) = metric.squares(result - target, target.masked_fill(start, 0.0))
+        (reached, _), (at_start, _) = metric.squares(result - target, zeroed(target, ~start))
         if reached > at_start:
             keep = start
             result, solved, residual = solve(target, metric, keep, steps=solver_steps)
     change = result - target
     (_, lost), (_, whole) = metric.squares(change, target)
-    weight = (dense + change / metric.scale).masked_fill_(~keep, 0.0)
+    weight = zeroed(dense + change / metric.scale, keep)
     return Solution(keep, weight, lost / whole if whole else 0.0, taken, solved, residual)
 
 
@@ -173,14 +174,13 @@ def select(
     pull, failed = _pull(metric.gram, penalty)
     taken = 0
     while taken < steps:
-        near = torch.where(keep, point, -point).sub_(target) @ pull
-        point = point.masked_fill_(keep, 0.0).add_(near).add_(target)
+        point = _stepped(point, keep, target, pull)
         keep = _choose(point, metric, pattern)
         taken += 1
         if taken % CHECK and taken < steps:
             continue
         # One look at all, since it waits for the device.
-        numbers = [(keep != seen).sum(), keep.sum(), failed, point.sum().isfinite()]
+        numbers = [torch.count_nonzero(keep != seen), torch.count_nonzero(keep), failed, point.sum().isfinite()]
         changed, kept, no_factor, finite = torch.stack([x.long() for x in numbers]).tolist()
         if no_factor:
             raise NotPositiveDefiniteError(
@@ -196,8 +196,8 @@ def select(
         rise = next(factor for above, factor in _RISES if changed > above)
         penalty *= rise
         pull, failed = _pull(metric.gram, penalty)
-        point = torch.where(keep, point, point / rise)
-    return keep, point.masked_fill_(~keep, 0.0), taken
+        point = _with_larger_penalty(point, keep, rise)
+    return keep, zeroed(point, keep), taken
 
 
 def solve(
@@ -220,7 +220,7 @@ def solve(
     Returns:
         Scaled weights [out_features, n], zero where not kept; the steps; the worst row's relative residual.
     """
-    wanted = (target.masked_fill(keep, 0.0) @ metric.gram).mul_(keep)
+    wanted = (zeroed(target, ~keep) @ metric.gram).mul_(keep)
     goal = tolerance * _squares(wanted).sqrt()  # [out, 1]
     if start is None:
         change, residual = torch.zeros_like(target), wanted
@@ -243,7 +243,20 @@ def solve(
         direction = torch.addcmul(residual, _ratio(power, before), direction)
         taken += working
     needed, left = torch.stack([taken, _ratio(power.sqrt(), goal).max().double()]).tolist()
-    return change.add_(target).masked_fill_(~keep, 0.0), int(needed), left * tolerance
+    return zeroed(change.add_(target), keep), int(needed), left * tolerance
+
+
+def _stepped(point: Tensor, keep: Tensor, target: Tensor, pull: Tensor) -> Tensor:
+    """Return the near weights plus the dual, of the sparse point and the dual that `point` holds; overwrites it."""
+    sparse = zeroed(point, keep)
+    dual = point.sub_(sparse)
+    return dual.add_(sparse.sub_(dual).sub_(target) @ pull).add_(target)
+
+
+def _with_larger_penalty(point: Tensor, keep: Tensor, rise: float) -> Tensor:
+    """Divide the dual in `point`, which is in units of the penalty, by how much that rises."""
+    sparse = zeroed(point, keep)
+    return point.sub_(sparse).div_(rise).add_(sparse)
 
 
 def _choose(scaled: Tensor, metric: Metric, pattern: Pattern) -> Tensor:
