@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -83,7 +83,7 @@ def semi_structured(model: nn.Module, linears: Iterable[str] | None = None) -> C
         weight = module.get_parameter("weight").detach()
         layout = layouts.of(weight)
         module.weight = nn.Parameter(layout.from_dense(weight.contiguous()), requires_grad=False)
-        module.forward = partial(_multiplied_by_rows, module)
+        module.forward = partial(_multiplied_by_rows, module.forward)
         module.register_state_dict_pre_hook(_refuse_saving)  # type: ignore[no-untyped-call]
     return Converted(names, reasons)
 
@@ -228,13 +228,13 @@ def _refusal(model: str, reasons: Mapping[str, str], names: tuple[str, ...]) -> 
     return "\n  ".join([f"{model}: {len(reasons)} of {of} linears cannot be converted to 2:4:", *lines])
 
 
-def _multiplied_by_rows(linear: Any, x: Tensor) -> Tensor:
+def _multiplied_by_rows(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Compute a linear of x [..., in_features] as a product of two matrices, which is all that torch does with 2:4.
 
     Of other strides it would multiply a copy of the weight for each sequence, which no 2:4 weight has. What a 2:4
     product leaves for one token of several sequences has such strides.
     """
-    rows = nn.functional.linear(x.reshape(-1, x.shape[-1]), linear.weight, linear.bias)
+    rows = forward(x.reshape(-1, x.shape[-1]))
     return rows.reshape(*x.shape[:-1], rows.shape[-1])
 
 

@@ -144,7 +144,7 @@ def test_one_token_of_several_sequences_is_multiplied_whatever_its_strides(strid
     with torch.no_grad():
         expected = linear(x)
         linear.weight = nn.Parameter(Rows(linear.weight.detach()), requires_grad=False)
-        linear.forward = partial(tensor_cores._multiplied_by_rows, linear)
+        linear.forward = partial(tensor_cores._multiplied_by_rows, linear.forward)
         torch.testing.assert_close(linear(x), expected)
 
 
@@ -158,6 +158,18 @@ def test_converted_linears_multiply_matrices_alone(gpu, dense, monkeypatch) -> N
     with torch.no_grad():
         model(tiny_tokens().to(gpu))
     assert seen.count(2) == len(converted)
+
+
+def test_a_forward_that_a_library_has_put_in_place_is_called_by_converted_linears(gpu, dense) -> None:
+    """accelerate, which loads models on several devices, replaces `forward` by one that moves inputs."""
+    model, called = pruned().to(gpu), []
+    linear = model.model.layers[0].self_attn.q_proj
+    own = linear.forward
+    linear.forward = lambda x: called.append(x.dim()) or own(x)
+    semi_structured(model)
+    with torch.no_grad():
+        model(tiny_tokens().to(gpu))
+    assert called == [2]
 
 
 # --- what is refused
