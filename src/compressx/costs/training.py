@@ -42,13 +42,13 @@ def reconstruction(
     held_out = min(math.ceil(batches * settings.held_out), batches - 1)
     seen = batches - held_out
     compared = Work.of(moved=_F32 * 12.0 * text.batch * text.length * width)
-    masked = Work.of(moved=13.0 * size, launches=3 * 7)  # weight times mask
-    step = passed.work + backwards(passed.work, weights=True) + compared + 2 * masked
+    masked = Work.of(moved=13.0 * size, launches=3 * 7)  # gradient times mask
+    step = passed.work + backwards(passed.work, weights=True) + compared + masked
     steps = steps_of(settings, text, batches, processes)
     each = seen * step + steps * Work.of(moved=_F32 * 1.5 * _ADAM * size, launches=300)
-    checked = held_out * (passed.work + compared + masked) + Work.of(moved=_F32 * 6.0 * size)
-    # Weights masked and not, gradients, two moments, the best ones, those before rounding.
-    memory = _F32 * 8.0 * size + 2 * passed.kept * (_F32 / text.itemsize)
+    checked = held_out * (passed.work + compared) + Work.of(moved=_F32 * 6.0 * size)
+    # Weights, gradients masked and not, two moments, the best ones, those before rounding.
+    memory = _F32 * 7.0 * size + 2 * passed.kept * (_F32 / text.itemsize)
     return settings.passes * each + (1 + settings.passes) * checked + Work.of(memory)
 
 

@@ -31,6 +31,7 @@ from compressx.recipe.selecting import SelectTokens
 from compressx.recipe.sources import ModelField, ModelSource
 from compressx.recipe.validation import Strict, validated
 from compressx.recipe.yamlfile import override
+from compressx.runtime.allocator import freed_memory_kept
 from compressx.runtime.errors import ArtifactError, RecipeError
 from compressx.runtime.files import os_errors_named
 
@@ -100,6 +101,7 @@ def measures(
     return settings, selecting
 
 
+@freed_memory_kept()
 def evaluate_saved(
     source: ModelSource,
     settings: Evaluate,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +26,7 @@ from compressx.models.hidden import InFiles, in_memory
 from compressx.models.loading import load_empty, load_model, load_offloaded, untie_own_head
 from compressx.models.shards import OUTSIDE, Shards
 from compressx.recipe.sources import Streaming
+from compressx.runtime.allocator import return_freed_memory
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.transfer import to_device, written_behind
 
@@ -85,7 +84,7 @@ class StreamedModel:
             yield module
         finally:
             shards.unload(self.model, self.tensors(fqn))
-            _return_freed_memory()
+            return_freed_memory()  # it would grow from block to block
 
     def read_ahead(self, fqn: str) -> None:
         """Begin to read a block into the system's file cache, unless that would be most of the free memory."""
@@ -222,13 +221,6 @@ def is_larger_than_memory(checkpoint: Checkpoint, device: torch.device) -> bool:
     skeleton.tie_weights(recompute_mapping=False)  # a tied embedding and head are loaded once
     size = sum(p.numel() * p.element_size() for p in skeleton.parameters())
     return bool(size > free_memory(device, local_processes()) / 2)
-
-
-def _return_freed_memory() -> None:
-    """Return freed memory that glibc retains to the system; it would grow from block to block."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:  # other C libraries have none
-        trim(0)
 
 
 def free_memory(device: torch.device, processes: int = 1) -> int:

@@ -41,6 +41,7 @@ from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.memory import recipe_in_memory
 from compressx.recipe.sources import Generate
+from compressx.runtime.allocator import freed_memory_kept
 from compressx.runtime.code import library_versions
 from compressx.runtime.determinism import deterministic, torchs_own_modes
 from compressx.runtime.errors import CalibrationError, CompressxError
@@ -71,6 +72,7 @@ class PrunedModel:
         return f"PrunedModel({type(self.model).__name__}, {self.report!r})"
 
 
+@freed_memory_kept()
 @torchs_own_modes()
 def prune(
     model: Any,

@@ -43,6 +43,7 @@ from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.schema import LoadedRecipe, load_recipe
 from compressx.report.compare import read_report
+from compressx.runtime.allocator import freed_memory_kept
 from compressx.runtime.code import code_versions, library_versions
 from compressx.runtime.determinism import deterministic, torchs_own_modes
 from compressx.runtime.errors import ArtifactError
@@ -73,6 +74,7 @@ def plan(
     return prepare(loaded_recipe(recipe, overrides, plugins), plugins).plan
 
 
+@freed_memory_kept()
 @torchs_own_modes()
 def run(
     recipe: LoadedRecipe | Path | str | Mapping[str, Any],

@@ -1,9 +1,9 @@
 """Block reconstruction: train a pruned block's remaining weights to reproduce the dense block's output.
 
 The input is the output of the pruned blocks before it (the pruned stream). The target is the dense block's output on
-dense inputs (the dense stream), so the block also corrects the errors of earlier ones. Masks are applied by torch.ao's
-parametrization, and weights are trained in float32. The weights with the lowest error on held-out calibration text are
-kept, which may be the ones from before training.
+dense inputs (the dense stream), so the block also corrects the errors of earlier ones. Dropped weights stay zero, and
+weights are trained in float32. The weights with the lowest error on held-out calibration text are kept, which may be
+the ones from before training.
 """
 
 from __future__ import annotations

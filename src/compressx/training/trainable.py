@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compressx.masks.adapters import mask_adapters, merge_adapters
-from compressx.masks.maskset import MaskSet, squash
+from compressx.masks.maskset import MaskSet
 from compressx.models.architecture import linears_of
+from compressx.numerics.masked import zeroed
 from compressx.recipe.targets import matches
 from compressx.recipe.tuning import Lora
 from compressx.runtime.errors import ArtifactError, CalibrationError
@@ -32,7 +34,7 @@ _ADAPTER = ".lora_"
 def trainable(
     model: nn.Module, part: nn.Module, masks: MaskSet, *, norms: bool, biases: bool
 ) -> Iterator[Mapping[nn.Parameter, torch.dtype]]:
-    """Apply masks by torch.ao's parametrization, and require gradients only of the trained parameters.
+    """Hold masks, and require gradients only of the trained parameters.
 
     Args:
         model: the model; nothing outside `part` changes.
@@ -46,9 +48,10 @@ def trainable(
     """
     with ExitStack() as stack:
         dtypes = stack.enter_context(_in_float32(part))
-        small = small_parameters(part, _emptied(masks, model), norms=norms, biases=biases)
-        wanted = {*stack.enter_context(_held(masks, model)), *small}
+        kept = {model.get_parameter(name): keep for name, keep in masks.by_parameter(model).items()}
+        wanted = {*kept, *small_parameters(part, _emptied(masks, model), norms=norms, biases=biases)}
         stack.enter_context(_only_trained(part, wanted))
+        stack.enter_context(_held(kept))
         yield {parameter: dtypes[parameter] for parameter in part.parameters() if parameter in wanted}
 
 
@@ -139,13 +142,21 @@ def _in_float32(part: nn.Module) -> Iterator[dict[nn.Parameter, torch.dtype]]:
 
 
 @contextmanager
-def _held(masks: MaskSet, model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Apply masks, yield the masked parameters, and write the zeros into the weights afterwards."""
-    sparsifier = masks.to_torch_ao(model)
+def _held(kept: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Keep dropped weights at zero: no gradient reaches them, and an optimizer without weight decay does not move them.
+
+    A parametrization would multiply every weight by its mask in every forward pass: a tenth of a training step.
+    """
+    hooks = []
+    for parameter, keep in kept.items():
+        weight = parameter.detach()
+        weight.copy_(zeroed(weight, keep))
+        hooks.append(parameter.register_hook(partial(zeroed, keep=keep)))  # type: ignore[no-untyped-call]
     try:
-        yield [group["module"].parametrizations[group["tensor_name"]].original for group in sparsifier.groups]
+        yield
     finally:
-        squash(sparsifier)
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

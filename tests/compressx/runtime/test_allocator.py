@@ -1,0 +1,108 @@
+"""Freed memory stays in the process during a run, and only then."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from tests.compressx.pipeline.runs import recipe
+from tests.compressx.saved import save_tiny
+
+from compressx.evaluation.saved import evaluate_saved
+from compressx.pipeline.memory import prune
+from compressx.pipeline.run import run
+from compressx.recipe.measuring import Evaluate
+from compressx.recipe.sources import ModelSource
+from compressx.runtime import allocator
+from compressx.runtime.allocator import freed_memory_kept, return_freed_memory
+from compressx.testing import tiny_model
+
+GLIBC = allocator._glibc("mallopt") is not None
+
+FAULTS = """
+import resource
+import psutil, torch
+from compressx.runtime.allocator import freed_memory_kept
+
+def fresh(megabytes, count):
+    # Pages, as a share of all, of arrays that are asked for and freed again and again; the first rounds fill the heap.
+    for done in range(8):
+        if done == 4:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        made = [torch.ones(megabytes * 2**18) for _ in range(count)]
+        del made
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * 4096 / 2**20 / (4 * megabytes * count)
+
+with freed_memory_kept():
+    print(fresh(24, 6), fresh(2, 50))
+    inside = psutil.Process().memory_info().rss
+print((inside - psutil.Process().memory_info().rss) / 2**20)
+"""
+
+
+@pytest.mark.skipif(not GLIBC, reason="needs glibc")
+def test_arrays_take_the_pages_of_those_before_them_until_the_end_of_the_with():
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    large, small, returned = map(float, done.stdout.split())
+    assert large < 0.05
+    assert small < 0.05
+    assert returned > 120  # MiB
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[str | int, ...]]:
+    """What glibc is asked for."""
+    for name in allocator._OWN_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    made: list[tuple[str | int, ...]] = []
+    monkeypatch.setattr(allocator, "_glibc", lambda name: lambda *values: made.append((name, *values)))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MALLOC_TRIM_THRESHOLD_", "131072"), ("MALLOC_MMAP_MAX_", "65536"), ("MALLOC_MMAP_THRESHOLD_", "131072"),
+     ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=131072")],
+)  # fmt: skip
+def test_settings_of_the_environment_are_left_alone(name, value, calls, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with freed_memory_kept():
+        pass
+    assert calls == []
+
+
+KEPT = [("mallopt", -3, 2**25), ("mallopt", -1, -1)]
+RETURNED = [("mallopt", -3, 2**25), ("mallopt", -1, 2**26), ("malloc_trim", 0)]
+
+
+def test_a_run_keeps_freed_memory_until_its_end(calls, project):
+    run(recipe(save_tiny(project / "model", "llama")))
+    assert calls == KEPT + RETURNED
+
+
+def test_pruning_in_memory_keeps_freed_memory_until_its_end_and_after_an_error_too(calls):
+    with pytest.raises(TypeError):
+        prune(tiny_model("llama"), None, {"prune": []}, calibration=3)
+    assert calls == KEPT + RETURNED
+
+
+def test_an_evaluation_keeps_freed_memory_until_its_end(calls, project):
+    model = save_tiny(project / "model", "llama")
+    settings = Evaluate.model_validate(recipe(model, evaluated=True)["evaluate"])
+    evaluate_saved(ModelSource(path=model), settings)
+    assert calls == KEPT + RETURNED
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_are_left_alone(system, monkeypatch):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(allocator.ctypes, "CDLL", None)
+    with freed_memory_kept():
+        return_freed_memory()
+
+
+def test_a_c_library_without_these_functions_is_left_alone(monkeypatch):
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: object())
+    with freed_memory_kept():
+        return_freed_memory()
