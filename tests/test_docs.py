@@ -288,10 +288,8 @@ def test_the_figures_of_the_readme_and_of_the_best_recipes_are_those_of_the_resu
     for name, column in of_a_recipe.items():
         expected = minutes[column], memory[column]
         recipe = (_ROOT / f"recipes/best-{name}.yaml").read_text(encoding="utf-8").replace("\n# ", " ")
-        assert [*re.findall(r"(\d+) minutes on two cores|([\d.]+) GB", recipe)] == [
-            (expected[0], ""),
-            ("", expected[1]),
-        ]
+        said = [*re.findall(r"(\d+) minutes on two cores|([\d.]+) GB", recipe)]
+        assert said == [(expected[0], "")] * (name == "60") + [("", expected[1])]  # the others were not timed
 
 
 # --- links

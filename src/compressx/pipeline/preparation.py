@@ -231,8 +231,8 @@ def _finetune_mistakes(loaded: LoadedRecipe, skeleton: Any) -> Iterator[Compress
         )
     if settings.lora is not None and find_spec("peft") is None:
         yield RecipeError(
-            f"{loaded.where('finetune', 'lora')}: lora needs PEFT, which is not installed; pip install "
-            "'compressx[lora]', or remove lora to train the weights themselves"
+            f"{loaded.where('finetune', 'lora')}: lora needs PEFT, which is not installed; pip install peft, "
+            "or remove lora to train the weights themselves"
         )
     if settings.gradient_checkpointing and not skeleton.supports_gradient_checkpointing:
         yield UnsupportedModelError(
