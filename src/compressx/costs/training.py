@@ -98,6 +98,8 @@ def finetuning(settings: Finetune, model: Trained, windows: int, length: int, *,
     optimizer = Work.of(moved=float(_F32 * _ADAM * model.parameters), launches=20)
     if narrow:  # copies of both models' weights
         optimizer = optimizer + Work.of(moved=2 * 6.0 * model.parameters)
+    if settings.lora is None:  # gradients times masks
+        optimizer = optimizer + Work.of(moved=13.0 * model.parameters, launches=3 * 7 * len(one.blocks))
     # Embeddings and the head are not trained.
     behind = backwards(blocks, weights=settings.lora is None) + backwards(one.outside.work, weights=False)
     step = forwards + behind + again + taught + optimizer

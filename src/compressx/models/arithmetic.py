@@ -94,7 +94,25 @@ def products_in(
         return _Converted(dtype)
     if dtype is None or dtype == torch.float32 or dtype in matrices:
         return nullcontext()  # not a disabled autocast, which would end the caller's
-    return torch.autocast(device.type, dtype, cache_enabled=cache)
+    return _Caching(device.type, dtype) if cache else torch.autocast(device.type, dtype, cache_enabled=False)
+
+
+class _Caching(torch.autocast):
+    """Autocast with narrow copies of its own alone.
+
+    torch drops copies where the outermost autocast ends. Within one of the caller's, those of one training step would
+    be taken for the weights of the next, and those of a check, which have no gradient, for those of a step.
+    """
+
+    def __enter__(self) -> Any:
+        """Begin without copies."""
+        torch.clear_autocast_cache()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: object) -> Any:
+        """Leave no copies."""
+        torch.clear_autocast_cache()
+        return super().__exit__(*raised)
 
 
 class _Converted(TorchFunctionMode):

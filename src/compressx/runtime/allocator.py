@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import sys
+import threading
 from collections.abc import Iterator
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -24,26 +26,33 @@ _KEEPING = {_MMAP_THRESHOLD: _LARGE, _TRIM_THRESHOLD: -1}
 _RETURNING = {_MMAP_THRESHOLD: _LARGE, _TRIM_THRESHOLD: 2 * _LARGE}
 """What glibc adapts itself to in a process that has freed large arrays (mallopt(3)); its start cannot be set again."""
 
-_OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+_OWN_SETTINGS = re.compile(
+    r"MALLOC_(TRIM_THRESHOLD|MMAP_THRESHOLD|MMAP_MAX)_=|GLIBC_TUNABLES=.*malloc\.(trim_threshold|mmap_threshold|mmap_max)="
+)
+"""Variables of the environment by which a user sets the same."""
+
+_inside = 0
+"""Runs that go on: the first one in sets the allocator, and the last one out restores it."""
+
+_entering = threading.Lock()
 
 
 @contextlib.contextmanager
 def freed_memory_kept() -> Iterator[None]:
     """Keep freed memory for the next arrays within a `with`, or a function, and return it to the system at the end.
 
-    Whoever sets glibc's allocator by the environment keeps these settings.
+    Whoever sets glibc's allocator by the environment keeps these settings. Settings that a process has made itself are
+    lost, because they cannot be read.
     """
-    settable = _glibc("mallopt")
-    if settable is None or any(name in os.environ for name in _OWN_SETTINGS) or (
-        "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
-    ):  # fmt: skip
+    mallopt = _glibc("mallopt")
+    if mallopt is None or any(_OWN_SETTINGS.match(f"{name}={value}") for name, value in os.environ.items()):
         yield
         return
-    _set(settable, _KEEPING)
+    _count(1, mallopt, _KEEPING)
     try:
         yield
     finally:
-        _set(settable, _RETURNING)
+        _count(-1, mallopt, _RETURNING)
         return_freed_memory()
 
 
@@ -54,9 +63,15 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def _set(mallopt: ctypes._NamedFuncPointer, values: dict[int, int]) -> None:
-    for parameter, value in values.items():
-        mallopt(parameter, value)
+def _count(change: int, mallopt: ctypes._NamedFuncPointer, values: dict[int, int]) -> None:
+    """Count a run that begins or ends, and set the allocator where no other goes on."""
+    global _inside  # noqa: PLW0603 - the allocator is the process's, too
+    with _entering:
+        others = _inside - (change < 0)
+        _inside += change
+        if others == 0:
+            for parameter, value in values.items():
+                mallopt(parameter, value)
 
 
 def _glibc(name: str) -> ctypes._NamedFuncPointer | None:

@@ -58,6 +58,7 @@ def torchs_own_modes() -> Iterator[None]:
     """
     dtype = torch.get_default_dtype()
     with contextlib.ExitStack() as modes:
+        modes.callback(torch.clear_autocast_cache)  # it may have copies of weights that have changed since
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 modes.enter_context(torch.autocast(kind, enabled=False))

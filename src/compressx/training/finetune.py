@@ -1,8 +1,8 @@
 """Sparse fine-tuning: the remaining weights, or adapters of them, are trained with the masks held.
 
-The forward pass uses masked weights, so dropped weights get no gradient and are exactly zero afterwards. A step depends
-only on the settings and its number (its windows, and the units that dropout drops), so a checkpoint needs only weights,
-optimizer state and losses. Where the recipe gives minutes, the learning rate also depends on the time.
+Dropped weights are zero and get no gradient, so they stay exactly zero. A step depends only on the settings and its
+number (its windows, and the units that dropout drops), so a checkpoint needs only weights, optimizer state and losses.
+Where the recipe gives minutes, the learning rate also depends on the time.
 
 A 16-bit model is trained in float32 and rounded once, at the end; its matrix products may be in bfloat16.
 """

@@ -119,13 +119,13 @@ def _adapters(model: Any, masks: MaskSet, lora: Lora, seed: int) -> Iterator[Non
         alpha = 2 * lora.rank if lora.alpha is None else lora.alpha
         config = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=names, fan_in_fan_out=transposed)
         peft_model = get_peft_model(model, config)
-    mask_adapters(peft_model, masks)
     try:
+        mask_adapters(peft_model, masks)
         yield
+        merge_adapters(peft_model, masks)
     except BaseException:
         peft_model.unload()
         raise
-    merge_adapters(peft_model, masks)
 
 
 @contextmanager
@@ -147,16 +147,13 @@ def _held(kept: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
 
     A parametrization would multiply every weight by its mask in every forward pass: a tenth of a training step.
     """
-    hooks = []
-    for parameter, keep in kept.items():
-        weight = parameter.detach()
-        weight.copy_(zeroed(weight, keep))
-        hooks.append(parameter.register_hook(partial(zeroed, keep=keep)))  # type: ignore[no-untyped-call]
-    try:
+    with ExitStack() as hooks:
+        for parameter, keep in kept.items():
+            weight = parameter.detach()
+            weight.copy_(zeroed(weight, keep))
+            hook = parameter.register_hook(partial(zeroed, keep=keep))  # type: ignore[no-untyped-call]
+            hooks.callback(hook.remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager

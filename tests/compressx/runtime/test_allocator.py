@@ -53,7 +53,7 @@ def test_arrays_take_the_pages_of_those_before_them_until_the_end_of_the_with():
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[str | int, ...]]:
     """What glibc is asked for."""
-    for name in allocator._OWN_SETTINGS:
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     made: list[tuple[str | int, ...]] = []
     monkeypatch.setattr(allocator, "_glibc", lambda name: lambda *values: made.append((name, *values)))
@@ -63,13 +63,20 @@ def calls(monkeypatch) -> list[tuple[str | int, ...]]:
 @pytest.mark.parametrize(
     ("name", "value"),
     [("MALLOC_TRIM_THRESHOLD_", "131072"), ("MALLOC_MMAP_MAX_", "65536"), ("MALLOC_MMAP_THRESHOLD_", "131072"),
-     ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=131072")],
+     ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2:glibc.malloc.mmap_threshold=131072")],
 )  # fmt: skip
 def test_settings_of_the_environment_are_left_alone(name, value, calls, monkeypatch):
     monkeypatch.setenv(name, value)
     with freed_memory_kept():
         pass
     assert calls == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("MALLOC_ARENA_MAX", "2"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")])
+def test_other_settings_of_the_environment_do_not_matter(name, value, calls, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with freed_memory_kept():
+        assert calls == KEPT
 
 
 KEPT = [("mallopt", -3, 2**25), ("mallopt", -1, -1)]
@@ -92,6 +99,14 @@ def test_an_evaluation_keeps_freed_memory_until_its_end(calls, project):
     settings = Evaluate.model_validate(recipe(model, evaluated=True)["evaluate"])
     evaluate_saved(ModelSource(path=model), settings)
     assert calls == KEPT + RETURNED
+
+
+def test_the_first_run_sets_and_the_last_one_restores(calls):
+    with freed_memory_kept():
+        with freed_memory_kept():
+            pass
+        assert calls == [*KEPT, RETURNED[-1]]
+    assert calls == [*KEPT, RETURNED[-1], *RETURNED]
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])

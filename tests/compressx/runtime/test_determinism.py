@@ -129,10 +129,12 @@ def modes() -> tuple[Any, ...]:
         ),
     ],
 )
-def test_the_modes_of_the_caller_change_no_result_and_are_left_as_they_are(set_by_caller):
+@pytest.mark.parametrize("held_out", [0, 2])
+def test_the_modes_of_the_caller_change_no_result_and_are_left_as_they_are(set_by_caller, held_out):
     rules = [{"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.5},
              {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.5}]  # fmt: skip
-    asked = {"prune": rules, "calibration": {"batch_size": 4}, "finetune": {"steps": 1, "batch_size": 2}}
+    asked = {"prune": rules, "calibration": {"batch_size": 4}, "compute_dtype": "bfloat16",
+             "finetune": {"steps": 4, "batch_size": 2, "held_out": held_out, "learning_rate": 1e-2}}  # fmt: skip
     tokens, results = tiny_tokens(), []
     for entered in (contextlib.nullcontext, set_by_caller):
         model = tiny_model("llama")

@@ -185,6 +185,26 @@ def test_an_interrupted_training_leaves_no_adapters_on_the_model() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.parametrize("fails", ["mask_adapters", "merge_adapters"])
+def test_adapters_that_cannot_be_masked_or_merged_are_removed(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    model, masks = pruned("llama")
+    monkeypatch.setattr(f"compressx.training.trainable.{fails}", Mock(side_effect=ArtifactError("no")))
+    names = [name for name, _ in model.named_modules()]
+    with pytest.raises(ArtifactError, match="no"):
+        finetune(model, masks, WINDOWS, Finetune(steps=1, teacher="none", lora=Lora(rank=2)))
+    assert [name for name, _ in model.named_modules()] == names
+
+
+def test_masks_of_which_one_cannot_be_held_leave_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, masks = pruned("llama")
+    few = [torch.zeros(()), torch.zeros(()), torch.OutOfMemoryError("CUDA out of memory")]
+    monkeypatch.setattr("compressx.training.trainable.zeroed", Mock(side_effect=few))
+    with pytest.raises(torch.OutOfMemoryError):
+        finetune(model, masks, WINDOWS, Finetune(steps=1, teacher="none"))
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
 def test_a_tied_embedding_is_untouched_and_stays_tied() -> None:
     before, _ = pruned("llama-tied")
     after, _, _ = tuned("llama-tied", norms=True, biases=True)
