@@ -10,8 +10,8 @@ a product with a thousand tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -94,25 +94,22 @@ def products_in(
         return _Converted(dtype)
     if dtype is None or dtype == torch.float32 or dtype in matrices:
         return nullcontext()  # not a disabled autocast, which would end the caller's
-    return _Caching(device.type, dtype) if cache else torch.autocast(device.type, dtype, cache_enabled=False)
+    return _caching(device.type, dtype) if cache else torch.autocast(device.type, dtype, cache_enabled=False)
 
 
-class _Caching(torch.autocast):
-    """Autocast with narrow copies of its own alone.
+@contextmanager
+def _caching(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    """Open autocast with narrow copies of its own alone.
 
     torch drops copies where the outermost autocast ends. Within one of the caller's, those of one training step would
     be taken for the weights of the next, and those of a check, which have no gradient, for those of a step.
     """
-
-    def __enter__(self) -> Any:
-        """Begin without copies."""
+    torch.clear_autocast_cache()
+    try:
+        with torch.autocast(device_type, dtype):
+            yield
+    finally:
         torch.clear_autocast_cache()
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *raised: object) -> Any:
-        """Leave no copies."""
-        torch.clear_autocast_cache()
-        return super().__exit__(*raised)
 
 
 class _Converted(TorchFunctionMode):

@@ -48,10 +48,11 @@ def trainable(
     """
     with ExitStack() as stack:
         dtypes = stack.enter_context(_in_float32(part))
-        kept = {model.get_parameter(name): keep for name, keep in masks.by_parameter(model).items()}
-        wanted = {*kept, *small_parameters(part, _emptied(masks, model), norms=norms, biases=biases)}
+        kept = masks.by_parameter(model)
+        masked = {model.get_parameter(name) for name in kept}
+        wanted = {*masked, *small_parameters(part, _emptied(masks, model), norms=norms, biases=biases)}
         stack.enter_context(_only_trained(part, wanted))
-        stack.enter_context(_held(kept))
+        stack.enter_context(_held(model, kept))
         yield {parameter: dtypes[parameter] for parameter in part.parameters() if parameter in wanted}
 
 
@@ -142,18 +143,29 @@ def _in_float32(part: nn.Module) -> Iterator[dict[nn.Parameter, torch.dtype]]:
 
 
 @contextmanager
-def _held(kept: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+def _held(model: nn.Module, kept: Mapping[str, Tensor]) -> Iterator[None]:
     """Keep dropped weights at zero: no gradient reaches them, and an optimizer without weight decay does not move them.
 
     A parametrization would multiply every weight by its mask in every forward pass: a tenth of a training step.
+
+    Raises:
+        ArtifactError: a dropped weight is not zero at the end.
     """
     with ExitStack() as hooks:
-        for parameter, keep in kept.items():
+        for name, keep in kept.items():
+            parameter = model.get_parameter(name)
             weight = parameter.detach()
             weight.copy_(zeroed(weight, keep))
             hook = parameter.register_hook(partial(zeroed, keep=keep))  # type: ignore[no-untyped-call]
             hooks.callback(hook.remove)
         yield
+    weights = {name: model.get_parameter(name).detach() for name in kept}
+    lost = [((x != 0) & x.isfinite() & ~kept[name]).sum() for name, x in weights.items()]  # others are told elsewhere
+    for name, count in zip(kept, torch.stack(lost).tolist() if lost else [], strict=True):
+        if count:
+            raise ArtifactError(
+                f"{name}: {count} weights that the mask drops are not zero after training; expected none"
+            )
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from compressx.models.capture import capture_calls, replay
 from compressx.numerics.output_error import channel_weights
 from compressx.recipe.schema import ReconstructBlock
 from compressx.recipe.sources import DatasetSource
+from compressx.runtime.errors import ArtifactError
 from compressx.runtime.ranks import Ranks
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.training.reconstruct import Passage, _Trained, reconstruct
@@ -350,3 +351,10 @@ def test_two_processes_train_a_block_as_one_does_on_both_their_texts(tmp_path: P
     for found in in_two(partial(joined, _reconstructed), tmp_path):
         for name, value in alone.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_zeros_that_are_lost_are_an_error(monkeypatch):
+    monkeypatch.setattr("compressx.training.trainable.zeroed", lambda x, keep: x)
+    model = tiny_model("llama")
+    with pytest.raises(ArtifactError, match=r"layers\.0\..*: \d+ weights that the mask drops are not zero"):
+        list(prune_model(InMemory(model), planned(model), batches(2)))

@@ -132,6 +132,8 @@ def replace(old: Tensor, new: Tensor) -> None:
         new = torch.nn.Parameter(new, old.requires_grad)
     new.grad = old.grad
     torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+    if old._backward_hooks is not None:  # `old` still has them, and what autograd sees of it does not
+        old._backward_hooks = old._backward_hooks
 
 
 def is_shown(device: Any) -> bool:

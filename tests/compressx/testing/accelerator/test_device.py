@@ -127,6 +127,17 @@ def test_tensors_say_where_they_are(device):
         x.numpy()
 
 
+def test_hooks_of_a_parameter_outlive_new_data() -> None:
+    with pretended_accelerator():
+        parameter, seen = torch.nn.Parameter(torch.ones(3, device="cuda")), []
+        for number in range(2):
+            parameter.data = parameter.data * 2
+            hook = parameter.register_hook(lambda gradient, number=number: seen.append(number))
+            parameter.sum().backward()
+            hook.remove()
+    assert seen == [0, 1]
+
+
 def test_a_module_goes_to_the_device_and_back_with_its_parameters_the_same_objects(device):
     layer = nn.Linear(3, 2)
     held, before = layer.weight, layer.weight.detach().clone()
