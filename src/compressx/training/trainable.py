@@ -160,7 +160,7 @@ def _held(model: nn.Module, kept: Mapping[str, Tensor]) -> Iterator[None]:
             hooks.callback(hook.remove)
         yield
     weights = {name: model.get_parameter(name).detach() for name in kept}
-    lost = [((x != 0) & x.isfinite() & ~kept[name]).sum() for name, x in weights.items()]  # others are told elsewhere
+    lost = [((x != 0) & x.isfinite() & ~kept[name]).sum() for name, x in weights.items()]  # NaN is told elsewhere
     for name, count in zip(kept, torch.stack(lost).tolist() if lost else [], strict=True):
         if count:
             raise ArtifactError(
