@@ -65,7 +65,7 @@ def choose(asked: ComputeDtype, weights: torch.dtype, device: torch.device, *, t
 
 def candidates(weights: torch.dtype, *, training: bool) -> tuple[torch.dtype, ...]:
     """Return the dtypes among which `auto` chooses: first the one that it keeps, then those that have to be faster."""
-    if weights == torch.float64 or (weights == torch.float32 and not training):
+    if weights == torch.float64:
         return (weights,)
     own = torch.float32 if training and weights == torch.float16 else weights
     return tuple(dict.fromkeys((own, torch.float32, *([torch.bfloat16] if training else []))))

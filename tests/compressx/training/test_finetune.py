@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -194,6 +195,18 @@ def test_adapters_that_cannot_be_masked_or_merged_are_removed(fails: str, monkey
     with pytest.raises(ArtifactError, match="no"):
         finetune(model, masks, WINDOWS, Finetune(steps=1, teacher="none", lora=Lora(rank=2)))
     assert [name for name, _ in model.named_modules()] == names
+
+
+def test_the_bias_of_a_linear_without_weights_is_not_trained() -> None:
+    model, masks = pruned("opt")
+    first, second = (n for n in [*masks][:2])
+    entry = masks[first]
+    masks = MaskSet({**masks, first: replace(entry, keep=torch.zeros_like(entry.keep))})
+    masks.apply(model)
+    before = parameters(model)
+    finetune(model, masks, WINDOWS, Finetune(steps=2, teacher="none", biases=True, held_out=0))
+    assert torch.equal(model.get_parameter(f"{first}.bias"), before[f"{first}.bias"])
+    assert not torch.equal(model.get_parameter(f"{second}.weight"), before[f"{second}.weight"])
 
 
 def test_masks_of_which_one_cannot_be_held_leave_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
