@@ -39,8 +39,10 @@ class Waiting:
 
     def prune(self, block, patterns, stats):
         if block.index == 1 and os.environ["RANK"] == "3" and os.environ["ENDS"] == "itself":
+            while not list(Path().glob(".out.partial-*/state.json")):  # the first process writes it in the background
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
-        if block.index == 1 and os.environ["ENDS"] != "itself":
+        if block.index == 1 and os.environ["ENDS"] == "never":
             Path("waiting").touch()
             time.sleep(100)
         scores = {n: block.linears[n].weight.abs() * stats[n].norms for n in patterns}
@@ -101,6 +103,11 @@ def test_a_process_that_is_killed_ends_all_within_seconds_and_the_run_can_be_res
     assert "Traceback" not in errors
     assert "written to" not in out
     assert len(list(work.glob(".out.partial-*/state.json"))) == 1
+    process = start("--plugin", "waiting", "run", "r.yaml", "--processes", "4", "--resume", ENDS="by itself")
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert "resumed after model.layers.0" in errors
+    assert "written to out" in out
 
 
 @pytest.mark.slow

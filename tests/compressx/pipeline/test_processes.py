@@ -169,23 +169,35 @@ def test_the_runs_of_a_sweep_find_one_another_each_time_and_the_first_process_te
 
 
 STOPPING = '''
-import os, signal
+import json, os, signal, time
+from pathlib import Path
 from pydantic import BaseModel
 from compressx import FeatureNorms, PruneResult, PrunerSpec, hookimpl, keep_masks
 
 class Options(BaseModel):
     pass
 
+def wait_until_listed(blocks):
+    """The first process lists a block in the background, while all work on the next."""
+    for _ in range(1200):
+        for state in Path(os.environ["FOLDER"]).glob(".out.partial-*/state.json"):
+            if len(json.loads(state.read_text())["finished"]) == blocks:
+                return
+        time.sleep(0.05)
+    raise TimeoutError(f"{blocks} blocks were not listed within a minute")
+
 class Stopping:
-    """Magnitude pruning whose second process ends itself, or torchrun, in a block."""
+    """Wanda whose second process ends itself, or torchrun, in a block when those before it are listed."""
 
     def observe(self, block, name):
         return FeatureNorms(block.linears[name].in_features)
 
     def prune(self, block, patterns, stats):
         if os.environ.get("RANK") == "1" and os.environ.get("STOP") == f"itself in {block.index}":
+            wait_until_listed(block.index)
             os.kill(os.getpid(), signal.SIGKILL)
         if os.environ.get("RANK") == "1" and os.environ.get("STOP") == f"all in {block.index}":
+            wait_until_listed(block.index)
             os.kill(os.getppid(), signal.SIGTERM)
             signal.pause()
         scores = {n: block.linears[n].weight.abs() * stats[n].norms for n in patterns}
@@ -214,6 +226,7 @@ def test_a_process_that_is_killed_or_sigterm_to_torchrun_ends_all_and_they_go_on
 ):
     (tmp_path / "stopping.py").write_text(STOPPING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("FOLDER", str(tmp_path))
     rules = [{"targets": ["*"], "pruner": "stopping", "sparsity": 0.5}]
     recipe = write_recipe(model, rules, tmp_path, evaluate=None)
     for block, (stop, ending) in enumerate([("itself", "SIGKILL"), ("all", "SIGTERM")], start=1):
