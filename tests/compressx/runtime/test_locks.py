@@ -65,11 +65,13 @@ def test_a_forked_child_that_outlives_the_owner_of_a_lock_does_not_keep_it(tmp_p
     lock, reader, writer = tmp_path / "lock", *os.pipe()
     if (owner := os.fork()) == 0:
         with locked(lock, "a run"):
-            if (child := os.fork()) == 0:
-                signal.pause()
-            os.write(writer, str(child).encode())
-            os.kill(os.getpid(), signal.SIGKILL)
+            if os.fork() == 0:
+                os.write(writer, str(os.getpid()).encode())  # what it inherited is closed by now
+            signal.pause()
+    os.close(writer)
     child = int(os.read(reader, 100))
+    os.close(reader)
+    os.kill(owner, signal.SIGKILL)
     os.waitpid(owner, 0)
     try:
         assert lock.exists()
