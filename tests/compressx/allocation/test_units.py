@@ -82,7 +82,7 @@ def allocated(planned: Plan, target: float, scope: Any = "model", kind: Any = "r
     return planned, by_cost(planned, target, scope, kind)
 
 
-quick = settings(deadline=None, max_examples=40)
+quick = settings(max_examples=40)
 TARGETS = st.floats(0.01, 0.94)
 KINDS = st.sampled_from(["block", "rule", "linear"])
 

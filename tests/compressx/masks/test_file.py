@@ -64,7 +64,7 @@ def written(folder: Path) -> tuple[dict[str, MaskEntry], bytes]:
     return entries, (folder / "written.safetensors").read_bytes()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(entries=_entries())
 def test_masks_of_any_name_and_shape_come_back_as_they_were_and_in_order(entries, folder):
     path = folder / "round-trip.safetensors"
@@ -87,7 +87,7 @@ def test_masks_stay_packed_until_they_are_asked_for_one_by_one(tmp_path: Path) -
     assert read[first].keep is not read[first].keep, "each is unpacked anew, so that none can have been kept"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(entries=_entries(), parts=st.integers(1, 4))
 def test_masks_joined_from_several_files_are_the_bytes_of_one_and_safetensors_reads_them(entries, parts, folder):
     names = list(entries)
@@ -111,7 +111,7 @@ def test_a_damaged_part_is_named_and_nothing_is_joined(tmp_path: Path) -> None:
     assert not (tmp_path / "joined.safetensors").exists()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_changed_byte_is_an_error_that_names_the_file_or_changes_nothing(data, written, folder):
     entries, good = written
@@ -126,7 +126,7 @@ def test_a_changed_byte_is_an_error_that_names_the_file_or_changes_nothing(data,
         assert str(path) in str(error)  # noqa: PT017 - either outcome is right
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_truncated_lengthened_or_foreign_file_is_an_error_that_names_it(data, written, folder):
     good = written[1]

@@ -59,7 +59,7 @@ def tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     return found
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(tensors(), st.booleans(), st.sampled_from([8, 64, 2**22]), st.sampled_from([None, {"format": "pt", "ä": "\n"}]))
 def test_any_tensors_come_back_to_the_bit_with_their_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor], compress: bool, piece: int,

@@ -64,7 +64,7 @@ def test_the_units_and_the_weight_are_those_of_trying_every_unit_with_a_new_fit(
 
 
 @given(st.integers(2, 40), st.integers(1, 3), st.floats(0, 0.9), st.integers(0, 99), st.integers(1, 9))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_rounds_among_all_units_choose_as_one_at_a_time_whatever_they_remove_at_once(units, size, share, seed, columns):
     weight, x, unit = problem(units, size, seed=seed)
     dropped = int(share * units)

@@ -506,7 +506,7 @@ def test_the_example_in_the_repositorys_own_file_loads(site: Site) -> None:
 
 # --- fuzzing
 
-fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 _WORDS = ["[load]", "[[plugin]]", "name", "module", "path", "pruners", "disabled", "required", "entry_points",
           "summary", " = ", "\n", "\n", "'a'", '"b.c"', "['a']", "[]", "true", "3", *"{}[].#\\", "'''",
           "1979-05-27"]  # fmt: skip

@@ -729,9 +729,7 @@ def test_a_dict_that_no_file_could_hold_is_refused() -> None:
 
 # --- fuzzing
 
-fuzz = settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+fuzz = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 _KEYS = "targets pruner sparsity pattern options name text json dataset samples seed tasks lm_eval keep of id path"
 keys = st.sampled_from([*Recipe.model_fields, *_KEYS.split()]) | st.text(max_size=5)
 scalars = (

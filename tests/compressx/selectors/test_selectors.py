@@ -16,7 +16,7 @@ from torch import Tensor
 from compressx import AttentionRows, ModelFacts, Needle
 from compressx.numerics.tokens import attention_mass, first_good_block, highest, needles_kept, pooled
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 whole_numbers = st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=40)
 
 
