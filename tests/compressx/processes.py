@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,14 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from compressx.runtime.ranks import Ranks, joined_ranks
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def _member(action: Callable[[], Any], environment: dict[str, str], folder: str) -> None:
@@ -39,7 +33,12 @@ def in_two(
     context: Any = multiprocessing.get_context(start)
     if start == "forkserver":
         context.set_forkserver_preload(["compressx.pipeline.run", "transformers.models.llama.modeling_llama"])
-    group = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    # As an agent of torchrun does, this process holds the store: a port that is only looked up may be another's by the
+    # time that the first of the two binds it.
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    group = {**os.environ, **agent, **address, "WORLD_SIZE": "2"}
     members = [
         context.Process(target=_member, args=(action, {**group, "RANK": str(rank)}, str(folder))) for rank in range(2)
     ]
@@ -61,6 +60,6 @@ def torchrun(
     recipe: Path, *options: str, plugins: tuple[str, ...] = (), command: str = "run"
 ) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    whole = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}",
+    whole = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
              "-m", "compressx", *(f"--plugin={name}" for name in plugins), command, str(recipe), *options]  # fmt: skip
     return subprocess.run(whole, env=environment, capture_output=True, text=True, check=False, timeout=300)
