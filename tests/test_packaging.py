@@ -12,9 +12,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from tests.compressx.built_in import PLUGINS
 from tests.compressx.cli.commands import invoke
 from tests.compressx.saved import save_tiny
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "compressx-plugin-random"
@@ -48,7 +54,8 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def wheels(generated: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The wheels of compressx, of the example and of the new plugins, by their distribution."""
     folder = tmp_path_factory.mktemp("wheels")
-    pip("wheel", "--no-deps", "--wheel-dir", folder, ROOT, EXAMPLE, *generated)
+    # Without isolation: hatchling is a dev dependency, and would be fetched anew for each of the five.
+    pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder, ROOT, EXAMPLE, *generated)
     return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
 
 
@@ -61,6 +68,13 @@ def fresh(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 def compressx(programs: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [programs / "compressx", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300, check=False)
+
+
+def test_what_builds_a_wheel_is_asked_for_by_the_project_itself(generated):
+    for folder in (ROOT, EXAMPLE, *generated):
+        asked = tomllib.loads((folder / "pyproject.toml").read_text())["build-system"]
+        assert asked["build-backend"] == "hatchling.build"
+        assert [Requirement(one).name for one in asked["requires"]] == ["hatchling"]
 
 
 def test_the_wheel_ships_both_packages_their_types_and_the_licence(wheels):
