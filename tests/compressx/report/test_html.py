@@ -222,6 +222,7 @@ def test_nothing_overflows_or_overlaps_on_any_screen_and_text_is_legible(browser
 
     requests = []
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    context.set_default_timeout(0)  # on a busy machine its 30 seconds are no sign of a fault; pytest's own limit stays
     page = context.new_page()
     page.on("request", lambda request: requests.append(request.url))
     page.goto(shown[1].as_uri())
