@@ -31,12 +31,13 @@ class Gate:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun: list[str] = []
-        self.opened = Event()
+        self.reached, self.opened = Event(), Event()
         self.write = shards.write
         patch.setattr(shards, "write", self.wait)
 
     def wait(self, path: Path, tensors: Any) -> None:
         self.begun.append(path.name)
+        self.reached.set()
         assert self.opened.wait(30), "nobody has opened the gate"
         self.write(path, tensors)
 
@@ -89,8 +90,8 @@ def test_a_block_is_written_while_the_next_one_is_loaded(memory, streamed, gate,
 def test_one_block_at_most_waits_to_be_written(streamed, gate, tmp_path):
     doubled(streamed, FIRST, tmp_path)
     with streamed.materialise(SECOND):
-        opening = Timer(0.2, gate.opened.set)
-        opening.start()
+        assert gate.reached.wait(30), "nothing is written"
+        Timer(0.2, gate.opened.set).start()
         assert gate.begun == [f"{FIRST}.safetensors"]
         streamed.write(SECOND, tmp_path)
         assert block_file(tmp_path, FIRST).exists(), "it was waited for"
