@@ -15,9 +15,10 @@ from tests.compressx.cli.commands import invoke
 
 from compressx.masks.maskset import MaskSet
 
+# Batches of 2, so that one process and four of them make the same ones: larger products are summed in other orders.
 RECIPE = """\
 model: {path: model}
-calibration: {dataset: {text: text.txt}, samples: 8, sequence_length: 32}
+calibration: {dataset: {text: text.txt}, samples: 8, sequence_length: 32, batch_size: 2}
 prune:
   - {targets: ["*"], pruner: PRUNER, sparsity: 0.5}
 output: out
