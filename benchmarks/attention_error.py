@@ -31,6 +31,7 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import advance, capture, each_block, passes
 from compressx.numerics import admm
+from compressx.numerics.least_squares import Metric
 from compressx.pruners.alps import ALPSOptions
 from compressx_attnprune import baselines, layer, solver, training
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair, relative_errors
@@ -94,11 +95,10 @@ def sparsegpt_layer(case: Case) -> Pair:
 def alps(case: Case) -> Pair:
     """ALPS (arXiv 2406.07831), one threshold for a weight, as published, with the pruner's defaults."""
     x = case.layer.inputs.x.flatten(0, 1).double()
-    metric = admm.Metric.of((x.T @ x).float(), ALPSOptions().damping)
+    metric = Metric.of((x.T @ x).float(), ALPSOptions().damping)
     limits = ALPSOptions().model_dump(exclude={"damping"})
-    query, key = (
-        admm.prune(w, metric, Unstructured(case.sparsity, "layer"), **limits).weight for w in case.layer.dense
-    )
+    pattern = Unstructured(case.sparsity, "layer")
+    query, key = (admm.prune({"": admm.Problem(w, metric, pattern)}, **limits)[""].weight for w in case.layer.dense)
     return query, key
 
 

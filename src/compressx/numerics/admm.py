@@ -1,31 +1,28 @@
-"""Pruning one linear by operator splitting: ALPS (arXiv 2406.07831), as pure functions.
+"""Pruning by operator splitting: ALPS (arXiv 2406.07831), as pure functions.
 
-Of all weights W with the zeros that a pattern asks for, find one with a small ||X W^T - X W0^T||^2, damped. ADMM with a
-rising penalty chooses the support (Algorithm 1), then a conjugate gradient finds the best weights on it (Algorithm 2).
-Any method that has a mask and a Hessian can use the second as its weight update.
-
-Both work in features scaled so that the damped Hessian has a unit diagonal: the squares of such weights are what
-dropping each by itself costs, and the scaling is the conjugate gradient's diagonal preconditioner.
+Of all weights W with the zeros that a pattern asks for, find some with a small ||X W^T - X W0^T||^2, damped. ADMM with
+a rising penalty chooses the support (Algorithm 1), then a conjugate gradient finds the best weights on it (Algorithm 2,
+`least_squares.py`). Linears that compete for their zeros take the steps of ADMM side by side, and the errors of outputs
+can be weighted: that multiplies the least-squares problem of a row, so only the choice of the support sees it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from compressx.api.lowest import NOT_FINITE
-from compressx.api.patterns import FixedMask, Pattern, keep_mask
+from compressx.api.patterns import FixedMask, Pattern, keep_masks
+from compressx.numerics.least_squares import Metric, solve
 from compressx.numerics.masked import zeroed
-from compressx.numerics.obs import NOT_FINITE_HESSIAN, NotPositiveDefiniteError, damp_
+from compressx.numerics.obs import NotPositiveDefiniteError
 from compressx.runtime.finite import all_finite
 
 CHECK = 3
 """Steps of ADMM between looks at how much the support has changed, as published."""
-
-_LOOK_EVERY = {"cpu": 1, "cuda": 4}
-"""Steps of the conjugate gradient between looks at whether it is done; a look at a GPU waits for it."""
 
 _RISES = ((0.1, 1.3), (0.005, 1.2), (0.0, 1.1))
 """Factors by which the penalty rises when more than this fraction of the support has changed, as published."""
@@ -35,56 +32,31 @@ _SETTLED = 3e-4
 
 
 @dataclass(frozen=True, eq=False)
-class Metric:
-    """How much a change of a linear's weights changes its output.
+class Problem:
+    """A linear to prune.
 
     Attributes:
-        gram: [n, n], E^-1 (X^T X + damping) E^-1 with a unit diagonal.
-        scale: [n], E: weights are multiplied by it.
-        damped: [n], what of the unit diagonal is damping.
-        dead: bool [n], features that never fired.
+        dense: W0 [out_features, in_features]; not changed.
+        metric: of its inputs.
+        pattern: what to keep. With a fixed mask only weights are solved for.
+        rows: [out_features, 1], what the error of each output counts; 1 when absent. All linears that compete have one
+            scale.
     """
 
-    gram: Tensor
-    scale: Tensor
-    damped: Tensor
-    dead: Tensor
+    dense: Tensor
+    metric: Metric
+    pattern: Pattern
+    rows: Tensor | None = None
 
-    @classmethod
-    def of(cls, hessian: Tensor, damping: float = 0.01) -> Metric:
-        """Scale a Hessian.
+    @property
+    def target(self) -> Tensor:
+        """The dense weights in the metric's variables."""
+        return self.metric.scaled(self.dense)
 
-        Args:
-            hessian: [n, n], X^T X in float32 or float64; overwritten.
-            damping: fraction of the mean diagonal that is added to the diagonal.
-
-        Raises:
-            NotPositiveDefiniteError: an entry is not finite.
-        """
-        if not all_finite(hessian):
-            raise NotPositiveDefiniteError(NOT_FINITE_HESSIAN)
-        bare = hessian.diagonal().clone()
-        damp_(hessian, damping)
-        scale = hessian.diagonal().sqrt()
-        hessian.div_(scale[:, None]).div_(scale)
-        hessian.diagonal().fill_(1.0)
-        return cls(hessian, scale, 1.0 - bare / scale.square(), bare == 0)
-
-    def scaled(self, weight: Tensor) -> Tensor:
-        """Return a weight [out_features, n] in the metric's variables and dtype."""
-        return weight.to(self.scale.dtype) * self.scale
-
-    def squares(self, *changes: Tensor) -> list[tuple[float, float]]:
-        """Measure changes [out_features, n] of scaled weights: of each ||X change^T||^2, damped and bare."""
-        sums = []
-        for change in changes:
-            sums.append((change @ self.gram).mul_(change).sum(dtype=torch.float64))
-            sums.append((change.square() * self.damped).sum(dtype=torch.float64))
-        values = torch.stack(sums).tolist()  # one transfer
-        return [
-            (damped, max(0.0, damped - of_damping))
-            for damped, of_damping in zip(values[::2], values[1::2], strict=True)
-        ]
+    def costs(self, scaled: Tensor) -> Tensor:
+        """Return what dropping each of these scaled weights alone costs; features that never fired go first."""
+        costs = scaled.square().masked_fill_(self.metric.dead, 0.0)
+        return costs if self.rows is None else costs.mul_(self.rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,47 +81,63 @@ class Solution:
 
 
 def prune(
-    dense: Tensor, metric: Metric, pattern: Pattern, *, penalty: float = 0.1, steps: int = 300, solver_steps: int = 100
-) -> Solution:  # fmt: skip
-    """Prune one weight.
+    problems: Mapping[str, Problem], *, penalty: float = 0.1, steps: int = 300, solver_steps: int = 100
+) -> dict[str, Solution]:  # fmt: skip
+    """Prune linears that compete for their zeros, or one.
 
     The damped error is never above that of dropping what is cheapest to drop, the start of ADMM: with nearly
     independent inputs that is hard to beat, and where ADMM ends above it, its support is taken.
 
     Args:
-        dense: W0 [out_features, in_features]; not changed.
-        metric: of its inputs.
-        pattern: what to keep; `joint` as `layer`. With a fixed mask only weights are solved for.
+        problems: by name of the linear; all have fixed masks, or none.
         penalty: ADMM's first, against the unit diagonal.
         steps: of ADMM at most.
-        solver_steps: of the conjugate gradient at most.
+        solver_steps: of the conjugate gradient at most, for each linear.
 
     Raises:
-        NotPositiveDefiniteError: the damped Hessian is indefinite by more than the penalty.
+        NotPositiveDefiniteError: a damped Hessian is indefinite by more than the penalty; the linear is named.
         ValueError: in_features not divisible by an N:M pattern's M, or weights that are not finite.
     """
-    target = metric.scaled(dense)
-    if isinstance(pattern, FixedMask):
-        keep, taken = pattern.keep, 0
-        result, solved, residual = solve(target, metric, keep, steps=solver_steps)
+    targets = {name: x.target for name, x in problems.items()}
+
+    def solved(keep: Mapping[str, Tensor], near: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int, float]]:
+        return {
+            n: solve(targets[n], x.metric, keep[n], near.get(n), steps=solver_steps) for n, x in problems.items()
+        }  # fmt: skip
+
+    keep = {n: x.pattern.keep for n, x in problems.items() if isinstance(x.pattern, FixedMask)}
+    taken = 0
+    if keep:
+        solutions = solved(keep, {})
     else:
-        keep, near, taken = select(target, metric, pattern, penalty=penalty, steps=steps)
-        result, solved, residual = solve(target, metric, keep, near, steps=solver_steps)
-        start = _choose(target, metric, pattern)
-        (reached, _), (at_start, _) = metric.squares(result - target, zeroed(target, ~start))
+        keep, near, taken = select(problems, targets, penalty=penalty, steps=steps)
+        solutions = solved(keep, near)
+        start = _choose(problems, targets)
+        losses = [
+            torch.stack([x.metric.loss(changes[n], x.rows) for n, x in problems.items()]).sum()
+            for changes in (
+                {n: result - targets[n] for n, (result, _, _) in solutions.items()},
+                {n: zeroed(targets[n], ~kept) for n, kept in start.items()},
+            )
+        ]
+        reached, at_start = torch.stack(losses).tolist()
         if reached > at_start:
             keep = start
-            result, solved, residual = solve(target, metric, keep, steps=solver_steps)
-    change = result - target
-    (_, lost), (_, whole) = metric.squares(change, target)
-    weight = zeroed(dense + change / metric.scale, keep)
-    return Solution(keep, weight, lost / whole if whole else 0.0, taken, solved, residual)
+            solutions = solved(keep, {})
+    found = {}
+    for name, x in problems.items():
+        result, needed, residual = solutions.pop(name)
+        change = result - targets[name]
+        (_, lost), (_, whole) = x.metric.squares(change, targets[name])
+        weight = zeroed(x.dense + change / x.metric.scale, keep[name])
+        found[name] = Solution(keep[name], weight, lost / whole if whole else 0.0, taken, needed, residual)
+    return found
 
 
 def select(
-    target: Tensor, metric: Metric, pattern: Pattern, *, penalty: float = 0.1, steps: int = 300
-) -> tuple[Tensor, Tensor, int]:
-    """Choose a support by ADMM (Algorithm 1), from that of the largest scaled weights on.
+    problems: Mapping[str, Problem], targets: Mapping[str, Tensor], *, penalty: float = 0.1, steps: int = 300
+) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """Choose supports by ADMM (Algorithm 1), from those of the largest scaled weights on.
 
     A step pulls the weights from the last sparse point minus the dual towards the dense ones, and keeps the largest of
     what that gives plus the dual. The penalty rises the faster the more the support changes, until it settles. What is
@@ -157,9 +145,8 @@ def select(
     the penalty's inverse, by Cholesky; eigenvectors of the Hessian, which serve all penalties, would cost more.
 
     Args:
-        target: dense scaled weights [out_features, n].
-        metric: of the inputs.
-        pattern: what to keep.
+        problems: by name of the linear.
+        targets: of each its dense scaled weights [out_features, n].
         penalty: the first, against the unit diagonal; lower starts further from the support of the largest.
         steps: at most.
 
@@ -167,83 +154,57 @@ def select(
         `keep` bool [out_features, n], scaled weights near the best on that support, zero elsewhere, and the steps.
 
     Raises:
-        NotPositiveDefiniteError: the damped Hessian is indefinite by more than the penalty.
+        NotPositiveDefiniteError: as `prune`.
     """
-    keep = seen = _choose(target, metric, pattern)
-    point = target * keep  # [out, n]: the sparse point where kept, the dual in units of the penalty elsewhere
-    pull, failed = _pull(metric.gram, penalty)
+    keep = seen = _choose(problems, targets)
+    # Of each [out, n]: the sparse point where kept, the dual in units of the penalty elsewhere.
+    points = {name: target * keep[name] for name, target in targets.items()}
+    pulls = {name: _pull(x.metric.gram, penalty) for name, x in problems.items()}
     taken = 0
     while taken < steps:
-        point = _stepped(point, keep, target, pull)
-        keep = _choose(point, metric, pattern)
+        points = {name: _stepped(points[name], keep[name], targets[name], pulls[name][0]) for name in problems}
+        keep = _choose(problems, points)
         taken += 1
         if taken % CHECK and taken < steps:
             continue
-        # One look at all, since it waits for the device.
-        numbers = [torch.count_nonzero(keep != seen), torch.count_nonzero(keep), failed, point.sum().isfinite()]
-        changed, kept, no_factor, finite = torch.stack([x.long() for x in numbers]).tolist()
-        if no_factor:
-            raise NotPositiveDefiniteError(
-                f"the damped Hessian plus ADMM's penalty of {penalty:g} is not positive definite; use more calibration "
-                "samples, or a larger damping or penalty"
-            )
-        if not (finite or all_finite(point)):
-            raise ValueError(NOT_FINITE)
-        changed /= max(1, kept)
+        changed = _changed(points, keep, seen, {name: failed for name, (_, failed) in pulls.items()}, penalty)
         if changed <= _SETTLED or taken == steps:
             break
         seen = keep
         rise = next(factor for above, factor in _RISES if changed > above)
         penalty *= rise
-        pull, failed = _pull(metric.gram, penalty)
-        point = _with_larger_penalty(point, keep, rise)
-    return keep, zeroed(point, keep), taken
+        for name, x in problems.items():
+            pulls[name] = _pull(x.metric.gram, penalty)
+            points[name] = _with_larger_penalty(points[name], keep[name], rise)
+    return keep, {name: zeroed(point, keep[name]) for name, point in points.items()}, taken
 
 
-def solve(
-    target: Tensor, metric: Metric, keep: Tensor, start: Tensor | None = None, *, steps: int = 100,
-    tolerance: float = 1e-2,
-) -> tuple[Tensor, int, float]:  # fmt: skip
-    """Find the best weights on a support by conjugate gradients, all rows at once (Algorithm 2).
+def _changed(
+    points: Mapping[str, Tensor], keep: Mapping[str, Tensor], seen: Mapping[str, Tensor],
+    failed: Mapping[str, Tensor], penalty: float,
+) -> float:  # fmt: skip
+    """Return the fraction of the support that has changed, after a look at whether all went well."""
+    numbers = [
+        (torch.count_nonzero(kept != seen[n]), torch.count_nonzero(kept), failed[n], points[n].sum().isfinite())
+        for n, kept in keep.items()
+    ]
+    looked = torch.stack([x.long() for of_one in numbers for x in of_one]).tolist()  # one look, it waits for the device
+    changed, kept, no_factor, finite = (looked[i::4] for i in range(4))
+    for name, its_factor, is_finite in zip(keep, no_factor, finite, strict=True):
+        if its_factor:
+            raise NotPositiveDefiniteError(
+                f"{name}: the damped Hessian plus ADMM's penalty of {penalty:g} is not positive definite; use more "
+                "calibration samples, or a larger damping or penalty"
+            )
+        if not (is_finite or all_finite(points[name])):
+            raise ValueError(NOT_FINITE)
+    return float(sum(changed) / max(1, sum(kept)))
 
-    With S the kept entries of a row and D the dropped ones, the change c of the kept weights solves
-    G_SS c = G_SD target_D. Each step costs 2 * out * n^2 FLOPs, however sparse the rows.
 
-    Args:
-        target: dense scaled weights [out_features, n].
-        metric: of the inputs; G is its `gram`.
-        keep: bool [out_features, n], the support.
-        start: scaled weights to begin at; the dense ones when absent.
-        steps: at most.
-        tolerance: residual of each row, relative to the right-hand side, at which it is solved.
-
-    Returns:
-        Scaled weights [out_features, n], zero where not kept; the steps; the worst row's relative residual.
-    """
-    wanted = (zeroed(target, ~keep) @ metric.gram).mul_(keep)
-    goal = tolerance * _squares(wanted).sqrt()  # [out, 1]
-    if start is None:
-        change, residual = torch.zeros_like(target), wanted
-    else:
-        change = (start - target).mul_(keep & (goal > 0))  # rows that lose nothing keep their weights to the bit
-        residual = wanted - (change @ metric.gram).mul_(keep)
-    direction, power = residual, _squares(residual)
-    taken = torch.zeros((), dtype=torch.float64, device=target.device)
-    every = _LOOK_EVERY[target.device.type]
-    for number in range(steps):
-        working = (power.sqrt() > goal).any()
-        if number % every == 0 and not working:
-            break
-        image = (direction @ metric.gram).mul_(keep)
-        # From when all rows are solved until that is seen, steps change nothing.
-        step = _ratio(power, (direction * image).sum(dim=1, keepdim=True)) * working
-        change = change.addcmul_(step, direction)
-        residual = residual.addcmul(step, image, value=-1.0)
-        power, before = _squares(residual), power
-        direction = torch.addcmul(residual, _ratio(power, before), direction)
-        taken += working
-    needed, left = torch.stack([taken, _ratio(power.sqrt(), goal).max().double()]).tolist()
-    return zeroed(change.add_(target), keep), int(needed), left * tolerance
+def _choose(problems: Mapping[str, Problem], scaled: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Keep the largest scaled weights (equation 4), which the caller checks."""
+    costs = {name: x.costs(scaled[name]) for name, x in problems.items()}
+    return keep_masks(costs, {name: x.pattern for name, x in problems.items()}, known_finite=True)
 
 
 def _stepped(point: Tensor, keep: Tensor, target: Tensor, pull: Tensor) -> Tensor:
@@ -259,11 +220,6 @@ def _with_larger_penalty(point: Tensor, keep: Tensor, rise: float) -> Tensor:
     return point.sub_(sparse).div_(rise).add_(sparse)
 
 
-def _choose(scaled: Tensor, metric: Metric, pattern: Pattern) -> Tensor:
-    """Keep the largest scaled weights (equation 4), which the caller checks; features that never fired go first."""
-    return keep_mask(scaled.square().masked_fill_(metric.dead, 0.0), pattern, known_finite=True)
-
-
 def _pull(gram: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
     """Return penalty * (gram + penalty * I)^-1, for the first half step of ADMM, and a number, 0 if it exists."""
     matrix = gram.clone(memory_format=torch.contiguous_format)
@@ -273,12 +229,3 @@ def _pull(gram: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
     torch.linalg.cholesky_ex(column_major, out=(column_major, failed))
     diagonal.copy_(torch.where(failed == 0, diagonal, 1.0))  # LAPACK refuses to invert a zero before anyone has looked
     return torch.cholesky_inverse(column_major).mul_(penalty), failed
-
-
-def _squares(rows: Tensor) -> Tensor:
-    return rows.square().sum(dim=1, keepdim=True)
-
-
-def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """Divide, with 0 where there is nothing left to divide by."""
-    return torch.where(b > 0, a / torch.where(b > 0, b, 1.0), 0.0)

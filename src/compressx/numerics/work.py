@@ -1,4 +1,4 @@
-"""What the numerical methods cost, counted by the formulas of `obs.py`, `admm.py` and `ziplm.py`."""
+"""What the numerical methods cost, counted by the formulas of the modules beside this one."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _column_blocks(columns: int, pattern: Pattern | None) -> Iterator[tuple[int,
 
 
 def metric(n: int) -> Work:
-    """Count `admm.Metric.of` of an [n, n] Hessian."""
+    """Count `least_squares.Metric.of` of an [n, n] Hessian."""
     return Work.of(memory=_F32 * n * n, returned=_F32 * n * n, moved=_F32 * 6.0 * n * n, launches=20)
 
 
@@ -173,6 +173,25 @@ def admm(rows: int, n: int, pattern: Pattern, *, steps: float, solver_steps: flo
     # Near the support the residual takes a product, and what was reached is compared with the start by two.
     around = 3 * product + 2 * selection(rows, n, pattern)
     return solving + around + steps * step + max(1.0, steps / CHECK) * inverse + Work.of(memory)
+
+
+def side_by_side(block: Block, patterns: Mapping[str, Pattern], *, steps: float, solver_steps: float) -> Work:
+    """Count `admm.prune` of some linears of a block at once, as `admm` does for one.
+
+    Args:
+        block: the block.
+        patterns: by name of the linear.
+        steps: of ADMM.
+        solver_steps: of the conjugate gradient, of each linear.
+    """
+    done = of_each(block, patterns, partial(admm, steps=steps, solver_steps=solver_steps), updated=True)
+    if len(patterns) == 1:
+        return done
+    sizes = [block.linears[name].weight.shape for name in patterns]
+    all_of_them, largest = sum(rows * n for rows, n in sizes), max(rows * n for rows, n in sizes)
+    # In ADMM beside the inverses of all penalised Hessians; then in one conjugate gradient after the other.
+    choosing = 33.0 * all_of_them + _F32 * sum(float(n) * n for _, n in sizes)
+    return Work(done.counts, max(choosing, 14.0 * all_of_them + 24.0 * largest), done.returned)
 
 
 def removal(rows: int, columns: int, size: int, dropped: int) -> Work:

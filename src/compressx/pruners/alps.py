@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,13 +18,15 @@ from compressx import (
     PruneResult,
     PrunerSpec,
     Statistic,
+    UnsupportedModelError,
     Windows,
     Work,
     hookimpl,
 )
 from compressx.numerics import work as numerics
-from compressx.numerics.admm import Metric, prune
-from compressx.numerics.obs import refused
+from compressx.numerics.admm import Problem, prune
+from compressx.numerics.least_squares import Metric
+from compressx.numerics.obs import NotPositiveDefiniteError, refused
 
 _STEPS, _SOLVER_STEPS = 31, 12
 """Of ADMM and of the conjugate gradient, the means of 21 linears of two small models at 50%.
@@ -52,6 +55,42 @@ class ALPSOptions(BaseModel):
     )
 
 
+def metric(block: Block, name: str, hessian: Hessian, damping: float) -> Metric:
+    """Damp and scale a linear's Hessian.
+
+    Raises:
+        UnsupportedModelError: an entry that is not finite.
+    """
+    with refused(name):
+        return Metric.of(hessian.assembled().to(block.linears[name].weight.device), damping)
+
+
+def solved(problems: Mapping[str, Problem], **limits: Any) -> dict[str, PruneResult]:
+    """Prune linears that compete for their zeros, or one.
+
+    Args:
+        problems: by name of the linear.
+        limits: `penalty`, `steps` and `solver_steps` of `admm.prune`.
+
+    Raises:
+        UnsupportedModelError: a damped Hessian that is not positive definite.
+    """
+    try:
+        solutions = prune(problems, **limits)
+    except NotPositiveDefiniteError as error:
+        raise UnsupportedModelError(str(error)) from error
+    results = {}
+    for name, solution in solutions.items():
+        info = {
+            "linear_error": solution.error,
+            "steps": float(solution.steps),
+            "solver_steps": float(solution.solver_steps),
+            "solver_residual": solution.residual,
+        }
+        results[name] = PruneResult(solution.keep, solution.weight.to(problems[name].dense.dtype), info)
+    return results
+
+
 class ALPS:
     """Prunes each linear by ADMM and conjugate gradients."""
 
@@ -64,27 +103,17 @@ class ALPS:
 
     def prepare(self, block: Block, name: str, hessian: Hessian) -> Metric:
         """Damp and scale the Hessian."""
-        with refused(name):
-            return Metric.of(hessian.assembled().to(block.linears[name].weight.device), self.options.damping)
+        return metric(block, name, hessian, self.options.damping)
 
     def prune(
         self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic],  # noqa: ARG002
         prepared: Mapping[str, Metric],
     ) -> dict[str, PruneResult]:  # fmt: skip
         """Solve each linear."""
-        results = {}
         limits = self.options.model_dump(exclude={"damping"})
-        for name, metric in prepared.items():
-            weight = block.linears[name].weight
-            with refused(name):
-                solution = prune(weight, metric, patterns[name], **limits)
-            info = {
-                "linear_error": solution.error,
-                "steps": float(solution.steps),
-                "solver_steps": float(solution.solver_steps),
-                "solver_residual": solution.residual,
-            }
-            results[name] = PruneResult(solution.keep, solution.weight.to(weight.dtype), info)
+        results: dict[str, PruneResult] = {}
+        for name, its_metric in prepared.items():
+            results |= solved({name: Problem(block.linears[name].weight, its_metric, patterns[name])}, **limits)
         return results
 
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol

@@ -40,6 +40,7 @@ RULES: dict[str, dict[str, Any]] = {
         "targets": ATTENTION, "pruner": "attnprune", "sparsity": 0.5, "options": {"objective": "attention-matrix"},
     },
     "sensitivity": {"pruner": "sensitivity", "sparsity": 0.5},
+    "sensitivity joint": {"pruner": "sensitivity", "sparsity": 0.5, "group": "joint"},
     "attnprune groups": {**GROUPS, "pruner": "attnprune"},
     "attnprune groups refit": {**GROUPS, "pruner": "attnprune", "options": {"refit": 2}},
     "attnprune of given groups": {**GROUPS, "pruner": "wanda", "reconstruct": "attnprune"},

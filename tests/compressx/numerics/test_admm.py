@@ -1,36 +1,33 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from tests.compressx.numerics.problems import damped, problem, squares
 from torch import Tensor
 
-from compressx.api.patterns import NM, FixedMask, Unstructured, keep_mask, zeros_in
-from compressx.numerics.admm import Metric, Solution, prune, select, solve
+from compressx.api.patterns import NM, FixedMask, Unstructured, keep_mask, keep_masks, zeros_in
+from compressx.numerics.admm import Problem, Solution, prune, select
+from compressx.numerics.least_squares import Metric, solve
 from compressx.numerics.obs import NotPositiveDefiniteError, inverse_cholesky, sweep
 
 PATTERNS = [Unstructured(0.5, "layer"), Unstructured(0.6, "row"), Unstructured(0.7, "layer"), NM(2, 4)]
 
 
-def problem(rows: int = 24, columns: int = 48, mix: float = 0.6, tokens: int = 400, seed: int = 0):
-    """A weight and inputs that are correlated as much as `mix` says and differ in scale, float64."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, columns, generator=generator, dtype=torch.float64)
-    mixing = torch.randn(columns, columns, generator=generator, dtype=torch.float64)
-    scale = torch.logspace(-1, 1, columns, dtype=torch.float64)[torch.randperm(columns, generator=generator)]
-    x = x @ (torch.eye(columns, dtype=torch.float64) + mix * mixing) * scale
-    return torch.randn(rows, columns, generator=generator, dtype=torch.float64), x
-
-
-def damped(hessian: Tensor, damping: float = 0.01) -> Tensor:
-    return hessian + damping * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=hessian.dtype)
-
-
-def squares(change: Tensor, hessian: Tensor) -> float:
-    return float(((change @ hessian) * change).sum())
-
-
 def pruned(weight: Tensor, hessian: Tensor, pattern, **options) -> Solution:
-    return prune(weight, Metric.of(hessian.clone(), 0.01), pattern, **options)
+    return alone(weight, Metric.of(hessian.clone(), 0.01), pattern, **options)
+
+
+def alone(weight: Tensor, metric: Metric, pattern, **options) -> Solution:
+    """Prune one linear."""
+    return prune({"fc": Problem(weight, metric, pattern)}, **options)["fc"]
+
+
+def selected(weight: Tensor, metric: Metric, pattern, **options) -> tuple[Tensor, Tensor, int]:
+    problem = Problem(weight, metric, pattern)
+    keep, near, steps = select({"fc": problem}, {"fc": problem.target}, **options)
+    return keep["fc"], near["fc"], steps
 
 
 def written_out(weight: Tensor, hessian: Tensor, pattern, steps: int) -> tuple[Tensor, Tensor]:
@@ -52,22 +49,11 @@ def written_out(weight: Tensor, hessian: Tensor, pattern, steps: int) -> tuple[T
     return d != 0, d / norms
 
 
-def test_a_metric_is_the_damped_hessian_with_a_unit_diagonal():
-    weight, x = problem()
-    hessian = x.T @ x
-    metric = Metric.of(hessian.clone(), 0.05)
-    assert torch.equal(metric.gram.diagonal(), torch.ones(48, dtype=torch.float64))
-    torch.testing.assert_close(metric.gram * metric.scale * metric.scale[:, None], damped(hessian, 0.05))
-    with_damping, without = metric.squares(metric.scaled(weight))[0]
-    assert with_damping == pytest.approx(squares(weight, damped(hessian, 0.05)))
-    assert without == pytest.approx(float((x @ weight.T).square().sum()))
-
-
 @pytest.mark.parametrize(("pattern", "steps"), list(zip(PATTERNS, [13, 7, 1, 13], strict=True)), ids=str)
 def test_admm_takes_the_steps_of_its_three_variables_solved_one_after_the_other(pattern, steps):
     weight, x = problem(rows=32)
     metric = Metric.of(x.T @ x, 0.01)
-    keep, scaled, taken = select(metric.scaled(weight), metric, pattern, steps=steps)
+    keep, scaled, taken = selected(weight, metric, pattern, steps=steps)
     expected_keep, expected = written_out(weight, damped(x.T @ x), pattern, steps)
     assert taken == steps
     assert torch.equal(keep, expected_keep)
@@ -77,47 +63,11 @@ def test_admm_takes_the_steps_of_its_three_variables_solved_one_after_the_other(
 def test_admm_stops_when_the_support_has_settled():
     weight, x = problem(rows=64, columns=96)
     metric = Metric.of(x.T @ x, 0.01)
-    target = metric.scaled(weight)
-    keep, _, steps = select(target, metric, Unstructured(0.6, "layer"))
+    keep, _, steps = selected(weight, metric, Unstructured(0.6, "layer"))
     assert 9 < steps < 100
-    assert torch.equal(select(target, metric, Unstructured(0.6, "layer"), steps=steps)[0], keep)
-    before = select(target, metric, Unstructured(0.6, "layer"), steps=steps - 3)[0]
+    assert torch.equal(selected(weight, metric, Unstructured(0.6, "layer"), steps=steps)[0], keep)
+    before = selected(weight, metric, Unstructured(0.6, "layer"), steps=steps - 3)[0]
     assert int((before != keep).sum()) <= 3e-4 * int(keep.sum())
-
-
-def test_the_solver_finds_the_least_squares_weights_of_each_row():
-    weight, x = problem()
-    hessian = x.T @ x
-    keep = torch.rand(weight.shape, generator=torch.Generator().manual_seed(3)) > 0.6
-    metric = Metric.of(hessian.clone(), 0.01)
-    root = torch.linalg.cholesky(damped(hessian)).T  # root^T root is the damped Hessian
-    expected = torch.zeros_like(weight)
-    for row, kept, target in zip(expected, keep, weight @ root.T, strict=True):
-        row[kept] = torch.linalg.lstsq(root[:, kept], target[:, None]).solution[:, 0]
-    for start in (None, metric.scaled(torch.randn_like(weight))):
-        solved, steps, residual = solve(metric.scaled(weight), metric, keep, start, tolerance=1e-10)
-        torch.testing.assert_close(solved / metric.scale, expected, rtol=1e-7, atol=1e-9)
-        assert residual <= 1e-10
-        assert 5 < steps < 100
-
-
-def test_the_solver_stops_when_every_row_is_solved_or_out_of_steps_and_says_what_is_left():
-    weight, x = problem()
-    metric = Metric.of(x.T @ x, 0.01)
-    target = metric.scaled(weight)
-    keep = torch.rand(weight.shape, generator=torch.Generator().manual_seed(3)) > 0.5
-    _, steps, residual = solve(target, metric, keep, tolerance=1e-4)
-    assert 1e-8 < residual <= 1e-4
-    solved, all_of_them, left = solve(target, metric, keep, tolerance=1e-4, steps=steps - 1)
-    assert all_of_them == steps - 1
-    assert left > 1e-4
-    wanted = (target * ~keep @ metric.gram) * keep
-    missing = ((target - solved) @ metric.gram) * keep
-    assert left == pytest.approx(float((missing.norm(dim=1) / wanted.norm(dim=1)).max()), rel=1e-6)
-    untouched, none, whole = solve(target, metric, keep, steps=0)
-    assert none == 0
-    assert whole == pytest.approx(1.0)
-    assert torch.equal(untouched, target * keep)
 
 
 @pytest.mark.parametrize(
@@ -129,19 +79,6 @@ def test_the_zeros_are_as_many_as_the_pattern_says(pattern):
     assert int((~solution.keep).sum()) == zeros_in(pattern, 17, 48)
     assert torch.equal(solution.keep, keep_mask(solution.keep.float(), pattern))  # within every group, too
     assert not solution.weight[~solution.keep].any()
-
-
-def test_a_row_that_loses_only_zeros_keeps_its_weights_to_the_bit_wherever_the_solver_begins():
-    weight, x = problem()
-    keep = torch.rand(weight.shape, generator=torch.Generator().manual_seed(3)) > 0.5
-    weight[5, ~keep[5]] = 0.0  # as in a model that has been pruned before
-    metric = Metric.of((x.T @ x).float(), 0.01)
-    target = metric.scaled(weight)
-    solved, steps, residual = solve(target, metric, keep, 1.1 * target)
-    assert torch.equal(solved[5], target[5])
-    assert not torch.equal(solved[6], (target * keep)[6])
-    assert steps < 100
-    assert residual <= 0.01
 
 
 @pytest.mark.parametrize(("pattern", "tokens"), list(zip(PATTERNS, [400, 400, 20, 400], strict=True)), ids=str)
@@ -173,30 +110,16 @@ def test_with_nearly_independent_inputs_the_start_wins_and_its_weights_are_solve
     weight, x = problem(mix=0.003, tokens=20_000)
     metric = Metric.of(x.T @ x, 0.01)
     target = metric.scaled(weight)
-    keep, near, _ = select(target, metric, NM(2, 4))
-    alone, _, _ = solve(target, metric, keep, near)
+    keep, near, _ = selected(weight, metric, NM(2, 4))
+    by_admm, _, _ = solve(target, metric, keep, near)
     start = keep_mask(target.square(), NM(2, 4))
-    (of_admm, _), (of_start, _) = metric.squares(alone - target, target * start - target)
+    (of_admm, _), (of_start, _) = metric.squares(by_admm - target, target * start - target)
     assert of_admm > of_start
-    solution = prune(weight, metric, NM(2, 4))
+    solution = alone(weight, metric, NM(2, 4))
     solved, steps, _ = solve(target, metric, start)
     assert torch.equal(solution.keep, start)
     assert solution.solver_steps == steps > 0
     torch.testing.assert_close(metric.scaled(solution.weight), solved)
-
-
-@pytest.mark.parametrize("look", [2, 4, 1000])
-def test_steps_that_follow_until_someone_looks_change_nothing(look, monkeypatch):
-    weight, x = problem()
-    metric = Metric.of((x.T @ x).float(), 0.01)
-    target = metric.scaled(weight)
-    keep = torch.rand(weight.shape, generator=torch.Generator().manual_seed(3)) > 0.5
-    seen_at_once = [solve(target, metric, keep, steps=steps) for steps in (100, 3)]
-    monkeypatch.setattr("compressx.numerics.admm._LOOK_EVERY", {"cpu": look})
-    for expected, steps in zip(seen_at_once, (100, 3), strict=True):
-        solved, taken, residual = solve(target, metric, keep, steps=steps)
-        assert torch.equal(solved, expected[0])
-        assert (taken, residual) == expected[1:]
 
 
 def test_the_reported_error_is_that_of_the_output():
@@ -205,15 +128,6 @@ def test_the_reported_error_is_that_of_the_output():
         solution = pruned(weight, x.T @ x, pattern)
         y = x @ weight.T
         assert solution.error == pytest.approx(float((x @ solution.weight.T - y).square().sum() / y.square().sum()))
-
-
-def test_a_change_that_the_inputs_do_not_see_costs_nothing_and_never_less():
-    weight, x = problem(tokens=20)
-    metric = Metric.of((x.T @ x).float(), 0.01)
-    unseen = torch.linalg.svd(x, full_matrices=True).Vh[20:].float()
-    costs = [metric.squares(metric.scaled(change[None]))[0][1] for change in unseen]
-    assert min(costs) >= 0.0
-    assert max(costs) < 1e-3 * metric.squares(metric.scaled(weight))[0][1]
 
 
 def test_a_fixed_mask_is_kept_and_its_weights_are_the_best_there_are():
@@ -260,7 +174,7 @@ def test_the_same_problem_has_the_same_solution_and_is_only_read():
     before = weight.clone()
     metric = Metric.of(x.T @ x, 0.01)
     gram = metric.gram.clone()
-    first, second = (prune(weight, metric, Unstructured(0.6, "layer")) for _ in range(2))
+    first, second = (alone(weight, metric, Unstructured(0.6, "layer")) for _ in range(2))
     assert torch.equal(first.keep, second.keep)
     assert torch.equal(first.weight, second.weight)
     assert torch.equal(weight, before)
@@ -283,7 +197,7 @@ def test_a_hessian_that_is_not_finite_or_indefinite_is_refused():
             pruned(torch.ones(2, 2), indefinite, Unstructured(0.5, "row"), steps=steps)
     at_zero = Metric(torch.tensor([[1.0, 4.0], [4.0, 1.0]]), torch.ones(2), torch.zeros(2), torch.zeros(2).bool())
     with pytest.raises(NotPositiveDefiniteError, match="penalty"):  # the factor stops at a zero
-        prune(torch.ones(2, 2), at_zero, Unstructured(0.5, "row"), penalty=3.0)
+        alone(torch.ones(2, 2), at_zero, Unstructured(0.5, "row"), penalty=3.0)
     with pytest.raises(NotPositiveDefiniteError, match=r"penalty of 0\.1 is not positive definite; use more calib"):
         pruned(torch.ones(2, 2), indefinite, Unstructured(0.5, "row"))
 
@@ -295,3 +209,107 @@ def test_a_weight_that_is_not_finite_is_refused(pattern, steps):
     weight[5, 7] = float("nan")
     with pytest.raises(ValueError, match="finite"):
         pruned(weight, x.T @ x, pattern, steps=steps)
+
+
+# --- linears that compete, and outputs that count differently
+
+SHAPES = {"small": (12, 32), "wide": (20, 48)}
+
+
+def competing(pattern, seed: int = 0, mix: float = 0.6) -> dict[str, Problem]:
+    """Two linears with inputs of their own, whose outputs count from a thousandth to 1."""
+    problems = {}
+    for i, (name, (rows, columns)) in enumerate(SHAPES.items()):
+        weight, x = problem(rows, columns, mix, seed=seed + i)
+        counts = torch.logspace(-3, 0, rows, dtype=torch.float64)[:, None] / columns
+        problems[name] = Problem(weight, Metric.of(x.T @ x / x.square().sum(), 0.01), pattern, counts)
+    return problems
+
+
+def written_out_together(problems: dict[str, Problem], steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """ADMM with a penalty of its own for each row, a linear system for each row, and one projection for all."""
+    dense = {n: p.target for n, p in problems.items()}
+
+    def project(total: dict[str, Tensor]) -> dict[str, Tensor]:
+        costs = {n: problems[n].rows * total[n].square() for n in problems}
+        limit = torch.cat([c.flatten() for c in costs.values()]).sort().values
+        limit = limit[round(problems["wide"].pattern.sparsity * len(limit)) - 1]
+        return {n: total[n] * (costs[n] > limit) for n in problems}
+
+    d = project(dense)
+    v, penalty, support = {n: torch.zeros_like(t) for n, t in dense.items()}, 0.1, {n: x != 0 for n, x in d.items()}
+    for step in range(1, steps + 1):
+        w = {n: torch.zeros_like(t) for n, t in dense.items()}
+        for n, p in problems.items():
+            for r, counts in enumerate(p.rows):
+                system = counts * p.metric.gram + penalty * counts * torch.eye(len(p.metric.gram), dtype=torch.float64)
+                right = counts * (dense[n][r] @ p.metric.gram) - v[n][r] + penalty * counts * d[n][r]
+                w[n][r] = torch.linalg.solve(system, right)
+        d = project({n: w[n] + v[n] / (penalty * problems[n].rows) for n in problems})
+        v = {n: v[n] + penalty * problems[n].rows * (w[n] - d[n]) for n in problems}
+        if step % 3 == 0:
+            changed = sum(int(((d[n] != 0) != support[n]).sum()) for n in d) / sum(
+                int(x.sum()) for x in support.values()
+            )
+            support = {n: x != 0 for n, x in d.items()}
+            penalty *= 1.3 if changed > 0.1 else 1.2 if changed > 0.005 else 1.1
+    return {n: x != 0 for n, x in d.items()}, d
+
+
+@pytest.mark.parametrize("steps", [1, 7, 12])
+def test_linears_that_compete_take_the_steps_of_one_problem_with_a_penalty_for_each_row(steps):
+    problems = competing(Unstructured(0.6, "joint"))
+    targets = {n: p.target for n, p in problems.items()}
+    keep, near, taken = select(problems, targets, steps=steps)
+    expected_keep, expected = written_out_together(problems, steps)
+    assert taken == steps
+    for name in problems:
+        assert torch.equal(keep[name], expected_keep[name])
+        torch.testing.assert_close(near[name], expected[name], rtol=1e-9, atol=1e-12)
+
+
+def weighted(problems: dict[str, Problem], weights: dict[str, Tensor]) -> float:
+    """The damped errors of outputs as they count, read off the Hessians."""
+    total = 0.0
+    for name, p in problems.items():
+        change = (weights[name] - p.dense) * p.metric.scale
+        total += float((((change @ p.metric.gram) * change).sum(dim=1) * p.rows[:, 0]).sum())
+    return total
+
+
+@pytest.mark.parametrize("mix", [0.003, 0.6])
+@pytest.mark.parametrize("pattern", [Unstructured(0.6, "joint"), Unstructured(0.6, "layer"), NM(2, 4)], ids=str)
+def test_competing_linears_lose_exactly_the_zeros_and_never_more_than_by_dropping_what_is_cheapest(pattern, mix):
+    problems = competing(pattern, mix=mix)
+    found = prune(problems, penalty=0.3, steps=12)
+    lost = sum(int((~x.keep).sum()) for x in found.values())
+    assert lost == round(pattern.sparsity * sum(rows * columns for rows, columns in SHAPES.values()))
+    cheapest = keep_masks({n: p.costs(p.target) for n, p in problems.items()}, dict.fromkeys(problems, pattern))
+    dropped = weighted(problems, {n: p.dense * cheapest[n] for n, p in problems.items()})
+    ended = weighted(problems, {n: x.weight for n, x in found.items()})
+    alone = prune({n: replace(p, pattern=FixedMask(cheapest[n], pattern)) for n, p in problems.items()})
+    solved = weighted(problems, {n: x.weight for n, x in alone.items()})
+    assert ended <= dropped
+    assert ended <= (0.93 if mix == 0.6 else 1.0 + 1e-12) * solved
+
+
+@pytest.mark.parametrize("pattern", [Unstructured(0.6, "row"), NM(2, 4)], ids=str)
+def test_within_a_row_it_does_not_matter_how_much_the_row_counts(pattern):
+    problems = competing(pattern)
+    plain = prune({n: replace(p, rows=None) for n, p in problems.items()}, steps=60)
+    for name, solution in prune(problems, steps=60).items():
+        assert torch.equal(solution.keep, plain[name].keep)
+        torch.testing.assert_close(solution.weight, plain[name].weight)
+
+
+def test_a_linear_whose_hessian_is_indefinite_is_named_among_those_that_compete():
+    problems = competing(Unstructured(0.5, "joint"))
+    gram = torch.eye(48, dtype=torch.float64)
+    gram[0, 1] = gram[1, 0] = 3.0
+    problems["wide"] = replace(problems["wide"], metric=replace(problems["wide"].metric, gram=gram))
+    with pytest.raises(NotPositiveDefiniteError, match=r"^wide: the damped Hessian plus ADMM's penalty of 0\.1 is not"):
+        prune(problems)
+    damaged = problems["small"].dense.clone()
+    damaged[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="finite"):
+        prune({**competing(Unstructured(0.5, "joint")), "small": replace(problems["small"], dense=damaged)})

@@ -11,6 +11,7 @@ from tests.compressx.flops import counter
 from compressx import NM, FeatureNorms, FixedMask, Hessian, Pattern, SequenceSample, Unstructured, Windows
 from compressx.api.patterns import keep_mask
 from compressx.numerics import admm, obs, work
+from compressx.numerics.least_squares import Metric
 
 SHAPES = [(5, 32), (48, 128), (96, 200), (64, 600)]
 PATTERNS: list[Pattern] = [Unstructured(0.5, "layer"), Unstructured(0.3, "row"), NM(2, 4), NM(4, 8)]
@@ -54,11 +55,13 @@ def test_the_sweep_multiplies_as_counted_also_with_a_given_mask(shape, pattern):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("pattern", [*PATTERNS, FixedMask])
 def test_admm_multiplies_as_counted_for_the_steps_that_it_took(shape, pattern):
-    weight, metric = torch.randn(*shape), admm.Metric.of(hessian(shape[1]))
+    weight, metric = torch.randn(*shape), Metric.of(hessian(shape[1]))
     if pattern is FixedMask:
         half = Unstructured(0.5, "row")
         pattern = FixedMask(keep_mask(weight.abs(), half), half)
-    flops, solution = counted(lambda: admm.prune(weight, metric, pattern, steps=12, solver_steps=5))
+    problem = admm.Problem(weight, metric, pattern)
+    flops, found = counted(lambda: admm.prune({"fc": problem}, steps=12, solver_steps=5))
+    solution = found["fc"]
     expected = work.admm(*shape, pattern, steps=solution.steps, solver_steps=solution.solver_steps)
     product = 2 * weight.numel() * shape[1]
     again = 3 * product if flops > expected["float32"] else 0  # the start was better, and its weights were solved for
