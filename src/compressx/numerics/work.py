@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 
-from compressx.api.patterns import NM, FixedMask, Pattern
+from compressx.api.patterns import NM, FixedMask, Pattern, Unstructured
 from compressx.api.pruner import Block
 from compressx.api.work import Work
 from compressx.numerics import ziplm
@@ -48,7 +48,14 @@ def of_scores(block: Block, patterns: Mapping[str, Pattern], *, passes: float) -
         rows, columns = block.linears[name].weight.shape
         memory = max(memory, all_of_them + selection(rows, columns, pattern).memory)  # beside the masks before it
         all_of_them, largest = all_of_them + rows * columns, max(largest, float(rows * columns))
+    competing = float(sum(block.linears[name].weight.numel() for name in joint(patterns)))
+    memory = max(memory, _F32 * competing + selection(1, competing, Unstructured(0.5, "joint")).memory)  # in one row
     return Work(done.counts, max(_F32 * (all_of_them + largest), _F32 * all_of_them + memory))
+
+
+def joint(patterns: Mapping[str, Pattern]) -> list[str]:
+    """Name the linears that compete with one another for their zeros."""
+    return [name for name, p in patterns.items() if isinstance(p, Unstructured) and p.group == "joint"]
 
 
 def scored(rows: int, columns: int, pattern: Pattern, *, passes: float) -> Work:
@@ -63,7 +70,7 @@ def elementwise(numbers: float, *, passes: float = 1.0, itemsize: int = _F32, me
     return Work.of(memory, moved=passes * itemsize * numbers, launches=1)
 
 
-def selection(rows: int, columns: int, pattern: Pattern) -> Work:
+def selection(rows: float, columns: float, pattern: Pattern) -> Work:
     """Count `keep_mask` of scores [rows, columns]: nothing for a mask that is given."""
     if isinstance(pattern, FixedMask):
         return Work()
@@ -185,13 +192,10 @@ def side_by_side(block: Block, patterns: Mapping[str, Pattern], *, steps: float,
         solver_steps: of the conjugate gradient, of each linear.
     """
     done = of_each(block, patterns, partial(admm, steps=steps, solver_steps=solver_steps), updated=True)
-    if len(patterns) == 1:
-        return done
     sizes = [block.linears[name].weight.shape for name in patterns]
-    all_of_them, largest = sum(rows * n for rows, n in sizes), max(rows * n for rows, n in sizes)
-    # In ADMM beside the inverses of all penalised Hessians; then in one conjugate gradient after the other.
-    choosing = 33.0 * all_of_them + _F32 * sum(float(n) * n for _, n in sizes)
-    return Work(done.counts, max(choosing, 14.0 * all_of_them + 24.0 * largest), done.returned)
+    all_of_them = sum(rows * n for rows, n in sizes)
+    # Beside the scaled Hessians and the inverses of all penalised ones.
+    return Work(done.counts, 25.0 * all_of_them + 2 * _F32 * sum(float(n) * n for _, n in sizes), done.returned)
 
 
 def removal(rows: int, columns: int, size: int, dropped: int) -> Work:

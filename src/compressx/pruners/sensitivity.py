@@ -20,7 +20,6 @@ from compressx import (
     PruneResult,
     PrunerSpec,
     Statistic,
-    Unstructured,
     UnsupportedModelError,
     Windows,
     Work,
@@ -31,7 +30,7 @@ from compressx.numerics.admm import Problem
 from compressx.numerics.least_squares import Metric
 from compressx.pruners.alps import metric, solved
 
-_SOLVER_STEPS = 12
+_SOLVER_STEPS = 16
 """Of the conjugate gradient, the mean over linears; `benchmarks/estimate.py compare` prints those of a recipe."""
 
 
@@ -82,13 +81,18 @@ class SensitivityPruner:
         prepared: Mapping[str, Metric],
     ) -> dict[str, PruneResult]:  # fmt: skip
         """Solve the linears that compete side by side, and each other one by itself."""
-        problems = {
-            n: Problem(block.linears[n].weight, prepared[n], p, self._rows(block, n)) for n, p in patterns.items()
-        }
+        joint = numerics.joint(patterns)
+        competing: dict[str, Problem] = {}
         results: dict[str, PruneResult] = {}
-        for names in _competing(patterns):
-            of_group = {name: problems[name] for name in names}
-            results |= solved(of_group, penalty=self.options.penalty, steps=self.options.steps)
+        limits = self.options.model_dump(include={"penalty", "steps"})
+        for name, its_metric in prepared.items():
+            problem = Problem(block.linears[name].weight, its_metric, patterns[name], self._rows(block, name))
+            if name in joint:
+                competing[name] = problem
+            else:
+                results |= solved({name: problem}, **limits)
+        if competing:
+            results |= solved(competing, **limits)
         return results
 
     def _rows(self, block: Block, name: str) -> Tensor:
@@ -99,19 +103,17 @@ class SensitivityPruner:
 
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the solvers with the number of steps that they take as a rule."""
-        count = partial(numerics.side_by_side, block, steps=self.options.steps, solver_steps=_SOLVER_STEPS)
-        return sum((count({name: patterns[name] for name in names}) for names in _competing(patterns)), Work())
+        steps = self.options.steps
+        joint = {name: patterns[name] for name in numerics.joint(patterns)}
+        others = {name: pattern for name, pattern in patterns.items() if name not in joint}
+        alone = partial(numerics.admm, steps=steps, solver_steps=_SOLVER_STEPS)
+        together = numerics.side_by_side(block, joint, steps=steps, solver_steps=_SOLVER_STEPS) if joint else Work()
+        return together + numerics.of_each(block, others, alone, updated=True)
 
     def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the scaling of the Hessian."""
         n = block.linears[name].in_features
         return numerics.assembled(n) + numerics.metric(n)
-
-
-def _competing(patterns: Mapping[str, Pattern]) -> list[list[str]]:
-    """Part linears into those that compete for their zeros."""
-    joint = [name for name, p in patterns.items() if isinstance(p, Unstructured) and p.group == "joint"]
-    return [*([joint] if joint else []), *([name] for name in patterns if name not in joint)]
 
 
 def _check(block: Block, patterns: Mapping[str, Pattern], _options: object) -> None:

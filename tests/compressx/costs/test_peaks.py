@@ -40,7 +40,6 @@ RULES: dict[str, dict[str, Any]] = {
         "targets": ATTENTION, "pruner": "attnprune", "sparsity": 0.5, "options": {"objective": "attention-matrix"},
     },
     "sensitivity": {"pruner": "sensitivity", "sparsity": 0.5},
-    "sensitivity joint": {"pruner": "sensitivity", "sparsity": 0.5, "group": "joint"},
     "attnprune groups": {**GROUPS, "pruner": "attnprune"},
     "attnprune groups refit": {**GROUPS, "pruner": "attnprune", "options": {"refit": 2}},
     "attnprune of given groups": {**GROUPS, "pruner": "wanda", "reconstruct": "attnprune"},
@@ -92,6 +91,21 @@ def test_the_peak_of_each_stage_is_within_a_tenth_of_the_plan(name, text, stream
     expected, held = expected_and_held(written(RULES[name], text, streaming, torch.float32))
     assert expected.keys() == held.keys()
     assert held == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        pytest.param("wanda", FEW, id="wanda, few tokens"),
+        pytest.param("magnitude", FEW, id="magnitude, few tokens", marks=pytest.mark.slow),
+        pytest.param("sensitivity", FEW, id="sensitivity, few tokens", marks=pytest.mark.slow),
+        pytest.param("sensitivity", MANY, id="sensitivity, many tokens", marks=pytest.mark.slow),
+    ],
+)
+def test_the_peak_of_a_pruner_whose_linears_compete_is_within_a_tenth_of_the_plan(name, text, written):
+    rule = {"pruner": name, "sparsity": 0.5, "group": "joint"}
+    expected, held = expected_and_held(written(rule, text, False, torch.float32))
+    assert held[f"prune: {name}"] == pytest.approx(expected[f"prune: {name}"], rel=0.1)
 
 
 @pytest.mark.parametrize(
