@@ -74,8 +74,8 @@ def test_masks_and_weights_are_those_of_the_cpu_for_every_pattern(name, kind):
 
 
 WAITS = {"alps": 18, "attnprune": 24, "magnitude": 1, "sensitivity": 11, "sparsegpt": 2, "wanda": 1}
-"""For each linear of a block. ALPS and `sensitivity` look every few steps whether they are done; attnprune's are most of
-a whole solve."""
+"""For each linear of a block. `alps` and `sensitivity` look every few steps whether they are done; attnprune's are most
+of a whole solve."""
 
 
 @pytest.mark.parametrize("name", WAITS)
