@@ -98,7 +98,8 @@ def alps(case: Case) -> Pair:
     metric = Metric.of((x.T @ x).float(), ALPSOptions().damping)
     limits = ALPSOptions().model_dump(exclude={"damping"})
     pattern = Unstructured(case.sparsity, "layer")
-    query, key = (admm.prune({"": admm.Problem(w, metric, pattern)}, **limits)[""].weight for w in case.layer.dense)
+    problems = (admm.Problem(w, metric, pattern) for w in case.layer.dense)
+    query, key = (admm.prune({"weight": problem}, **limits)["weight"].weight for problem in problems)
     return query, key
 
 

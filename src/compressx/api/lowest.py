@@ -78,7 +78,7 @@ def _drop_lowest(scores: Tensor, count: int) -> Tensor:
     parted = np.partition(scores.detach().numpy(), count - 1, axis=1)
     threshold = torch.from_numpy(np.ascontiguousarray(parted[:, count - 1 : count]))
     keep, tied, missing = _compared(scores, threshold, count)
-    some = (tied.sum(dim=1, keepdim=True) > missing).flatten().nonzero().flatten()  # groups that keep some of them
+    some = (_counts(tied) > missing).flatten().nonzero().flatten()  # groups that keep some of them
     keep[some] |= tied[some] & (tied[some].cumsum(dim=1) > missing[some])
     return keep
 
@@ -103,4 +103,9 @@ def _drop_lowest_on_device(scores: Tensor, count: int) -> Tensor:
 def _compared(scores: Tensor, threshold: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return what is above and what is at each row's threshold, and how many of the latter to drop, [groups, 1]."""
     keep, tied = scores > threshold, scores == threshold
-    return keep, tied, count - (scores.shape[1] - (keep | tied).sum(dim=1, keepdim=True))
+    return keep, tied, count - (scores.shape[1] - _counts(keep | tied))
+
+
+def _counts(chosen: Tensor) -> Tensor:
+    """Count what is True in each row, [groups, 1]; a sum along rows would make 8 bytes of each first."""
+    return torch.count_nonzero(chosen).view(1, 1) if len(chosen) == 1 else chosen.sum(dim=1, keepdim=True)

@@ -115,11 +115,14 @@ Asked: TypeAlias = Unstructured | NM | Structured
 Pattern: TypeAlias = Asked | FixedMask
 
 
+def competing(patterns: Mapping[str, Pattern]) -> list[str]:
+    """Name the linears that share one budget of zeros, those with `joint` patterns."""
+    return [name for name, p in patterns.items() if isinstance(p, Unstructured) and p.group == "joint"]
+
+
 def is_together(patterns: Mapping[str, Pattern]) -> bool:
     """Say whether linears have to be decided together: they share a budget, or parts of the same units."""
-    return any(
-        isinstance(p, Structured) or (isinstance(p, Unstructured) and p.group == "joint") for p in patterns.values()
-    )
+    return bool(competing(patterns)) or any(isinstance(p, Structured) for p in patterns.values())
 
 
 def allocated_form(pattern: str) -> str:
@@ -214,7 +217,7 @@ def keep_masks(
     Raises:
         ValueError: as `keep_mask`, or joint patterns that differ in sparsity.
     """
-    joint = [n for n, p in patterns.items() if isinstance(p, Unstructured) and p.group == "joint"]
+    joint = competing(patterns)
     structured = {id(p.units): p for p in patterns.values() if isinstance(p, Structured)}
     single = [n for n, p in patterns.items() if n not in joint and not isinstance(p, Structured)]
     masks = {n: keep_mask(scores[n], patterns[n], known_finite=known_finite) for n in single}

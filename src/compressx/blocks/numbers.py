@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import FixedMask, Pattern, Structured, Unstructured, count_dropped, zeros_in
+from compressx.api.patterns import FixedMask, Pattern, Structured, competing, count_dropped, zeros_in
 from compressx.api.pruner import Block, PruneResult
 from compressx.numerics.masked import zeroed
 from compressx.runtime.errors import PluginError
@@ -54,8 +54,8 @@ def check_numbers(
         _check_linear(f"pruner {plugin!r} on {name}", name, patterns[name], result, dtype, found)
     for fqn, pattern in structured.items():
         _check_units(f"pruner {plugin!r} on {fqn}", pattern, found)
-    if joint := {n: p for n, p in patterns.items() if isinstance(p, Unstructured) and p.group == "joint"}:
-        _check_joint_total(f"pruner {plugin!r} on {block.fqn}", joint, results, found)
+    if joint := competing(patterns):
+        _check_joint_total(f"pruner {plugin!r} on {block.fqn}", {n: patterns[n] for n in joint}, results, found)
 
 
 def _counted(pattern: Pattern, result: PruneResult, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -115,7 +115,7 @@ def _check_units(who: str, pattern: Structured, found: _Found) -> None:
 
 
 def _check_joint_total(
-    who: str, joint: Mapping[str, Unstructured], results: Mapping[str, PruneResult], found: _Found
+    who: str, joint: Mapping[str, Pattern], results: Mapping[str, PruneResult], found: _Found
 ) -> None:
     """Refuse another number of zeros over all linears that share a budget."""
     pattern, zeros = next(iter(joint.values())), sum(found["zeros", name] for name in joint)

@@ -48,9 +48,8 @@ class Problem:
     pattern: Pattern
     rows: Tensor | None = None
 
-    @property
     def target(self) -> Tensor:
-        """The dense weights in the metric's variables."""
+        """Return the dense weights in the metric's variables."""
         return self.metric.scaled(self.dense)
 
     def costs(self, scaled: Tensor) -> Tensor:
@@ -98,7 +97,7 @@ def prune(
         NotPositiveDefiniteError: a damped Hessian is indefinite by more than the penalty; the linear is named.
         ValueError: in_features not divisible by an N:M pattern's M, or weights that are not finite.
     """
-    targets = {name: x.target for name, x in problems.items()}
+    targets = {name: x.target() for name, x in problems.items()}
 
     def solved(keep: Mapping[str, Tensor], near: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int, float]]:
         return {
@@ -107,6 +106,10 @@ def prune(
 
     keep = {n: x.pattern.keep for n, x in problems.items() if isinstance(x.pattern, FixedMask)}
     taken = 0
+    if not (keep or steps):  # else ADMM looks
+        for name, target in targets.items():
+            if not all_finite(target):
+                raise ValueError(f"{name}: {NOT_FINITE}")
     if keep:
         solutions = solved(keep, {})
     else:
@@ -159,23 +162,26 @@ def select(
     keep = seen = _choose(problems, targets)
     # Of each [out, n]: the sparse point where kept, the dual in units of the penalty elsewhere.
     points = {name: target * keep[name] for name, target in targets.items()}
-    pulls = {name: _pull(x.metric.gram, penalty) for name, x in problems.items()}
+    of = {name: id(x.metric) for name, x in problems.items()}  # linears with the same inputs share what is made of them
+    metrics = {of[name]: x.metric for name, x in problems.items()}
+    pulls = {key: _pull(metric.gram, penalty) for key, metric in metrics.items()} if steps else {}
     taken = 0
     while taken < steps:
-        points = {name: _stepped(points[name], keep[name], targets[name], pulls[name][0]) for name in problems}
+        points = {name: _stepped(points[name], keep[name], targets[name], pulls[of[name]][0]) for name in problems}
         keep = _choose(problems, points)
         taken += 1
         if taken % CHECK and taken < steps:
             continue
-        changed = _changed(points, keep, seen, {name: failed for name, (_, failed) in pulls.items()}, penalty)
+        changed = _changed(points, keep, seen, {name: pulls[of[name]][1] for name in problems}, penalty)
         if changed <= _SETTLED or taken == steps:
             break
         seen = keep
         rise = next(factor for above, factor in _RISES if changed > above)
         penalty *= rise
-        for name, x in problems.items():
-            pulls[name] = _pull(x.metric.gram, penalty)
-            points[name] = _with_larger_penalty(points[name], keep[name], rise)
+        for key, metric in metrics.items():
+            pulls[key] = _pull(metric.gram, penalty)
+        for name, point in points.items():
+            points[name] = _with_larger_penalty(point, keep[name], rise)
     return keep, {name: zeroed(point, keep[name]) for name, point in points.items()}, taken
 
 
@@ -197,12 +203,12 @@ def _changed(
                 "calibration samples, or a larger damping or penalty"
             )
         if not (is_finite or all_finite(points[name])):
-            raise ValueError(NOT_FINITE)
+            raise ValueError(f"{name}: {NOT_FINITE}")
     return float(sum(changed) / max(1, sum(kept)))
 
 
 def _choose(problems: Mapping[str, Problem], scaled: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Keep the largest scaled weights (equation 4), which the caller checks."""
+    """Keep the largest scaled weights (equation 4), without a look for NaN, which `_changed` takes."""
     costs = {name: x.costs(scaled[name]) for name, x in problems.items()}
     return keep_masks(costs, {name: x.pattern for name, x in problems.items()}, known_finite=True)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 
-from compressx.api.patterns import NM, FixedMask, Pattern, Unstructured
+from compressx.api.patterns import NM, FixedMask, Pattern, Unstructured, competing
 from compressx.api.pruner import Block
 from compressx.api.work import Work
 from compressx.numerics import ziplm
@@ -48,14 +48,9 @@ def of_scores(block: Block, patterns: Mapping[str, Pattern], *, passes: float) -
         rows, columns = block.linears[name].weight.shape
         memory = max(memory, all_of_them + selection(rows, columns, pattern).memory)  # beside the masks before it
         all_of_them, largest = all_of_them + rows * columns, max(largest, float(rows * columns))
-    competing = float(sum(block.linears[name].weight.numel() for name in joint(patterns)))
-    memory = max(memory, _F32 * competing + selection(1, competing, Unstructured(0.5, "joint")).memory)  # in one row
+    joint = float(sum(block.linears[name].weight.numel() for name in competing(patterns)))
+    memory = max(memory, _F32 * joint + selection(1, joint, Unstructured(0.5, "joint")).memory)  # in one row
     return Work(done.counts, max(_F32 * (all_of_them + largest), _F32 * all_of_them + memory))
-
-
-def joint(patterns: Mapping[str, Pattern]) -> list[str]:
-    """Name the linears that compete with one another for their zeros."""
-    return [name for name, p in patterns.items() if isinstance(p, Unstructured) and p.group == "joint"]
 
 
 def scored(rows: int, columns: int, pattern: Pattern, *, passes: float) -> Work:
@@ -179,7 +174,7 @@ def admm(rows: int, n: int, pattern: Pattern, *, steps: float, solver_steps: flo
     step = product + selection(rows, n, pattern) + Work.of(moved=_F32 * 12.0 * weight, launches=12)
     # Near the support the residual takes a product, and what was reached is compared with the start by two.
     around = 3 * product + 2 * selection(rows, n, pattern)
-    return solving + around + steps * step + max(1.0, steps / CHECK) * inverse + Work.of(memory)
+    return solving + around + steps * step + max(min(steps, 1.0), steps / CHECK) * inverse + Work.of(memory)
 
 
 def side_by_side(block: Block, patterns: Mapping[str, Pattern], *, steps: float, solver_steps: float) -> Work:
@@ -193,9 +188,11 @@ def side_by_side(block: Block, patterns: Mapping[str, Pattern], *, steps: float,
     """
     done = of_each(block, patterns, partial(admm, steps=steps, solver_steps=solver_steps), updated=True)
     sizes = [block.linears[name].weight.shape for name in patterns]
-    all_of_them = sum(rows * n for rows, n in sizes)
-    # Beside the scaled Hessians and the inverses of all penalised ones.
-    return Work(done.counts, 25.0 * all_of_them + 2 * _F32 * sum(float(n) * n for _, n in sizes), done.returned)
+    all_of_them, largest = sum(rows * n for rows, n in sizes), max(rows * n for rows, n in sizes)
+    hessians = _F32 * sum(float(n) * n for _, n in sizes)
+    # In ADMM beside the inverses of all penalised Hessians; then in one conjugate gradient after the other.
+    most = max(25.0 * all_of_them + hessians, 13.0 * all_of_them + 20.0 * largest)
+    return Work(done.counts, most + hessians, done.returned)
 
 
 def removal(rows: int, columns: int, size: int, dropped: int) -> Work:

@@ -55,7 +55,7 @@ class ALPSOptions(BaseModel):
     )
 
 
-def metric(block: Block, name: str, hessian: Hessian, damping: float) -> Metric:
+def metric_of(block: Block, name: str, hessian: Hessian, damping: float) -> Metric:
     """Damp and scale a linear's Hessian.
 
     Raises:
@@ -65,7 +65,7 @@ def metric(block: Block, name: str, hessian: Hessian, damping: float) -> Metric:
         return Metric.of(hessian.assembled().to(block.linears[name].weight.device), damping)
 
 
-def solved(problems: Mapping[str, Problem], **limits: Any) -> dict[str, PruneResult]:
+def results_of(problems: Mapping[str, Problem], **limits: Any) -> dict[str, PruneResult]:
     """Prune linears that compete for their zeros, or one.
 
     Args:
@@ -103,7 +103,7 @@ class ALPS:
 
     def prepare(self, block: Block, name: str, hessian: Hessian) -> Metric:
         """Damp and scale the Hessian."""
-        return metric(block, name, hessian, self.options.damping)
+        return metric_of(block, name, hessian, self.options.damping)
 
     def prune(
         self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic],  # noqa: ARG002
@@ -112,8 +112,8 @@ class ALPS:
         """Solve each linear."""
         limits = self.options.model_dump(exclude={"damping"})
         results: dict[str, PruneResult] = {}
-        for name, its_metric in prepared.items():
-            results |= solved({name: Problem(block.linears[name].weight, its_metric, patterns[name])}, **limits)
+        for name, metric in prepared.items():
+            results |= results_of({name: Problem(block.linears[name].weight, metric, patterns[name])}, **limits)
         return results
 
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol

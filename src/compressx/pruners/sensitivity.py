@@ -20,18 +20,21 @@ from compressx import (
     PruneResult,
     PrunerSpec,
     Statistic,
+    Unstructured,
     UnsupportedModelError,
     Windows,
     Work,
+    competing,
     hookimpl,
 )
 from compressx.numerics import work as numerics
 from compressx.numerics.admm import Problem
 from compressx.numerics.least_squares import Metric
-from compressx.pruners.alps import metric, solved
+from compressx.pruners.alps import metric_of, results_of
 
-_SOLVER_STEPS = 16
-"""Of the conjugate gradient, the mean over linears; `benchmarks/estimate.py compare` prints those of a recipe."""
+_STEPS, _SOLVER_STEPS = 20, 16
+"""Of ADMM at most, from a penalty of 0.3, and of the conjugate gradient: means of linears of SmolLM2 at 40% to 80%.
+`benchmarks/estimate.py compare` prints those of a recipe."""
 
 
 class SensitivityOptions(BaseModel):
@@ -74,25 +77,29 @@ class SensitivityPruner:
 
     def prepare(self, block: Block, name: str, hessian: Hessian) -> Metric:
         """Damp and scale the Hessian."""
-        return metric(block, name, hessian, self.options.damping)
+        return metric_of(block, name, hessian, self.options.damping)
 
     def prune(
         self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic],  # noqa: ARG002
         prepared: Mapping[str, Metric],
     ) -> dict[str, PruneResult]:  # fmt: skip
         """Solve the linears that compete side by side, and each other one by itself."""
-        joint = numerics.joint(patterns)
-        competing: dict[str, Problem] = {}
+        joint = competing(patterns)
+        together: dict[str, Problem] = {}
         results: dict[str, PruneResult] = {}
         limits = self.options.model_dump(include={"penalty", "steps"})
-        for name, its_metric in prepared.items():
-            problem = Problem(block.linears[name].weight, its_metric, patterns[name], self._rows(block, name))
+        for name, metric in prepared.items():
+            pattern = patterns[name]
+            # Where weights compete within one output, it does not matter how much that counts.
+            several = isinstance(pattern, Unstructured) and pattern.group != "row"
+            rows = self._rows(block, name) if several else None
+            problem = Problem(block.linears[name].weight, metric, pattern, rows)
             if name in joint:
-                competing[name] = problem
+                together[name] = problem
             else:
-                results |= solved({name: problem}, **limits)
-        if competing:
-            results |= solved(competing, **limits)
+                results |= results_of({name: problem}, **limits)
+        if together:
+            results |= results_of(together, **limits)
         return results
 
     def _rows(self, block: Block, name: str) -> Tensor:
@@ -103,8 +110,8 @@ class SensitivityPruner:
 
     def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
         """Count the solvers with the number of steps that they take as a rule."""
-        steps = self.options.steps
-        joint = {name: patterns[name] for name in numerics.joint(patterns)}
+        steps = min(self.options.steps, _STEPS)
+        joint = {name: patterns[name] for name in competing(patterns)}
         others = {name: pattern for name, pattern in patterns.items() if name not in joint}
         alone = partial(numerics.admm, steps=steps, solver_steps=_SOLVER_STEPS)
         together = numerics.side_by_side(block, joint, steps=steps, solver_steps=_SOLVER_STEPS) if joint else Work()
@@ -135,8 +142,6 @@ def compressx_pruners() -> list[PrunerSpec]:
             build=SensitivityPruner,
             separable=True,
             groups=("layer", "row", "joint"),
-            reconstructs=True,
-            selecting_options=("rows", "penalty", "steps"),
             reads_sensitivities=True,
             check=_check,
         )

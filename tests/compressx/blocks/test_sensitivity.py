@@ -20,6 +20,8 @@ from compressx.blocks.prune import prune_model
 from compressx.blocks.sensitivity import SquaredGradients
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
+from compressx.numerics.admm import Problem
+from compressx.numerics.admm import prune as solve
 from compressx.pruners import sensitivity
 from compressx.runtime.ranks import Ranks
 from compressx.testing import tiny_model
@@ -127,14 +129,50 @@ def test_steps_lower_the_weighted_error(pattern):
     assert errors[12] < 0.95 * errors[0]
 
 
-def test_rows_that_count_more_lose_less_and_fewer_weights():
+def test_rows_that_count_more_lose_fewer_weights():
     block, x = block_of_one()
     order = block.sensitivities["fc"].argsort()
     kept = [prune(block, x, HALF, rows=power)[0].keep.sum(dim=1)[order].double() for power in (0.0, 1.0)]
     place = torch.arange(12.0, dtype=torch.double)
-    falls, rises = (float(torch.corrcoef(torch.stack([place, x]))[0, 1]) for x in kept)
-    assert rises > 0.8
-    assert rises > falls + 0.3
+    even, weighted = (float(torch.corrcoef(torch.stack([place, x]))[0, 1]) for x in kept)
+    assert weighted > 0.8
+    assert weighted > even + 0.3
+
+
+def test_a_lower_penalty_takes_more_steps():
+    block, x = block_of_one(rows=24, columns=32)
+    low, high = (prune(block, x, HALF, penalty=p, steps=60)[0].info["steps"] for p in (0.03, 1.0))
+    assert low > high
+
+
+@pytest.mark.parametrize("pattern", [NM(2, 4), Unstructured(0.5, "row")], ids=str)
+def test_within_an_output_sensitivities_do_not_count_and_may_be_zero(pattern):
+    block, x = block_of_one()
+    silent = replace(block, sensitivities={"fc": block.sensitivities["fc"] * (torch.arange(12) > 5)})
+    (result, _), (expected, _) = (prune(each, x, pattern) for each in (silent, block))
+    assert torch.equal(result.keep, expected.keep)
+
+
+def test_linears_that_compete_are_solved_side_by_side():
+    inputs = correlated_inputs(16, tokens=64)
+    block = one_linear(few=(12, 16), many=(12, 16))
+    block = replace(block, sensitivities={"few": torch.full((12,), 1e-3), "many": torch.ones(12)})
+    pruner = SPEC.build(SPEC.options())
+    stats = {name: Observed(pruner.observe(block, name)) for name in block.linears}
+    for observed in stats.values():
+        observed.statistic.update(inputs)
+    pattern = Unstructured(0.5, "joint")
+    results = answer_of("sensitivity", pruner, block, dict.fromkeys(block.linears, pattern), stats)
+    problems = {
+        name: Problem(linear.weight, pruner.prepare(block, name, stats[name].statistic), pattern,
+                      block.sensitivities[name][:, None])
+        for name, linear in block.linears.items()
+    }  # fmt: skip
+    expected = solve(problems, penalty=0.3, steps=12)
+    for name in block.linears:
+        assert torch.equal(results[name].keep, expected[name].keep)
+        torch.testing.assert_close(results[name].weight, expected[name].weight)
+    assert results["few"].keep.sum() < results["many"].keep.sum()
 
 
 @pytest.mark.parametrize(

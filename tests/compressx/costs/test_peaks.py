@@ -94,16 +94,17 @@ def test_the_peak_of_each_stage_is_within_a_tenth_of_the_plan(name, text, stream
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "targets", "text"),
     [
-        pytest.param("wanda", FEW, id="wanda, few tokens"),
-        pytest.param("magnitude", FEW, id="magnitude, few tokens", marks=pytest.mark.slow),
-        pytest.param("sensitivity", FEW, id="sensitivity, few tokens", marks=pytest.mark.slow),
-        pytest.param("sensitivity", MANY, id="sensitivity, many tokens", marks=pytest.mark.slow),
+        pytest.param("wanda", "*", FEW, id="wanda, few tokens"),
+        pytest.param("magnitude", "*", FEW, id="magnitude, few tokens", marks=pytest.mark.slow),
+        pytest.param("sensitivity", "*", FEW, id="sensitivity, few tokens", marks=pytest.mark.slow),
+        pytest.param("sensitivity", "*", MANY, id="sensitivity, many tokens", marks=pytest.mark.slow),
+        pytest.param("sensitivity", "*.up_proj", FEW, id="sensitivity, one linear", marks=pytest.mark.slow),
     ],
 )
-def test_the_peak_of_a_pruner_whose_linears_compete_is_within_a_tenth_of_the_plan(name, text, written):
-    rule = {"pruner": name, "sparsity": 0.5, "group": "joint"}
+def test_the_peak_of_a_pruner_whose_linears_compete_is_within_a_tenth_of_the_plan(name, targets, text, written):
+    rule = {"targets": [targets], "pruner": name, "sparsity": 0.5, "group": "joint"}
     expected, held = expected_and_held(written(rule, text, False, torch.float32))
     assert held[f"prune: {name}"] == pytest.approx(expected[f"prune: {name}"], rel=0.1)
 

@@ -60,6 +60,7 @@ RECIPES: dict[str, tuple[list[dict[str, Any]], dict[str, Any], float]] = {
     "the head, too": ([{"targets": ["lm_head"], "pruner": "sparsegpt", **HALF}, *rules("wanda")], {}, 0.0),
     "some blocks": ([{"targets": ["*.layers.1.*"], "pruner": "sparsegpt", **HALF}], {}, 0.0),
     "sensitivity": (rules("sensitivity"), {}, 0.02),
+    "sensitivity, jointly": (rules("sensitivity", group="joint"), {}, 0.02),
     "reconstructed blocks": (rules("wanda"), {"reconstruct_block": {"passes": 2}}, 0.05),
     "allocated by outliers": (rules("sparsegpt"), {"allocation": {"method": "owl", "target": 0.5}}, 0.0),
     "allocated by divergence": (

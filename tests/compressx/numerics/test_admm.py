@@ -8,6 +8,7 @@ from tests.compressx.numerics.problems import damped, problem, squares
 from torch import Tensor
 
 from compressx.api.patterns import NM, FixedMask, Unstructured, keep_mask, keep_masks, zeros_in
+from compressx.numerics import admm
 from compressx.numerics.admm import Problem, Solution, prune, select
 from compressx.numerics.least_squares import Metric, solve
 from compressx.numerics.obs import NotPositiveDefiniteError, inverse_cholesky, sweep
@@ -26,7 +27,7 @@ def alone(weight: Tensor, metric: Metric, pattern, **options) -> Solution:
 
 def selected(weight: Tensor, metric: Metric, pattern, **options) -> tuple[Tensor, Tensor, int]:
     problem = Problem(weight, metric, pattern)
-    keep, near, steps = select({"fc": problem}, {"fc": problem.target}, **options)
+    keep, near, steps = select({"fc": problem}, {"fc": problem.target()}, **options)
     return keep["fc"], near["fc"], steps
 
 
@@ -202,12 +203,12 @@ def test_a_hessian_that_is_not_finite_or_indefinite_is_refused():
         pruned(torch.ones(2, 2), indefinite, Unstructured(0.5, "row"))
 
 
-@pytest.mark.parametrize("steps", [1, 3, 300])
+@pytest.mark.parametrize("steps", [0, 1, 3, 300])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_a_weight_that_is_not_finite_is_refused(pattern, steps):
     weight, x = problem()
     weight[5, 7] = float("nan")
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(ValueError, match=r"^fc: scores must be finite"):
         pruned(weight, x.T @ x, pattern, steps=steps)
 
 
@@ -228,7 +229,7 @@ def competing(pattern, seed: int = 0, mix: float = 0.6) -> dict[str, Problem]:
 
 def written_out_together(problems: dict[str, Problem], steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """ADMM with a penalty of its own for each row, a linear system for each row, and one projection for all."""
-    dense = {n: p.target for n, p in problems.items()}
+    dense = {n: p.target() for n, p in problems.items()}
 
     def project(total: dict[str, Tensor]) -> dict[str, Tensor]:
         costs = {n: problems[n].rows * total[n].square() for n in problems}
@@ -259,7 +260,7 @@ def written_out_together(problems: dict[str, Problem], steps: int) -> tuple[dict
 @pytest.mark.parametrize("steps", [1, 7, 12])
 def test_linears_that_compete_take_the_steps_of_one_problem_with_a_penalty_for_each_row(steps):
     problems = competing(Unstructured(0.6, "joint"))
-    targets = {n: p.target for n, p in problems.items()}
+    targets = {n: p.target() for n, p in problems.items()}
     keep, near, taken = select(problems, targets, steps=steps)
     expected_keep, expected = written_out_together(problems, steps)
     assert taken == steps
@@ -284,11 +285,11 @@ def test_competing_linears_lose_exactly_the_zeros_and_never_more_than_by_droppin
     found = prune(problems, penalty=0.3, steps=12)
     lost = sum(int((~x.keep).sum()) for x in found.values())
     assert lost == round(pattern.sparsity * sum(rows * columns for rows, columns in SHAPES.values()))
-    cheapest = keep_masks({n: p.costs(p.target) for n, p in problems.items()}, dict.fromkeys(problems, pattern))
+    cheapest = keep_masks({n: p.costs(p.target()) for n, p in problems.items()}, dict.fromkeys(problems, pattern))
     dropped = weighted(problems, {n: p.dense * cheapest[n] for n, p in problems.items()})
     ended = weighted(problems, {n: x.weight for n, x in found.items()})
-    alone = prune({n: replace(p, pattern=FixedMask(cheapest[n], pattern)) for n, p in problems.items()})
-    solved = weighted(problems, {n: x.weight for n, x in alone.items()})
+    given = prune({n: replace(p, pattern=FixedMask(cheapest[n], pattern)) for n, p in problems.items()})
+    solved = weighted(problems, {n: x.weight for n, x in given.items()})
     assert ended <= dropped
     assert ended <= (0.93 if mix == 0.6 else 1.0 + 1e-12) * solved
 
@@ -311,5 +312,27 @@ def test_a_linear_whose_hessian_is_indefinite_is_named_among_those_that_compete(
         prune(problems)
     damaged = problems["small"].dense.clone()
     damaged[0, 0] = float("nan")
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(ValueError, match=r"^small: scores must be finite"):
         prune({**competing(Unstructured(0.5, "joint")), "small": replace(problems["small"], dense=damaged)})
+
+
+def test_steps_go_on_until_the_supports_of_all_linears_have_settled():
+    problems = competing(Unstructured(0.6, "layer"))
+    problems["small"] = replace(problems["small"], pattern=Unstructured(0.0, "layer"))  # never changes
+    assert select(problems, {n: p.target() for n, p in problems.items()})[2] > 9
+
+
+def test_linears_with_the_same_inputs_share_the_inverse_and_lose_the_same_as_with_their_own(monkeypatch):
+    problems = competing(Unstructured(0.6, "joint"))
+    twin = replace(problems["wide"], dense=problems["wide"].dense.flip(0))
+    apart = {**problems, "twin": replace(twin, metric=replace(twin.metric, gram=twin.metric.gram.clone()))}
+    inverted = []
+    invert = admm._pull
+    monkeypatch.setattr(admm, "_pull", lambda gram, penalty: inverted.append(len(gram)) or invert(gram, penalty))
+    shared, own = prune({**problems, "twin": twin}, steps=6), prune(apart, steps=6)
+    assert inverted == [32, 48] * 2 + [32, 48, 48] * 2
+    for name, solution in shared.items():
+        assert torch.equal(solution.weight, own[name].weight)
+    inverted.clear()
+    prune(problems, steps=0)
+    assert not inverted

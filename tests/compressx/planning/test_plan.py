@@ -449,7 +449,7 @@ def test_what_a_pruner_raises_while_planning_names_rule_and_pruner(broken, compl
 
 @pytest.mark.parametrize(
     ("pruner", "options"),
-    [("attnprune", "mode: joint"), ("alps", "steps: 3"), ("alps", "penalty: 0.5"), ("sensitivity", "rows: 1.0")],
+    [("attnprune", "mode: joint"), ("alps", "steps: 3"), ("alps", "penalty: 0.5")],
 )
 def test_options_of_selecting_are_refused_where_the_mask_is_given(pruner: str, options: str, refusal: Any) -> None:
     targets = '["*.q_proj", "*.k_proj"]' if pruner == "attnprune" else '["*"]'
