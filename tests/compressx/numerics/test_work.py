@@ -29,10 +29,11 @@ def counted(run: Any) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("n", [31, 256, 257, 700])
-def test_factoring_the_inverse_hessian_multiplies_as_counted(n):
+def test_factoring_the_inverse_hessian_multiplies_and_returns_as_counted(n):
     matrix = hessian(n)
-    flops, _ = counted(lambda: obs.inverse_cholesky(matrix))
-    assert work.inverse_cholesky(n)["float32"] == flops
+    flops, (factor, _) = counted(lambda: obs.inverse_cholesky(matrix))
+    found = work.inverse_cholesky(n)
+    assert (found["float32"], found.returned) == (flops, factor.nbytes)
 
 
 def test_a_large_factor_takes_two_thirds_of_the_cube():
