@@ -103,7 +103,11 @@ def test_the_first_of_two_processes_fine_tunes_as_one_does(model, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_blocks_on_both_their_texts_and_end_with_one_model(model, tmp_path):
-    rules = [{"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5, "group": "joint"}]
+    joint = {"sparsity": 0.5, "group": "joint"}
+    rules = [
+        {"targets": ["*.down_proj"], "pruner": "sensitivity", **joint},
+        {"targets": ["*"], "pruner": "wanda", **joint},
+    ]
     trained = {"passes": 3, "learning_rate": 0.03, "held_out": 0.25, "batch_size": 4}
     reports = alone_and_together(model, tmp_path, rules, evaluate=None, reconstruct_block=trained)
     alone, together = ([x["reconstruction"] for x in r["blocks"]] for r in reports)
