@@ -103,20 +103,19 @@ def assembled(n: int) -> Work:
     return Work.of(memory=_F32 * n * n, moved=12.0 * n * n, launches=2 * (n // PANEL + 1))
 
 
-def sweep(rows: int, columns: int, pattern: Pattern, *, chosen: bool = False) -> Work:
+def sweep(rows: int, columns: int, pattern: Pattern) -> Work:
     """Count `obs.sweep` of a weight [rows, columns]: about rows * columns^2 FLOPs, and two launches for each column.
 
     Args:
         rows: out_features.
         columns: in_features.
         pattern: what to keep.
-        chosen: whether the mask is given as a `FixedMask` of this pattern.
     """
     products = vectors = 0.0
     launches = 0
-    grouped = isinstance(pattern, NM) and not chosen
-    step = pattern.of if isinstance(pattern, NM) and grouped else STEP
-    blocks = list(_column_blocks(columns, pattern if grouped else None))
+    grouped = isinstance(pattern, NM)
+    step = pattern.of if isinstance(pattern, NM) else STEP
+    blocks = list(_column_blocks(columns, pattern))
     for width, left in blocks:
         products += 2 * rows * width * left
         for first in range(0, width, step):
@@ -127,15 +126,14 @@ def sweep(rows: int, columns: int, pattern: Pattern, *, chosen: bool = False) ->
         launches += 30
     # Of each block of columns: scores, two transposes, errors; every number is read or written some twelve times.
     moved = _F32 * (vectors + 12.0 * rows * columns) + 2.0 * _F32 * rows * sum(left for _, left in blocks)
-    fixed = chosen or isinstance(pattern, FixedMask)
     # Of a block of columns: the block, its errors, and the scores, the mask or what is written back.
-    beside = 17.0 if fixed else 16.25 if grouped else 20.0
+    beside = 17.0 if isinstance(pattern, FixedMask) else 16.25 if grouped else 20.0
     memory = (_F32 + 1) * rows * columns + beside * rows * min(BLOCK_COLUMNS, columns)
     swept = Work.of(memory, float32=products, moved=moved, launches=launches)
-    return swept if chosen else swept + Work(selection(rows, columns, pattern).counts)
+    return swept + Work(selection(rows, columns, pattern).counts)
 
 
-def _column_blocks(columns: int, pattern: Pattern | None) -> Iterator[tuple[int, int]]:
+def _column_blocks(columns: int, pattern: Pattern) -> Iterator[tuple[int, int]]:
     """Yield the width of each block of columns, and how many columns follow it."""
     span = BLOCK_COLUMNS
     if isinstance(pattern, NM):

@@ -50,7 +50,7 @@ def test_the_sweep_multiplies_as_counted_also_with_a_given_mask(shape, pattern):
     assert work.sweep(*shape, pattern)["float32"] == flops
     fixed = FixedMask(keep, pattern)  # type: ignore[arg-type]
     flops, _ = counted(lambda: obs.sweep(weight, factor, fixed))
-    assert work.sweep(*shape, fixed)["float32"] == work.sweep(*shape, pattern, chosen=True)["float32"] == flops
+    assert work.sweep(*shape, fixed)["float32"] == flops
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
