@@ -18,11 +18,11 @@ from compressx.planning.make import make_plan
 from compressx.planning.targets import kinds
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
-from compressx.recipe.document import flow, one_line
+from compressx.recipe.document import flow
 from compressx.recipe.schema import recipe_from_dict
 from compressx.recipe.sources import ModelSource
 from compressx.recipe.targets import matches
-from compressx.runtime.errors import CompressxError, UnsupportedModelError, blamed_on
+from compressx.runtime.errors import CompressxError, UnsupportedModelError, blamed_on, one_line
 
 _SPARSITY = 0.5
 _SEQUENCE = 2048

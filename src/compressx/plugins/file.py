@@ -15,9 +15,9 @@ from pydantic import AfterValidator, Field, StrictBool, create_model
 
 from compressx.plugins import kinds
 from compressx.plugins.record import PluginRecord
-from compressx.recipe.document import Step, one_line
+from compressx.recipe.document import Step
 from compressx.recipe.validation import Strict, validated
-from compressx.runtime.errors import PluginError
+from compressx.runtime.errors import PluginError, one_line
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from compressx.runtime.errors import CompressxError, RecipeError
+from compressx.runtime.errors import CompressxError, RecipeError, one_line
 
 Scalar: TypeAlias = str | int | float | bool | None
 Step: TypeAlias = str | int
@@ -219,8 +219,3 @@ def flow(value: object) -> str:
     if isinstance(value, str):
         return value if re.fullmatch(r"[A-Za-z][\w/-]*", value) else f'"{value}"'
     return shown(value)
-
-
-def one_line(text: str) -> str:
-    """Escape unprintable characters so that foreign text fits on one line of a message."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -27,10 +27,10 @@ from ruamel.yaml.events import (
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from compressx.recipe.document import Node, Scalar, check_bounds, checked, from_python, one_line, put, shown
+from compressx.recipe.document import Node, Scalar, check_bounds, checked, from_python, put, shown
 from compressx.recipe.grammar import QUOTES, in_plain_words
 from compressx.recipe.sources import long_form
-from compressx.runtime.errors import RecipeError, did_you_mean
+from compressx.runtime.errors import RecipeError, did_you_mean, one_line
 
 MAX_BYTES = 256 * 1024
 

@@ -109,6 +109,11 @@ def nearest(value: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str:
     return f"did you mean {names[close[0]]!r}? " if close else ""
 
 
+def one_line(text: str) -> str:
+    """Escape unprintable characters so that foreign text fits on one line of a message."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 _NO_GPU_MEMORY = re.compile("CUDA error: out of memory|CU(BLAS|SOLVER)_STATUS_ALLOC_FAILED")
 _NO_MAIN_MEMORY = re.compile("DefaultCPUAllocator: (can't allocate|not enough) memory|unable to mmap .* memory")
 """Messages of a plain RuntimeError; for the others torch, numpy and Python have classes."""
