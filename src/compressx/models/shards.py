@@ -19,14 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressx.runtime.errors import ArtifactError
-from compressx.runtime.files import atomic_write, os_errors_named, written_whole
+from compressx.runtime.errors import ArtifactError, one_line
+from compressx.runtime.files import atomic_write, os_errors_named, regular, written_whole
 from compressx.runtime.quiet import quiet_libraries
 
 OUTSIDE = ""
 """In place of a block's name: everything outside the decoder blocks."""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_LONGEST_NAME = 200
+"""Characters of a file's name; with what is added to it the system's limit is 255 bytes."""
+
 _POINTER = b"version https://git-lfs"
 
 
@@ -265,11 +268,11 @@ def _opened(path: Path, stack: ExitStack) -> Any:
 
     try:
         with os_errors_named("read", path):
-            return stack.enter_context(safe_open(path, framework="pt"))
+            return stack.enter_context(safe_open(regular(path), framework="pt"))
     except SafetensorError as error:
         with path.open("rb") as file:
             pointer = file.read(len(_POINTER)) == _POINTER
-        advice = "it is a git-lfs pointer; fetch the file with git lfs pull" if pointer else str(error)
+        advice = "it is a git-lfs pointer; fetch the file with git lfs pull" if pointer else one_line(str(error))
         raise ArtifactError(f"{path} is not a safetensors file, or it is truncated: {advice}") from error
 
 
@@ -281,12 +284,32 @@ def files_of(folder: Path) -> dict[str, str]:
             return dict.fromkeys(_opened(folder / _SINGLE, stack).keys(), _SINGLE)
     try:
         with os_errors_named("read", index):
-            files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{index} is damaged, or not an index of shards: {error!r}") from error
+            files = dict(json.loads(regular(index).read_text(encoding="utf-8"))["weight_map"].items())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ArtifactError(
+            f"{index} is damaged, or not an index of shards: {type(error).__name__}: {error}"
+        ) from error
+    check_names(index, files.values())
     if missing := sorted({file for file in files.values() if not (folder / file).is_file()}):
         raise ArtifactError(f"{index} lists {', '.join(missing[:3])}, missing in {folder}")
     return files
+
+
+def check_names(index: Path, names: Collection[object]) -> None:
+    """Refuse an index that names anything but files beside it.
+
+    Raises:
+        ArtifactError: a name with a folder or drive, a hidden one, one with control characters or another ending.
+    """
+    if not names:
+        raise ArtifactError(f"{index} is damaged, or not an index of shards: it lists no files")
+    for name in names:
+        plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and not {*name} & {*"/\\:"}
+        if not plain or not str(name).endswith(".safetensors") or len(str(name)) > _LONGEST_NAME:
+            raise ArtifactError(
+                f"{index} lists {str(name)[:80]!r}, expected the name of a file beside it, such as "
+                f"{_shard_name(1, 2)}; take the model from a place that you trust"
+            )
 
 
 def _conversions(model: Any) -> tuple[list[Any], list[Any]]:

@@ -35,6 +35,17 @@ def os_errors_named(action: str, path: Path) -> Iterator[None]:
         raise ArtifactError(f"cannot {action} {path}: {reason}" + (f"; {advice}" if advice else "")) from error
 
 
+def regular(path: Path) -> Path:
+    """Return the path of a file to read; a FIFO or device, which would be waited for, is refused.
+
+    Raises:
+        ArtifactError: what is there is neither a regular file nor a folder.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ArtifactError(f"{path} is a FIFO, a device or a socket, expected a regular file; remove it")
+    return path
+
+
 def atomic_write(path: Path, data: bytes) -> None:
     """Write a file atomically; missing folders are created.
 
