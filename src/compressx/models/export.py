@@ -152,8 +152,11 @@ def _made(folder: Path, *, resume: bool, restart: bool) -> Path:
         building = left or _sibling(folder, "partial", secrets.token_hex(4))
         _clear_leftovers(folder, building)
         building.mkdir(exist_ok=True)
-        for part in [*building.rglob(".*.partial")]:  # of a file that a killed process was writing
-            part.unlink()
+        for part in [building, *building.rglob("*")]:
+            if part.is_symlink() or not (part.is_dir() or part.is_file()):
+                raise ArtifactError(f"{part} is a link or the like, which no run made; remove it, or give --restart")
+            if part.match(".*.partial"):  # of a file that a killed process was writing
+                part.unlink()
     return building
 
 
@@ -220,7 +223,7 @@ def _clear_leftovers(folder: Path, kept: Path) -> None:
     """Remove the partial folders of ended processes, and restore earlier outputs that they had moved aside."""
     for partial in unfinished(folder):
         if partial != kept:
-            shutil.rmtree(partial, ignore_errors=True)
+            _remove(partial)
     earlier = _sibling(folder, "earlier", "").name
     for name in [path.name for path in folder.parent.iterdir()]:
         if name.startswith(earlier):
@@ -233,10 +236,18 @@ def _settle(earlier: Path, folder: Path) -> None:
     """Restore an earlier output if nothing has replaced it, else remove it."""
     if not earlier.exists():
         return
-    if folder.exists():
-        shutil.rmtree(earlier, ignore_errors=True)
+    if folder.exists() or earlier.is_symlink():
+        _remove(earlier)
     else:
         earlier.rename(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, or a link in its place without what it leads to."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def refuse_prepared(model: nn.Module, action: str = "saved") -> None:

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from compressx.api.patterns import NM, Unstructured
-from compressx.api.record import AllocationReport
+from compressx.api.record import AllocationReport, BlockReport
 from compressx.masks.file import MaskEntry, join_masks, read_masks, write_masks
 from compressx.models.access import Access
 from compressx.models.hidden import Keep, Streams, in_memory
@@ -49,6 +49,11 @@ class Allocated:
 
 ALLOCATED = TypeAdapter(Allocated)
 """Validates an `Allocated` from plain data, as read from `state.json` or received from another process."""
+
+
+_REPORT = TypeAdapter(BlockReport)
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What data of other types than a run has written gives while it is read."""
 
 
 class Journal:
@@ -181,11 +186,14 @@ class Journal:
                 tensors = read(self._file(fqn, "matrices.safetensors"))
                 read_masks(self._file(fqn, "masks.safetensors"))  # fail now on a damaged file, not at the end
                 blocks.append(block_from_dict(data, tensors))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ArtifactError(f"{path} is damaged ({error!r}); start over with --restart") from error
+                _REPORT.validate_python(dataclasses.asdict(blocks[-1].report))
+            except _DAMAGE as error:
+                raise _damaged(path, error) from error
         states: dict[str, list[Tensor]] = {"dense": [], "pruned": []}
-        for name, state in each(self._states(len(self.finished))):
-            states[name.partition(".")[0]].append(keep(state.to(access.device)))
+        for name, state in each(path := self._states(len(self.finished))):
+            if (stream := name.partition(".")[0]) not in states:
+                raise _damaged(path, f"it holds {name!r}")
+            states[stream].append(keep(state.to(access.device)))
         return blocks, Streams(**states)
 
     def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
@@ -208,12 +216,14 @@ class Journal:
         try:
             with os_errors_named("read", self.state):
                 data = json.loads(self.state.read_text(encoding="utf-8"))
-            earlier, self.finished = dict(data["fingerprint"]), list(data["finished"])
+            earlier, self.finished = dict(data["fingerprint"]), [*data["finished"]]
+            if any({"/", "\\"} & {*fqn} for fqn in self.finished):  # they name files
+                raise ValueError(f"blocks {self.finished}")
             self.allocated = None if data["allocated"] is None else ALLOCATED.validate_python(data["allocated"])
             self.scores = {str(fqn): float(score) for fqn, score in data["scores"].items()}
             spent = {str(stage): float(seconds) for stage, seconds in data["seconds"].items()}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ArtifactError(f"{self.state} is damaged ({error!r}); start over with --restart") from error
+        except _DAMAGE as error:
+            raise _damaged(self.state, error) from error
         now = json.loads(json.dumps(self.fingerprint))
         if None in (earlier.get("compute_dtype"), now.get("compute_dtype")):
             # Blocks are pruned without text. Only fine-tuning multiplies anything, and that may come or go.
@@ -246,6 +256,10 @@ class Journal:
 
     def _states(self, count: int | str) -> Path:
         return self.blocks / f"states-{count}.{self.ranks.rank}.safetensors"
+
+
+def _damaged(path: Path, error: object) -> ArtifactError:
+    return ArtifactError(f"{path} is damaged ({' '.join(str(error).split()):.200}); start over with --restart")
 
 
 def recorded_dtype(folder: Path) -> Any:

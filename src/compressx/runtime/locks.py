@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -101,19 +102,27 @@ def _taken(path: Path, what: str) -> int:
 
 
 def _opened(path: Path) -> tuple[int, bool]:
-    """Open a lock file, created if missing; return its descriptor, and whether it was created."""
+    """Open a lock file, created if missing; return its descriptor, and whether it was created.
+
+    Its content will be replaced, so it is no other file: no link, and no second name of one.
+    """
     with os_errors_named("create", path):
         while True:
             with suppress(FileExistsError):
                 return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
             with suppress(FileNotFoundError):  # its holder removed it meanwhile
-                return os.open(path, os.O_RDWR), False
+                found = path.lstat()
+                if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+                    raise ArtifactError(
+                        f"{path} is not a lock file but a link, a folder or the like; look at it and remove it"
+                    )
+                return os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)), False
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
     """Return whether the open file is still the one at `path`; its last holder may have removed it."""
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
 

@@ -304,6 +304,83 @@ def test_half_written_files_in_any_folder_of_an_interrupted_run_are_removed(tmp_
     assert [*target.rglob(".*")] == []
 
 
+PLACES = ["", "blocks", "model", "run.log", "blocks/model.layers.0.json", "state.json"]
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A folder that no run made, with what a run could write or remove."""
+    folder = tmp_path / "foreign"
+    (folder / "blocks").mkdir(parents=True)
+    for name in ("state.json", "run.log", "blocks/.x.partial", "blocks/model.layers.0.json"):
+        (folder / name).write_text("precious")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
+
+
+def interrupted_with_a_link(target: Path, place: str, foreign: Path) -> Path:
+    """Make the folder of an interrupted run, as a stranger's archive may hold it."""
+    left = target.with_name(f".{target.name}.partial-0a1b2c3d")
+    link, leads_to = left / place, foreign / place if (foreign / place).exists() else foreign
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if place not in {"", "state.json"}:
+        (left / "state.json").write_text("{}")
+    link.symlink_to(leads_to)
+    return link
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_links_in_the_folder_of_an_interrupted_run_are_refused_and_lead_nowhere(
+    tmp_path: Path, foreign: Path, place: str
+) -> None:
+    link, before = interrupted_with_a_link(tmp_path / "out", place, foreign), contents(foreign)
+    with (
+        pytest.raises(ArtifactError, match=rf"^{link} is a link or the like, which no run made; remove it, or give"),
+        output_folder(tmp_path / "out", resume=True),
+    ):
+        pytest.fail("the block must not run")
+    assert contents(foreign) == before
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_restart_removes_links_without_what_they_lead_to(tmp_path: Path, foreign: Path, place: str) -> None:
+    interrupted_with_a_link(tmp_path / "out", place, foreign)
+    before = contents(foreign)
+    with output_folder(tmp_path / "out", restart=True) as building:
+        write_output(building, "new")
+    assert contents(foreign) == before
+    assert names_in(tmp_path) == ["foreign", "out"]
+    assert not (tmp_path / "out").is_symlink()
+
+
+def test_a_pipe_in_the_folder_of_an_interrupted_run_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    left = tmp_path / ".out.partial-0a1b2c3d"
+    left.mkdir()
+    (left / "state.json").write_text("{}")
+    os.mkfifo(left / "run.log")
+    with (
+        pytest.raises(ArtifactError, match=r"run\.log is a link or the like"),
+        output_folder(tmp_path / "out", resume=True),
+    ):
+        pytest.fail("the block must not run")
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_link_in_place_of_an_output_moved_aside_is_not_restored(tmp_path: Path, foreign: Path, there: bool) -> None:
+    (tmp_path / ".out.earlier-0a1b2c3d").symlink_to(foreign)
+    before = contents(foreign)
+    if there:
+        (tmp_path / "out").mkdir()
+    with output_folder(tmp_path / "out") as building:
+        write_output(building, "new")
+    assert contents(foreign) == before
+    assert names_in(tmp_path) == ["foreign", "out"]
+    assert (tmp_path / "out" / "report.json").read_text() == "new"
+
+
 @pytest.mark.parametrize("moment", ["while building", "between renames"])
 def test_what_a_killed_process_left_is_cleared_and_what_it_moved_aside_comes_back(moment: str, earlier: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _KILLED, str(earlier), moment], check=False)

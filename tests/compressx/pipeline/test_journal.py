@@ -357,3 +357,49 @@ def test_killed_at_any_change_of_its_files_a_run_goes_on_to_the_same_end(model, 
     assert before[-1] == ""
     assert before.count("state.json") == (2 if share == 0.0 else 3)
     assert before.count("states-1.0.safetensors") == 2  # written, and deleted
+
+
+# --- what stands in a record is data
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [{"finished": ["../../secret"]}, {"finished": ["a\\b"]}, {"finished": 3}, {"finished": [3]}, {"scores": [1]},
+     {"seconds": {"prune": None}}, {"fingerprint": 7}, {"allocated": {"patterns": []}}],
+)  # fmt: skip
+def test_a_forged_record_is_damaged_and_no_block_is_read_elsewhere(forged: dict[str, Any], tmp_path: Path) -> None:
+    kept = Journal(tmp_path, {})
+    kept.score({"block.0": 1.0})
+    record = json.loads((tmp_path / "state.json").read_text())
+    Journal(tmp_path, {})  # as it was written it is read
+    for text in (json.dumps({**record, **forged}), "[" * 100_000, "[]", "null"):
+        (tmp_path / "state.json").write_text(text)
+        with pytest.raises(ArtifactError, match=r"state\.json is damaged .*; start over with --restart$"):
+            Journal(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("file", "forged"),
+    [("json", {"seconds": "long"}), ("json", {"histories": [[]]}), ("json", {"layers": [{"info": 9}]}),
+     ("json", {"fqn": 3}), ("json", []), ("states", {"other.000000": torch.zeros(1)})],
+)  # fmt: skip
+def test_a_forged_block_is_damaged(file: str, forged: Any, tmp_path: Path) -> None:
+    class Loaded(Weights):
+        device = torch.device("cpu")
+
+        def read(self, fqn: str, folder: Path) -> None:
+            pass
+
+    access, kept = Loaded(Clock(), 0.0), Journal(tmp_path, {})
+    report = BlockReport(0, "block.0", (), 0.0)
+    with kept.recording(access):  # type: ignore[arg-type]
+        kept.add(access, FinishedBlock(report, ()), {}, Streams([torch.zeros(1, 2, 3)]))  # type: ignore[arg-type]
+    kept._record()()
+    assert Journal(tmp_path, {}).restore(access)[0][0].report == report  # type: ignore[arg-type]
+    if file == "states":
+        shards.write(tmp_path / "blocks" / "states-1.0.safetensors", forged)
+    else:
+        path = tmp_path / "blocks" / "block.0.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **forged} if forged else forged))
+    with pytest.raises(ArtifactError, match=r"is damaged .*; start over with --restart$"):
+        Journal(tmp_path, {}).restore(access)  # type: ignore[arg-type]

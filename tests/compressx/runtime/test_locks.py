@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,43 @@ def test_a_file_that_a_killed_process_left_does_not_matter(tmp_path: Path) -> No
     with locked(tmp_path / "lock", "a run"):
         assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
     assert not (tmp_path / "lock").exists()
+
+
+def linked(lock: Path, precious: Path) -> None:
+    lock.symlink_to(precious)
+
+
+def dangling(lock: Path, precious: Path) -> None:
+    lock.symlink_to(precious.with_name("absent"))
+
+
+def second_name(lock: Path, precious: Path) -> None:
+    lock.hardlink_to(precious)
+
+
+def pipe(lock: Path, _precious: Path) -> None:
+    os.mkfifo(lock)
+
+
+def folder(lock: Path, _precious: Path) -> None:
+    lock.mkdir()
+
+
+@pytest.mark.parametrize("made", [linked, dangling, second_name, pipe, folder])
+@pytest.mark.parametrize("wait", [False, True])
+def test_what_is_no_lock_file_is_refused_and_neither_followed_nor_changed(
+    tmp_path: Path, made: Callable[[Path, Path], None], wait: bool
+) -> None:
+    precious, lock = tmp_path / "precious.txt", tmp_path / "lock"
+    precious.write_text("years of work")
+    made(lock, precious)
+    before = lock.lstat()
+    message = rf"^{lock} is not a lock file but a link, a folder or the like; look at it and remove it$"
+    with pytest.raises(ArtifactError, match=message), locked(lock, "a run", wait=wait):
+        pytest.fail("the block must not run")
+    assert precious.read_text() == "years of work"
+    assert (lock.lstat().st_ino, lock.lstat().st_mode) == (before.st_ino, before.st_mode)
+    assert not (tmp_path / "absent").exists()
 
 
 def test_where_files_cannot_be_locked_the_file_itself_is_the_lock(tmp_path, monkeypatch):
