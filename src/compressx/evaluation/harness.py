@@ -117,6 +117,9 @@ def _run_once(
     multiturn = settings.fewshot_as_multiturn
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     with quiet_libraries(), _random_state_kept():
+        from jinja2 import StrictUndefined, TemplateError
+        from jinja2.sandbox import SandboxedEnvironment
+        from lm_eval import utils
         from lm_eval.evaluator import simple_evaluate
         from lm_eval.tasks import TaskManager
 
@@ -125,8 +128,12 @@ def _run_once(
         by_file = all(isinstance(spec, dict) or is_file(spec) for spec in specs)
         # The tasks of a group file are searched beside it and among the harness's own.
         beside = [str(path_of(t).parent) for t in settings.tasks if isinstance(t, str) and is_group_file(t)]
+        # The harness's own environment lets a template call whatever Python has.
+        templates = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+        templates.filters |= utils.env.filters
         try:
             with (
+                patch.object(utils, "env", utils.env if settings.trust_task_code else templates),
                 # Bootstrap in this process: a pool would fork it while torch's threads run.
                 patch.dict("os.environ", {"DISABLE_MULTIPROC": "1"}),
                 # Only for unused metadata, and git prints an error outside a repository.
@@ -146,6 +153,8 @@ def _run_once(
                 )
         except OSError as error:
             raise CalibrationError(f"lm_eval.tasks: the dataset of a task could not be fetched: {error}") from error
+        except TemplateError as error:
+            raise RecipeError(f"lm_eval.tasks: a template of a task fails: {error}") from error
         except OverflowError as error:
             raise CalibrationError("lm_eval.tasks: a perplexity overflows; the model's weights are broken") from error
     _warn_of_fixed_examples(settings.num_fewshot, results["n-shot"])

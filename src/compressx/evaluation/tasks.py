@@ -24,8 +24,8 @@ def check_tasks(settings: LmEval) -> None:
     The harness takes about 15 s to index its 14,000 files, so the index is cached for each version of it.
 
     Raises:
-        RecipeError: an unknown task (with the nearest names), a file that defines no task, a repeated name, or a task
-            that is also part of a listed group.
+        RecipeError: an unknown task (with the nearest names), a file that defines no task or runs code, a repeated
+            name, or a task that is also part of a listed group.
     """
     names = [task.name if isinstance(task, RollingTask) else check_name(task) for task in settings.tasks]
     for name in names:
@@ -33,6 +33,9 @@ def check_tasks(settings: LmEval) -> None:
             raise RecipeError(f"lm_eval.tasks: {name!r} occurs {names.count(name)} times; each task needs its own name")
         if name in FIGURES:
             raise RecipeError(f"lm_eval.tasks: a task cannot be named {name!r}, which is a metric; choose another name")
+    for task in settings.tasks:
+        if isinstance(task, str) and is_file(task) and not settings.trust_task_code:
+            _refuse_code(task)
     index = task_index() if reads_index(settings) else {}
     held: dict[str, str] = {}
     for name, task in zip(names, settings.tasks, strict=True):
@@ -91,18 +94,56 @@ def name_in_file(path: Path) -> str:
     return name if isinstance(name, str) else path.stem
 
 
-def _values_in_file(path: Path) -> dict[str, Any]:
-    """Read the top-level keys of a harness YAML file."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
+def _values_in_file(path: Path, code: list[str] | None = None) -> dict[Any, Any]:
+    """Read a harness YAML file with the harness's parser; append to `code` what makes the harness run any.
 
+    That is not only `!function`: metrics that the harness lacks are fetched by `evaluate`, as scripts.
+    """
+    import yaml
+
+    found = [] if code is None else code
+
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = True) -> Any:  # noqa: ARG002 - values are looked at, too
+            mapping = super().construct_mapping(node, deep=True)
+            found.extend(key for key in ("custom_generate", "hf_evaluate") if key in mapping)
+            for one in mapping.get("metric_list", ()) if code is not None else ():
+                found.extend([] if one["metric"] in _metrics() else [f"the metric {one['metric']!r}"])
+            return mapping
+
+    Loader.add_multi_constructor("", lambda _loader, tag, _node: found.append(tag))
     if not path.is_file():
         raise RecipeError(f"lm_eval.tasks: no such file: {path} (looked in {Path.cwd()})")
     try:
-        node = YAML().compose(path)  # compose does not construct: `!function` would run code
-        return {str(key.value): value.value for key, value in node.value}
-    except (YAMLError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as error:
-        raise RecipeError(f"lm_eval.tasks: {path} is not a valid task file: {error}") from error
+        return {**yaml.load(path.read_bytes(), Loader)}  # noqa: S506 - a safe loader
+    except (yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise RecipeError(f"lm_eval.tasks: {path} is not a valid task file: {why}") from error
+
+
+def _metrics() -> Any:
+    from lm_eval.api import metrics, registry  # noqa: F401 - the first fills the registry
+
+    return registry.metric_registry
+
+
+def _refuse_code(task: str) -> None:
+    """Refuse a task file that makes the harness run code, itself or by one that it includes or, as a group, may name.
+
+    A group may name any task below its folder.
+    """
+    seen: set[Path] = set()
+    left = [path_of(task), *(path_of(task).parent.rglob("*.yaml") if is_group_file(task) else ())]
+    while left:
+        if (path := left.pop().expanduser().resolve()) not in seen:
+            seen.add(path)
+            others = _values_in_file(path, code := []).get("include", [])
+            if code:
+                raise RecipeError(
+                    f"lm_eval.tasks: {path} has {code[0]}, which runs Python code that comes with the task; if you "
+                    "trust it, set lm_eval.trust_task_code: true, or give --trust-task-code"
+                )
+            left += [path.parent / str(other) for other in (others if isinstance(others, list) else [others])]
 
 
 @dataclass(frozen=True)

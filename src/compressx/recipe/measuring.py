@@ -76,6 +76,9 @@ class LmEval(Strict):
     """Tasks of lm-evaluation-harness: by name, by path of a task YAML, or from a dataset."""
 
     tasks: list[TaskField] = Field(min_length=1, examples=[["wikitext"]])
+    trust_task_code: StrictBool = Field(
+        False, description="run Python code that task files bring; only if you trust it"
+    )
     limit: StrictInt | None = Field(None, ge=1, description="documents per task; all when absent")
     num_fewshot: StrictInt | None = Field(
         None, ge=0, description="solved examples before each question; as each task says when absent"

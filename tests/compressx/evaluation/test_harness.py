@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 import warnings
@@ -129,9 +130,12 @@ class TestCheckTasks:
         with pytest.raises(RecipeError, match=complaint):
             check_tasks(settings("mine.yaml"))
 
-    def test_functions_of_a_task_are_not_run(self, project: Path) -> None:
-        (project / "mine.yaml").write_text("task: mine\nprocess_results: !function absent.function\n")
-        check_tasks(settings("mine.yaml"))
+    def test_what_is_no_yaml_is_told_in_one_line(self, project: Path) -> None:
+        for text in ("a: [", "a: b: c", "\0", "[" * 10_000, "a: &a [*a]\n? *a\n: 1", "--- a\n--- b"):
+            (project / "mine.yaml").write_text(text)
+            with pytest.raises(RecipeError, match="is not a valid task file") as refused:
+                check_tasks(settings("mine.yaml"))
+            assert "\n" not in str(refused.value)
 
     def test_the_real_harness_knows_wikitext(self, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of its thousands of tasks, whose index takes seconds, only the folder with this one is read."""
@@ -143,6 +147,91 @@ class TestCheckTasks:
         check_tasks(settings("wikitext"))
         with pytest.raises(RecipeError, match="no task is named 'wikitxt'; the nearest are wikitext"):
             check_tasks(settings("wikitxt"))
+
+
+CODE = {
+    "a function": ("process_results: !function evil.run", "!function"),
+    "its tag in another spelling": ("%TAG !f! !func\n---\ntask: mine\nprocess_results: !f!tion evil.run", "!function"),
+    "a function as a key": ("x: {!function evil.run : 1}", "!function"),
+    "an object of Python": ("doc_to_text: !!python/name:os.system", "tag:yaml.org,2002:python/name:os.system"),
+    "a metric of somebody": ("metric_list: [{metric: ./evil.py}]", "the metric './evil.py'"),
+    "a metric by another name": ("m: &m metric\nmetric_list: [{*m : somebody/evil}]", "the metric 'somebody/evil'"),
+    "a metric by a merge": ("m: &m {metric: evil}\nmetric_list: [{<<: *m}]", "the metric 'evil'"),
+    "a script in place of a metric": ("metric_list: [{metric: acc, hf_evaluate: true}]", "hf_evaluate"),
+    "generation by somebody": ("generation_kwargs: {custom_generate: ./evil, trust_remote_code: true}", "custom_gener"),
+    "a task inside a group": ("group: mine\ntask: [{task: x, doc_to_text: !function evil.run}]", "!function"),
+}
+
+
+class TestCodeOfTasks:
+    @pytest.fixture(autouse=True)
+    def _evil(self, project: Path) -> None:
+        (project / "evil.py").write_text(
+            "import pathlib\npathlib.Path('ran').touch()\n\ndef run(*_, **__):\n    return {}\n"
+        )
+
+    def told(self, place: str, code: str) -> str:
+        return (
+            rf"^lm_eval\.tasks: \S*{place} has {re.escape(code)}.*, which runs Python code that comes with the task; "
+            r"if you trust it, set lm_eval\.trust_task_code: true, or give --trust-task-code$"
+        )
+
+    @pytest.mark.parametrize(("text", "code"), CODE.values(), ids=CODE)
+    def test_a_file_that_runs_code_is_refused_unless_it_is_trusted(self, project: Path, text: str, code: str) -> None:
+        (project / "mine.yaml").write_text(text if text.startswith("%") else f"task: mine\n{text}")
+        with pytest.raises(RecipeError, match=self.told("mine.yaml", code)):
+            check_tasks(settings("mine.yaml"))
+        check_tasks(settings("mine.yaml", trust_task_code=True))
+        assert not (project / "ran").exists()
+
+    @pytest.mark.parametrize(
+        "include", ["evil.yaml", "[evil.yaml]", "deep/../evil.yaml", "{folder}/evil.yaml", "two.yaml"]
+    )
+    def test_so_is_one_that_includes_it_on_whatever_way(self, project: Path, include: str) -> None:
+        (project / "evil.yaml").write_text("doc_to_text: !function evil.run")
+        (project / "deep").mkdir()
+        (project / "two.yaml").write_text("include: deep/three.yaml")
+        (project / "deep" / "three.yaml").write_text("include: [../evil.yaml, ../two.yaml]")
+        text = f"task: mine\ndoc_to_text: plain\ninclude: {include.format(folder=project)}"
+        (project / "mine.yaml").write_text(text)
+        with pytest.raises(RecipeError, match=self.told("/evil.yaml", "!function")):
+            check_tasks(settings("mine.yaml"))
+
+    def test_so_is_one_that_is_reached_through_a_link(self, project: Path) -> None:
+        (project / "away").mkdir()
+        (project / "away" / "real.yaml").write_text("task: mine\ninclude: evil.yaml")
+        (project / "away" / "evil.yaml").write_text("doc_to_text: !function evil.run")
+        (project / "evil.yaml").write_text("doc_to_text: plain")
+        (project / "mine.yaml").symlink_to(project / "away" / "real.yaml")
+        with pytest.raises(RecipeError, match=self.told("away/evil.yaml", "!function")):
+            check_tasks(settings("mine.yaml"))
+
+    def test_so_is_a_group_with_such_a_task_anywhere_below_its_folder(self, project: Path) -> None:
+        (project / "deep").mkdir()
+        (project / "deep" / "evil.yaml").write_text("task: other\ndoc_to_text: !function evil.run")
+        (project / "mine.yaml").write_text("group: mine\ntask: [other]")
+        with pytest.raises(RecipeError, match=self.told("deep/evil.yaml", "!function")):
+            check_tasks(settings("mine.yaml"))
+
+    def test_an_include_that_is_absent_is_told_before_any_work(self, project: Path) -> None:
+        (project / "mine.yaml").write_text("task: mine\ninclude: absent.yaml")
+        with pytest.raises(RecipeError, match=r"no such file: .*absent\.yaml"):
+            check_tasks(settings("mine.yaml"))
+
+    def test_the_task_of_this_repository_is_trusted_by_who_says_so(self) -> None:
+        with pytest.raises(RecipeError, match=self.told("python_docs.yaml", "!function")):
+            check_tasks(settings(str(PYTHON_DOCS)))
+        check_tasks(settings(str(PYTHON_DOCS), trust_task_code=True))
+
+    def test_a_template_cannot_reach_what_runs_code(self, few_tasks: Path, tokenizer: Any) -> None:
+        file = few_tasks / "letters_easy.yaml"
+        evil = "{{ cycler.__init__.__globals__.os.system('touch ran') }}"
+        file.write_text(file.read_text().replace("{{q}}", evil))
+        with pytest.raises(
+            RecipeError, match=r"a template of a task fails: access to attribute '__init__' .* is unsafe"
+        ):
+            run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml"), {})
+        assert not (few_tasks.parent / "ran").exists()
 
 
 class TestSettings:
@@ -248,7 +337,8 @@ def test_the_harness_own_command_line_gives_the_same_figures(project: Path, toke
         (written,) = project.glob(f"their{number}*.json")
         theirs = json.loads(written.read_text())["results"]["python_docs"]
         options = ["--limit", "12", "--batch-size", "4", "--num-fewshot", shots, "--device", "cpu", "--json"]
-        told = printed("eval", "model", "--tasks", str(PYTHON_DOCS), *options, *["--apply-chat-template"] * chat)
+        trusted = ["--tasks", str(PYTHON_DOCS), "--trust-task-code"]
+        told = printed("eval", "model", *trusted, *options, *["--apply-chat-template"] * chat)
         assert json.loads(told) == {"python_docs": {name: theirs[f"{name},none"] for name in ("acc", "acc_stderr")}}
         figures.append(theirs["acc,none"])
     assert len({*figures}) > 1, "the settings do something"
@@ -257,7 +347,7 @@ def test_the_harness_own_command_line_gives_the_same_figures(project: Path, toke
 @pytest.mark.slow
 def test_accuracy_on_pythons_documentation_is_above_chance_and_pruning_costs_some(smollm2: Any) -> None:
     """Of 40 questions with four answers each, guessing gets more than 20 right once in thousands of times."""
-    few = settings(str(PYTHON_DOCS), limit=40)
+    few = settings(str(PYTHON_DOCS), limit=40, trust_task_code=True)
     dense = run_tasks(smollm2.model, smollm2.tokenizer, few, {})["python_docs"]["acc"]
     pruned = copy.deepcopy(smollm2.model)
     for layer in pruned.model.layers:
