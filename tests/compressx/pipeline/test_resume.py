@@ -23,6 +23,7 @@ from compressx.pipeline.run import run
 from compressx.plugins.manager import load_plugins
 from compressx.report import figures
 from compressx.runtime.errors import ArtifactError
+from compressx.training import reconstruct
 
 RULES: list[dict[str, Any]] = [
     {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6},
@@ -86,6 +87,28 @@ def test_what_an_allocation_chose_for_n_m_and_other_patterns_is_kept(model, allo
     stopped(asked, 1, restart=True)
     with pytest.raises(ArtifactError, match=r"inputs have changed: allocation\.target: was 0\.6, is 0\.61"):
         run({**asked, "allocation": {"method": "uniform", "target": 0.61}}, resume=True)
+
+
+@pytest.mark.parametrize("interrupted", [6, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 5))])
+def test_a_block_whose_training_is_interrupted_ends_with_its_best_weights_too(model, monkeypatch, interrupted):
+    """Four held-out errors a block, the last not the lowest; of its passes nothing is kept, so it starts over."""
+    settings = {"passes": 3, "learning_rate": 0.3}
+    asked = recipe(model, {"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}, reconstruct_block=settings)
+    blocks = run({**asked, "output": "whole"}).blocks
+    errors = [block.reconstruction.history for block in blocks if block.reconstruction is not None]
+    assert min(errors[1]) < errors[1][-1]
+    measured, error = iter(range(99)), reconstruct._Trained.error
+
+    def stopping(*given: Any) -> float:
+        if next(measured) == interrupted:
+            raise KeyboardInterrupt
+        return error(*given)
+
+    monkeypatch.setattr(reconstruct._Trained, "error", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run(asked)
+    run(asked, resume=True)
+    assert artifacts("out") == artifacts("whole")
 
 
 def test_a_run_can_be_interrupted_again_and_again_and_keeps_the_states_of_its_last_block(model):

@@ -648,6 +648,28 @@ def test_an_interrupted_one_goes_on_to_the_same_bits(architecture, every, stoppe
     assert all(torch.equal(p, parameters(resumed)[n]) for n, p in parameters(whole).items())
 
 
+@pytest.mark.parametrize(
+    ("rate", "lora", "best", "stopped_at"),
+    [(0.4, None, 0, 1), (0.1, None, 6, 7), (0.4, {"rank": 4}, 4, 5)],
+    ids=["the first steps harm", "the last steps harm", "the later steps of adapters harm"],
+)
+def test_one_that_goes_on_knows_the_best_weights_of_before(rate, lora, best, stopped_at, tmp_path: Path) -> None:
+    """They are not those of the last step, which the checkpoint has too: the training became worse in between."""
+    if lora is not None:
+        pytest.importorskip("peft")
+    given = {"steps": 8, "learning_rate": rate, "warmup": 0.5, "teacher": "none", "lora": lora, "held_out": 1}
+    whole, _, expected = tuned(**given)
+    earlier = [x for x in expected.held_out if x.step <= stopped_at]
+    assert min(earlier, key=lambda x: x.loss).step == best < stopped_at
+    assert next(x.loss for x in expected.held_out if x.step > stopped_at) > min(x.loss for x in earlier)
+    checkpoint = tmp_path / "finetune.safetensors"
+    with pytest.raises(Stop):
+        tuned(checkpoint=checkpoint, progress=stop_after(stopped_at), checkpoint_every=stopped_at, **given)
+    resumed, _, report = tuned(checkpoint=checkpoint, checkpoint_every=stopped_at, **given)
+    assert report == expected
+    assert all(torch.equal(p, parameters(resumed)[n]) for n, p in parameters(whole).items())
+
+
 def test_progress_is_told_after_every_step_and_a_finished_one_is_not_trained_again(tmp_path: Path) -> None:
     checkpoint = tmp_path / "finetune.safetensors"
     told: list[tuple[int, int, float]] = []
