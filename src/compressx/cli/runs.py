@@ -11,6 +11,10 @@ import click
 from compressx.cli.common import PATH, Host, device_option, errors_for_users, is_first, set_option
 from compressx.cli.launch import in_processes
 
+replace_option = click.option(
+    "--replace", is_flag=True, help="Replace another recipe's finished run in the output, and your own files there."
+)
+
 
 @click.command(epilog="Example: compressx run recipe.yaml --set calibration.samples=8")
 @click.argument("recipe", type=PATH)
@@ -18,6 +22,7 @@ from compressx.cli.launch import in_processes
 @device_option
 @click.option("--resume", is_flag=True, help="Continue an interrupted run after its last block or checkpoint.")
 @click.option("--restart", is_flag=True, help="Discard an interrupted run and start over.")
+@replace_option
 @click.option("-v", "--verbose", is_flag=True, help="Print what each rule takes, and each layer's figures and curves.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors and warnings.")
 @click.option("--log-file", type=PATH, help="Also append the log to this file; the output has it as run.log.")
@@ -25,8 +30,8 @@ from compressx.cli.launch import in_processes
 @errors_for_users
 @in_processes
 def run(
-    host: Host, recipe: Path, overrides: tuple[str, ...], device: str, resume: bool, restart: bool, verbose: bool,
-    quiet: bool, log_file: Path | None,
+    host: Host, recipe: Path, overrides: tuple[str, ...], device: str, resume: bool, restart: bool, replace: bool,
+    verbose: bool, quiet: bool, log_file: Path | None,
 ) -> None:  # fmt: skip
     """Prune the model of RECIPE and write its output folder."""
     started = time.perf_counter()  # what is imported below counts
@@ -45,7 +50,7 @@ def run(
     with terminal.progress(quiet=quiet, verbose=verbose) as tell:
         report = run_recipe(
             loaded, plugins=plugins, progress=tell, device=device,
-            resume=resume, restart=restart, log_file=log_file, started=started,
+            resume=resume, restart=restart, replace=replace, log_file=log_file, started=started,
         )  # fmt: skip
     if not quiet:
         terminal.show(*sections(report))
@@ -69,12 +74,13 @@ def run(
     metavar="N",
     help="Estimate for so many processes, of this machine or, under torchrun, of several; 1 by default.",
 )
+@replace_option
 @device_option
 @click.pass_obj
 @errors_for_users
 def plan(
     host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_json: bool, assume: str | None,
-    processes: int, device: str,
+    processes: int, replace: bool, device: str,
 ) -> None:  # fmt: skip
     """Check RECIPE and show what would happen to every linear and what it would cost, without loading weights."""
     from compressx.cli import tables, terminal
@@ -84,7 +90,7 @@ def plan(
     machine = machine_for(assume, device, processes)
     plugins = host.plugins()
     loaded = loaded_recipe(recipe, overrides, plugins)
-    prepared = prepare(loaded, plugins, processes)
+    prepared = prepare(loaded, plugins, processes, replace=replace)
     estimate = estimated(loaded.recipe, prepared.plan, prepared.checkpoint, machine, processes)
     if as_json:
         cost = {"error": estimate} if isinstance(estimate, str) else estimate.to_dict()

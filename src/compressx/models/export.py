@@ -18,6 +18,12 @@ from compressx.runtime.files import BLOCKS, STATE, os_errors_named, sync, sync_t
 from compressx.runtime.locks import locked
 from compressx.runtime.quiet import quiet_libraries
 
+_WRITTEN = frozenset((
+    "model", "masks.safetensors", "units.json", "recipe.yaml", "plan.json", "report.json", "report.html", "report.md",
+    "plots", "run.log", "tensorboard", STATE, BLOCKS, ".DS_Store",
+))  # fmt: skip
+"""What a run, or a Mac that shows it, writes into an output folder; what else is there is somebody's own."""
+
 
 def model_folder(folder: Path) -> Path:
     """Return the folder of a model: of an output folder the `model` in it, else the folder itself."""
@@ -25,10 +31,11 @@ def model_folder(folder: Path) -> Path:
     return inside if not (folder / "config.json").is_file() and (inside / "config.json").is_file() else folder
 
 
-def check_output(target: Path) -> None:
+def check_output(target: Path, *, replace: bool = False) -> None:
     """Refuse a target that cannot be written or must not be replaced.
 
-    Accepted are a missing folder, an empty one, and an earlier output (with `report.json` and `recipe.yaml`).
+    Accepted are a missing folder, an empty one, and an earlier output (with `report.json` and `recipe.yaml`), with
+    files that no run wrote only if `replace`.
 
     Raises:
         ArtifactError: any other folder, a file, a mount point, the current folder or one above it, or a place without
@@ -58,6 +65,19 @@ def check_output(target: Path) -> None:
         above = next(p for p in folder.parents if p.exists())
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             raise ArtifactError(f"output {folder} cannot be created: {above} is not a folder that you can write to")
+        if (others := not_written(folder)) and not replace:
+            raise ArtifactError(
+                f"output {folder} has what no run wrote: {others}; it would be deleted with the earlier run: move it, "
+                "choose another output, or delete it with --replace"
+            )
+
+
+def not_written(target: Path) -> str:
+    """Name what no run wrote into an output folder, at most three of them."""
+    folder = _resolved(target)
+    with os_errors_named("look into", folder):
+        names = sorted(p.name for p in folder.iterdir() if p.name not in _WRITTEN) if folder.is_dir() else []
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_unfinished(target: Path, *, resume: bool = False, restart: bool = False) -> None:
@@ -75,7 +95,9 @@ def check_unfinished(target: Path, *, resume: bool = False, restart: bool = Fals
 
 
 @contextmanager
-def output_folder(target: Path, *, resume: bool = False, restart: bool = False) -> Iterator[Path]:
+def output_folder(
+    target: Path, *, resume: bool = False, restart: bool = False, replace: bool = False
+) -> Iterator[Path]:
     """Yield a folder to fill, which becomes `target` when the block ends without an exception.
 
     Until then `target` is unchanged, and no other process can build it. After an exception (KeyboardInterrupt included)
@@ -86,12 +108,13 @@ def output_folder(target: Path, *, resume: bool = False, restart: bool = False) 
         target: folder to create or replace.
         resume: continue with the folder of an interrupted run, if there is one.
         restart: remove such a folder.
+        replace: also replace files that no run wrote.
 
     Raises:
         ArtifactError: as for `check_output` and `check_unfinished`; folders cannot be created, renamed or flushed to
             disk.
     """
-    check_output(target)
+    check_output(target, replace=replace)
     folder = _resolved(target)
     with os_errors_named("create", folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +123,7 @@ def output_folder(target: Path, *, resume: bool = False, restart: bool = False) 
         earlier = _sibling(folder, "earlier", building.name.rpartition("-")[2])
         try:
             yield building
-            check_output(folder)  # something may have been put there during the run
+            check_output(folder, replace=replace)  # something may have been put there during the run
             with os_errors_named("write", folder):
                 sync_tree(building)
                 if folder.exists():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,17 @@ from compressx.evaluation.sample import check_sample
 from compressx.evaluation.tasks import check_name
 from compressx.models.architecture import find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
-from compressx.models.export import check_output, unfinished
+from compressx.models.export import check_output, not_written, unfinished
 from compressx.models.generate import first_token
 from compressx.models.loading import dtype_of, load_skeleton, load_tokenizer
+from compressx.pipeline.journal import differing
 from compressx.pipeline.room import CHECKPOINT, trained_weights
 from compressx.planning.plan import Plan
 from compressx.recipe.document import Step, path_text
 from compressx.recipe.parts import Parts
-from compressx.recipe.schema import LoadedRecipe, Recipe
+from compressx.recipe.schema import LoadedRecipe, Recipe, load_recipe
 from compressx.recipe.sources import ModelSource
-from compressx.runtime.errors import ArtifactError, CalibrationError, Mistakes, UnsupportedModelError
+from compressx.runtime.errors import ArtifactError, CalibrationError, CompressxError, Mistakes, UnsupportedModelError
 from compressx.runtime.ranks import refuse_few_windows
 
 
@@ -51,19 +53,20 @@ class FoundModel:
         return dtype_of(self.checkpoint, self.skeleton.config)
 
 
-def check_parts(parts: Parts, mistakes: Mistakes) -> FoundModel | None:
+def check_parts(parts: Parts, mistakes: Mistakes, *, replace: bool = False) -> FoundModel | None:
     """Check the output folder, the datasets and the model, each by itself.
 
     Args:
         parts: of the recipe.
         mistakes: receives an error for each mistake.
+        replace: as for `check_output`.
 
     Returns:
         The model, or None if there is none or it has a mistake.
     """
     if parts.output is not None:
         with mistakes.collected(), parts.at("output"):
-            check_output(parts.output)
+            check_output(parts.output, replace=replace)
     chats = check_datasets(parts, mistakes)
     if parts.model is None:
         return None
@@ -75,7 +78,7 @@ def check_parts(parts: Parts, mistakes: Mistakes) -> FoundModel | None:
         found = FoundModel(checkpoint, skeleton, None)
     if found is not None:
         with mistakes.collected(), parts.at("model"):
-            found = replace(found, tokenizer=load_tokenizer(found.checkpoint))
+            found = dataclasses.replace(found, tokenizer=load_tokenizer(found.checkpoint))
             check_tokenizer(parts, found.skeleton, found.tokenizer, chats, mistakes)
     return found
 
@@ -164,6 +167,46 @@ def refuse_overwriting(recipe: Recipe, checkpoint: Checkpoint) -> None:
     for what, path in held:
         if path is not None and (model := path.expanduser()).exists() and model.resolve().is_relative_to(output):
             raise ArtifactError(f"output {recipe.output} would overwrite the {what}; name another folder")
+
+
+def is_finished(
+    loaded: LoadedRecipe, advice: str = "choose another output, or replace it with --replace", *, replace: bool = False
+) -> bool:
+    """Return whether the output folder holds a finished run of a recipe.
+
+    Raises:
+        ArtifactError: it holds one of another recipe, and not `replace`; the message ends with the advice.
+    """
+    changed = _changed(loaded)
+    if changed and not replace:
+        raise ArtifactError(f"{loaded.recipe.output} was written by another recipe ({'; '.join(changed)}); {advice}")
+    return changed == []
+
+
+def earlier_run(loaded: LoadedRecipe) -> str:
+    """Describe the finished run that a run of a recipe replaces, and what else is in its folder; empty without one."""
+    if (changed := _changed(loaded)) is None:
+        return ""
+    whose = f"of another recipe ({'; '.join(changed)})" if changed else "of the same recipe"
+    with_it = f", and with it {others}" if (others := not_written(loaded.recipe.output)) else ""
+    return f"the finished run in {loaded.recipe.output}, {whose}{with_it}"
+
+
+def _changed(loaded: LoadedRecipe) -> list[str] | None:
+    """Name values, three at most, in which the recipe of the finished run in the output differs; None without one."""
+    recipe = loaded.recipe
+    written = recipe.output.expanduser() / "recipe.yaml"
+    if not written.is_file():
+        return None
+    # `output` may be written differently there, such as a relative path; `auto` is there as what was taken.
+    known = {"output": recipe.output} | ({"compute_dtype": "auto"} if recipe.compute_dtype == "auto" else {})
+    try:
+        earlier = load_recipe(written).recipe.model_copy(update=known)
+    except CompressxError as error:
+        return [str(error).partition("\n")[0]]
+    was, now = (x.model_dump(mode="json") for x in (earlier, recipe))
+    lines = [line for key in now for line in differing(key, was[key], now[key])]
+    return [*lines[:3], f"and {len(lines) - 3} more"] if len(lines) > 3 else lines
 
 
 def check_shares(loaded: LoadedRecipe, planned: Plan, processes: int) -> None:

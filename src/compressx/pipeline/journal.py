@@ -228,7 +228,7 @@ class Journal:
         if None in (earlier.get("compute_dtype"), now.get("compute_dtype")):
             # Blocks are pruned without text. Only fine-tuning multiplies anything, and that may come or go.
             earlier["compute_dtype"] = now["compute_dtype"] = None
-        if lines := [x for name in {**earlier, **now} for x in _differing(name, earlier.get(name), now.get(name))]:
+        if lines := [x for name in {**earlier, **now} for x in differing(name, earlier.get(name), now.get(name))]:
             raise ArtifactError(
                 f"the interrupted run cannot be resumed, because its inputs have changed: {'; '.join(lines)}. "
                 "Restore them, or start over with --restart"
@@ -270,14 +270,14 @@ def recorded_dtype(folder: Path) -> Any:
         return None
 
 
-def _differing(name: str, was: Any, now: Any) -> Iterator[str]:
+def differing(name: str, was: Any, now: Any) -> Iterator[str]:
     """Yield a line for each value that differs."""
     if isinstance(was, dict) and isinstance(now, dict):
         for key in {**was, **now}:
-            yield from _differing(f"{name}.{key}", was.get(key), now.get(key))
+            yield from differing(f"{name}.{key}", was.get(key), now.get(key))
     elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
         for i, (before, after) in enumerate(zip(was, now, strict=True)):
-            yield from _differing(f"{name}[{i}]", before, after)
+            yield from differing(f"{name}[{i}]", before, after)
     elif was != now:
         yield f"{name}: was {_short(was)}, is {_short(now)}"
 

@@ -27,6 +27,7 @@ from compressx.pipeline.checks import (
     check_space,
     check_teacher,
     check_tokenizer,
+    is_finished,
     refuse_overwriting,
 )
 from compressx.pipeline.room import refuse_large_finetuning
@@ -74,23 +75,31 @@ def loaded_recipe(
         return recipe if isinstance(recipe, LoadedRecipe) else recipe_from_source(source)
     except RecipeError as error:
         mistakes, parts = Mistakes(error), valid_parts(source)
-        found = check_parts(parts, mistakes)
+        found = check_parts(parts, mistakes, replace=True)
         check_names(parts, mistakes)
         check_rules(parts, plugins, None if found is None else survey(found.skeleton), mistakes)
         mistakes.raise_all()
         raise
 
 
-def prepare(loaded: LoadedRecipe, plugins: Plugins, processes: int = 1, device: torch.device | None = None) -> Prepared:
+def prepare(
+    loaded: LoadedRecipe,
+    plugins: Plugins,
+    processes: int = 1,
+    device: torch.device | None = None,
+    replace: bool = False,
+) -> Prepared:
     """Check a recipe as far as possible without loading weights, and plan it.
 
-    With a device, its memory has to hold fine-tuning.
+    With a device, its memory has to hold fine-tuning. To `replace` allows whatever an earlier run's folder holds.
 
     Raises:
         CompressxError: everything that is wrong, a line for each mistake.
     """
     recipe, parts, mistakes = loaded.recipe, parts_of(loaded), Mistakes()
-    found = check_parts(parts, mistakes)
+    found = check_parts(parts, mistakes, replace=replace)
+    with mistakes.collected(), loaded.at("output"):
+        is_finished(loaded, replace=replace)
     _check_settings(loaded, parts, processes, mistakes)
     planned = None
     if found is None:

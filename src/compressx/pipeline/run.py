@@ -22,6 +22,7 @@ from compressx.evaluation.perplexity import evaluate_cached
 from compressx.models.access import Access, Device, config_fingerprint, device_for, weights_fingerprint
 from compressx.models.export import check_unfinished, output_folder, unfinished
 from compressx.models.streaming import StreamedModel, open_model
+from compressx.pipeline.checks import earlier_run, is_finished
 from compressx.pipeline.context import Progress, RunContext
 from compressx.pipeline.finishing import Pruned, finish
 from compressx.pipeline.journal import Journal, recorded_dtype
@@ -41,12 +42,11 @@ from compressx.pipeline.texts import OwnText
 from compressx.pipeline.tracking import Tracking
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
-from compressx.recipe.schema import LoadedRecipe, load_recipe
+from compressx.recipe.schema import LoadedRecipe
 from compressx.report.compare import read_report
 from compressx.runtime.allocator import freed_memory_kept
 from compressx.runtime.code import code_versions, library_versions
 from compressx.runtime.determinism import deterministic, torchs_own_modes
-from compressx.runtime.errors import ArtifactError
 from compressx.runtime.machine import machine
 from compressx.runtime.ranks import Ranks, joined_ranks
 from compressx.runtime.timing import Timing, forget_peaks
@@ -85,6 +85,7 @@ def run(
     device: Device = "auto",
     resume: bool = False,
     restart: bool = False,
+    replace: bool = False,
     log_file: Path | None = None,
     started: float | None = None,
 ) -> RunReport:
@@ -99,6 +100,7 @@ def run(
         resume: continue after the last finished block of an interrupted run of the same recipe, if there is one; if
             the run is finished, return its report.
         restart: discard the finished blocks of an interrupted run.
+        replace: replace a finished run of another recipe in the output folder, and files there that no run wrote.
         log_file: a file to append the log to, beside `run.log` in the output folder.
         started: of `time.perf_counter`, from which seconds are counted; now when absent.
 
@@ -122,46 +124,26 @@ def run(
             ranks, timing, log, tracking,
         )  # fmt: skip
         with deterministic(context.loaded.recipe.deterministic, where), memory_advised(context):
-            if resume and _is_finished_before(context):
+            if resume and _is_finished_before(context, replace=replace):
                 report = read_report(context.loaded.recipe.output) if ranks.first else None
             else:
-                report = _run(context, resume=resume, restart=restart)
+                report = _run(context, resume=resume, restart=restart, replace=replace)
         received = ranks.broadcast({} if report is None else dataclasses.asdict(report))
         return _REPORT.validate_python(received) if report is None else report
 
 
-def is_finished(loaded: LoadedRecipe, otherwise: str) -> bool:
-    """Return whether the output folder holds a finished run of a recipe.
-
-    Args:
-        loaded: the recipe.
-        otherwise: end of the message when another recipe has written it.
-
-    Raises:
-        ArtifactError: it holds a run of another recipe.
-    """
-    written, recipe = loaded.recipe.output / "recipe.yaml", loaded.recipe
-    if not written.is_file():
-        return False
-    # `output` may be written differently there, such as a relative path; `auto` is there as what was taken.
-    known = {"output": recipe.output} | ({"compute_dtype": "auto"} if recipe.compute_dtype == "auto" else {})
-    if load_recipe(written).recipe.model_copy(update=known) != recipe:
-        raise ArtifactError(f"{recipe.output} was written by another recipe{otherwise}")
-    return True
-
-
-def _is_finished_before(context: RunContext) -> bool:
+def _is_finished_before(context: RunContext, *, replace: bool) -> bool:
     """Return whether nothing is left to resume: the run of this recipe is finished, and no other has begun."""
     loaded, finished = context.loaded, False
     if context.ranks.first and not unfinished(loaded.recipe.output):
         with loaded.at("output"):
-            finished = is_finished(loaded, "; leave out --resume to replace it, or choose another output")
+            finished = is_finished(loaded, replace=replace)
     if finished := context.ranks.broadcast(finished):
         context.log.write(logging.INFO, f"{loaded.recipe.output} is finished; nothing is left to resume")
     return finished
 
 
-def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | None:
+def _run(context: RunContext, *, resume: bool, restart: bool, replace: bool) -> RunReport | None:
     """Run all stages. Only the first process evaluates, writes, and returns a report."""
     loaded, ranks = context.loaded, context.ranks
     forget_peaks()
@@ -169,9 +151,12 @@ def _run(context: RunContext, *, resume: bool, restart: bool) -> RunReport | Non
         with loaded.at("output"):
             check_unfinished(loaded.recipe.output, resume=resume, restart=restart)
     context.report_progress("load", 0, 2)
-    prepared = prepare(loaded, context.plugins, ranks.size, context.device if ranks.first else None)
+    prepared = prepare(loaded, context.plugins, ranks.size, context.device if ranks.first else None, replace=replace)
+    if ranks.first and (earlier := earlier_run(loaded)):
+        context.log.write(logging.INFO, f"replaces {earlier}")
     context.log.rules(loaded, prepared.plan)
-    with _folder(loaded.recipe.output, resume=resume, restart=restart, ranks=ranks) as folder:
+    options = {"resume": resume, "restart": restart, "replace": replace}
+    with _folder(loaded.recipe.output, options, ranks) as folder:
         context.log.open(folder)
         given = _read(context, prepared)
         context = context.with_arithmetic(given.prepared.plan, given.access.model.dtype, recorded_dtype(folder))
@@ -255,12 +240,12 @@ def _evaluate_dense(context: RunContext, given: _Inputs, model: str) -> dict[str
 
 
 @contextlib.contextmanager
-def _folder(output: Path, *, resume: bool, restart: bool, ranks: Ranks) -> Iterator[Path]:
+def _folder(output: Path, options: Mapping[str, bool], ranks: Ranks) -> Iterator[Path]:
     """Yield the folder that the first process fills."""
     if not ranks.first:
         yield Path(ranks.broadcast(""))
         return
-    with output_folder(output, resume=resume, restart=restart) as folder:
+    with output_folder(output, **options) as folder:
         ranks.broadcast(str(folder))
         yield folder
 

@@ -10,9 +10,10 @@ from itertools import product
 from pathlib import Path
 
 from compressx.models.access import Device
+from compressx.pipeline.checks import is_finished
 from compressx.pipeline.context import Progress
 from compressx.pipeline.preparation import prepare, read_all
-from compressx.pipeline.run import is_finished, run
+from compressx.pipeline.run import run
 from compressx.pipeline.texts import blank
 from compressx.plugins.manager import Plugins
 from compressx.recipe.schema import LoadedRecipe, load_recipe
@@ -44,7 +45,7 @@ class Cell:
             ArtifactError: it holds a run of another recipe.
         """
         values = " ".join(self.values)
-        return is_finished(self.loaded, f" than this one with {values}; choose another --output, or remove it")
+        return is_finished(self.loaded, f"this one is with {values}; choose another --output, or remove it")
 
     def run(
         self, plugins: Plugins, progress: Progress | None = None, device: Device = "auto", *, restart: bool = False
@@ -103,9 +104,9 @@ def check(cells: Iterable[Cell], plugins: Plugins) -> None:
     """
     counted: set[str] = set()
     for cell in cells:
-        prepared = prepare(cell.loaded, plugins)
         if cell.is_finished():
             continue
+        prepared = prepare(cell.loaded, plugins)
         named = cell.loaded.recipe.model_dump_json(include={"model", "calibration", "finetune", "evaluate"})
         if (texts := f"{prepared.plan.needs_calibration} {named}") in counted:
             continue

@@ -282,7 +282,12 @@ def test_resuming_a_finished_run_does_nothing_and_another_recipes_run_is_not_rep
     assert "written to out" in again.stdout
     other = invoke("run", "r.yaml", "--resume", "--set", "calibration.samples=5")
     assert other.exit_code == 2
-    assert "was written by another recipe; leave out --resume to replace it, or choose another output" in other.stderr
+    told = "out was written by another recipe (calibration.samples: was 8, is 5); choose another output, or replace it"
+    assert f"{told} with --replace\n" in other.stderr
+    planned = invoke("plan", "r.yaml", "--set", "calibration.samples=5")
+    assert (planned.exit_code, planned.stdout) == (2, "")
+    assert f"{told} with --replace\n" in planned.stderr
+    assert invoke("plan", "r.yaml", "--set", "calibration.samples=5", "--replace", "--assume", "h100").exit_code == 0
     assert {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")} == written
 
 

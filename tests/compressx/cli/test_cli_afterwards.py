@@ -224,9 +224,13 @@ def test_sweep_finds_every_mistake_before_it_runs_anything(work):
 def test_sweep_does_not_take_another_recipes_run_for_its_own(work):
     arguments = ["sweep", "r.yaml", "-q", "--grid", "prune.0.sparsity=0.5", "--output", "grid"]
     assert invoke(*arguments).exit_code == 0
-    assert "was written by another recipe than this one with prune.0.sparsity=0.5" in refused(
-        *arguments, "--set", "calibration.samples=5"
-    )
+    other = refused(*arguments, "--set", "calibration.samples=5")
+    assert "was written by another recipe (calibration.samples: was 8, is 5); this one is with prune.0.sp" in other
+    assert "choose another --output, or remove it" in other
+    notes = next(Path("grid").glob("*/report.json")).with_name("notes.md")
+    notes.write_text("years")
+    assert invoke(*arguments).exit_code == 0, "what is finished is not replaced, so notes beside it do no harm"
+    assert notes.read_text() == "years"
 
 
 def test_compare_prints_runs_and_writes_where_it_is_told(work):

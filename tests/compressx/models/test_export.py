@@ -5,6 +5,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -18,8 +19,10 @@ from safetensors.torch import load_file
 from tests.compressx.two_of_four import two_of_four
 
 from compressx.masks.maskset import MaskSet, squash
+from compressx.models import export
 from compressx.models.export import check_output, check_unfinished, output_folder, save_model
 from compressx.runtime.errors import ArtifactError
+from compressx.runtime.files import BLOCKS, STATE
 from compressx.testing import tiny_model, tiny_tokens
 
 
@@ -61,12 +64,12 @@ def test_an_empty_folder_is_filled_with_nothing_to_resume_too(resume: bool, tmp_
 
 
 def test_an_earlier_output_is_replaced_only_at_the_end_and_wholly(earlier: Path) -> None:
-    (earlier / "old-plot.png").write_text("x")
+    (earlier / "units.json").write_text("x")
     with output_folder(earlier) as building:
         write_output(building, "new")
         assert (earlier / "report.json").read_text() == "earlier"
     assert (earlier / "report.json").read_text() == "new"
-    assert "old-plot.png" not in names_in(earlier)
+    assert "units.json" not in names_in(earlier)
     assert names_in(earlier.parent) == ["out"]
 
 
@@ -218,6 +221,38 @@ def test_a_folder_with_other_files_is_refused_before_any_work(tmp_path: Path) ->
     with pytest.raises(ArtifactError, match="out exists"), output_folder(tmp_path / "out"):
         pytest.fail("the block must not run")
     assert names_in(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(
+    "names", [["notes.md"], [".git"], ["bench.json", "model.bak"], ["a", "b", "c", "d", "e"]], ids=str
+)
+def test_an_earlier_output_with_somebodys_own_files_is_refused_until_they_may_be_deleted(names, earlier: Path) -> None:
+    for name in names:
+        (earlier / name).mkdir()
+    shown = ", ".join(names) if len(names) < 4 else "a, b, c and 2 more"
+    told = rf"out has what no run wrote: {re.escape(shown)}; it would be deleted .* move it, .* with --replace"
+    with pytest.raises(ArtifactError, match=told):
+        check_output(earlier)
+    with pytest.raises(ArtifactError, match=told), output_folder(earlier, restart=True):
+        pytest.fail("the block must not run")
+    assert {*names} < {*names_in(earlier)}
+    check_output(earlier, replace=True)
+    with output_folder(earlier, replace=True) as building:
+        write_output(building, "new")
+    assert not {*names} & {*names_in(earlier)}
+
+
+def test_notes_that_are_put_into_the_earlier_output_during_the_run_stay_there(earlier: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"what no run wrote: notes\.md"), output_folder(earlier):
+        (earlier / "notes.md").write_text("years")
+    assert (earlier / "report.json").read_text() == "earlier"
+
+
+def test_what_may_lie_in_an_output_is_what_the_documentation_lists() -> None:
+    page = (Path(__file__).parents[3] / "docs/recipe.md").read_text(encoding="utf-8")
+    table = page.partition("## The output folder")[2].partition("`report.json`:")[0]
+    listed = {name.rstrip("/") for name in re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)}
+    assert listed == export._WRITTEN - {STATE, BLOCKS, ".DS_Store"}
 
 
 def test_a_folder_that_somebody_filled_during_the_run_is_not_replaced(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def prune(model: Path, tmp_path: Path) -> Callable[..., Any]:
     def prune(damaged: Path = model, *, streaming: bool = False, **rule: Any) -> Any:
         whole = {"targets": ["*"], "pruner": "wanda", "sparsity": 0.5, **rule}
         source = {"path": str(damaged), "streaming": streaming}
-        return run({**recipe(model, whole), "model": source, "output": str(tmp_path / "out")})
+        return run({**recipe(model, whole), "model": source, "output": str(tmp_path / "out")}, replace=True)
 
     return prune
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,7 @@ def test_a_pruner_that_reads_sensitivities_alone_is_given_text(model, plugins):
     asked = recipe(model, {"targets": ["*"], "pruner": "reacting", "pattern": "2:4"})
     assert run(asked, plugins=offering(plugins, spec)).sparsity == 0.5
     del asked["calibration"]
+    asked["output"] = "other"
     with pytest.raises(RecipeError, match="the recipe has no calibration, but its pruners need one"):
         plan(asked, plugins=offering(plugins, spec))
 
@@ -157,10 +159,10 @@ def test_magnitude_reads_no_text_with_uniform_allocation_neither(model):
     given["calibration"]["dataset"] = {"text": "short.txt"}
     assert run(given).sparsity == 0.5
     del given["calibration"]
-    assert run(given).sparsity == 0.5
+    assert run(given, replace=True).sparsity == 0.5
     asked = by_method(model, "uniform", "magnitude")
     del asked["calibration"]
-    assert run(asked).sparsity == pytest.approx(0.5371, abs=1e-5)
+    assert run(asked, replace=True).sparsity == pytest.approx(0.5371, abs=1e-5)
 
 
 # --- allocation
@@ -296,7 +298,7 @@ def test_every_method_and_every_pruner_reaches_its_total(model, method, pruner):
 @pytest.mark.slow
 def test_sparsity_zero_leaves_a_linear_as_it_was(model):
     for pruner in ("sparsegpt", "wanda N:M"):
-        run(by_method(model, "explicit", pruner, sparsities={"*.up_proj": 0.0, "*": 0.5}))
+        run(by_method(model, "explicit", pruner, sparsities={"*.up_proj": 0.0, "*": 0.5}), replace=True)
         dense, pruned = weights(model), weights("out/model")
         name = "model.layers.1.mlp.up_proj"
         assert MaskSet.load("out/masks.safetensors")[name].keep.all()
@@ -349,7 +351,7 @@ def test_what_an_allocation_measures_serves_every_target_of_the_same_rules_and_t
         given = recipe(
             model, {"targets": ["*"], "pruner": "wanda"}, allocation={**settings, "target": target, **changed}
         )
-        return run(given, restart=True)
+        return run(given, replace=True)
 
     first = allocated(0.5)
     other = allocated(0.6)
@@ -469,7 +471,7 @@ def test_a_run_that_fails_half_way_leaves_the_earlier_output_and_keeps_finished_
     plugins.manager.register(Breaking(error))
     given["prune"][0]["sparsity"] = 0.25
     with pytest.raises(error):
-        run(given, plugins=plugins)
+        run(given, plugins=plugins, replace=True)
     assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
     (kept,) = (p for p in Path().iterdir() if p.name != "out")
     assert json.loads((kept / "state.json").read_text())["finished"] == ["model.layers.0", "model.layers.1"]
@@ -624,12 +626,65 @@ def test_an_output_that_would_replace_a_packed_model_or_the_teacher_is_refused(m
     plan(recipe(model, output="out", finetune=taught))
 
 
+def half(model: Path, **sections: Any) -> dict[str, Any]:
+    return recipe(model, {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}, **sections)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [({"prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.6}]}, r"\(.*\.sparsity: was 0\.5, is 0\.6\)"),
+     ({"ignore": ["*.o_proj"], "deterministic": True}, r"\(ignore: was .*, is .*; deterministic: was false, is true\)"),
+     ("broken", r"\(out/recipe\.yaml:1:.*\)")],
+    ids=["a value", "keys", "not readable"],
+)  # fmt: skip
+def test_a_finished_run_of_another_recipe_is_replaced_only_if_it_is_said_and_then_the_log_names_it(
+    model, changed, told
+):
+    run(half(model))
+    other = half(model) | (changed if isinstance(changed, dict) else {})
+    if changed == "broken":
+        Path("out/recipe.yaml").write_text("prune: [")
+    before = {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()}
+    for refuse in (plan, run):
+        with pytest.raises(
+            ArtifactError, match=f"^<dict>:output: out was written by another recipe {told}; .* --replace$"
+        ):
+            refuse(other)
+    assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
+    assert [p.name for p in Path().iterdir()] == ["out"]
+    for prune_again, whose in (({"replace": True}, f"of another recipe {told}"), ({}, "of the same recipe")):
+        run(other, **prune_again)
+        assert re.search(f"INFO replaces the finished run in out, {whose}\n", Path("out/run.log").read_text())
+
+
+def test_notes_beside_a_finished_run_are_not_deleted_by_another_of_the_same_recipe(model):
+    run(half(model))
+    Path("out/notes.md").write_text("years")
+    for refuse in (plan, run):
+        with pytest.raises(
+            ArtifactError, match=r"^<dict>:output: output .*out has what no run wrote: notes\.md; .*--replace"
+        ):
+            refuse(half(model))
+    assert run(half(model), resume=True).sparsity == pytest.approx(0.5), "finished before, so nothing is replaced"
+    assert Path("out/notes.md").read_text() == "years"
+    run(half(model), replace=True)
+    assert "out, of the same recipe, and with it notes.md\n" in Path("out/run.log").read_text()
+    assert not Path("out/notes.md").exists()
+
+
+def test_a_finished_run_below_the_home_folder_is_found_too(model, monkeypatch):
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    run(half(model, output="~/out"))
+    with pytest.raises(ArtifactError, match=r"~/out was written by another recipe \(ignore: "):
+        plan(half(model, output="~/out", ignore=["*.o_proj"]))
+
+
 def test_an_output_that_would_replace_text_that_is_read_is_refused(model):
     run(recipe(model, output="earlier"))
     shutil.copy(model.with_name("text.txt"), "earlier/notes.txt")
     text = {"dataset": {"text": "earlier/*.txt"}, "samples": 8, "sequence_length": 32}
     with pytest.raises(ArtifactError, match=r"output earlier would overwrite the text of calibration\.dataset; name"):
-        run(recipe(model, output="earlier", calibration=text))
+        run(recipe(model, output="earlier", calibration=text), replace=True)
     assert Path("earlier/notes.txt").is_file()
 
 
@@ -726,7 +781,7 @@ def test_hidden_states_in_files_give_the_same_bits(model, in_files, mixed):
     assert Path("out/masks.safetensors").read_bytes() == (mixed / "masks.safetensors").read_bytes()
     assert not list(Path("out").rglob("*.states"))
     asked["calibration"]["memory_limit"] = "66KB"
-    run(asked | {"prune": recipe(model)["prune"]})
+    run(asked | {"prune": recipe(model)["prune"]}, replace=True)
     assert sum(in_files) == 8 * 32 * 64 * 4, "what fits stays in memory"
 
 

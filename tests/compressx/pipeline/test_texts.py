@@ -104,7 +104,7 @@ class TestGenerated:
     def test_every_setting_gives_other_text(self, model, monkeypatch, changed) -> None:
         given = with_text(model, self.GENERATE)
         run(given)
-        run(with_text(model, {"generate": self.GENERATE["generate"] | changed}))
+        run(with_text(model, {"generate": self.GENERATE["generate"] | changed}), replace=True)
         assert len({json.dumps(json.loads(p.read_text())["value"]) for p in Path("cache/generated").iterdir()}) == 2
 
     def test_it_is_a_dataset_of_fine_tuning_and_of_a_mixture_too(self, model) -> None:
