@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from compressx.runtime.errors import CalibrationError, did_you_mean
+from compressx.runtime.errors import CalibrationError, did_you_mean, one_line
 
 Chat: TypeAlias = list[Any]
 """Messages, each a mapping with `role` and `content`, and whatever else the template reads."""
@@ -47,10 +47,10 @@ def checked(value: Any, where: str) -> Document:
     """Return a value if it is text or a chat; ShareGPT's {from, value} become {role, content}.
 
     Raises:
-        CalibrationError: it is neither.
+        CalibrationError: it is neither, or text that no tokenizer reads.
     """
     if isinstance(value, str):
-        return value
+        return sound(value, where)
     if not isinstance(value, list):
         raise CalibrationError(f"{where} is {type(value).__name__}, expected text or a list of {{role, content}}")
     chat = [_renamed(message) for message in value]
@@ -62,9 +62,27 @@ def checked(value: Any, where: str) -> Document:
                 found = f", but {type(message[key]).__name__}" if key in message else ""
                 raise CalibrationError(
                     f"{where}: message {i} has no text in {key!r}{found}, expected {{role, content}} or {{from, value}}"
-                    f"; it has {', '.join(map(str, value[i])) or 'nothing'}"
+                    f"; it has {one_line(', '.join(map(str, value[i]))) or 'nothing'}"
                 )
+            sound(message[key], f"{where}: message {i}: {key!r}")
     return chat
+
+
+def sound(text: str, where: str) -> str:
+    """Return a text, if it is Unicode.
+
+    Raises:
+        CalibrationError: half of a surrogate pair, from JSON, or from bytes of a command line that are not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])[1:-1]
+        raise CalibrationError(
+            f"{where}: character {error.start} is {half}, half of a surrogate pair, which is not text; remove it, or "
+            "write U+FFFD in its place"
+        ) from error
+    return text
 
 
 def _renamed(message: Any) -> Any:
@@ -134,7 +152,7 @@ def rendered_one(chat: Document, tokenizer: Any, which: str) -> str:
     try:
         return str(tokenizer.apply_chat_template(chat, tokenize=False))
     except Exception as error:  # templates are programs, and raise what they like
-        roles = ", ".join(message["role"] for message in chat if isinstance(message, Mapping))
+        roles = one_line(", ".join(message["role"] for message in chat if isinstance(message, Mapping)))
         raise CalibrationError(
             f"{which} (roles {roles}): the tokenizer's chat template refuses it ({type(error).__name__}: {error}); "
             "remove or change such chats"

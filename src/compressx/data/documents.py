@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+from unittest.mock import patch
 
 from compressx.data import files
 from compressx.data.chat import Document, document, field_among, hold_chats
 from compressx.recipe.sources import DatasetSource
-from compressx.runtime.errors import CalibrationError, did_you_mean, nearest
+from compressx.runtime.errors import CalibrationError, did_you_mean
+from compressx.runtime.machine import free_main_memory
 from compressx.runtime.quiet import quiet_libraries
 
 Purpose: TypeAlias = Literal["calibration", "evaluation"]
 
 _OFFLINE = "without network access, use local files ({text: PATH}, {json: PATH} or {parquet: PATH}) or python-docs"
+
+_HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
+
+
+_OF_TEXT, _OF_TOKENS = 8, 80
+"""Bytes of memory that a byte of text takes as documents, and where all of it is tokenized as one."""
+
+
+class UnreachableError(CalibrationError):
+    """The hub cannot be reached, for any dataset."""
 
 
 @dataclass(frozen=True)
@@ -56,31 +70,37 @@ _SHORT_NAMES = {
 }
 
 
-def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
+def documents(source: DatasetSource, purpose: Purpose, *, joined: bool = True) -> list[Document]:
     """Read the documents of a dataset.
 
     Args:
         source: `text` gives one document per file, `json` and `parquet` one per row, a hub dataset one per row,
             `python-docs` one per topic of `pydoc_data.topics`. Paths are relative to the working directory.
         purpose: selects the default split of a hub dataset (`train` or `test`) and the topics of `python-docs`.
+        joined: whether all are tokenized as one, so that fewer of them fit in memory.
 
     Returns:
         The documents in a fixed order, all of them text or all of them chats. Some may be empty, such as the blank
         rows of WikiText.
 
     Raises:
-        CalibrationError: a missing file, dataset or field, invalid UTF-8 or JSON, or no text at all.
+        CalibrationError: a missing file, dataset or field, invalid UTF-8 or JSON, no text at all, or too much.
     """
     _check_keys(source)
-    read: list[Document]
+    found: Iterable[Document]
     if source.text is not None:
-        described, read = f"text {source.text!r}", [files.text(path) for path in files.matching(source.text, "text")]
+        described, found = f"text {source.text!r}", map(files.text, files.matching(source.text, "text"))
     elif (key := _rows_key(source)) is not None:
-        described, read = f"{key} {_pattern(source, key)!r}", list(_of_rows(source, key))
+        described, found = f"{key} {_pattern(source, key)!r}", _of_rows(source, key)
     elif source.name == "python-docs":
-        described, read = "python-docs", [*_python_docs(purpose)]
+        described, found = "python-docs", _python_docs(purpose)
     else:
-        described, read = f"dataset {source.name!r}", _hub_rows(source, purpose)
+        described, found = f"dataset {source.name!r}", _hub_rows(source, purpose)
+    read, size, most = list[Document](), 0, free_main_memory() // (_OF_TOKENS if joined else _OF_TEXT)
+    for each in found:
+        size += 64 + len(each if isinstance(each, str) else str(each))  # an empty document takes memory, too
+        files.refuse_large(described, size, most, "name fewer files, or a part of them")
+        read.append(each)
     if not any(d.strip() if isinstance(d, str) else d for d in read):
         raise CalibrationError(f"{described} has no text for {purpose}: all of its {len(read)} documents are empty")
     try:
@@ -156,11 +176,13 @@ def _of_rows(source: DatasetSource, key: str) -> Iterator[Document]:
 def _check_name(name: str) -> None:
     short = [*_SHORT_NAMES, "python-docs"]
     path = Path(name).expanduser()
-    if path.is_file():
-        key = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(files.suffix(path), "text")
-        raise CalibrationError(f"dataset {name!r} is a file, not the name of a dataset; write {{{key}: {name}}}")
-    # A few old datasets on the hub have no owner in their name, so only close misspellings are refused.
-    if name not in short and "/" not in name and not path.is_dir() and nearest(name, short, cutoff=0.8):
+    if name in short or (name and path.is_dir()):
+        return
+    key = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(files.suffix(path), "text")
+    if path.is_file() or name.startswith((".", "/", "~")) or files.suffix(path) in (".txt", ".json", ".jsonl"):
+        what = "file" if path.is_file() else "path"
+        raise CalibrationError(f"dataset {name!r} is a {what}, not the name of a dataset; write {{{key}: {name}}}")
+    if not _HUB_ID.fullmatch(name):  # which all datasets have, the old ones too: stanfordnlp/imdb
         raise CalibrationError(
             f"no dataset {name!r}; {did_you_mean(name, short)}, OWNER/NAME on the hub, {{text: PATH}}, {{json: PATH}} "
             "or {parquet: PATH}"
@@ -215,29 +237,41 @@ def _hub_rows(source: DatasetSource, purpose: Purpose) -> list[Document]:
     dataset = _hub_dataset(source)
     split = source.split or dataset.splits[purpose]
     where = f"dataset {name!r} (" + (f"{dataset.config}, " if dataset.config else "") + f"split {split!r})"
+    unreachable = ""
     try:
-        with quiet_libraries():
+        with quiet_libraries(), nullcontext("") if Path(name).is_dir() else hub_or_cache() as unreachable:
             rows = _load(dataset, split, source, purpose)
-            columns = list(next(iter(rows), {}))
+            if not (columns := list(next(iter(rows), {}))):
+                return []
+            field = field_among(columns, source.field, where)
+            found = enumerate(rows.select_columns([field]))
+            return [document(row, field, f"{where} row {i}") for i, row in found]
+    except CalibrationError:
+        raise
     except Exception as error:  # datasets lets any exception of its hub client, file systems and parsers through
-        raise _unfetched(where, name, error) from error
-    if not columns:
-        return []
-    field = field_among(columns, source.field, where)
+        if unreachable:
+            told = f"{where} is not in the cache, and the hub cannot be reached ({unreachable}); {_OFFLINE}"
+            raise UnreachableError(told) from error
+        told = f"{where} could not be fetched ({_reason(error)}); check its name, config and split, or the connection"
+        raise CalibrationError(told) from error
+
+
+@contextmanager
+def hub_or_cache() -> Iterator[str]:
+    """Yield why the hub cannot be reached, or nothing; `datasets` would try for long, and then sees its cache alone."""
+    from huggingface_hub import constants, get_session
+
     try:
-        with quiet_libraries():
-            values = [row[field] for row in rows.select_columns([field])]
-    except Exception as error:
-        raise _unfetched(where, name, error) from error
-    return [document({field: value}, field, f"{where} row {i}") for i, value in enumerate(values)]
+        get_session().head(constants.ENDPOINT, timeout=10.0)
+    except Exception as error:  # noqa: BLE001 - of whichever HTTP library
+        with patch.object(constants, "HF_HUB_OFFLINE", True), patch("datasets.config.HF_HUB_OFFLINE", True):
+            yield _reason(error)
+    else:
+        yield ""
 
 
-def _unfetched(where: str, name: str, error: Exception) -> CalibrationError:
-    reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
-    short = "" if name in _SHORT_NAMES else f" ({did_you_mean(name, [*_SHORT_NAMES, 'python-docs'])}, or a hub id)"
-    return CalibrationError(
-        f"{where} could not be fetched ({reason}); check its name{short}, config, split and the connection; {_OFFLINE}"
-    )
+def _reason(error: Exception) -> str:
+    return " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
 
 
 def _hub_dataset(source: DatasetSource) -> _HubDataset:

@@ -8,13 +8,13 @@ import gzip
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
 from compressx.runtime.errors import CalibrationError, nearest
-from compressx.runtime.quiet import quiet_libraries
+from compressx.runtime.machine import free_main_memory
 
 Rows: TypeAlias = Iterator[tuple[str, Mapping[str, Any]]]
 """The rows of files, each with its place for messages."""
@@ -22,6 +22,9 @@ Rows: TypeAlias = Iterator[tuple[str, Mapping[str, Any]]]
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """What Python itself decompresses while it is read."""
 _COMPRESSED = (*_OPENERS, ".zst", ".zip")
+
+_OF_ONE_PIECE = 32
+"""Bytes of memory that a byte of a line, or of a file that is read whole, can take: JSON of `[],[],` takes 21."""
 
 _SUFFIXES = {"text": "txt", "json": "jsonl", "parquet": "parquet"}
 
@@ -105,9 +108,22 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         raise CalibrationError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
+def refuse_large(what: object, size: int, most: int, advice: str) -> None:
+    """Refuse text of more bytes than there is memory for, such as what a small archive expands to.
+
+    Raises:
+        CalibrationError: `size`, as far as it was read, is more than `most`.
+    """
+    if size > most:
+        raise CalibrationError(f"{what}: {size} bytes of text or more, and there is free memory for {most}; {advice}")
+
+
 def _bytes(path: Path) -> bytes:
+    most = free_main_memory() // _OF_ONE_PIECE
     with _opened(path) as file:
-        return file.read()
+        content = file.read(most + 1)
+    refuse_large(path, len(content), most, "use a part of it, or JSON lines, which are read one by one")
+    return content
 
 
 def _decoded(path: Path, content: bytes, start: int = 0) -> str:
@@ -127,40 +143,38 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
         if file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             yield from _json_items(path)
             return
-        start = file.seek(0)
-        for number, line in enumerate(file, start=1):
+        start, most = file.seek(0), free_main_memory() // _OF_ONE_PIECE
+        for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), start=1):
+            refuse_large(f"{path}:{number}", len(line), most, "expected one object per line")
             if text := _decoded(path, line, start).strip():
-                yield f"{path}:{number}", _json_line(text, f"{path}:{number}")
+                yield f"{path}:{number}", _json(text, path, number)
             start += len(line)
 
 
-def _json_line(text: str, where: str) -> Any:
+def _json(text: str, path: Path, line: int) -> Any:
+    """Return what JSON that begins at a line of a file says."""
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and a thousand brackets
+        where = f"{path}:{line + getattr(error, 'lineno', 1) - 1}"
         raise CalibrationError(
             f"{where}: not JSON ({error}); expected one object per line, or one array of objects"
         ) from error
 
 
 def _json_items(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        items: list[Any] = json.loads(_decoded(path, _bytes(path)))
-    except json.JSONDecodeError as error:
-        where = f"{path}:{error.lineno}"
-        raise CalibrationError(f"{where}: not JSON ({error}); expected one array of objects") from error
+    items: list[Any] = _json(_decoded(path, _bytes(path)), path, 1)
     yield from ((f"{path}[{i}]", item) for i, item in enumerate(items))
 
 
 def _parquet_rows(path: Path, columns: list[str] | None) -> Iterator[tuple[str, Any]]:
-    import datasets
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
 
     try:
-        with quiet_libraries():
-            found: Iterable[Any] = datasets.load_dataset(  # streaming, or datasets would copy the file into its cache
-                "parquet", data_files=[str(path)], split="train", streaming=True, columns=columns
-            )
-        yield from ((f"{path} row {i}", row) for i, row in enumerate(found))
-    except Exception as error:  # datasets lets any exception of its parsers through
-        reason = f"{type(error).__name__}: {error}"
+        with ParquetFile(path) as file:  # datasets would decode all rows of a group at once
+            batches = file.iter_batches(batch_size=64, columns=columns)
+            yield from ((f"{path} row {i}", row) for i, row in enumerate(row for x in batches for row in x.to_pylist()))
+    except (ArrowException, OSError, ValueError) as error:
+        reason = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
         raise CalibrationError(f"{path}: not a readable parquet file ({reason})") from error

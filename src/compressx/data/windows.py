@@ -114,7 +114,7 @@ def _named(name: str) -> Iterator[None]:
     try:
         yield
     except CalibrationError as error:
-        raise CalibrationError(f"{name}: {error}" if name else str(error)) from error
+        raise type(error)(f"{name}: {error}" if name else str(error)) from error
 
 
 def _drawn(source: DatasetSource, samples: int, draw: Draw, tokenizer: Any, generated: Generated | None) -> Tensor:
@@ -123,7 +123,8 @@ def _drawn(source: DatasetSource, samples: int, draw: Draw, tokenizer: Any, gene
             raise ValueError("no model to generate text with")
         sequences = generated(source.generate, draw.sequence_length)
         return sequences[_order(len(sequences), draw.seed)[:samples]]
-    return windows_of(documents(source, "calibration"), samples, draw, tokenizer)
+    read = documents(source, "calibration", joined=draw.windows == "pack")
+    return windows_of(read, samples, draw, tokenizer)
 
 
 def windows_of(documents: Sequence[Document], samples: int, draw: Draw, tokenizer: Any) -> Tensor:

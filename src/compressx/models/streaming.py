@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,8 @@ from compressx.models.shards import OUTSIDE, Shards
 from compressx.recipe.sources import Streaming
 from compressx.runtime.allocator import return_freed_memory
 from compressx.runtime.errors import ArtifactError
+from compressx.runtime.machine import free_main_memory
 from compressx.runtime.transfer import to_device, written_behind
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 _HIDDEN_SHARE = 0.25
 """Fraction of the free memory above which the hidden states of an evaluation are kept in files."""
@@ -225,21 +224,10 @@ def is_larger_than_memory(checkpoint: Checkpoint, device: torch.device) -> bool:
 
 def free_memory(device: torch.device, processes: int = 1) -> int:
     """Return the free memory in bytes for each of several processes; a model for a GPU passes through main memory."""
-    import psutil
-
-    free = min([psutil.virtual_memory().available, *_left_by_cgroup()]) // processes
+    free = free_main_memory() // processes
     return int(min(free, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free)
 
 
 def local_processes() -> int:
     """Return the number of processes that `torchrun` started here; each loads its own copy."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _left_by_cgroup() -> list[int]:
-    """Return the memory left under a container's limit, if there is one; inactive file cache counts as free."""
-    with suppress(OSError, ValueError):  # no cgroup v2, or the limit is "max"
-        limit, used = (int((_CGROUP / f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text("ascii").splitlines())
-        return [limit - used + int(stat["inactive_file"])]
-    return []

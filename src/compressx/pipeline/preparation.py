@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from compressx.allocation.units import settled
+from compressx.data.documents import UnreachableError
 from compressx.data.windows import Generated, read_calibration
 from compressx.evaluation.perplexity import Texts, read_texts
 from compressx.evaluation.tasks import check_tasks
@@ -207,15 +208,15 @@ def read_all(
     recipe, mistakes = loaded.recipe, Mistakes()
     training = evaluation = None
     if recipe.evaluate is not None and evaluated:
-        with mistakes.collected(), loaded.at("evaluate"):
+        with mistakes.collected(UnreachableError), loaded.at("evaluate"):
             evaluation = read_texts(recipe.evaluate, tokenizer)
     if any(dataset.generate is not None for dataset in recipe.datasets().values()):
         mistakes.raise_all()  # what the model generates can take hours
-    with mistakes.collected(), loaded.at("calibration"):
+    with mistakes.collected(UnreachableError), loaded.at("calibration"):
         if calibration is None and recipe.calibration is not None and planned.needs_calibration:
             calibration = read_calibration(recipe.calibration.draw, tokenizer, generated)
     if not mistakes or (recipe.finetune is not None and recipe.finetune.draw is not None):
-        with mistakes.collected(), loaded.at("finetune"):
+        with mistakes.collected(UnreachableError), loaded.at("finetune"):
             training = training_windows(recipe, tokenizer, calibration, generated)
     mistakes.raise_all()
     return RunTexts(calibration, training, evaluation)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressx.data.chat import document
+from compressx.data.chat import document, sound
 from compressx.runtime.errors import CalibrationError
 
 _TEXT = "\u2063text\u2063"  # stands for the long text while a chat template is applied; invisible separators
@@ -61,7 +61,7 @@ def frame_of_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tupl
 
 def text_ids(tokenizer: Any, text: str) -> Tensor:
     """Return the token ids of a text, int64 [tokens], without special tokens."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
+    ids = tokenizer(sound(text, "the prompt"), add_special_tokens=False, verbose=False)["input_ids"] if text else []
     return torch.tensor(ids, dtype=torch.int64)
 
 

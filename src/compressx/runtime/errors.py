@@ -64,12 +64,17 @@ class Mistakes:
         self._found.extend(errors)
 
     @contextlib.contextmanager
-    def collected(self) -> Iterator[None]:
-        """Keep a `CompressxError` instead of raising it; what follows the `with` goes on without its result."""
+    def collected(self, last: type[CompressxError] | tuple[()] = ()) -> Iterator[None]:
+        """Keep a `CompressxError` instead of raising it; what follows the `with` goes on without its result.
+
+        One of the class `last`, which whatever follows would repeat, is raised with those before it.
+        """
         try:
             yield
         except CompressxError as error:
             self.add(error)
+            if isinstance(error, last):
+                self.raise_all()
 
     def raise_all(self) -> None:
         """Raise what was collected, if anything: several errors as one, with the lines of all.
@@ -95,7 +100,7 @@ def did_you_mean(value: str, valid: Iterable[str]) -> str:
         A clause such as `did you mean 'wanda'? valid: alps, magnitude, wanda`, or the empty string without valid names.
     """
     names = sorted(set(valid))
-    shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    shown = one_line(", ".join(names[:12])) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
     return f"{nearest(value, names)}valid: {shown}" if names else ""
 
 

@@ -6,10 +6,13 @@ import os
 import platform
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def machine(device: torch.device) -> str:
@@ -29,6 +32,20 @@ def command() -> str:
     program = Path(sys.argv[0])
     name = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     return shlex.join([*name, *sys.argv[1:]])
+
+
+def free_main_memory() -> int:
+    """Return the main memory in bytes that is free on this machine, and within its container."""
+    return int(min([psutil.virtual_memory().available, *_left_by_cgroup()]))
+
+
+def _left_by_cgroup() -> list[int]:
+    """Return the memory left under a container's limit, if there is one; inactive file cache counts as free."""
+    with suppress(OSError, ValueError):  # no cgroup v2, or the limit is "max"
+        limit, used = (int((_CGROUP / f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text("ascii").splitlines())
+        return [limit - used + int(stat["inactive_file"])]
+    return []
 
 
 def _cores() -> int:

@@ -6,18 +6,23 @@ import bz2
 import gzip
 import json
 import lzma
+import os
+import tracemalloc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressx.data import files
-from compressx.data.documents import check_dataset, documents
+from compressx.data.documents import UnreachableError, check_dataset, documents
 from compressx.data.windows import (
     _encoded,
     beginning,
@@ -173,8 +178,30 @@ class TestWhatIsSeenWithoutReading:
                 check_dataset(source(name=name))
 
     def test_what_may_be_on_the_hub_is_left_to_it(self, project: Path) -> None:
-        for name in ("wikitext", "c4", "python-docs", "imdb", "org/wikitxt", "wikitext_tl39"):
+        for name in ("wikitext", "c4", "python-docs", "org/wikitxt", "Org_1/a.b-c"):
             check_dataset(source(name=name))
+
+    @pytest.mark.parametrize(
+        "name", ["wiki", "docs", "imdb", "a b/c", "org/name/part", "", "org/", "wiki\x1b[2J", "o/" + "n" * 97]
+    )
+    def test_a_name_that_no_dataset_can_have_is_refused_with_those_that_are_known(
+        self, name: str, project: Path
+    ) -> None:
+        with pytest.raises(
+            CalibrationError, match=r"^no dataset .*; (did you mean '[a-z-]+'\? )?valid: c4, p.*OWNER/NAME"
+        ) as caught:
+            check_dataset(source(name=name))
+        assert str(caught.value).isprintable()
+
+    @pytest.mark.parametrize(
+        ("name", "key"),
+        [("./docs.txt", "text"), ("../a.jsonl", "json"), ("/data/a.parquet", "parquet"), ("~/docs", "text"),
+         ("docs.txt", "text"), ("a.json.gz", "json")],
+    )  # fmt: skip
+    def test_a_path_where_nothing_is_given_as_a_name_is_told_how_to_write_it(self, name, key, project: Path) -> None:
+        with pytest.raises(CalibrationError) as caught:
+            check_dataset(source(name=name))
+        assert str(caught.value) == f"dataset '{name}' is a path, not the name of a dataset; write {{{key}: {name}}}"
 
 
 class TestJsonLines:
@@ -211,7 +238,7 @@ class TestArraysAndParquet:
 
     @pytest.mark.parametrize(
         ("content", "complaint"),
-        [('[{"text": "x"},\n', r"a\.json:2: not JSON .*; expected one array of objects$"),
+        [('[{"text": "x"},\n', r"a\.json:2: not JSON .*; expected one object per line, or one array of objects$"),
          ('[{"text": "x"}, 3]', r"a\.json\[1\]: expected a JSON object, got int$"),
          ('[{"text": "x"}, {"txt": "y"}]', r"a\.json\[1\]: no field 'text'; did you mean 'txt'\?")],
     )  # fmt: skip
@@ -245,6 +272,104 @@ CHATS = [
     [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}],
     [{"role": "user", "content": "three"}],
 ]
+
+
+class TestHostileFiles:
+    """What a stranger's file can be: each fails in one line that names it, before memory is exhausted."""
+
+    def refused(self, purpose: str = "calibration", *, joined: bool = True, **given: Any) -> str:
+        with pytest.raises(CalibrationError) as caught:
+            documents(source(**given), purpose, joined=joined)
+        assert str(caught.value).isprintable()
+        return str(caught.value)
+
+    @pytest.fixture
+    def little_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Free memory of 3.2 MB, in which a piece may have 100,000 bytes, and text that is joined 40,000."""
+        for module in ("documents", "files"):
+            monkeypatch.setattr(f"compressx.data.{module}.free_main_memory", lambda: 3_200_000)
+
+    @pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
+    @pytest.mark.parametrize(("name", "key"), [("a.txt", "text"), ("a.jsonl", "json"), ("a.json", "json")])
+    def test_an_archive_is_read_no_further_than_memory_reaches(self, name, key, suffix, project, little_memory) -> None:
+        squeeze = {"gz": gzip.compress, "bz2": bz2.compress, "xz": partial(lzma.compress, preset=0)}[suffix]
+        begin = {"a.txt": b"", "a.jsonl": b'{"text": "', "a.json": b'[{"text": "'}[name]
+        (project / f"{name}.{suffix}").write_bytes(squeeze(begin + b"a" * 5_000_000))
+        tracemalloc.start()
+        told = self.refused(**{key: f"{name}.{suffix}"})
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert told.startswith(f"{name}.{suffix}{':1' if name == 'a.jsonl' else ''}: 100001 bytes of text or more")
+        assert "there is free memory for 100000; " in told
+        assert peak < 3_000_000
+
+    def test_many_small_documents_are_counted_together(self, project: Path, little_memory: None) -> None:
+        (project / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": ""}\n{"text": "aaa"}\n' * 4000))
+        assert self.refused(json="a.jsonl.gz") == (
+            "json 'a.jsonl.gz': 40019 bytes of text or more, and there is free memory for 40000; name fewer files, "
+            "or a part of them"
+        )
+        assert self.refused(json="a.jsonl.gz", joined=False).startswith("json 'a.jsonl.gz': 400007 bytes of")
+
+    def test_a_group_of_rows_of_a_small_parquet_file_is_not_read_as_a_whole(self, project, little_memory) -> None:
+        rows = pyarrow.table({"text": ["a" * 1000] * 20_000})
+        pyarrow.parquet.write_table(rows, "a.parquet", row_group_size=20_000)
+        del rows
+        assert Path("a.parquet").stat().st_size < 10_000
+        before = pyarrow.total_allocated_bytes()
+        for number, _ in zip(range(3), files.rows(Path("a.parquet"), "parquet"), strict=False):
+            assert pyarrow.total_allocated_bytes() - before < 1_000_000, number
+        assert self.refused(parquet="a.parquet").startswith("parquet 'a.parquet': 40432 bytes of text or more")
+
+    def test_many_files_are_counted_together(self, project: Path, little_memory: None) -> None:
+        for i in range(5):
+            (project / f"{i}.txt").write_text("a" * 10_000)
+        assert self.refused(text="*.txt").startswith("text '*.txt': 40256 bytes of text or more")
+
+    @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+    def test_json_that_is_too_deep_or_has_a_number_of_too_many_digits_is_named(self, name: str, project: Path) -> None:
+        for value in ("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000, "1" * 5000):
+            before, after = ("[", "]") if name == "a.json" else ("", "")
+            (project / name).write_text(f'{before}{{"text": {value}}}{after}')
+            assert self.refused(json=name).startswith(f"{name}:1: not JSON (")
+
+    @pytest.mark.parametrize(
+        ("row", "told"),
+        [('{"text": "a \\ud83d b"}', "a.jsonl:2: field 'text': character 2 is \\ud83d, half of a surrogate pair"),
+         ('{"text": "\\ude00\\ud83d"}', "a.jsonl:2: field 'text': character 0 is \\ude00, half of"),
+         ('{"text": [{"role": "user", "content": "ok"}, {"role": "user", "content": "cut \\ud83d"}]}',
+          "a.jsonl:2: field 'text': message 1: 'content': character 4 is \\ud83d"),
+         ('{"text": [{"from": "\\udc80", "value": "ok"}]}', "a.jsonl:2: field 'text': message 0: 'role': character 0"),
+         ('{"\\ud83d": "a"}', "a.jsonl:2: no field 'text'; valid: \\ud83d"),
+         ('{"text": null}', "a.jsonl:2: field 'text' is NoneType, expected text"),
+         ('{"text": {"a": "b"}}', "a.jsonl:2: field 'text' is dict, expected text"),
+         ('{"a\\u001b[31m": 1}', "a.jsonl:2: no field 'text'; valid: a\\x1b[31m"),
+         ("null", "a.jsonl:2: expected a JSON object, got NoneType"), ("\0", "a.jsonl:2: not JSON (Expecting value")],
+    )  # fmt: skip
+    def test_a_row_that_holds_no_text_is_named_with_its_line(self, row: str, told: str, project: Path) -> None:
+        (project / "a.jsonl").write_text('{"text": "\\ud83d\\ude00 \\u0000 is text"}\n' + row)
+        assert self.refused(json="a.jsonl").startswith(told)
+        (project / "a.json").write_text('[{"text": "fine"}, ' + row + "]")
+        if not row.startswith("\0"):
+            assert self.refused(json="a.json").startswith(told.replace("a.jsonl:2", "a.json[1]"))
+
+    def test_text_with_nul_bytes_is_text_and_other_encodings_are_not(self, project: Path) -> None:
+        (project / "a.txt").write_bytes(b"a\0b")
+        assert documents(source(text="a.txt"), "calibration") == ["a\0b"]
+        for content in ("text".encode("utf-16"), b"\xed\xa0\xbd", b"\x80", b"\x7fELF\xff"):
+            (project / "a.txt").write_bytes(content)
+            assert self.refused(text="a.txt").startswith("a.txt: not UTF-8 at byte ")
+
+    def test_what_is_no_file_is_not_waited_for(self, project: Path) -> None:
+        """A pipe blocks until something writes, a device may never end, and a link may lead nowhere or to itself."""
+        os.mkfifo("pipe.txt")
+        Path("loop.txt").symlink_to("loop.txt")
+        Path("nowhere.txt").symlink_to("absent")
+        for pattern in ("pipe.txt", "loop.txt", "nowhere.txt", "*.txt", "/dev/zero", "a\0b"):
+            assert "no file matches" in self.refused(text=pattern)
+        Path("real").write_text("text")
+        Path("link.txt").symlink_to("real")
+        assert documents(source(text="*.txt"), "calibration") == ["text"]
 
 
 class TestChats:
@@ -382,15 +507,44 @@ class TestDatasets:
         with pytest.raises(CalibrationError, match=message):
             documents(source(name=folder, **given), "calibration")
 
-    def test_an_unreachable_dataset_is_named_with_ways_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    @pytest.mark.parametrize("offline", [True, False])
+    def test_an_unreachable_dataset_is_named_at_once_with_ways_out(self, offline: bool, project, monkeypatch) -> None:
+        """Whether the user asked for no network, or there is none: nothing is tried again and again."""
+        tried = []
+
+        def head(*_: object, **__: object) -> None:
+            tried.append("once")
+            raise ConnectionError("no route to host")
+
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", project / "cache")
+        if not offline:
+            monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=head))
+        with pytest.raises(UnreachableError) as caught:
+            documents(source(name="org/nothing"), "calibration")
+        assert tried == ["once"] * (not offline)
+        reason = "offline mode is enabled" if offline else "ConnectionError: no route to host"
+        assert "dataset 'org/nothing' (split 'train') is not in the cache, and the hub cannot" in str(caught.value)
+        for told in (reason, "{text: PATH}", "{json: PATH}", "python-docs"):
+            assert told in str(caught.value)
+        assert str(caught.value).isprintable()
+        assert datasets.config.HF_HUB_OFFLINE is offline
+
+    def test_a_dataset_that_is_not_on_the_hub_is_no_failure_of_the_network(self, project, monkeypatch) -> None:
+        monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=lambda *_, **__: None))
+
+        def load_dataset(*_: object, **__: object) -> None:
+            raise datasets.exceptions.DatasetNotFoundError(
+                "Dataset 'org/nothing' doesn't exist on the Hub\nor elsewhere"
+            )
+
+        monkeypatch.setattr("datasets.load_dataset", load_dataset)
         with pytest.raises(
-            CalibrationError, match=r"dataset 'wikitxt' \(split 'train'\) could not be fetched"
+            CalibrationError, match=r"^dataset 'org/nothing' .* could not be fetched \(Dat[^\n]*$"
         ) as caught:
-            documents(source(name="wikitxt"), "calibration")
-        for advice in ("did you mean 'wikitext'?", "{text: PATH}", "{json: PATH}", "python-docs"):
-            assert advice in str(caught.value)
+            documents(source(name="org/nothing"), "calibration")
+        assert not isinstance(caught.value, UnreachableError)
 
     def test_wikitext_is_the_raw_wikitext_2(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = []

@@ -68,7 +68,7 @@ def test_what_is_computed_and_not_stored_lies_where_the_weights_will_be(architec
 def test_an_embedding_that_is_the_head_too_takes_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     checkpoint, cpu = Checkpoint(str(saved(tmp_path / "model", "llama-tied"))), torch.device("cpu")
     size = sum(p.numel() * 4 for p in load_model(checkpoint).parameters())
-    monkeypatch.setattr(streaming, "_CGROUP", tmp_path)
+    monkeypatch.setattr("compressx.runtime.machine._CGROUP", tmp_path)
     for free, larger in ((2 * size, False), (2 * size - 2, True)):
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
         assert streaming.is_larger_than_memory(checkpoint, cpu) is larger
@@ -79,7 +79,7 @@ def test_a_models_share_of_the_memory_is_that_of_its_process_within_its_containe
     size = sum(p.numel() * 4 for p in tiny_model("llama").parameters())
     checkpoint, cpu = Checkpoint(str(saved(tmp_path / "model", "llama"))), torch.device("cpu")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * size * processes))
-    monkeypatch.setattr(streaming, "_CGROUP", tmp_path)
+    monkeypatch.setattr("compressx.runtime.machine._CGROUP", tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     assert not streaming.is_larger_than_memory(checkpoint, cpu)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * size * processes - processes))

@@ -83,6 +83,29 @@ def test_several_sources_and_truncated_documents_reach_the_pruners(model, projec
     assert run(given).sparsity == pytest.approx(0.5, abs=0.01)
 
 
+@pytest.mark.parametrize("name", ["wikitext", "org/nothing"])
+def test_a_hub_that_cannot_be_reached_is_told_once_and_before_weights_are_loaded(model, monkeypatch, name) -> None:
+    monkeypatch.setattr("compressx.pipeline.run.open_model", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("datasets"))
+    given = with_text(model, {"name": name})
+    given["evaluate"] = {"token_perplexity": {"dataset": name, "sequence_length": 32}}
+    given["finetune"] = {"steps": 2, "dataset": name, "samples": 4, "sequence_length": 16}
+    plan(given)
+    with pytest.raises(CalibrationError) as caught:
+        run(given)
+    told = str(caught.value)
+    assert told.startswith(f"<dict>:evaluate: dataset '{name}' ")
+    assert "the hub cannot be reached" in told
+    assert told.count("cannot be reached") == 1
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize("name", ["wiki", "./docs.txt", "docs.jsonl", "imdb"])
+def test_a_dataset_that_cannot_be_on_the_hub_is_refused_by_a_plan(model, project, name) -> None:
+    with pytest.raises(CalibrationError, match=rf"^<dict>:calibration\.dataset: (no )?dataset '{name}'"):
+        plan(with_text(model, {"name": name}))
+
+
 class TestGenerated:
     GENERATE = {"generate": {"samples": 8, "seed": 3}}  # noqa: RUF012 - not changed
 
