@@ -19,6 +19,7 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # An example takes as long as other processes of the machine let it.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", settings.get_profile("busy"), max_examples=5000)
 settings.load_profile("busy")
 
 SMOLLM2 = {

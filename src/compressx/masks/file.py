@@ -22,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from typing_extensions import Self
 
-from compressx.runtime.errors import ArtifactError
-from compressx.runtime.files import os_errors_named, written_whole
+from compressx.runtime.errors import ArtifactError, one_line
+from compressx.runtime.files import os_errors_named, regular, written_whole
 from compressx.runtime.metadata import validated
 from compressx.runtime.transfer import begin_to_host
 
@@ -57,13 +57,16 @@ _AT_ONCE = 2
 _HEX_SHA256 = "^[0-9a-f]{64}$"
 
 
+_Shown = Annotated[str, Field(pattern=r"^[^\p{Cc}\p{Cf}]*$", max_length=1000)]
+
+
 class _StoredMask(BaseModel):
     """The metadata of one mask."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)]
-    pattern: str
-    pruner: str
+    shape: Annotated[list[Annotated[int, Field(ge=1, lt=2**63)]], Field(min_length=2, max_length=2)]
+    pattern: _Shown
+    pruner: _Shown
     sha256: str = Field(pattern=_HEX_SHA256)
 
 
@@ -180,11 +183,11 @@ def _read(path: Path) -> tuple[dict[str, _StoredMask], dict[str, Tensor]]:
             f"{path} is a folder, expected a masks file" + (f", such as {inside}" if inside.is_file() else "")
         )
     try:
-        with os_errors_named("read", path), safe_open(path, framework="pt") as file:
+        with os_errors_named("read", path), safe_open(regular(path), framework="pt") as file:
             header = _read_header(path, file.metadata())
             packed = _read_bits(path, file, header)
     except SafetensorError as error:
-        raise ArtifactError(f"{path} is not a safetensors file, or it is truncated: {error}") from error
+        raise ArtifactError(f"{path} is not a safetensors file, or it is truncated: {one_line(str(error))}") from error
     if _digest(header.masks, [packed]) != header.digest:
         raise ArtifactError(f"{path} was changed after it was written (its digest differs); use another copy")
     return header.masks, packed
@@ -267,7 +270,7 @@ def _read_bits(path: Path, file: Any, header: _Header) -> dict[str, Tensor]:
     """Read each mask's packed bits; check names, dtypes and lengths against the header."""
     found, expected = set(file.keys()), {f"{name}.mask" for name in header.masks}
     if odd := sorted(found ^ expected):
-        raise ArtifactError(f"{path}: its tensors and its metadata disagree about {', '.join(odd[:5])}")
+        raise ArtifactError(f"{path}: its tensors and its metadata disagree about {one_line(', '.join(odd[:5])[:200])}")
     packed = {}
     for name, mask in header.masks.items():
         elements = mask.shape[0] * mask.shape[1]
@@ -275,10 +278,10 @@ def _read_bits(path: Path, file: Any, header: _Header) -> dict[str, Tensor]:
         kind, expected_kind = (part.get_dtype(), part.get_shape()), ("U8", [_length(mask)])
         if kind != expected_kind:
             raise ArtifactError(
-                f"{path}: the mask of {name} is stored as {kind[0]} {kind[1]}, expected {expected_kind[0]} "
+                f"{path}: the mask of {one_line(name)} is stored as {kind[0]} {kind[1]}, expected {expected_kind[0]} "
                 f"{expected_kind[1]} for shape {mask.shape}"
             )
         packed[name] = file.get_tensor(f"{name}.mask")
         if elements % 8 and int(packed[name][-1]) >> elements % 8:
-            raise ArtifactError(f"{path}: the mask of {name} has bits set after its last element")
+            raise ArtifactError(f"{path}: the mask of {one_line(name)} has bits set after its last element")
     return packed

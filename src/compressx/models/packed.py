@@ -27,13 +27,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from compressx.models.pieces import Elements, decode, encode, mask_bytes
-from compressx.models.tensor_bytes import TensorBytes, layout_of, opened, pieces_of, sha256_of, tensors_in
-from compressx.runtime.errors import ArtifactError
+from compressx.models.pieces import MOST, Elements, contents, decode, encode, mask_bytes
+from compressx.models.tensor_bytes import TensorBytes, layout_in, layout_of, opened, pieces_of, sha256_of
+from compressx.runtime.errors import ArtifactError, one_line
 from compressx.runtime.files import os_errors_named, written_whole
 from compressx.runtime.metadata import validated
 
@@ -43,7 +43,7 @@ class _Stored(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    pieces: list[list[int]] | None
+    pieces: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=10)]] | None
 
 
 class _Metadata(BaseModel):
@@ -52,7 +52,7 @@ class _Metadata(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     format: Literal["packed"] = "packed"
     version: Literal[1] = 1
-    digest: str
+    digest: str = Field(pattern="^[0-9a-f]{64}$")
     header: str
     tensors: dict[str, _Stored]
 
@@ -68,6 +68,21 @@ class _Entry(NamedTuple):
     @property
     def pieces(self) -> list[list[int]]:
         return _as_it_is(self.tensor) if self.stored.pieces is None else self.stored.pieces
+
+    def fits(self, place: TensorBytes) -> bool:
+        """Return whether `place` has the bytes of the pieces, and none of them says that it holds more than it can."""
+        tensor, pieces = self.tensor, self.stored.pieces
+        if pieces is None:
+            return (place.dtype, place.shape, place.bytes) == (tensor.dtype, tensor.shape, tensor.bytes)
+        return (
+            tensor.bytes <= 64 * MOST * place.bytes  # of a mask alone: each bit is an element of eight bytes
+            and (place.dtype, place.shape, len(tensor.pieces)) == ("U8", (place.bytes,), len(pieces))
+            and sum(sum(lengths) for _, *lengths in pieces) == place.bytes
+            and all(
+                contents(lengths, kept=kept, elements=elements, size=tensor.unit)
+                for elements, (kept, *lengths) in zip(tensor.pieces, pieces, strict=True)
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -103,19 +118,22 @@ class PackedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        text, self._start, places = layout_of(path)
-        metadata = _metadata(path, (json.loads(text).get("__metadata__") or {}).get("compressx"))
+        stored = layout_of(path)
+        self._start = stored.start
+        metadata = _metadata(path, stored.metadata.get("compressx"))
         self.digest, self._header = metadata.digest, metadata.header
-        by_name = {place.name: place for place in places}
+        places = {place.name: place for place in stored.tensors}
         self._entries = []
-        for tensor in tensors_in(self._header):
-            place, stored = by_name.get(tensor.name), metadata.tensors.get(tensor.name)
-            if place is None or stored is None:
+        for tensor in layout_in(self._header, path).tensors:
+            place, described = places.pop(tensor.name, None), metadata.tensors.get(tensor.name)
+            if place is None or described is None:
                 raise _damaged(path, f"it lacks {tensor.name}, which the original has")
-            entry = _Entry(tensor, stored, place.begin, place.end)
-            if len(entry.pieces) != len(tensor.pieces) or sum(sum(p[1:]) for p in entry.pieces) != place.bytes:
+            entry = _Entry(tensor, described, place.begin, place.end)
+            if not entry.fits(place):
                 raise _damaged(path, f"its metadata describes other bytes of {tensor.name} than there are")
             self._entries.append(entry)
+        if odd := {*places, *metadata.tensors} - {entry.tensor.name for entry in self._entries}:
+            raise _damaged(path, f"it has {min(odd)}, which the original lacks")
 
     @property
     def original_bytes(self) -> int:
@@ -154,11 +172,11 @@ class PackedFile:
         Raises:
             ArtifactError: the file cannot be read, or is not a safetensors file.
         """
-        header, start, _ = layout_of(original)
-        if header != self._header:
+        found = layout_of(original)
+        if found.header != self._header:
             return False
         with opened(original) as file:
-            return all(sha256_of(file, start, entry.tensor) == entry.stored.sha256 for entry in self._entries)
+            return all(sha256_of(file, found.start, entry.tensor) == entry.stored.sha256 for entry in self._entries)
 
     def _decoded(self, file: BinaryIO, entry: _Entry) -> Iterator[Elements]:
         """Yield the elements of a tensor, piece by piece."""
@@ -183,7 +201,7 @@ def pack_file(source: Path, target: Path, *, compress: bool = True) -> None:
     Raises:
         ArtifactError: the source cannot be read, or the target cannot be written.
     """
-    text, start, tensors = layout_of(source)
+    text, start, _, tensors = layout_of(source)
     room, entries = _room(text, tensors), []
     with opened(source) as file, written_whole(target) as beside, beside.open("wb") as out:
         out.seek(8 + room)
@@ -248,4 +266,4 @@ def _metadata(path: Path, text: str | None) -> _Metadata:
 
 
 def _damaged(path: Path, what: str) -> ArtifactError:
-    return ArtifactError(f"{path} is damaged: {what}; use another copy, or pack the model again")
+    return ArtifactError(f"{path} is damaged: {one_line(what)}; use another copy, or pack the model again")

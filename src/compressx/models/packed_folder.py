@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,12 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from compressx.models.export import model_folder, output_folder
+from compressx.models.export import model_folder, output_folder, unfinished
 from compressx.models.packed import PackedFile, PackedTensor, pack_file
-from compressx.models.shards import check_files
+from compressx.models.shards import check_files, files_in
 from compressx.runtime.cache import cache_folder
-from compressx.runtime.errors import ArtifactError
-from compressx.runtime.files import BLOCKS, STATE, atomic_write, os_errors_named
+from compressx.runtime.errors import ArtifactError, one_line
+from compressx.runtime.files import BLOCKS, STATE, atomic_write, os_errors_named, regular
 from compressx.runtime.locks import locked
 
 Progress: TypeAlias = Callable[[int, int, str], None]
@@ -102,14 +103,9 @@ def pack_folder(source: Path, output: Path, *, compress: bool = True, progress: 
             "move it away"
         )
     _refuse_quantized(model)
-    for name in (STATE, BLOCKS):  # which an output folder loses when it is finished
-        if (source / name).exists():
-            raise ArtifactError(
-                f"{source} has {name}, as the folder of an unfinished run; finish the run, or remove it"
-            )
     plain = [model / name for name in check_files(model)]
     purpose = {"pack": str(source.resolve()), "compress": compress}
-    with _resumed(output, purpose) as building:
+    with _resumed(source, output, purpose) as building:
         _copy(source, building, {*plain}, _PLAIN, _PACKED)
         for path, target in _each(plain, source, building, _PLAIN, _PACKED, progress):
             if not _is_pair(target, path):
@@ -143,7 +139,11 @@ def _unpack(source: Path, output: Path, what: str, progress: Progress | None = N
     """Do as `unpack_folder`, going on with an interrupted call that was also of `what`."""
     sizes = sizes_of(source)  # before anything is written, every header is read
     packed = _packed_files(model_folder(source))
-    with _resumed(output, {"unpack": what}) as building:
+    left = sum(p.stat().st_size for building in unfinished(output) for p in building.rglob("*") if p.is_file())
+    free = left + shutil.disk_usage(next(p for p in output.resolve().parents if p.is_dir())).free
+    if sizes.bytes > free:  # of zeros a small file can hold any number
+        raise ArtifactError(f"{source} unpacked takes {sizes.bytes} bytes, {output} can have {free}; free some space")
+    with _resumed(source, output, {"unpack": what}) as building:
         _copy(source, building, {*packed}, _PACKED, _PLAIN)
         for path, target in _each(packed, source, building, _PACKED, _PLAIN, progress):
             if not _is_pair(path, target):
@@ -168,6 +168,8 @@ def unpacked(folder: Path) -> Path:
         lock = target.with_name(f".{target.name}.unpacking")
         with locked(lock, f"another process that unpacks {folder}", wait=True):
             if not _is_whole(target, folder, files):
+                if target.is_symlink():
+                    target.unlink()
                 shutil.rmtree(target, ignore_errors=True)  # somebody removed or changed a part of it
                 size = sum(file.original_bytes for file in files)
                 _log.info("unpacking %s into %s, %.2f GB", folder, target, size / 1e9)
@@ -195,22 +197,26 @@ def _key(folder: Path, files: list[PackedFile]) -> str:
     packed = {file.path for file in files}
     for path in sorted(_copied(folder)):
         if path not in packed:
-            content = hashlib.sha256()
-            with os_errors_named("read", path), path.open("rb") as file:
-                while part := file.read(2**20):
-                    content.update(part)
-            digest.update(json.dumps([path.relative_to(folder).as_posix(), content.hexdigest()]).encode())
+            digest.update(json.dumps([path.relative_to(folder).as_posix(), _sha256(path)]).encode())
     return digest.hexdigest()[:32]
 
 
+def _sha256(path: Path) -> str:
+    with os_errors_named("read", path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _is_whole(target: Path, folder: Path, files: list[PackedFile]) -> bool:
-    """Return whether a copy has all files of a folder, by their sizes; it was verified when it was written."""
-    index = {folder / _INDEX: f"model{_PLAIN}.index.json"}
-    originals = {target / index.get(path, path.relative_to(folder)): path.stat().st_size for path in _copied(folder)}
-    for file in files:
-        del originals[target / file.path.name]
-        originals[target / _renamed(file.path.name, _PACKED, _PLAIN)] = file.original_bytes
-    return all(path.is_file() and path.stat().st_size == size for path, size in originals.items())
+    """Return whether a copy has the files of a folder and no others, by their sha256; sizes and times prove nothing."""
+    weights = dict(_each([file.path for file in files], folder, target, _PACKED, _PLAIN, None))
+    others = _others(folder, target, weights, _PACKED, _PLAIN)
+    try:
+        if {*_copied(target)} != {*others, *weights.values()}:
+            return False
+        same = all(_sha256(copy) == _sha256(path) for copy, path in others.items())
+        return same and all(file.is_of(weights[file.path]) for file in files)
+    except ArtifactError:  # what is missing or damaged is made anew
+        return False
 
 
 def _packed_files(model: Path) -> list[Path]:
@@ -218,13 +224,8 @@ def _packed_files(model: Path) -> list[Path]:
     index = model / _INDEX
     names = {f"model{_PACKED}"}
     if index.exists() and not (model / f"model{_PACKED}").is_file():
-        try:
-            with os_errors_named("read", index):
-                plain = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            names = {_renamed(name, _PLAIN, _PACKED) for name in plain}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ArtifactError(f"{index} is damaged, or not an index of shards: {error!r}") from error
-    if missing := sorted(name for name in names if not (model / name).is_file()):
+        names = {_renamed(name, _PLAIN, _PACKED) for name in files_in(index).values()}
+    if missing := sorted(name for name in names if not regular(model / name).is_file()):
         raise ArtifactError(f"{model} is packed, but {', '.join(missing[:3])} is missing; copy the folder again")
     return [model / name for name in sorted(names)]
 
@@ -235,18 +236,23 @@ def _renamed(name: str, old: str, new: str) -> str:
 
 def _copy(source: Path, building: Path, weights: Collection[Path], old: str, new: str) -> None:
     """Copy all files but the weights; the index gets its other name. What the source had only earlier is removed."""
-    index = model_folder(source) / f"model{old}.index.json"
-    targets = {target for _, target in _each([*weights], source, building, old, new, None)}
-    for path in _copied(source):
-        if path not in weights:
-            target = building / path.relative_to(source)
-            targets.add(target := target.with_name(f"model{new}.index.json") if path == index else target)
-            with os_errors_named(f"copy {path} to", target):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target)
-    for path in {*_copied(building)} - {*targets, building / STATE}:
+    made = dict(_each([*weights], source, building, old, new, None))
+    others = _others(source, building, made, old, new)
+    for target, path in others.items():
+        with os_errors_named(f"copy {path} to", target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+    for path in {*_copied(building)} - {*others, *made.values(), building / STATE}:
         with os_errors_named("remove", path):
             path.unlink()
+
+
+def _others(source: Path, target: Path, made: Mapping[Path, Path], old: str, new: str) -> dict[Path, Path]:
+    """Return the files that are copied as they are, by place in the copy; of `made` by what the others are made of."""
+    index = model_folder(source) / f"model{old}.index.json"
+    places = ((target / path.relative_to(source), path) for path in _copied(source) if path not in made)
+    found = {place.with_name(f"model{new}.index.json") if path == index else place: path for place, path in places}
+    return {place: path for place, path in found.items() if place not in made.values()}
 
 
 def _each(
@@ -271,20 +277,38 @@ def _is_pair(packed: Path, plain: Path) -> bool:
         return False
 
 
-def _copied(folder: Path) -> Iterator[Path]:
-    """Yield all files of a folder but hidden ones, such as git's."""
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
+def _copied(folder: Path, home: Path | None = None) -> Iterator[Path]:
+    """Yield all files of a folder but hidden ones, such as git's.
+
+    Raises:
+        ArtifactError: a link that leaves `home`, by default the folder, but not to the blobs of the hub's cache; or
+            anything that is not a regular file.
+    """
+    home = home or folder.resolve()
+    with os_errors_named("look into", folder):
+        paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            yield from _copied(path, home)
             continue
-        if path.is_dir():
-            yield from _copied(path)
-        else:
-            yield path
+        end = Path(os.path.realpath(path))
+        blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+        if path.is_symlink() and not ((end.is_relative_to(home) or end.parent == blobs) and end.is_file()):
+            raise ArtifactError(
+                one_line(f"{path} is a link to {end}, expected a file in {home}; put a copy there, or remove the link")
+            )
+        yield regular(path)
 
 
 @contextmanager
-def _resumed(output: Path, purpose: Mapping[str, Any]) -> Iterator[Path]:
+def _resumed(source: Path, output: Path, purpose: Mapping[str, Any]) -> Iterator[Path]:
     """Yield the folder that becomes the output; after an error it is kept, for a later call with the same purpose."""
+    for name in (STATE, BLOCKS):  # which an output folder loses when it is finished
+        if (source / name).exists():
+            raise ArtifactError(
+                f"{source} has {name}, as the folder of an unfinished run; finish the run, or remove it"
+            )
+    list(_copied(source))  # a link that leaves it is refused before anything is written
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ArtifactError(f"output {output} exists; name a new folder with -o")
     with output_folder(output, resume=True) as building:

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 Elements: TypeAlias = NDArray[np.unsignedinteger[Any]]
 """Little-endian integers of 1, 2, 4 or 8 bytes."""
 
+MOST = 1032
+"""Bytes that a byte of DEFLATE can become: 258 in two bits."""
+
 _SAMPLE = 2**16
 _WORTH = 7.9
 """A stream is compressed if a sample of its bytes has at most this entropy, in bits a byte."""
@@ -58,6 +61,14 @@ def encode(elements: Elements, *, compress: bool) -> tuple[int, list[bytes]]:
     return kept, [*streams, *bytewise]
 
 
+def contents(lengths: Sequence[int], *, kept: int, elements: int, size: int) -> list[int]:
+    """Return how long the streams of a piece become; none if they are not of it. For the arguments see `decode`."""
+    masks = [mask_bytes(elements)] if kept < elements else []
+    found = masks + {1: [kept * size], size: [kept] * size}.get(len(lengths) - len(masks), [])
+    fit = kept <= elements and len(lengths) == len(found)
+    return found if fit and all(x <= y <= MOST * x for x, y in zip(lengths, found, strict=True)) else []
+
+
 def decode(data: bytes, lengths: Sequence[int], *, kept: int, elements: int, size: int) -> Elements:
     """Return what `encode` was given.
 
@@ -76,15 +87,15 @@ def decode(data: bytes, lengths: Sequence[int], *, kept: int, elements: int, siz
     """
     if len(data) != sum(lengths):
         raise ValueError(f"{sum(lengths)} bytes expected, {len(data)} found")
+    if not (wanted := contents(lengths, kept=kept, elements=elements, size=size)):
+        raise ValueError(f"there is a stream of another length than {kept} of {elements} elements take")
     ends = np.cumsum(lengths)
-    streams = [data[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-    mask = _inflated(streams.pop(0), mask_bytes(elements)) if kept < elements and streams else None
-    if len(streams) not in (1, size):
-        raise ValueError(f"{len(streams)} streams of values, expected 1 or {size}")
+    streams = [_inflated(data[end - x : end], y) for end, x, y in zip(ends, lengths, wanted, strict=True)]
+    mask = streams.pop(0) if kept < elements else None
     if len(streams) == 1:
-        values = np.frombuffer(_inflated(streams[0], kept * size), dtype_of_size(size))
+        values = np.frombuffer(streams[0], dtype_of_size(size))
     else:
-        planes = [np.frombuffer(_inflated(stream, kept), np.uint8) for stream in streams]
+        planes = [np.frombuffer(stream, np.uint8) for stream in streams]
         values = _rotated(np.stack(planes, axis=1).view(dtype_of_size(size)).reshape(kept), 8 * size - 1)
     if mask is None:
         return values

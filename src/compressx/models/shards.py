@@ -27,9 +27,6 @@ OUTSIDE = ""
 """In place of a block's name: everything outside the decoder blocks."""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_LONGEST_NAME = 200
-"""Characters of a file's name; with what is added to it the system's limit is 255 bytes."""
-
 _POINTER = b"version https://git-lfs"
 
 
@@ -282,34 +279,28 @@ def files_of(folder: Path) -> dict[str, str]:
     if (folder / _SINGLE).is_file() or not index.exists():  # where both are, transformers reads the single one
         with ExitStack() as stack:
             return dict.fromkeys(_opened(folder / _SINGLE, stack).keys(), _SINGLE)
-    try:
-        with os_errors_named("read", index):
-            files = dict(json.loads(regular(index).read_text(encoding="utf-8"))["weight_map"].items())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ArtifactError(
-            f"{index} is damaged, or not an index of shards: {type(error).__name__}: {error}"
-        ) from error
-    check_names(index, files.values())
+    files = files_in(index)
     if missing := sorted({file for file in files.values() if not (folder / file).is_file()}):
         raise ArtifactError(f"{index} lists {', '.join(missing[:3])}, missing in {folder}")
     return files
 
 
-def check_names(index: Path, names: Collection[object]) -> None:
-    """Refuse an index that names anything but files beside it.
-
-    Raises:
-        ArtifactError: a name with a folder or drive, a hidden one, one with control characters or another ending.
-    """
-    if not names:
-        raise ArtifactError(f"{index} is damaged, or not an index of shards: it lists no files")
-    for name in names:
+def files_in(index: Path) -> dict[str, str]:
+    """Return the file name of each tensor that an index lists; an `ArtifactError` refuses all but plain file names."""
+    try:
+        with os_errors_named("read", index):
+            files = dict(json.loads(regular(index).read_text(encoding="utf-8"))["weight_map"].items())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ArtifactError(f"{index} is damaged, or not an index of shards: {problem}") from error
+    for name in files.values() or ("",):
         plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and not {*name} & {*"/\\:"}
-        if not plain or not str(name).endswith(".safetensors") or len(str(name)) > _LONGEST_NAME:
+        if not plain or not name.endswith(".safetensors") or len(name) > 200:  # of 255 with endings
             raise ArtifactError(
                 f"{index} lists {str(name)[:80]!r}, expected the name of a file beside it, such as "
                 f"{_shard_name(1, 2)}; take the model from a place that you trust"
             )
+    return files
 
 
 def _conversions(model: Any) -> tuple[list[Any], list[Any]]:

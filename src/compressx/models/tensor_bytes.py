@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Annotated, BinaryIO, NamedTuple
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
 
 from compressx.models.pieces import Elements, dtype_of_size
 from compressx.models.shards import OUTSIDE, of_file
+from compressx.runtime.errors import ArtifactError, one_line
 from compressx.runtime.files import os_errors_named
+from compressx.runtime.metadata import validated
 
 PIECE = 2**22
 """Elements of a piece; a multiple of 8, so that masks of pieces end with a byte."""
@@ -56,11 +59,32 @@ class TensorBytes:
         return [min(PIECE, units - start) for start in range(0, units, PIECE)]
 
 
+_Size = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Described(BaseModel):
+    """What a header says of a tensor."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    dtype: str = Field(pattern="^(BOOL|(BF|[CFIU])[0-9]{1,3}(_E[0-9]M[0-9](FNUZ)?)?)$")
+    shape: list[_Size] = Field(max_length=64)
+    data_offsets: list[_Size] = Field(min_length=2, max_length=2)
+
+
+class _Header(BaseModel):
+    """The header of a safetensors file: tensors by name, and metadata."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    __pydantic_extra__: dict[str, _Described]
+    metadata: dict[str, str] | None = Field(None, alias="__metadata__")
+
+
 class Layout(NamedTuple):
-    """A safetensors file: its header as text, the byte after it, and the tensors in the order of their bytes."""
+    """A safetensors file: its header as text and the byte after it, its metadata, and its tensors in order of bytes."""
 
     header: str
     start: int
+    metadata: Mapping[str, str]
     tensors: tuple[TensorBytes, ...]
 
 
@@ -74,19 +98,26 @@ def layout_of(path: Path) -> Layout:
     with os_errors_named("read", path), path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length).decode()
-    return Layout(header, 8 + length, tensors_in(header))
+    return layout_in(header, path)
 
 
-def tensors_in(header: str) -> tuple[TensorBytes, ...]:
-    """Return the tensors of a safetensors header, in the order of their bytes.
+def layout_in(header: str, path: Path) -> Layout:
+    """Read a safetensors header that `path` has, such as that of the original in a packed file.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: another text.
+        ArtifactError: a text of another form, sizes that are not those of shape and dtype, or gaps between tensors.
     """
-    described = json.loads(header)
-    described.pop("__metadata__", None)
-    found = [TensorBytes(name, x["dtype"], tuple(x["shape"]), *x["data_offsets"]) for name, x in described.items()]
-    return tuple(sorted(found, key=lambda tensor: (tensor.begin, tensor.end)))
+    read = validated(path, header, _Header)
+    found = [TensorBytes(n, x.dtype, tuple(x.shape), *x.data_offsets) for n, x in read.__pydantic_extra__.items()]
+    tensors = tuple(sorted(found, key=lambda tensor: (tensor.begin, tensor.end)))
+    for before, tensor in zip((0, *(x.end for x in tensors)), tensors, strict=False):
+        bits = re.search("[0-9]+", tensor.dtype)
+        if tensor.begin != before or 8 * tensor.bytes != int(bits[0] if bits else 8) * math.prod(tensor.shape):
+            raise ArtifactError(
+                f"{path} is damaged: its header gives {one_line(tensor.name)} bytes {tensor.begin} to {tensor.end}, "
+                f"expected those of {tensor.dtype} {str([*tensor.shape])[:80]} from {before}; use another copy"
+            )
+    return Layout(header, 8 + len(header.encode()), read.metadata or {}, tensors)
 
 
 def opened(path: Path) -> BinaryIO:

@@ -36,11 +36,7 @@ def os_errors_named(action: str, path: Path) -> Iterator[None]:
 
 
 def regular(path: Path) -> Path:
-    """Return the path of a file to read; a FIFO or device, which would be waited for, is refused.
-
-    Raises:
-        ArtifactError: what is there is neither a regular file nor a folder.
-    """
+    """Return a path, unless an `ArtifactError` says that there is a FIFO or device, which would be waited for."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ArtifactError(f"{path} is a FIFO, a device or a socket, expected a regular file; remove it")
     return path

@@ -42,7 +42,7 @@ def _same(one: Mapping[str, MaskEntry], other: Mapping[str, MaskEntry]) -> bool:
 @st.composite
 def _entries(draw: st.DrawFn) -> dict[str, MaskEntry]:
     side = st.integers(1, 17)
-    words = st.text(max_size=12)
+    words = st.text("2:4 50% röw'\"\\é", max_size=12)
     return {
         name: MaskEntry(
             _entry(draw(side), draw(side), draw(st.integers(0, 99))).keep, draw(words), draw(words),
