@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -16,11 +17,6 @@ from packaging.requirements import Requirement
 from tests.compressx.built_in import PLUGINS
 from tests.compressx.cli.commands import invoke
 from tests.compressx.saved import save_tiny
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "compressx-plugin-random"

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from compressx_attnprune import objective
 from compressx_attnprune.geometry import Attention, gated, place, place_backward, project, queries_and_keys, values

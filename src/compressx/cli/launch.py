@@ -121,8 +121,7 @@ def launch(number: int, left: str) -> int:
     )  # fmt: skip
     try:
         # -P: like a console script, do not import from the working directory.
-        safe = ["-P"] if sys.version_info >= (3, 11) else []
-        elastic_launch(config, sys.executable)(*safe, "-m", "compressx", *sys.argv[1:])
+        elastic_launch(config, sys.executable)("-P", "-m", "compressx", *sys.argv[1:])
     except ChildFailedError as error:
         return _told(error.failures, left)
     except SignalException as stopped:

@@ -86,10 +86,9 @@ class Process:
     """A process that times one model: `python -m compressx.evaluation.speed`."""
 
     def __init__(self, task: Task) -> None:
-        safe = ["-P"] if sys.version_info >= (3, 11) else []  # do not import from the working directory
         self._name = task.name
-        self.process = subprocess.Popen(  # noqa: S603 - this Python, and a module of our own
-            [sys.executable, *safe, "-m", "compressx.evaluation.speed"],
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "compressx.evaluation.speed"],  # -P: do not import from the working directory
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8",
             start_new_session=True,  # Ctrl-C is for the process that waits, which ends this one
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,11 +18,6 @@ from compressx.plugins.record import PluginRecord
 from compressx.recipe.document import Step
 from compressx.recipe.validation import Strict, validated
 from compressx.runtime.errors import PluginError, one_line
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]")
 _KEY = re.compile(r"\s*([\w\"'.-]+)\s*=")

@@ -117,9 +117,10 @@ def _events(text: str, at: Callable[[int, int], str]) -> Iterator[Any]:
         raise RecipeError(f"{here}: the character {text[error.position]!r} is not allowed in YAML") from None
     except MarkedYAMLError as error:
         raise RecipeError(in_plain_words(error, at)) from None
-    except (YAMLError, ArithmeticError, AssertionError, ValueError) as error:
+    except (YAMLError, ArithmeticError, AssertionError, ValueError):
         # ruamel.yaml raises these, without a position, for directives of other versions and escapes beyond Unicode.
-        raise RecipeError(f"{at(0, 0)}: not YAML: an invalid escape or directive ({type(error).__name__})") from None
+        wrong = "an escape beyond \\U0010FFFF, or a %YAML directive other than 1.1 and 1.2"
+        raise RecipeError(f"{at(0, 0)}: not YAML: {wrong}") from None
 
 
 class _Composer:

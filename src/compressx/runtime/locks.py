@@ -70,7 +70,7 @@ def _waited_for(path: Path, what: str) -> int:
     while True:
         try:
             return _taken(path, what)
-        except HeldError as error:  # noqa: PERF203 - it is waited for anyway
+        except HeldError as error:
             if not told:
                 _log.warning("waiting: %s", error)
             told = True

@@ -7,14 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 from tests.compressx.two_of_four import two_of_four
 from torch import nn
 from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorCUTLASS
-from typing_extensions import Self
 
 from compressx import ArtifactError, UnsupportedModelError
 from compressx.masks import semi_structured, tensor_cores

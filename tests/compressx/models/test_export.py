@@ -178,7 +178,7 @@ def _contending(target: Path, wanted: int, failures: Any) -> None:
                 mine.unlink()
                 wanted -= 1
                 sys.exit()
-        except SystemExit:  # noqa: PERF203 - each round may fail
+        except SystemExit:
             pass
         except BaseException as error:  # noqa: BLE001 - the parent raises it
             failure = None if isinstance(error, ArtifactError) and " is active, " in str(error) else repr(error)

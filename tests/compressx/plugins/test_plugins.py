@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,6 @@ from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import load_plugins
 from compressx.plugins.record import PluginRecord
 from compressx.runtime.errors import PluginError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parents[3]
 SELECTORS = OFFERS.replace("compressx_pruners", "compressx_token_selectors").replace("PrunerSpec", "TokenSelectorSpec")

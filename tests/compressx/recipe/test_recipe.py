@@ -361,6 +361,7 @@ def test_without_allocation_every_rule_needs_a_budget_and_each_that_has_none_is_
     assert [line.partition(": ")[0] for line in refusal(text).splitlines()] == ["r.yaml:4:5", "r.yaml:5:5"]
 
 
+BEYOND = "an escape beyond \\U0010FFFF, or a %YAML directive other than 1.1 and 1.2"
 METHODS = "valid: attention-aware, divergence, explicit, owl, uniform"
 
 
@@ -455,8 +456,8 @@ def test_a_file_that_is_empty_or_no_mapping_is_told_what_it_needs() -> None:
      ("a: |b", "r.yaml:1:5: not YAML: expected chomping or indentation indicators, but found 'b'"),
      ("a\n---\nb", "r.yaml:2:1: a second document begins; expected only one"),
      ("a: \x01", "r.yaml:1:4: the character '\\x01' is not allowed in YAML"),
-     ('a: "\\UFFFFFFFF"', "r.yaml:1:1: not YAML: an invalid escape or directive (OverflowError)"),
-     ("%YAML 1.3\n--- a", "r.yaml:1:1: not YAML: an invalid escape or directive (AssertionError)"),
+     ('a: "\\UFFFFFFFF"', f"r.yaml:1:1: not YAML: {BEYOND}"),
+     ("%YAML 1.3\n--- a", f"r.yaml:1:1: not YAML: {BEYOND}"),
      ('a: "\\uD800"', "r.yaml:1:4: '\\ud800' contains a character that is not allowed in text"),
      ('a: "\\0"', "r.yaml:1:4: '\\x00' contains a character that is not allowed in text"),
      ("a: 1\n<<: [1]", "r.yaml:2:1: << expects a mapping or a list of mappings, got 1")],

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils.checkpoint import DefaultDeviceType
 
 from compressx.testing.accelerator.calls import OnCall
 from compressx.testing.accelerator.counts import Record
@@ -90,9 +91,10 @@ def _replaced(accelerator: Accelerator, memory_bytes: int) -> Iterator[tuple[Any
         "set_rng_state": lambda state, *_: accelerator.generator.set_state(state),
         "get_rng_state_all": lambda: [accelerator.generator.get_state()],
         "set_rng_state_all": lambda states: accelerator.generator.set_state(states[0]),
-        "_exchange_device": said(0), "_maybe_exchange_device": said(0),
+        "_exchange_device": said(0), "_maybe_exchange_device": said(0), "is_current_stream_capturing": said(False),
     }.items():  # fmt: skip
         yield torch.cuda, name, new
+    yield from _out_of_reach(record, set_device)
     yield DeviceTensor, "operate", accelerator.run
     yield torch, "Generator", _Generator
     yield torch, "autocast", _autocast(torch.autocast)
@@ -105,6 +107,33 @@ def _replaced(accelerator: Accelerator, memory_bytes: int) -> Iterator[tuple[Any
     yield threading.Thread, "run", _in_thread(threading.Thread.run, accelerator)
 
 
+def _out_of_reach(record: Record, set_device: Callable[[Any], None]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what is replaced where a build of torch for CUDA would start the driver, or reach the machine's own GPU."""
+    known: dict[str, Callable[..., Any]] = {
+        "getAccelerator": lambda: torch.device("cuda"), "getDeviceIndex": lambda: 0, "setDeviceIndex": set_device,
+        "exchangeDevice": lambda _: 0, "maybeExchangeDevice": lambda _: 0, "getStream": lambda *_: _Stream(record),
+        "synchronizeDevice": lambda *_: record.wait("synchronize"), "isAllocatorInitialized": lambda: False,
+    }  # fmt: skip
+    for name in dir(torch._C):
+        if name.startswith(("_accelerator_", "_cuda_")) and not isinstance(getattr(torch._C, name), type):
+            yield torch._C, name, known.get(name.removeprefix("_accelerator_"), _Refused)
+    for where, name in (
+        (torch, "Stream"),
+        (torch, "Event"),
+        *((torch.cuda, x) for x in ("Stream", "Event", "CUDAGraph")),
+    ):
+        yield where, name, _Refused
+    yield DefaultDeviceType, "_default_device_type", DefaultDeviceType._default_device_type  # it keeps what it is told
+
+
+class _Refused:
+    """A function or a class that the device does not have."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:  # type: ignore[misc]
+        """Refuse."""
+        raise NotImplementedError("the pretended accelerator has nothing of this kind")
+
+
 class _Stream:
     """The device's only stream, which does everything in order."""
 
@@ -114,6 +143,10 @@ class _Stream:
     def synchronize(self) -> None:
         """Wait for the device."""
         self._record.wait("synchronize")
+
+    def is_capturing(self) -> bool:
+        """Say that no graph is captured, as an optimizer asks before each step."""
+        return False
 
     def record_event(self) -> _Event:
         """Return an event after what was begun."""

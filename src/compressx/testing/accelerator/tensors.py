@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 SHOWN = torch.device("cuda", 0)
 """What Python sees."""

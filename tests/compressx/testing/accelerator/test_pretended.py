@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 
 import pytest
 import torch
+from torch.utils.checkpoint import DefaultDeviceType, checkpoint
 
 from compressx.runtime.machine import machine
 from compressx.testing import pretended_accelerator
 from compressx.testing.fixtures import accelerator  # noqa: F401 - a fixture
 
-SHARED = (torch, torch.cuda, torch.amp, torch.autograd, torch.__future__, threading.Thread, torch.Tensor)
+SHARED = (
+    torch,
+    torch._C,
+    DefaultDeviceType,
+    torch.cuda,
+    torch.amp,
+    torch.autograd,
+    torch.__future__,
+    threading.Thread,
+    torch.Tensor,
+)
 
 
 def state() -> list[dict[str, object]]:
@@ -81,3 +93,33 @@ def test_a_thread_that_was_there_before_can_still_read_a_tensor_of_the_device():
 def test_a_fixture_is_on_during_a_test(accelerator):  # noqa: F811
     torch.ones(3, device="cuda").sum().item()
     assert (accelerator.synchronisations, accelerator.launches) == (1, 2)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_an_optimizer_steps_on_the_device_and_asks_no_driver(foreach):
+    with pretended_accelerator() as device:
+        weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+        weight.grad = torch.ones(3, device="cuda")
+        asked = torch.accelerator.current_accelerator(check_available=True)
+        torch.optim.AdamW([weight], lr=0.5, weight_decay=0, foreach=foreach).step()
+        assert (asked, torch.accelerator.current_stream().is_capturing()) == (torch.device("cuda"), False)
+        assert weight.tolist() == pytest.approx([0.5] * 3)
+        before = device.synchronisations
+        torch.accelerator.synchronize()
+        assert device.synchronisations == before + 1
+    assert torch.accelerator.current_accelerator(check_available=True) is None
+
+
+def test_recomputing_on_the_device_leaves_no_name_of_it_behind(monkeypatch):
+    monkeypatch.setattr(DefaultDeviceType, "_default_device_type", None)
+    with pretended_accelerator():
+        checkpoint(torch.sin, torch.ones(3, requires_grad=True), use_reentrant=False).sum().backward()
+    assert DefaultDeviceType._default_device_type is None
+
+
+@pytest.mark.parametrize(
+    "reach", ["cuda.memory_stats", "accelerator.get_memory_info", "cuda.Stream", "cuda.CUDAGraph", "Stream", "Event"]
+)
+def test_a_gpu_of_the_machine_is_out_of_reach(reach):
+    with pretended_accelerator(), pytest.raises((NotImplementedError, RuntimeError, AttributeError)):
+        attrgetter(reach)(torch)()
