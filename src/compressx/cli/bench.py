@@ -10,12 +10,14 @@ import click
 from compressx.cli.common import PATH, device_option, dtype_option, errors_for_users, revision_option, trust_option
 
 
-@click.command(epilog="Example: compressx bench ./my-model runs/one --prompt 128,512 --new 64 --output speed")
+@click.command(
+    epilog="Example: compressx bench ./my-model runs/one --prompt-tokens 128,512 --new-tokens 64 --output speed"
+)
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
-@click.option("--prompt", "prompts", multiple=True, default=["512"], show_default=True, metavar="N,N...",
-              help="Tokens of the prompt; every one is combined with every --new.")  # fmt: skip
-@click.option("--new", "news", multiple=True, default=["64"], show_default=True, metavar="N,N...",
-              help="Tokens written after it, exactly: an end of text does not stop them.")  # fmt: skip
+@click.option("--prompt-tokens", "prompts", multiple=True, metavar="N,N...",
+              help="Of the prompt. Default: 512, or what the model's positions leave.")  # fmt: skip
+@click.option("--new-tokens", "news", multiple=True, default=["64"], show_default=True, metavar="N,N...",
+              help="Written after it, exactly: an end of text does not stop them.")  # fmt: skip
 @click.option("--batch", type=int, default=1, show_default=True, help="Sequences at a time.")
 @click.option("--rounds", type=int, default=5, show_default=True, help="Rounds that count; one before them does not.")
 @click.option(
@@ -47,8 +49,9 @@ def bench(
     from compressx.report.speeds import Length
     from compressx.runtime.files import os_errors_named
 
-    lengths = [Length(p, n) for p in _numbers("--prompt", prompts) for n in _numbers("--new", news)]
-    asked = Asked(tuple(lengths), batch, rounds, seed, device, threads, semi_structured)
+    read, written = _numbers("--prompt-tokens", prompts or ("512",)), _numbers("--new-tokens", news)
+    lengths = [Length(p, n) for p in read for n in written]
+    asked = Asked(tuple(lengths), batch, rounds, seed, device, threads, semi_structured, fit=not prompts)
     asked.check()
     if output is not None:
         with os_errors_named("write", output):  # before the minutes that timing takes

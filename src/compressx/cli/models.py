@@ -89,6 +89,7 @@ def init(
 
     MODEL is a model folder, a .gguf file, a hub id or an output folder. Its config is read, but no weights.
     """
+    from compressx.cli.tables import full_size
     from compressx.evaluation.saved import source_of
     from compressx.models.checkpoint import find_checkpoint
     from compressx.models.loading import load_skeleton
@@ -106,6 +107,7 @@ def init(
     with os_errors_named("write", output), output.open("x", encoding="utf-8") as file:
         file.write(text)
     click.echo(f"written to {output}; next: compressx plan {shlex.quote(str(output))}")
+    click.echo(f"its run's {full_size()}")
 
 
 @click.command(epilog="Example: compressx apply runs/one/masks.safetensors ./tuned --output masked")

@@ -40,6 +40,7 @@ def run(
     if resume and restart:
         raise click.UsageError("--resume and --restart exclude each other; give one of them")
     from compressx.cli import terminal
+    from compressx.cli.tables import full_size
     from compressx.pipeline.preparation import loaded_recipe
     from compressx.pipeline.run import run as run_recipe
     from compressx.report.contents import sections
@@ -54,6 +55,8 @@ def run(
         )  # fmt: skip
     if not quiet:
         terminal.show(*sections(report))
+        if report.layers and not report.shrink:
+            click.echo(full_size(loaded.recipe.output))
         click.echo(f"written to {loaded.recipe.output}")
 
 
@@ -97,6 +100,8 @@ def plan(
         click.echo(json.dumps({**prepared.plan.to_dict(), "estimate": cost}, indent=1))
     else:
         terminal.show(*tables.of_plan(prepared.plan, every=every), *tables.of_estimate(estimate))
+        if prepared.plan.linears and not loaded.recipe.shrink:
+            click.echo(tables.full_size(loaded.recipe.output))
 
 
 @click.command(epilog="Example: compressx schema > recipe.schema.json")

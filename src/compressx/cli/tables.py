@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
 
 _COSTS = (Column("tokens", "d"), Column("seconds", ".2f"), Column("peak GiB", ".2f"))
 _SPARSITY = Column("sparsity", ".2%")
+
+
+def full_size(folder: object = "OUTPUT") -> str:
+    """Say that zeros are stored, and what makes what is stored smaller."""
+    return (
+        f"files stay as large as the dense model's, since zeros are stored: compressx pack {shlex.quote(str(folder))} "
+        "leaves them out of the files, and shrink: true out of the model, with pattern neurons, kv-groups, experts or "
+        "blocks"
+    )
 
 
 def of_plan(plan: Plan, *, every: bool = False) -> Iterator[Section]:

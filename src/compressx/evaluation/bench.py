@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any, Protocol, TypeAlias
 from compressx.evaluation.speed import Task, vocabulary
 from compressx.masks.tensor_cores import check_device
 from compressx.models.access import Device, device_for
+from compressx.models.architecture import text_config
 from compressx.models.checkpoint import Checkpoint, find_checkpoint, find_local, local_folder
 from compressx.models.generate import check_room
 from compressx.models.loading import load_skeleton
@@ -27,6 +29,8 @@ from compressx.report.speeds import STAGES, Bench, Length, Measured, Stage
 from compressx.runtime import errors
 from compressx.runtime.errors import CompressxError, OutOfMemoryError, RecipeError, UnsupportedModelError
 from compressx.runtime.rates import rates
+
+_log = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[str], None]
 """Called with what is under way."""
@@ -51,6 +55,7 @@ class Asked:
 
     Attributes:
         lengths: of prompts and of what is written after them.
+        fit: shorten the prompts to what the positions of all models leave.
         batch: sequences at a time.
         rounds: that count, at least 1; one before them does not.
         seed: of the prompts' random token ids.
@@ -66,6 +71,7 @@ class Asked:
     device: Device = "auto"
     threads: int | None = None
     semi_structured: bool = False
+    fit: bool = False
 
     def check(self) -> None:
         """Refuse what cannot be measured.
@@ -73,12 +79,12 @@ class Asked:
         Raises:
             RecipeError: a number that is too small. The message names the command's option.
         """
-        least = {"--prompt": (min((x.prompt for x in self.lengths), default=0), 1), "--batch": (self.batch, 1),
-                 "--new": (min((x.new for x in self.lengths), default=0), 2), "--rounds": (self.rounds, 1),
+        least = {"--prompt-tokens": (min((x.prompt for x in self.lengths), default=0), 1), "--batch": (self.batch, 1),
+                 "--new-tokens": (min((x.new for x in self.lengths), default=0), 2), "--rounds": (self.rounds, 1),
                  "--threads": (1 if self.threads is None else self.threads, 1)}  # fmt: skip
         for option, (value, minimum) in least.items():
             if value < minimum:
-                why = "; the first new token belongs to prefill" if option == "--new" else ""
+                why = "; the first new token belongs to prefill" if option == "--new-tokens" else ""
                 raise RecipeError(f"{option} {value}: expected at least {minimum}{why}")
 
 
@@ -129,7 +135,7 @@ def _death(name: str, status: int) -> Exception:
     if ended_by == "SIGKILL":
         return OutOfMemoryError(
             f"{name}: its process was killed (SIGKILL), as Linux does when memory runs out; give a smaller --batch or "
-            "--prompt, or fewer models at a time, since all are in memory"
+            "--prompt-tokens, or fewer models at a time, since all are in memory"
         )
     if ended_by:
         return CompressxError(
@@ -173,12 +179,8 @@ def bench(
         check_device(device)
     names = _names(sources)
     checkpoints = [find_checkpoint(source) for source in sources]
-    below = []
-    for name, checkpoint in zip(names, checkpoints, strict=True):
-        skeleton = load_skeleton(checkpoint)
-        for length in asked.lengths:
-            check_room(skeleton, length.prompt, length.new, name)
-        below.append(vocabulary(skeleton))
+    skeletons = list(map(load_skeleton, checkpoints))
+    asked, below = _fitted(asked, names, skeletons), list(map(vocabulary, skeletons))
     tasks = [
         Task(name, checkpoint, str(device), asked.threads, asked.batch, min(below), asked.seed, asked.semi_structured)
         for name, checkpoint in zip(names, checkpoints, strict=True)
@@ -198,6 +200,21 @@ def bench(
         for name, measured, found, source, checkpoint in zip(names, seconds, loaded, sources, checkpoints, strict=True)
     ]
     return Bench(tuple(models), asked.batch, min(below), asked.seed, rates(device).copy)
+
+
+def _fitted(asked: Asked, names: Sequence[str], skeletons: Sequence[Any]) -> Asked:
+    """Shorten prompts that may be shortened to what the models have positions for, and refuse what is too long."""
+    lengths = asked.lengths
+    for name, skeleton in zip(names, skeletons, strict=True):
+        positions = getattr(text_config(skeleton), "max_position_embeddings", None)
+        if asked.fit and positions is not None:
+            shorter = (Length(min(x.prompt, max(1, positions - x.new)), x.new) for x in lengths)
+            if lengths != (lengths := tuple(shorter)):
+                prompts = ",".join(str(x.prompt) for x in lengths)
+                _log.warning("--prompt-tokens %s: %s has %d positions, and no more are left", prompts, name, positions)
+        for x in lengths:
+            check_room(skeleton, x.prompt, x.new, f"{name}: --prompt-tokens {x.prompt}, --new-tokens {x.new}")
+    return dataclasses.replace(asked, lengths=lengths)
 
 
 def _rounds(

@@ -51,9 +51,8 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
     linked = f"[{base}](https://huggingface.co/{base})" if base else name
     if report.layers:
         yield Section(
-            f"{name}, {report.sparsity:.0%} {_left(report)}",
-            f"{linked}, pruned by compressx {report.compressx}: {report.sparsity:.2%} of the weights of "
-            f"{len(report.layers)} linears {_became(report)}",
+            f"{name}, {_share(report):.0%} {_left(report)}",
+            f"{linked}, pruned by compressx {report.compressx}: {_became(report)}",
         )
     else:
         yield Section(name, f"{linked} as it is, measured by compressx {report.compressx}. Nothing is pruned.")
@@ -83,15 +82,22 @@ def _left(report: RunReport) -> str:
     return "smaller" if report.shrink else "sparse"
 
 
+def _share(report: RunReport) -> float:
+    """Return the share of parameters that are gone, or of the linears' weights that are zero."""
+    before, after = report.shrink["parameters"] if report.shrink else (1, 1 - report.sparsity)
+    return float(1 - after / before)
+
+
 def _became(report: RunReport) -> str:
     """Return what became of the weights that were pruned."""
+    pruned = f"{report.sparsity:.2%} of the weights of {len(report.layers)} linears"
     if not report.shrink:
-        return "are zero. The weights are stored dense: files are as large as those of the base model."
+        return f"{pruned} are zero. The weights are stored dense: files are as large as those of the base model."
     before, after = report.shrink["parameters"]
     numbers = ", ".join(f"{name} {now} instead of {was}" for name, (was, now) in report.shrink["config"].items())
     return (
-        f"were pruned. What goes whole is left out of this model: it has {after:,} parameters instead of {before:,} "
-        f"({numbers}), and is an ordinary one that transformers loads."
+        f"{after:,} parameters instead of {before:,} ({numbers}). {pruned} were pruned; what goes whole is left out of "
+        "this model, which is an ordinary one that transformers loads."
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from compressx.api.names import kind_of
 from compressx.api.patterns import allocated_form
 from compressx.api.record import BlockReport, FinetuneReport, LayerReport, RunReport, total_sparsity
-from compressx.report.section import Column, Section, Value, estimates, table
+from compressx.report.section import Column, Section, Table, Value, estimates, table
 
 Builder: TypeAlias = Callable[[RunReport], Iterator[Section]]
 
@@ -38,16 +38,17 @@ def model_name(model: Mapping[str, Any]) -> str:
 
 def _head(report: RunReport) -> Iterator[Section]:
     """Yield what matters most: name, value, note."""
-    rows = [("sparsity", f"{report.sparsity:.2%}", f"of {len(report.layers)} linears")] if report.layers else []
-    for name, dense, *pruned in _changes(report)[:2]:
-        *_, value, change = pruned or (dense, None)
-        changed = "" if change is None else f", {change:+.1%}"
-        note = f"dense {dense:.4g}{changed}" if pruned else "dense"
-        rows.append((str(name).replace("_", " "), f"{value:.4g}", note))
+    cut = ", before the cut" if report.shrink else ""
+    rows = [("sparsity", f"{report.sparsity:.2%}", f"of {len(report.layers)} linears{cut}")] if report.layers else []
     if report.shrink:
         before, after = report.shrink["parameters"]
         numbers = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in report.shrink["config"].items())
-        rows.append(("parameters", f"{after / 1e6:.4g} M", f"dense {before / 1e6:.4g} M, {numbers}"))
+        rows.insert(0, ("parameters", f"{after / 1e6:.4g} M", f"dense {before / 1e6:.4g} M, {numbers}"))
+    for name, dense, *pruned in _changes(report)[:2]:
+        value, change, *_ = pruned or (dense, None)
+        changed = "" if change is None else f", {change:+.1%}"
+        note = f"dense {dense:.4g}{changed}" if pruned else "dense"
+        rows.append((str(name).replace("_", " "), f"{value:.4g}", note))
     total = report.seconds.get("total", sum(report.seconds.values()))
     took = f"{total / 60:.1f} min" if total >= 120 else f"{total:.0f} s"
     rows.append(("time", took, ", ".join(dict.fromkeys(layer.pruner for layer in report.layers))))
@@ -67,12 +68,12 @@ def evaluation(report: RunReport) -> Iterator[Section]:
 
 
 def _changed(report: RunReport) -> list[str]:
-    """Name the models that were measured beside the dense one."""
-    return [of for of in ("pruned", "finetuned") if of in report.evaluation]
+    """Name the models that were measured beside the dense one, the last first: a narrow screen shows the result."""
+    return [of for of in ("finetuned", "pruned") if of in report.evaluation]
 
 
 def _changes(report: RunReport) -> list[list[Any]]:
-    """Return `[measure, dense, pruned, change, finetuned, change]` of what was measured of all; changes from dense.
+    """Return `[measure, dense, finetuned, change, pruned, change]` of what was measured of all; changes from dense.
 
     A run that prunes nothing measures the dense model only.
     """
@@ -112,7 +113,7 @@ def _needles(report: RunReport) -> Iterator[Section]:
             note = "Sentences hidden at a depth of a prompt: the share of questions about them that are answered."
             if name == "kept, selected":
                 note = "Sentences hidden at a depth of a prompt: the share of their tokens that are selected."
-            yield Section(f"Needles, {of}: {name}", note, table(columns, rows), brief=_count(cells, "cell"))
+            yield _shaded(f"Needles, {of}: {name}", note, table(columns, rows), _count(cells, "cell"))
 
 
 def _run(report: RunReport) -> Iterator[Section]:
@@ -155,7 +156,15 @@ def _heat(report: RunReport) -> Iterator[Section]:
         rows.append([_number(block), *(total_sparsity(alike[k]) if k in alike else None for k in kinds)])
     found = table(["block", *(Column(kind, ".1%", "heat") for kind in kinds)], rows)
     if rows:
-        yield Section("Sparsity by layer and module", table=found, brief=_count(rows, "block"))
+        yield _shaded("Sparsity by layer and module", "", found, _count(rows, "block"))
+
+
+def _shaded(title: str, note: str, found: Table, brief: str) -> Section:
+    """Return a section of a table in which shades show what differs; where nothing does, a sentence says so."""
+    shades = {text for row in found.texts for text in row[1:] if text}
+    if len(shades) == 1:
+        return Section(title, f"{note} All are {shades.pop()}.".strip(), brief=brief)
+    return Section(title, note, found, brief=brief)
 
 
 def _curves(report: RunReport) -> Iterator[Section]:

@@ -27,7 +27,7 @@ def work(saved: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_two_models_are_shown_side_by_side(work):
-    shown = printed("bench", "model", "model", "--prompt", "4,8", "--new", "3", "--rounds", "2")
+    shown = printed("bench", "model", "model", "--prompt-tokens", "4,8", "--new-tokens", "3", "--rounds", "2")
     rows = [line.split() for line in shown.splitlines()]
     assert [row[: row.index("float32")] for row in rows if "float32" in row] == [["model"], ["model", "(2)"]]
     assert [row[:2] for row in rows if row[:1] == ["prefill"]] == [["prefill", "4"]] * 2 + [["prefill", "8"]] * 2
@@ -37,9 +37,17 @@ def test_two_models_are_shown_side_by_side(work):
     assert "the same random token ids below 128 (seed 0)" in " ".join(shown.split())
 
 
+def test_the_default_prompt_is_what_the_positions_leave_and_is_said(work):
+    done = invoke("bench", "model", "model", "--new-tokens", "3,120", "--rounds", "1", "--json")
+    speeds = json.loads(done.stdout)["models"][0]["speeds"]
+    assert [(x["prompt"], x["new"]) for x in speeds] == [(125, 3), (8, 120)]
+    assert "WARNING --prompt-tokens 125,8: model has 128 positions, and no more are left" in done.stderr
+    assert done.stderr.count("--prompt-tokens") == 1
+
+
 def test_json_has_every_figure_and_output_gets_a_report(work):
-    plain = json.loads(printed("bench", "model", "--prompt", "4", "--new", "3", "--rounds", "2", "--batch", "2",
-                               "--seed", "7", "--output", "speed", "--json"))  # fmt: skip
+    plain = json.loads(printed("bench", "model", "--prompt-tokens", "4", "--new-tokens", "3", "--rounds", "2",
+                               "--batch", "2", "--seed", "7", "--output", "speed", "--json"))  # fmt: skip
     assert (plain["batch"], plain["rounds"], plain["seed"], plain["ids_below"]) == (2, 2, 7, 128)
     [speed] = plain["models"][0]["speeds"]
     assert (speed["prompt"], speed["new"]) == (4, 3)
@@ -48,8 +56,8 @@ def test_json_has_every_figure_and_output_gets_a_report(work):
     assert rate["most"] == pytest.approx(2 * 2 / min(speed["decode"]["seconds"]))
     assert {p.name for p in Path("speed").iterdir()} == {"bench.md", "bench.json", "bench.svg"}
     assert json.loads(Path("speed/bench.json").read_text()) == plain
-    assert "written to speed/bench.md" in printed("bench", "model", "--prompt", "4", "--new", "2", "--rounds", "1",
-                                                  "--output", "speed")  # fmt: skip
+    assert "written to speed/bench.md" in printed("bench", "model", "--prompt-tokens", "4", "--new-tokens", "2",
+                                                  "--rounds", "1", "--output", "speed")  # fmt: skip
 
 
 def test_every_prompt_is_combined_with_every_new_and_all_options_are_passed_on(work, monkeypatch):
@@ -57,8 +65,9 @@ def test_every_prompt_is_combined_with_every_new_and_all_options_are_passed_on(w
     original = benching.bench
     monkeypatch.setattr(benching, "bench", lambda sources, asked, **_: seen.append((sources, asked)) or original(
         sources[:1], Asked((Length(2, 2),), rounds=1), start=inside))  # fmt: skip
-    printed("bench", "model", "model", "--prompt", "4, 8", "--prompt", "8", "--new", "2,3", "--batch", "3", "--rounds",
-            "4", "--seed", "6", "--threads", "1", "--dtype", "bfloat16", "--device", "cpu")  # fmt: skip
+    printed("bench", "model", "model", "--prompt-tokens", "4, 8", "--prompt-tokens", "8", "--new-tokens", "2,3",
+            "--batch", "3", "--rounds", "4", "--seed", "6", "--threads", "1",
+            "--dtype", "bfloat16", "--device", "cpu")  # fmt: skip
     [(sources, asked)] = seen
     lengths = (Length(4, 2), Length(4, 3), Length(8, 2), Length(8, 3))
     assert asked == Asked(lengths, batch=3, rounds=4, seed=6, device="cpu", threads=1)
@@ -69,7 +78,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_timed_or
     work, monkeypatch
 ):
     Path("file").touch()
-    short = ("bench", "model", "--prompt", "4", "--new", "2", "--rounds", "1", "--output")
+    short = ("bench", "model", "--prompt-tokens", "4", "--new-tokens", "2", "--rounds", "1", "--output")
     with monkeypatch.context() as patched:
         patched.setattr(benching, "bench", None)
         assert "cannot write file" in refused(*short, "file")
@@ -81,12 +90,16 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_timed_or
 
 
 def test_mistakes_are_refused_with_the_option_and_what_is_expected(work):
-    assert "--prompt 1x: '1x' is no whole number; expected as in --prompt 128,512" in refused(
-        "bench", "model", "--prompt", "1x"
+    assert "--prompt-tokens 1x: '1x' is no whole number; expected as in --prompt-tokens 128,512" in refused(
+        "bench", "model", "--prompt-tokens", "1x"
     )
-    assert "--new 4,: '' is no whole number" in refused("bench", "model", "--new", "4,")
+    assert "--new-tokens 4,: '' is no whole number" in refused("bench", "model", "--new-tokens", "4,")
     assert "--rounds 0: expected at least 1" in refused("bench", "gone", "--rounds", "0")
-    assert "more than the model's 128 positions" in refused("bench", "model", "--prompt", "100")
+    assert (
+        "model: --prompt-tokens 100, --new-tokens 64: a prompt of 100 tokens and 64 after it are more than"
+        in refused("bench", "model", "--prompt-tokens", "100")
+    )
+    assert "model: --prompt-tokens 1, --new-tokens 128: " in refused("bench", "model", "--new-tokens", "128")
     assert "2:4 products need an NVIDIA GPU, and the model is on cpu" in refused(
         "bench", "model", "--semi-structured", "--device", "cpu"
     )
@@ -97,8 +110,8 @@ def test_mistakes_are_refused_with_the_option_and_what_is_expected(work):
 def test_the_command_times_two_models_in_processes_of_their_own(tmp_path):
     save_tiny(tmp_path / "one", "llama")
     save_tiny(tmp_path / "two", "gpt2")
-    command = [sys.executable, "-m", "compressx", "bench", "one", "two", "--prompt", "8", "--new", "4", "--rounds", "3",
-               "--threads", "1", "--json"]  # fmt: skip
+    command = [sys.executable, "-m", "compressx", "bench", "one", "two", "--prompt-tokens", "8", "--new-tokens", "4",
+               "--rounds", "3", "--threads", "1", "--json"]  # fmt: skip
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     one, two = json.loads(done.stdout)["models"]

@@ -54,6 +54,12 @@ def write_plugin(name: str, body: str) -> None:
     Path(f"{name}.py").write_text(f"import compressx\n\n@compressx.hookimpl\ndef {body}\n")
 
 
+FULL_SIZE = "files stay as large as the dense model's, since zeros are stored: compressx pack "
+PACKED = (
+    "{} leaves them out of the files, and shrink: true out of the model, with pattern neurons, kv-groups, experts or "
+    "blocks"
+)
+
 # --- mistakes: each one clear message, and nothing written
 
 WANDA = '{targets: ["*"], pruner: wanda, sparsity: 0.5}'
@@ -159,7 +165,7 @@ def test_a_run_leaves_all_of_its_files_and_nothing_else(finished):
 def test_a_run_prints_perplexities_and_where_it_wrote_and_beside_that_the_lines_of_its_log(finished):
     assert "\x1b" not in finished.stdout + finished.stderr
     assert "token_perplexity" in finished.stdout
-    assert finished.stdout.splitlines()[-1] == "written to out"
+    assert finished.stdout.splitlines()[-2:] == [f"{FULL_SIZE}{PACKED.format('out')}", "written to out"]
     assert finished.stderr == Path("out/run.log").read_text()
     lines = [x.split(" ", 2)[2] for x in finished.stderr.splitlines()]  # without date and time
     assert lines[0] == "INFO command: python -m compressx run r.yaml -v --set calibration.samples=6"
@@ -335,6 +341,17 @@ def test_the_recipe_that_init_writes_is_planned_as_it_is_and_with_its_other_rule
     Path("r.yaml").write_text(text.replace("  # - {targets", "  - {targets"))
     pruners = {x["pruner"] for x in json.loads(printed("plan", "r.yaml", "--json"))["linears"]}
     assert pruners == {"sparsegpt"} | (set() if architecture == "bloom" else {"attnprune"})
+
+
+def test_init_and_plan_say_that_files_stay_as_large_and_what_makes_them_smaller_unless_it_is_asked_for(work):
+    text = printed("init", "model", "--output", "new.yaml")
+    assert f"its run's {FULL_SIZE}{PACKED.format('OUTPUT')}" in text
+    shown = printed("plan", "r.yaml", "--set", "output=a b")
+    assert shown.endswith(f"\n{FULL_SIZE}" + PACKED.format("'a b'") + "\n")
+    shrunk = '{targets: ["*.mlp.*"], pruner: magnitude, pattern: neurons, sparsity: 0.25}'
+    Path("r.yaml").write_text(f"model: {{path: model}}\nshrink: true\nprune: [{shrunk}]\noutput: out\n")
+    assert FULL_SIZE not in printed("plan", "r.yaml")
+    assert FULL_SIZE not in printed("run", "r.yaml")
 
 
 def test_init_says_what_is_where_which_pruners_take_it_and_what_it_cannot_do(work):

@@ -29,7 +29,7 @@ def project(tmp_path, monkeypatch) -> None:
 
 def test_a_plan_ends_with_seconds_memory_disk_and_what_is_left_out():
     shown = printed("plan", "r.yaml", "--assume", "cpu:250GF,20GB/s")
-    *_, total, memory, disk, missing = shown.strip().splitlines()
+    *_, total, memory, disk, missing, _ = shown.strip().splitlines()
     assert total.startswith("about ")
     assert total.endswith(" on a processor with 250 GFLOP/s and 20 GB/s")
     assert memory.startswith("memory ")

@@ -148,8 +148,8 @@ def unstarted(_: Task) -> Any:
         (Asked((SHORT,), rounds=0), "--rounds 0: expected at least 1"),
         (Asked((SHORT,), batch=0), "--batch 0: expected at least 1"),
         (Asked((SHORT,), threads=0), "--threads 0: expected at least 1"),
-        (Asked((SHORT, Length(0, 2))), "--prompt 0: expected at least 1"),
-        (Asked((SHORT, Length(1, 1))), "--new 1: expected at least 2; the first new token belongs to prefill"),
+        (Asked((SHORT, Length(0, 2))), "--prompt-tokens 0: expected at least 1"),
+        (Asked((SHORT, Length(1, 1))), "--new-tokens 1: expected at least 2; the first new token belongs to prefill"),
     ],
 )
 def test_a_number_that_is_too_small_is_refused(folder: Path, asked: Asked, said: str) -> None:
@@ -158,7 +158,7 @@ def test_a_number_that_is_too_small_is_refused(folder: Path, asked: Asked, said:
 
 
 def test_what_a_model_has_no_positions_for_is_refused_before_any_is_loaded(folder: Path) -> None:
-    with pytest.raises(CalibrationError, match=r"gpt2: a prompt of 120 tokens and 9 after it are more than .* 128 pos"):
+    with pytest.raises(CalibrationError, match=r"gpt2: --prompt-tokens 120, --new-tokens 9: a prompt of .* 128 pos"):
         bench(sources(folder, "gpt2"), Asked((SHORT, Length(120, 9))), start=unstarted)
     bench(sources(folder, "gpt2"), Asked((Length(120, 8),), rounds=1), start=told([]))
 

@@ -79,9 +79,9 @@ def test_what_is_measured_before_and_after_stands_side_by_side(model):
     pruned, finetuned = (report.evaluation[k]["token_perplexity"] for k in ("pruned", "finetuned"))
     assert finetuned < 0.9 * pruned
     lines = Path("out/report.md").read_text().splitlines()
-    header = lines.index("| measure | dense | pruned | change | finetuned | change |")
+    header = lines.index("| measure | dense | finetuned | change | pruned | change |")
     cells = [cell.strip() for cell in lines[header + 2].split("|")[1:-1]]
-    assert (cells[0], cells[2], cells[4]) == ("token_perplexity", f"{pruned:.4g}", f"{finetuned:.4g}")
+    assert (cells[0], cells[2], cells[4]) == ("token_perplexity", f"{finetuned:.4g}", f"{pruned:.4g}")
 
 
 def test_the_saved_model_is_the_one_that_was_measured(model):

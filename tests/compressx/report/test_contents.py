@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.compressx.report.reports import ALLOCATION, LAYERS, layer, report
 
-from compressx.api.record import FinetuneReport, HeldOutLoss, RunReport
+from compressx.api.record import BlockReport, FinetuneReport, HeldOutLoss, RunReport
 from compressx.cli import terminal
 from compressx.report import contents, html, markdown
 from compressx.report.contents import sections
@@ -53,8 +54,8 @@ def test_the_modules_have_a_row_for_each_kind_pruner_and_pattern_and_one_for_all
         (
             {"dense": {"token_perplexity": 10.0, "arc": {"acc": 0.5}}, "pruned": {"token_perplexity": 15.0},
              "finetuned": {"token_perplexity": 12.0, "arc": {"acc": 0.4}}},
-            [["measure", "dense", "pruned", "change", "finetuned", "change"],
-             ["token_perplexity", "10", "15", "+50.0%", "12", "+20.0%"]],
+            [["measure", "dense", "finetuned", "change", "pruned", "change"],
+             ["token_perplexity", "10", "12", "+20.0%", "15", "+50.0%"]],
         ),
     ],
     ids=["none", "unmatched", "finetuned"],
@@ -62,6 +63,46 @@ def test_the_modules_have_a_row_for_each_kind_pruner_and_pattern_and_one_for_all
 def test_evaluation_rows_give_the_change_relative_to_the_dense_model(evaluation: Any, expected: Any) -> None:
     found = [s.table for s in sections(report(evaluation=evaluation)) if s.title == "Dense against pruned"]
     assert [row for table in found for row in (table.names, *table.texts)] == expected
+
+
+def test_the_head_has_the_result_of_fine_tuning() -> None:
+    measured = {"dense": {"ppl": 10.0}, "pruned": {"ppl": 15.0}, "finetuned": {"ppl": 12.0}}
+    head = next(iter(sections(report(evaluation=measured))))
+    assert ["ppl", "12", "dense 10, +20.0%"] in head.table.texts
+
+
+def test_parameters_lead_where_the_model_became_smaller() -> None:
+    made = report(shrink={"parameters": [4_000_000, 3_000_000], "config": {"intermediate_size": [96, 72]}})
+    head, *_ = sections(made)
+    assert head.table.texts[:2] == [
+        ["parameters", "3 M", "dense 4 M, intermediate_size 96 -> 72"],
+        ["sparsity", "40.00%", "of 3 linears, before the cut"],
+    ]
+    assert next(iter(sections(report()))).table.texts[0] == ["sparsity", "40.00%", "of 3 linears"]
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_what_is_the_same_everywhere_is_a_sentence_and_no_heat_map(count: int, tmp_path: Path) -> None:
+    title = "Sparsity by layer and module"
+    alike = tuple(layer(f"m.layers.0.mlp.up_proj.{i}") for i in range(count))
+    blocks = tuple(BlockReport(i, f"m.layers.{i}", alike, 1.0, 0.0) for i in range(30))
+    same = next(s for s in sections(report(blocks=blocks)) if s.title == title)
+    assert (same.note, same.table.rows) == ("All are 50.0%.", ())
+    assert 'class="heat"' not in html.page(sections(report(blocks=blocks)), tmp_path)
+    other = BlockReport(30, "m.layers.30", (layer("m.layers.30.mlp.up_proj", sparsity=0.6),), 1.0, 0.0)
+    assert len(rows(report(blocks=(*blocks, other)), title)) == 31
+
+
+def test_needles_that_are_all_found_are_a_sentence() -> None:
+    def grid(*found: float) -> RunReport:
+        cells = [{"depth": i / 4, "length": 64, "found": x} for i, x in enumerate(found)]
+        return report(evaluation={"dense": {"needle": {"grid": cells}}})
+
+    same, other = (
+        next(s for s in sections(grid(1.0, last)) if s.title == "Needles, dense: found") for last in (1.0, 0.5)
+    )
+    assert same.note.endswith("that are answered. All are 100%.")
+    assert (same.table.rows, len(other.table.rows)) == ((), 2)
 
 
 def test_markdown_shows_evaluation_modules_layers_and_what_was_not_pruned_and_nothing_that_there_is_not() -> None:

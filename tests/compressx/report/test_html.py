@@ -138,7 +138,7 @@ def test_experts_are_averaged_by_their_weights_and_what_lies_outside_has_a_row_o
         name = f"model.layers.0.mlp.experts.down_proj.{number}"
         return LayerReport(name, "wanda", "50% row", (rows, 10), 0.5, sparsity, 1.0)
 
-    head = LayerReport("lm_head", "wanda", "50% row", (10, 10), 0.5, 0.5, 3.0)
+    head = LayerReport("lm_head", "wanda", "50% row", (10, 10), 0.5, 0.25, 3.0)
     blocks = (
         BlockReport(0, "model.layers.0", (expert(0, 10, 0.2), expert(1, 30, 0.6)), 2.0),
         BlockReport(1, "", (head,), 4.0),
@@ -147,7 +147,7 @@ def test_experts_are_averaged_by_their_weights_and_what_lies_outside_has_a_row_o
     text = html.page(sections(report), tmp_path)
     rows = re.findall(r'<tr><th scope="row">(\w+)</th>(.*?)</tr>', text)
     heat = {block: re.findall(r">([\d.]+%)<", cells) for block, cells in rows if 'class="heat"' in cells}
-    assert heat == {"0": ["50.0%"], "outside": ["50.0%"]}
+    assert heat == {"0": ["50.0%"], "outside": ["25.0%"]}
     for absent in ("Allocation", "Block reconstruction", "Fine-tuning", "Errors and curves", "Dense against pruned"):
         assert f"<h2>{absent}" not in text
 
@@ -236,3 +236,25 @@ def test_nothing_overflows_or_overlaps_on_any_screen_and_text_is_legible(browser
     with Image.open(tmp_path / "page.png") as image:
         mean = sum(image.convert("L").resize((16, 16)).tobytes()) / 256
     assert (mean > 128) == (scheme == "light")
+
+
+SEEN = """
+() => [...document.querySelectorAll('section')].find(e => e.textContent.includes('Dense against pruned'))
+  .querySelectorAll('th').values().filter(e => e.getBoundingClientRect().right <= document.documentElement.clientWidth)
+  .map(e => e.textContent).toArray()
+"""
+
+
+def test_a_phone_shows_the_result_without_scrolling(browser, shown, tmp_path):
+    measured = {"token_perplexity": 29.16, "arc_challenge": {"acc_norm": 0.4123, "acc_norm_stderr": 0.0144}}
+    evaluation = dict.fromkeys(("dense", "pruned", "finetuned"), measured)
+    report = dataclasses.replace(shown[0], evaluation=evaluation, figures=())
+    path = tmp_path / "report.html"
+    path.write_text(html.page(sections(report), tmp_path), encoding="utf-8")
+    context = browser.new_context(viewport={"width": 400, "height": 800})
+    context.set_default_timeout(0)
+    page = context.new_page()
+    page.goto(path.as_uri())
+    assert page.evaluate(SEEN)[:4] == ["measure", "dense", "finetuned", "change"]
+    assert page.evaluate(OVERLAPS) == []
+    context.close()
