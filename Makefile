@@ -55,6 +55,8 @@ clean:
 	rm -rf $(VENV) build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .import_linter_cache
 
 $(BIN)/python:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and '$(PYTHON) is Python ' + sys.version.split()[0] + \
+	    '; compressx needs 3.11 to 3.14: name one, as in make PYTHON=python3.13')"
 	$(PYTHON) -m venv $(VENV)
 
 # torch first and alone: a later resolution then keeps the build that was chosen here.
