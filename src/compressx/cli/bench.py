@@ -10,9 +10,7 @@ import click
 from compressx.cli.common import PATH, device_option, dtype_option, errors_for_users, revision_option, trust_option
 
 
-@click.command(
-    epilog="Example: compressx bench ./my-model runs/one --prompt-tokens 128,512 --new-tokens 64 --output speed"
-)
+@click.command(epilog="Example: compressx bench ./my-model runs/one --prompt-tokens 128,512 --output speed")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 @click.option("--prompt-tokens", "prompts", multiple=True, metavar="N,N...",
               help="Of the prompt. Default: 512, or what the model's positions leave.")  # fmt: skip

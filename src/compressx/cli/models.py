@@ -106,8 +106,7 @@ def init(
         return
     with os_errors_named("write", output), output.open("x", encoding="utf-8") as file:
         file.write(text)
-    click.echo(f"written to {output}; next: compressx plan {shlex.quote(str(output))}")
-    click.echo(f"its run's {full_size()}")
+    click.echo(f"written to {output}; next: compressx plan {shlex.quote(str(output))}\nits run's {full_size()}")
 
 
 @click.command(epilog="Example: compressx apply runs/one/masks.safetensors ./tuned --output masked")

@@ -39,8 +39,7 @@ def run(
         raise click.UsageError("--verbose and --quiet exclude each other; give one of them")
     if resume and restart:
         raise click.UsageError("--resume and --restart exclude each other; give one of them")
-    from compressx.cli import terminal
-    from compressx.cli.tables import full_size
+    from compressx.cli import tables, terminal
     from compressx.pipeline.preparation import loaded_recipe
     from compressx.pipeline.run import run as run_recipe
     from compressx.report.contents import sections
@@ -56,7 +55,7 @@ def run(
     if not quiet:
         terminal.show(*sections(report))
         if report.layers and not report.shrink:
-            click.echo(full_size(loaded.recipe.output))
+            click.echo(tables.full_size(loaded.recipe.output))
         click.echo(f"written to {loaded.recipe.output}")
 
 

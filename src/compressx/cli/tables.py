@@ -32,9 +32,8 @@ _SPARSITY = Column("sparsity", ".2%")
 def full_size(folder: object = "OUTPUT") -> str:
     """Say that zeros are stored, and what makes what is stored smaller."""
     return (
-        f"files stay as large as the dense model's, since zeros are stored: compressx pack {shlex.quote(str(folder))} "
-        "leaves them out of the files, and shrink: true out of the model, with pattern neurons, kv-groups, experts or "
-        "blocks"
+        f"files are as large as the dense model's: compressx pack {shlex.quote(str(folder))} leaves out zeros, and "
+        "shrink: true with pattern neurons, kv-groups, experts or blocks what goes whole"
     )
 
 

@@ -204,17 +204,15 @@ def bench(
 
 def _fitted(asked: Asked, names: Sequence[str], skeletons: Sequence[Any]) -> Asked:
     """Shorten prompts that may be shortened to what the models have positions for, and refuse what is too long."""
-    lengths = asked.lengths
     for name, skeleton in zip(names, skeletons, strict=True):
         positions = getattr(text_config(skeleton), "max_position_embeddings", None)
-        if asked.fit and positions is not None:
-            shorter = (Length(min(x.prompt, max(1, positions - x.new)), x.new) for x in lengths)
-            if lengths != (lengths := tuple(shorter)):
-                prompts = ",".join(str(x.prompt) for x in lengths)
-                _log.warning("--prompt-tokens %s: %s has %d positions, and no more are left", prompts, name, positions)
-        for x in lengths:
+        if asked.fit and positions is not None and any(x.prompt + x.new > positions for x in asked.lengths):
+            shorter = tuple(Length(min(x.prompt, max(1, positions - x.new)), x.new) for x in asked.lengths)
+            _log.warning("timing %s tokens: %s has %d positions", ", ".join(map(str, shorter)), name, positions)
+            asked = dataclasses.replace(asked, lengths=shorter)
+        for x in asked.lengths:
             check_room(skeleton, x.prompt, x.new, f"{name}: --prompt-tokens {x.prompt}, --new-tokens {x.new}")
-    return dataclasses.replace(asked, lengths=lengths)
+    return asked
 
 
 def _rounds(

@@ -50,8 +50,9 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
     name = base or Path(model_name(report.model)).name
     linked = f"[{base}](https://huggingface.co/{base})" if base else name
     if report.layers:
+        before, after = report.shrink.get("parameters", (1, 1 - report.sparsity))
         yield Section(
-            f"{name}, {_share(report):.0%} {_left(report)}",
+            f"{name}, {1 - after / before:.0%} {_left(report)}",
             f"{linked}, pruned by compressx {report.compressx}: {_became(report)}",
         )
     else:
@@ -80,12 +81,6 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
 
 def _left(report: RunReport) -> str:
     return "smaller" if report.shrink else "sparse"
-
-
-def _share(report: RunReport) -> float:
-    """Return the share of parameters that are gone, or of the linears' weights that are zero."""
-    before, after = report.shrink["parameters"] if report.shrink else (1, 1 - report.sparsity)
-    return float(1 - after / before)
 
 
 def _became(report: RunReport) -> str:

@@ -129,11 +129,9 @@ class RunLog:
         self._line(name, *(f"{key} {value:.6g}" for key, value in shown.items() if isinstance(value, int | float)))
 
     def finished(self, report: RunReport) -> None:
-        """Write the sparsity, or the parameters of a smaller model, and how long each stage took."""
-        was, now = report.shrink["parameters"] if report.shrink else (0, 0)
-        result = f"parameters {was / 1e6:.4g} M -> {now / 1e6:.4g} M" if now else f"sparsity {report.sparsity:.2%}"
+        """Write the sparsity, and how long each stage took."""
         spent = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items())
-        self._line("finished", result, f"seconds: {spent}", _peak())
+        self._line("finished", f"sparsity {report.sparsity:.2%}", f"seconds: {spent}", _peak())
 
     def rules(self, loaded: LoadedRecipe, plan: Plan) -> None:
         """Write which rule takes which linears, and why others are left alone."""

@@ -119,8 +119,7 @@ def _events(text: str, at: Callable[[int, int], str]) -> Iterator[Any]:
         raise RecipeError(in_plain_words(error, at)) from None
     except (YAMLError, ArithmeticError, AssertionError, ValueError):
         # ruamel.yaml raises these, without a position, for directives of other versions and escapes beyond Unicode.
-        wrong = "an escape beyond \\U0010FFFF, or a %YAML directive other than 1.1 and 1.2"
-        raise RecipeError(f"{at(0, 0)}: not YAML: {wrong}") from None
+        raise RecipeError(f"{at(0, 0)}: not YAML: an escape beyond \\U0010FFFF, or %YAML not 1.1 or 1.2") from None
 
 
 class _Composer:

@@ -38,8 +38,7 @@ def model_name(model: Mapping[str, Any]) -> str:
 
 def _head(report: RunReport) -> Iterator[Section]:
     """Yield what matters most: name, value, note."""
-    cut = ", before the cut" if report.shrink else ""
-    rows = [("sparsity", f"{report.sparsity:.2%}", f"of {len(report.layers)} linears{cut}")] if report.layers else []
+    rows = [("sparsity", f"{report.sparsity:.2%}", f"of {len(report.layers)} linears")] if report.layers else []
     if report.shrink:
         before, after = report.shrink["parameters"]
         numbers = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in report.shrink["config"].items())

@@ -41,8 +41,8 @@ def test_the_default_prompt_is_what_the_positions_leave_and_is_said(work):
     done = invoke("bench", "model", "model", "--new-tokens", "3,120", "--rounds", "1", "--json")
     speeds = json.loads(done.stdout)["models"][0]["speeds"]
     assert [(x["prompt"], x["new"]) for x in speeds] == [(125, 3), (8, 120)]
-    assert "WARNING --prompt-tokens 125,8: model has 128 positions, and no more are left" in done.stderr
-    assert done.stderr.count("--prompt-tokens") == 1
+    assert "WARNING timing 125 + 3, 8 + 120 tokens: model has 128 positions" in done.stderr
+    assert done.stderr.count("positions") == 1
 
 
 def test_json_has_every_figure_and_output_gets_a_report(work):

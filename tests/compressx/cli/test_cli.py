@@ -54,11 +54,8 @@ def write_plugin(name: str, body: str) -> None:
     Path(f"{name}.py").write_text(f"import compressx\n\n@compressx.hookimpl\ndef {body}\n")
 
 
-FULL_SIZE = "files stay as large as the dense model's, since zeros are stored: compressx pack "
-PACKED = (
-    "{} leaves them out of the files, and shrink: true out of the model, with pattern neurons, kv-groups, experts or "
-    "blocks"
-)
+FULL_SIZE = "files are as large as the dense model's: compressx pack "
+PACKED = "{} leaves out zeros, and shrink: true with pattern neurons, kv-groups, experts or blocks what goes whole"
 
 # --- mistakes: each one clear message, and nothing written
 

@@ -76,7 +76,7 @@ def test_parameters_lead_where_the_model_became_smaller() -> None:
     head, *_ = sections(made)
     assert head.table.texts[:2] == [
         ["parameters", "3 M", "dense 4 M, intermediate_size 96 -> 72"],
-        ["sparsity", "40.00%", "of 3 linears, before the cut"],
+        ["sparsity", "40.00%", "of 3 linears"],
     ]
     assert next(iter(sections(report()))).table.texts[0] == ["sparsity", "40.00%", "of 3 linears"]
 

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._utils import _dummy_type
 from torch.utils.checkpoint import DefaultDeviceType
 
 from compressx.testing.accelerator.calls import OnCall
@@ -116,22 +117,9 @@ def _out_of_reach(record: Record, set_device: Callable[[Any], None]) -> Iterator
     }  # fmt: skip
     for name in dir(torch._C):
         if name.startswith(("_accelerator_", "_cuda_")) and not isinstance(getattr(torch._C, name), type):
-            yield torch._C, name, known.get(name.removeprefix("_accelerator_"), _Refused)
-    for where, name in (
-        (torch, "Stream"),
-        (torch, "Event"),
-        *((torch.cuda, x) for x in ("Stream", "Event", "CUDAGraph")),
-    ):
-        yield where, name, _Refused
+            yield torch._C, name, known.get(name.removeprefix("_accelerator_"), _dummy_type(name))
+    yield from ((where, name, _dummy_type(name)) for where in (torch, torch.cuda) for name in ("Stream", "Event"))
     yield DefaultDeviceType, "_default_device_type", DefaultDeviceType._default_device_type  # it keeps what it is told
-
-
-class _Refused:
-    """A function or a class that the device does not have."""
-
-    def __new__(cls, *_: Any, **__: Any) -> Any:  # type: ignore[misc]
-        """Refuse."""
-        raise NotImplementedError("the pretended accelerator has nothing of this kind")
 
 
 class _Stream:
@@ -144,9 +132,7 @@ class _Stream:
         """Wait for the device."""
         self._record.wait("synchronize")
 
-    def is_capturing(self) -> bool:
-        """Say that no graph is captured, as an optimizer asks before each step."""
-        return False
+    is_capturing = staticmethod(lambda: False)  # of a graph: an optimizer asks before each step
 
     def record_event(self) -> _Event:
         """Return an event after what was begun."""
