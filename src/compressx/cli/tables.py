@@ -32,8 +32,8 @@ _SPARSITY = Column("sparsity", ".2%")
 def full_size(folder: object = "OUTPUT") -> str:
     """Say that zeros are stored, and what makes what is stored smaller."""
     return (
-        f"files are as large as the dense model's: compressx pack {shlex.quote(str(folder))} leaves out zeros, and "
-        "shrink: true with pattern neurons, kv-groups, experts or blocks what goes whole"
+        f"files are as large as the dense model's: compressx pack {shlex.quote(str(folder))} makes them smaller; for a "
+        "smaller model, set shrink: true and pattern: neurons, kv-groups, experts or blocks"
     )
 
 

@@ -55,7 +55,9 @@ def write_plugin(name: str, body: str) -> None:
 
 
 FULL_SIZE = "files are as large as the dense model's: compressx pack "
-PACKED = "{} leaves out zeros, and shrink: true with pattern neurons, kv-groups, experts or blocks what goes whole"
+PACKED = (
+    "{} makes them smaller; for a smaller model, set shrink: true and pattern: neurons, kv-groups, experts or blocks"
+)
 
 # --- mistakes: each one clear message, and nothing written
 

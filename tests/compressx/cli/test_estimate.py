@@ -73,7 +73,7 @@ def test_for_several_processes_a_plan_says_what_they_exchange():
     for what in ("statistics", "states", "masks", "weights"):
         assert what in whole
         assert what in block
-    assert "the time that processes take to exchange" in shown[-1]
+    assert "the time that processes take to exchange" in shown[-2]
     alone = json.loads(printed("plan", "r.yaml", "--json", "--assume", "h100"))["estimate"]
     told = json.loads(printed("plan", "r.yaml", "--json", "--assume", "h100", "--processes", "2"))["estimate"]
     assert (alone["processes"], alone["exchanged_bytes"]) == (1, {})
