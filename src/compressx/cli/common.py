@@ -24,11 +24,18 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
+_HOMELESS = "there is no such home folder as a path names with ~; write the path in full, or set HOME"
+
+
 class _Expanded(click.Path):
     """A path with `~` expanded, which a shell does not do after `--output=`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return Path(str(super().convert(value, param, ctx))).expanduser()
+        path = Path(str(super().convert(value, param, ctx)))
+        try:
+            return path.expanduser()
+        except RuntimeError:
+            self.fail(f"{path}: {_HOMELESS}", param, ctx)
 
 
 PATH = _Expanded(path_type=Path)
@@ -106,6 +113,11 @@ def errors_for_users(command: _Command) -> _Command:
         except CompressxError as error:
             if not left_to_launcher(str(error)):
                 click.echo(f"error: {error}", err=True)
+            sys.exit(2)
+        except RuntimeError as error:
+            if "home directory" not in str(error):  # of Path.expanduser
+                raise
+            click.echo(f"error: {_HOMELESS}", err=True)
             sys.exit(2)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -30,7 +30,7 @@ from compressx.models.blockwise import evaluation_mode
 from compressx.prompts.frame import text_ids
 from compressx.prompts.prepare import Selecting
 from compressx.recipe.measuring import Evaluate, RollingTask
-from compressx.runtime.cache import cache_folder, cached
+from compressx.runtime.cache import cached
 from compressx.runtime.code import code_versions
 from compressx.runtime.errors import CalibrationError
 
@@ -240,10 +240,10 @@ def evaluate_cached(
         "device": access.device.type,
         "versions": code_versions("lm_eval"),
     }
-    folder = cache_folder() / "evaluations"
     return cached(
-        key, lambda: evaluate(access, tokenizer, settings, texts, selecting=selecting, progress=progress), folder
-    )
+        key, lambda: evaluate(access, tokenizer, settings, texts, selecting=selecting, progress=progress),
+        "evaluations", dict[str, float | dict[str, float | str | list[dict[str, float]]]],
+    )  # fmt: skip
 
 
 def _negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pydantic import constr
+
 from compressx.recipe.measuring import FIGURES, LmEval, RollingTask
-from compressx.runtime.cache import cache_folder, cached
+from compressx.runtime.cache import cached
 from compressx.runtime.errors import RecipeError
 from compressx.runtime.quiet import quiet_libraries
 
@@ -137,7 +140,8 @@ def _refuse_code(task: str) -> None:
     while left:
         if (path := left.pop().expanduser().resolve()) not in seen:
             seen.add(path)
-            others = _values_in_file(path, code := []).get("include", [])
+            code: list[str] = []
+            others = _values_in_file(path, code).get("include", [])
             if code:
                 raise RecipeError(
                     f"lm_eval.tasks: {path} has {code[0]}, which runs Python code that comes with the task; if you "
@@ -188,5 +192,7 @@ def task_index() -> dict[str, Indexed]:
 
     folder = str(Path(lm_eval.tasks.__file__).parent)
     key = {"lm_eval": metadata.version("lm_eval"), "folder": folder, "of each": ["file", "tasks"]}
-    index = cached(key, build, cache_folder() / "harness")
+    # The files that it names can run code: they are the harness's own.
+    inside = constr(pattern=rf"^{re.escape(folder)}([/\\][^/\\.][^/\\]*)+$")
+    index = cached(key, build, "harness", dict[str, tuple[inside | None, list[str]]])  # type: ignore[valid-type]
     return {name: Indexed(file, tuple(tasks)) for name, (file, tasks) in index.items()}

@@ -31,7 +31,7 @@ from compressx.pipeline.journal import ALLOCATED, Allocated
 from compressx.planning.plan import Plan
 from compressx.recipe.methods import MeasuredAllocation
 from compressx.report import figures
-from compressx.runtime.cache import cache_folder, cached
+from compressx.runtime.cache import cached
 
 
 class Record(Protocol):
@@ -172,7 +172,7 @@ class Pruning:
             return curves()
         measuring = {k: v for k, v in self.inputs["allocation"].items() if k not in {"target", "scope"}}
         key = {**self.inputs, "allocation": measuring, "reconstruct_block": None}
-        return cached(key, curves, cache_folder() / "allocations")
+        return cached(key, curves, "allocations", dict[str, list[list[float]]])
 
     def prune(self, planned: Plan, fisher: FisherDiagonal) -> list[FinishedBlock]:
         """Prune the blocks that an interrupted run has not finished, and record each."""

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import conint, conlist
 from torch import Tensor
 
 from compressx.models.access import Access, config_fingerprint, weights_fingerprint
+from compressx.models.architecture import text_config
 from compressx.models.generate import first_token, generate
 from compressx.pipeline.context import RunContext
 from compressx.recipe.methods import AttentionAware, DivergenceAllocation
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.sources import Generate
-from compressx.runtime.cache import cache_folder, cached
+from compressx.runtime.cache import cached
 from compressx.runtime.code import code_versions
 from compressx.runtime.errors import RecipeError
 
@@ -93,4 +95,6 @@ class OwnText:
             written: list[list[int]] = ids.tolist()
             return written
 
-        return cached(key, compute, cache_folder() / "generated")
+        token = conint(ge=0, lt=text_config(access.model).vocab_size)
+        sequences = conlist(conlist(token, min_length=length, max_length=length), min_length=settings.samples)
+        return cached(key, compute, "generated", sequences)

@@ -17,7 +17,7 @@ from compressx.prompts.scores import check_decoder, check_global, global_blocks
 from compressx.prompts.selection import Selection
 from compressx.recipe.selecting import SelectTokens
 from compressx.recipe.validation import validate_options, validated
-from compressx.runtime.cache import cache_folder, cached
+from compressx.runtime.cache import cached
 from compressx.runtime.code import code_versions
 from compressx.runtime.errors import PluginError, blamed_on
 
@@ -125,7 +125,7 @@ class Selecting:
         def ask() -> dict[str, Any]:
             return asdict(self._observed(selector, access, found, tokenizer, queries))
 
-        kept = cached(key, ask, cache_folder() / "selections")
+        kept = cached(key, ask, "selections", AttentionRows)
         heads = None if kept["heads"] is None else tuple(kept["heads"])
         return AttentionRows(tuple(kept["blocks"]), heads, kept["queries"], kept["reason"])
 

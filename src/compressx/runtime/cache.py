@@ -8,7 +8,9 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import atomic_write
@@ -19,11 +21,18 @@ _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: `COMPRESSX_CACHE` if set, else the platform's cache folder for the user."""
+    """Return the cache folder: `COMPRESSX_CACHE` if set, else the platform's cache folder for the user.
+
+    Raises:
+        ArtifactError: there is no home folder for it, as for a user of a container whom it does not know.
+    """
     import platformdirs
 
-    chosen = os.environ.get("COMPRESSX_CACHE")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("compressx", appauthor=False))
+    try:
+        chosen = os.environ.get("COMPRESSX_CACHE") or platformdirs.user_cache_dir("compressx", appauthor=False)
+        return Path(chosen).expanduser()
+    except RuntimeError as error:
+        raise ArtifactError("there is no home folder for the cache; set HOME, or COMPRESSX_CACHE") from error
 
 
 def write_json(path: Path, value: object) -> None:
@@ -35,29 +44,31 @@ def write_json(path: Path, value: object) -> None:
     atomic_write(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
-def cached(key: Mapping[str, object], compute: Callable[[], Value], folder: Path) -> Value:
+def cached(key: Mapping[str, object], compute: Callable[[], Value], folder: Path | str, kind: Any) -> Value:
     """Return the cached value for a key, or compute and cache it.
 
-    A damaged file, or one with another key, is recomputed and overwritten. If the folder cannot be written, the value
-    is returned uncached, with a warning.
+    A damaged file, or one with another key or a value of another type, is recomputed and overwritten. If the folder
+    cannot be written, the value is returned uncached, with a warning.
 
     Args:
         key: everything the value depends on, in types that survive JSON: text, numbers, lists, dicts with text keys.
         compute: returns the value, in the same types.
-        folder: holds one JSON file per key.
+        folder: holds one JSON file per key; in the cache folder unless it is absolute.
+        kind: the type of the value, as pydantic takes it; what is returned are JSON's types nevertheless.
     """
     canonical = json.dumps(key, sort_keys=True)
-    path = folder / f"{hashlib.sha256(canonical.encode()).hexdigest()}.json"
+    name = f"{hashlib.sha256(canonical.encode()).hexdigest()}.json"
     try:
-        entry = json.loads(path.read_text(encoding="utf-8"))
+        entry = json.loads((cache_folder() / folder / name).read_text(encoding="utf-8"))
         if json.dumps(entry["key"], sort_keys=True) == canonical:
             value: Value = entry["value"]
+            TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
             return value
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ArtifactError, OSError, ValueError, KeyError, TypeError, RecursionError):
         pass  # missing or damaged
     value = compute()
     try:
-        write_json(path, {"key": key, "value": value})
+        write_json(cache_folder() / folder / name, {"key": key, "value": value})
     except ArtifactError as error:
         _log.warning("%s; the result is not cached", error)
     return value

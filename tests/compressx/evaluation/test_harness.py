@@ -20,7 +20,7 @@ import torch
 from tests.compressx.cli.commands import printed
 
 from compressx.evaluation.harness import check_chat_template, run_tasks
-from compressx.evaluation.tasks import check_tasks
+from compressx.evaluation.tasks import check_tasks, task_index
 from compressx.models.access import InMemory
 from compressx.plugins.manager import load_plugins
 from compressx.prompts.prepare import Selecting
@@ -77,6 +77,7 @@ def few_tasks(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     monkeypatch.setenv("COMPRESSX_CACHE", str(project / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", project / "datasets")
+    monkeypatch.setattr("lm_eval.tasks.__file__", str(folder / "__init__.py"))
     here = partial(TaskManager, include_path=str(folder))
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: here(include_defaults=False))
     return folder
@@ -87,6 +88,15 @@ class TestCheckTasks:
         check_tasks(settings("letters_easy", "tasks/letters_hard.yaml", rolling("docs")))
         monkeypatch.delattr("lm_eval.tasks.TaskManager")
         check_tasks(settings("letters", rolling("docs")))
+
+    @pytest.mark.parametrize("forged", ["/evil.yaml", "{folder}/../evil.yaml", "{folder}x/evil.yaml", 3])
+    def test_a_cached_index_that_names_a_file_elsewhere_is_built_anew(self, few_tasks: Path, forged: Any) -> None:
+        check_tasks(settings("letters_easy"))
+        (entry,) = (few_tasks.parent / "cache" / "harness").iterdir()
+        index = json.loads(entry.read_text())
+        index["value"]["letters_easy"][0] = forged if forged == 3 else forged.format(folder=few_tasks)
+        entry.write_text(json.dumps(index))
+        assert task_index()["letters_easy"].file == str(few_tasks / "letters_easy.yaml")
 
     def test_an_unknown_name_is_answered_with_the_nearest_ones(self, few_tasks: Path) -> None:
         with pytest.raises(RecipeError, match=r"no task is named 'leters_easy'; the nearest are letters_easy, letters"):

@@ -122,6 +122,24 @@ class TestGenerated:
         assert artifacts("out") == before
 
     @pytest.mark.parametrize(
+        "forged", [[[1] * 31] * 8, [[1] * 32] * 7, [["1"] * 32] * 8, [[-1] * 32] * 8, [[10**6] * 32] * 8]
+    )
+    def test_cached_text_of_another_shape_or_vocabulary_is_written_anew(self, model, monkeypatch, forged) -> None:
+        class AgainError(Exception):
+            pass
+
+        def again(*_: object) -> None:
+            raise AgainError
+
+        given = with_text(model, self.GENERATE)
+        run(given)
+        (kept,) = Path("cache/generated").glob("*.json")
+        kept.write_text(json.dumps(json.loads(kept.read_text()) | {"value": forged}))
+        monkeypatch.setattr("compressx.pipeline.texts.generate", again)
+        with pytest.raises(AgainError):
+            run(given)
+
+    @pytest.mark.parametrize(
         "changed", [{"samples": 9}, {"seed": 4}, {"temperature": 0.9}, {"batch_size": 3}], ids=lambda x: next(iter(x))
     )
     def test_every_setting_gives_other_text(self, model, monkeypatch, changed) -> None:
