@@ -148,6 +148,15 @@ def count_dropped(sparsity: float, weights: int) -> int:
     return round(sparsity * weights)
 
 
+def groups_of(pattern: Pattern, in_features: int) -> tuple[int, int] | None:
+    """Return how many consecutive input features a group of `pattern` has, and how many of them it keeps; or None."""
+    if isinstance(pattern, NM):
+        return pattern.of, pattern.keep
+    if isinstance(pattern, Unstructured) and pattern.group == "row":
+        return in_features, in_features - count_dropped(pattern.sparsity, in_features)
+    return None
+
+
 def sparsity_of(keep: Tensor) -> float:
     """Count the fraction of zeros in a mask."""
     return 1.0 - torch.count_nonzero(keep).item() / keep.numel()

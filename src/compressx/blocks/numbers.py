@@ -8,11 +8,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import FixedMask, Pattern, Structured, competing, count_dropped, zeros_in
+from compressx.api.patterns import FixedMask, Pattern, Structured, competing, count_dropped, groups_of, zeros_in
 from compressx.api.pruner import Block, PruneResult
-from compressx.numerics.masked import zeroed
-from compressx.runtime.errors import PluginError
+from compressx.masks.file import MaskEntry
+from compressx.numerics.masked import kept_in_groups, told_misplaced, zeroed
+from compressx.runtime.errors import ArtifactError, PluginError
 from compressx.runtime.finite import all_finite
+from compressx.runtime.transfer import to_device
 
 _Key = TypeVar("_Key")
 _Found = Mapping[tuple[str, str], int]
@@ -41,7 +43,9 @@ def check_numbers(
     Raises:
         PluginError: the message names plugin and linear, or the module of units.
     """
-    structured = {p.units.fqn: p for p in patterns.values() if isinstance(p, Structured)}
+    # Of a mask that was fixed, too: a pruner could change it in place.
+    chosen = {n: p.chosen_as if isinstance(p, FixedMask) else p for n, p in patterns.items()}
+    structured = {p.units.fqn: p for p in chosen.values() if isinstance(p, Structured)}
     asked: dict[tuple[str, str], Tensor] = {}
     for name, result in results.items():
         dtype = block.linears[name].weight.dtype
@@ -54,14 +58,34 @@ def check_numbers(
         _check_linear(f"pruner {plugin!r} on {name}", name, patterns[name], result, dtype, found)
     for fqn, pattern in structured.items():
         _check_units(f"pruner {plugin!r} on {fqn}", pattern, found)
-    if joint := competing(patterns):
-        _check_joint_total(f"pruner {plugin!r} on {block.fqn}", {n: patterns[n] for n in joint}, results, found)
+    if joint := competing(chosen):
+        _check_joint_total(f"pruner {plugin!r} on {block.fqn}", {n: chosen[n] for n in joint}, results, found)
+
+
+def refuse_lost_zeros(block: Block, masks: Mapping[str, MaskEntry]) -> None:
+    """Refuse weights of a block that has run again, or was trained, and that are not zero where its masks drop them.
+
+    Raises:
+        ArtifactError: the message names a linear.
+    """
+    weights = {name: block.linears[name].weight for name in masks}
+    lost = fetched({n: torch.count_nonzero(zeroed(x, ~to_device(masks[n].keep, x.device))) for n, x in weights.items()})
+    for name, count in lost.items():
+        if count:
+            raise ArtifactError(
+                f"{name}: {count} weights that its mask drops are not zero after pruning; look for hooks that write it"
+            )
 
 
 def _counted(pattern: Pattern, result: PruneResult, dtype: torch.dtype) -> dict[str, Tensor]:
-    asked = {"zeros": result.keep.numel() - torch.count_nonzero(result.keep)}  # a sixth of the time of a sum
+    asked = {}
     if isinstance(pattern, FixedMask):
-        asked["others"] = (result.keep != pattern.keep).sum()
+        asked["others"], pattern = (result.keep != pattern.keep).sum(), pattern.chosen_as
+    if groups := groups_of(pattern, result.keep.shape[1]):
+        least, most = kept_in_groups(result.keep, groups[0]).aminmax()
+        asked["misplaced"] = (least != groups[1]) | (most != groups[1])
+    else:
+        asked["zeros"] = result.keep.numel() - torch.count_nonzero(result.keep)  # a sixth of the time of a sum
     if result.weight is not None:
         asked["finite"] = _written(result, dtype).sum(dtype=torch.float32).isfinite()
     if result.bias is not None:
@@ -78,11 +102,14 @@ def _written(result: PruneResult, dtype: torch.dtype) -> Tensor:
 def _check_linear(
     who: str, name: str, pattern: Pattern, result: PruneResult, dtype: torch.dtype, found: _Found
 ) -> None:  # fmt: skip
-    zeros = found["zeros", name]
     if isinstance(pattern, FixedMask):
         if found["others", name]:
             raise PluginError(f"{who}: a reconstructing pruner must return the mask that it was given")
-    elif (expected := zeros_in(pattern, *result.keep.shape)) is not None and zeros != expected:
+        pattern = pattern.chosen_as
+    if groups := groups_of(pattern, result.keep.shape[1]):
+        if found["misplaced", name]:
+            raise PluginError(f"{who}: pattern {pattern} means that {told_misplaced(result.keep, *groups)}")
+    elif (expected := zeros_in(pattern, *result.keep.shape)) not in (None, zeros := found["zeros", name]):
         raise PluginError(f"{who}: pattern {pattern} means {expected} zeros of {result.keep.numel()}, got {zeros}")
     # A sum that is not finite may have overflowed.
     if result.weight is not None and not found["finite", name] and not all_finite(_written(result, dtype)):

@@ -21,6 +21,7 @@ from compressx.api.pruner import Block, BlockCall
 from compressx.api.record import BlockReport, LayerReport
 from compressx.blocks.depth import decide_whole
 from compressx.blocks.fisher import FisherDiagonal
+from compressx.blocks.numbers import refuse_lost_zeros
 from compressx.blocks.select import Built, ByRule, Decision, decide_all, gather, write
 from compressx.masks.file import MaskEntry, WeightHashes
 from compressx.models.access import Access
@@ -184,6 +185,7 @@ class _Pruning:
                 )
         if block.index < self.last and not dropped:  # what is dropped changes nothing
             advance(block.fqn, runs, streams.pruned)
+        refuse_lost_zeros(block, masks)
         synchronize(next(block.module.parameters()).device)
         seconds = time.perf_counter() - started
         return PrunedBlock(
@@ -200,6 +202,7 @@ class _Pruning:
             for ids, state in zip(batches, states, strict=True)
         ]
         layers, masks, images = self.prune(block, observing)
+        refuse_lost_zeros(block, masks)
         return PrunedBlock(BlockReport(block.index, OUTSIDE, layers, time.perf_counter() - started), masks, images)
 
     def prune(

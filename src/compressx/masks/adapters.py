@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compressx.models.architecture import linears_of
-from compressx.models.export import refuse_prepared
+from compressx.models.architecture import linears_of, refuse_prepared
 from compressx.runtime.errors import ArtifactError, did_you_mean
 
 if TYPE_CHECKING:

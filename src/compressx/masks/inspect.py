@@ -18,6 +18,7 @@ from compressx.models.checkpoint import find_checkpoint
 from compressx.models.packed_folder import Sizes, is_packed, sizes_of
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import open_model
+from compressx.numerics.masked import kept_in_groups, told_unlike
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError
 from compressx.shrink.cuts import told_shrunk
@@ -118,9 +119,7 @@ def pattern_of(zero: Tensor) -> str:
 
 def fits_two_four(zero: Tensor) -> bool:
     """Return whether every four consecutive columns of `zero` [out_features, in_features] have two zeros or more."""
-    if zero.shape[1] % 4:
-        return False
-    return bool(((~zero).view(len(zero), -1, 4).sum(dim=2) <= 2).all())
+    return zero.shape[1] % 4 == 0 and bool((kept_in_groups(~zero, 4) <= 2).all())
 
 
 def inspect(source: ModelSource, masks: Path | None = None) -> Inspection:
@@ -173,6 +172,8 @@ def _inspected(access: Access, source: ModelSource, entries: Mapping[str, MaskEn
                 if entry is not None:
                     if entry.keep.shape != zero.shape:
                         raise _OtherModelError(f"{name}: its mask is {[*entry.keep.shape]}, the weight {list(shape)}")
+                    if unlike := told_unlike(entry.keep, entry.pattern):
+                        raise _OtherModelError(f"{name}: its mask is called {entry.pattern}, but is none: {unlike}")
                     off = int((~entry.keep & ~zero).sum())
                 mask = None if entry is None else f"{entry.pruner} {entry.pattern}"
                 yield Inspected(name, shape, int(zero.sum()), pattern_of(zero), fits_two_four(zero), mask, off)

@@ -27,8 +27,8 @@ from torch.nn.utils import parametrize
 from compressx.api.pruner import Linear
 from compressx.masks.adapters import refuse_adapted
 from compressx.masks.file import MaskEntry, PackedMasks, read_masks, weight_sha256, write_masks
-from compressx.models.architecture import linears_of
-from compressx.models.export import refuse_prepared
+from compressx.models.architecture import linears_of, refuse_prepared
+from compressx.numerics.masked import told_unlike
 from compressx.runtime.errors import ArtifactError, did_you_mean
 from compressx.shrink.cuts import told_shrunk
 
@@ -200,8 +200,9 @@ class MaskSet(Mapping[str, MaskEntry]):
         return masks
 
     def _linears(self, model: nn.Module) -> dict[str, Linear]:
-        """Return the linear of each mask; check its shape."""
+        """Return the linear of each mask; check its shape, and that the weights are the model's own."""
         refuse_adapted(model)
+        refuse_prepared(model, "compared with masks", allowed="FakeSparsity")
         weights = {x.name: x for n, m in model.named_modules(remove_duplicate=False) for x in _weights_of(n, m)}
         for name, entry in self.items():
             if name not in weights:
@@ -213,6 +214,8 @@ class MaskSet(Mapping[str, MaskEntry]):
                     f"{name}: the mask is {[*entry.keep.shape]} [out_features, in_features], the weight "
                     f"{[*weight.shape]}; the masks were made for another model{told_shrunk(model)}"
                 )
+            if unlike := told_unlike(entry.keep, entry.pattern):
+                raise ArtifactError(f"{name}: its mask is called {entry.pattern}, but is none: {unlike}; make it anew")
             if weight.is_meta:
                 raise ArtifactError(f"{name}: its weight is not loaded (device meta); load the whole model first")
         return {name: weights[name] for name in self}

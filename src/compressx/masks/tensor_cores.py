@@ -20,8 +20,7 @@ from compressx.api.names import folded
 from compressx.api.pruner import Linear
 from compressx.masks.adapters import refuse_adapted
 from compressx.masks.inspect import fits_two_four
-from compressx.models.architecture import Architecture, survey
-from compressx.models.export import refuse_prepared
+from compressx.models.architecture import Architecture, refuse_prepared, survey
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError, did_you_mean
 from compressx.runtime.quiet import quiet_libraries
 
@@ -67,7 +66,7 @@ def semi_structured(model: nn.Module, linears: Iterable[str] | None = None) -> C
             no names are given. The message has the reasons, and the model is left unchanged.
         ArtifactError: a name that the model does not have, masks that are held, or adapters.
     """
-    refuse_prepared(model, "converted to 2:4")
+    refuse_prepared(model, "converted to 2:4", allowed="SparseSemiStructuredTensor")
     refuse_adapted(model)
     check_device(next(model.parameters()).device)
     surveyed = survey(model)

@@ -5,12 +5,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from compressx.api.pruner import Linear
-from compressx.runtime.errors import UnsupportedModelError
+from compressx.runtime.errors import ArtifactError, UnsupportedModelError
+
+_WRAPPERS = {"OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
+"""Classes around a model or its blocks, under which weights have other names."""
+
+_COMPUTED = {
+    "FakeSparsity": "compressx.masks.squash(sparsifier)",
+    "BasePruningMethod": 'torch.nn.utils.prune.remove(module, "weight")',
+    "WeightNorm": "torch.nn.utils.remove_weight_norm(module)",
+    "SpectralNorm": "torch.nn.utils.remove_spectral_norm(module)",
+    "Module": 'torch.nn.utils.parametrize.remove_parametrizations(module, "weight")',
+}
+"""Classes of hooks and parametrizations that compute a weight for each forward pass, and what makes it permanent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +118,50 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         )
     ((name, modules),) = fitting.items()
     return {f"{name}.{i}": module for i, module in enumerate(modules)}
+
+
+def refuse_prepared(model: nn.Module, action: str = "saved", allowed: str = "") -> None:
+    """Refuse a model whose weights are no plain parameters: what is written to them is lost, or was never its own.
+
+    Args:
+        model: any module.
+        action: the refused action, as a participle for the message.
+        allowed: name of a class of parametrizations or tensors that is accepted nevertheless.
+
+    Raises:
+        ArtifactError: the message says what its weights are, names a module, and says what to do.
+    """
+    found = [(name, *state) for name, module in model.named_modules() if (state := _not_plain(module, allowed))]
+    if found:
+        (name, state, advice), more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise ArtifactError(
+            f"the model cannot be {action} while its weights are {state} ({name or type(model).__name__}{more}); "
+            f"{advice} first"
+        )
+
+
+def _not_plain(module: nn.Module, allowed: str) -> tuple[str, str] | None:
+    """Return what a module's weights are, if they are no plain parameters, and what to do."""
+    for name in _classes(module) & _WRAPPERS:
+        inner = "_orig_mod" if name == "OptimizedModule" else "module"
+        return f"wrapped in {name}", f"pass its `{inner}`, or load the model without the wrapper,"
+    chains: Any = module.parametrizations.values() if parametrize.is_parametrized(module) else ()
+    for made in (*chain.from_iterable(chains), *module._forward_pre_hooks.values()):
+        names = _classes(made)
+        if allowed not in names and (call := next((x for name, x in _COMPUTED.items() if name in names), None)):
+            return f"parametrized by {type(made).__name__}", f"call {call}"
+    if isinstance(vars(module).get("weight"), Tensor):
+        return "no parameters", "set module.weight to an nn.Parameter"
+    for x in (*module._parameters.values(), *module._buffers.values()):
+        own = type(x).__module__.startswith("compressx.")  # of the pretended accelerator
+        if x is not None and type(x) not in (Tensor, nn.Parameter) and not own and allowed not in _classes(x):
+            return f"of class {type(x).__name__}", "load the model whole and in full precision, or dequantize it,"
+    return None
+
+
+def _classes(value: object) -> set[str]:
+    """Return the names of an object's classes: none of the libraries that they are from is imported for it."""
+    return {cls.__name__ for cls in type(value).__mro__}
 
 
 def text_config(model: nn.Module) -> Any:

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch import Tensor
 
+from compressx.models.architecture import refuse_prepared
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import BLOCKS, STATE, os_errors_named, sync, sync_tree
 from compressx.runtime.locks import locked
@@ -271,22 +271,3 @@ def _remove(folder: Path) -> None:
         folder.unlink()
     else:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def refuse_prepared(model: nn.Module, action: str = "saved") -> None:
-    """Refuse a model with parametrized weights: its state dict has other names and unmasked weights.
-
-    Args:
-        model: any module.
-        action: the refused action, as a participle for the message.
-
-    Raises:
-        ArtifactError: the message names a parametrized module.
-    """
-    names = [name for name, module in model.named_modules() if parametrize.is_parametrized(module)]
-    if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise ArtifactError(
-            f"the model cannot be {action} while its weights are parametrized ({names[0]}{more}); call "
-            "compressx.masks.squash(sparsifier) first"
-        )

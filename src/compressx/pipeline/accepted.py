@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from compressx.masks.adapters import has_adapters
-from compressx.models.export import refuse_prepared
+from compressx.models.architecture import refuse_prepared
 from compressx.runtime.errors import CalibrationError, UnsupportedModelError
 
 
@@ -16,13 +16,13 @@ def check_model(model: Any) -> None:
 
     Raises:
         UnsupportedModelError: it is not; the message says what to pass instead.
-        ArtifactError: its weights are parametrized.
+        ArtifactError: its weights are no plain parameters, see `refuse_prepared`.
     """
     from transformers import PreTrainedModel
 
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        wrapped = "unwrap it first (of PEFT: model.merge_and_unload(); of torch.compile: model._orig_mod)"
+        wrapped = "unwrap it first (PEFT: model.merge_and_unload(); torch.compile: model._orig_mod; DDP: model.module)"
         other = "load one by AutoModelForCausalLM.from_pretrained, or write a recipe and call compressx.run"
         raise UnsupportedModelError(
             f"prune takes a transformers causal language model, got {kind}; "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ from compressx.recipe.sources import Generate
 from compressx.runtime.allocator import freed_memory_kept
 from compressx.runtime.code import library_versions
 from compressx.runtime.determinism import deterministic, torchs_own_modes
-from compressx.runtime.errors import CalibrationError, CompressxError
+from compressx.runtime.errors import ArtifactError, CalibrationError, CompressxError
 from compressx.runtime.machine import machine
 from compressx.runtime.ranks import ALONE
 from compressx.runtime.timing import Timing, forget_peaks
@@ -119,7 +120,9 @@ def prune(
         log.header(machine(access.device), {"compressx": __version__, **library_versions()})
         forget_peaks()
         work = deepcopy(model) if copy else model
-        with evaluation_mode(model), evaluation_mode(work), tempfile.TemporaryDirectory(prefix="compressx-") as folder:
+        # Compiled modules call no hooks. Where torch's compiler is not imported, which takes seconds, there are none.
+        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+        with eager, evaluation_mode(model), evaluation_mode(work), TemporaryDirectory(prefix="compressx-") as folder:
             planned, texts = _read(context, model, given, calibration)
             context = context.with_arithmetic(planned, model.dtype)
             kept = Kept(Path(folder))
@@ -191,6 +194,8 @@ def _pruned(
     pruned = Pruned(tokenizer, access, final, allocation, blocks, measured, texts.evaluation, texts.training)
     evaluation, tuned = trained(context, pruned, lambda: masks, lambda: dense, None)
     evaluation |= evaluated(context, pruned, access, "pruned" if tuned is None else "finetuned")
+    if tuned is None and not masks.verify(work):
+        raise ArtifactError("weights that masks drop are not zero after pruning; look for hooks that write to them")
     describe(pruned)
     report = report_of(context, pruned, evaluation, tuned, ())
     context.log.finished(report)

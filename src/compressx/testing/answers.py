@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from pydantic import create_model
 
-from compressx.api.patterns import NM, Unstructured, keep_masks, zeros_in
+from compressx.api.patterns import NM, Unstructured, keep_masks
 from compressx.api.pruner import Block, PruneResult, PrunerSpec, Statistic
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import CompressxError
@@ -35,21 +35,11 @@ _SELECTOR = PrunerSpec("by size", "the largest weights", _NoOptions, lambda _: _
 
 
 def exact(subject: Subject) -> None:
-    """Count zeros in rows, groups and wholes, for every pattern that is claimed; of units the host does."""
+    """Ask for every pattern that is claimed; the host counts zeros in rows, groups and wholes, and units."""
     scene = subject.scene()
     stats = subject.gathered(scene)
     for pattern in subject.patterns:
-        results = subject.decided(scene, pattern, stats)
-        for name, result in results.items():
-            wanted = None if isinstance(pattern, Whole) else zeros_in(pattern, *result.keep.shape)
-            zeros = int((~result.keep).sum())
-            expect(wanted is None or zeros == wanted, f"{name}, {pattern}: {zeros} zeros, expected {wanted}")
-            if isinstance(pattern, NM):
-                kept = result.keep.view(len(result.keep), -1, pattern.of).sum(dim=2)
-                expect(bool((kept == pattern.keep).all()), f"{name}, {pattern}: groups do not lie along in_features")
-            elif isinstance(pattern, Unstructured) and pattern.group == "row":
-                each = (~result.keep).sum(dim=1)
-                expect(bool((each == each[0]).all()), f"{name}, {pattern}: rows differ in their number of zeros")
+        subject.decided(scene, pattern, stats)
 
 
 def dense(subject: Subject) -> None:

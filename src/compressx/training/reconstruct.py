@@ -72,9 +72,6 @@ def reconstruct(
 
     Returns:
         The held-out errors; the final one is never higher than the first.
-
-    Raises:
-        ArtifactError: a dropped weight that is not zero afterwards.
     """
     started = time.perf_counter()
     module = model.get_submodule(fqn)

@@ -147,9 +147,6 @@ def _held(model: nn.Module, kept: Mapping[str, Tensor]) -> Iterator[None]:
     """Keep dropped weights at zero: no gradient reaches them, and an optimizer without weight decay does not move them.
 
     A parametrization would multiply every weight by its mask in every forward pass: a tenth of a training step.
-
-    Raises:
-        ArtifactError: a dropped weight is not zero at the end.
     """
     with ExitStack() as hooks:
         for name, keep in kept.items():
@@ -159,13 +156,6 @@ def _held(model: nn.Module, kept: Mapping[str, Tensor]) -> Iterator[None]:
             hook = parameter.register_hook(partial(zeroed, keep=keep))  # type: ignore[no-untyped-call]
             hooks.callback(hook.remove)
         yield
-    weights = {name: model.get_parameter(name).detach() for name in kept}
-    lost = {name: ((x != 0) & x.isfinite() & ~kept[name]).sum() for name, x in weights.items()}  # NaN is told elsewhere
-    if lost and int(torch.stack([*lost.values()]).sum()):  # one look at an accelerator
-        name = next(name for name, count in lost.items() if count)
-        raise ArtifactError(
-            f"{name}: {int(lost[name])} weights that the mask drops are not zero after training; expected none"
-        )
 
 
 @contextmanager

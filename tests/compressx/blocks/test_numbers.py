@@ -1,18 +1,32 @@
-"""Answers about units that the host refuses: torn ones, another number of them, a bias that is none."""
+"""Answers that the host refuses: zeros in other places than the pattern says, torn units, a bias that is none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from compressx import Block, Linear, Owners, PluginError, PruneResult, Structured, Units
+from compressx import (
+    NM,
+    Block,
+    FixedMask,
+    Linear,
+    Owners,
+    PluginError,
+    PruneResult,
+    Structured,
+    Units,
+    Unstructured,
+    keep_mask,
+)  # fmt: skip
 from compressx.blocks.contract import Checksums, ask
 from compressx.blocks.numbers import check_numbers
 from compressx.blocks.select import write
+from compressx.testing import pretended_accelerator
 
 NAMES = ("block.up", "block.down")
 
@@ -134,3 +148,75 @@ def test_experts_of_an_odd_size_are_asked_about_like_others():
         module.down_proj[1, 2, 4] += 1
     with pytest.raises(PluginError, match=r"pruner 'mine' changed 1.weight of block itself"):
         untouched.refuse_changes()
+
+
+# --- where the zeros are
+
+
+def of_one(pattern: Unstructured | NM | FixedMask, keep: torch.Tensor, device: str = "cpu") -> tuple[Any, ...]:
+    """Return the arguments of `check_numbers` for a linear [out_features, in_features] of the mask's shape."""
+    module = nn.ModuleDict({"up": nn.Linear(keep.shape[1], keep.shape[0])}).to(device)
+    linears = {"block.up": Linear("block.up", module["up"])}
+    return "mine", Block(0, "block", module, linears, (), None), {"block.up": pattern}, {"block.up": PruneResult(keep)}
+
+
+SCORES = torch.rand(16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_two_of_four_mask_that_was_transposed_is_refused_with_its_first_wrong_group():
+    keep = torch.tensor([True, True, False, False]).repeat(16, 4)
+    check_numbers(*of_one(NM(2, 4), keep))
+    with pytest.raises(PluginError) as caught:
+        check_numbers(*of_one(NM(2, 4), keep.T))
+    assert str(caught.value) == (
+        "pruner 'mine' on block.up: pattern 2:4 means that 2 of 4 input features are kept, but 64 of 64 groups keep "
+        "others: the first, row 0, columns 0 to 3, keeps 4; groups lie along in_features, the last dimension of masks"
+    )
+    one_group = keep.clone()
+    one_group[5, 8:12] = torch.tensor([True, False, False, False])
+    with pytest.raises(PluginError, match=r"1 of 64 groups keep others: the first, row 5, columns 8 to 11, keeps 1;"):
+        check_numbers(*of_one(NM(2, 4), one_group))
+
+
+def test_rows_with_different_numbers_of_zeros_are_refused_though_there_are_as_many_in_all():
+    keep = keep_mask(SCORES, Unstructured(0.25, "row"))
+    check_numbers(*of_one(Unstructured(0.25, "row"), keep))
+    one_place = keep.clone()  # a zero goes from row 2 to row 9
+    one_place[2, keep[2].int().argmin()], one_place[9, keep[9].int().argmax()] = True, False
+    assert one_place.sum() == keep.sum()
+    says = r"pattern 25% row means that 12 of 16 input features are kept, but 2 of 16 .* first, row 2, keeps 13;"
+    with pytest.raises(PluginError, match=says):
+        check_numbers(*of_one(Unstructured(0.25, "row"), one_place))
+    check_numbers(*of_one(Unstructured(0.25, "layer"), one_place))
+
+
+@pytest.mark.parametrize(
+    "pattern", [NM(3, 4), NM(1, 2), NM(3, 8), NM(5, 16), Unstructured(0.3, "row"), Unstructured(0.3, "layer")], ids=str
+)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_every_pattern_takes_its_own_masks_and_no_transposed_one_of_another_count(pattern, fixed):
+    keep = keep_mask(SCORES, pattern)
+    wrong = keep.T.contiguous() if pattern != Unstructured(0.3, "layer") else keep | (SCORES[~keep].min() < SCORES)
+    check_numbers(*of_one(FixedMask(keep, pattern) if fixed else pattern, keep))
+    with pytest.raises(PluginError, match=r"block.up: pattern .* means"):
+        # A reconstructing pruner that changes the mask that it was given, in place, and returns it.
+        check_numbers(*of_one(FixedMask(wrong, pattern) if fixed else pattern, wrong))
+
+
+def test_units_that_a_reconstructing_pruner_tears_in_place_are_refused():
+    block, patterns, results = problem()
+    fixed = {n: FixedMask(results[n].keep, p) for n, p in patterns.items()}
+    check_numbers("mine", block, fixed, results)
+    torn(results)
+    with pytest.raises(PluginError, match="neurons go or stay whole"):
+        check_numbers("mine", block, fixed, results)
+
+
+@pytest.mark.parametrize("pattern", [NM(2, 4), Unstructured(0.5, "row"), Unstructured(0.5, "layer")], ids=str)
+def test_groups_are_counted_in_the_transfer_that_all_numbers_take(pattern):
+    keep = keep_mask(SCORES, pattern)
+    with pretended_accelerator() as device:
+        given = of_one(pattern, keep.to("cuda"), "cuda")
+        with device.counted() as counts:
+            check_numbers(*given)
+    assert counts.synchronisations == 1, counts.places()

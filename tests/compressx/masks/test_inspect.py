@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,12 @@ def test_masks_of_another_model_are_refused(folder):
     MaskSet({"model.layers.9.q_proj": entry}).save(folder / "other.safetensors")
     with pytest.raises(ArtifactError, match=r"it has a mask for model.layers.9.q_proj, which .* does not have"):
         inspect(source_of(str(folder)), folder / "other.safetensors")
+
+
+def test_masks_that_say_two_of_four_and_were_transposed_are_refused(folder):
+    name = "model.layers.0.self_attn.q_proj"
+    entry = MaskSet.load(folder / "masks.safetensors")[name]
+    MaskSet({name: dataclasses.replace(entry, keep=entry.keep.T)}).save(folder / "masks.safetensors")
+    says = rf"masks.safetensors: {name}: its mask is called 2:4, but is none: 2 of 4 input features are kept, but"
+    with pytest.raises(ArtifactError, match=says):
+        inspect(source_of(str(folder)))

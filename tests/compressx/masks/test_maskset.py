@@ -4,6 +4,8 @@ import copy
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,7 +148,9 @@ def test_a_prepared_model_is_refused_and_keeps_its_weights() -> None:
     found = two_of_four(model)
     MaskSet({"lm_head": random_entry(128, 64)}).to_torch_ao(model)
     before = state_of(model)
-    with pytest.raises(ArtifactError, match=r"cannot be masked while its weights are parametrized \(lm_head\)"):
+    with pytest.raises(
+        ArtifactError, match=r"cannot be masked while its weights are parametrized by MaskedWeight \(lm_head\)"
+    ):
         found.apply(model)
     assert unchanged(model, before)
 
@@ -250,3 +254,18 @@ def test_masks_of_fused_experts_are_applied_verified_and_held_like_any_other(kin
         assert torch.equal(held(tiny_tokens()).logits, model(tiny_tokens()).logits)
     squash_held(sparsifier)
     assert torch.equal(held.model.layers[1].mlp.experts.gate_up_proj, experts.gate_up_proj)
+
+
+def test_masks_that_say_two_of_four_and_were_transposed_are_refused_by_all_that_uses_them(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    before, found = state_of(model), two_of_four(model)
+    name = "model.layers.1.self_attn.o_proj"
+    turned = replace(found[name], keep=found[name].keep.T.contiguous())
+    MaskSet({**found, name: turned}).save(tmp_path / "masks.safetensors")
+    loaded = MaskSet.load(tmp_path / "masks.safetensors")
+    says = rf"^{name}: its mask is called 2:4, but is none: 2 of 4 input features are kept, but \d+ of 1024 groups keep"
+    for use in (loaded.apply, loaded.verify, loaded.deviations, loaded.to_torch_ao, loaded.by_parameter):
+        with pytest.raises(ArtifactError, match=says):
+            use(model)
+    assert unchanged(model, before)
+    MaskSet({name: replace(turned, pattern="50% layer")}).apply(model)

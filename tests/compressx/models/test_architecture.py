@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.ao.pruning.sparsifier.utils import FakeSparsity
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
-from compressx.models.architecture import find_blocks, linears_of, survey, text_config
-from compressx.runtime.errors import UnsupportedModelError
+from compressx.models.architecture import find_blocks, linears_of, refuse_prepared, survey, text_config
+from compressx.runtime.errors import ArtifactError, UnsupportedModelError
 from compressx.testing import TINY_CONFIGS, tiny_model
 
 _LLAMA = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -149,3 +152,89 @@ def test_a_model_without_one_list_of_blocks_is_refused_with_what_it_has() -> Non
     ):
         with pytest.raises(UnsupportedModelError, match=f"expected one list of 3 decoder blocks.*{complaint}"):
             find_blocks(_Model(**lists))
+
+
+# --- weights that are no plain parameters
+
+
+class Params4bit(nn.Parameter):
+    """As of bitsandbytes."""
+
+
+class Sharded(torch.Tensor):
+    """As of FSDP2 and torchao."""
+
+
+class FullyShardedDataParallel(nn.Module):
+    """As of torch.distributed.fsdp, which needs processes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def of_class(cls: type[torch.Tensor]) -> Callable[[nn.Linear], None]:
+    def change(linear: nn.Linear) -> None:
+        linear._parameters["weight"] = torch.Tensor._make_subclass(cls, linear.weight.detach())  # type: ignore[assignment]
+
+    return change
+
+
+def by_hand(linear: nn.Linear) -> None:
+    weight = linear.weight.detach()
+    del linear.weight
+    linear.weight = weight
+
+
+NOT_PLAIN = {
+    "pruning hook": (lambda x: prune.l1_unstructured(x, "weight", 0.3),
+                     r"parametrized by L1Unstructured \(0\); call torch.nn.utils.prune.remove\(module, \"weight\"\) f"),
+    "pruned twice": (lambda x: [prune.random_unstructured(x, "weight", 0.3) for _ in range(2)],
+                     r"parametrized by PruningContainer \(0\); call torch.nn.utils.prune.remove"),
+    "pruned bias": (lambda x: prune.random_unstructured(x, "bias", 0.3), r"parametrized by RandomUnstructured \(0\)"),
+    "weight norm": (parametrizations.weight_norm,
+                    r"by _WeightNorm \(0\); call torch.nn.utils.parametrize.remove_parametrizations\(module, \"w"),
+    "orthogonal": (parametrizations.orthogonal, r"parametrized by _Orthogonal \(0\)"),
+    "spectral norm hook": (spectral_norm,
+                           r"parametrized by SpectralNorm \(0\); call torch.nn.utils.remove_spectral_norm\(module\) f"),
+    "held masks": (lambda x: parametrize.register_parametrization(x, "weight", FakeSparsity(torch.ones(4, 4))),
+                   r"by FakeSparsity \(0\); call compressx.masks.squash\(sparsifier\) first"),
+    "by hand": (by_hand, r"no parameters \(0\); set module.weight to an nn.Parameter first"),
+    "quantized": (of_class(Params4bit),
+                  r"of class Params4bit \(0\); load the model whole and in full precision, or dequantize it, first"),
+    "sharded": (of_class(Sharded), r"of class Sharded \(0\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+def test_weights_that_are_no_plain_parameters_are_refused_by_name_with_what_to_do(kind):
+    change, says = NOT_PLAIN[kind]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    refuse_prepared(model)
+    change(model[0])
+    with pytest.raises(ArtifactError, match=f"the model cannot be pruned while its weights are .*{says}"):
+        refuse_prepared(model, "pruned")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_the_hook_of_the_old_weight_norm_is_refused():
+    model = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 4)), torch.nn.utils.weight_norm(nn.Linear(4, 4)))
+    says = r"parametrized by WeightNorm \(0 and 1 more\); call torch.nn.utils.remove_weight_norm\(module\) first"
+    with pytest.raises(ArtifactError, match=says):
+        refuse_prepared(model, "pruned")
+    for module in model:
+        torch.nn.utils.remove_weight_norm(module)
+    refuse_prepared(model, "pruned")
+
+
+@pytest.mark.parametrize(
+    ("wrap", "kind", "inner"),
+    [(nn.DataParallel, "DataParallel", "module"), (FullyShardedDataParallel, "FullyShardedDataParallel", "module"),
+     pytest.param(torch.compile, "OptimizedModule", "_orig_mod", marks=pytest.mark.slow)],  # imports the compiler
+)  # fmt: skip
+def test_a_wrapped_model_or_block_is_refused_by_the_name_of_the_wrapper(wrap, kind, inner):
+    says = rf"wrapped in {kind} \(%s\); pass its `{inner}`, or load the model without the wrapper, first"
+    with pytest.raises(ArtifactError, match=says % kind):
+        refuse_prepared(wrap(nn.Sequential(nn.Linear(4, 4))), "pruned")
+    with pytest.raises(ArtifactError, match=says % "1"):
+        refuse_prepared(nn.Sequential(nn.Linear(4, 4), wrap(nn.Linear(4, 4))), "pruned")

@@ -11,21 +11,26 @@ from typing import Any
 import pytest
 import torch
 from tests.compressx.pipeline.runs import recipe, weights
+from torch.nn.utils import parametrizations
+from torch.nn.utils import prune as torch_prune
 
 import compressx
 from compressx.data.windows import read_calibration
+from compressx.masks.callback import MaskCallback
 from compressx.masks.maskset import MaskSet
 from compressx.models.checkpoint import find_checkpoint
+from compressx.models.export import save_model
 from compressx.models.loading import load_model, load_tokenizer
 from compressx.pipeline.run import run
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.sources import DatasetSource, Draw, ModelSource
-from compressx.runtime.errors import CalibrationError, RecipeError, UnsupportedModelError
+from compressx.runtime.errors import ArtifactError, CalibrationError, RecipeError, UnsupportedModelError
 
 SEVERAL = (
     {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune"},
     {"targets": ["*"], "pruner": "sparsegpt"},
 )
+MAGNITUDE = {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}
 WINDOWS = {"calibration": {"samples": 8, "sequence_length": 32}}
 SECTIONS: dict[str, Any] = {
     "allocation": {"method": "attention-aware", "target": 0.5, "sparsities": [0.4, 0.6], "samples": 4},
@@ -243,3 +248,117 @@ def test_what_was_passed_for_a_model_or_tokenizer_is_told_what_to_pass(model, wa
         compressx.prune(dense.model, tokenizer, wanda)
     with pytest.raises(CalibrationError, match=r"tokenizer is '.*'; expected what AutoTokenizer"):
         compressx.prune(dense, str(model), wanda)
+
+
+# --- weights that something else computes, and blocks that are compiled
+
+
+def of_blocks(model: Any) -> list[torch.nn.Linear]:
+    return [x for name, x in model.named_modules() if isinstance(x, torch.nn.Linear) and "layers" in name]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda x: torch_prune.l1_unstructured(x, "weight", 0.3),
+         r'L1Unstructured \(model.layers.0.self_attn.q_proj and 20 more\); call torch.nn.utils.prune.remove\(module'),
+        (parametrizations.weight_norm, r"_WeightNorm \(model.layers.0.self_attn.q_proj and 20 more\); call .*remove_p"),
+        (parametrizations.spectral_norm, r"_SpectralNorm \(model.layers.0.self_attn.q_proj and 20 more\)"),
+    ],
+    ids=["torch's pruning", "weight norm", "spectral norm"],
+)  # fmt: skip
+def test_a_model_whose_weights_are_computed_for_each_forward_pass_is_refused_and_keeps_them(
+    change, says, model, wanda
+) -> None:
+    dense, tokenizer = loaded(model)
+    masks = compressx.prune(dense, tokenizer, wanda, copy=True).masks
+    for linear in of_blocks(dense):
+        change(linear)
+    before = tensors(dense)
+    for action, use in [
+        ("pruned", lambda: compressx.prune(dense, tokenizer, wanda)), ("masked", lambda: masks.apply(dense)),
+        ("masked", lambda: masks.to_torch_ao(dense)), ("masked", lambda: masks.by_parameter(dense)),
+        ("compared with masks", lambda: masks.verify(dense)), ("saved", lambda: save_model(dense, None, Path("saved"))),
+        ("masked", lambda: MaskCallback(masks).on_train_begin(model=dense)),
+    ]:  # fmt: skip
+        with pytest.raises(ArtifactError, match=f"cannot be {action} while its weights are parametrized by {says}"):
+            use()
+    assert same(tensors(dense), before)
+    assert not Path("saved").exists()
+
+
+def written_by_a_hook(linear: torch.nn.Linear) -> None:
+    dense = linear.weight.detach().clone()
+
+    def write(module: torch.nn.Linear, _: Any) -> None:
+        module.weight.data.copy_(dense)
+
+    linear.register_forward_pre_hook(write)
+
+
+def test_weights_that_a_hook_of_the_callers_writes_again_are_not_reported_as_zero(model, wanda):
+    dense, tokenizer = loaded(model)
+    written_by_a_hook(of_blocks(dense)[0])
+    with pytest.raises(ArtifactError, match=r"0.self_attn.q_proj: 2048 weights that its mask drops are not zero"):
+        compressx.prune(dense, tokenizer, wanda)
+    dense, tokenizer = loaded(model)
+    written_by_a_hook(of_blocks(dense)[0])  # runs first when the pruned model is evaluated
+    text = {"dataset": {"text": str(model.with_name("text.txt"))}, "samples": 2, "sequence_length": 16}
+    with pytest.raises(ArtifactError, match="weights that masks drop are not zero after pruning; look for hooks that"):
+        compressx.prune(dense, tokenizer, {"prune": [MAGNITUDE], "evaluate": {"token_perplexity": text}})
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_run_whose_zeros_are_not_written_ends_before_it_reports_them(streaming, model, monkeypatch):
+    monkeypatch.setattr("compressx.blocks.prune.write", lambda linear, result: None)
+    asked = recipe(model)
+    asked["model"]["streaming"] = streaming
+    with pytest.raises(ArtifactError, match=r"model.layers.0.\S+: \d+ weights that its mask drops are not zero after"):
+        run(asked)
+    assert not Path("out").exists()
+
+
+def blocks_compiled(model: Any) -> None:
+    for block in model.model.layers:
+        block.compile(backend="eager")
+
+
+def inner_compiled(model: Any) -> None:
+    model.model.layers[1].mlp.compile(backend="eager")
+    model.model.layers[2].self_attn.q_proj.compile(backend="eager")
+
+
+def all_compiled(model: Any) -> None:
+    model.compile(backend="eager")
+
+
+@pytest.mark.slow  # imports the compiler
+@pytest.mark.parametrize(
+    ("compiled", "used", "copy"),
+    [(blocks_compiled, True, False), (inner_compiled, False, False), (all_compiled, True, True)],
+)
+@torch.no_grad()
+def test_compiled_blocks_are_pruned_as_they_are_uncompiled(compiled, used, copy, model, wanda):
+    (dense, tokenizer), (other, _), ids = loaded(model), loaded(model), torch.arange(16)[None]
+    expected = compressx.prune(dense, tokenizer, wanda, copy=copy).model
+    compiled(other)
+    if used:
+        other(ids)
+    pruned = compressx.prune(other, tokenizer, wanda, copy=copy)
+    assert same(tensors(pruned.model), tensors(expected))
+    assert any(module._compiled_call_impl is not None for module in other.modules()), "as before"
+    torch.testing.assert_close(other(ids).logits, dense(ids).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("regions", [False, True])
+def test_blocks_in_a_wrapper_of_the_compiler_are_refused_by_name_before_anything_is_run(regions, model, wanda):
+    from accelerate.utils import compile_regions
+
+    dense, tokenizer = loaded(model)
+    dense.model.layers[1] = torch.compile(dense.model.layers[1], backend="eager")
+    given = compile_regions(loaded(model)[0], backend="eager") if regions else dense
+    name = "model.embed_tokens and 6 more" if regions else "model.layers.1"
+    says = rf"wrapped in OptimizedModule \({name}\); pass its `_orig_mod`, or load the model without the wrapper, first"
+    with pytest.raises(ArtifactError, match=says):
+        compressx.prune(given, tokenizer, wanda)

@@ -362,9 +362,9 @@ APART = "decided after the others it gave another mask"
     ("broken", "check", "says"),
     [
         (spec(deciding(lambda scores, _: {n: s > s.mean() for n, s in scores.items()})),
-         "exact sparsity for every pattern", "zeros of"),
-        (spec(deciding(wrong_axis)), "exact sparsity for every pattern", "groups do not lie along in_features"),
-        (spec(deciding(wrong_group)), "exact sparsity for every pattern", "rows differ in their number of zeros"),
+         "exact sparsity for every pattern", "32 of 64 input features are kept, but"),
+        (spec(deciding(wrong_axis)), "exact sparsity for every pattern", "pattern 2:4 means that 2 of 4 input"),
+        (spec(deciding(wrong_group)), "exact sparsity for every pattern", "keep others: the first, row 0, keeps"),
         (spec(answering(changes_at_zero)), "sparsity zero changes nothing", "changed though all are kept"),
         (spec(answering(not_in_half)), "bfloat16 and float16", "infinite in the model's torch.float16"),
         (spec(observing(MultipliesByTheWeight)), "products narrower than the weights", "same dtype"),
