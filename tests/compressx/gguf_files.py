@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, quants
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, quants
+from gguf.gguf_writer import GGUFValue
 
 WIDTH, INNER, HEADS, BLOCKS = 64, 96, 4, 2
 LICENSE = "apache-2.0"
 
 
-def write_gguf(path: Path, seed: int = 0, *, rows: int | None = None) -> Path:
+def write_gguf(
+    path: Path, seed: int = 0, *, rows: int | None = None, keys: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+) -> Path:  # fmt: skip
     """Write the file, with weights by the seed; norms are float32, everything else is Q4_0.
 
     Args:
         path: of the file.
         seed: of the weights.
         rows: of the embedding and the head, of which only the first have a token; as many as tokens when absent.
+        keys: further metadata, or in place of the model's own; one of None is left out.
+        tensors: further ones, in float32.
     """
     tokens = ["<s>", "</s>", *map(chr, range(ord("a"), ord("z") + 1)), "ab", "cd", "Ġ", "."]
     writer = GGUFWriter(path, "llama")
@@ -52,6 +60,14 @@ def write_gguf(path: Path, seed: int = 0, *, rows: int | None = None) -> Path:
         writer.add_tensor(f"{name}.weight", stored, raw_dtype=kind)
     for name in ("output_norm", *(f"blk.{i}.{x}_norm" for i in range(BLOCKS) for x in ("attn", "ffn"))):
         writer.add_tensor(f"{name}.weight", np.ones(WIDTH, np.float32))
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, np.asarray(values, np.float32))
+    for key, value in (keys or {}).items():
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            kind = GGUFValueType.get_type(value)
+            part = GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
+            writer.kv_data[0][key] = GGUFValue(value, kind, part)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -218,6 +218,7 @@ class RunReport:
         shrink: of the smaller model that was written, `parameters` before and after, `config`, the numbers before and
             after by name, and `difference` from the pruned model, relative: the largest of what embeddings, each block
             and the head compute; empty without `shrink`.
+        unread: tensors of the checkpoint, and keys of a GGUF file, that nothing reads: they are not in the result.
     """
 
     compressx: str
@@ -240,6 +241,7 @@ class RunReport:
     arithmetic: Arithmetic | None = None
     shrink: Mapping[str, Any] = field(default_factory=dict)
     peak_gpu_memory_bytes: int = 0
+    unread: tuple[str, ...] = ()
 
     @property
     def layers(self) -> tuple[LayerReport, ...]:

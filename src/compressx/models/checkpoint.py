@@ -6,8 +6,6 @@ Safetensors and GGUF only. Pickle checkpoints are refused, because reading one c
 from __future__ import annotations
 
 import contextlib
-import struct
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from compressx.models.packages import file_of_package
 from compressx.models.packed_folder import is_packed, unpacked
 from compressx.models.shards import check_files, files_of
 from compressx.recipe.sources import ModelSource
-from compressx.runtime.errors import ArtifactError, CompressxError, UnsupportedModelError, nearest
+from compressx.runtime.errors import ArtifactError, CompressxError, UnsupportedModelError, memory_named, nearest
 from compressx.runtime.quiet import quiet_libraries
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -43,12 +41,16 @@ class Checkpoint:
     trust_remote_code: bool = False
 
     @property
+    def file(self) -> Path:
+        """The GGUF file, whole: of a bare name transformers would take one in the working directory."""
+        return Path(self.location).absolute() / str(self.gguf_file)
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for every `from_pretrained`."""
         arguments: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
         if self.gguf_file is not None:
-            # Whole: of a bare name transformers would take the weights from such a file in the working directory.
-            arguments["gguf_file"] = str(Path(self.location).absolute() / self.gguf_file)
+            arguments["gguf_file"] = str(self.file)
         if self.revision is not None:
             arguments["revision"] = self.revision
         return arguments
@@ -82,7 +84,7 @@ def local_folder(checkpoint: Checkpoint) -> Path:
 
     Raises:
         ArtifactError: it cannot be downloaded.
-        UnsupportedModelError: a GGUF file.
+        UnsupportedModelError: a GGUF file, or quantized weights.
     """
     if checkpoint.gguf_file is not None:
         raise UnsupportedModelError(
@@ -94,8 +96,12 @@ def local_folder(checkpoint: Checkpoint) -> Path:
     from huggingface_hub import snapshot_download
 
     with quiet_libraries(), explained(checkpoint):
-        patterns = ["*.safetensors", "*.safetensors.index.json", "*.json"]
-        return Path(snapshot_download(checkpoint.location, revision=checkpoint.revision, allow_patterns=patterns))
+        wanted, others = ["*.safetensors", "*.json"], ["*/*", "consolidated*"]  # the same weights in another format
+        where, revision = checkpoint.location, checkpoint.revision
+        folder = Path(snapshot_download(where, revision=revision, allow_patterns=wanted, ignore_patterns=others))
+        if any(folder.glob("model*.safetensors")):  # else transformers says what there is
+            check_files(folder)
+        return folder
 
 
 @contextlib.contextmanager
@@ -106,19 +112,15 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
 
     where = checkpoint.location + (f"/{checkpoint.gguf_file}" if checkpoint.gguf_file else "")
     try:
-        yield
+        with memory_named(f"{where}: its weights"):
+            yield
     except CompressxError:
         raise
     except (
-        OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, struct.error, SafetensorError,
-        StrictDataclassError,
+        OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, ArithmeticError, RuntimeError,
+        AssertionError, SafetensorError, StrictDataclassError,
     ) as error:  # fmt: skip
         reason = " ".join(str(error).split())[:400]
-        files = {Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)}
-        if isinstance(error, struct.error) or "gguf_reader.py" in files:
-            raise ArtifactError(
-                f"{where} is not a GGUF file, or it is truncated: {reason}; download it again"
-            ) from error
         if isinstance(error, KeyError):
             reason = f"its config has a value that transformers does not know: {reason}"
         if "safetensors" in reason and "use_safetensors" in reason:

@@ -1,8 +1,9 @@
-"""The header of a GGUF file, which is parsed in Python, entry by entry: once a load, and not again for its strings."""
+"""The header of a GGUF file, which is parsed in Python, entry by entry: once a load, and not again for its values."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from compressx.runtime.errors import ArtifactError, one_line
+
 _FLOATS = ("F64", "F32", "F16")
+_MOST_READS = 8_000_000
+"""Of strings and numbers in a header; the largest vocabularies take two millions."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,17 @@ class Contents:
 
 
 @contextmanager
-def read_once() -> Iterator[None]:
+def read_once(path: Path) -> Iterator[None]:
     """Let transformers parse a file's header and make its map of tensor names once, inside the `with`.
 
     It would parse the header for the config, the tokenizer and the weights, and make the map of names for every module.
+
+    Raises:
+        ArtifactError: a header that is damaged, or of no whole language model.
     """
     import gguf
 
+    _reader(path)  # checked before transformers parses it its own way
     with (
         patch("gguf.GGUFReader", _reader),
         patch("gguf.get_tensor_name_map", lru_cache(maxsize=1)(gguf.get_tensor_name_map)),
@@ -70,8 +79,8 @@ def read_once() -> Iterator[None]:
 
 
 def close(path: Path) -> None:
-    """Let go of a parsed header, which keeps the file open; its own strings stay."""
-    strings_of(path)
+    """Let go of a parsed header, which keeps the file open; its values stay."""
+    values_of(path)
     _parsed.cache_clear()
 
 
@@ -82,9 +91,14 @@ def contents_of(path: Path) -> Contents:
     return Contents(path.stat().st_size, sum(len(field.data) for field in parsed.fields.values()), tensors)
 
 
-def strings_of(path: Path) -> Mapping[str, str]:
-    """Return the strings under `general` in a file's metadata, such as `general.license`, by key."""
-    return _strings(*_version(path))
+def values_of(path: Path) -> Mapping[str, Any]:
+    """Return the values in a file's metadata by key, such as `general.license`; of an array `N entries`."""
+    return _values(*_version(path))
+
+
+def tensors_of(path: Path) -> Mapping[str, Any]:
+    """Return the stored arrays of a file's tensors, not dequantized, by name."""
+    return {x.name: x.data for x in _reader(path).tensors}
 
 
 def _reader(path: str | os.PathLike[str]) -> Any:
@@ -102,7 +116,12 @@ def _parsed(path: str, _modified: int, _size: int) -> Any:
     from gguf.gguf_reader import GGUFReader
 
     class Reader(GGUFReader):  # type: ignore[misc] # untyped
-        """Slices a plain array of the file's bytes: slices of a `memmap` take four times as long."""
+        """Slices a plain array of the file's bytes: slices of a `memmap` take four times as long.
+
+        Its base class believes every count and length, and goes on behind the end of the file.
+        """
+
+        reads = 0
 
         @property
         def data(self) -> np.ndarray:
@@ -112,11 +131,49 @@ def _parsed(path: str, _modified: int, _size: int) -> Any:
         def data(self, mapped: np.memmap) -> None:
             self._bytes = mapped.view(np.ndarray)
 
-    return Reader(path)
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            self.reads += 1
+            if offset + int(count) * np.dtype(dtype).itemsize > len(self.data) or self.reads > _MOST_READS:
+                raise ValueError(f"{count} of {np.dtype(dtype)} at byte {offset} of {len(self.data)}")
+            return super()._get(offset, dtype, count, override_order)
+
+    try:
+        with np.errstate(over="raise"):
+            reader = Reader(path)
+        wrong = _fault(_contents(reader), [x.name for x in reader.tensors])
+    except Exception as error:  # whatever a damaged header leads to
+        raise ArtifactError(
+            f"{path} is not a GGUF file, or it is truncated: {one_line(str(error))[:300]}; download it again"
+        ) from error
+    if wrong or reader.byte_order != "I":
+        raise ArtifactError(f"{path}: {(wrong or 'its numbers are in the other byte order')[:300]}")
+    return reader
+
+
+def _fault(values: Mapping[str, Any], names: list[str]) -> str | None:
+    """Return why a file is not the whole of a language model, and what to do."""
+    kind, architecture, parts = map(values.get, ("general.type", "general.architecture", "split.count"))
+    if kind not in {None, "model"} or architecture in {"clip", "controlvector"}:
+        return f"this is no language model: general.type is {kind!r}, general.architecture {architecture!r}"
+    odd = [name for name in (*names, *values) if not name.isprintable()] or names[:1]
+    if not isinstance(architecture, str) or not architecture.isprintable() or odd != names[:1] or not names:
+        return f"general.architecture is {architecture!r}, with names such as {odd!r}; download it again"
+    if parts not in {None, 0, 1}:
+        return f"split.count is {parts!r}, this is one part of {parts!r}; join them with llama-gguf-split --merge"
+    blocks = {int(found[1]) for name in names if (found := re.search(r"\bblk\.(\d{1,6})\.", name))}
+    whole = {f"{architecture}.block_count": 1 + max(blocks, default=-1), "split.tensors.count": len(names)}
+    for key, count in whole.items():
+        if values.get(key, count) != count or count > len(names):
+            return f"{key} is {values.get(key)!r}, but the file has {count}; it is damaged, so download it again"
+    return None
+
+
+def _contents(reader: Any) -> Mapping[str, Any]:
+    """Return the values in a header by key; of an array how many there are."""
+    arrays = {key for key, field in reader.fields.items() if field.types[0] == field.types[0].ARRAY}
+    return {key: f"{len(x.data)} entries" if key in arrays else x.contents() for key, x in reader.fields.items()}
 
 
 @lru_cache(maxsize=1)
-def _strings(path: str, modified: int, size: int) -> Mapping[str, str]:
-    fields = _parsed(path, modified, size).fields
-    found = {key: field.contents() for key, field in fields.items() if key.startswith("general.")}
-    return {key: value for key, value in found.items() if isinstance(value, str)}
+def _values(path: str, modified: int, size: int) -> Mapping[str, Any]:
+    return _contents(_parsed(path, modified, size))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from compressx.models.checkpoint import Checkpoint
-from compressx.models.gguf_header import strings_of
+from compressx.models.gguf_header import values_of
 from compressx.runtime.quiet import quiet_libraries
 
 _KEYS = ("license", "license_name", "license_link")
@@ -38,5 +38,5 @@ def _of_card(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def _of_gguf(checkpoint: Checkpoint) -> dict[str, object]:
-    found = strings_of(Path(checkpoint.location) / str(checkpoint.gguf_file))
+    found = values_of(Path(checkpoint.location) / str(checkpoint.gguf_file))
     return {key: found.get("general." + key.replace("_", ".")) for key in _KEYS}

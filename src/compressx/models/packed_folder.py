@@ -93,6 +93,7 @@ def pack_folder(source: Path, output: Path, *, compress: bool = True, progress: 
     Raises:
         ArtifactError: an existing output, a folder that is packed or holds no complete safetensors model, or files that
             cannot be read or written.
+        UnsupportedModelError: quantized weights, whose zeros are spread over packed integers.
     """
     if is_packed(source):
         raise ArtifactError(f"{source} is packed already; compressx unpack restores it")
@@ -102,7 +103,6 @@ def pack_folder(source: Path, output: Path, *, compress: bool = True, progress: 
             f"{model} also holds {pickles[0]}, a pickle checkpoint, which would stay as large as it is; remove it, or "
             "move it away"
         )
-    _refuse_quantized(model)
     plain = [model / name for name in check_files(model)]
     purpose = {"pack": str(source.resolve()), "compress": compress}
     with _resumed(source, output, purpose) as building:
@@ -175,20 +175,6 @@ def unpacked(folder: Path) -> Path:
                 _log.info("unpacking %s into %s, %.2f GB", folder, target, size / 1e9)
                 _unpack(folder, target, target.name)  # the same content may be elsewhere than when it was begun
     return target
-
-
-def _refuse_quantized(model: Path) -> None:
-    config = model / "config.json"
-    try:
-        with os_errors_named("read", config):
-            quantized = "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
-    except (ValueError, TypeError) as error:
-        raise ArtifactError(f"{config} is not JSON: {error}; copy the model again") from error
-    if quantized:
-        raise ArtifactError(
-            f"{model} is quantized (its config has a quantization_config): its zeros are spread over packed integers; "
-            "pack the model in full precision"
-        )
 
 
 def _key(folder: Path, files: list[PackedFile]) -> str:

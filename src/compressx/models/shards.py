@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressx.runtime.errors import ArtifactError, one_line
+from compressx.runtime.errors import ArtifactError, UnsupportedModelError, one_line
 from compressx.runtime.files import atomic_write, os_errors_named, regular, written_whole
 from compressx.runtime.quiet import quiet_libraries
 
@@ -28,6 +28,10 @@ OUTSIDE = ""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _POINTER = b"version https://git-lfs"
+_WEIGHT = re.compile(r"(weight|proj|zeros|scale|blocks|packed|absmax|g_idx|\b[vw]\d)[^.]*$|\.weight\.")
+_CODE = re.compile("F[468]_|F4")
+_SCALE = re.compile(r"weight_scale(_inv|_2)?$|\.SCB$|\.absmax$|\.q?scales$")
+_QUANTIZED = re.compile(rb'"(quantization_config|compression_config|quant_algo)"\s*:\s*["{]')
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,14 +73,29 @@ def check_files(folder: Path) -> list[str]:
 
     Raises:
         ArtifactError: a file is missing, damaged or truncated.
+        UnsupportedModelError: its weights are quantized, by its config or by their dtypes and names.
     """
-    for file in (files := sorted(set(files_of(folder).values()))):
-        of_file(folder / file, OUTSIDE)
+    plain = "give the model in full precision, and quantize the result last"
+    for path in (folder / "config.json", folder / "hf_quant_config.json"):
+        with os_errors_named("read", path):
+            if path.exists() and (said := _QUANTIZED.search(regular(path).read_bytes())):
+                raise UnsupportedModelError(f"{folder} is quantized ({path.name} has a {said[1].decode()}); {plain}")
+    for file in (files := _listed(folder)):
+        with ExitStack() as stack:
+            opened = _opened(folder / file, stack)
+            stored = {name: opened.get_slice(name).get_dtype() for name in sorted(opened.keys())}
+        # Other integers are positions, masks and counts.
+        codes = [x for x, dtype in stored.items() if _CODE.match(dtype) or (dtype[0] in "IU" and _WEIGHT.search(x))]
+        if found := next(iter(codes or filter(_SCALE.search, stored)), None):
+            raise UnsupportedModelError(
+                f"{folder / file} is quantized: {found} of dtype {stored[found]} is a {'code' if codes else 'scale'}, "
+                f"and config.json has no quantization_config; {plain}"
+            )
     return files
 
 
 def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
-    """Assign the tensors of a local checkpoint to the blocks of a model.
+    """Assign the tensors of a local checkpoint to the blocks of a model, whose `unread` gets those that it has not.
 
     Args:
         folder: with `model.safetensors`, or several files and their index.
@@ -90,17 +109,18 @@ def find_shards(folder: Path, model: Any, blocks: Iterable[str]) -> Shards:
 
     files = files_of(folder)
     renamings, converters = _conversions(model)
-    known = model.state_dict()
+    known = {**model.state_dict(), **dict(model.named_buffers())}
     members: dict[str, list[str]] = {OUTSIDE: [], **{fqn: [] for fqn in blocks}}
-    elsewhere = []
+    unread = []
     for name in files:
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         block = next((fqn for fqn in members if fqn and renamed.startswith(f"{fqn}.")), OUTSIDE)
         members[block].append(name)
-        if block == OUTSIDE:
-            elsewhere.append(renamed)
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    refuse_more_blocks(folder, [n for n in elsewhere if not any(re.search(p, n) for p in ignored)], members)
+        if renamed not in known:
+            unread.append(renamed)
+    ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"}
+    model.unread = tuple(n for n in unread if not any(re.search(p, n) for p in ignored))
+    refuse_more_blocks(folder, model.unread, members)
     return Shards(folder, files, {fqn: tuple(names) for fqn, names in members.items()})
 
 
@@ -274,13 +294,25 @@ def _opened(path: Path, stack: ExitStack) -> Any:
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """Return the file name of each tensor of a local checkpoint, by the tensor's name."""
+    """Return the file name of each tensor of a local checkpoint, by the tensor's name.
+
+    The files' headers decide, as for transformers: an index only says which files there are, and of two that hold the
+    same name the last counts.
+    """
+    files: dict[str, str] = {}
+    for file in _listed(folder):
+        with ExitStack() as stack:
+            files |= dict.fromkeys(_opened(folder / file, stack).keys(), file)
+    return files
+
+
+def _listed(folder: Path) -> list[str]:
+    """Return the names of a local checkpoint's files, in order."""
     index = folder / _INDEX
     if (folder / _SINGLE).is_file() or not index.exists():  # where both are, transformers reads the single one
-        with ExitStack() as stack:
-            return dict.fromkeys(_opened(folder / _SINGLE, stack).keys(), _SINGLE)
-    files = files_in(index)
-    if missing := sorted({file for file in files.values() if not (folder / file).is_file()}):
+        return [_SINGLE]
+    files = sorted({*files_in(index).values()})
+    if missing := [file for file in files if not (folder / file).is_file()]:
         raise ArtifactError(f"{index} lists {', '.join(missing[:3])}, missing in {folder}")
     return files
 

@@ -258,4 +258,5 @@ def report_of(
         hardware=machine(context.device),
         calibration={} if calibration is None else calibration.model_dump(include=drawn_by),
         arithmetic=context.arithmetic,
+        unread=getattr(pruned.access.model, "unread", ()),
     )

@@ -221,6 +221,11 @@ def _opened(context: RunContext, prepared: Prepared) -> Access:
         access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, context.device)
     if isinstance(access, StreamedModel):
         refuse_streamed(loaded)
+    if unread := access.model.unread:
+        context.log.write(
+            logging.WARNING, f"nothing reads {', '.join(unread[:3])} of the checkpoint"
+            + (f", nor {len(unread) - 3} others" if unread[3:] else "") + "; report.json names all",
+        )  # fmt: skip
     return access
 
 

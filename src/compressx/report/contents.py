@@ -277,6 +277,9 @@ def _layers(report: RunReport) -> Iterator[Section]:
         yield Section("Layers", table=found, brief=_count(rows, "pruned linear"))
     if skipped := [(s["name"], s["reason"]) for s in report.skipped]:
         yield Section("Not pruned", table=table(["weight", "reason"], skipped), brief=_count(skipped, "weight"))
+    if report.unread:
+        found = table(["of the checkpoint, and not in the result"], [(name,) for name in report.unread])
+        yield Section("Not read", table=found, brief=_count(report.unread, "name"))
 
 
 def _software(report: RunReport) -> Iterator[Section]:

@@ -15,7 +15,7 @@ from tests.compressx.gguf_files import BLOCKS, INNER, LICENSE, WIDTH, write_gguf
 from transformers import modeling_gguf_pytorch_utils as of_transformers
 
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
-from compressx.models.gguf_header import contents_of, strings_of
+from compressx.models.gguf_header import contents_of, values_of
 from compressx.models.license import license_of
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.recipe.sources import ModelSource
@@ -84,4 +84,4 @@ def test_the_license_of_a_file_is_known_without_a_load_and_after_another_took_it
     data = path.read_bytes()
     assert data.count(LICENSE.encode()) == 1
     path.write_bytes(data.replace(LICENSE.encode(), b"mit-license"[: len(LICENSE)]) + b"\0")
-    assert strings_of(path)["general.license"] == "mit-licens"
+    assert values_of(path)["general.license"] == "mit-licens"

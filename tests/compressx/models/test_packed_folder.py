@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import multiprocessing
 import os
@@ -397,13 +396,6 @@ def test_what_cannot_be_packed_says_why(model: Path, tmp_path: Path) -> None:
         with pytest.raises(ArtifactError, match=rf"model has {name}, as the folder of an unfinished run"):
             pack_folder(model, tmp_path / "out")
         (model / name).rmdir()
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(ArtifactError, match=r"model is quantized .*pack the model in full precision"):
-        pack_folder(model, tmp_path / "out")
-    (model / "config.json").write_text("{")
-    with pytest.raises(ArtifactError, match=r"config\.json is not JSON"):
-        pack_folder(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

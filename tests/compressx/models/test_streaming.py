@@ -9,16 +9,17 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.compressx.architectures import KINDS
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from compressx.models import streaming
 from compressx.models.architecture import find_blocks
-from compressx.models.checkpoint import Checkpoint
+from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.loading import load_model
 from compressx.models.shards import OUTSIDE, checkpoint_tensors, find_shards
 from compressx.models.streaming import open_streamed
+from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
 from compressx.testing import TINY_CONFIGS, tiny_model
 
@@ -180,12 +181,58 @@ def test_a_missing_shard_is_named(tmp_path: Path):
         open_streamed(Checkpoint(str(tmp_path)))
 
 
-def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_the_tensors_name(tmp_path: Path):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda listed, _: listed.update({"model.layers.0.self_attn.rotary_emb.inv_freq": listed["lm_head.weight"]}),
+        lambda listed, others: listed.update({"model.norm.weight": others[0]}),
+        lambda listed, _: listed.pop("model.layers.2.mlp.up_proj.weight"),
+        lambda listed, others: (listed.clear(), listed.update({f"x{i}": file for i, file in enumerate(others)})),
+    ],
+    ids=["absent", "in another shard", "unlisted", "other names"],
+)
+def test_the_headers_of_shards_decide_over_their_index_as_in_memory(change, tmp_path):
     saved(tmp_path, "llama")
     index = tmp_path / "model.safetensors.index.json"
     content = json.loads(index.read_text())
-    del content["weight_map"]["model.layers.2.mlp.up_proj.weight"]
+    listed = content["weight_map"]
+    change(listed, sorted({*listed.values()}, key=lambda file: file == listed["model.norm.weight"]))
     index.write_text(json.dumps(content))
+    checkpoint, whole = find_checkpoint(ModelSource(path=tmp_path)), tiny_model("llama").state_dict()
+    assert all(torch.equal(x, whole[n]) for n, x in load_model(checkpoint).state_dict().items())
+    streamed = open_streamed(checkpoint)
+    for fqn in (OUTSIDE, *streamed.blocks):
+        with streamed.materialise(fqn):
+            assert all(torch.equal(x, whole[n]) for n, x in streamed.tensors(fqn).items())
+    assert streamed.model.unread == ()
+
+
+def test_of_two_shards_with_the_same_tensor_the_last_counts_as_in_memory(tmp_path: Path):
+    saved(tmp_path, "llama")
+    last = max(tmp_path.glob("*.safetensors"))
+    double = {"model.layers.0.mlp.up_proj.weight": torch.full((96, 64), 0.5)}
+    save_file(load_file(last) | double, last, metadata={"format": "pt"})
+    checkpoint = find_checkpoint(ModelSource(path=tmp_path))
+    assert load_model(checkpoint).model.layers[0].mlp.up_proj.weight.unique().tolist() == [0.5]
+    with open_streamed(checkpoint).materialise("model.layers.0") as block:
+        assert block.mlp.up_proj.weight.unique().tolist() == [0.5]
+
+
+def test_a_tensor_that_nothing_reads_is_known_in_memory_and_streamed_alike(tmp_path: Path):
+    saved(tmp_path, "llama", shard="1GB")
+    path = tmp_path / "model.safetensors"
+    more = {n: torch.ones(2) for n in ("model.layers.1.extra.weight", "mtp.fc", "model.layers.0.rotary_emb.inv_freq")}
+    save_file(load_file(path) | more, path, metadata={"format": "pt"})
+    checkpoint = find_checkpoint(ModelSource(path=tmp_path))
+    for model in (load_model(checkpoint), open_streamed(checkpoint).model):
+        assert sorted(model.unread) == ["model.layers.1.extra.weight", "mtp.fc"]
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_the_tensors_name(tmp_path: Path):
+    saved(tmp_path, "llama", shard="1GB")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     streamed = open_streamed(Checkpoint(str(tmp_path)))
     with pytest.raises(ArtifactError, match=r"lacks model\.layers\.2\.mlp\.up_proj\.weight"):
         streamed.materialise("model.layers.2").__enter__()

@@ -1,0 +1,259 @@
+"""GGUF files of strangers: whatever stands in their headers, a right result or one line that says what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.compressx.gguf_files import BLOCKS, write_gguf
+
+from compressx.models.checkpoint import Checkpoint, find_checkpoint
+from compressx.models.gguf_header import contents_of, values_of
+from compressx.models.license import license_of
+from compressx.models.loading import load_model, load_skeleton, load_tokenizer
+from compressx.recipe.sources import ModelSource
+from compressx.runtime.errors import CompressxError
+
+UNREAD = {"llama.attention.scale": 0.5, "llama.expert_weights_scale": 2.5, "llama.logit_softcap": 30.0}
+
+
+def written(folder: Path, **changes: Any) -> Checkpoint:
+    return find_checkpoint(ModelSource(path=write_gguf(folder / "tiny.gguf", **changes)))
+
+
+def refused(read: Callable[[Any], object], what: Any) -> bool:
+    """Return whether what is read is refused, in one line that can be printed; any other exception is raised."""
+    said = ""
+    try:
+        read(what)
+    except CompressxError as error:
+        said = str(error)
+    assert said.isprintable(), repr(said)
+    return said != ""
+
+
+def read_all(path: Path) -> set[str]:
+    """Read a file in every way there is; returns those that refuse it."""
+    checkpoint = Checkpoint(str(path.parent), path.name)
+    ways = {"skeleton": load_skeleton, "tokenizer": load_tokenizer, "model": load_model, "license": license_of}
+    found = {name for name, way in ways.items() if refused(way, checkpoint)}
+    return found | {way.__name__ for way in (contents_of, values_of) if refused(way, path)}
+
+
+def llama_3(factor: float, count: int, base: float = 10000.0) -> list[float]:
+    """Return the factors of frequencies that llama.cpp writes for Llama 3.1, by the formula of its converter."""
+    factors = []
+    for i in range(count):
+        length = 2 * math.pi * base ** (i / count)
+        smooth = (8192 / length - 1) / (4 - 1)
+        between = 1 / ((1 - smooth) / factor + smooth)
+        factors.append(1.0 if length < 8192 / 4 else factor if length > 8192 else between)
+    assert len({*factors}) == 3
+    return factors
+
+
+LINEAR = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "scaling"),
+    [
+        ({"keys": LINEAR}, {"rope_type": "linear", "factor": 4.0}),
+        ({"keys": {"llama.rope.scale_linear": 2.0}}, {"rope_type": "linear", "factor": 2.0}),
+        (
+            {"tensors": {"rope_freqs.weight": llama_3(8.0, 8)}},
+            {
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        ),
+        ({"tensors": {"rope_freqs.weight": [1.0] * 8}, "keys": {"llama.rope.scaling.type": "none"}}, None),
+    ],
+    ids=["linear", "linear, as older files have it", "Llama 3", "none"],
+)  # fmt: skip
+def test_a_file_with_scaled_positions_computes_what_transformers_does_with_them(changes, scaling, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    plain = load_model(written(tmp_path))
+    model = load_model(written(tmp_path, **changes))
+    config = plain.config
+    if scaling is not None:
+        config.rope_parameters = {**config.rope_parameters, **scaling}
+    expected = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    expected.load_state_dict(plain.state_dict())
+    ids = torch.arange(100)[None] % 30
+    with torch.no_grad():
+        logits = model(ids).logits
+        assert torch.equal(logits, expected(ids).logits)
+        assert torch.equal(logits, plain(ids).logits) == (scaling is None)
+    assert model.unread == ()
+    model.save_pretrained(tmp_path / "saved")  # and it is still there
+    with torch.no_grad():
+        assert torch.equal(load_model(Checkpoint(str(tmp_path / "saved")))(ids).logits, logits)
+
+
+def test_positions_are_scaled_in_the_layers_with_full_attention_alone_where_a_model_has_two_kinds(
+    tmp_path, monkeypatch
+):
+    from compressx.models.loading import _positions_scaled
+    from compressx.testing import tiny_model
+
+    config = tiny_model("gemma3").config
+    before = config.rope_parameters["sliding_attention"]
+    found = _positions_scaled(config, write_gguf(tmp_path / "tiny.gguf", keys=LINEAR))
+    assert found.rope_parameters["full_attention"]["factor"] == 4.0
+    assert found.rope_parameters["full_attention"]["rope_type"] == "linear"
+    assert found.rope_parameters["sliding_attention"] == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"keys": {**LINEAR, "llama.rope.scaling.type": "yarn"}}, r"llama\.rope\.scaling\.type \(yarn\) scales"),
+        ({"keys": {"llama.rope.scaling.attn_factor": 1.25}}, r"llama\.rope\.scaling\.attn_factor \(1\.25\) scales"),
+        ({"tensors": {"rope_factors_long.weight": [2.0] * 8}}, r"rope_factors_long\.weight \(a tensor\) scales"),
+        ({"tensors": {"rope_freqs.weight": [1.0] * 4 + [8.0] * 4}}, r"rope_freqs\.weight \(a tensor\) scales"),
+        ({"tensors": {"rope_freqs.weight": [2.0] * 5}}, "The size of tensor a .8. must match the size of tensor b .5."),
+        (
+            {"tensors": {"rope_freqs.weight": llama_3(8.0, 8)}, "keys": LINEAR},
+            r"rope_freqs\.weight \(a tensor\) scales",
+        ),
+        # One part of several, and what is no language model.
+        ({"keys": {"split.count": 2}}, "split.count is 2, this is one part of 2; join them with llama-gguf-split --m"),
+        ({"keys": {"split.count": "many"}}, "split.count is 'many', this is one part of"),
+        ({"keys": {"split.tensors.count": 40}}, r"split.tensors.count is 40, but the file has \d+; it is damaged"),
+        ({"keys": {"llama.block_count": BLOCKS + 1}}, f"block_count is {BLOCKS + 1}, but the file has {BLOCKS};"),
+        ({"keys": {"llama.block_count": BLOCKS - 1}}, f"block_count is {BLOCKS - 1}, but the file has {BLOCKS};"),
+        ({"keys": {"llama.block_count": "2"}}, "llama.block_count is '2', but the file has 2"),
+        ({"keys": {"general.type": "adapter"}}, "no language model: general.type is 'adapter'"),
+        ({"keys": {"general.type": "mmproj", "general.architecture": "clip"}}, "general.type is 'mmproj'"),
+        ({"keys": {"general.architecture": "clip"}}, "no language model: .* general.architecture 'clip'"),
+        ({"keys": {"general.type": "imatrix", "general.architecture": None}}, "general.type is 'imatrix'"),
+        ({"keys": {"general.architecture": None}}, "general.architecture is None"),
+        ({"keys": {"general.architecture": 7}}, "general.architecture is 7"),
+        ({"keys": {"general.architecture": "lla\x1b[2Jma"}}, r"general.architecture is 'lla\\x1b\[2Jma'"),
+        ({"tensors": {"blk.0.\x1b[31merror: x": [1.0]}}, r"names such as \['blk\.0\.\\x1b\[31merror: x'\]"),
+        ({"keys": {"llama.a\nb": 1}}, r"names such as \['llama\.a\\nb'\]"),
+        # Numbers that would be allocated.
+        ({"keys": {"llama.embedding_length": 2**20}}, r"is of \d{13} numbers by its metadata, but has \d+; download"),
+        ({"keys": {"llama.feed_forward_length": 2**30}}, r"is of \d+ numbers by its metadata, but has"),
+        ({"keys": {"llama.vocab_size": 2**30}}, r"is of \d+ numbers by its metadata, but has"),
+        ({"keys": {"llama.embedding_length": -64}}, "cannot load .*invalid|cannot load .*negative"),
+        ({"keys": {"llama.attention.head_count": 0}}, "cannot load .*zero"),
+        ({"keys": {"llama.attention.head_count": [4, 4]}}, "cannot load "),
+        ({"keys": {"llama.rope.freq_base": "x"}}, "cannot load "),
+    ],
+)
+def test_what_is_not_the_whole_of_a_model_that_can_be_read_is_refused_before_its_weights(changes, told, tmp_path):
+    checkpoint = written(tmp_path, **changes)
+    with pytest.raises(CompressxError, match=told) as error:
+        load_model(checkpoint)
+    assert "tiny.gguf" in str(error.value)
+    assert str(error.value).isprintable()
+
+
+def test_what_nothing_reads_of_a_file_is_named_unless_the_config_has_its_number(tmp_path):
+    keys = {**UNREAD, "llama.attention.key_length": 16, "llama.gates": [1, 2]}
+    model = load_model(written(tmp_path, keys=keys, tensors={"blk.1.attn_gate.weight": np.ones((4, 4))}))
+    assert sorted(model.unread) == sorted([*UNREAD, "llama.gates", "blk.1.attn_gate.weight"])
+
+
+def test_a_run_names_what_nothing_reads_once_in_its_log_and_its_report(project):
+    from compressx.pipeline.run import run
+
+    checkpoint = written(project, keys=UNREAD, tensors={"blk.1.attn_gate.weight": np.ones((4, 4))})
+    rules = [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}]
+    report = run({"model": {"path": str(checkpoint.file)}, "prune": rules, "output": "out"})
+    assert {*report.unread} == {*UNREAD, "blk.1.attn_gate.weight"}
+    log, shown = (Path("out", name).read_text() for name in ("run.log", "report.md"))
+    (line,) = [line for line in log.splitlines() if "nothing reads" in line]
+    assert "WARNING nothing reads llama." in line
+    assert ", nor 1 others; report.json names all" in line
+    assert all(shown.count(f"| {name} |") == 1 for name in report.unread)
+
+
+# --- bytes
+
+
+def header() -> tuple[bytes, int, list[str]]:
+    """Return a file, where its tensors begin, and its keys."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_gguf(Path(folder) / "tiny.gguf")
+        reader = GGUFReader(path)
+        return path.read_bytes(), int(reader.data_offset), [key for key in reader.fields if not key.startswith("GGUF.")]
+
+
+WHOLE, HEAD, KEYS = header()
+TIMES = itertools.count(10**18, 10**9)
+CHANGES = st.one_of(
+    st.tuples(st.just("flip"), st.integers(0, HEAD - 1), st.integers(0, 7)),
+    st.tuples(st.just("cut"), st.integers(0, len(WHOLE) - 1), st.just(0)),
+    st.tuples(
+        st.just("count"), st.integers(0, HEAD - 8), st.sampled_from([0, 1, 2**31, 2**32, 2**60, 2**62, 2**64 - 1])
+    ),
+    st.tuples(st.just("byte"), st.integers(0, HEAD - 1), st.integers(0, 255)),
+)
+
+
+def damaged(changes: list[tuple[str, int, int]]) -> bytes:
+    data = bytearray(WHOLE)
+    for kind, place, value in changes:
+        if kind == "cut":
+            data = data[:place]
+        elif place + 8 <= len(data):
+            data[place : place + 8] = {
+                "flip": bytes([data[place] ^ (1 << (value % 8))]) + data[place + 1 : place + 8],
+                "count": struct.pack("<Q", value),
+                "byte": bytes([value % 256]) + data[place + 1 : place + 8],
+            }[kind]
+    return bytes(data)
+
+
+def at_a_new_time(path: Path) -> Path:
+    """Headers are kept by the file's name, time and size."""
+    os.utime(path, ns=(next(TIMES),) * 2)
+    return path
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.lists(CHANGES, min_size=1, max_size=3))
+def test_a_damaged_header_is_read_or_refused_in_one_line(changes, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(damaged(changes))
+    at_a_new_time(path)
+    assert refused(contents_of, path) == refused(values_of, path)
+
+
+@pytest.mark.slow
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.lists(CHANGES, min_size=1, max_size=2))
+def test_a_damaged_file_is_loaded_or_refused_in_one_line_in_every_way_of_reading_it(changes, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(damaged(changes))
+    refusing = read_all(at_a_new_time(path))
+    assert "contents_of" not in refusing or {"skeleton", "tokenizer", "model", "values_of"} <= refusing
+
+
+SCALARS = st.one_of(
+    st.integers(-(2**31), 2**31 - 1), st.integers(-2, 9), st.floats(width=32), st.booleans(), st.text(max_size=8),
+    st.lists(st.integers(0, 9), min_size=1, max_size=4), st.none(),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(key=st.sampled_from([*KEYS, "general.alignment", "general.type", "llama.rope.scaling.factor"]), value=SCALARS)
+def test_a_value_of_any_kind_is_read_or_refused_in_one_line(key, value, tmp_path):
+    assert read_all(at_a_new_time(write_gguf(tmp_path / "tiny.gguf", keys={key: value}))) != {"license"}
