@@ -105,14 +105,14 @@ def errors_for_users(command: _Command) -> _Command:
     @wraps(command)
     @terminated_by_sigterm()
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        from compressx.runtime.errors import CompressxError, memory_named
+        from compressx.runtime.errors import CompressxError, memory_named, printable
 
         try:
             with memory_named(f"what {command.__name__} computes"):
                 command(*args, **kwargs)
         except CompressxError as error:
             if not left_to_launcher(str(error)):
-                click.echo(f"error: {error}", err=True)
+                click.echo(f"error: {printable(str(error))}", err=True)
             sys.exit(2)
         except RuntimeError as error:
             if "home directory" not in str(error):  # of Path.expanduser

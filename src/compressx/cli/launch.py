@@ -132,12 +132,13 @@ def launch(number: int, left: str) -> int:
 
 def _told(failures: Mapping[int, Any], left: str) -> int:
     """Print why processes failed, by rank, each reason once, and return the exit status."""
+    from compressx.runtime.errors import printable
     from compressx.runtime.ranks import ANOTHER_ENDED
 
     by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
     own = [f for _, f in by_time if f.exitcode > 0 and f.message != ANOTHER_ENDED]
     for message in dict.fromkeys(f.message for f in own if f.error_file_data["message"] == f.message):
-        click.echo(f"error: {message}", err=True)
+        click.echo(f"error: {printable(message)}", err=True)
     if own:
         return int(own[0].exitcode)
     # Those that are left were ended because of another, by SIGTERM, unless it was sent to all.

@@ -43,7 +43,7 @@ def progress(*, quiet: bool = False, verbose: bool = False) -> Iterator[Tell]:
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))  # fmt: skip
+               TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}", markup=False))  # fmt: skip
     bare = quiet or (console.is_terminal and not verbose)
     level = logging.WARNING if bare else logging.DEBUG if verbose else logging.INFO
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bars, _lines(level):

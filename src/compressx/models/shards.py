@@ -303,6 +303,8 @@ def files_of(folder: Path) -> dict[str, str]:
     for file in _listed(folder):
         with ExitStack() as stack:
             files |= dict.fromkeys(_opened(folder / file, stack).keys(), file)
+    if odd := [name for name in files if not name.isprintable()]:
+        raise ArtifactError(f"{folder} has a tensor named '{one_line(odd[0]):.80}', expected printable characters")
     return files
 
 

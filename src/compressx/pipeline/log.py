@@ -22,13 +22,20 @@ from compressx.api.names import in_short
 from compressx.api.record import AllocationReport, BlockReport, RunReport, shared
 from compressx.planning.plan import Plan
 from compressx.recipe.schema import LoadedRecipe
-from compressx.runtime.errors import CompressxError
+from compressx.runtime.errors import CompressxError, printable
 from compressx.runtime.files import os_errors_named
 from compressx.runtime.machine import command
 from compressx.runtime.timing import peak_gpu_bytes, peak_resident_bytes
 
 LOG = logging.getLogger("compressx")
-FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+
+
+class _Format(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+FORMAT = _Format("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
 NAME = "run.log"
 
 _LIBRARIES = ("datasets", "huggingface_hub", "transformers")

@@ -17,26 +17,39 @@ def page(sections: Sequence[Section]) -> str:
 
 def _parts(section: Section, level: str) -> Iterator[str]:
     if section.title:
-        yield f"{level} {section.title}"
+        yield f"{level} {_inline(section.title)}"
     if section.note:
-        yield section.note
+        yield _inline(section.note)
     if section.table.rows:
         yield "\n".join(_lines(section.table))
     for figure in section.figures:
-        yield figure["caption"]
-        yield f"![{figure['caption']}]({figure['file']})"
+        yield (caption := _inline(figure["caption"]))
+        yield f"![{caption}]({figure['file']})"
     if section.text:
-        yield f"```{section.language}\n{section.text.rstrip()}\n```"
+        fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", section.text)), 0)  # longer than any in it
+        yield f"{fence}{section.language}\n{section.text.rstrip()}\n{fence}"
 
 
 def _lines(table: Table) -> list[str]:
+    names = [_cell(Column(""), name) for name in table.names]
     rows = [[_cell(column, value) for column, value in zip(table.columns, row, strict=True)] for row in table.rows]
-    return [f"| {' | '.join(row)} |" for row in (table.names, ["---"] * len(table.columns), *rows)]
+    return [f"| {' | '.join(row)} |" for row in (names, ["---"] * len(table.columns), *rows)]
 
 
 def _cell(column: Column, value: Value) -> str:
     text = column.text(value)
     if column.look == "prose":  # a model's own words are no markup
-        text = re.sub(r"([\\`*_{}\[\]<>#~$&])", r"\\\1", text).replace("\n", "<br>")
-    text = text.replace("|", r"\|")
+        lines = [re.sub(r"([\\`*_{}\[\]<>#~$&])", r"\\\1", line) for line in text.split("\n")]
+    else:
+        lines = [_inline(line) for line in text.split("\n")]
+    text = "<br>".join(lines).replace("|", r"\|")
     return f"**{text}**" if isinstance(value, Best) else text
+
+
+_OURS = r"(?<!`)`[^`\n]+`(?!`)|\[([\w./-]+)\]\(https://huggingface\.co/\2\)"
+"""Markup that a text may have: code, and links to models by their ids."""
+
+
+def _inline(text: str) -> str:
+    """Escape what would be a tag or another link: names are a stranger's, and the hub shows a card as a page."""
+    return re.sub(rf"({_OURS})|[\\`~<\[\]]", lambda found: found[1] or f"\\{found[0]}", text.replace("\n", " "))

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from compressx.runtime.errors import printable
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -58,7 +60,7 @@ class Column:
 
     def text(self, value: Value) -> str:
         """Write a value; None is empty."""
-        return "" if value is None else format(value, self.form)
+        return "" if value is None else printable(format(value, self.form))
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Table:
     @property
     def names(self) -> list[str]:
         """The headings."""
-        return [column.name for column in self.columns]
+        return [printable(column.name) for column in self.columns]
 
     @property
     def texts(self) -> list[list[str]]:
@@ -114,3 +116,9 @@ class Section:
     text: str = ""
     language: str = ""
     brief: str = ""
+
+    def __post_init__(self) -> None:
+        """Make what it says printable: names in it are a stranger's."""
+        for name in ("title", "note", "text"):
+            object.__setattr__(self, name, printable(getattr(self, name)))
+        object.__setattr__(self, "figures", tuple({k: printable(v) for k, v in f.items()} for f in self.figures))

@@ -114,6 +114,11 @@ def nearest(value: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str:
     return f"did you mean {names[close[0]]!r}? " if close else ""
 
 
+def printable(text: str) -> str:
+    """Escape unprintable characters but the ends of lines, so that foreign text does nothing to a terminal."""
+    return "\n".join(map(one_line, text.split("\n")))
+
+
 def one_line(text: str) -> str:
     """Escape unprintable characters so that foreign text fits on one line of a message."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import stat
 import tarfile
 import zipfile
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.compressx.saved import save_tiny
 
 from compressx.models import packages
@@ -112,6 +114,21 @@ def test_a_model_that_was_saved_while_masks_were_held_is_told_to_be_squashed(tmp
 def test_the_output_folder_of_a_run_is_taken_for_its_model(tmp_path):
     saved = save_tiny(tmp_path / "out" / "model", "llama")
     assert find_checkpoint(source(path=tmp_path / "out")).location == str(saved)
+
+
+@pytest.mark.parametrize("name", ["w\x1b[2K\rerror: x", "w\u202ex", "w\nerror: x"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_tensor_with_a_name_that_cannot_be_printed_is_refused(tmp_path: Path, name: str, sharded: bool) -> None:
+    save_tiny(tmp_path, "llama")
+    if sharded:
+        index = {"metadata": {}, "weight_map": {"a": "model-1.safetensors", name: "model-1.safetensors"}}
+        (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        save_file({name: torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ArtifactError, match=r"has a tensor named 'w\\.*', expected printable characters$") as refused:
+        find_checkpoint(source(path=tmp_path))
+    assert str(refused.value).isprintable()
 
 
 @pytest.fixture

@@ -1,7 +1,19 @@
 from __future__ import annotations
 
+import logging
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+from tests.compressx.cli.commands import refused
+
+from compressx.cli import terminal
+from compressx.pipeline.log import FORMAT
 from compressx.report import html, markdown
 from compressx.report.section import Column, Section, Table, table
+from compressx.runtime.errors import ArtifactError
 
 
 def test_columns_write_their_values_and_nothing_where_there_is_none() -> None:
@@ -41,3 +53,100 @@ def test_html_escapes_and_marks_code(tmp_path) -> None:
     assert "<h2>A <code>b</code></h2>" in page
     assert "<p>c &lt; <code>d</code></p>" in page
     assert "<pre>&lt;e&gt;</pre>" in page
+
+
+class Elements(HTMLParser):
+    """What elements and links a page has."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.links: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append(tag)
+        self.links += [value or "" for name, value in attrs if name in {"href", "src"}]
+
+
+HOSTILE = {
+    "tag": "<img src=x onerror=alert(1)>",
+    "tag after code": "a `b`<img src=x>`c`",
+    "tag after many backticks": "```<img src=x>`",
+    "tag after a backslash": "\\<img src=x>",
+    "tag in escaped code": "\\`<img src=x>`",
+    "link": "[x](javascript:alert(1))",
+    "link to another model": "[org/good](https://huggingface.co/org/evil)",
+    "image": "![x](https://example.com/track.png)",
+    "end of the text of an image": "x](https://example.com/track.png) ![y",
+    "autolink": "<javascript:alert(1)>",
+    "new row": "a | b |\n| c | d",
+    "new block": "a\n\n<script>alert(1)</script>\n",
+    "end of the fence": "a\n```\n<img src=x>\n",
+    "end of a longer fence": "a\n````\n<img src=x>\n```\n",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
+def test_names_are_no_markup_wherever_they_stand(name: str) -> None:
+    shown = [
+        Section(f"Pruned {name}", f"compressx, of {name}", table(["layer", "zeros"], [[name, "1"]])),
+        Section("Figures", figures=({"caption": f"error of {name}", "file": "plots/a.svg"},)),
+        Section("Recipe", text=f"model: {name}", language="yaml"),
+        Section("Sample", table=table([Column("dense", look="prose")], [[name]])),
+    ]
+    page = Elements(MarkdownIt("commonmark").enable("table").render(markdown.page(shown)))
+    assert set(page.found) <= {"h1", "h2", "p", "table", "thead", "tbody", "tr", "th", "td", "img", "pre", "code", "br",
+                               "em", "strong"} - ({"br"} if "\n" not in name else set())  # fmt: skip
+    assert page.links == ["plots/a.svg"]
+    assert (page.found.count("tr"), page.found.count("td")) == (4, 3)
+    assert page.found.count("pre") == 1
+
+
+def test_a_link_to_the_base_model_and_code_in_a_note_stay() -> None:
+    note = "[org/a_model](https://huggingface.co/org/a_model) by `run`"
+    page = Elements(MarkdownIt("commonmark").render(markdown.page([Section("Model", note)])))
+    assert page.links == ["https://huggingface.co/org/a_model"]
+    assert "code" in page.found
+
+
+@pytest.mark.parametrize("name", ["<img src=x onerror=alert(1)>", "`<b>`", "a'\"><script>x</script>"])
+def test_names_are_no_markup_in_html(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.svg").write_text("<svg></svg>")
+    figure = {"caption": name, "file": "a.svg"}
+    made = [Section(name, name, table(["measure", "value", "note"], [[name, name, name]])),
+            Section(name, name, table([name, "b"], [[name, "1"]]), (figure,), name)]  # fmt: skip
+    page, plain = (Elements(html.page(x, tmp_path)) for x in (made, [
+        Section("a", "a", table(["measure", "value", "note"], [["a", "a", "a"]])),
+        Section("a", "a", table(["a", "b"], [["a", "1"]]), ({**figure, "caption": "a"},), "a"),
+    ]))  # fmt: skip
+    assert [x for x in page.found if x != "code"] == [x for x in plain.found if x != "code"]
+
+
+FORGED = "w\x1b[2K\x1b[1A\rerror: \x9b31m\u202e\u2028x\x00"
+
+
+def test_control_characters_of_names_reach_neither_terminal_nor_pages(capsys: Any, tmp_path: Path) -> None:
+    made = [Section(FORGED, FORGED, table(["measure", "value", "note"], [[FORGED, FORGED, "1"]])),
+            Section(FORGED, FORGED, table(["a", "b"], [[FORGED, "1"]]), text=FORGED)]  # fmt: skip
+    terminal.show(*made)
+    for text in (capsys.readouterr().out, markdown.page(made[:1])):
+        assert text.replace("\n", "").isprintable()
+        assert r"w\x1b[2K" in text.replace(r"\\x1b\[", r"\x1b[")
+    assert "\x1b" not in html.page(made[:1], tmp_path)
+
+
+def test_an_error_does_not_move_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ArtifactError(f"{FORGED}\nanother line")
+
+    monkeypatch.setattr("compressx.masks.inspect.inspect", fails)
+    told = refused("inspect", "m")
+    assert told.startswith(r"error: w\x1b[2K\x1b[1A\rerror: ")
+    assert all(line.isprintable() for line in told.splitlines())
+    assert told.count("\n") == 2, "lines that we write stay"
+
+
+def test_the_log_has_no_control_characters() -> None:
+    record = logging.makeLogRecord({"msg": "library: %s", "args": (FORGED,)})
+    assert FORMAT.format(record).isprintable()
