@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from tests.compressx.pipeline.runs import recipe
 from tests.compressx.saved import save_tiny
 from transformers import AutoModelForCausalLM
@@ -83,3 +85,18 @@ def test_transformers_keeps_the_sparsity_in_the_config(architecture: str, models
     shutil.rmtree("out")
     second = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert second.config.compressx == first.config.compressx
+
+
+@pytest.mark.slow
+def test_names_of_strangers_are_no_markup_of_the_card(project: Path) -> None:
+    model = save_tiny(project / "<img src=x onerror=alert(1)>`[x](javascript:alert(1))", "llama")
+    text = project / "```\n<b>.txt"
+    text.write_text("w1 w2 w3 " * 500)
+    asked = recipe(model, *_RULES)
+    asked["calibration"]["dataset"] = {"text": str(text)}
+    run(asked)
+    for page in ("out/model/README.md", "out/report.md"):
+        shown = MarkdownIt("commonmark").enable("table").render(Path(page).read_text())
+        assert "javascript" not in "".join(re.findall('(?:href|src)="([^"]*)"', shown))
+        assert "<b>" not in shown
+        assert "<img src=x" not in shown
