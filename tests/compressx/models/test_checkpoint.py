@@ -120,12 +120,12 @@ def test_the_output_folder_of_a_run_is_taken_for_its_model(tmp_path):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_tensor_with_a_name_that_cannot_be_printed_is_refused(tmp_path: Path, name: str, sharded: bool) -> None:
     save_tiny(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    file = "model-1.safetensors" if sharded else "model.safetensors"
+    save_file({name: torch.zeros(1)}, tmp_path / file)
     if sharded:
-        index = {"metadata": {}, "weight_map": {"a": "model-1.safetensors", name: "model-1.safetensors"}}
-        (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+        index = {"metadata": {}, "weight_map": {"a": file}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    else:
-        save_file({name: torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ArtifactError, match=r"has a tensor named 'w\\.*', expected printable characters$") as refused:
         find_checkpoint(source(path=tmp_path))
     assert str(refused.value).isprintable()
