@@ -69,11 +69,7 @@ def checked(value: Any, where: str) -> Document:
 
 
 def sound(text: str, where: str) -> str:
-    """Return a text, if it is Unicode.
-
-    Raises:
-        CalibrationError: half of a surrogate pair, from JSON, or from bytes of a command line that are not UTF-8.
-    """
+    """Return a text; refuse half of a surrogate pair: from JSON, or bytes of a command line that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -109,11 +109,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def refuse_large(what: object, size: int, most: int, advice: str) -> None:
-    """Refuse text of more bytes than there is memory for, such as what a small archive expands to.
-
-    Raises:
-        CalibrationError: `size`, as far as it was read, is more than `most`.
-    """
+    """Refuse text of more bytes than there is memory for, such as what a small archive expands to."""
     if size > most:
         raise CalibrationError(f"{what}: {size} bytes of text or more, and there is free memory for {most}; {advice}")
 

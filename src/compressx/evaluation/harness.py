@@ -25,6 +25,8 @@ from compressx.evaluation.tasks import (
     reads_index,
     task_index,
 )
+from compressx.models.generate import check_ids
+from compressx.prompts.frame import frame
 from compressx.prompts.selection import Selection
 from compressx.recipe.document import shown
 from compressx.recipe.measuring import LmEval, RollingTask
@@ -36,14 +38,25 @@ _log = logging.getLogger(__name__)
 _BOOTSTRAP_DRAWS = 1000
 """Draws for standard errors without a closed form, accurate to 2%. The harness's default of 100,000 takes minutes."""
 
+_OF_A_TASK = "the text of a task of lm_eval"
+_NAME_IT = "give bos_token and eos_token in its tokenizer_config.json"
 
-def check_chat_template(settings: LmEval, tokenizer: Any) -> None:
-    """Check that the tokenizer has the chat template that is to be applied.
+
+def check_tokenizer(settings: LmEval, tokenizer: Any, model: Any) -> None:
+    """Check that the tokenizer has what the harness needs; the model may be without weights.
+
+    Its config often names BOS and EOS, too, but by the defaults of its class, which other tokenizers do not mean.
 
     Raises:
-        RecipeError: it has none, or none of that name.
+        RecipeError: neither BOS nor EOS, no chat template that is to be applied, or none of that name.
+        CalibrationError: a template that writes tokens that the model does not know.
     """
-    _chosen_template(settings.apply_chat_template, tokenizer)
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise RecipeError(f"lm_eval begins texts with BOS or EOS, and the tokenizer has neither; {_NAME_IT}")
+    if (template := _chosen_template(settings.apply_chat_template, tokenizer)) is not None:
+        copied = copy.copy(tokenizer)
+        copied.chat_template = template
+        check_ids(model, torch.cat(frame(copied, "a")), tokenizer, "lm_eval.apply_chat_template: a prompt")
 
 
 def _chosen_template(asked: bool | str, tokenizer: Any) -> str | None:
@@ -165,11 +178,26 @@ def _language_model(selection: Callable[[], Selection] | None) -> Any:
     """Return the harness's class of models, with prompts shortened before text is generated."""
     from lm_eval.models.huggingface import HFLM
 
+    class Checking(HFLM):  # type: ignore[misc]
+        def tok_encode(self, *given: Any, **more: Any) -> Any:
+            check_ids(self.model, torch.tensor(ids := super().tok_encode(*given, **more)), self.tokenizer, _OF_A_TASK)
+            return ids
+
+        def tok_batch_encode(self, *given: Any, **more: Any) -> Any:
+            check_ids(self.model, (padded := super().tok_batch_encode(*given, **more))[0], self.tokenizer, _OF_A_TASK)
+            return padded
+
+        @property
+        def eot_token_id(self) -> Any:
+            if (end := super().eot_token_id) is None:
+                raise CalibrationError(f"lm_eval ends texts that it has written at EOS, and there is none; {_NAME_IT}")
+            return end
+
     if selection is None:
-        return HFLM
+        return Checking
     prepared = selection
 
-    class Selecting(HFLM):  # type: ignore[misc]
+    class Selecting(Checking):
         def _model_generate(
             self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any
         ) -> torch.Tensor:

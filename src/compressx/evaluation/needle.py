@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 from torch import Tensor
@@ -95,16 +94,6 @@ def grid(tokenizer: Any, hay: Tensor, settings: NeedleGrid) -> Iterator[Asked]:
             for j, fact in enumerate(MEASURING[: settings.needles]):
                 start = (i * settings.needles + j) * 1009
                 yield Asked(length, depth, hidden(tokenizer, hay, fact, length, depth, start=start))
-
-
-def check_hay(tokenizer: Any, hay: Tensor, settings: NeedleGrid) -> None:
-    """Check that there is enough text for every prompt of a grid.
-
-    Raises:
-        CalibrationError: there is not.
-    """
-    for length, fact in product(settings.lengths, MEASURING[: settings.needles]):
-        hidden(tokenizer, hay, fact, length, 0.0)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -22,11 +22,13 @@ from torch.nn import functional
 from compressx.data.documents import documents, texts
 from compressx.data.windows import beginning, evaluation_windows, fingerprint, token_ids
 from compressx.evaluation.harness import run_tasks
-from compressx.evaluation.needle import check_hay, needle_figures
+from compressx.evaluation.needle import grid, needle_figures
 from compressx.evaluation.sample import continuation, prompt_ids
 from compressx.evaluation.tasks import ROLLING_METRICS, check_tasks, is_file
 from compressx.models.access import Access, config_fingerprint
+from compressx.models.architecture import text_config
 from compressx.models.blockwise import evaluation_mode
+from compressx.models.generate import check_ids
 from compressx.prompts.frame import text_ids
 from compressx.prompts.prepare import Selecting
 from compressx.recipe.measuring import Evaluate, RollingTask
@@ -108,35 +110,40 @@ class Texts:
         return [*map(fingerprint, tokens), *(_sha256(json.dumps([name, *read])) for name, read in self.rolling.items())]
 
 
-def read_texts(settings: Evaluate, tokenizer: Any, *, max_positions: int | None = None) -> Texts:
+def read_texts(settings: Evaluate, tokenizer: Any, model: Any) -> Texts:
     """Read the text of an evaluation; needs no weights.
 
     Args:
         settings: the recipe's `evaluate` section.
         tokenizer: the model's.
-        max_positions: the model's maximum context; None when it was already checked.
+        model: the model, with or without weights.
 
     Raises:
-        CalibrationError: text that cannot be read, or is too short for the windows.
+        CalibrationError: text that cannot be read, is too short for the windows, or has tokens that the model lacks.
     """
     windows = {}
     if (wanted := settings.token_perplexity) is not None:
         bos = beginning(tokenizer, wanted.bos)
+        positions = getattr(text_config(model), "max_position_embeddings", None)
         for name, source in wanted.texts.items():
             ids = token_ids(documents(source, "evaluation"), tokenizer)
             windows[name] = evaluation_windows(
-                ids, wanted.samples, wanted.sequence_length, bos=bos, max_positions=max_positions
+                ids, wanted.samples, wanted.sequence_length, bos=bos, max_positions=positions
             )
+            check_ids(model, windows[name], tokenizer, f"the text {name}".strip())
     tasks = settings.lm_eval.tasks if settings.lm_eval is not None else []
     # The harness counts one word in a document without words.
     rolling = {
         t.name: [d for d in texts(t.dataset, "evaluation") if d.strip()] for t in tasks if isinstance(t, RollingTask)
     }
+    for name, read in rolling.items():
+        check_ids(model, token_ids(read, tokenizer), tokenizer, f"the text of task {name}")
     sample = settings.sample
     hay = None
     if settings.needle is not None:
         hay = text_ids(tokenizer, "\n\n".join(texts(settings.needle.dataset, "evaluation")))
-        check_hay(tokenizer, hay, settings.needle)
+        for asked in grid(tokenizer, hay, settings.needle):
+            check_ids(model, asked.prompt.ids, tokenizer, "needle: the prompt")
     return Texts(windows, rolling, None if sample is None else prompt_ids(sample, tokenizer), hay)
 
 

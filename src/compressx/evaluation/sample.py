@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressx.models.generate import check_room, greedy, readable
+from compressx.models.generate import check_ids, check_room, greedy, readable
 from compressx.recipe.measuring import Sample
 from compressx.runtime.errors import CalibrationError
 
@@ -41,9 +41,11 @@ def check_sample(settings: Sample, tokenizer: Any, model: Any) -> None:
 
     Raises:
         UnsupportedModelError: a model that cannot generate.
-        CalibrationError: as `prompt_ids`, or more tokens than the model has positions.
+        CalibrationError: as `prompt_ids`, tokens that the model does not know, or more than it has positions.
     """
-    check_room(model, prompt_ids(settings, tokenizer).shape[1], settings.tokens, "evaluate.sample")
+    ids = prompt_ids(settings, tokenizer)
+    check_ids(model, ids, tokenizer, "evaluate.sample: the prompt")
+    check_room(model, ids.shape[1], settings.tokens, "evaluate.sample")
 
 
 def continuation(model: Any, tokenizer: Any, ids: Tensor, tokens: int) -> str:

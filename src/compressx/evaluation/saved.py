@@ -11,13 +11,13 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from compressx.data.documents import check_dataset
-from compressx.evaluation.harness import check_chat_template
+from compressx.evaluation.harness import check_tokenizer
 from compressx.evaluation.perplexity import Figures, Progress, evaluate, read_texts
 from compressx.evaluation.sample import check_sample
 from compressx.evaluation.tasks import check_tasks
 from compressx.masks.maskset import Deviation, MaskSet
 from compressx.models.access import Access, Device, device_for
-from compressx.models.architecture import survey, text_config
+from compressx.models.architecture import survey
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.export import output_folder, save_model
 from compressx.models.generate import check_room
@@ -130,17 +130,16 @@ def evaluate_saved(
     where = device_for(device)
     checkpoint = find_checkpoint(source)
     tokenizer = load_tokenizer(checkpoint)
-    if settings.lm_eval is not None:
-        check_chat_template(settings.lm_eval, tokenizer)
     skeleton = load_skeleton(checkpoint)
+    if settings.lm_eval is not None:
+        check_tokenizer(settings.lm_eval, tokenizer, skeleton)
     if selecting is not None:
-        selecting.check(skeleton)
+        selecting.check(skeleton, tokenizer)
     if settings.sample is not None:
         check_sample(settings.sample, tokenizer, skeleton)
     if settings.needle is not None:
         check_room(skeleton, max(settings.needle.lengths), settings.needle.tokens, "evaluate.needle")
-    positions = getattr(text_config(skeleton), "max_position_embeddings", None)
-    texts = read_texts(settings, tokenizer, max_positions=positions)
+    texts = read_texts(settings, tokenizer, skeleton)
     loaded = None if masks is None else MaskSet.load(masks)
     access: Access = open_model(checkpoint, False if loaded is not None else source.streaming, where)
     if loaded is not None:

@@ -81,6 +81,21 @@ def generate(
     return torch.cat(written)
 
 
+def check_ids(model: Any, ids: Tensor, tokenizer: Any | None = None, what: str = "the prompt") -> None:
+    """Check that a model, with or without weights, knows the tokens of a text, int64 of any shape.
+
+    Raises:
+        CalibrationError: an id for which its embedding has no row; a GPU would only say that an assertion failed.
+    """
+    known = model.get_input_embeddings().weight.shape[0]
+    if bad := [token for token in map(int, ids.aminmax() if ids.numel() else ()) if not 0 <= token < known]:
+        named = "" if tokenizer is None else f" ({tokenizer.convert_ids_to_tokens(bad[0])!r})"
+        raise CalibrationError(
+            f"{what} has the token id {bad[0]}{named}, and {type(model).__name__} knows 0 to {known - 1}; use the "
+            "model's own tokenizer, or save the model after model.resize_token_embeddings(len(tokenizer))"
+        )
+
+
 def check_room(model: Any, prompt: int, tokens: int, said_by: str) -> None:
     """Check that a model can write so many tokens after a prompt of so many.
 

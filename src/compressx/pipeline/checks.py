@@ -14,7 +14,7 @@ import torch
 
 from compressx.data.chat import require_template
 from compressx.data.documents import check_dataset, local_files
-from compressx.evaluation.harness import check_chat_template
+from compressx.evaluation import harness
 from compressx.evaluation.sample import check_sample
 from compressx.evaluation.tasks import check_name
 from compressx.models.architecture import find_blocks, text_config
@@ -109,8 +109,8 @@ def check_prompts(loaded: LoadedRecipe, skeleton: Any, tokenizer: Any, mistakes:
     """Refuse a chat template that the tokenizer lacks, and a sample for which the model has too few positions."""
     evaluated = loaded.recipe.evaluate
     if evaluated is not None and evaluated.lm_eval is not None:
-        with mistakes.collected(), loaded.at("evaluate", "lm_eval", "apply_chat_template"):
-            check_chat_template(evaluated.lm_eval, tokenizer)
+        with mistakes.collected(), loaded.at("evaluate", "lm_eval"):
+            harness.check_tokenizer(evaluated.lm_eval, tokenizer, skeleton)
     if evaluated is not None and evaluated.sample is not None:
         with mistakes.collected(), loaded.at("evaluate", "sample"):
             check_sample(evaluated.sample, tokenizer, skeleton)

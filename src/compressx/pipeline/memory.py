@@ -24,9 +24,8 @@ from compressx.evaluation.perplexity import evaluate
 from compressx.masks.file import MaskEntry, PackedMasks
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access, InMemory
-from compressx.models.architecture import text_config
 from compressx.models.blockwise import evaluation_mode
-from compressx.models.generate import first_token, generate
+from compressx.models.generate import check_ids, first_token, generate
 from compressx.models.hidden import Keep, Streams
 from compressx.pipeline.accepted import check_model, check_tokenizer
 from compressx.pipeline.context import Progress, RunContext
@@ -230,7 +229,7 @@ def _decided(calibration: Tensor | Sequence[Document] | None) -> Mapping[str, An
             raise CalibrationError(
                 "calibration is a list of lists of numbers; token ids are expected as a tensor, int64 [windows, tokens]"
             )
-        return {"dataset": "given"}
+        return {"dataset": "given/text"}
     if calibration.dim() != 2 or calibration.is_floating_point() or calibration.dtype == torch.bool:
         raise CalibrationError(
             f"calibration is {calibration.dtype} {[*calibration.shape]}, expected token ids, int64 [windows, tokens], "
@@ -238,7 +237,7 @@ def _decided(calibration: Tensor | Sequence[Document] | None) -> Mapping[str, An
         )
     windows, length = calibration.shape
     return {
-        "dataset": "given",
+        "dataset": "given/text",
         "samples": windows,
         "sequence_length": length,
         "windows": "pack",
@@ -257,7 +256,7 @@ def _read(
     context.report_progress("calibrate", 0, 1)
     settings = loaded.recipe.calibration
     if isinstance(calibration, Tensor):
-        windows = _of_vocabulary(calibration.long().cpu(), text_config(model).vocab_size)
+        check_ids(model, windows := calibration.long().cpu(), None, "calibration")
     elif calibration is not None and settings is not None:
         windows = windows_of(given(calibration, "calibration"), settings.samples, settings.draw, tokenizer)
 
@@ -267,16 +266,6 @@ def _read(
             lambda i, n: context.report_progress("calibrate", i, n, "sequences generated"),
         )  # fmt: skip
 
-    texts = read_all(loaded, planned, tokenizer, generated, calibration=windows)
+    texts = read_all(loaded, planned, model, tokenizer, generated, calibration=windows)
     context.report_progress("load", 1, 2)
     return planned, texts
-
-
-def _of_vocabulary(windows: Tensor, vocabulary: int) -> Tensor:
-    low, high = (int(windows.min()), int(windows.max())) if windows.numel() else (0, 0)
-    if low >= 0 and high < vocabulary:
-        return windows
-    raise CalibrationError(
-        f"calibration has token ids from {low} to {high}, but the model's vocabulary has {vocabulary}; tokenize with "
-        "the model's own tokenizer"
-    )

@@ -19,6 +19,7 @@ from compressx.evaluation.perplexity import Texts, read_texts
 from compressx.evaluation.tasks import check_tasks
 from compressx.models.architecture import survey, text_config
 from compressx.models.checkpoint import Checkpoint
+from compressx.models.generate import check_ids
 from compressx.pipeline.checks import (
     check_datasets,
     check_names,
@@ -49,9 +50,10 @@ from compressx.training.finetune import training_windows
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked recipe: the model's checkpoint and tokenizer, and the plan for its linears."""
+    """A checked recipe: the model's checkpoint, skeleton and tokenizer, and the plan for its linears."""
 
     checkpoint: Checkpoint
+    skeleton: Any
     tokenizer: Any
     plan: Plan
 
@@ -118,7 +120,7 @@ def prepare(
     mistakes.raise_all()
     assert found is not None  # noqa: S101 - otherwise there is a mistake
     assert planned is not None  # noqa: S101 - likewise
-    return Prepared(found.checkpoint, found.tokenizer, planned)
+    return Prepared(found.checkpoint, found.skeleton, found.tokenizer, planned)
 
 
 def plan_in_memory(loaded: LoadedRecipe, plugins: Plugins, model: Any, tokenizer: Any) -> Plan:
@@ -159,7 +161,7 @@ def _planned(loaded: LoadedRecipe, plugins: Plugins, skeleton: Any, tokenizer: A
         with mistakes.collected():
             with loaded.at("select_tokens", "selector"):
                 plugins.find(TOKEN_SELECTOR, select.selector)
-            Selecting(select, plugins).check(skeleton, partial(loaded.where, "select_tokens", "options"))
+            Selecting(select, plugins).check(skeleton, tokenizer, partial(loaded.where, "select_tokens", "options"))
     mistakes.add(*_finetune_mistakes(loaded, skeleton))
     tuning = loaded.recipe.finetune
     if tuning is not None and isinstance(tuning.teacher, ModelSource):
@@ -189,35 +191,40 @@ class RunTexts:
 
 
 def read_all(
-    loaded: LoadedRecipe, planned: Plan, tokenizer: Any, generated: Generated, *, evaluated: bool = True,
+    loaded: LoadedRecipe, planned: Plan, model: Any, tokenizer: Any, generated: Generated, *, evaluated: bool = True,
     calibration: Tensor | None = None,
 ) -> RunTexts:  # fmt: skip
-    """Read every text of a recipe and check that there is enough of it.
+    """Read every text of a recipe, and check that there is enough of it and that the model knows its tokens.
 
     Args:
         loaded: the recipe.
         planned: its plan.
-        tokenizer: the model's.
+        model: the model, with or without weights.
+        tokenizer: its tokenizer.
         generated: as for `read_calibration`.
         evaluated: whether to read evaluation text.
         calibration: the calibration windows, if the caller has them; otherwise they are read if the plan needs them.
 
     Raises:
-        CalibrationError: text that cannot be read, or is too short.
+        CalibrationError: text that cannot be read, is too short, or has tokens that the model does not know.
     """
     recipe, mistakes = loaded.recipe, Mistakes()
     training = evaluation = None
     if recipe.evaluate is not None and evaluated:
         with mistakes.collected(UnreachableError), loaded.at("evaluate"):
-            evaluation = read_texts(recipe.evaluate, tokenizer)
+            evaluation = read_texts(recipe.evaluate, tokenizer, model)
     if any(dataset.generate is not None for dataset in recipe.datasets().values()):
         mistakes.raise_all()  # what the model generates can take hours
     with mistakes.collected(UnreachableError), loaded.at("calibration"):
         if calibration is None and recipe.calibration is not None and planned.needs_calibration:
             calibration = read_calibration(recipe.calibration.draw, tokenizer, generated)
+        if calibration is not None:
+            check_ids(model, calibration, tokenizer, "the text")
     if not mistakes or (recipe.finetune is not None and recipe.finetune.draw is not None):
         with mistakes.collected(UnreachableError), loaded.at("finetune"):
             training = training_windows(recipe, tokenizer, calibration, generated)
+            if training is not None:
+                check_ids(model, training, tokenizer, "the text")
     mistakes.raise_all()
     return RunTexts(calibration, training, evaluation)
 

@@ -205,7 +205,7 @@ def _read(context: RunContext, prepared: Prepared) -> _Inputs:
     opened = functools.cache(lambda: _opened(context, prepared))
     context.report_progress("calibrate", 0, 1)
     own = OwnText(context, prepared.tokenizer, opened)
-    texts = read_all(loaded, prepared.plan, prepared.tokenizer, own, evaluated=ranks.first)
+    texts = read_all(loaded, prepared.plan, prepared.skeleton, prepared.tokenizer, own, evaluated=ranks.first)
     windows = texts.calibration
     batches = calibration_batches(loaded.recipe.calibration, windows)
     mine = calibration_batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))

@@ -111,7 +111,7 @@ def check(cells: Iterable[Cell], plugins: Plugins) -> None:
         if (texts := f"{prepared.plan.needs_calibration} {named}") in counted:
             continue
         try:
-            read_all(cell.loaded, prepared.plan, prepared.tokenizer, blank)
+            read_all(cell.loaded, prepared.plan, prepared.skeleton, prepared.tokenizer, blank)
         except CompressxError as error:
             raise type(error)(f"{' '.join(cell.values)}: {error}") from error
         counted.add(texts)

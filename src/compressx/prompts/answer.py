@@ -12,11 +12,11 @@ from torch import Tensor
 
 from compressx.models.access import InMemory
 from compressx.models.blockwise import evaluation_mode
-from compressx.models.generate import check_room, greedy, readable
+from compressx.models.generate import check_ids, check_room, greedy, readable
 from compressx.plugins.manager import Plugins
 from compressx.prompts.frame import frame, frame_of_chat, text_ids
 from compressx.prompts.prepare import Selecting
-from compressx.prompts.scores import check_decoder, check_ids
+from compressx.prompts.scores import check_decoder
 from compressx.prompts.selection import Selection
 from compressx.runtime.errors import CalibrationError
 from compressx.runtime.timing import forget_peaks, peak_gpu_bytes, peak_resident_bytes
@@ -129,7 +129,7 @@ def answer(
         CalibrationError: more tokens than the model has positions, or more protected than kept.
         PluginError: an answer of the selector that breaks its contract.
     """
-    check_ids(model, ids)
+    check_ids(model, ids, tokenizer)
     forget_peaks()
     started = time.perf_counter()
     places = torch.arange(len(ids)) if selection is None else selection.places(ids, protected)

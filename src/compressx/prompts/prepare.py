@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from compressx.api.selector import AttentionRows, TokenSelector, TokenSelectorSpec
 from compressx.models.access import Access, InMemory, config_fingerprint, weights_fingerprint
 from compressx.models.architecture import Architecture, survey
+from compressx.models.generate import check_ids
 from compressx.plugins.kinds import TOKEN_SELECTOR
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.prompts.contract import checked_rows
@@ -63,11 +66,12 @@ class Selecting:
         found = self.plugins.find(TOKEN_SELECTOR, self.settings.selector)
         return found, validate_options(found.options, self.settings.options, where)
 
-    def check(self, skeleton: Any, where: Callable[..., str] = _in_options) -> None:
+    def check(self, skeleton: Any, tokenizer: Any | None, where: Callable[..., str] = _in_options) -> None:
         """Check as much as can be known without weights.
 
         Args:
             skeleton: the model; only its config and shapes are read.
+            tokenizer: the model's, if there is one.
             where: as for `spec`.
 
         Raises:
@@ -79,6 +83,9 @@ class Selecting:
         blocks = global_blocks(skeleton)[:1] or (0,)  # of which a choice on synthetic prompts needs one
         if not queries:
             blocks = self._observed(selector, InMemory(skeleton), found, None, 0).blocks
+        elif tokenizer is not None:
+            for ids in choosing_ids(tokenizer):
+                check_ids(skeleton, torch.tensor(ids), tokenizer, "select_tokens: a prompt to choose heads by")
         check_global(skeleton, found, blocks)
 
     def prepare(self, access: Access, tokenizer: Any | None) -> Selection:

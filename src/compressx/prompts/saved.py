@@ -7,6 +7,7 @@ from typing import Any
 
 from compressx.models.access import Device, InMemory, device_for
 from compressx.models.checkpoint import find_checkpoint
+from compressx.models.generate import check_ids
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.prompts.answer import Answer, answer, framed
 from compressx.prompts.prepare import Selecting
@@ -72,11 +73,12 @@ def answer_saved(
     """
     where = device_for(device)
     checkpoint = find_checkpoint(source)
+    skeleton, tokenizer = load_skeleton(checkpoint), load_tokenizer(checkpoint)
     if selecting is not None:
-        selecting.check(load_skeleton(checkpoint))
-    progress("loading the model")
-    tokenizer = load_tokenizer(checkpoint)
+        selecting.check(skeleton, tokenizer)
     ids, protected = framed(tokenizer, prompt, question)
+    check_ids(skeleton, ids, tokenizer)
+    progress("loading the model")
     model = load_model(checkpoint).to(where)
     selection = None
     if selecting is not None:

@@ -20,7 +20,8 @@ from compressx.api.selector import AttentionRows
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
 from compressx.models.blockwise import Run, advance, capture, each_block, evaluation_mode
-from compressx.runtime.errors import CalibrationError, UnsupportedModelError
+from compressx.models.generate import check_ids
+from compressx.runtime.errors import UnsupportedModelError
 
 _NAME = "compressx_scores"
 _queries: ContextVar[int] = ContextVar("queries")
@@ -47,8 +48,10 @@ def read_scores(access: Access, found: Architecture, ids: Tensor, wanted: Attent
     Raises:
         UnsupportedModelError: a block with a sliding window, or whose attention is not transformers' interface; scores
             that are NaN, or of more tokens than the prompt has.
+        CalibrationError: a token that the model does not know.
         ArtifactError: weights that cannot be read.
     """
+    check_ids(access.model, ids)
     if not wanted.blocks:
         return torch.empty(0, 0, min(wanted.queries, len(ids)), len(ids), device=access.device)
     check_global(access.model, found, wanted.blocks)
@@ -119,20 +122,6 @@ def check_decoder(model: Any) -> None:
     raise UnsupportedModelError(
         f"{name} {reason}; prompts are shortened for decoder-only language models, such as Llama, Gemma or GPT-2"
     )
-
-
-def check_ids(model: Any, ids: Tensor) -> None:
-    """Check that a model knows the token ids of a prompt [n].
-
-    Raises:
-        CalibrationError: it does not.
-    """
-    known = model.get_input_embeddings().weight.shape[0]
-    if bad := [token for token in (int(ids.min()), int(ids.max())) if not 0 <= token < known]:
-        raise CalibrationError(
-            f"the prompt has the token id {bad[0]}, and {type(model).__name__} knows 0 to {known - 1}; use the model's "
-            "own tokenizer"
-        )
 
 
 def _check_scores(scores: Tensor, fqn: str, n: int) -> None:

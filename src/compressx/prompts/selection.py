@@ -12,7 +12,7 @@ from compressx.api.selector import AttentionRows, TokenSelector
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
 from compressx.prompts.contract import checked_places
-from compressx.prompts.scores import check_ids, read_scores
+from compressx.prompts.scores import read_scores
 from compressx.recipe.selecting import SelectTokens
 from compressx.runtime.errors import CalibrationError, blamed_on
 
@@ -136,7 +136,6 @@ class Selection:
         return keep
 
     def _read(self, ids: Tensor) -> Tensor:
-        check_ids(self.access.model, ids)
         positions = getattr(text_config(self.access.model), "max_position_embeddings", None)
         if self.wanted.blocks and positions is not None and len(ids) > positions:
             raise CalibrationError(

@@ -65,10 +65,7 @@ class Mistakes:
 
     @contextlib.contextmanager
     def collected(self, last: type[CompressxError] | tuple[()] = ()) -> Iterator[None]:
-        """Keep a `CompressxError` instead of raising it; what follows the `with` goes on without its result.
-
-        One of the class `last`, which whatever follows would repeat, is raised with those before it.
-        """
+        """Keep a `CompressxError`, and go on without the result; one of class `last` is raised, with those before."""
         try:
             yield
         except CompressxError as error:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from tests.compressx.cli.commands import printed
 
-from compressx.evaluation.harness import check_chat_template, run_tasks
+from compressx.evaluation.harness import check_tokenizer, run_tasks
 from compressx.evaluation.tasks import check_tasks, task_index
 from compressx.models.access import InMemory
 from compressx.plugins.manager import load_plugins
@@ -266,11 +266,28 @@ class TestSettings:
 
     def test_a_chat_template_that_the_tokenizer_does_not_have_is_refused(self, tokenizer: Any) -> None:
         with pytest.raises(RecipeError, match=r"tokenizer has no chat template: expected an instruct model; remove"):
-            check_chat_template(settings("arc_easy", apply_chat_template=True), tokenizer)
+            check_tokenizer(settings("arc_easy", apply_chat_template=True), tokenizer, tiny_model("llama"))
         tokenizer.chat_template = {"default": CHAT, "tools": CHAT}
-        check_chat_template(settings("arc_easy", apply_chat_template="tools"), tokenizer)
+        check_tokenizer(settings("arc_easy", apply_chat_template="tools"), tokenizer, tiny_model("llama"))
         with pytest.raises(RecipeError, match=r"no chat template named 'tolls'; did you mean 'tools'\?"):
-            check_chat_template(settings("arc_easy", apply_chat_template="tolls"), tokenizer)
+            check_tokenizer(settings("arc_easy", apply_chat_template="tolls"), tokenizer, tiny_model("llama"))
+
+    def test_a_tokenizer_without_a_beginning_and_an_end_is_refused(self, tokenizer: Any) -> None:
+        """The harness puts one before a text. The config names tokens, too, but by the defaults of its class."""
+        model = tiny_model("llama")
+        assert model.config.bos_token_id is not None
+        check_tokenizer(settings("arc_easy"), tokenizer, model)
+        tokenizer.bos_token = None
+        with pytest.raises(RecipeError, match=r"^lm_eval begins texts with BOS or EOS, and the tokenizer has nei"):
+            check_tokenizer(settings("arc_easy"), tokenizer, model)
+        tokenizer.eos_token = "</s>"  # noqa: S105 - no secret
+        check_tokenizer(settings("arc_easy"), tokenizer, model)
+
+    def test_a_template_that_writes_tokens_that_the_model_lacks_is_refused(self, tokenizer: Any) -> None:
+        tokenizer.add_tokens(["w1"], special_tokens=True)
+        tokenizer.chat_template = {"tools": CHAT}
+        with pytest.raises(CalibrationError, match=r"apply_chat_template: a prompt has the token id 128 \('w1'\), "):
+            check_tokenizer(settings("arc_easy", apply_chat_template="tools"), tokenizer, tiny_model("llama"))
 
 
 @pytest.fixture
@@ -436,6 +453,13 @@ class TestRunTasks:
         with pytest.raises(CalibrationError, match="weights are broken"):
             run_tasks(model, tokenizer, settings(rolling("docs")), {"docs": DOCUMENTS})
 
+    def test_a_token_that_the_model_does_not_know_is_named(self, few_tasks: Path, tokenizer: Any) -> None:
+        model = tiny_model("llama")
+        model.resize_token_embeddings(99)
+        told = r"^the text of a task of lm_eval has the token id 99 \('c'\), and LlamaForCausalLM knows 0 to 98; use"
+        with pytest.raises(CalibrationError, match=told):
+            run_tasks(model, tokenizer, settings("letters_easy"), {})
+
 
 class TestSelection:
     @pytest.fixture
@@ -466,6 +490,16 @@ class TestSelection:
             select = Selecting(SelectTokens.model_validate(given), load_plugins()).prepare(InMemory(model), tokenizer)
         tokenizer.model_max_length, tokenizer.eos_token, tokenizer.pad_token = 128, "</s>", "<s>"
         return seen, run_tasks(model, tokenizer, written, {}, select and (lambda: select))
+
+    def test_a_task_that_generates_text_needs_an_end_and_padding_that_the_model_knows(self, written, tokenizer) -> None:
+        """Often a `[PAD]` was added to a tokenizer and not to the model; rows of other lengths are filled with it."""
+        tokenizer.model_max_length = 128
+        with pytest.raises(CalibrationError, match=r"^lm_eval ends texts that it has written at EOS, and there "):
+            run_tasks(tiny_model("llama"), tokenizer, written, {})
+        tokenizer.eos_token = "</s>"  # noqa: S105 - no secret
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        with pytest.raises(CalibrationError, match=r"of lm_eval has the token id 128 \('\[PAD\]'\), and Llama"):
+            run_tasks(tiny_model("llama"), tokenizer, written, {})
 
     def test_a_task_that_generates_text_reads_the_selected_tokens_only(self, written: LmEval, tokenizer: Any) -> None:
         (whole,), _ = self.read(written, tokenizer, None)

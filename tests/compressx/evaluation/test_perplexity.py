@@ -105,11 +105,11 @@ def settings(**sections: Any) -> Evaluate:
 
 
 def measure(access: Any, tokenizer: Any, asked: Evaluate) -> Any:
-    return evaluate(access, tokenizer, asked, read_texts(asked, tokenizer))
+    return evaluate(access, tokenizer, asked, read_texts(asked, tokenizer, access.model))
 
 
 def measure_cached(access: Any, tokenizer: Any, asked: Evaluate, fingerprint: str) -> Any:
-    return evaluate_cached(access, tokenizer, asked, read_texts(asked, tokenizer), fingerprint)
+    return evaluate_cached(access, tokenizer, asked, read_texts(asked, tokenizer, access.model), fingerprint)
 
 
 TOKENS = {"dataset": {"text": "*.txt"}, "sequence_length": 16}
@@ -135,7 +135,7 @@ class TestEvaluate:
         both = {"datasets": {"fox": alone[0]["dataset"], "box": alone[1]["dataset"]}, "sequence_length": 16}
         told: list[tuple[int, int]] = []
         asked = settings(token_perplexity=both)
-        read = read_texts(asked, tokenizer)
+        read = read_texts(asked, tokenizer, tiny_model("llama"))
         found = evaluate(InMemory(tiny_model("llama")), tokenizer, asked, read, progress=lambda *x: told.append(x))
         assert found == {"fox": figures[0], "box": figures[1]}
         assert told[-1] == (sum(map(len, read.windows.values())),) * 2
@@ -173,12 +173,12 @@ class TestEvaluate:
     def test_windows_longer_than_the_model_are_refused(self, text: Path, tokenizer: Any) -> None:
         asked = settings(token_perplexity={**TOKENS, "sequence_length": 129})
         with pytest.raises(CalibrationError, match="sequence_length 129 is longer than the model's 128 positions"):
-            read_texts(asked, tokenizer, max_positions=128)
+            read_texts(asked, tokenizer, tiny_model("llama"))
 
     def test_text_that_is_too_short_is_refused_without_a_model(self, text: Path, tokenizer: Any) -> None:
         asked = settings(token_perplexity={**TOKENS, "samples": 30})
         with pytest.raises(CalibrationError, match="evaluation needs 30 windows of 16 tokens; the text has 116 tokens"):
-            read_texts(asked, tokenizer)
+            read_texts(asked, tokenizer, tiny_model("llama"))
 
 
 class TestEvaluateCached:

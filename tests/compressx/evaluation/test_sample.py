@@ -55,12 +55,12 @@ def test_a_prompt_may_be_a_users_message_and_needs_a_template_a_token_and_room_f
 def test_a_sample_is_measured_cached_and_is_no_number(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path))
     asked = Evaluate.model_validate({"sample": {"prompt": "ab", "tokens": 4}})
-    texts, model = read_texts(asked, tokenizer), InMemory(tiny_model("llama"))
+    texts, model = read_texts(asked, tokenizer, tiny_model("llama")), InMemory(tiny_model("llama"))
     found = evaluate_cached(model, tokenizer, asked, texts, "model")
     assert found == evaluate(model, tokenizer, asked, texts)
     monkeypatch.setattr("compressx.evaluation.perplexity.continuation", lambda *_: pytest.fail("it is cached"))
     assert evaluate_cached(model, tokenizer, asked, texts, "model") == found
-    other = read_texts(Evaluate.model_validate({"sample": {"prompt": "abc"}}), tokenizer)
+    other = read_texts(Evaluate.model_validate({"sample": {"prompt": "abc"}}), tokenizer, model.model)
     assert other.fingerprint() != texts.fingerprint()
 
 
@@ -70,7 +70,7 @@ def test_a_model_that_stays_on_disk_writes_the_same(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(source)
     asked = Evaluate.model_validate({"sample": {"prompt": "the quick", "tokens": 4}})
     tokenizer = load_tokenizer(checkpoint)
-    texts = read_texts(asked, tokenizer)
+    texts = read_texts(asked, tokenizer, tiny_model("llama"))
     found = [
         evaluate(open_model(checkpoint, streaming, torch.device("cpu")), tokenizer, asked, texts)
         for streaming in (False, True)

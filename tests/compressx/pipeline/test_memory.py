@@ -185,7 +185,7 @@ def test_a_failure_before_the_first_block_leaves_the_model_and_says_nothing_of_i
         ({"calibration": {"datasets": ["c4"]}}, ["w1"], "calibration.datasets: the argument calibration decides it"),
         ({"calibration": {"samples": 8}}, torch.ones(2, 8, dtype=torch.int64), "calibration.samples: the argument"),
         ({"calibration": {}}, torch.ones(2, 256, dtype=torch.int64), "sequence_length 256 is longer than the model's"),
-        ({"calibration": {}}, torch.full((2, 8), 128), "from 128 to 128, but the model's vocabulary has 128"),
+        ({"calibration": {}}, torch.full((2, 8), 128), "calibration has the token id 128, and Llama"),
         ({"calibration": {}}, torch.ones(8), r"calibration is torch.float32 \[8\], expected token ids, int64"),
         (WINDOWS, [], r"calibration has no documents; expected texts, or chats as lists of \{role, content"),
         (WINDOWS, [{"text": "w1"}], r"calibration\[0\] is a row with text, expected text or a chat; give one field"),

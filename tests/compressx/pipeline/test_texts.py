@@ -11,13 +11,21 @@ import pytest
 import torch
 from tests.compressx.pipeline.runs import artifacts, recipe
 from tests.compressx.processes import in_two
+from tests.compressx.saved import save_tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import compressx
+from compressx.evaluation.saved import evaluate_saved
 from compressx.masks.maskset import MaskSet
 from compressx.models import streaming
 from compressx.pipeline.run import plan, run
 from compressx.pipeline.sweep import check, grid
 from compressx.plugins.manager import load_plugins
+from compressx.prompts.saved import answer_saved
+from compressx.recipe.measuring import Evaluate
+from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import CalibrationError, CompressxError, RecipeError
+from compressx.testing import tiny_model, tiny_text
 
 
 def with_text(model: Path, dataset: dict[str, Any], **values: Any) -> dict[str, Any]:
@@ -104,6 +112,87 @@ def test_a_hub_that_cannot_be_reached_is_told_once_and_before_weights_are_loaded
 def test_a_dataset_that_cannot_be_on_the_hub_is_refused_by_a_plan(model, project, name) -> None:
     with pytest.raises(CalibrationError, match=rf"^<dict>:calibration\.dataset: (no )?dataset '{name}'"):
         plan(with_text(model, {"name": name}))
+
+
+class TestTokensBeyondTheEmbedding:
+    """A tokenizer to which tokens were added, without `resize_token_embeddings`: what reads one is refused in time."""
+
+    ADDED = ("<|im_start|>", "<|im_end|>")
+    CHAT = "{% for m in messages %}<|im_start|> {{ m.content }} <|im_end|>{% endfor %}"
+
+    @pytest.fixture
+    def beyond(self, tmp_path: Path) -> Path:
+        """The folder of such a model; beside it chats, and text with and without an added token."""
+        folder = save_tiny(tmp_path / "beyond" / "model", "llama")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        small = tiny_model("llama")
+        small.resize_token_embeddings(len(tokenizer))
+        small.save_pretrained(folder)
+        tokenizer.add_tokens(list(self.ADDED), special_tokens=True)
+        tokenizer.chat_template = self.CHAT
+        tokenizer.save_pretrained(folder)
+        chat = {"messages": [{"role": "user", "content": tiny_text(words=40)}]}
+        Path("chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 20)
+        Path("ended.txt").write_text(f"{tiny_text(words=40)} <|im_end|> " * 20)
+        return folder
+
+    @pytest.mark.parametrize(
+        "sections",
+        [
+            {"calibration": {"dataset": {"json": "chats.jsonl"}, "samples": 8, "sequence_length": 32}},
+            {"calibration": {"datasets": ["python-docs", {"text": "ended.txt"}], "samples": 8, "sequence_length": 64}},
+            {"finetune": {"steps": 2, "dataset": {"json": "chats.jsonl"}, "samples": 4, "sequence_length": 16}},
+            {"evaluate": {"token_perplexity": {"dataset": {"text": "ended.txt"}, "sequence_length": 64}}},
+            {"evaluate": {"sample": {"prompt": "w1", "tokens": 4, "apply_chat_template": True}}},
+            {"evaluate": {"needle": {"dataset": "python-docs", "lengths": [64], "needles": 1}}},
+            {"evaluate": {"lm_eval": {"tasks": [{"name": "mine", "dataset": {"text": "ended.txt"}}]}}},
+            {"evaluate": {"lm_eval": {"tasks": ["mine.yaml"], "apply_chat_template": True}}},
+            {"select_tokens": {"selector": "retrieval-heads", "keep": 0.5},
+             "evaluate": {"sample": {"prompt": "w1", "tokens": 4}}},
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_every_text_of_a_recipe_is_checked_before_weights_are_loaded(self, beyond, monkeypatch, sections) -> None:
+        Path("mine.yaml").write_text("task: mine\n")
+        monkeypatch.setattr("compressx.pipeline.run.open_model", lambda *_: pytest.fail("weights were loaded"))
+        with pytest.raises(CalibrationError) as caught:
+            run(recipe(beyond) | sections)
+        (place,) = sections.keys() & {"calibration", "finetune", "evaluate", "select_tokens"} - (
+            {"evaluate"} if "select_tokens" in sections else set()
+        )
+        told = str(caught.value)
+        assert place in told.partition(" has ")[0]
+        assert any(f"has the token id {21 + i} ('{self.ADDED[i]}'), and LlamaForCausalLM knows 0 to 20; " in told
+                   for i in range(2))  # fmt: skip
+        assert "\n" not in told
+
+    def test_text_without_them_and_rows_that_no_token_has_are_fine(self, beyond, model) -> None:
+        for folder in (beyond, model):  # the other one has 128 rows for 21 tokens
+            assert run(recipe(folder, output=f"out-{folder.parent.name}")).sparsity > 0.4
+
+    def test_a_model_in_memory_refuses_them_before_it_is_changed(self, beyond) -> None:
+        dense, tokenizer = AutoModelForCausalLM.from_pretrained(beyond), AutoTokenizer.from_pretrained(beyond)
+        before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
+        wanda = {"prune": [{"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}]}
+        wanda["calibration"] = {"samples": 4, "sequence_length": 16}
+        chats = [[{"role": "user", "content": tiny_text(words=40)}]] * 4
+        for text in (chats, torch.full((2, 8), 21)):
+            given = wanda if isinstance(text, list) else {"prune": wanda["prune"]}
+            with pytest.raises(CalibrationError, match=r"has the token id 2[12].* knows 0 to 20"):
+                compressx.prune(dense, tokenizer, given, calibration=text)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
+
+    def test_generate_and_eval_refuse_them_before_weights_are_loaded(self, beyond, monkeypatch) -> None:
+        monkeypatch.setattr("compressx.prompts.saved.load_model", lambda *_: pytest.fail("weights were loaded"))
+        monkeypatch.setattr("compressx.evaluation.saved.open_model", lambda *_: pytest.fail("weights were loaded"))
+        source = ModelSource(path=beyond)
+        asked = Evaluate.model_validate({"token_perplexity": {"dataset": {"text": "ended.txt"}, "sequence_length": 64}})
+        for ask in (
+            lambda: answer_saved(source, "w1 w2", "", 4, selecting=None),
+            lambda: evaluate_saved(source, asked),
+        ):
+            with pytest.raises(CalibrationError, match=r"has the token id 2[12] .* knows 0 to 20"):
+                ask()
 
 
 class TestGenerated:
