@@ -152,9 +152,8 @@ def _not_plain(module: nn.Module, allowed: str) -> tuple[str, str] | None:
             return f"parametrized by {type(made).__name__}", f"call {call}"
     if isinstance(vars(module).get("weight"), Tensor):
         return "no parameters", "set module.weight to an nn.Parameter"
-    for x in (*module._parameters.values(), *module._buffers.values()):
-        own = type(x).__module__.startswith("compressx.")  # of the pretended accelerator
-        if x is not None and type(x) not in (Tensor, nn.Parameter) and not own and allowed not in _classes(x):
+    for x in (*module._parameters.values(), *module._buffers.values()):  # DeviceTensor: of a pretended one
+        if x is not None and type(x) not in (Tensor, nn.Parameter) and not {"DeviceTensor", allowed} & _classes(x):
             return f"of class {type(x).__name__}", "load the model whole and in full precision, or dequantize it,"
     return None
 

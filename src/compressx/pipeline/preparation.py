@@ -17,7 +17,7 @@ from compressx.data.documents import UnreachableError
 from compressx.data.windows import Generated, read_calibration
 from compressx.evaluation.perplexity import Texts, read_texts
 from compressx.evaluation.tasks import check_tasks
-from compressx.models.architecture import survey, text_config
+from compressx.models.architecture import refuse_prepared, survey, text_config
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.generate import check_ids
 from compressx.pipeline.checks import (
@@ -170,6 +170,7 @@ def _planned(loaded: LoadedRecipe, plugins: Plugins, skeleton: Any, tokenizer: A
             check_teacher(tuning.teacher, None if text is None else text.sequence_length, skeleton)
     if tokenizer is not None:
         check_prompts(loaded, skeleton, tokenizer, mistakes)
+    refuse_prepared(skeleton, "pruned")
     planned = make_plan(loaded, plugins, skeleton)
     with loaded.at("allocation", "target"):
         return settled(planned)

@@ -21,7 +21,7 @@ from compressx.masks.maskset import MaskSet
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.export import save_model
 from compressx.models.loading import load_model, load_tokenizer
-from compressx.pipeline.run import run
+from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.sources import DatasetSource, Draw, ModelSource
 from compressx.runtime.errors import ArtifactError, CalibrationError, RecipeError, UnsupportedModelError
@@ -285,6 +285,21 @@ def test_a_model_whose_weights_are_computed_for_each_forward_pass_is_refused_and
             use()
     assert same(tensors(dense), before)
     assert not Path("saved").exists()
+
+
+def test_a_run_of_a_model_whose_own_code_computes_its_weights_is_refused_before_they_are_loaded(model, monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    made = LlamaMLP.__init__
+
+    def normed(self: Any, config: Any) -> None:
+        made(self, config)
+        parametrizations.weight_norm(self.up_proj)
+
+    monkeypatch.setattr(LlamaMLP, "__init__", normed)
+    says = r"cannot be pruned while its weights are parametrized by _WeightNorm \(model.layers.0.mlp.up_proj and 2"
+    with pytest.raises(ArtifactError, match=says):
+        plan(recipe(model))
 
 
 def written_by_a_hook(linear: torch.nn.Linear) -> None:
