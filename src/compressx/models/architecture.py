@@ -131,7 +131,7 @@ def refuse_prepared(model: nn.Module, action: str = "saved", allowed: str = "") 
     Raises:
         ArtifactError: the message says what its weights are, names a module, and says what to do.
     """
-    found = [(name, *state) for name, module in model.named_modules() if (state := _not_plain(module, allowed))]
+    found = [(name, *why) for name, module in model.named_modules() if (why := _not_plain(module, allowed))]
     if found:
         (name, state, advice), more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise ArtifactError(
@@ -145,7 +145,7 @@ def _not_plain(module: nn.Module, allowed: str) -> tuple[str, str] | None:
     for name in _classes(module) & _WRAPPERS:
         inner = "_orig_mod" if name == "OptimizedModule" else "module"
         return f"wrapped in {name}", f"pass its `{inner}`, or load the model without the wrapper,"
-    chains: Any = module.parametrizations.values() if parametrize.is_parametrized(module) else ()
+    chains: Any = module.get_submodule("parametrizations").children() if parametrize.is_parametrized(module) else ()
     for made in (*chain.from_iterable(chains), *module._forward_pre_hooks.values()):
         names = _classes(made)
         if allowed not in names and (call := next((x for name, x in _COMPUTED.items() if name in names), None)):
