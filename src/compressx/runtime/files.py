@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -40,6 +41,12 @@ def regular(path: Path) -> Path:
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ArtifactError(f"{path} is a FIFO, a device or a socket, expected a regular file; remove it")
     return path
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file; an `ArtifactError` says that it cannot be read."""
+    with os_errors_named("read", path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def atomic_write(path: Path, data: bytes) -> None:

@@ -211,7 +211,7 @@ def test_a_link_that_leaves_the_cache_is_not_written_through(kept: Path) -> None
     sha = wheel(kept, {"tinymodel/model.gguf": b"GGUF!"})
     (kept / "cache" / "packages").mkdir(parents=True)
     (kept / "foreign").mkdir()
-    (kept / "cache" / "packages" / f"tinymodel-1.0-{sha[:16]}").symlink_to(kept / "foreign")
+    (kept / "cache" / "packages" / f"TinyModel-1.0-{sha[:16]}").symlink_to(kept / "foreign")
     with pytest.raises(ArtifactError, match=r"follows a link that leaves .*packages; remove it"):
         packaged(sha)
     assert not any((kept / "foreign").iterdir())
