@@ -51,6 +51,7 @@ def draft(source: ModelSource, name: str, skeleton: nn.Module, plugins: Plugins,
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
     length = min(_SEQUENCE, positions or _SEQUENCE)
     recipe["calibration"] = {"dataset": "wikitext", "samples": 128, "sequence_length": length}
+    measured = {"dataset": "wikitext", "samples": 64, "sequence_length": length}  # a plan estimates what is counted
     called = Path(name).expanduser().resolve().name.removesuffix(".gguf")  # a hub id's last part, too
     recipe["output"] = f"runs/{called}-50"
     taken = {spec.name: _taken(spec, found, skeleton, recipe, plugins) for spec in plugins.offers["pruners"].values()}
@@ -73,7 +74,7 @@ def draft(source: ModelSource, name: str, skeleton: nn.Module, plugins: Plugins,
             *rules,
             "# ignore: [layers: [0, -1]]  # layers, globs or re: regular expressions that no rule takes",
             "evaluate:",
-            f"  token_perplexity: {_flow({'dataset': 'wikitext', 'sequence_length': length})}  # before and after",
+            f"  token_perplexity: {_flow(measured)}  # before and after; without samples, on all of the text",
             f"output: {json.dumps(recipe['output'])}",
             "",
         ]

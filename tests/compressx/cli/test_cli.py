@@ -332,6 +332,8 @@ def test_the_recipe_that_init_writes_is_planned_as_it_is_and_with_its_other_rule
     text = Path("r.yaml").read_text()
     planned = json.loads(printed("plan", "r.yaml", "--json"))
     assert {x["pattern"] for x in planned["linears"]} == {"50% layer"}
+    assert not [x for x in planned["estimate"]["not_estimated"] if "evaluate" in x]
+    assert {"evaluate dense", "evaluate pruned"} <= {x["name"] for x in planned["estimate"]["stages"]}
     for name in [x["name"] for x in planned["skipped"] if not x["name"].startswith("model.layers")]:
         assert f"#   {name}: " in text
     assert "exists and is not overwritten" in refused("init", "tiny", "--output", "r.yaml")
