@@ -18,12 +18,12 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WrapValidator
 from torch import Tensor
 
 from compressx.runtime.errors import ArtifactError, one_line
 from compressx.runtime.files import os_errors_named, regular, written_whole
-from compressx.runtime.metadata import validated
+from compressx.runtime.metadata import one_by_one, validated
 from compressx.runtime.transfer import begin_to_host
 
 
@@ -54,9 +54,7 @@ _AT_ONCE = 2
 """Weights of a GPU that are hashed at the same time; each has a copy on the host."""
 
 _HEX_SHA256 = "^[0-9a-f]{64}$"
-
-
-_Shown = Annotated[str, Field(pattern=r"^[^\p{Cc}\p{Cf}]*$", max_length=1000)]
+_SHOWN = r"^[^\p{Cc}\p{Cf}]{0,1000}$"
 
 
 class _StoredMask(BaseModel):
@@ -64,8 +62,8 @@ class _StoredMask(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     shape: Annotated[list[Annotated[int, Field(ge=1, lt=2**63)]], Field(min_length=2, max_length=2)]
-    pattern: _Shown
-    pruner: _Shown
+    pattern: str = Field(pattern=_SHOWN)
+    pruner: str = Field(pattern=_SHOWN)
     sha256: str = Field(pattern=_HEX_SHA256)
 
 
@@ -76,7 +74,7 @@ class _Header(BaseModel):
     format: Literal["masks"] = "masks"
     version: Literal[1] = 1
     digest: str = Field(pattern=_HEX_SHA256)
-    masks: dict[str, _StoredMask]
+    masks: Annotated[dict[str, _StoredMask], WrapValidator(one_by_one)]
 
 
 def write_masks(path: Path, entries: Mapping[str, MaskEntry]) -> None:
@@ -186,7 +184,7 @@ def _read(path: Path) -> tuple[dict[str, _StoredMask], dict[str, Tensor]]:
             header = _read_header(path, file.metadata())
             packed = _read_bits(path, file, header)
     except SafetensorError as error:
-        raise ArtifactError(f"{path} is not a safetensors file, or it is truncated: {one_line(str(error))}") from error
+        raise ArtifactError(f"{path} is not a safetensors file, or it is truncated: {str(error)[:300]!r}") from error
     if _digest(header.masks, [packed]) != header.digest:
         raise ArtifactError(f"{path} was changed after it was written (its digest differs); use another copy")
     return header.masks, packed
@@ -277,10 +275,10 @@ def _read_bits(path: Path, file: Any, header: _Header) -> dict[str, Tensor]:
         kind, expected_kind = (part.get_dtype(), part.get_shape()), ("U8", [_length(mask)])
         if kind != expected_kind:
             raise ArtifactError(
-                f"{path}: the mask of {one_line(name)} is stored as {kind[0]} {kind[1]}, expected {expected_kind[0]} "
-                f"{expected_kind[1]} for shape {mask.shape}"
+                f"{path}: the mask of {one_line(name)[:200]} is stored as {kind[0]} {kind[1]}, expected "
+                f"{expected_kind[0]} {expected_kind[1]} for shape {mask.shape}"
             )
         packed[name] = file.get_tensor(f"{name}.mask")
         if elements % 8 and int(packed[name][-1]) >> elements % 8:
-            raise ArtifactError(f"{path}: the mask of {one_line(name)} has bits set after its last element")
+            raise ArtifactError(f"{path}: the mask of {one_line(name)[:200]} has bits set after its last element")
     return packed

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WrapValidator
 
 from compressx.models.pieces import MOST, Elements, contents, decode, encode, mask_bytes
-from compressx.models.tensor_bytes import TensorBytes, layout_in, layout_of, opened, pieces_of, sha256_of
+from compressx.models.tensor_bytes import Size, TensorBytes, layout_in, layout_of, opened, pieces_of, sha256_of
 from compressx.runtime.errors import ArtifactError, one_line
 from compressx.runtime.files import os_errors_named, written_whole
-from compressx.runtime.metadata import validated
+from compressx.runtime.metadata import one_by_one, validated
 
 
 class _Stored(BaseModel):
@@ -43,7 +43,7 @@ class _Stored(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    pieces: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=10)]] | None
+    pieces: Annotated[list[Annotated[list[Size], Field(min_length=2, max_length=10)]], Field(fail_fast=True)] | None
 
 
 class _Metadata(BaseModel):
@@ -54,7 +54,7 @@ class _Metadata(BaseModel):
     version: Literal[1] = 1
     digest: str = Field(pattern="^[0-9a-f]{64}$")
     header: str
-    tensors: dict[str, _Stored]
+    tensors: Annotated[dict[str, _Stored], WrapValidator(one_by_one)]
 
 
 class _Entry(NamedTuple):
@@ -266,4 +266,4 @@ def _metadata(path: Path, text: str | None) -> _Metadata:
 
 
 def _damaged(path: Path, what: str) -> ArtifactError:
-    return ArtifactError(f"{path} is damaged: {one_line(what)}; use another copy, or pack the model again")
+    return ArtifactError(f"{path} is damaged: {one_line(what)[:300]}; use another copy, or pack the model again")

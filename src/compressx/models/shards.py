@@ -289,7 +289,7 @@ def _opened(path: Path, stack: ExitStack) -> Any:
     except SafetensorError as error:
         with path.open("rb") as file:
             pointer = file.read(len(_POINTER)) == _POINTER
-        advice = "it is a git-lfs pointer; fetch the file with git lfs pull" if pointer else one_line(str(error))
+        advice = "it is a git-lfs pointer; fetch the file with git lfs pull" if pointer else one_line(str(error))[:300]
         raise ArtifactError(f"{path} is not a safetensors file, or it is truncated: {advice}") from error
 
 

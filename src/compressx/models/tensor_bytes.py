@@ -8,16 +8,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WrapValidator, model_validator
 
 from compressx.models.pieces import Elements, dtype_of_size
 from compressx.models.shards import OUTSIDE, of_file
 from compressx.runtime.errors import ArtifactError, one_line
 from compressx.runtime.files import os_errors_named
-from compressx.runtime.metadata import validated
+from compressx.runtime.metadata import one_by_one, validated
 
 PIECE = 2**22
 """Elements of a piece; a multiple of 8, so that masks of pieces end with a byte."""
@@ -59,7 +59,7 @@ class TensorBytes:
         return [min(PIECE, units - start) for start in range(0, units, PIECE)]
 
 
-_Size = Annotated[int, Field(ge=0, lt=2**63)]
+Size = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Described(BaseModel):
@@ -67,16 +67,21 @@ class _Described(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     dtype: str = Field(pattern="^(BOOL|(BF|[CFIU])[0-9]{1,3}(_E[0-9]M[0-9](FNUZ)?)?)$")
-    shape: list[_Size] = Field(max_length=64)
-    data_offsets: list[_Size] = Field(min_length=2, max_length=2)
+    shape: list[Size] = Field(max_length=64)
+    data_offsets: list[Size] = Field(min_length=2, max_length=2)
 
 
 class _Header(BaseModel):
-    """The header of a safetensors file: tensors by name, and metadata."""
+    """The header of a safetensors file, where metadata stand among the tensors."""
 
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
-    __pydantic_extra__: dict[str, _Described]
-    metadata: dict[str, str] | None = Field(None, alias="__metadata__")
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    metadata: dict[str, str] | None
+    tensors: Annotated[dict[str, _Described], WrapValidator(one_by_one)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apart(cls, given: Any) -> Any:
+        return {"metadata": given.pop("__metadata__", None), "tensors": given} if isinstance(given, dict) else given
 
 
 class Layout(NamedTuple):
@@ -102,20 +107,16 @@ def layout_of(path: Path) -> Layout:
 
 
 def layout_in(header: str, path: Path) -> Layout:
-    """Read a safetensors header that `path` has, such as that of the original in a packed file.
-
-    Raises:
-        ArtifactError: a text of another form, sizes that are not those of shape and dtype, or gaps between tensors.
-    """
+    """Read a header that `path` has; an `ArtifactError` refuses sizes that are not of shape and dtype, and gaps."""
     read = validated(path, header, _Header)
-    found = [TensorBytes(n, x.dtype, tuple(x.shape), *x.data_offsets) for n, x in read.__pydantic_extra__.items()]
+    found = [TensorBytes(n, x.dtype, tuple(x.shape), *x.data_offsets) for n, x in read.tensors.items()]
     tensors = tuple(sorted(found, key=lambda tensor: (tensor.begin, tensor.end)))
     for before, tensor in zip((0, *(x.end for x in tensors)), tensors, strict=False):
         bits = re.search("[0-9]+", tensor.dtype)
         if tensor.begin != before or 8 * tensor.bytes != int(bits[0] if bits else 8) * math.prod(tensor.shape):
             raise ArtifactError(
-                f"{path} is damaged: its header gives {one_line(tensor.name)} bytes {tensor.begin} to {tensor.end}, "
-                f"expected those of {tensor.dtype} {str([*tensor.shape])[:80]} from {before}; use another copy"
+                f"{path} is damaged: its header gives {one_line(tensor.name)[:200]} bytes {tensor.begin} to "
+                f"{tensor.end}, expected those of {tensor.dtype} {str([*tensor.shape])[:80]} from {before} on"
             )
     return Layout(header, 8 + len(header.encode()), read.metadata or {}, tensors)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -503,6 +504,24 @@ def test_what_an_interrupted_unpacking_wrote_counts_as_free(tmp_path: Path, monk
     size = sum(path.stat().st_size for path in building.glob("*.safetensors"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(size, size, 0))
     assert unpack_folder(folder, tmp_path / "out").bytes == size
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"tensors": {"a": {"sha256": "0" * 64, "pieces": [[-1, -1]] * 50_000}}},
+     {"tensors": dict.fromkeys(map(str, range(50_000)), 0)},
+     {"header": json.dumps(dict.fromkeys(map(str, range(50_000)), 0)), "tensors": {}}],
+    ids=["pieces", "tensors", "header"],
+)  # fmt: skip
+def test_a_header_that_is_wrong_in_many_places_takes_no_more_memory_than_one(
+    metadata: dict[str, Any], tmp_path: Path
+) -> None:
+    path = packed_file(tmp_path)
+    path.write_bytes(resealed(path.read_bytes(), lambda was: json.dumps({**was, **metadata}), packed_digest))
+    tracemalloc.start()
+    refused(PackedFile, path, match="in its metadata is ")
+    assert tracemalloc.get_traced_memory()[1] < 30 * path.stat().st_size
+    tracemalloc.stop()
 
 
 # --- masks
