@@ -237,7 +237,7 @@ def test_a_damaged_header_is_read_or_refused_in_one_line(changes, tmp_path):
 
 
 @pytest.mark.slow
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.lists(CHANGES, min_size=1, max_size=2))
 def test_a_damaged_file_is_loaded_or_refused_in_one_line_in_every_way_of_reading_it(changes, tmp_path):
     path = tmp_path / "tiny.gguf"
@@ -253,7 +253,7 @@ SCALARS = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(key=st.sampled_from([*KEYS, "general.alignment", "general.type", "llama.rope.scaling.factor"]), value=SCALARS)
 def test_a_value_of_any_kind_is_read_or_refused_in_one_line(key, value, tmp_path):
     assert read_all(at_a_new_time(write_gguf(tmp_path / "tiny.gguf", keys={key: value}))) != {"license"}
