@@ -53,6 +53,7 @@ def evaluate(
     from compressx.cli import tables, terminal
     from compressx.evaluation.saved import evaluate_saved, measures, source_of
     from compressx.prompts.prepare import Selecting
+    from compressx.recipe.schema import load_recipe
 
     given = {key: json.dumps(value) if value is True else value for key, value in lm_eval.items() if value is not None}
     if "tasks" in given:
@@ -60,7 +61,8 @@ def evaluate(
     short = [f"evaluate.lm_eval.{key}={value}" for key, value in given.items()]
     settings, select = measures(recipe, [*short, *overrides], perplexity="tasks" not in given)
     selecting = None if select is None else Selecting(select, host.plugins())
-    source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    trusted = trust_remote_code or (recipe is not None and load_recipe(recipe).recipe.model.trust_remote_code)
+    source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trusted)
     with terminal.progress(quiet=as_json) as tell:
         figures = evaluate_saved(
             source, settings, masks=masks, selecting=selecting, device=device,

@@ -18,7 +18,7 @@ from compressx.evaluation.tasks import check_tasks
 from compressx.masks.maskset import Deviation, MaskSet
 from compressx.models.access import Access, Device, device_for
 from compressx.models.architecture import survey
-from compressx.models.checkpoint import find_checkpoint
+from compressx.models.checkpoint import find_checkpoint, keep_settings
 from compressx.models.export import output_folder, save_model
 from compressx.models.generate import check_room
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
@@ -186,6 +186,7 @@ def apply_masks(masks: Path, source: ModelSource, output: Path, *, original: boo
     loaded.apply(model, original=original)
     with output_folder(output) as folder:
         save_model(model, tokenizer, folder / "model")
+        keep_settings(checkpoint, folder / "model")
         with os_errors_named("copy", masks):
             shutil.copyfile(masks, folder / "masks.safetensors")
     return Applied(len(loaded), len({*survey(model).linears, *loaded}), before)

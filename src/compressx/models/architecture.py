@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -25,6 +26,9 @@ _COMPUTED = {
     "Module": 'torch.nn.utils.parametrize.remove_parametrizations(module, "weight")',
 }
 """Classes of hooks and parametrizations that compute a weight for each forward pass, and what makes it permanent."""
+
+_DEPTH = re.compile("layer|block|depth|stage", re.IGNORECASE)
+"""Names under which configs keep their number of decoder blocks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +63,7 @@ def survey(model: nn.Module) -> Architecture:
         model: a transformers causal language model, on any device, `meta` included.
 
     Raises:
-        UnsupportedModelError: no list of decoder blocks, or more than one, is found.
+        UnsupportedModelError: no list of decoder blocks, or more than one, is found, or none of them has a linear.
     """
     blocks = find_blocks(model)
     linears: dict[str, Linear] = {}
@@ -77,6 +81,8 @@ def survey(model: nn.Module) -> Architecture:
             unprunable[name] = reason
         else:
             (linears if in_block else outside).update({x.name: x for x in linears_of(name, module)})
+    if not linears:
+        _refuse_without_linears(blocks, unprunable)
     return Architecture(blocks, linears, outside, unprunable)
 
 
@@ -112,9 +118,11 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     fitting = {n: m for n, m in outermost.items() if len(m) == depth and any(True for _ in m.parameters())}
     if len(fitting) != 1:
         found = ", ".join(f"{n} ({len(m)})" for n, m in outermost.items()) or "none"
+        count, lacks = ("", ", which it lacks") if depth is None else (f"{depth} ", "")
         raise UnsupportedModelError(
-            f"{type(model).__name__}: expected one list of {depth} decoder blocks (config.num_hidden_layers), found "
-            f"{len(fitting)}; module lists in the model: {found}. compressx prunes decoder-only language models"
+            f"{type(model).__name__}: expected one list of {count}decoder blocks (config.num_hidden_layers{lacks}), "
+            f"found {len(fitting)}; module lists in the model: {found}"
+            f"{_told_depth(config, {} if fitting else outermost)}. compressx prunes decoder-only language models"
         )
     ((name, modules),) = fitting.items()
     return {f"{name}.{i}": module for i, module in enumerate(modules)}
@@ -163,6 +171,19 @@ def _classes(value: object) -> set[str]:
     return {cls.__name__ for cls in type(value).__mro__}
 
 
+def _told_depth(config: Any, lists: Mapping[str, nn.ModuleList]) -> str:
+    """Return the line that names a config's number of blocks, for a message; empty if it has none that fits a list."""
+    numbers = [(key, value) for key, value in vars(config).items() if type(value) is int]
+    fitting = [(key, name) for name, blocks in lists.items() for key, value in numbers if value == len(blocks)]
+    if not fitting:
+        return ""
+    key, name = min(fitting, key=lambda pair: _DEPTH.search(pair[0]) is None)  # of the equal ones the first
+    return (
+        f'; if {name} holds the decoder blocks, write attribute_map = {{"num_hidden_layers": "{key}"}} in '
+        f"class {type(config).__name__}"
+    )
+
+
 def text_config(model: nn.Module) -> Any:
     """Return the config of the model's language part."""
     config: Any = model.config
@@ -191,6 +212,20 @@ def _is_fused_experts(module: nn.Module) -> bool:
     linears = {"gate_up_proj", "up_proj", "down_proj"}
     biases = {f"{name}_bias" for name in linears} if module.has_bias else set()
     return all((p.dim() == 3 and n in linears) or (p.dim() == 2 and n in biases) for n, p in _matrices(module))
+
+
+def _refuse_without_linears(blocks: Mapping[str, nn.Module], unprunable: Mapping[str, str]) -> NoReturn:
+    """Refuse a model with nothing to prune in its blocks, and name the first matrix that they hold instead."""
+    held = [(n, why) for n, why in unprunable.items() if any(n.startswith(f"{fqn}.") for fqn in blocks)]
+    for n, module in (x for fqn, block in blocks.items() for x in block.named_modules(prefix=fqn)):
+        if any(b.dim() >= 2 for b in module.buffers(recurse=False)):  # of classes that quantize
+            held.append((n, f"not a linear: {type(module).__name__} holds buffers"))
+    name, why = held[0] if held else (next(iter(blocks)), "not a module with matrices")
+    told = f"{name} {'is' if why.startswith('not') else 'cannot be pruned:'} {why}"
+    raise UnsupportedModelError(
+        f"the blocks have no linear that compressx knows; {told}; expected nn.Linear, transformers' Conv1D or fused "
+        "experts in floating point"
+    )
 
 
 def _why_not_prunable(module: nn.Module) -> str | None:

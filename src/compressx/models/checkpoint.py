@@ -6,8 +6,13 @@ Safetensors and GGUF only. Pickle checkpoints are refused, because reading one c
 from __future__ import annotations
 
 import contextlib
+import json
+import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +21,24 @@ from compressx.models.packages import file_of_package
 from compressx.models.packed_folder import is_packed, unpacked
 from compressx.models.shards import check_files, files_of
 from compressx.recipe.sources import ModelSource
-from compressx.runtime.errors import ArtifactError, CompressxError, UnsupportedModelError, memory_named, nearest
+from compressx.runtime.errors import (
+    ArtifactError,
+    CompressxError,
+    UnsupportedModelError,
+    memory_named,
+    nearest,
+    one_line,
+)
+from compressx.runtime.files import os_errors_named
 from compressx.runtime.quiet import quiet_libraries
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+
+_SETTINGS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.vocab", "*.bpe", "*.spm", "*.py", "*.md",
+             "LICENSE", "NOTICE", "COPYING")  # fmt: skip
+"""Files that transformers and vLLM read beside weights, and notices; never a pickle."""
+_NOT_KEPT = re.compile(r"\..*|README\.md|params\.json|.*\.index\.json|model(-\d+-of-\d+)?\.safetensors")
+"""Hidden files, the card and weights, which are written anew, and what describes weights in other formats."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +98,9 @@ def find_checkpoint(source: ModelSource) -> Checkpoint:
     return Checkpoint(location, gguf_file, source.revision, source.dtype, source.trust_remote_code)
 
 
-def local_folder(checkpoint: Checkpoint) -> Path:
-    """Return the folder with a checkpoint's safetensors, downloaded if it is on the hub.
+@lru_cache  # a branch may move on during a run
+def local_folder(checkpoint: Checkpoint, wanted: tuple[str, ...] = ("*.safetensors", "*.json")) -> Path:
+    """Return the folder with a checkpoint's safetensors, or other files, downloaded if it is on the hub.
 
     Raises:
         ArtifactError: it cannot be downloaded.
@@ -96,12 +116,46 @@ def local_folder(checkpoint: Checkpoint) -> Path:
     from huggingface_hub import snapshot_download
 
     with quiet_libraries(), explained(checkpoint):
-        wanted, others = ["*.safetensors", "*.json"], ["*/*", "consolidated*"]  # the same weights in another format
-        where, revision = checkpoint.location, checkpoint.revision
-        folder = Path(snapshot_download(where, revision=revision, allow_patterns=wanted, ignore_patterns=others))
-        if any(folder.glob("model*.safetensors")):  # else transformers says what there is
+        where, revision, others = checkpoint.location, checkpoint.revision, ["*/*", "consolidated*"]  # other formats
+        folder = Path(snapshot_download(where, revision=revision, allow_patterns=[*wanted], ignore_patterns=others))
+        if wanted != _SETTINGS and any(folder.glob("model*.safetensors")):  # else transformers says what there is
             check_files(folder)
         return folder
+
+
+def keep_settings(checkpoint: Checkpoint, folder: Path) -> tuple[list[str], list[str]]:
+    """Copy what else stands in a checkpoint's folder beside its saved weights: settings, code, notices.
+
+    Copied byte for byte are the regular files of `_SETTINGS` that saving has not written, and generation settings. A
+    link may lead to the hub's blobs, but not out of the folder otherwise. Of a GGUF file's folder nothing is copied.
+
+    Args:
+        checkpoint: of the dense model.
+        folder: where its weights were saved.
+
+    Returns:
+        The names of what was copied, and of what was left out.
+
+    Raises:
+        ArtifactError: a file that cannot be downloaded, read or written.
+    """
+    copied: list[str] = []
+    left: list[str] = []
+    if checkpoint.gguf_file is not None:
+        return copied, left
+    source = local_folder(checkpoint, _SETTINGS).resolve()
+    inside = (source, source.parents[1] / "blobs" if source.parent.name == "snapshots" else source)
+    with os_errors_named(f"copy the settings of {source} to", folder):
+        for path in sorted(source.iterdir()):
+            target = folder / path.name
+            if _NOT_KEPT.fullmatch(path.name) or (target.exists() and path.name != "generation_config.json"):
+                continue
+            regular = path.is_file() and any(path.resolve().is_relative_to(parent) for parent in inside)
+            kept = regular and path.stat().st_size < 2**27 and any(fnmatch(path.name, x) for x in _SETTINGS)
+            (copied if kept else left).append(path.name)
+            if kept:
+                shutil.copyfile(path, target)
+    return copied, left
 
 
 @contextlib.contextmanager
@@ -120,6 +174,11 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
         OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, ArithmeticError, RuntimeError,
         AssertionError, SafetensorError, StrictDataclassError,
     ) as error:  # fmt: skip
+        if "trust_remote_code=True" in str(error):
+            raise UnsupportedModelError(
+                f"{where} has Python code of its own{_own_code(checkpoint)}; read it, then set "
+                "model.trust_remote_code: true in the recipe, or give --trust-remote-code"
+            ) from error
         reason = " ".join(str(error).split())[:400]
         if isinstance(error, KeyError):
             reason = f"its config has a value that transformers does not know: {reason}"
@@ -137,6 +196,20 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
             reason = f"there is no folder {where} here, and the hub said: {reason.rstrip('.')}"
             reason += f"; {_similar(where)}check the id and the network, or give a local folder"
         raise ArtifactError(f"cannot load {where}: {reason.rstrip('.')}") from error
+
+
+def _own_code(checkpoint: Checkpoint) -> str:
+    """Return the Python files that a model's configs name, for a message; empty if that cannot be told."""
+    from transformers.utils import cached_file
+
+    for name in ("config.json", "tokenizer_config.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
+            path = cached_file(checkpoint.location, name, revision=checkpoint.revision, local_files_only=True)
+            named = json.loads(Path(path).read_text("utf-8"))["auto_map"].values()
+            classes = [c for x in named for c in (x if isinstance(x, list) else [x]) if c is not None]
+            files = sorted({one_line(c.rpartition(".")[0].replace("--", "/")) + ".py" for c in classes})
+            return f" (auto_map in {name}: {', '.join(files)})"
+    return ""
 
 
 def _refuse_unfinished(output: Path) -> None:

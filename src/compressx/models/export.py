@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 from torch import Tensor
 
@@ -193,9 +194,11 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping
         tensors: tensors to save, by their state dict names; None for all.
 
     Raises:
-        ArtifactError: a prepared or quantized model, or files that cannot be written.
+        ArtifactError: a prepared or quantized model, values that cannot be saved, or files that cannot be written.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
+    from transformers import GenerationConfig
 
     refuse_prepared(model)
     if (quantization := getattr(model.config, "quantization_config", None)) is not None:
@@ -207,10 +210,15 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping
         )
     with os_errors_named("write", folder):
         folder.mkdir(parents=True, exist_ok=True)
+        settings = getattr(model, "generation_config", None)
         try:
-            with quiet_libraries():
+            # transformers refuses to save settings that it loads, and that their authors published.
+            with quiet_libraries(), patch.object(model, "generation_config", GenerationConfig(), create=True):
                 model.save_pretrained(folder, state_dict=None if tensors is None else dict(tensors))
-        except (SafetensorError, ValueError) as error:  # a full disk raises SafetensorError
+            if settings is not None and model.can_generate():
+                settings.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+        # A full disk raises SafetensorError.
+        except (SafetensorError, StrictDataclassError, ValueError, TypeError) as error:
             raise ArtifactError(f"cannot save {type(model).__name__} to {folder}: {error}") from error
         if tokenizer is not None:
             try:

@@ -52,18 +52,11 @@ def load_empty(checkpoint: Checkpoint) -> Any:
         ArtifactError: the config cannot be read.
         UnsupportedModelError: as for `load_skeleton`.
     """
-    from transformers import GenerationConfig
-
     with _reading(checkpoint):
         config = _config(checkpoint)
         requested = None if checkpoint.dtype == "auto" else getattr(torch, checkpoint.dtype)
         dtype = requested or config.dtype or _stored_dtype(local_folder(checkpoint))
-        model = build_empty(config, dtype, trust_remote_code=checkpoint.trust_remote_code).eval()
-        with contextlib.suppress(OSError):  # not every checkpoint has one
-            model.generation_config = GenerationConfig.from_pretrained(
-                checkpoint.location, revision=checkpoint.revision
-            )
-        return model
+        return build_empty(config, dtype, trust_remote_code=checkpoint.trust_remote_code).eval()
 
 
 def build_empty(config: Any, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> Any:

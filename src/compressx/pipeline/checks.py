@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +20,8 @@ from compressx.evaluation import harness
 from compressx.evaluation.sample import check_sample
 from compressx.evaluation.tasks import check_name
 from compressx.models.architecture import find_blocks, text_config
-from compressx.models.checkpoint import Checkpoint, find_checkpoint
-from compressx.models.export import check_output, not_written, unfinished
+from compressx.models.checkpoint import Checkpoint, find_checkpoint, keep_settings
+from compressx.models.export import check_output, not_written, save_model, unfinished
 from compressx.models.generate import first_token
 from compressx.models.loading import dtype_of, load_skeleton, load_tokenizer
 from compressx.pipeline.journal import differing
@@ -80,7 +82,21 @@ def check_parts(parts: Parts, mistakes: Mistakes, *, replace: bool = False) -> F
         with mistakes.collected(), parts.at("model"):
             found = dataclasses.replace(found, tokenizer=load_tokenizer(found.checkpoint))
             check_tokenizer(parts, found.skeleton, found.tokenizer, chats, mistakes)
+            check_saving(found)
     return found
+
+
+def check_saving(found: FoundModel) -> None:
+    """Save everything but weights to a temporary folder, as the end of a run does.
+
+    Raises:
+        ArtifactError: values that transformers loads and does not save, or a file that cannot be read.
+    """
+    model = copy.copy(found.skeleton)
+    model.config = copy.deepcopy(model.config)  # saving changes it
+    with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
+        save_model(model, found.tokenizer, Path(folder) / "model", {})
+        keep_settings(found.checkpoint, Path(folder) / "model")
 
 
 def check_datasets(parts: Parts, mistakes: Mistakes) -> list[tuple[Step, ...]]:

@@ -25,7 +25,7 @@ from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access, InMemory, weights_fingerprint
 from compressx.models.architecture import find_blocks
 from compressx.models.capture import skipped
-from compressx.models.checkpoint import Checkpoint, find_checkpoint
+from compressx.models.checkpoint import Checkpoint, find_checkpoint, keep_settings
 from compressx.models.streaming import StreamedModel, open_model, open_streamed
 from compressx.pipeline.card import card
 from compressx.pipeline.context import RunContext, Stage
@@ -100,6 +100,8 @@ def finish(context: RunContext, pruned: Pruned, checkpoint: Checkpoint, journal:
             smaller = save_smaller(access, pruned.tokenizer, pruned.plan, MaskSet.load(masks), checkpoint, folder)
     else:
         access.save(pruned.tokenizer, journal.blocks, folder / "model")
+    copied, left = (", ".join(map(ascii, names)) or "nothing" for names in keep_settings(checkpoint, folder / "model"))
+    context.log.write(logging.INFO, f"model: copied {copied} from {checkpoint.location}; left out {left}")
     if isinstance(access, StreamedModel):
         access = open_streamed(checkpoint.at(folder / "model"), access.device)
     evaluation |= evaluated(context, pruned, access, "pruned" if tuned is None else "finetuned")

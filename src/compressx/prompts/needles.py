@@ -159,7 +159,7 @@ def tokenizer_beside(model: Any) -> Any:
     place = str(getattr(model.config, "name_or_path", "") or "")
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, ImportError), quiet_libraries():
         if place:
-            return AutoTokenizer.from_pretrained(place)
+            return AutoTokenizer.from_pretrained(place, trust_remote_code=False)  # None asks on the terminal
     raise CalibrationError(
         "the selector chooses blocks or heads on synthetic prompts, which need the model's tokenizer, and there is "
         f"none beside the model ({place or 'which is not from a folder'}); pass tokenizer=..."

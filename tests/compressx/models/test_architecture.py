@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.compressx.cli.commands import refused
+from tests.compressx.foreign import ATTRIBUTE_MAP, save_foreign
 from torch import nn
 from torch.ao.pruning.sparsifier.utils import FakeSparsity
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
 from compressx.models.architecture import find_blocks, linears_of, refuse_prepared, survey, text_config
+from compressx.models.checkpoint import Checkpoint
+from compressx.models.loading import load_skeleton
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
 from compressx.testing import TINY_CONFIGS, tiny_model
 
@@ -238,3 +243,59 @@ def test_a_wrapped_model_or_block_is_refused_by_the_name_of_the_wrapper(wrap, ki
         refuse_prepared(wrap(nn.Sequential(nn.Linear(4, 4))), "pruned")
     with pytest.raises(ArtifactError, match=says % "1"):
         refuse_prepared(nn.Sequential(nn.Linear(4, 4), wrap(nn.Linear(4, 4))), "pruned")
+
+
+# --- architectures that are not supported
+
+
+@pytest.mark.parametrize(
+    ("kind", "held"),
+    [("MyLinear", "weight [192, 64]"), ("Conv1D", "weight [192, 64]"), ("QuantLinear", "buffers")],
+)
+def test_blocks_without_a_linear_are_refused_with_what_they_hold_instead(kind, held, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_foreign(tmp_path / "model", (kind, kind, kind))
+    told = f"the blocks have no linear that compressx knows; trunk.stages.0.qkv is not a linear: {kind} holds {held}; "
+    Path("r.yaml").write_text(
+        "model: {path: model, trust_remote_code: true}\noutput: out\n"
+        'prune: [{targets: ["*"], pruner: magnitude, sparsity: 0.5}]\n'
+    )
+    assert told in refused("plan", "r.yaml")
+    assert told in refused("init", "model", "--trust-remote-code")
+    assert told in refused("inspect", "model", "--trust-remote-code")
+
+
+def test_blocks_whose_linears_are_all_quantized_are_refused_by_their_dtype() -> None:
+    model = tiny_model("llama")
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(module.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match=r"q_proj cannot be pruned: its weight is quantized .*float8"):
+        survey(model)
+
+
+def test_some_blocks_may_be_without_linears(tmp_path: Path) -> None:
+    folder = save_foreign(tmp_path / "model", ("MyLinear", "nn.Linear", "nn.Linear"))
+    found = survey(load_skeleton(Checkpoint(str(folder), trust_remote_code=True)))
+    assert {found.block_of(name) for name in found.linears} == {"trunk.stages.1", "trunk.stages.2"}
+    assert found.unprunable["trunk.stages.0.qkv"].startswith("not a linear: MyLinear")
+
+
+def test_the_line_that_names_a_configs_number_of_blocks_is_told_and_mends_it(tmp_path: Path) -> None:
+    folder = save_foreign(tmp_path / "model", attribute_map="")
+    checkpoint = Checkpoint(str(folder), trust_remote_code=True)
+    with pytest.raises(UnsupportedModelError) as raised:
+        find_blocks(load_skeleton(checkpoint))
+    told = str(raised.value)
+    assert "(config.num_hidden_layers, which it lacks), found 0; module lists in the model: trunk.stages (3);" in told
+    assert f"if trunk.stages holds the decoder blocks, write {ATTRIBUTE_MAP} in class TrunkConfig. " in told
+    code = folder / "configuration_trunk.py"
+    code.write_text(code.read_text().replace('model_type = "trunk"', f'model_type = "trunk"\n    {ATTRIBUTE_MAP}'))
+    assert len(find_blocks(load_skeleton(checkpoint))) == 3
+
+
+def test_no_line_is_told_where_no_number_of_the_config_is_that_of_a_list() -> None:
+    model = tiny_model("llama")
+    model.config.num_hidden_layers = 7
+    with pytest.raises(UnsupportedModelError, match=r"layers \(3\)\. compressx prunes decoder-only"):
+        find_blocks(model)

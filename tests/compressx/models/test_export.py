@@ -585,3 +585,22 @@ def test_a_file_where_the_model_should_go_is_an_error_and_not_a_silent_return(tm
     (tmp_path / "model").write_text("")
     with pytest.raises(ArtifactError, match=rf"cannot write {tmp_path}/model: File exists"):
         save_model(pruned("llama")[0], None, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "published",
+    [{"temperature": 0.9, "top_p": 0.6}, {"do_sample": False, "top_k": 20}, {"num_beams": 1, "early_stopping": True}],
+    ids=str,
+)
+def test_generation_settings_that_transformers_loads_and_refuses_to_save_are_saved(published, tmp_path):
+    """5.16 refuses those that it has loaded, later ones only those that were changed."""
+    model = tiny_model("llama")
+    model.generation_config.update(**published)
+    with pytest.raises(ValueError, match="Fix these issues"):
+        model.save_pretrained(tmp_path)
+    own = model.generation_config
+    save_model(model, None, tmp_path)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert published.items() <= written.items()
+    assert written["eos_token_id"] == 2
+    assert model.generation_config is own
