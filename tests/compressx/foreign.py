@@ -33,13 +33,13 @@ class MyLinear(nn.Module):
     def forward(self, x):
         return nn.functional.linear(x, self.weight, self.bias)
 
-class QuantLinear(nn.Module):
+class BufferLinear(nn.Module):
     def __init__(self, columns, rows, bias=True):
         super().__init__()
-        self.register_buffer("qweight", torch.zeros(rows, columns // 8, dtype=torch.int32))
+        self.register_buffer("matrix", torch.zeros(rows, columns))
 
     def forward(self, x):
-        return x.new_zeros(*x.shape[:-1], len(self.qweight))
+        return x @ self.matrix.T
 
 class Conv1D(MyLinear):
     pass
@@ -67,7 +67,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from .configuration_trunk import TrunkConfig
-from .layers_trunk import Conv1D, MyLinear, QuantLinear, Stage
+from .layers_trunk import Conv1D, MyLinear, BufferLinear, Stage
 
 class Trunk(nn.Module):
     def __init__(self, config):

@@ -218,7 +218,7 @@ def _refuse_without_linears(blocks: Mapping[str, nn.Module], unprunable: Mapping
     """Refuse a model with nothing to prune in its blocks, and name the first matrix that they hold instead."""
     held = [(n, why) for n, why in unprunable.items() if any(n.startswith(f"{fqn}.") for fqn in blocks)]
     for n, module in (x for fqn, block in blocks.items() for x in block.named_modules(prefix=fqn)):
-        if any(b.dim() >= 2 for b in module.buffers(recurse=False)):  # of classes that quantize
+        if any(b.dim() >= 2 for b in module.buffers(recurse=False)):  # of classes that pack their weights
             held.append((n, f"not a linear: {type(module).__name__} holds buffers"))
     name, why = held[0] if held else (next(iter(blocks)), "not a module with matrices")
     told = f"{name} {'is' if why.startswith('not') else 'cannot be pruned:'} {why}"

@@ -250,7 +250,7 @@ def test_a_wrapped_model_or_block_is_refused_by_the_name_of_the_wrapper(wrap, ki
 
 @pytest.mark.parametrize(
     ("kind", "held"),
-    [("MyLinear", "weight [192, 64]"), ("Conv1D", "weight [192, 64]"), ("QuantLinear", "buffers")],
+    [("MyLinear", "weight [192, 64]"), ("Conv1D", "weight [192, 64]"), ("BufferLinear", "buffers")],
 )
 def test_blocks_without_a_linear_are_refused_with_what_they_hold_instead(kind, held, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
