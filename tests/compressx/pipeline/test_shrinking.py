@@ -132,7 +132,7 @@ def test_a_streamed_run_writes_the_same_model(model, rules):
 
 def test_what_a_killed_process_left_of_a_streamed_smaller_models_blocks_is_not_in_the_output(model, monkeypatch):
     @contextmanager
-    def kept(prefix: str, dir: Path) -> Iterator[str]:  # noqa: A002 - as tempfile's
+    def kept(prefix: str, dir: Path | None = None) -> Iterator[str]:  # noqa: A002 - as tempfile's
         yield mkdtemp(prefix=prefix, dir=dir)
 
     monkeypatch.setattr(tempfile, "TemporaryDirectory", kept)
