@@ -53,7 +53,8 @@ def mask_adapters(model: Any, masks: MaskSet) -> None:
 
     Raises:
         ArtifactError: no adapter is on a masked linear; an adapter on one is not plain LoRA; a weight under one is not
-            zero where its mask drops; masks of another model, or held by `MaskSet.to_torch_ao`.
+            zero where its mask drops; `lora_bias` on a linear without bias; masks of another model, or held by
+            `MaskSet.to_torch_ao`.
     """
     from peft.tuners.lora.layer import Linear as LoraLinear
 
@@ -95,7 +96,8 @@ def merge_adapters(model: Any, masks: MaskSet) -> Merged:
 
     Raises:
         ArtifactError: a model without adapters, or with merged ones; a weight that is not zero where its mask drops;
-            values that are not finite; masks of another model, or held by `MaskSet.to_torch_ao`.
+            values that are not finite; `lora_bias` on a linear without bias; masks of another model, or held by
+            `MaskSet.to_torch_ao`.
     """
     total = lost = 0.0
     for name, (layer, linears) in _adapted(model, masks):
@@ -163,7 +165,13 @@ def _adapted(model: Any, masks: MaskSet) -> list[tuple[str, tuple[Any, list[Line
     for name, layer in layers:
         if layer.merged:
             raise ArtifactError(f"{name}: its adapter is merged already; call model.unmerge_adapter() first")
-        under = linears_of(name, layer.get_base_layer())
+        base_layer = layer.get_base_layer()
+        if any(getattr(layer, "lora_bias", {}).values()) and getattr(base_layer, "bias", None) is None:
+            raise ArtifactError(
+                f"{name}: its adapter has a bias, which a linear without one cannot take when they are merged; train "
+                "without lora_bias, or leave this linear out of target_modules"
+            )
+        under = linears_of(name, base_layer)
         found.append((name, (layer, [linear for linear in under if linear.name in masks])))
     return found
 

@@ -101,6 +101,28 @@ def test_an_update_is_the_adapters_product_where_the_mask_keeps() -> None:
     assert close(model.get_submodule(name).weight.double(), expected)
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_bias_of_an_adapter_is_trained_scaled_and_merged_into_the_linears(architecture: str, masked: bool) -> None:
+    model, masks = pruned(architecture)
+    names = [name for name in masks if model.get_submodule(name).bias is not None]
+    before = {name: model.get_submodule(name).bias.double().clone() for name in names}
+    adapter = adapted(model, lora_bias=True, target_modules=names)
+    if masked:
+        mask_adapters(adapter, masks)
+    losses = train(adapter)
+    assert losses[-1] < losses[0]
+    added = {name: model.get_submodule(name).lora_B["default"].bias.double().clone() for name in names}
+    expected = logits(adapter)
+    merged, outside = merge_adapters(adapter, masks)
+    assert (outside == 0.0) == masked
+    assert close(logits(merged), expected) == masked
+    assert masks.verify(merged)
+    for name in names:
+        assert close(merged.get_submodule(name).bias.double(), before[name] + 2.0 * added[name])  # alpha / r = 2
+        assert added[name].any()
+
+
 @pytest.mark.parametrize("dora", [False, True])
 def test_adapters_that_were_trained_without_masks_lose_the_part_outside_and_it_is_counted(dora: bool) -> None:
     model, masks = pruned()
@@ -225,6 +247,25 @@ def not_finite() -> tuple[Any, MaskSet]:
     return adapter, masks
 
 
+def with_biases_that_the_linears_lack() -> tuple[Any, MaskSet]:
+    model, masks = pruned()
+    return adapted(model, lora_bias=True), masks
+
+
+def with_biases_that_one_kind_of_linear_lacks() -> tuple[Any, MaskSet]:
+    model, masks = pruned("qwen2")
+    return adapted(model, lora_bias=True, target_modules=["q_proj", "o_proj"]), masks
+
+
+def with_a_bias_in_the_second_of_two_adapters() -> tuple[Any, MaskSet]:
+    model, masks = pruned()
+    adapter = adapted(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it cannot be merged
+        adapter.add_adapter("second", peft.LoraConfig(r=2, target_modules=["up_proj"], lora_bias=True))
+    return adapter, masks
+
+
 BOTH = (mask_adapters, merge_adapters)
 
 
@@ -238,6 +279,13 @@ BOTH = (mask_adapters, merge_adapters)
         (with_weights_changed_by_the_start, BOTH, r"not zero under the adapters.*init_lora_weights"),
         (merged_by_peft, BOTH, r"LlamaForCausalLM: expected the peft.PeftModel.*masks.apply\(model\)"),
         (half_merged, BOTH, r"q_proj: its adapter is merged already; call model.unmerge_adapter\(\)"),
+        (with_biases_that_the_linears_lack, BOTH, r"q_proj: its adapter has a bias, .* train without lora_bias"),
+        (with_biases_that_one_kind_of_linear_lacks, BOTH, r"o_proj: its adapter has a bias, .* out of target_modules"),
+        (
+            with_a_bias_in_the_second_of_two_adapters,
+            BOTH,
+            r"up_proj: its adapter has a bias, .* train without lora_bias",
+        ),
         (not_finite, BOTH[1:], r"q_proj: NaNs detected.*smaller learning rate"),
     ],
 )
