@@ -106,8 +106,8 @@ def isotonic(values: Sequence[float]) -> list[float]:
 def cheapest(curves: Sequence[Sequence[tuple[int, float]]], zeros: int) -> list[int]:
     """Distribute zeros over units at the lowest summed error.
 
-    Exact for convex curves; others are replaced by their lower convex hull. A larger total never gives a unit fewer
-    zeros.
+    Exact for convex curves; others are replaced by their lower convex hull, and the sum exceeds the least one by at
+    most what one curve exceeds its hull by. A larger total never gives a unit fewer zeros.
 
     Args:
         curves: for each unit, increasing counts of zeros from 0 with their errors; linear in between.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressx.allocation.spread import Curve, _MonotoneCubic, cheapest, fitted, in_steps, isotonic, shares
+from compressx.allocation.spread import Curve, _hull, _MonotoneCubic, cheapest, fitted, in_steps, isotonic, shares
 from compressx.recipe.methods import MAX_SPARSITY
 
 GRID = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -44,6 +44,35 @@ def test_no_other_split_of_the_zeros_costs_less(curves: list[list[tuple[int, flo
     splits = (s for s in product(*(range(len(c)) for c in curves)) if sum(s) == zeros)
     best = min(sum(c[n][1] for c, n in zip(curves, split, strict=True)) for split in splits)
     assert sum(c[n][1] for c, n in zip(curves, counts, strict=True)) == best
+
+
+@st.composite
+def dented(draw: st.DrawFn) -> list[tuple[int, float]]:
+    """Draw a cost of 0, 1, 2, ... zeros that rises in any way."""
+    rises = draw(st.lists(st.integers(0, 20), min_size=1, max_size=5))
+    return list(enumerate(accumulate(map(float, rises), initial=0.0)))
+
+
+@given(st.lists(dented(), min_size=1, max_size=4))
+def test_of_curves_with_dents_no_split_costs_less_by_more_than_one_of_them_lies_above_its_hull(curves) -> None:
+    """And none costs less at all where the total ends with a whole piece of a hull."""
+    corners = [[0, *accumulate(length for _, length in _hull(curve))] for curve in curves]
+    above = max(
+        cost - (curve[a][1] + (curve[b][1] - curve[a][1]) * (n - a) / (b - a))
+        for curve, of in zip(curves, corners, strict=True)
+        for a, b in pairwise(of)
+        for n, cost in curve[a : b + 1]
+    )
+    least: dict[int, float] = {}
+    for split in product(*curves):
+        zeros, costs = (sum(x) for x in zip(*split, strict=True))
+        least[int(zeros)] = min(costs, least.get(int(zeros), math.inf))
+    for zeros, lowest in least.items():
+        counts = cheapest(curves, zeros)
+        cost = sum(c[n][1] for c, n in zip(curves, counts, strict=True))
+        assert lowest <= cost <= lowest + above + 1e-9
+        if all(n in of for n, of in zip(counts, corners, strict=True)):
+            assert cost == lowest
 
 
 @given(st.lists(st.tuples(CURVES, st.integers(1, 5000)), min_size=1, max_size=5), st.data())
