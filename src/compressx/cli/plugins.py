@@ -58,9 +58,12 @@ def plugins_new(host: Host, name: str, kind: str, folder: Path) -> None:
 @click.option(
     "--architecture", "architectures", multiple=True, help="Check only on this architecture; may be repeated."
 )
+@click.option("-v", "--verbose", is_flag=True, help="Print every failure, also those of one cause.")
 @click.pass_obj
 @errors_for_users
-def plugins_check(host: Host, name: str, options: tuple[str, ...], architectures: tuple[str, ...]) -> None:
+def plugins_check(
+    host: Host, name: str, options: tuple[str, ...], architectures: tuple[str, ...], verbose: bool
+) -> None:
     """Run the conformance checks on all that the plugin NAME offers, or on the pruner or token selector NAME.
 
     Exits with 1 on failure.
@@ -78,7 +81,7 @@ def plugins_check(host: Host, name: str, options: tuple[str, ...], architectures
         validate_options(spec.options, given, lambda *loc: f"--set {'.'.join(map(str, loc))}")
     for spec in specs:
         found = terminal.checked(spec.name, conformance(spec, options=given, architectures=chosen))
-        terminal.show(*tables.of_checks(spec.name, found))
+        terminal.show(*tables.of_checks(spec.name, found, every=verbose))
         failed |= any(outcome.status == "failed" for outcome in found)
     if failed:
         sys.exit(1)

@@ -202,8 +202,10 @@ def _patterns(linears: Sequence[Inspected]) -> str:
     return ", ".join(patterns if len(patterns) <= 3 else [*patterns[:2], f"{len(patterns) - 2} others"])
 
 
-def of_checks(pruner: str, found: Sequence[Outcome]) -> Iterator[Section]:
-    """Yield what each check of a pruner found on each architecture, and why those that failed did."""
+def of_checks(pruner: str, found: Sequence[Outcome], *, every: bool = False) -> Iterator[Section]:
+    """Yield what each check of a pruner found on each architecture, and why those that failed did, once a cause."""
+    from compressx.testing.conformance import by_cause
+
     architectures = list(dict.fromkeys(o.architecture for o in found if o.architecture))
     by_place = {(o.check, o.architecture): o for o in found}
     refused = {o.architecture for o in found if o.status == "refused"}
@@ -219,10 +221,10 @@ def of_checks(pruner: str, found: Sequence[Outcome]) -> Iterator[Section]:
             ]
         rows.append((check, *cells))
     yield Section(table=table([pruner, *(architectures or [""])], rows))
-    for outcome in found:
-        if outcome.status in ("failed", "refused"):
-            where = f" ({outcome.architecture})" if outcome.architecture else ""
-            yield Section(note=f"{words[outcome.status]}: {outcome.check}{where}: {outcome.detail}")
+    told = [o for o in found if o.status in ("failed", "refused")]
+    for first, *more in [[o] for o in told] if every else by_cause(told):
+        also = f"\n    and {len(more)} more for this cause; -v shows all" if more else ""
+        yield Section(note=f"{words[first.status]}: {first}{also}")
     passed, failed = (sum(o.status == status for o in found) for status in ("passed", "failed"))
     also = f", {len(refused)} architectures refused" if refused else ""
     yield Section(note=f"{pruner}: {passed} checks passed, {failed} failed{also}")

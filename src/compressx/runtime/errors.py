@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import inspect
 import re
 import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 class CompressxError(Exception):
@@ -26,7 +28,13 @@ class RecipeError(CompressxError):
 
 
 class PluginError(CompressxError):
-    """A plugin cannot be loaded, or broke the contract of `compressx.Pruner`. The message names the plugin."""
+    """A plugin cannot be loaded, or broke the contract of `compressx.Pruner`. The message names the plugin.
+
+    Attributes:
+        frames: the plugin's own that led to an exception, the innermost last.
+    """
+
+    frames: Sequence[traceback.FrameSummary] = ()
 
 
 class UnsupportedModelError(CompressxError):
@@ -177,8 +185,31 @@ def blamed_on(plugin: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:  # a plugin that ends the process would end it without a word
         _refuse_missing_memory(error, plugin)
-        # The first two frames are this one and the caller's. Of the rest, report the innermost in the plugin's folder.
+        # The first two frames are this one and the caller's.
         frames = traceback.extract_tb(error.__traceback__)[2:]
-        own = [f for f in frames if Path(f.filename).is_relative_to(Path(frames[0].filename).parent)]
+        own = own_frames(frames)
         place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-        raise PluginError(f"{plugin}: {type(error).__name__}: {error}{place}") from error
+        raised = PluginError(f"{plugin}: {said_by(error)}{place}")
+        raised.frames = own
+        raise raised from error
+
+
+def own_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Return the frames in the folder of the first, which is the plugin's."""
+    return [f for f in frames if Path(f.filename).is_relative_to(Path(frames[0].filename).parent)]
+
+
+def said_by(error: BaseException) -> str:
+    """Return an exception's class and message, with the attribute, variable or keyword that was probably meant."""
+    last = next(reversed([*traceback.walk_tb(error.__traceback__)]))[0]
+    known, hint = {**last.f_globals, **last.f_locals}, ""
+    if isinstance(error, AttributeError) and error.name:
+        hint = nearest(error.name, dir(error.obj))
+    elif isinstance(error, NameError) and error.name:
+        hint = nearest(error.name, known)
+    elif found := re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'$", str(error)):
+        spaces = [known, *(vars(x) for x in known.values() if isinstance(x, ModuleType))]
+        called = next((x[found[1]] for x in spaces if found[1] in x), None)
+        with contextlib.suppress(TypeError, ValueError):  # nothing that has a signature
+            hint = nearest(found[2], inspect.signature(called).parameters)  # type: ignore[arg-type]
+    return f"{type(error).__name__}: {error}" + (f"; {hint.rstrip()}" if hint else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,8 @@ from pydantic import create_model
 
 from compressx.api.patterns import NM, Unstructured, keep_masks
 from compressx.api.pruner import Block, PruneResult, PrunerSpec, Statistic
+from compressx.blocks.select import write
+from compressx.models.units import find_units
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import CompressxError
 from compressx.testing.models import tiny_tokens
@@ -29,6 +32,10 @@ class _BySize:
         scores = {n: block.linears[n].weight.float().abs() for n in patterns}
         return {n: PruneResult(keep) for n, keep in keep_masks(scores, patterns).items()}
 
+
+_DRAWS = 5
+_CHANCE = 1.25
+"""Number of random masks; times their mean divergence that is no chance: of weights one has 1.13, wrong signs 1.4."""
 
 _NoOptions = create_model("_NoOptions")
 _SELECTOR = PrunerSpec("by size", "the largest weights", _NoOptions, lambda _: _BySize())
@@ -103,6 +110,47 @@ def reconstructs(subject: Subject) -> None:
         expect(any(r.weight is not None for r in results.values()), "it says reconstructs, and returns no new weights")
 
 
+@torch.no_grad()
+def beats_chance(subject: Subject) -> None:
+    """Go a tenth of the way to an answer and to random masks, and compare how far the model's predictions diverge.
+
+    All the way one block is as good as lost by either. Random units are alike, so half of them are made weaker.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for claim in subject.different:
+        scene = subject.scene()
+        asked = subject.asked(scene.block, claim)
+        linears = {name: scene.block.linears[name] for name in asked}
+        shapes = {name: (x.out_features, x.in_features) for name, x in linears.items()}
+        for units in find_units(claim.unit, scene.block) if isinstance(claim, Whole) else ():
+            strong = units.masks(torch.arange(units.count) % 2 == 0, {name: shapes[name] for name in units.owners})
+            for name, keep in strong.items():
+                linears[name].weight.mul_(torch.where(keep, 1.0, 0.3))
+        tensors = [x for linear in linears.values() for x in (linear.weight, linear.bias) if x is not None]
+        before = [x.clone() for x in tensors]
+        dense = scene.model(tiny_tokens()).logits.double().log_softmax(-1)
+        answers = [subject.decided(scene, claim)]
+        for _ in range(_DRAWS):
+            scores = {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
+            answers.append({name: PruneResult(keep) for name, keep in keep_masks(scores, asked).items()})
+        lost = []
+        for answer in answers:
+            for name, x in linears.items():
+                write(x, answer[name])
+            for x, old in zip(tensors, before, strict=True):
+                x.copy_(old.lerp(x, 0.1))
+            pruned = scene.model(tiny_tokens()).logits.double().log_softmax(-1)
+            lost.append(float((dense.exp() * (dense - pruned)).sum(-1).mean()))
+            for x, old in zip(tensors, before, strict=True):
+                x.copy_(old)
+        mine, chance = lost[0], math.fsum(lost[1:]) / _DRAWS
+        expect(
+            mine <= _CHANCE * chance,
+            f"{claim}: the model's predictions diverge {mine / chance:.3g} times as far as with random masks: is the "
+            "sign of its scores flipped? Only a pruner that is random on purpose may fail here",
+        )
+
+
 def few_tokens(subject: Subject) -> None:
     """Gather fewer tokens than there are features, so that a Hessian is singular."""
     scene = subject.scene(batches=(1,), tokens=tiny_tokens(sequences=1, length=12))
@@ -144,4 +192,6 @@ def _advice(what: str) -> Iterator[None]:
     try:
         yield
     except (AssertionError, CompressxError) as error:
+        if isinstance(error.__cause__, AttributeError | ImportError | NameError | TypeError):  # a mistake everywhere
+            raise
         raise AssertionError(f"{error}; {what}") from error

@@ -107,6 +107,7 @@ CHECKS: Mapping[str, Callable[[Subject], None]] = {
     "leaves every block of a model as it is": untouched.every_block,
     "leaves the process as it is": untouched.process,
     "works on an accelerator": placed.accelerator,
+    "no worse than random masks": answers.beats_chance,
     "few tokens": answers.few_tokens,
     "inputs that are always zero": answers.dead_inputs,
     "rows that are all zero": answers.dead_rows,

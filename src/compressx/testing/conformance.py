@@ -7,9 +7,11 @@ while a recipe is planned; a model that it accepted there and fails on later is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel
@@ -17,7 +19,14 @@ from pydantic import BaseModel
 from compressx.api.pruner import PrunerSpec
 from compressx.api.selector import TokenSelectorSpec
 from compressx.plugins.kinds import PRUNER, TOKEN_SELECTOR, Kind
-from compressx.runtime.errors import CompressxError, UnsupportedModelError, did_you_mean
+from compressx.runtime.errors import (
+    CompressxError,
+    PluginError,
+    UnsupportedModelError,
+    did_you_mean,
+    own_frames,
+    said_by,
+)  # fmt: skip
 from compressx.testing.checks import CHECKS, options_round_trip, plans, validated_options
 from compressx.testing.models import TINY_CONFIGS
 from compressx.testing.selectors import SELECTOR_CHECKS, SelectorSubject, asks
@@ -39,13 +48,28 @@ class Outcome:
         architecture: a key of `TINY_CONFIGS`; empty for checks that need no model.
         status: `refused` when the plugin, or the host for it, said at first that it does not do this model; `skipped`
             when it promises nothing of the kind.
-        detail: what was expected and found, or why not.
+        detail: what was expected and found, or why not; below it the plugin's own lines that raised.
+        cause: what failures have in common that are one mistake: an exception, or the check.
     """
 
     check: str
     architecture: str
     status: Status
     detail: str = ""
+    cause: str = ""
+
+    def __str__(self) -> str:
+        """Name the check and the architecture, and say what was found."""
+        return f"{self.check}{f' ({self.architecture})' if self.architecture else ''}: {self.detail}"
+
+
+def by_cause(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
+    """Put what failed for one cause together; what was refused stays apart."""
+    groups: dict[tuple[str, ...], list[Outcome]] = {}
+    for x in outcomes:
+        key = ("", x.cause or x.check) if x.status == "failed" else (x.check, x.architecture)
+        groups.setdefault(key, []).append(x)
+    return [*groups.values()]
 
 
 class ConformanceError(AssertionError):
@@ -127,7 +151,7 @@ def _expect_no_failure(
 ) -> None:
     outcomes = conformance(spec, options=options, architectures=architectures)
     if failed := [o for o in outcomes if o.status == "failed"]:
-        lines = [f"  {o.check}{f' ({o.architecture})' if o.architecture else ''}: {o.detail}" for o in failed]
+        lines = [f"  {x[0]}" + (f" [and {len(x) - 1} more for this cause]" if x[1:] else "") for x in by_cause(failed)]
         told = f"{_kit(spec).kind.name} {spec.name!r} fails {len(failed)} checks:"
         raise ConformanceError("\n".join([told, *lines]))
 
@@ -176,8 +200,13 @@ def _outcome(name: str, architecture: str, check: Callable[[], None]) -> Outcome
         return Outcome(name, architecture, "refused", str(refusal))
     except NoSuchPromiseError as reason:
         return Outcome(name, architecture, "skipped", str(reason))
-    except (AssertionError, CompressxError) as error:
-        return Outcome(name, architecture, "failed", str(error))
     except Exception as error:  # noqa: BLE001 - a plugin may raise anything, and that is what is looked for
-        return Outcome(name, architecture, "failed", f"{type(error).__name__}: {error}")
+        told = isinstance(error, AssertionError | CompressxError)
+        blamed = next((x for x in (error, error.__cause__) if isinstance(x, PluginError)), None)
+        frames = traceback.extract_tb(error.__traceback__)
+        after = max(i for i, f in enumerate(frames, start=1) if Path(f.filename).parent == Path(__file__).parent)
+        own = blamed.frames if blamed else () if told else own_frames(frames[after:])
+        lines = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in own]
+        detail = "\n    ".join([str(error) if told else said_by(error), *lines])
+        return Outcome(name, architecture, "failed", detail, "\n".join(lines))
     return Outcome(name, architecture, "passed")

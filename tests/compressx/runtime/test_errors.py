@@ -55,6 +55,25 @@ def test_a_plugin_is_blamed_for_its_faults_and_not_for_memory_that_is_not_there(
         raise RuntimeError("shapes")
 
 
+class Scores:
+    def __init__(self, power: float = 1.0) -> None:
+        self.power = power
+
+
+@pytest.mark.parametrize(
+    ("mistake", "meant"),
+    [(lambda: Scores().powr, "power"), (lambda: torch.absolut(torch.ones(1)), "absolute"),
+     (lambda: Scores(powr=1), "power"), (lambda: torch.nn.functional.one_hut, "one_hot"),
+     (lambda: Scoers, "Scores"), (lambda: Scores().zzz, None), (lambda: {}["power"], None)],  # noqa: F821
+)  # fmt: skip
+def test_the_name_that_was_probably_meant_is_said(mistake, meant):
+    with pytest.raises(PluginError) as raised, blamed_on("pruner 'mine' failed on model.layers.0"):
+        mistake()
+    assert (f"; did you mean {meant!r}? (" if meant else "") in str(raised.value)
+    assert ("did you mean" in str(raised.value)) == (meant is not None)
+    assert [frame.name for frame in raised.value.frames] == ["<lambda>"]
+
+
 def test_a_plugin_that_ends_the_process_is_blamed_for_it():
     with (
         pytest.raises(PluginError, match=r"^pruner 'mine' failed on x: SystemExit: 3"),

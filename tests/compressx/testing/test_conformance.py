@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from compressx import FeatureNorms, Hessian, PruneResult, PrunerSpec, UnsupportedModelError, Work, keep_mask, keep_masks
 from compressx.testing import ConformanceError, check_pruner, conformance
 from compressx.testing.checks import CHECKS
-from compressx.testing.conformance import ARCHITECTURES
+from compressx.testing.conformance import ARCHITECTURES, Outcome, _outcome, by_cause
 from compressx.testing.subject import Subject
 
 
@@ -505,6 +507,86 @@ def test_a_check_that_raises_anything_else_than_a_refusal_fails():
         raise KeyError("rope_theta")
 
     assert "KeyError: 'rope_theta'" in failures(spec(check=check))["plans without weights"]
+
+
+class Misspells(Base):
+    def scores(self, block, patterns, stats):
+        return {n: block.linears[n].wieght.abs() for n in patterns}
+
+
+class MisspellsAKeyword(Base):
+    def prune(self, block, patterns, stats):
+        return {n: PruneResult(keep=None, wieght=1) for n in patterns}
+
+
+class MisspellsAVariable(Base):
+    def scores(self, block, patterns, stats):
+        of = {n: block.linears[n].weight for n in pattern}  # noqa: F821 - the mistake
+        return {n: keep_masks(of, patterns) for n in patterns}
+
+
+@pytest.mark.parametrize(
+    ("broken", "line", "meant"),
+    [(Misspells, "block.linears[n].wieght.abs()", "weight"), (MisspellsAKeyword, "wieght=1", "weight"),
+     (MisspellsAVariable, "for n in pattern}", "patterns")],
+)  # fmt: skip
+def test_one_mistake_is_told_once_with_the_authors_own_lines_and_what_was_probably_meant(broken, line, meant):
+    names = ("exact sparsity for every pattern", "few tokens", "rows that are all zero")
+    found = [
+        _outcome(name, architecture, partial(CHECKS[name], Subject(spec(broken), Options(), architecture)))
+        for architecture in ("llama", "gpt2")
+        for name in names
+    ]
+    assert {outcome.status for outcome in found} == {"failed"}
+    (group,) = by_cause(found)
+    assert group == found
+    first, *lines = group[0].detail.splitlines()
+    assert re.search(
+        rf"^pruner 'mine' failed on model\.layers\.0: .*; did you mean '{meant}'\? \(.*, line \d+\)$", first
+    )
+    assert all(re.match(rf"    {re.escape(__file__)}:\d+ in ", told) for told in lines)
+    assert line in lines[-1]
+    assert "divide by it" not in "".join(outcome.detail for outcome in found), "advice for another mistake"
+
+
+def test_an_exception_of_check_has_the_authors_line_and_other_failures_are_told_apart():
+    def check(block, patterns, options):
+        raise KeyError("rope_theta")
+
+    asked = Subject(spec(check=check), Options(), "llama")
+    found = [_outcome(name, "llama", partial(CHECKS[name], asked)) for name in ("few tokens", "deterministic")]
+    (group,) = by_cause(found)
+    assert re.fullmatch(
+        rf"KeyError: 'rope_theta'\n    {re.escape(__file__)}:\d+ in check: raise KeyErr.*", group[0].detail
+    )
+    apart = [Outcome("one", "llama", "failed", "x"), Outcome("two", "llama", "failed", "x"),
+             Outcome("one", "gpt2", "failed", "y")]  # fmt: skip
+    assert [len(group) for group in by_cause(apart)] == [2, 1]
+
+
+def flipped(scores, block, stats):
+    return {n: -s for n, s in scores.items()}
+
+
+def drawn(scores, block, stats):
+    return {n: torch.rand(s.shape, generator=torch.Generator().manual_seed(len(n))) for n, s in scores.items()}
+
+
+CHANCE = "no worse than random masks"
+
+
+@pytest.mark.parametrize("fields", [{}, {"groups": ()}, {"units": ("neurons",), "groups": (), "nm": False}], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+def test_scores_with_the_wrong_sign_are_worse_than_random_ones_and_random_ones_are_not(architecture, fields):
+    says = broken_promise(spec(scoring(flipped), **fields), CHANCE, architecture)
+    assert re.search(r"predictions diverge \S+ times as far as with random masks: is the sign of its scores", says)
+    for pruner in (Base, scoring(drawn)):
+        CHECKS[CHANCE](Subject(spec(pruner, **fields), Options(), architecture))
+
+
+@pytest.mark.parametrize("name", ["wanda", "magnitude", "sparsegpt", "attnprune"])
+def test_pruners_that_are_shipped_are_better_than_random_masks(name):
+    CHECKS[CHANCE](Subject(BUILT_IN[name], BUILT_IN[name].options(), "llama"))
 
 
 def test_a_refusal_that_does_not_say_which_layer_is_found():
