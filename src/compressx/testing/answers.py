@@ -137,12 +137,12 @@ def beats_chance(subject: Subject) -> None:
         for answer in answers:
             for name, x in linears.items():
                 write(x, answer[name])
-            for x, old in zip(tensors, before, strict=True):
-                x.copy_(old.lerp(x, 0.1))
+            for tensor, old in zip(tensors, before, strict=True):
+                tensor.copy_(old.lerp(tensor, 0.1))
             pruned = scene.model(tiny_tokens()).logits.double().log_softmax(-1)
             lost.append(float((dense.exp() * (dense - pruned)).sum(-1).mean()))
-            for x, old in zip(tensors, before, strict=True):
-                x.copy_(old)
+            for tensor, old in zip(tensors, before, strict=True):
+                tensor.copy_(old)
         mine, chance = lost[0], math.fsum(lost[1:]) / _DRAWS
         expect(
             mine <= _CHANCE * chance,
