@@ -7,6 +7,7 @@ import math
 import os
 import struct
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from compressx.models.gguf_header import contents_of, values_of
 from compressx.models.license import license_of
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.recipe.sources import ModelSource
-from compressx.runtime.errors import CompressxError
+from compressx.runtime.errors import ArtifactError, CompressxError
 
 UNREAD = {"llama.attention.scale": 0.5, "llama.expert_weights_scale": 2.5, "llama.logit_softcap": 30.0}
 
@@ -219,6 +220,48 @@ def damaged(changes: list[tuple[str, int, int]]) -> bytes:
                 "byte": bytes([value % 256]) + data[place + 1 : place + 8],
             }[kind]
     return bytes(data)
+
+
+def made_by_hand(kind: int, value: bytes, tensors: int = 1) -> bytes:
+    """Return a file with one key, `a`, and no tensor but those that it claims."""
+    return b"GGUF" + struct.pack("<IQQQ", 3, tensors, 1, 1) + b"a" + struct.pack("<I", kind) + value
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        made_by_hand(9, struct.pack("<IQ", 0, 2**62)),
+        made_by_hand(9, struct.pack("<IQ", 0, 2**62) + bytes(1000)),
+        made_by_hand(9, struct.pack("<IQ", 9, 1) * 3000),
+        made_by_hand(8, struct.pack("<Q", 2**63) + b"x"),
+        made_by_hand(0, b"1", tensors=2**60),
+        made_by_hand(0, b"1" + struct.pack("<Q", 1) + b"t" + struct.pack("<I", 2**31)),
+        made_by_hand(0, b"1" + struct.pack("<Q", 1) + b"t" + struct.pack("<I2QIQ", 2, 2**32, 2**32, 0, 0)),
+        made_by_hand(0, b"1" + struct.pack("<Q", 1) + b"t" + struct.pack("<IQIQ", 1, 1, 0, 2**64 - 8) + bytes(99)),
+        b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
+        b"",
+    ],
+    ids=[
+        "array",
+        "longer array",
+        "nested",
+        "string",
+        "tensors",
+        "dimensions",
+        "shape",
+        "offset",
+        "big-endian",
+        "empty",
+    ],
+)
+def test_a_count_that_the_file_cannot_hold_is_refused_at_once(data, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(data)
+    before = time.process_time()
+    with pytest.raises(ArtifactError, match=r"tiny\.gguf") as error:
+        contents_of(at_a_new_time(path))
+    assert str(error.value).isprintable()
+    assert time.process_time() - before < 2
 
 
 def at_a_new_time(path: Path) -> Path:
