@@ -142,11 +142,11 @@ def rendered(chats: Sequence[Document], tokenizer: Any) -> list[str]:
     return [rendered_one(chat, tokenizer, f"chat {i} of {len(chats)}") for i, chat in enumerate(chats)]
 
 
-def rendered_one(chat: Document, tokenizer: Any, which: str) -> str:
-    """Turn a chat into text, as `rendered` does; `which` begins the message of an error."""
+def rendered_one(chat: Document, tokenizer: Any, which: str, *, answered: bool = True) -> str:
+    """Turn a chat into text, as `rendered` does; `which` begins an error; not `answered`, an answer is begun."""
     require_template(tokenizer)
     try:
-        return str(tokenizer.apply_chat_template(chat, tokenize=False))
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=not answered))
     except Exception as error:  # templates are programs, and raise what they like
         roles = one_line(", ".join(message["role"] for message in chat if isinstance(message, Mapping)))
         raise CalibrationError(

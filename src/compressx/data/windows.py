@@ -123,8 +123,7 @@ def _drawn(source: DatasetSource, samples: int, draw: Draw, tokenizer: Any, gene
             raise ValueError("no model to generate text with")
         sequences = generated(source.generate, draw.sequence_length)
         return sequences[_order(len(sequences), draw.seed)[:samples]]
-    read = documents(source, "calibration", joined=draw.windows == "pack")
-    return windows_of(read, samples, draw, tokenizer)
+    return windows_of(documents(source, "calibration", joined=draw.windows == "pack"), samples, draw, tokenizer)
 
 
 def windows_of(documents: Sequence[Document], samples: int, draw: Draw, tokenizer: Any) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressx.data.chat import rendered_one
 from compressx.models.generate import check_ids, check_room, greedy, readable
 from compressx.recipe.measuring import Sample
 from compressx.runtime.errors import CalibrationError
@@ -28,7 +29,8 @@ def prompt_ids(settings: Sample, tokenizer: Any) -> Tensor:
                 "evaluate.sample: apply_chat_template is true, and the tokenizer has no chat template; set it to false"
             )
         said = [{"role": "user", "content": settings.prompt}]
-        ids = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"]
+        text = rendered_one(said, tokenizer, "evaluate.sample", answered=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         ids = tokenizer(settings.prompt)["input_ids"]
     if not ids:

@@ -46,6 +46,14 @@ def test_a_prompt_may_be_a_users_message_and_needs_a_template_a_token_and_room_f
         prompt_ids(chat, tokenizer)
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     assert tokenizer.decode(prompt_ids(chat, tokenizer)[0]) == "<user>ab"
+    tokenizer.chat_template += "{% if add_generation_prompt %}<me>{% endif %}"
+    assert tokenizer.decode(prompt_ids(chat, tokenizer)[0]) == "<user>ab<me>"
+    for hostile in ("{{ raise_exception('no') }}", "{% for", "{{ ''.__class__.__mro__ }}", 5):
+        tokenizer.chat_template = hostile
+        with pytest.raises(
+            CalibrationError, match=r"^evaluate.sample \(roles user\): the tokenizer's chat template refuses"
+        ):
+            prompt_ids(chat, tokenizer)
     model = tiny_model("llama")
     model.config.max_position_embeddings = 8
     with pytest.raises(CalibrationError, match="2 tokens and 7 after it are more than the model's 8 positions"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -240,6 +241,35 @@ def test_a_tokenizer_of_a_kind_that_its_library_does_not_know_is_named(tmp_path)
         ArtifactError, match=f"^cannot load the tokenizer of {folder}: .*; its tokenizer.json is damaged"
     ):
         load_tokenizer(find_checkpoint(ModelSource(path=folder)))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"hello", b"\xff\xfe\0", b"[]", b"[" * 100_000, b'{"bos_token": 5', b'{"bos_token": 5, "model": 5}',
+     b'{"bos_token": "\\ud83d", "model": {"type": "WordLevel", "vocab": {"a": -1}}}',
+     b'{"added_tokens_decoder": [1], "model": {"type": "WordLevel", "vocab": {"a": "b"}}}'],
+    ids=lambda x: x[:40].decode("latin-1"),
+)  # fmt: skip
+def test_files_of_a_tokenizer_that_are_damaged_are_told_in_one_line(name, content, tmp_path):
+    folder = save_tiny(tmp_path / "model", "llama")
+    (folder / name).write_bytes(content)
+    with pytest.raises(ArtifactError, match=rf"^cannot load (the tokenizer of )?{folder}: ") as caught:
+        load_tokenizer(find_checkpoint(ModelSource(path=folder)))
+    assert "\n" not in str(caught.value)
+
+
+def test_code_that_a_tokenizer_names_is_not_run(tmp_path):
+    folder = save_tiny(tmp_path / "model", "llama")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}, "tokenizer_class": "Own"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(
+        f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\nclass Own: pass\n"
+    )
+    with contextlib.suppress(ArtifactError):
+        load_tokenizer(find_checkpoint(ModelSource(path=folder)))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_folder_without_a_tokenizer_is_refused_also_where_transformers_makes_an_empty_one(tmp_path):
