@@ -61,9 +61,9 @@ def bench(
         click.echo(json.dumps(found.to_dict(), indent=1))
     else:
         terminal.show(*found.sections())
-    written = [] if output is None else found.write(output)  # last, so that no figure is lost if it fails
-    if written and not as_json:
-        click.echo(f"written to {', '.join(map(str, written))}")
+    files = [] if output is None else found.write(output)  # last, so that no figure is lost if it fails
+    if files and not as_json:
+        click.echo(f"written to {', '.join(map(str, files))}")
 
 
 def _numbers(option: str, given: tuple[str, ...]) -> list[int]:
