@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.compressx.cli.commands import printed
+from tests.compressx.cli.commands import printed, refused
+from tests.compressx.saved import save_tiny
 
 from compressx.evaluation.harness import check_tokenizer, run_tasks
 from compressx.evaluation.tasks import check_tasks, task_index
@@ -232,6 +233,18 @@ class TestCodeOfTasks:
         with pytest.raises(RecipeError, match=self.told("python_docs.yaml", "!function")):
             check_tasks(settings(str(PYTHON_DOCS)))
         check_tasks(settings(str(PYTHON_DOCS), trust_task_code=True))
+
+    def test_a_plan_and_an_eval_refuse_it_in_one_line(self, project: Path) -> None:
+        (project / "mine.yaml").write_text("task: mine\nprocess_results: !function evil.run\n")
+        save_tiny(project / "m", "llama")
+        recipe = "model: ./m\nprune: [{targets: ['*'], pruner: magnitude, sparsity: 0.5}]\noutput: out\n"
+        (project / "r.yaml").write_text(f"{recipe}evaluate: {{lm_eval: {{tasks: [mine.yaml]}}}}\n")
+        told = refused("plan", "r.yaml")
+        assert told.startswith("error: r.yaml:4:22: lm_eval.tasks: ")
+        assert told.endswith("set lm_eval.trust_task_code: true, or give --trust-task-code\n")
+        assert told.count("\n") == 1
+        assert "has !function, which runs Python code" in refused("eval", "m", "--tasks", "mine.yaml")
+        assert not (project / "ran").exists()
 
     def test_a_template_cannot_reach_what_runs_code(self, few_tasks: Path, tokenizer: Any) -> None:
         file = few_tasks / "letters_easy.yaml"
