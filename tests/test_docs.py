@@ -309,6 +309,13 @@ def test_every_link_leads_somewhere():
                 assert anchor in anchors, (page, link)
 
 
+def test_every_test_that_the_page_on_security_names_exists():
+    named = re.findall(r"`(test_\w+)`", (_ROOT / "docs/security.md").read_text(encoding="utf-8"))
+    files = [path.read_text(encoding="utf-8") for path in (_ROOT / "tests").rglob("test_*.py")]
+    assert len(named) > 50
+    assert not {*named} - {name for text in files for name in re.findall(r"def (test_\w+)", text)}
+
+
 # --- programs
 
 
