@@ -58,16 +58,7 @@ class Inputs:
 
 
 def wanda(weights: Pair, inputs: Inputs, choose: Choose) -> tuple[Pair, Pair]:
-    """Keep the largest |W| ||x||_2 of each row (Wanda, arXiv 2306.11695), without changing kept weights.
-
-    Args:
-        weights: the dense weights.
-        inputs: of the layer.
-        choose: turns scores into masks.
-
-    Returns:
-        Masks and weights.
-    """
+    """Keep the largest |W| ||x||_2 of each row (Wanda, arXiv 2306.11695), without changing kept weights."""
     query, key = (_row_ranks(wanda_scores(w, inputs.norms)) for w in weights)
     keeps = choose((query, key))
     return keeps, (weights[0] * keeps[0], weights[1] * keeps[1])

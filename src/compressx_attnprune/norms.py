@@ -41,12 +41,6 @@ def read_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: i
 
     Norms may scale by the weight or by one plus the weight, subtract the mean, or cover all heads at once. The weight's
     shape and the outputs for three vectors determine which.
-
-    Args:
-        module: the attention.
-        names: possible names of the side's norm, `QUERY_NORMS`, `KEY_NORMS` or `VALUE_NORMS`.
-        heads: of the side.
-        head_dim: features of a head.
     """
     name, found = _find(module, names)
     shape = None if found is None else _input_shape(found, heads, head_dim)

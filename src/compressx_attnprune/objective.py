@@ -49,11 +49,6 @@ def squared_errors(
 ) -> tuple[Tensor, Tensor]:
     """Compute ||P~ - P||_F^2 of several pruned layers, and ||P||_F^2.
 
-    Args:
-        attention: the layer.
-        dense: queries and keys of the dense weights.
-        candidates: those of pruned weights.
-
     Returns:
         Summed over the batch, float64 [candidates, h] and [h].
     """

@@ -232,11 +232,6 @@ def ranked(masks: Pair, inputs: Inputs, weights: Pair) -> Pair:
 
     Clipping leaves many entries at exactly 0 or 1, and the budget's threshold often falls among them.
 
-    Args:
-        masks: from `training.learn_masks`.
-        inputs: of the layer.
-        weights: the dense weights.
-
     Returns:
         Scores in float64, in the weights' shapes, comparable between query and key.
     """

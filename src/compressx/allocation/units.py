@@ -119,10 +119,6 @@ def units_of(plan: Plan, kind: UnitKind) -> tuple[Unit, ...]:
 
     A unit of kind `linear` holds the linears of one kind, such as all `up_proj` of a mixture's experts, or all linears
     of a rule that needs one pattern for them.
-
-    Args:
-        plan: the plan.
-        kind: the granularity of a unit.
     """
     members: dict[tuple[object, ...], list[PlannedLinear]] = defaultdict(list)
     for x in plan.linears:

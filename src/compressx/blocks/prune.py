@@ -254,13 +254,7 @@ class _Pruning:
 
 
 def hold_routers(block: Block, by_rule: ByRule, masks: Mapping[str, Tensor]) -> None:
-    """Let the routers of a block choose only among the experts that are kept, where rules drop some.
-
-    Args:
-        block: the block.
-        by_rule: what rules asked of its linears.
-        masks: of those linears, by name.
-    """
+    """Let the routers of a block choose only among the experts that are kept, where rules drop some."""
     patterns = [p for some in by_rule.values() for p in some.values()]
     for units in {id(p.units): p.units for p in patterns if isinstance(p, Structured) and p.unit == "experts"}.values():
         leave_out(block, units, units.kept(masks))

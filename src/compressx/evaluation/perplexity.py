@@ -113,11 +113,6 @@ class Texts:
 def read_texts(settings: Evaluate, tokenizer: Any, model: Any) -> Texts:
     """Read the text of an evaluation; needs no weights.
 
-    Args:
-        settings: the recipe's `evaluate` section.
-        tokenizer: the model's.
-        model: the model, with or without weights.
-
     Raises:
         CalibrationError: text that cannot be read, is too short for the windows, or has tokens that the model lacks.
     """
@@ -225,15 +220,6 @@ def evaluate_cached(
     """Do as `evaluate`, or return the cached metrics of the same model, text, code and library versions.
 
     Tasks given as a YAML file are never cached, since such a task may read other files.
-
-    Args:
-        access: as for `evaluate`.
-        tokenizer: as for `evaluate`.
-        settings: as for `evaluate`.
-        texts: as for `evaluate`.
-        model_fingerprint: hash of the weights, as returned by `access.weights_fingerprint`.
-        selecting: as for `evaluate`.
-        progress: as for `evaluate`; not called for cached metrics.
     """
     if any(isinstance(t, str) and is_file(t) for t in (settings.lm_eval.tasks if settings.lm_eval else ())):
         return evaluate(access, tokenizer, settings, texts, selecting=selecting, progress=progress)

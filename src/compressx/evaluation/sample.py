@@ -16,10 +16,6 @@ from compressx.runtime.errors import CalibrationError
 def prompt_ids(settings: Sample, tokenizer: Any) -> Tensor:
     """Return the prompt's token ids, int64 [1, tokens], as the tokenizer begins a text or a chat.
 
-    Args:
-        settings: the recipe's `evaluate.sample`.
-        tokenizer: the model's.
-
     Raises:
         CalibrationError: a tokenizer without a chat template if one is asked for, or no token at all.
     """

@@ -131,10 +131,6 @@ class HeldMasks(BaseSparsifier):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Copy the masks of a state dict into this sparsifier, in place.
 
-        Args:
-            state_dict: from `state_dict()`.
-            strict: require the same tensor names.
-
         Raises:
             ArtifactError: names or shapes differ; nothing is changed.
         """

@@ -60,13 +60,20 @@ class Access(Protocol):
 
         They must not be changed until `written` has returned. One block is written at a time. `then` is called, in
         another thread, when they are on disk.
+
+        Raises:
+            ArtifactError: a block before could not be written; nothing is left of its file.
         """
 
     def written(self) -> None:
-        """Wait until all blocks that `write` was given are on disk."""
+        """Wait until all blocks that `write` was given are on disk; raises as the next `write` would."""
 
     def read(self, fqn: str, folder: Path) -> None:
-        """Use the weights of a block that `write` wrote."""
+        """Use the weights of a block that `write` wrote.
+
+        Raises:
+            ArtifactError: the file is missing or damaged.
+        """
 
     def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:
         """Save the model in transformers' format; `written` is the folder that changed blocks were written to."""
@@ -105,28 +112,16 @@ class InMemory:
         yield self.model
 
     def write(self, fqn: str, folder: Path, then: Callable[[], None] | None = None) -> None:
-        """Begin to write a block's weights, so that an interrupted run can be resumed.
-
-        Raises:
-            ArtifactError: a block before could not be written; nothing is left of its file.
-        """
+        """Begin to write a block's weights, so that an interrupted run can be resumed."""
         tensors = shards.tensors_of(self.model, find_blocks(self.model), fqn)
         self._behind.begin(fqn, block_file(folder, fqn), lambda: shards.checkpoint_tensors(self.model, tensors), then)
 
     def written(self) -> None:
-        """Wait until all blocks that `write` was given are on disk.
-
-        Raises:
-            ArtifactError: a file could not be written; nothing is left of it.
-        """
+        """Wait for all that `write` was given."""
         self._behind.end()
 
     def read(self, fqn: str, folder: Path) -> None:
-        """Load a block's weights that `write` wrote.
-
-        Raises:
-            ArtifactError: the file is missing or damaged.
-        """
+        """Load a block's weights that `write` wrote."""
         self._behind.end(fqn)
         conversions = getattr(self.model, "_weight_conversions", None)
         shards.load(self.model, shards.of_file(block_file(folder, fqn), fqn), fqn, self.device)

@@ -87,12 +87,7 @@ def survey(model: nn.Module) -> Architecture:
 
 
 def linears_of(name: str, module: nn.Module) -> list[Linear]:
-    """Return the linears of one module: itself, or one per fused expert; none for other modules.
-
-    Args:
-        name: the module's fully qualified name.
-        module: any module.
-    """
+    """Return the linears of one module: itself, or one per fused expert; none for other modules."""
     if isinstance(module, nn.Linear) or _is_conv1d(module):
         return [Linear(name, module, transposed=_is_conv1d(module))]
     if not _is_fused_experts(module):

@@ -129,10 +129,6 @@ def keep_settings(checkpoint: Checkpoint, folder: Path) -> tuple[list[str], list
     Copied byte for byte are the regular files of `_SETTINGS` that saving has not written, and generation settings. A
     link may lead to the hub's blobs, but not out of the folder otherwise. Of a GGUF file's folder nothing is copied.
 
-    Args:
-        checkpoint: of the dense model.
-        folder: where its weights were saved.
-
     Returns:
         The names of what was copied, and of what was left out.
 

@@ -131,10 +131,7 @@ class StreamedModel:
     def write(self, fqn: str, folder: Path, then: Callable[[], None] | None = None) -> None:
         """Begin to write a materialised block to a file under its checkpoint names; later loads read that file.
 
-        Its weights must not be changed any more; they may be unloaded. `written` waits for the file.
-
-        Raises:
-            ArtifactError: a block before could not be written; nothing is left of its file.
+        Its weights must not be changed any more; they may be unloaded.
         """
         path = block_file(folder, fqn)
 
@@ -147,19 +144,11 @@ class StreamedModel:
         self._behind.begin(fqn, path, tensors, read_from_there)
 
     def written(self) -> None:
-        """Wait until all blocks that `write` was given are on disk.
-
-        Raises:
-            ArtifactError: a file could not be written; nothing is left of it.
-        """
+        """Wait for all that `write` was given."""
         self._behind.end()
 
     def read(self, fqn: str, folder: Path) -> None:
-        """Make later loads of a block read the file that `write` wrote.
-
-        Raises:
-            ArtifactError: the file is missing or damaged.
-        """
+        """Make later loads of a block read the file that `write` wrote."""
         self._behind.end(fqn)
         self.source[fqn] = shards.of_file(block_file(folder, fqn), fqn)
 

@@ -58,11 +58,6 @@ class FoundModel:
 def check_parts(parts: Parts, mistakes: Mistakes, *, replace: bool = False) -> FoundModel | None:
     """Check the output folder, the datasets and the model, each by itself.
 
-    Args:
-        parts: of the recipe.
-        mistakes: receives an error for each mistake.
-        replace: as for `check_output`.
-
     Returns:
         The model, or None if there is none or it has a mistake.
     """

@@ -73,13 +73,6 @@ class Pruned:
 def finish(context: RunContext, pruned: Pruned, checkpoint: Checkpoint, journal: Journal, folder: Path) -> RunReport:
     """Fine-tune if the recipe does, evaluate, and fill the output folder.
 
-    Args:
-        context: recipe, device, processes and progress of the run.
-        pruned: the pruned model.
-        checkpoint: of the dense model.
-        journal: the run's finished blocks.
-        folder: the output folder.
-
     Raises:
         CompressxError: an error that the user can fix.
     """

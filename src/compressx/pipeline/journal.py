@@ -168,10 +168,6 @@ class Journal:
     def restore(self, access: Access, keep: Keep = in_memory) -> tuple[list[FinishedBlock], Streams]:
         """Load the weights of all finished blocks into the model; return the blocks and the hidden states.
 
-        Args:
-            access: the model.
-            keep: where to keep the hidden states.
-
         Raises:
             ArtifactError: a damaged or missing file.
         """

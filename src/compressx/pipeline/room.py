@@ -74,15 +74,7 @@ def refuse_large_finetuning(
     loaded: LoadedRecipe, planned: Plan, skeleton: Any, dtype: torch.dtype, device: torch.device, *,
     present: bool = False,
 ) -> None:  # fmt: skip
-    """Refuse fine-tuning that cannot fit in the free memory, before anything is pruned.
-
-    Args:
-        loaded: the recipe.
-        planned: its plan.
-        skeleton: the model, with or without its weights.
-        dtype: that the model is loaded in.
-        device: of the training.
-        present: whether the model is in memory already.
+    """Refuse fine-tuning that cannot fit in the free memory, before anything is pruned; a `present` model is in it.
 
     Raises:
         RecipeError: with the bytes by part, the free memory, and what takes less.

@@ -33,13 +33,7 @@ def save_smaller(
 ) -> Mapping[str, Any]:
     """Write the smaller model to `folder/model`, and what stays of the original one to `folder/units.json`.
 
-    Args:
-        access: the pruned model, of the original size.
-        tokenizer: its tokenizer.
-        plan: what was done.
-        masks: in the shapes of the original model.
-        checkpoint: of the dense model.
-        folder: the run's output folder.
+    The masks have the shapes of the original model.
 
     Returns:
         See `RunReport.shrink`.

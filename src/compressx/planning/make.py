@@ -127,12 +127,6 @@ def _check_reconstruction(loaded: LoadedRecipe, linears: Iterable[PlannedLinear]
 def check_rules(parts: Parts, plugins: Plugins, found: Architecture | None, mistakes: Mistakes) -> list[PlannedRule]:
     """Check each rule by itself: its pruners, their options and, in a known model, its targets.
 
-    Args:
-        parts: of the recipe.
-        plugins: the available pruners.
-        found: the model's linears, or None.
-        mistakes: receives an error for each mistake.
-
     Returns:
         The rules without a mistake in pruners and options.
     """

@@ -89,12 +89,6 @@ def _able(loaded: LoadedRecipe, at: tuple[int, int], names: Sequence[str], able:
 def targeted_by(loaded: Placed, place: Sequence[Step], target: Target, found: Architecture) -> list[str]:
     """Return the linears that one target matches.
 
-    Args:
-        loaded: the recipe, or its parts.
-        place: the target's location.
-        target: names of linears, or layers.
-        found: the model's linears.
-
     Raises:
         RecipeError: there is none, a layer that the model does not have, or a glob with `[10-12]`.
     """

@@ -12,11 +12,6 @@ from compressx.runtime.errors import PluginError
 def checked_rows(asked: object, facts: ModelFacts, name: str) -> AttentionRows:
     """Return what `observe` asks for.
 
-    Args:
-        asked: its answer.
-        facts: what it was told.
-        name: the selector's.
-
     Raises:
         PluginError: no `AttentionRows`, blocks that do not ascend, no query, or heads that the model does not have.
     """
@@ -47,12 +42,6 @@ def _whole(values: object) -> tuple[int, ...] | None:
 
 def checked_places(answer: object, n: int, keep: int, name: str) -> Tensor:
     """Return the places that `select` chose, on the CPU.
-
-    Args:
-        answer: what it returned.
-        n: number of tokens to choose from.
-        keep: number to choose.
-        name: the selector's.
 
     Raises:
         PluginError: another number of places, another dtype, duplicates, another order, or places outside the prompt.

@@ -20,10 +20,6 @@ def frame(tokenizer: Any, question: str) -> tuple[Tensor, Tensor]:
     With a chat template, text and question are one message of the user. Without, the text ends with `Question: ...` and
     `Answer:`, and begins as the tokenizer begins a text.
 
-    Args:
-        tokenizer: the model's.
-        question: asked after the text; may be empty.
-
     Raises:
         CalibrationError: a chat template that refuses the message.
     """

@@ -19,12 +19,7 @@ _SPARSITY = Column("sparsity", ".2%")
 
 
 def sections(report: RunReport, recipe: str = "") -> tuple[Section, ...]:
-    """Return every section that there is something for; the first is the head.
-
-    Args:
-        report: what the run did.
-        recipe: the recipe as resolved, YAML.
-    """
+    """Return every section that there is something for; the first is the head."""
     found = [section for build in BUILDERS for section in build(report)]
     if recipe:
         found.append(Section("Recipe", text=recipe, brief=_count(recipe.splitlines(), "line")))

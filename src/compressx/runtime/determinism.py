@@ -21,10 +21,6 @@ def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
 
     An operation without one runs all the same, with torch's warning that names it.
 
-    Args:
-        wanted: nothing is done if false.
-        device: of the computation.
-
     Raises:
         CompressxError: cuBLAS may have been started with another workspace in this process.
     """

@@ -97,10 +97,6 @@ class Mistakes:
 def did_you_mean(value: str, valid: Iterable[str]) -> str:
     """Suggest the nearest valid name and list up to twelve valid ones.
 
-    Args:
-        value: what the user wrote.
-        valid: the accepted names.
-
     Returns:
         A clause such as `did you mean 'wanda'? valid: alps, magnitude, wanda`, or the empty string without valid names.
     """

@@ -29,12 +29,6 @@ TOLERANCE = 1e-3
 def save_shrunk(access: Access, made: Smaller, tokenizer: Any | None, folder: Path) -> None:
     """Save the smaller model in transformers' format.
 
-    Args:
-        access: the pruned model, of the original size.
-        made: what `smaller` returned.
-        tokenizer: saved too, unless None.
-        folder: of the new checkpoint.
-
     Raises:
         ArtifactError: it cannot be written.
     """

@@ -58,12 +58,6 @@ def training_windows(
 ) -> Tensor | None:
     """Read the text that a recipe fine-tunes on.
 
-    Args:
-        recipe: a planned recipe.
-        tokenizer: the model's.
-        calibration: the calibration windows, if they were read.
-        generated: as for `read_calibration`.
-
     Returns:
         int64 [windows, tokens], or None if the recipe has no `finetune` section.
 

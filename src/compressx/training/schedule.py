@@ -21,11 +21,6 @@ def fraction_done(settings: Finetune, steps: int, seconds: float) -> float:
     """Return the fraction of a training that is done, 1.0 when it is over.
 
     A training by time is over when less than half a step of time is left; it has at least one step.
-
-    Args:
-        settings: the recipe's `finetune` section.
-        steps: that were done.
-        seconds: that they took.
     """
     if settings.minutes is None:
         return steps / settings.total_steps

@@ -214,11 +214,6 @@ def scales(trained: Mapping[str, nn.Parameter]) -> list[float]:
 def check_trained(model: nn.Module, masks: MaskSet, learning_rate: float) -> None:
     """Check the weights that the last step left: its own loss was computed before it.
 
-    Args:
-        model: the trained model, in its original dtypes.
-        masks: that were held.
-        learning_rate: for the message.
-
     Raises:
         CalibrationError: a weight that is not finite.
         ArtifactError: a dropped weight that is not exactly zero.
