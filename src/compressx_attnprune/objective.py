@@ -73,11 +73,6 @@ def gradients(
     With C = P~ - P, the gradient of the scores is p = P~∘C - diag((P~∘C) 1) P~ (arXiv 2410.11261); from there to the
     queries `scaling * p k` and to the keys `scaling * p^T q`, summed over the query heads that share a key head.
 
-    Args:
-        attention: the layer.
-        dense: queries and keys of the dense weights.
-        pruned: those of the pruned ones.
-
     Returns:
         ||P~ - P||_F^2 and ||P||_F^2 of each head, float64 [h], and the gradients of the pruned queries and keys, of
         their shapes.
@@ -103,12 +98,6 @@ def probe(attention: Attention, q: Tensor, k: Tensor, generator: torch.Generator
     of these gradients are the Gauss-Newton matrices of ||P~ - P||_F^2 at the dense point: for query i
     `scaling^2 K^T J_i^2 K` and for key j, summed over the queries, `scaling^2 sum_i (J_i^2)_jj q_i q_i^T`. A softcap
     multiplies the derivative of each score.
-
-    Args:
-        attention: the layer.
-        q: queries.
-        k: keys.
-        generator: on the tensors' device.
 
     Returns:
         The gradients of queries and keys, of their shapes.

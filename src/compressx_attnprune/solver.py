@@ -168,11 +168,6 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
 def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None = None) -> tuple[Pair, Pair]:
     """Select and reconstruct in closed form, in the metric of the loss; with fixed masks, only reconstruct.
 
-    Args:
-        layer: inputs, dense weights and loss.
-        budget: what to keep.
-        problem: the layer's problem with another damping; `layer.problem` when absent.
-
     Returns:
         Masks and weights.
     """

@@ -100,13 +100,7 @@ def refuse_needed(model: Any, dropped: Collection[str]) -> None:
 
 
 def decide_whole(block: Block, depth: PlannedDepth, names: Sequence[str]) -> dict[str, PruneResult]:
-    """Return what a rule that drops whole blocks means for its linears in one of them: all zeros, or all weights.
-
-    Args:
-        block: the block.
-        depth: the rule, with its blocks scored.
-        names: of its linears in the block.
-    """
+    """Return what a rule that drops whole blocks means for its linears in one of them: all zeros, or all weights."""
     kept, info = block.fqn not in depth.dropped, {"importance": depth.scores[block.fqn]}
     results = {}
     for name in names:

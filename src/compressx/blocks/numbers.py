@@ -34,12 +34,6 @@ def check_numbers(
 ) -> None:
     """Refuse masks with other zeros than the patterns', or other masks than were fixed, and weights that are none.
 
-    Args:
-        plugin: what messages call the pruner.
-        block: the block.
-        patterns: what each linear has to become, by name.
-        results: the answer, by the same names, of the right shapes.
-
     Raises:
         PluginError: the message names plugin and linear, or the module of units.
     """

@@ -15,15 +15,7 @@ def answer_of(
     plugin: str, pruner: AnyPruner, block: Block, patterns: Mapping[str, Pattern], observed: Mapping[str, Observed],
     kept: dict[Observed, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Call a pruner's `prune`; what it returns is not looked at.
-
-    Args:
-        plugin: what messages call the pruner.
-        pruner: to ask.
-        block: the block.
-        patterns: what each linear has to become, by name.
-        observed: what the pruner observed, by name; without those where it asked for nothing.
-        kept: keeps what the pruner prepares for when it is asked again; one value at a time is held when absent.
+    """Call a pruner's `prune`; what it returns is not looked at. Without `kept` one prepared value is held at a time.
 
     Raises:
         PluginError: any exception of the pruner's that is not for users.

@@ -212,15 +212,6 @@ def decide(
 ) -> Mapping[str, PruneResult]:
     """Ask a rule's selector, then its reconstructor if it has one, and check each answer.
 
-    Args:
-        rule: the rule.
-        built: its pruners.
-        block: the unpruned block.
-        patterns: what each of the rule's linears in the block has to become, by name.
-        stats: what `gather` returned.
-        untouched: the sums of what the block holds.
-        kept: as for `decide_all`.
-
     Returns:
         One result for each name in `patterns`.
 

@@ -164,12 +164,6 @@ def bench(
 
     So what slows the machine for a while slows all of them. All are in memory at once.
 
-    Args:
-        sources: the models, at least one.
-        asked: what is measured.
-        start: how the process of a model is started.
-        progress: called with what is under way.
-
     Raises:
         CompressxError: an error that the user can fix.
     """

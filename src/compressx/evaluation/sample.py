@@ -47,13 +47,7 @@ def check_sample(settings: Sample, tokenizer: Any, model: Any) -> None:
 
 
 def continuation(model: Any, tokenizer: Any, ids: Tensor, tokens: int) -> str:
-    """Return what a model writes after a prompt, the likeliest token each time, until it ends or `tokens` are written.
-
-    Args:
-        model: a transformers causal language model in evaluation mode.
-        tokenizer: its tokenizer.
-        ids: of the prompt, int64 [1, tokens].
-        tokens: maximum to write.
+    """Return what a model writes after a prompt [1, tokens], the likeliest token each time, `tokens` at most.
 
     Raises:
         UnsupportedModelError: a model that cannot generate.

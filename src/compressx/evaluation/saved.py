@@ -113,14 +113,6 @@ def evaluate_saved(
 ) -> Figures:
     """Evaluate a model, with masks applied first if given; the model is then loaded completely into memory.
 
-    Args:
-        source: the model.
-        settings: the metrics to compute.
-        masks: a file of masks to apply.
-        selecting: how prompts are shortened, as for `evaluate`.
-        device: where the model runs.
-        progress: as for `evaluate`.
-
     Returns:
         The metrics by name.
 

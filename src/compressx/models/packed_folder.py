@@ -154,9 +154,6 @@ def _unpack(source: Path, output: Path, what: str, progress: Progress | None = N
 def unpacked(folder: Path) -> Path:
     """Return a copy of a packed model's folder, unpacked, from the cache; unpacked into it by the first call.
 
-    Args:
-        folder: with `config.json` and packed files.
-
     Raises:
         ArtifactError: a missing or damaged file, or a cache that cannot be written.
     """

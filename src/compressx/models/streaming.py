@@ -155,11 +155,6 @@ class StreamedModel:
     def save(self, tokenizer: Any | None, written: Path, folder: Path) -> None:
         """Save a checkpoint of the blocks in `written` and of everything unchanged, one file per block.
 
-        Args:
-            tokenizer: saved too, unless None.
-            written: folder that `write` wrote blocks to.
-            folder: of the new checkpoint.
-
         Raises:
             ArtifactError: it cannot be written.
         """

@@ -130,11 +130,6 @@ def check_prompts(loaded: LoadedRecipe, skeleton: Any, tokenizer: Any, mistakes:
 def check_teacher(source: ModelSource, tokens: int | None, skeleton: Any) -> None:
     """Refuse a teacher whose predictions cannot be compared with the model's.
 
-    Args:
-        source: the teacher.
-        tokens: in a window that is trained on, if there is text.
-        skeleton: the model.
-
     Raises:
         CompressxError: no such model.
         UnsupportedModelError: another vocabulary, or too few positions.

@@ -99,11 +99,6 @@ def _exactly(loaded: LoadedRecipe, kind: Unstructured | NM, name: str, glob: str
 def check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[PlannedLinear]) -> None:
     """Refuse a pattern that a linear's shape does not allow.
 
-    Args:
-        loaded: the recipe with its places in the file.
-        linear: the linear to check.
-        linears: all planned linears.
-
     Raises:
         RecipeError: input features not divisible by M, different sparsities of linears that compete jointly, or a
             sparsity that rounds to no zeros or to all zeros among the weights that compete.

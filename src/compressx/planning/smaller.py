@@ -21,11 +21,6 @@ def check_shrink(loaded: LoadedRecipe, plan: Plan, skeleton: Any) -> None:
     Which go is not known yet: the first units stand for those that will stay, and of blocks the first, and the last,
     for those that will go.
 
-    Args:
-        loaded: the recipe with its places in the file.
-        plan: the plan.
-        skeleton: the model; only shapes are read.
-
     Raises:
         RecipeError: no rule has a pattern of units.
         UnsupportedModelError: the model cannot be described, with the reason.

@@ -21,12 +21,6 @@ def units_of_rules(
 ) -> dict[int, dict[str, Units]]:
     """Find the units that rules with a pattern of units can take; whole blocks are not in blocks: see `depth`.
 
-    Args:
-        loaded: the recipe with its places in the file.
-        found: the model's blocks and linears.
-        skeleton: the model.
-        mistakes: receives a pattern whose units no block has.
-
     Returns:
         By index of the rule, each linear's units, by its name.
     """

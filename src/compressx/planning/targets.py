@@ -234,11 +234,6 @@ def _kind(name: str) -> str:
 def match_sparsities(loaded: LoadedRecipe, globs: Iterable[str], planned: Sequence[str]) -> dict[str, str]:
     """Return the first matching glob of `allocation.sparsities` for each planned linear.
 
-    Args:
-        loaded: the recipe with its places in the file.
-        globs: in the recipe's order.
-        planned: names of the linears that rules match.
-
     Raises:
         RecipeError: a glob that matches nothing or is shadowed, or a linear that none matches, with its place.
     """

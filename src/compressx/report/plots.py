@@ -158,12 +158,6 @@ def heat_maps(path: Path, title: str, images: Mapping[str, Pooled], difference: 
     Without negative entries colours follow the square root, so that an attention matrix shows more than its few large
     entries; otherwise they are linear, and white is zero.
 
-    Args:
-        path: the `.png` file.
-        title: of the figure.
-        images: matrices by name.
-        difference: their absolute difference, or None.
-
     Raises:
         ArtifactError: the file cannot be written.
     """

@@ -44,10 +44,6 @@ def first_damaged(tensors: Sequence[Tensor], fine: Sequence[Tensor] | None = Non
 def refuse_damage(module: nn.Module, fqn: str) -> None:
     """Refuse a module with a non-finite parameter or buffer.
 
-    Args:
-        module: tensors on the meta device are skipped.
-        fqn: its name.
-
     Raises:
         ArtifactError: names the first such tensor.
     """

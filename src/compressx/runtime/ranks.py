@@ -133,10 +133,6 @@ def refuse_few_windows(windows: int, processes: int) -> None:
 def assign(weights: Sequence[int], size: int) -> list[int]:
     """Assign tasks to processes greedily: the heaviest task first, each to the least loaded process.
 
-    Args:
-        weights: cost of each task.
-        size: number of processes.
-
     Returns:
         The rank of each task.
     """

@@ -108,7 +108,7 @@ def tiny_model(architecture: str, *, dtype: torch.dtype = torch.float32, seed: i
 
 
 def save_tiny_model(folder: Path, architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Save a tiny model as a recipe's `model` may name it: safetensors, config, and a tokenizer of `tiny_text`'s words."""
+    """Save a tiny model as a recipe's `model` may name it: with a tokenizer of `tiny_text`'s words."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

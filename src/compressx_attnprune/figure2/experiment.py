@@ -91,10 +91,6 @@ class Figure:
 def measure(settings: Settings, log: Callable[[str], None] = lambda _: None) -> Figure:
     """Run the whole experiment.
 
-    Args:
-        settings: its constants.
-        log: called with a line before each part.
-
     Raises:
         compressx_attnprune.figure2.descent.DivergedError: the `momentum` optimizer diverged.
     """
