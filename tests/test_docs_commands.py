@@ -39,7 +39,7 @@ cd() { :; }; eval() { :; }
 """
 """For bash: write down what would be run, with functions, loops and variables resolved, and run nothing."""
 Command: TypeAlias = list[str]
-_OTHERS = {"cat", "cmp", "cp", "diff", "hf", "llama-quantize", "make", "pip", "python3"}
+_OTHERS = {"cat", "cmp", "cp", "diff", "hf", "llama-quantize", "make", "pip", "pytest", "python3"}
 """Programs that are not ours, whose options are not looked at; any other name is a function that the page lacks."""
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the pages are for bash")

@@ -58,7 +58,7 @@ class Inputs:
 
 
 def wanda(weights: Pair, inputs: Inputs, choose: Choose) -> tuple[Pair, Pair]:
-    """Keep the largest |W| ||x||_2 of each row (Wanda, arXiv 2306.11695), without changing kept weights."""
+    """Keep the largest |W| ||x||_2 of each row (Wanda, arXiv 2306.11695); return masks and unchanged kept weights."""
     query, key = (_row_ranks(wanda_scores(w, inputs.norms)) for w in weights)
     keeps = choose((query, key))
     return keeps, (weights[0] * keeps[0], weights[1] * keeps[1])

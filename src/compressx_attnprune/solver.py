@@ -153,12 +153,7 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
     fell_back = best is best_start
     if options.refit:
         best = training.refit(
-            layer.loss,
-            layer.text,
-            layer.dense,
-            best,
-            steps=options.refit,
-            learning_rate=options.refit_learning_rate,
+            layer.loss, layer.text, layer.dense, best, steps=options.refit, learning_rate=options.refit_learning_rate
         )
         histories["refit"] = best.losses
     errors = {"": best.error, **{name: start.error for name, start in zip(starts, started, strict=True)}}
@@ -168,8 +163,7 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
 def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None = None) -> tuple[Pair, Pair]:
     """Select and reconstruct in closed form, in the metric of the loss; with fixed masks, only reconstruct.
 
-    Returns:
-        Masks and weights.
+    Returns masks and weights.
     """
 
     def choose(scores: Sequence[Tensor], known_finite: bool) -> list[Tensor]:
@@ -206,13 +200,7 @@ def joint(layer: Layer, budget: Budget, *, steps: int, learning_rate: float) -> 
     """Train weights while the sparsity rises to the budget."""
     query, key = (c.scale().flatten(0, 1) for c in layer.curvature)
     return training.joint(
-        layer.loss,
-        layer.text,
-        layer.dense,
-        (query, key),
-        budget.choose,
-        steps=steps,
-        learning_rate=learning_rate,
+        layer.loss, layer.text, layer.dense, (query, key), budget.choose, steps=steps, learning_rate=learning_rate
     )
 
 

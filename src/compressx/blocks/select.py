@@ -118,12 +118,7 @@ def _combine(
 
 
 def decide_all(
-    block: Block,
-    by_rule: ByRule,
-    pruners: Built,
-    stats: Stats,
-    ranks: Ranks,
-    kept: Kept | None = None,
+    block: Block, by_rule: ByRule, pruners: Built, stats: Stats, ranks: Ranks, kept: Kept | None = None
 ) -> Iterator[tuple[str, Decision]]:
     """Decide for all linears of a block, each process for its share of them.
 
@@ -211,9 +206,6 @@ def decide(
     kept: Kept | None = None,
 ) -> Mapping[str, PruneResult]:
     """Ask a rule's selector, then its reconstructor if it has one, and check each answer.
-
-    Returns:
-        One result for each name in `patterns`.
 
     Raises:
         PluginError: an answer that breaks the contract of `compressx.Pruner`; the message names plugin and linear.

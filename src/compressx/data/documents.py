@@ -61,10 +61,7 @@ _SHORT_NAMES = {
         "allenai/c4",
         None,
         {"calibration": "train", "evaluation": "validation"},
-        shards={
-            "train": "en/c4-train.00000-of-01024.json.gz",
-            "validation": "en/c4-validation.00000-of-00008.json.gz",
-        },
+        shards={"train": "en/c4-train.00000-of-01024.json.gz", "validation": "en/c4-validation.00000-of-00008.json.gz"},
         limits={"calibration": 8192, "evaluation": 1100},
     ),
 }

@@ -137,7 +137,8 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the items of an array, or the lines of any other file, which are read one at a time."""
     with _opened(path) as file:
         if file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            yield from _json_items(path)
+            items: list[Any] = _json(_decoded(path, _bytes(path)), path, 1)
+            yield from ((f"{path}[{i}]", item) for i, item in enumerate(items))
             return
         start, most = file.seek(0), free_main_memory() // _OF_ONE_PIECE
         for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), start=1):
@@ -156,11 +157,6 @@ def _json(text: str, path: Path, line: int) -> Any:
         raise CalibrationError(
             f"{where}: not JSON ({error}); expected one object per line, or one array of objects"
         ) from error
-
-
-def _json_items(path: Path) -> Iterator[tuple[str, Any]]:
-    items: list[Any] = _json(_decoded(path, _bytes(path)), path, 1)
-    yield from ((f"{path}[{i}]", item) for i, item in enumerate(items))
 
 
 def _parquet_rows(path: Path, columns: list[str] | None) -> Iterator[tuple[str, Any]]:

@@ -113,9 +113,6 @@ def evaluate_saved(
 ) -> Figures:
     """Evaluate a model, with masks applied first if given; the model is then loaded completely into memory.
 
-    Returns:
-        The metrics by name.
-
     Raises:
         CompressxError: an error that the user can fix.
     """

@@ -87,9 +87,6 @@ def pack_folder(source: Path, output: Path, *, compress: bool = True, progress: 
         compress: as for `pack_file`.
         progress: called before each weight file.
 
-    Returns:
-        The sizes.
-
     Raises:
         ArtifactError: an existing output, a folder that is packed or holds no complete safetensors model, or files that
             cannot be read or written.
@@ -115,14 +112,6 @@ def pack_folder(source: Path, output: Path, *, compress: bool = True, progress: 
 
 def unpack_folder(source: Path, output: Path, *, progress: Progress | None = None) -> Sizes:
     """Restore what `pack_folder` packed, weight files byte for byte. Those that an interrupted call finished are kept.
-
-    Args:
-        source: the packed folder.
-        output: the folder to create.
-        progress: called before each weight file.
-
-    Returns:
-        The sizes.
 
     Raises:
         ArtifactError: an existing output, a folder that is not packed, a missing or damaged file, or files that cannot

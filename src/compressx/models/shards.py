@@ -228,9 +228,7 @@ def read(path: Path) -> dict[str, Tensor]:
     Raises:
         ArtifactError: the file is missing or damaged.
     """
-    with ExitStack() as stack:
-        file = _opened(path, stack)
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    return dict(each(path))
 
 
 def each(path: Path) -> Iterator[tuple[str, Tensor]]:

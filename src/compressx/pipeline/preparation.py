@@ -86,12 +86,9 @@ def loaded_recipe(
 
 
 def prepare(
-    loaded: LoadedRecipe,
-    plugins: Plugins,
-    processes: int = 1,
-    device: torch.device | None = None,
+    loaded: LoadedRecipe, plugins: Plugins, processes: int = 1, device: torch.device | None = None,
     replace: bool = False,
-) -> Prepared:
+) -> Prepared:  # fmt: skip
     """Check a recipe as far as possible without loading weights, and plan it.
 
     With a device, its memory has to hold fine-tuning. To `replace` allows whatever an earlier run's folder holds.

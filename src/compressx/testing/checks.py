@@ -47,8 +47,7 @@ def plans(subject: Subject) -> None:
             f"observe({name!r}) must return a Statistic or None, got {type(statistic).__name__}",
         )
         expect(
-            statistic is None or statistic is not again,
-            f"observe({name!r}) must return a fresh statistic each time",
+            statistic is None or statistic is not again, f"observe({name!r}) must return a fresh statistic each time"
         )
 
 

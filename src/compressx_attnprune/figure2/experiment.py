@@ -112,10 +112,7 @@ def measure(settings: Settings, log: Callable[[str], None] = lambda _: None) -> 
         same = tokens == settings.tokens
         longer = drawn if same else _draw(settings, tokens, settings.reported)
         masks = learned[value] if same else _learn(settings, longer, value)
-        points += [
-            _ours("n", longer, masks, value, settings.sparsity),
-            *_baselines("n", longer, settings.sparsity),
-        ]
+        points += [_ours("n", longer, masks, value, settings.sparsity), *_baselines("n", longer, settings.sparsity)]
     log(f"error against the pruning ratio on {settings.seeds} seeds")
     for sparsity in settings.sparsities:
         value = choices[settings.tokens, sparsity].regularization
