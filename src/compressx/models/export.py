@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -146,6 +146,16 @@ def unfinished(target: Path) -> list[Path]:
     folder = _resolved(target)
     partial = _sibling(folder, "partial", "").name
     return [p for p in folder.parent.iterdir() if p.name.startswith(partial)] if folder.parent.is_dir() else []
+
+
+def room_for(target: Path) -> tuple[Path, int]:
+    """Return the folder that a target will be in, and its free bytes with those of what earlier runs left for it."""
+    above = next(p for p in _resolved(target).parents if p.is_dir())
+    size = 0
+    with suppress(FileNotFoundError):  # the first process may be removing it meanwhile
+        for file in (x for folder in unfinished(target) for x in folder.rglob("*")):
+            size += file.stat().st_size if file.is_file() else 0
+    return above, shutil.disk_usage(above).free + size
 
 
 def _chosen(folder: Path) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from compressx.models.export import model_folder, output_folder, unfinished
+from compressx.models.export import model_folder, output_folder, room_for
 from compressx.models.packed import PackedFile, PackedTensor, pack_file
 from compressx.models.shards import check_files, files_in
 from compressx.runtime.cache import cache_folder
@@ -128,9 +128,7 @@ def _unpack(source: Path, output: Path, what: str, progress: Progress | None = N
     """Do as `unpack_folder`, going on with an interrupted call that was also of `what`."""
     sizes = sizes_of(source)  # before anything is written, every header is read
     packed = _packed_files(model_folder(source))
-    left = sum(p.stat().st_size for building in unfinished(output) for p in building.rglob("*") if p.is_file())
-    free = left + shutil.disk_usage(next(p for p in output.resolve().parents if p.is_dir())).free
-    if sizes.bytes > free:  # of zeros a small file can hold any number
+    if sizes.bytes > (free := room_for(output)[1]):  # of zeros a small file can hold any number
         raise ArtifactError(f"{source} unpacked takes {sizes.bytes} bytes, {output} can have {free}; free some space")
     with _resumed(source, output, {"unpack": what}) as building:
         _copy(source, building, {*packed}, _PACKED, _PLAIN)

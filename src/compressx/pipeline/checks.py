@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from compressx.evaluation.sample import check_sample
 from compressx.evaluation.tasks import check_name
 from compressx.models.architecture import find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, find_checkpoint, keep_settings
-from compressx.models.export import check_output, not_written, save_model, unfinished
+from compressx.models.export import check_output, not_written, room_for, save_model
 from compressx.models.generate import first_token
 from compressx.models.loading import dtype_of, load_skeleton, load_tokenizer
 from compressx.pipeline.journal import differing
@@ -234,8 +233,6 @@ def check_space(loaded: LoadedRecipe, found: FoundModel, planned: Plan) -> None:
         ArtifactError: names all sizes in bytes.
     """
     recipe = loaded.recipe
-    left = _left_by_earlier(recipe.output)
-    folder = next(p for p in recipe.output.expanduser().resolve().parents if p.is_dir())
     itemsize = found.dtype.itemsize
     sizes = {name: p.numel() * itemsize for name, p in found.skeleton.named_parameters()}
     blocks = tuple(f"{fqn}." for fqn in find_blocks(found.skeleton) if planned.in_block(fqn))
@@ -250,19 +247,11 @@ def check_space(loaded: LoadedRecipe, found: FoundModel, planned: Plan) -> None:
         tuned = CHECKPOINT * trained_weights(recipe.finetune, planned)
     largest = max(states, 2 * tuned, tuned + sum(sizes.values()))
     needed = finished + masks + largest
-    if (free := shutil.disk_usage(folder).free + left) < needed:
+    folder, free = room_for(recipe.output)
+    if free < needed:
         raise ArtifactError(
             f"output {recipe.output} needs {needed} bytes: finished blocks {finished}, masks {masks}, and the largest "
             f"of hidden states {states}, two checkpoints of fine-tuning {2 * tuned}, and one with the model "
             f"{tuned + sum(sizes.values())}; {folder} has {free} bytes free. Free some space there, or choose "
             "another disk"
         )
-
-
-def _left_by_earlier(output: Path) -> int:
-    """Return the bytes of what earlier runs left; the first process of this one may be removing it meanwhile."""
-    size = 0
-    with contextlib.suppress(FileNotFoundError):
-        for file in (x for folder in unfinished(output) for x in folder.rglob("*")):
-            size += file.stat().st_size if file.is_file() else 0
-    return size
