@@ -64,10 +64,13 @@ def _extract(archive: zipfile.ZipFile, name: str, target: Path) -> None:
 
 
 def _download(requirement: str, folder: Path) -> Path:
-    """Download a wheel. Nothing is built, and nothing is imported from the working directory (-P)."""
+    """Download a wheel. Nothing is built, imported (-P) or read from the working directory.
+
+    There pip would take a file `name==1.zip` for the requirement, and build it.
+    """
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet",
                "--disable-pip-version-check", "--dest", str(folder), "--", requirement]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own arguments
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)  # noqa: S603 - ours
     wheels = sorted(folder.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
         lines = [line for line in result.stderr.splitlines() if not line.startswith("WARNING")]

