@@ -9,6 +9,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -37,6 +38,9 @@ _log = logging.getLogger(__name__)
 
 _BOOTSTRAP_DRAWS = 1000
 """Draws for standard errors without a closed form, accurate to 2%. The harness's default of 100,000 takes minutes."""
+
+_FOREIGN = {"dataset_path", "dataset_name", "dataset_kwargs", "metadata", "unsafe_code"}
+"""What a group can change in a task of the harness, whose functions run what is in a dataset, or a tokenizer's code."""
 
 _OF_A_TASK = "the text of a task of lm_eval"
 _NAME_IT = "give bos_token and eos_token in its tokenizer_config.json"
@@ -144,6 +148,9 @@ def _run_once(
         # The harness's own environment lets a template call whatever Python has.
         templates = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
         templates.filters |= utils.env.filters
+        manager = TaskManager(include_defaults=not by_file, include_path=beside or None)
+        if beside and not settings.trust_task_code:
+            manager._factory = _careful_factory()
         try:
             with (
                 patch.object(utils, "env", utils.env if settings.trust_task_code else templates),
@@ -161,7 +168,7 @@ def _run_once(
                     fewshot_as_multiturn=template is not None if multiturn is None else multiturn,
                     log_samples=False,
                     bootstrap_iters=_BOOTSTRAP_DRAWS,
-                    task_manager=TaskManager(include_defaults=not by_file, include_path=beside or None),
+                    task_manager=manager,
                     **({} if seed is None else dict.fromkeys(seeds, seed)),
                 )
         except OSError as error:
@@ -172,6 +179,26 @@ def _run_once(
             raise CalibrationError("lm_eval.tasks: a perplexity overflows; the model's weights are broken") from error
     _warn_of_fixed_examples(settings.num_fewshot, results["n-shot"])
     return {name: _numbers(name, metrics) for name, metrics in results["results"].items()}
+
+
+def _careful_factory() -> Any:
+    """Return what builds tasks for the harness, and gives none of its own other data than they are written for."""
+    import lm_eval.tasks
+    from lm_eval.tasks._factory import TaskFactory
+
+    own = Path(lm_eval.tasks.__file__).parent
+
+    class Careful(TaskFactory):  # type: ignore[misc]
+        def _load_full_config(self, entry: Any, overrides: Mapping[str, Any] | None = None) -> Any:
+            if (given := _FOREIGN & {*(overrides or {})}) and entry.yaml_path and own in entry.yaml_path.parents:
+                raise RecipeError(
+                    f"lm_eval.tasks: a group gives {min(given)} to the task {entry.name!r} of the harness, which can "
+                    "run code with it; if you trust the group, set lm_eval.trust_task_code: true, or give "
+                    "--trust-task-code"
+                )
+            return super()._load_full_config(entry, overrides)
+
+    return Careful()
 
 
 def _language_model(selection: Callable[[], Selection] | None) -> Any:

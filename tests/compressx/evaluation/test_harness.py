@@ -256,6 +256,34 @@ class TestCodeOfTasks:
             run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml"), {})
         assert not (few_tasks.parent / "ran").exists()
 
+    @pytest.mark.parametrize(
+        ("text", "key"),
+        [("task: [{task: letters_easy, dataset_path: csv}]", "dataset_path"),
+         ("task: [letters_easy]\ndataset_kwargs: {data_files: x}", "dataset_kwargs"),
+         ("task: [{group: inner, task: [{group: letters, unsafe_code: false}]}]", "unsafe_code"),
+         ("metadata: {version: 1}\ntask: [{task: letters_easy, metadata: {tokenizer: ./evil}}]", "metadata")],
+    )  # fmt: skip
+    def test_a_group_gives_no_other_data_to_the_harness_own_code(
+        self, few_tasks: Path, tokenizer: Any, text: str, key: str
+    ) -> None:
+        """Some of its functions run what a dataset says, or load a tokenizer with its code."""
+        (few_tasks / "mine.yaml").write_text(f"group: mine\n{text}\n")
+        check_tasks(settings("tasks/mine.yaml"))  # which of them are the harness's own its index alone knows
+        told = rf"a group gives {key} to the task 'letters_easy' of the harness, .* give --trust-task-code$"
+        with pytest.raises(RecipeError, match=told):
+            run_tasks(tiny_model("llama"), tokenizer, settings("tasks/mine.yaml"), {})
+
+    @pytest.mark.parametrize("trusted", [False, True])
+    def test_a_group_renames_tasks_of_the_harness_and_more_if_it_is_trusted(
+        self, few_tasks: Path, tokenizer: Any, trusted: bool
+    ) -> None:
+        more = "metadata: {version: 2}" if trusted else "num_fewshot: 0"
+        (few_tasks / "mine.yaml").write_text(
+            f"group: mine\ntask: [{{task: letters_easy, task_alias: easy, {more}}}]\n"
+        )
+        asked = settings("tasks/mine.yaml", trust_task_code=trusted, limit=2)
+        assert "acc" in run_tasks(tiny_model("llama"), tokenizer, asked, {})["letters_easy"]
+
 
 class TestSettings:
     @pytest.mark.parametrize(
