@@ -31,7 +31,7 @@ from compressx.prompts.frame import frame
 from compressx.prompts.selection import Selection
 from compressx.recipe.document import shown
 from compressx.recipe.measuring import LmEval, RollingTask
-from compressx.runtime.errors import CalibrationError, RecipeError, did_you_mean
+from compressx.runtime.errors import CalibrationError, CompressxError, RecipeError, did_you_mean, one_line
 from compressx.runtime.quiet import quiet_libraries
 
 _log = logging.getLogger(__name__)
@@ -138,19 +138,13 @@ def _run_once(
         from jinja2.sandbox import SandboxedEnvironment
         from lm_eval import utils
         from lm_eval.evaluator import simple_evaluate
-        from lm_eval.tasks import TaskManager
 
         index = task_index() if reads_index(settings) else {}
         specs = [_spec(task, index, rolling) for task in settings.tasks]
         by_file = all(isinstance(spec, dict) or is_file(spec) for spec in specs)
-        # The tasks of a group file are searched beside it and among the harness's own.
-        beside = [str(path_of(t).parent) for t in settings.tasks if isinstance(t, str) and is_group_file(t)]
         # The harness's own environment lets a template call whatever Python has.
         templates = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
         templates.filters |= utils.env.filters
-        manager = TaskManager(include_defaults=not by_file, include_path=beside or None)
-        if beside and not settings.trust_task_code:
-            manager._factory = _careful_factory()
         try:
             with (
                 patch.object(utils, "env", utils.env if settings.trust_task_code else templates),
@@ -168,7 +162,7 @@ def _run_once(
                     fewshot_as_multiturn=template is not None if multiturn is None else multiturn,
                     log_samples=False,
                     bootstrap_iters=_BOOTSTRAP_DRAWS,
-                    task_manager=manager,
+                    task_manager=_task_manager(settings, include_defaults=not by_file),
                     **({} if seed is None else dict.fromkeys(seeds, seed)),
                 )
         except OSError as error:
@@ -179,6 +173,30 @@ def _run_once(
             raise CalibrationError("lm_eval.tasks: a perplexity overflows; the model's weights are broken") from error
     _warn_of_fixed_examples(settings.num_fewshot, results["n-shot"])
     return {name: _numbers(name, metrics) for name, metrics in results["results"].items()}
+
+
+def _task_manager(settings: LmEval, *, include_defaults: bool) -> Any:
+    """Return what finds and builds tasks for the harness; those of a group file beside it and among its own."""
+    from jinja2 import TemplateError
+    from lm_eval.tasks import TaskManager
+
+    beside = [str(path_of(t).parent) for t in settings.tasks if isinstance(t, str) and is_group_file(t)]
+    manager: Any = TaskManager(include_defaults=include_defaults, include_path=beside or None)
+    if beside and not settings.trust_task_code:
+        manager._factory = _careful_factory()
+    load = manager.load
+
+    def explained(specs: Any) -> Any:
+        try:
+            return load(specs)
+        except (CompressxError, OSError, TemplateError):
+            raise
+        except Exception as error:  # whatever a wrong value leads to
+            told = one_line(f"{type(error).__name__}: {error}")[:300]
+            raise RecipeError(f"lm_eval.tasks: the harness cannot build a task ({told}); mend its file") from error
+
+    manager.load = explained
+    return manager
 
 
 def _careful_factory() -> Any:

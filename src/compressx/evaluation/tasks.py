@@ -110,8 +110,8 @@ def _values_in_file(path: Path, code: list[str] | None = None) -> dict[Any, Any]
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = True) -> Any:  # noqa: ARG002 - values are looked at, too
             mapping = super().construct_mapping(node, deep=True)
-            found.extend(key for key in ("custom_generate", "hf_evaluate") if key in mapping)
-            for one in mapping.get("metric_list", ()):
+            found.extend(key for key in ("custom_generate", "hf_evaluate") if mapping.get(key))
+            for one in mapping.get("metric_list") or ():
                 found.extend([] if one["metric"] in registry.metric_registry else [f"the metric {one['metric']!r}"])
             return mapping
 

@@ -29,7 +29,7 @@ from compressx.runtime.errors import (
     nearest,
     one_line,
 )
-from compressx.runtime.files import os_errors_named
+from compressx.runtime.files import os_errors_named, regular
 from compressx.runtime.quiet import quiet_libraries
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -228,6 +228,8 @@ def _local_path(source: ModelSource) -> Path:
     if path.is_dir() and is_packed(path):
         path = unpacked(path)
     if path.is_dir():
+        for file in path.iterdir():  # of which transformers opens many
+            regular(file)
         check_files(path)
         _refuse_wrapped(path)
     return path

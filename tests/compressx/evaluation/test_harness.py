@@ -278,11 +278,33 @@ class TestCodeOfTasks:
         self, few_tasks: Path, tokenizer: Any, trusted: bool
     ) -> None:
         more = "metadata: {version: 2}" if trusted else "num_fewshot: 0"
-        (few_tasks / "mine.yaml").write_text(
-            f"group: mine\ntask: [{{task: letters_easy, task_alias: easy, {more}}}]\n"
-        )
+        (few_tasks / "mine.yaml").write_text(f"group: mine\ntask: [{{task: letters_easy, task_alias: easy, {more}}}]\n")
         asked = settings("tasks/mine.yaml", trust_task_code=trusted, limit=2)
         assert "acc" in run_tasks(tiny_model("llama"), tokenizer, asked, {})["letters_easy"]
+
+    def test_keys_that_run_nothing_are_let_through(self, project: Path) -> None:
+        for text in ("metric_list:", "metric_list: [{metric: acc, hf_evaluate: false}]"):
+            (project / "mine.yaml").write_text(f"task: mine\n{text}\n")
+            check_tasks(settings("mine.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [("test_split: test", "test_split: tst", "KeyError: 'tst'"),
+     ("multiple_choice", "nope", "ValueError: Got invalid output_type 'nope'"),
+     ("test_split: test", "test_split: test\nfilter_list: [{name: x, filter: [{function: nope}]}]",
+      "KeyError: \"Unknown filter 'nope'"),
+     ("test_split: test", "test_split: test\nclass: nope", "TypeError: 'str' object is not callable")],
+)  # fmt: skip
+def test_a_task_that_the_harness_cannot_build_is_told_in_one_line(
+    few_tasks: Path, tokenizer: Any, old: str, new: str, told: str
+) -> None:
+    file = few_tasks / "letters_easy.yaml"
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(RecipeError, match=re.escape(f"the harness cannot build a task ({told}")) as refused:
+        run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml"), {})
+    assert str(refused.value).endswith("; mend its file")
+    assert "\n" not in str(refused.value)
 
 
 class TestSettings:

@@ -118,8 +118,10 @@ def test_an_index_of_another_form_is_refused(text: str | bytes, message: str, tm
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors"]
-)
+    "name",
+    ["model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors", "tokenizer.json",
+     "generation_config.json", "chat_template.jinja"],
+)  # fmt: skip
 def test_a_fifo_in_a_models_folder_is_not_waited_for(name: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "model", shards=2)
     if name == "model.safetensors":
