@@ -72,7 +72,7 @@ def test_the_smaller_model_computes_what_the_one_with_zeros_does_and_its_files_s
     assert json.loads(Path("out/report.json").read_text())["shrink"] == report.shrink
     assert f"dense {counts[0] / 1e6:.4g} M, num_attention_heads 4 -> 2" in Path("out/report.md").read_text()
     card = ModelCard.load("out/model/README.md")
-    assert f"it has {counts[1]:,} parameters instead of {counts[0]:,} (num_attention_heads 2 instead of 4" in card.text
+    assert f"{counts[1]:,} parameters instead of {counts[0]:,} (num_attention_heads 2 instead of 4" in card.text
     assert card.data.tags == ["compressx", "pruned", "smaller"]
     assert "masks.safetensors" not in card.text
 
