@@ -244,7 +244,8 @@ def _windows(
     if max_positions is not None and length > max_positions:
         raise CalibrationError(
             f"{purpose}: sequence_length {length} is longer than the model's {max_positions} positions; set "
-            f"sequence_length to {max_positions} or less"
+            f"{'calibration' if purpose == 'calibration' else 'evaluate.token_perplexity'}.sequence_length to "
+            f"{max_positions} or less"
         )
     own = length  # tokens of text in a window
     if bos is not None:

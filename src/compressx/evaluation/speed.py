@@ -85,7 +85,8 @@ def timed(
     read = clock()
     if getattr(step, "past_key_values", None) is None:
         raise UnsupportedModelError(
-            f"a {type(model).__name__} gives no key/value cache (past_key_values), so its decoding cannot be timed"
+            f"{type(model).__name__} gives no key/value cache, so its decoding cannot be timed; its forward has to "
+            "take and return past_key_values"
         )
     for _ in range(new - 1):
         step = model(written[-1], past_key_values=step.past_key_values, use_cache=True, **last)

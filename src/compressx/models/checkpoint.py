@@ -173,7 +173,7 @@ def explained(checkpoint: Checkpoint) -> Iterator[None]:
         if "trust_remote_code=True" in str(error):
             raise UnsupportedModelError(
                 f"{where} has Python code of its own{_own_code(checkpoint)}; read it, then set "
-                "model.trust_remote_code: true in the recipe, or give --trust-remote-code"
+                "model.trust_remote_code: true in the recipe, or give --trust-remote-code elsewhere"
             ) from error
         reason = " ".join(str(error).split())[:400]
         if isinstance(error, KeyError):
@@ -218,8 +218,10 @@ def _refuse_unfinished(output: Path) -> None:
 
 
 def _similar(name: str) -> str:
-    """Suggest a folder with a similar name in the working directory."""
-    return "" if "/" in name else nearest(f"./{name}", [f"./{p.name}" for p in Path().iterdir() if p.is_dir()])
+    """Suggest a folder with a similar name beside it; for a hub id, where a folder has its owner's name."""
+    folder, start = Path(name).parent, "" if "/" in name else "./"
+    beside = [start + p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
+    return nearest(start + Path(name).name, beside)
 
 
 def _local_path(source: ModelSource) -> Path:

@@ -36,7 +36,8 @@ def units_of_rules(
                 units[index] = known[rule.pattern]
             except UnsupportedModelError as error:
                 place = loaded.where("prune", index, "pattern")
-                raise UnsupportedModelError(f"{place}: no block has {rule.pattern}: {error}") from error
+                instead = "without a pattern the rule prunes single weights"
+                raise UnsupportedModelError(f"{place}: no block has {rule.pattern}: {error}; {instead}") from error
     return units
 
 

@@ -92,10 +92,11 @@ def check_global(model: Any, found: Architecture, blocks: Sequence[int]) -> None
             raise UnsupportedModelError(f"{type(model).__name__} has no block {index}; expected 0 to {len(names) - 1}")
         if index not in whole:
             near = min(whole, key=lambda i: abs(i - index), default=None)
-            told = f"use block {near}" if near is not None else "no block does; use a selector that reads no attention"
+            other = "no block does; use a selector without attention, such as recent"
+            told = f"use block {near}" if near is not None else other
             raise UnsupportedModelError(
-                f"{names[index]}: its attention does not see the whole prompt (a sliding window, or no attention "
-                f"matrix), so it cannot say which tokens matter; {told}"
+                f"{names[index]}: its attention does not see the whole prompt (a sliding window, or no "
+                f"num_attention_heads in its config), so it cannot say which tokens matter; {told}"
             )
 
 

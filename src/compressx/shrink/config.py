@@ -86,7 +86,8 @@ def _only(counts: Mapping[int, int]) -> tuple[int, int]:
 def _renumber_neurons(config: Any, counts: Mapping[int, int]) -> dict[str, tuple[int, int]]:
     """Change every width of a feed-forward part that is one of the counts; shapes tell later whether that is enough."""
     numbers: dict[str, tuple[int, int]] = {}
-    widths = {n: value for n, value in config.to_dict().items() if _NEURONS.fullmatch(n)}  # before any changes
+    mapped = [own for known, own in config.attribute_map.items() if _NEURONS.fullmatch(known)]
+    widths = {n: value for n, value in config.to_dict().items() if _NEURONS.fullmatch(n) or n in mapped}  # as yet
     for before, after in counts.items():
         names = [n for n, value in widths.items() if value == before]
         if not names and getattr(config, "n_inner", before) is None:
@@ -139,5 +140,5 @@ def _changed(config: Any, names: Sequence[str], before: int, after: int) -> dict
 def _refused(config: Any, kind: UnitKind, before: int, after: int) -> dict[str, tuple[int, int]]:
     raise UnsupportedModelError(
         f"{type(config).__name__} has no number for its {before} {kind}, so it cannot describe a model with {after}; "
-        "leave out shrink"
+        "leave out shrink, or map a name that compressx knows to its own in attribute_map"
     )

@@ -696,9 +696,12 @@ class TestWindows:
     def test_windows_longer_than_the_model_are_refused(self) -> None:
         ids = torch.arange(100)
         assert calibration_windows(ids, 1, 8, 0, max_positions=8).shape == (1, 8)
-        with pytest.raises(CalibrationError, match="sequence_length 9 is longer than the model's 8 positions"):
+        with pytest.raises(
+            CalibrationError, match=r"sequence_length 9 is longer .*; set calibration\.sequence_length to 8 "
+        ):
             calibration_windows(ids, 1, 9, 0, max_positions=8)
-        with pytest.raises(CalibrationError, match="sequence_length 9 is longer than the model's 8 positions"):
+        told = "9 is longer than the model's 8 positions; set evaluate.token_perplexity.sequence_length to 8 or less"
+        with pytest.raises(CalibrationError, match=told):
             evaluation_windows(ids, 1, 9, max_positions=8)
 
 

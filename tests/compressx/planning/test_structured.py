@@ -93,6 +93,7 @@ def test_units_of_another_kind_a_model_without_them_and_a_single_group_are_refus
     assert "attnprune does not prune neurons" in said
     said = refusal(UnsupportedModelError, rule(pattern="experts", pruner="reap"))
     assert "no block has experts: model.layers.0 has no experts" in said
+    assert said.endswith("; without a pattern the rule prunes single weights"), "it says what to do"
     said = refusal(RecipeError, rule(pattern="kv-groups", sparsity=0.4), architecture="llama-mqa")
     assert "drops none of the 1 kv-groups of model.layers.0.self_attn; a block keeps at least one" in said
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.compressx.mixtures import MIXTURES, mixture
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from compressx.api.pruner import Block
 from compressx.api.units import UnitKind
@@ -19,6 +19,7 @@ from compressx.models.architecture import survey, text_config
 from compressx.models.routing import leave_out
 from compressx.models.units import find_units
 from compressx.runtime.errors import UnsupportedModelError
+from compressx.shrink.config import renumber
 from compressx.shrink.cuts import Kept, smaller
 from compressx.shrink.saved import TOLERANCE, difference, save_shrunk
 from compressx.testing.models import TINY_CONFIGS, save_tiny_model, tiny_model, tiny_tokens
@@ -103,6 +104,27 @@ def same(model: Any, small: Any) -> None:
     ids = tiny_tokens()
     expected = model(ids, use_cache=False).logits
     torch.testing.assert_close(small(ids, use_cache=False).logits, expected, rtol=1e-4, atol=2e-5)
+
+
+class OwnName(PretrainedConfig):
+    """Counts its neurons under a name of its own."""
+
+    def __init__(self, inner: int = 96, **values: Any) -> None:
+        self.inner = inner
+        super().__init__(**values)
+
+
+def test_neurons_that_a_config_counts_under_its_own_name_are_found_by_attribute_map(monkeypatch):
+    blocks = blocks_of(tiny_model("llama"))
+    remaining = {"neurons": {units.fqn: 72 for block in blocks for units in find_units("neurons", block)}}
+    told = "OwnName has no number for its 96 neurons, .*; leave out shrink, or .* in attribute_map"
+    with pytest.raises(UnsupportedModelError, match=told):
+        renumber(OwnName(), blocks, blocks, remaining)
+
+    monkeypatch.setattr(OwnName, "attribute_map", {"intermediate_size": "inner"})
+    config = OwnName()
+    assert renumber(config, blocks, blocks, remaining) == {"inner": (96, 72)}
+    assert config.to_dict()["inner"] == 72
 
 
 @pytest.mark.parametrize("architecture", [n for n in TINY_CONFIGS if n != "gpt-oss"])
