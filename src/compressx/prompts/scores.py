@@ -92,7 +92,7 @@ def check_global(model: Any, found: Architecture, blocks: Sequence[int]) -> None
             raise UnsupportedModelError(f"{type(model).__name__} has no block {index}; expected 0 to {len(names) - 1}")
         if index not in whole:
             near = min(whole, key=lambda i: abs(i - index), default=None)
-            other = "no block does; use a selector without attention, such as recent"
+            other = "no block does; use a selector that reads no attention, such as recent"
             told = f"use block {near}" if near is not None else other
             raise UnsupportedModelError(
                 f"{names[index]}: its attention does not see the whole prompt (a sliding window, or no "

@@ -114,7 +114,7 @@ def test_a_model_without_heads_of_attention_has_no_block_that_can_be_read() -> N
     model = MambaForCausalLM(MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2, state_size=4)).eval()
     assert global_blocks(model) == ()
     with pytest.raises(
-        UnsupportedModelError, match=r"or no num_attention_heads in its.*use a selector without attention"
+        UnsupportedModelError, match=r"or no num_attention_heads in its.*a selector that reads no attention"
     ):
         read(model, prompt(), 0)
 

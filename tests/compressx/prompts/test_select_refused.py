@@ -194,5 +194,5 @@ def test_without_attention_selectors_that_read_none_still_work() -> None:
     model = MambaForCausalLM(MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2, state_size=4)).eval()
     found = compressx.select_tokens(model, prompts(), selector="recent", keep=10, protect=PROTECT)
     assert found.places[0].tolist() == [0, 1, *range(52, 60)]
-    with pytest.raises(UnsupportedModelError, match="or no attention matrix"):
+    with pytest.raises(UnsupportedModelError, match="or no num_attention_heads in its config"):
         compressx.select_tokens(model, prompts(), keep=20, **EARLY)
