@@ -150,6 +150,6 @@ def rendered_one(chat: Document, tokenizer: Any, which: str, *, answered: bool =
     except Exception as error:  # templates are programs, and raise what they like
         roles = one_line(", ".join(message["role"] for message in chat if isinstance(message, Mapping)))
         raise CalibrationError(
-            f"{which} (roles {roles}): the tokenizer's chat template refuses it ({type(error).__name__}: {error}); "
-            "remove or change such chats"
+            f"{which} (roles {roles}): the tokenizer's chat template refuses it "
+            f"({type(error).__name__}: {one_line(str(error))[:300]}); remove or change such chats"
         ) from error

@@ -168,7 +168,7 @@ def _run_once(
         except OSError as error:
             raise CalibrationError(f"lm_eval.tasks: the dataset of a task could not be fetched: {error}") from error
         except TemplateError as error:
-            raise RecipeError(f"lm_eval.tasks: a template of a task fails: {error}") from error
+            raise RecipeError(f"lm_eval.tasks: a template of a task fails: {one_line(str(error))[:300]}") from error
         except OverflowError as error:
             raise CalibrationError("lm_eval.tasks: a perplexity overflows; the model's weights are broken") from error
     _warn_of_fixed_examples(settings.num_fewshot, results["n-shot"])

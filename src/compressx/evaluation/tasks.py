@@ -100,7 +100,8 @@ def name_in_file(path: Path) -> str:
 def _values_in_file(path: Path, code: list[str] | None = None) -> dict[Any, Any]:
     """Read a harness YAML file with the harness's parser; append to `code` what makes the harness run any.
 
-    That is not only `!function`: metrics that the harness lacks are fetched by `evaluate`, as scripts.
+    That is not only `!function`: metrics that the harness lacks are fetched by `evaluate`, as scripts, and older
+    versions of `datasets` read pickles.
     """
     import yaml
     from lm_eval.api import metrics, registry  # noqa: F401 - the first fills the registry
@@ -111,6 +112,7 @@ def _values_in_file(path: Path, code: list[str] | None = None) -> dict[Any, Any]
         def construct_mapping(self, node: Any, deep: bool = True) -> Any:  # noqa: ARG002 - values are looked at, too
             mapping = super().construct_mapping(node, deep=True)
             found.extend(key for key in ("custom_generate", "hf_evaluate") if mapping.get(key))
+            found.extend(["dataset_path: pandas"] if mapping.get("dataset_path") == "pandas" else [])
             for one in mapping.get("metric_list") or ():
                 found.extend([] if one["metric"] in registry.metric_registry else [f"the metric {one['metric']!r}"])
             return mapping

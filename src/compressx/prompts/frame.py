@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compressx.data.chat import document, sound
-from compressx.runtime.errors import CalibrationError
+from compressx.runtime.errors import CalibrationError, one_line
 
 _TEXT = "\u2063text\u2063"  # stands for the long text while a chat template is applied; invisible separators
 
@@ -68,8 +68,8 @@ def _around(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tuple[Tens
     except Exception as error:  # templates are programs, and raise what they like
         roles = ", ".join(message["role"] for message in messages)
         raise CalibrationError(
-            f"the tokenizer's chat template refuses the prompt (roles {roles}; {type(error).__name__}: {error}); "
-            "change the messages"
+            f"the tokenizer's chat template refuses the prompt (roles {roles}; {type(error).__name__}: "
+            f"{one_line(str(error))[:300]}); change the messages"
         ) from error
     if written.count(_TEXT) != 1:
         raise CalibrationError(

@@ -20,10 +20,12 @@ import torch
 from tests.compressx.cli.commands import printed, refused
 from tests.compressx.saved import save_tiny
 
+from compressx.data.chat import rendered
 from compressx.evaluation.harness import check_tokenizer, run_tasks
 from compressx.evaluation.tasks import check_tasks, task_index
 from compressx.models.access import InMemory
 from compressx.plugins.manager import load_plugins
+from compressx.prompts.frame import frame
 from compressx.prompts.prepare import Selecting
 from compressx.recipe.measuring import LmEval
 from compressx.recipe.selecting import SelectTokens
@@ -169,6 +171,8 @@ CODE = {
     "a metric by another name": ("m: &m metric\nmetric_list: [{*m : somebody/evil}]", "the metric 'somebody/evil'"),
     "a metric by a merge": ("m: &m {metric: evil}\nmetric_list: [{<<: *m}]", "the metric 'evil'"),
     "a script in place of a metric": ("metric_list: [{metric: acc, hf_evaluate: true}]", "hf_evaluate"),
+    "a pickle": ("dataset_path: pandas\ndataset_kwargs: {data_files: evil.pkl}", "dataset_path: pandas"),
+    "a pickle in a group": ("group: mine\ntask: [{task: x, dataset_path: pandas}]", "dataset_path: pandas"),
     "generation by somebody": ("generation_kwargs: {custom_generate: ./evil, trust_remote_code: true}", "custom_gener"),
     "a task inside a group": ("group: mine\ntask: [{task: x, doc_to_text: !function evil.run}]", "!function"),
 }
@@ -305,6 +309,14 @@ def test_a_task_that_the_harness_cannot_build_is_told_in_one_line(
         run_tasks(tiny_model("llama"), tokenizer, settings("tasks/letters_easy.yaml"), {})
     assert str(refused.value).endswith("; mend its file")
     assert "\n" not in str(refused.value)
+
+
+def test_a_chat_template_forges_no_line_of_a_message(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ raise_exception('\\x1b[31m\\nerror: forged') }}"
+    for read in (lambda: frame(tokenizer, "a"), lambda: rendered([[{"role": "user", "content": "a"}]], tokenizer)):
+        with pytest.raises(CalibrationError, match=re.escape(r"TemplateError: \x1b[31m\nerror: forged")) as refused:
+            read()
+        assert "\n" not in str(refused.value)
 
 
 class TestSettings:
