@@ -133,7 +133,16 @@ def check_pruner(
 def check_selector(
     spec: TokenSelectorSpec, *, options: Mapping[str, Any] | None = None, architectures: Sequence[str] = ARCHITECTURES
 ) -> None:
-    """Put a token selector through every check, as `check_pruner` does a pruner; for its author's tests."""
+    """Put a token selector through every check; for its author's tests.
+
+    Args:
+        spec: what the plugin offers.
+        options: as a user would give them; needed when some have no default.
+        architectures: keys of `TINY_CONFIGS`. One at least has to be accepted.
+
+    Raises:
+        ConformanceError: a check that failed, or no architecture that the selector accepts.
+    """
     _expect_no_failure(spec, options, architectures)
 
 
