@@ -40,8 +40,7 @@ def find_projections(block: Block, taken: Mapping[str, object] | None = None) ->
     try:
         return compressx.find_projections(block)
     except UnsupportedModelError as error:
-        alone = f"ignore: [layers: {block.index}]"
-        raise UnsupportedModelError(f"{error}; {INSTEAD}: {alone} in this rule, and another rule after it") from error
+        raise UnsupportedModelError(f"{error}; {INSTEAD}") from error
 
 
 def check(block: Block, patterns: Mapping[str, Pattern]) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tests.compressx_attnprune import blocks
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from compressx import Block, Pattern, Unstructured, UnsupportedModelError
+from compressx.api.projections import parent
 from compressx_attnprune import layer
 
 HALF = Unstructured(0.5, "joint")
@@ -97,6 +100,38 @@ def test_a_fused_weight_of_another_size_is_refused():
         linears = {**block.linears, name: replace(block.linears[name], module=other)}
         with pytest.raises(UnsupportedModelError, match=rf"qkv_proj has {outputs} outputs, which is not 4 query heads"):
             layer.check(replace(block, linears=linears), both(block))
+
+
+class OwnNames(PretrainedConfig):
+    """Counts its heads and features under names of its own."""
+
+    def __init__(self, heads: object = 4, width: int = 64, **values: Any) -> None:
+        self.heads, self.width = heads, width
+        super().__init__(**values)
+
+
+@pytest.mark.parametrize(
+    ("mapped", "heads", "missing"),
+    [
+        ({"hidden_size": "width"}, 4, "num_attention_heads"),
+        ({"num_attention_heads": "heads"}, 4, "hidden_size"),
+        ({"num_attention_heads": "heads", "hidden_size": "width"}, [4, 4, 2], "num_attention_heads"),
+        ({"num_attention_heads": "heads", "hidden_size": "width"}, 0, "num_attention_heads"),
+    ],
+)
+def test_a_config_that_counts_heads_under_its_own_name_is_told_of_attribute_map(mapped, heads, missing, monkeypatch):
+    block = blocks.skeleton("phi3")
+    del block.submodule(parent(blocks.targets(block)[0])).head_dim
+    monkeypatch.setattr(OwnNames, "attribute_map", mapped)
+    with pytest.raises(UnsupportedModelError) as refused:
+        layer.check(replace(block, config=OwnNames(heads)), both(block))
+    told = f"OwnNames has no whole number {missing}; if it has it under another name, write attribute_map = "
+    written = f'{{"{missing}": "..."}} with that name in the class'
+    assert str(refused.value).startswith(f"{told}{written}; leave it to a pruner of single linears")
+    assert "\n" not in str(refused.value)
+
+    monkeypatch.setattr(OwnNames, "attribute_map", {"num_attention_heads": "heads", "hidden_size": "width"})
+    layer.check(replace(block, config=OwnNames()), both(block))
 
 
 @pytest.mark.parametrize(("end", "role"), [("v_proj", "value"), ("o_proj", "output")])

@@ -115,11 +115,19 @@ def find_projections(block: Block) -> Projections:
 
 
 def head_size(module: Any, config: Any) -> int:
-    """Return the number of features of a query or key head."""
+    """Return the number of features of a query or key head; UnsupportedModelError where nothing says it."""
     for owner, name in ((module, "head_dim"), (module, "head_size"), (config, "head_dim")):
         if size := getattr(owner, name, None):  # one after the other: Gemma 4's config refuses what differs by layer
             return int(size)
-    return int(config.hidden_size // config.num_attention_heads)
+    return count_of(config, "hidden_size") // count_of(config, "num_attention_heads")
+
+
+def count_of(config: Any, name: str) -> int:
+    """Return a count of the config's; UnsupportedModelError if a config of its own class has it under another name."""
+    if type(number := getattr(config, name, None)) is int and number > 0:
+        return number
+    told = f'if it has it under another name, write attribute_map = {{"{name}": "..."}} with that name in the class'
+    raise UnsupportedModelError(f"{type(config).__name__} has no whole number {name}; {told}")
 
 
 def leaf(name: str) -> str:
@@ -154,7 +162,7 @@ def _numbers(linear: Linear) -> Tensor:
 
 def _split(block: Block, fused: Linear) -> tuple[Rows, Rows, Rows]:
     """Return the query, key and value rows of a fused weight, whose size determines the number of key heads."""
-    heads = int(block.config.num_attention_heads)
+    heads = count_of(block.config, "num_attention_heads")
     module = block.submodule(parent(fused.name))
     head_dim = head_size(module, block.config)
     blocks, rest = divmod(fused.out_features, head_dim)

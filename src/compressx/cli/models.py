@@ -58,10 +58,10 @@ def evaluate(
     given = {key: json.dumps(value) if value is True else value for key, value in lm_eval.items() if value is not None}
     if "tasks" in given:
         given["tasks"] = json.dumps([task.strip() for task in given["tasks"].split(",")])
-    short = [f"evaluate.lm_eval.{key}={value}" for key, value in given.items()]
-    settings, select = measures(recipe, [*short, *overrides], perplexity="tasks" not in given)
+    asked = [*(f"evaluate.lm_eval.{key}={value}" for key, value in given.items()), *overrides]
+    settings, select = measures(recipe, asked, perplexity="tasks" not in given)
     selecting = None if select is None else Selecting(select, host.plugins())
-    trusted = trust_remote_code or (recipe is not None and load_recipe(recipe).recipe.model.trust_remote_code)
+    trusted = trust_remote_code or (recipe is not None and load_recipe(recipe, asked).recipe.model.trust_remote_code)
     source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trusted)
     with terminal.progress(quiet=as_json) as tell:
         figures = evaluate_saved(

@@ -30,9 +30,9 @@ from compressx.recipe.schema import load_recipe
 from compressx.recipe.selecting import SelectTokens
 from compressx.recipe.sources import ModelField, ModelSource
 from compressx.recipe.validation import Strict, validated
-from compressx.recipe.yamlfile import override
+from compressx.recipe.yamlfile import override, steps_of
 from compressx.runtime.allocator import freed_memory_kept
-from compressx.runtime.errors import ArtifactError, RecipeError
+from compressx.runtime.errors import ArtifactError, RecipeError, nearest, one_line
 from compressx.runtime.files import os_errors_named
 
 _SOURCE: TypeAdapter[ModelSource] = TypeAdapter(ModelField)
@@ -72,6 +72,10 @@ def measures(
         RecipeError: an invalid setting, or a recipe without that section.
         CalibrationError: a local text file that does not exist.
     """
+    for key in (assignment.partition("=")[0] for assignment in overrides):
+        if (first := steps_of(key)[0]) not in (read := _Section.model_fields):
+            told = f"{nearest(first, read)}it reads evaluate.KEY and select_tokens.KEY"
+            raise RecipeError(f"--set {one_line(key):.80}: eval does not read it; {told}, and measures MODEL")
     if recipe is not None:
         placed: Placed = (loaded := load_recipe(recipe, overrides))
         settings, selecting = loaded.recipe.evaluate, loaded.recipe.select_tokens

@@ -5,14 +5,13 @@ Every error that can be found without weights or text is raised here, with its l
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
 
 from compressx.api.patterns import Asked
-from compressx.api.pruner import Block, PrunerSpec, statistic_of
+from compressx.api.pruner import Block, statistic_of
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.planning.budgets import asked_patterns, check_fits
 from compressx.planning.depth import find_depth
@@ -25,7 +24,7 @@ from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
 from compressx.recipe.parts import Parts, parts_of
 from compressx.recipe.schema import LoadedRecipe, validate_options
-from compressx.runtime.errors import CompressxError, Mistakes, PluginError, RecipeError, blamed_on
+from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError, blamed_on
 
 
 def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module) -> Plan:
@@ -144,11 +143,13 @@ def check_rules(parts: Parts, plugins: Plugins, found: Architecture | None, mist
 
 def _plan_rule(loaded: Parts, plugins: Plugins, index: int) -> PlannedRule:
     rule = loaded.rules[index]
-    spec = _find(loaded, plugins, rule.pruner, index, "pruner")
+    with loaded.at("prune", index, "pruner"):
+        spec = plugins.find(PRUNER, rule.pruner)
     options = validate_options(spec.options, rule.options, lambda *at: loaded.where("prune", index, "options", *at))
     reconstructor = reconstructor_options = None
     if rule.reconstruct is not None:
-        reconstructor = _find(loaded, plugins, rule.reconstruct.pruner, index, "reconstruct")
+        with loaded.at("prune", index, "reconstruct"):
+            reconstructor = plugins.find(PRUNER, rule.reconstruct.pruner)
         if not reconstructor.reconstructs:
             able = ", ".join(sorted(s.name for s in plugins.offers["pruners"].values() if s.reconstructs))
             raise RecipeError(
@@ -170,13 +171,6 @@ def _plan_rule(loaded: Parts, plugins: Plugins, index: int) -> PlannedRule:
     return PlannedRule(index, spec, options, reconstructor, reconstructor_options)
 
 
-def _find(loaded: Parts, plugins: Plugins, name: str, index: int, key: str) -> PrunerSpec:
-    try:
-        return plugins.find(PRUNER, name)
-    except PluginError as error:
-        raise PluginError(f"{loaded.where('prune', index, key)}: {error}") from error
-
-
 def _check_blocks(
     loaded: LoadedRecipe, plan: Plan, found: Architecture, skeleton: torch.nn.Module, ignored: Mapping[str, str],
     mistakes: Mistakes,
@@ -185,17 +179,21 @@ def _check_blocks(
     observes = False
     config = text_config(skeleton)
     failed: set[PlannedRule] = set()
-    for index, fqn in enumerate([*found.blocks, ""]):
-        linears = found.inside(fqn) if fqn else dict(found.outside)
-        block = Block(index, fqn, found.blocks[fqn] if fqn else skeleton, linears, (), config)
-        asked = plan.asked(fqn)
-        for rule, patterns in plan.in_block(fqn).items():
+    blocks = [Block(i, n, block, found.inside(n), (), config) for i, (n, block) in enumerate(found.blocks.items())]
+    for block in (*blocks, Block(len(blocks), "", skeleton, dict(found.outside), (), config)):
+        asked = plan.asked(block.fqn)
+        for rule, patterns in plan.in_block(block.fqn).items():
             if rule in failed:  # the other blocks would repeat the mistake
                 continue
             failed.add(rule)
             with mistakes.collected():
-                with _mentioning({n: ignored[n] for n in linears if n in ignored}):
+                try:
                     _check_block(loaded, rule, block, patterns)
+                except CompressxError as error:
+                    told = ", ".join(f"{n} is ignored by {ignored[n]}" for n in block.linears if n in ignored)
+                    alone = not block.fqn or not isinstance(error, UnsupportedModelError)
+                    more = "" if alone else _elsewhere(loaded, plan, rule, blocks)
+                    raise type(error)(f"{error}{more}{told and f' ({told})'}") from error
                 if not observes and rule in asked:
                     with loaded.at("prune", rule.index):
                         observes = _observes(rule, block, patterns)
@@ -213,16 +211,18 @@ def _check_block(loaded: LoadedRecipe, rule: PlannedRule, block: Block, patterns
                 spec.check(block, patterns, options)
 
 
-@contextlib.contextmanager
-def _mentioning(ignored: Mapping[str, str]) -> Iterator[None]:
-    """Add to a refusal which linears of the block are ignored: a pruner sees only that they are missing."""
-    try:
-        yield
-    except CompressxError as error:
-        if not ignored:
-            raise
-        told = ", ".join(f"{name} is ignored by {entry}" for name, entry in ignored.items())
-        raise type(error)(f"{error} ({told})") from error
+def _elsewhere(loaded: LoadedRecipe, plan: Plan, rule: PlannedRule, blocks: Iterable[Block]) -> str:
+    """Return what to do where a rule's pruner does not support a block, by whether it supports others."""
+    taken = {x: found[rule] for x in blocks if rule in (found := plan.in_block(x.fqn))}
+    refused = []
+    for block, patterns in taken.items():
+        try:
+            _check_block(loaded, rule, block, patterns)
+        except UnsupportedModelError:
+            refused.append(block.index)
+    if len(refused) < len(taken):
+        return f"; ignore: [layers: {refused}] in this rule, and another rule after it"
+    return "; no block that the rule takes has what its pruner needs: see docs/unsupported-models.md"
 
 
 def _observes(rule: PlannedRule, block: Block, names: Iterable[str]) -> bool:

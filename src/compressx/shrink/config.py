@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from compressx.api.projections import find_projections, head_size
+from compressx.api.projections import count_of, find_projections, head_size
 from compressx.api.pruner import Block
 from compressx.api.units import UnitKind
 from compressx.models.units import find_units
@@ -99,7 +99,7 @@ def _renumber_neurons(config: Any, counts: Mapping[int, int]) -> dict[str, tuple
 def _renumber_heads(config: Any, before: int, after: int, block: Block) -> dict[str, tuple[int, int]]:
     """Change the numbers of heads; their size, which many configs leave to be divided out, is said from now on."""
     size = head_size(block.submodule(find_projections(block).attention), block.config)
-    heads = int(config.num_attention_heads)
+    heads = count_of(config, "num_attention_heads")
     names = [n for n in _KEY_HEADS if getattr(config, n, None) == before]
     numbers = _changed(config, ["num_attention_heads"], heads, heads * after // before)
     try:

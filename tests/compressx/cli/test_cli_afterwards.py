@@ -115,6 +115,31 @@ def test_eval_says_what_is_wrong(work):
         assert complaint in refused(*arguments)
 
 
+@pytest.mark.parametrize("recipe", [[], ["--recipe", "r.yaml"]])
+@pytest.mark.parametrize(
+    ("given", "key", "hint"),
+    [
+        ("model.path=bad/nothing", "model.path", ""),
+        ("model.trust_remote_code=false", "model.trust_remote_code", ""),
+        ("calibration={samples: 8}", "calibration", ""),
+        ("prune[0].sparsity=0.7", "prune[0].sparsity", ""),
+        ("evalute.needle.tokens=4", "evalute.needle.tokens", "did you mean 'evaluate'? "),
+        ("a\nb=1", r"a\nb", ""),
+    ],
+)
+def test_eval_refuses_to_set_what_it_does_not_read(given, key, hint, recipe, project):
+    Path("r.yaml").write_text(RECIPE)
+    told = f"{hint}it reads evaluate.KEY and select_tokens.KEY, and measures MODEL"
+    assert refused("eval", "model", *recipe, "--set", given) == f"error: --set {key}: eval does not read it; {told}\n"
+
+
+def test_a_recipe_that_only_what_is_set_makes_whole_can_be_evaluated_by(work):
+    Path("part.yaml").write_text(RECIPE.replace("sequence_length: 32, samples: 4}\noutput", "samples: none}\noutput"))
+    given = ("--set", "evaluate.token_perplexity.samples=4", "--set", "evaluate.token_perplexity.sequence_length=32")
+    done = printed("eval", "out", "--recipe", "part.yaml", *given, "--json")
+    assert json.loads(done)["token_perplexity"] == pytest.approx(measured("pruned"), rel=1e-6)
+
+
 def test_apply_puts_masks_on_another_checkpoint_of_the_same_shapes(work):
     tuned = AutoModelForCausalLM.from_pretrained("model")
     with torch.no_grad():

@@ -43,6 +43,34 @@ def test_rules_of_two_kinds_of_units_with_the_same_targets_take_what_is_theirs()
     assert str(plan.linears[0].pattern) == "50% of kv-groups"
 
 
+def test_a_rule_whose_pruner_finds_no_attention_in_any_block_is_told_so_and_not_to_ignore_one():
+    model = skeleton()
+    for block in model.model.layers:
+        for name in ("q_proj", "k_proj"):
+            block.self_attn.add_module(f"my_{name[0]}", block.self_attn._modules.pop(name))
+    with pytest.raises(UnsupportedModelError) as refused:
+        planned(model, rule(targets=["*.my_q", "*.my_k"], pruner="attnprune", pattern=None, sparsity=0.5))
+    told = str(refused.value)
+    assert told.startswith("<dict>:prune[0]: model.layers.0 has 0 q_proj and 0 k_proj; ")
+    assert "; its linears: model.layers.0.self_attn.v_proj, " in told
+    end = "; no block that the rule takes has what its pruner needs: see docs/unsupported-models.md"
+    assert told.endswith(f"; leave it to a pruner of single linears, such as sparsegpt or wanda{end}")
+    assert "ignore" not in told
+    assert "\n" not in told
+
+
+def test_a_rule_whose_pruner_refuses_some_blocks_is_told_all_of_them_at_once():
+    model = skeleton()
+    for block in (model.model.layers[0], model.model.layers[2]):
+        block.self_attn.weigh = block.self_attn._modules.pop("v_proj")
+    asks = rule(targets=["*.q_proj", "*.k_proj"], pruner="attnprune", pattern=None, sparsity=0.5)
+    with pytest.raises(UnsupportedModelError, match=r"0\.self_attn has no value projection .*wanda; ignore: \[layers: "
+                       r"\[0, 2\]\] in this rule, and another rule after it$"):  # fmt: skip
+        planned(model, asks)
+    plan = planned(model, {**asks, "ignore": [{"layers": [0, 2]}]})
+    assert {linear.block for linear in plan.linears} == {"model.layers.1"}
+
+
 def test_units_of_some_layers_may_be_named_and_other_linears_pruned_by_weights():
     layers = rule(targets=[{"layers": "1-2"}])
     plan = planned(skeleton(), layers, rule(pattern=None, sparsity=0.5))

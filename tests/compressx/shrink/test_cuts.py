@@ -127,6 +127,17 @@ def test_neurons_that_a_config_counts_under_its_own_name_are_found_by_attribute_
     assert config.to_dict()["inner"] == 72
 
 
+def test_heads_that_a_config_counts_under_its_own_name_are_refused_in_a_line(monkeypatch):
+    blocks = blocks_of(tiny_model("llama"))
+    remaining = {"kv-groups": {units.fqn: 1 for block in blocks for units in find_units("kv-groups", block)}}
+    with pytest.raises(UnsupportedModelError, match=r"^OwnName has no whole number num_attention_heads; .*attribute_m"):
+        renumber(OwnName(num_key_value_heads=2), blocks, blocks, remaining)
+
+    monkeypatch.setattr(OwnName, "attribute_map", {"num_attention_heads": "inner"})
+    numbers = renumber(OwnName(4, num_key_value_heads=2), blocks, blocks, remaining)
+    assert numbers == {"num_attention_heads": (4, 2), "num_key_value_heads": (2, 1)}
+
+
 @pytest.mark.parametrize("architecture", [n for n in TINY_CONFIGS if n != "gpt-oss"])
 def test_without_some_neurons_it_computes_what_the_pruned_model_does(architecture, tmp_path):
     model = tiny_model(architecture)
