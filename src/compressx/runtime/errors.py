@@ -199,13 +199,14 @@ def said_by(error: BaseException) -> str:
     """Return an exception's class and message, with the attribute, variable or keyword that was probably meant."""
     last = next(reversed([*traceback.walk_tb(error.__traceback__)]))[0]
     known, hint = {**last.f_globals, **last.f_locals}, ""
+    told = re.sub(r"\. Did you mean '\w+'\?$", "", str(error))  # which Python says of keywords since 3.13
     if isinstance(error, AttributeError) and error.name:
         hint = nearest(error.name, dir(error.obj))
     elif isinstance(error, NameError) and error.name:
         hint = nearest(error.name, known)
-    elif found := re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'$", str(error)):
+    elif found := re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'$", told):
         spaces = [known, *(vars(x) for x in known.values() if isinstance(x, ModuleType))]
         called = next((x[found[1]] for x in spaces if found[1] in x), None)
         with contextlib.suppress(TypeError, ValueError):  # nothing that has a signature
             hint = nearest(found[2], inspect.signature(called).parameters)  # type: ignore[arg-type]
-    return f"{type(error).__name__}: {error}" + (f"; {hint.rstrip()}" if hint else "")
+    return f"{type(error).__name__}: {told}" + (f"; {hint.rstrip()}" if hint else "")
