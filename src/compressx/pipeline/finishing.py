@@ -93,8 +93,10 @@ def finish(context: RunContext, pruned: Pruned, checkpoint: Checkpoint, journal:
             smaller = save_smaller(access, pruned.tokenizer, pruned.plan, MaskSet.load(masks), checkpoint, folder)
     else:
         access.save(pruned.tokenizer, journal.blocks, folder / "model")
-    copied, left = (", ".join(map(ascii, names)) or "nothing" for names in keep_settings(checkpoint, folder / "model"))
-    context.log.write(logging.INFO, f"model: copied {copied} from {checkpoint.location}; left out {left}")
+    copied, left = (", ".join(map(ascii, names)) for names in keep_settings(checkpoint, folder / "model"))
+    for verb, names in (("copied", copied), ("left out", left)):
+        if names:
+            context.log.write(logging.INFO, f"model: {verb} {names} of {checkpoint.location}")
     if isinstance(access, StreamedModel):
         access = open_streamed(checkpoint.at(folder / "model"), access.device)
     evaluation |= evaluated(context, pruned, access, "pruned" if tuned is None else "finetuned")

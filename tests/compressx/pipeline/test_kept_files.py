@@ -134,9 +134,17 @@ def test_a_model_with_python_code_of_its_own_keeps_it_in_memory_streamed_and_shr
 
 def test_what_is_copied_and_what_is_left_out_stands_once_in_the_log(models: Any, project: Path) -> None:
     both(dressed(models("llama"), project / "model"))
-    (line,) = [x for x in Path("out-False/run.log").read_text().splitlines() if "copied" in x]
-    assert "'preprocessor_config.json'" in line
-    assert line.endswith("left out 'figures', 'training_args.bin', 'weights.json.pt'")
+    lines = Path("out-False/run.log").read_text().splitlines()
+    (copied,) = [x for x in lines if "INFO model: copied" in x]
+    assert "'preprocessor_config.json'" in copied
+    (left,) = [x for x in lines if "INFO model: left out" in x]
+    assert f"left out 'figures', 'training_args.bin', 'weights.json.pt' of {project / 'model'}" in left
+
+
+def test_where_nothing_is_left_out_the_log_does_not_speak_of_it(models: Any) -> None:
+    both(models("llama"))
+    (said,) = [x for x in Path("out-False/run.log").read_text().splitlines() if "INFO model:" in x]
+    assert f"copied 'generation_config.json' of {models('llama')}" in said
 
 
 def test_links_lead_to_the_blobs_of_the_hub_and_nowhere_else_out_of_the_folder(project: Path) -> None:
