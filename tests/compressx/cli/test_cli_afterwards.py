@@ -250,7 +250,7 @@ def test_sweep_does_not_take_another_recipes_run_for_its_own(work):
     arguments = ["sweep", "r.yaml", "-q", "--grid", "prune.0.sparsity=0.5", "--output", "grid"]
     assert invoke(*arguments).exit_code == 0
     other = refused(*arguments, "--set", "calibration.samples=5")
-    assert "was written by another recipe (calibration.samples: was 8, is 5); this one is with prune.0.sp" in other
+    assert "was written by another recipe (calibration.samples: was 4, is 5); this one is with prune.0.sp" in other
     assert "choose another --output, or remove it" in other
     notes = next(Path("grid").glob("*/report.json")).with_name("notes.md")
     notes.write_text("years")

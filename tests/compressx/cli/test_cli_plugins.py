@@ -111,7 +111,7 @@ def compressx_pruners():
 
 
 def test_a_mistake_that_fails_every_check_is_printed_once_and_with_v_each_time():
-    Path("mine.py").write_text(
+    Path("misspelt.py").write_text(
         """
 from pydantic import BaseModel
 from compressx import PruneResult, PrunerSpec, hookimpl
@@ -130,7 +130,7 @@ def compressx_pruners():
     return [PrunerSpec("mine", "a test", Options, lambda options: Pruner())]
 """
     )
-    command = ("--plugin", "mine", "plugins", "check", "mine", "--architecture", "llama")
+    command = ("--plugin", "misspelt", "plugins", "check", "mine", "--architecture", "llama")
     done, every = invoke(*command), invoke(*command, "-v")
     assert (done.exit_code, every.exit_code) == (1, 1)
     said = "AttributeError: 'Linear' object has no attribute 'wieght'; did you mean 'weight'?"
@@ -138,7 +138,7 @@ def compressx_pruners():
     once, each = (" ".join(of.stdout.split()) for of in (done, every))
     assert once.count(said) == 1 < each.count(said) == count
     assert f"and {count - 1} more for this cause; -v shows all" in once
-    assert f"{Path('mine.py').resolve()}:12 in prune: return" in once
+    assert f"{Path('misspelt.py').resolve()}:12 in prune: return" in once
 
 
 def test_a_plugin_that_fails_to_load_is_warned_of(tmp_path, monkeypatch):
