@@ -256,6 +256,6 @@ def test_a_phone_shows_the_result_without_scrolling(browser, shown, tmp_path):
     page = context.new_page()
     page.goto(path.as_uri())
     page.evaluate("document.querySelectorAll('details').forEach(e => e.open = true)")
-    assert page.evaluate(SEEN)[:3] == ["measure", "dense", "finetuned"]  # the change fits with narrower fonts
+    assert page.evaluate(SEEN)[:4] == ["measure", "dense", "finetuned", "change"]
     assert page.evaluate(OVERLAPS) == []
     context.close()
