@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.accelerator import pretended_accelerator
 from tests.compressx_attnprune.pruning import MODES, OBJECTIVES, PATTERNS, few_steps
 from tests.pairs import pairs
 from torch import Tensor
 
 from compressx import NM, FixedMask, Pattern, Unstructured
 from compressx.numerics import obs
-from compressx.testing import pretended_accelerator
 from compressx_attnprune import kronecker, solver, training
 from compressx_attnprune.baselines import Inputs
 from compressx_attnprune.geometry import Attention, Projection

@@ -164,16 +164,16 @@ def _expect_alike(a: Mapping[str, PruneResult], b: Mapping[str, PruneResult], wh
         difference = f"{name}: {what} gave a mask of which {same:.1%} is the same, expected {SAME:.0%} at least"
         advice = "a statistic has to be a sum, a maximum or a list over tokens, not an average of batches"
         expect(same >= SAME, f"{difference}; {advice}")
-        moved = apart(mine, b[name])
+        moved = _relative_distance(mine, b[name])
         weights = f"{name}: {what} gave new weights that are {moved:.1%} apart, expected {CLOSE:.0%} at most"
         expect(moved <= CLOSE, f"{weights}; {advice}")
 
 
-def apart(one: PruneResult, other: PruneResult) -> float:
+def _relative_distance(one: PruneResult, other: PruneResult) -> float:
     """Return the norm of the difference of new weights, relative to the first ones', in rows with the same mask."""
     if one.weight is None or other.weight is None:
         return 0.0 if one.weight is other.weight else float("inf")
-    rows = (one.keep == other.keep.to(one.keep.device)).all(dim=1)
+    rows = (one.keep == other.keep).all(dim=1)
     pairs = ((one.keep, one.weight), (other.keep, other.weight))
-    kept, theirs = (torch.where(keep, weight, 0.0).float().cpu()[rows.cpu()] for keep, weight in pairs)
+    kept, theirs = (torch.where(keep, weight, 0.0).float()[rows] for keep, weight in pairs)
     return float((kept - theirs).norm() / kept.norm().clamp_min(torch.finfo(torch.float32).tiny))

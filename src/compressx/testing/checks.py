@@ -16,7 +16,7 @@ from compressx.api.selector import TokenSelectorSpec
 from compressx.api.work import Windows, Work
 from compressx.recipe.validation import validate_options
 from compressx.runtime.errors import UnsupportedModelError
-from compressx.testing import agreement, answers, depth, placed, untouched
+from compressx.testing import agreement, answers, depth, untouched
 from compressx.testing.subject import NoSuchPromiseError, Subject, Whole, expect
 
 
@@ -105,7 +105,6 @@ CHECKS: Mapping[str, Callable[[Subject], None]] = {
     "leaves the model as it is": untouched.model,
     "leaves every block of a model as it is": untouched.every_block,
     "leaves the process as it is": untouched.process,
-    "works on an accelerator": placed.accelerator,
     "no worse than random masks": answers.beats_chance,
     "few tokens": answers.few_tokens,
     "inputs that are always zero": answers.dead_inputs,

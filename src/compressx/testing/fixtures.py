@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from compressx.testing.accelerator.counts import Record
-from compressx.testing.accelerator.pretended import pretended_accelerator
 from compressx.testing.models import tiny_model, tiny_tokens
 
 
@@ -47,10 +44,3 @@ def tiny_moe() -> Any:
 def calibration_tokens() -> Tensor:
     """Give token ids [8, 32] for any of the tiny models."""
     return tiny_tokens()
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Record]:
-    """Give the counts of a pretended accelerator, which is on during the test."""
-    with pretended_accelerator() as record:
-        yield record

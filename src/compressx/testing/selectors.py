@@ -22,16 +22,12 @@ from compressx.prompts.scores import check_global, read_scores
 from compressx.prompts.selection import Selection
 from compressx.recipe.selecting import Protect, SelectTokens
 from compressx.runtime.errors import UnsupportedModelError, blamed_on
-from compressx.testing.accelerator.pretended import pretended_accelerator
 from compressx.testing.models import tiny_model, tiny_tokens
 from compressx.testing.subject import NoSuchPromiseError, RefusedError, expect
 from compressx.testing.surroundings import kept, reseed
 
 _LENGTH = 33
 """Tokens of a prompt where a check says nothing else."""
-
-_WAITS = 4
-"""How often `select` may wait for the device."""
 
 _NEEDLES, _TOKENS, _ASKED = 3, 64, 8
 """Synthetic prompts, their tokens, and those of the question behind them."""
@@ -47,9 +43,9 @@ class SelectorSubject:
         self.access = InMemory(tiny_model(architecture).to(device))
         self.found = survey(self.access.model)
 
-    def fresh(self, device: str = "cpu") -> SelectorSubject:
+    def fresh(self) -> SelectorSubject:
         """Return the same on a new model."""
-        return SelectorSubject(self.spec, self.options, self.architecture, device)
+        return SelectorSubject(self.spec, self.options, self.architecture)
 
     def selector(self) -> TokenSelector:
         """Build the selector, as the host does for each model."""
@@ -249,21 +245,6 @@ def _untouched(subject: SelectorSubject) -> None:
     expect(not changed, f"it changed config.{changed and changed[0]}, with which the model computes; {copied}")
 
 
-def _device(subject: SelectorSubject) -> None:
-    """Ask on a pretended accelerator."""
-    ids = tiny_tokens(sequences=1)[0]
-    with pretended_accelerator() as device:
-        there = subject.fresh("cuda")
-        wanted = there.observed(there.selector())
-        scores = read_scores(there.access, there.found, ids.to(there.access.device), wanted)
-        with device.counted() as counts:
-            places: object = there.selector().select(scores, len(ids) // 2)
-        place = getattr(places, "device", "no tensor")
-        expect(place == scores.device, f"select returned places on {place}, but the scores are on {scores.device}")
-        waited = f"select waited {counts.synchronisations} times for the device, expected {_WAITS} at most"
-        expect(counts.synchronisations <= _WAITS, f"{waited}: {counts.places()}; keep numbers on the device")
-
-
 def _process(subject: SelectorSubject) -> None:
     """Compare torch's settings and the random states before and after all that a selector is asked; look for prints."""
     reseed()
@@ -286,7 +267,6 @@ SELECTOR_CHECKS: Mapping[str, Callable[[SelectorSubject], None]] = {
     "deterministic": _deterministic,
     "the same when asked again": _repeatable,
     "leaves what it is given as it is": _untouched,
-    "on the device of the scores": _device,
     "leaves the process as it is": _process,
 }
 """By name; each raises when a selector breaks what it promises."""

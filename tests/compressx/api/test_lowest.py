@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.accelerator import pretended_accelerator
 from tests.compressx.api.scores import random_scores
 
 from compressx.api.lowest import _drop_lowest_of_few_on_device, _drop_lowest_on_device, drop_lowest
-from compressx.testing import pretended_accelerator
 
 
 def kept_by_sorting(scores: torch.Tensor, count: int) -> torch.Tensor:

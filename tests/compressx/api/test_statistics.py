@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.accelerator import pretended_accelerator
 
 from compressx.api.pruner import Statistic
 from compressx.api.statistics import Covariance, FeatureNorms, Hessian, SequenceSample
 from compressx.api.work import Windows
-from compressx.testing import pretended_accelerator
 
 
 @pytest.mark.parametrize("kind", [FeatureNorms, Hessian])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.accelerator import pretended_accelerator
 
 from compressx.api.patterns import Unstructured
 from compressx.blocks.fisher import drawn_labels, gradients
@@ -19,7 +20,7 @@ from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude
 from compressx.recipe.schema import ReconstructBlock
 from compressx.runtime.errors import UnsupportedModelError
-from compressx.testing import TINY_CONFIGS, pretended_accelerator, tiny_tokens
+from compressx.testing import TINY_CONFIGS, tiny_tokens
 
 SPEC = magnitude.compressx_pruners()[0]
 BATCHES = tiny_tokens(sequences=4, length=16).split(1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.accelerator import pretended_accelerator
 from tests.compressx.mixtures import mixture
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from compressx.blocks.hooks import inputs_watched, outputs_watched, routing_watc
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import Run, capture, each_block
-from compressx.testing import pretended_accelerator, tiny_model, tiny_tokens
+from compressx.testing import tiny_model, tiny_tokens
 
 KINDS = ["mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "deepseek-v3"]
 WAITS_OF_AN_EXPERT = 5

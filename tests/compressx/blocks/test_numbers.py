@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.accelerator import pretended_accelerator
 from torch import nn
 
 from compressx import (
@@ -26,7 +27,6 @@ from compressx import (
 from compressx.blocks.contract import Checksums, ask
 from compressx.blocks.numbers import check_numbers
 from compressx.blocks.select import write
-from compressx.testing import pretended_accelerator
 
 NAMES = ("block.up", "block.down")
 

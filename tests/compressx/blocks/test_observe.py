@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import BaseModel
+from tests.accelerator import pretended_accelerator
 from torch import Tensor
 
 from compressx import PluginError, PruneResult, PrunerSpec
@@ -17,7 +18,7 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.arithmetic import products_in
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.testing import pretended_accelerator, tiny_model, tiny_tokens
+from compressx.testing import tiny_model, tiny_tokens
 
 
 class NoOptions(BaseModel):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import BaseModel
+from tests.accelerator import pretended_accelerator
 from tests.compressx.references import mean_error
 from tests.pairs import pairs
 
@@ -31,7 +32,7 @@ from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import alps, magnitude, sparsegpt, wanda
 from compressx.runtime.errors import CalibrationError
 from compressx.runtime.ranks import Ranks
-from compressx.testing import TINY_CONFIGS, pretended_accelerator, tiny_model, tiny_tokens
+from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 SPECS = {s.name: s for m in (magnitude, wanda, sparsegpt, alps) for s in m.compressx_pruners()}
 HALF, ROW = Unstructured(0.5, "layer"), Unstructured(0.5, "row")

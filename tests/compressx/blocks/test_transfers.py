@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.accelerator import Counts, pretended_accelerator
 from tests.compressx.depths import planned
 
 from compressx.blocks.depth import score_blocks
@@ -16,7 +17,7 @@ from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.hidden import InFiles
-from compressx.testing import Counts, pretended_accelerator, tiny_model, tiny_tokens
+from compressx.testing import tiny_model, tiny_tokens
 
 HALF = {"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}
 

@@ -8,12 +8,12 @@ from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
+from tests.accelerator import Record, pretended_accelerator
+
 from compressx.blocks import prune, select
 from compressx.blocks.fisher import fisher_diagonal
 from compressx.pipeline import pruning
 from compressx.pipeline.run import run
-from compressx.testing import pretended_accelerator
-from compressx.testing.accelerator.counts import Record
 
 PASSES = "prune: passes and statistics"
 

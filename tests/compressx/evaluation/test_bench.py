@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.accelerator import pretended_accelerator
 from tests.compressx.evaluation.benched import Inside, inside
 from tests.compressx.saved import save_tiny
 
@@ -26,7 +27,6 @@ from compressx.models.packed_folder import pack_folder
 from compressx.recipe.sources import ModelSource
 from compressx.report.speeds import Length
 from compressx.runtime.errors import OutOfMemoryError
-from compressx.testing.accelerator.pretended import pretended_accelerator
 
 SHORT, LONG = Length(4, 2), Length(8, 3)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.accelerator import pretended_accelerator
 from tests.compressx.evaluation.benched import Inside
 from tests.compressx.saved import save_tiny
 from torch import nn
@@ -20,7 +21,6 @@ from compressx.evaluation import speed
 from compressx.evaluation.speed import Task, prompts, serve, sizes, task_of, timed
 from compressx.models.checkpoint import Checkpoint
 from compressx.testing import tiny_model
-from compressx.testing.accelerator.pretended import pretended_accelerator
 from compressx.testing.models import TINY_CONFIGS
 
 

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.accelerator import pretended_accelerator
 
 from compressx.masks import file
 from compressx.masks.file import MaskEntry, WeightHashes, join_masks, read_masks, weight_sha256, write_masks
 from compressx.runtime.errors import ArtifactError
-from compressx.testing import pretended_accelerator
 
 _SHA = "0123456789abcdef" * 4
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import pytest
 import torch
+from tests.accelerator import pretended_accelerator
 from tests.compressx.two_of_four import two_of_four
 from torch import nn
 from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorCUTLASS
@@ -19,7 +20,6 @@ from compressx import ArtifactError, UnsupportedModelError
 from compressx.masks import semi_structured, tensor_cores
 from compressx.masks.tensor_cores import check_device, is_two_four
 from compressx.testing import tiny_model, tiny_tokens
-from compressx.testing.accelerator.pretended import pretended_accelerator
 
 NOT_FITTING = [f"model.layers.{i}.mlp.down_proj" for i in range(3)]
 """96 input features, where 64 are asked for."""

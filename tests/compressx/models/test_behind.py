@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.accelerator import pretended_accelerator
 from tests.compressx.models.test_streaming import saved
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from compressx.models.checkpoint import Checkpoint
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.runtime.errors import ArtifactError
-from compressx.testing import pretended_accelerator, tiny_model
+from compressx.testing import tiny_model
 
 FIRST, SECOND, THIRD = (f"model.layers.{i}" for i in range(3))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.accelerator import Counts, pretended_accelerator
 
 from compressx.models.access import Access, InMemory
 from compressx.models.architecture import survey
@@ -15,7 +16,7 @@ from compressx.models.checkpoint import Checkpoint
 from compressx.models.hidden import InFiles, in_memory
 from compressx.models.streaming import open_streamed
 from compressx.runtime.errors import UnsupportedModelError
-from compressx.testing import TINY_CONFIGS, Counts, pretended_accelerator, tiny_model, tiny_tokens
+from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 
 def streamed(tmp_path: Path) -> Access:

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.accelerator import pretended_accelerator
 
 from compressx.api.patterns import NM, FixedMask, Unstructured, zeros_in
 from compressx.api.statistics import Hessian
 from compressx.numerics.obs import NotPositiveDefiniteError, factored, inverse_cholesky, sweep
-from compressx.testing import pretended_accelerator
 
 
 def problem(rows: int, columns: int, tokens: int = 400, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

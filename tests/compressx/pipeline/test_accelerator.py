@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.accelerator import pretended_accelerator
 from tests.compressx.pipeline.runs import leftovers, recipe, stopped, weights
 
 import compressx
@@ -16,7 +17,6 @@ from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_model, load_tokenizer
 from compressx.pipeline.run import run
 from compressx.recipe.sources import ModelSource
-from compressx.testing import pretended_accelerator
 
 FLOAT32 = {"compute_dtype": "float32"}
 """What is fast on the pretended device says nothing, and masks depend on it."""

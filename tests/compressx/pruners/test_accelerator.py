@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.accelerator import pretended_accelerator
 from tests.compressx.architectures import KINDS
 from tests.compressx.built_in import BUILT_IN
 
@@ -13,7 +14,7 @@ from compressx.api.patterns import NM, Structured, Unstructured
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.numerics.obs import sweep
-from compressx.testing import pretended_accelerator, tiny_model, tiny_tokens
+from compressx.testing import tiny_model, tiny_tokens
 from compressx.testing.subject import Claim, Subject, Whole
 
 ON = {
@@ -21,7 +22,7 @@ ON = {
     "wanda": ("llama", "stablelm"),
     "sparsegpt": ("gemma3", "mixtral"),
     "sensitivity": ("opt", "llama"),
-    "attnprune": ("gpt2", "phi3"),
+    "attnprune": ("gpt2", "phi3", "gemma3"),
     "alps": ("gpt2", "bloom"),
     "ziplm": ("opt", "llama"),
     "reap": ("mixtral",),

@@ -6,9 +6,9 @@ import os
 
 import pytest
 import torch
+from tests.accelerator import pretended_accelerator
 
 from compressx.runtime.timing import Timing, forget_peaks, peak_gpu_bytes, peak_resident_bytes
-from compressx.testing import pretended_accelerator
 
 
 def test_a_stage_lasts_until_the_next_one_so_seconds_add_up_to_the_total(monkeypatch: pytest.MonkeyPatch) -> None:

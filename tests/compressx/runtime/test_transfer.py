@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.accelerator import Record, pretended_accelerator
 
 from compressx.runtime.transfer import to_device, to_host, written_behind
-from compressx.testing import Record, pretended_accelerator
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -6,10 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-
-from compressx.testing.accelerator.tensors import (
+from tests.accelerator.tensors import (
     INNER,
     SHOWN,
     DeviceGenerator,
@@ -19,6 +16,8 @@ from compressx.testing.accelerator.tensors import (
     pinned,
     replace,
 )
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 
 class OnCall(TorchFunctionMode):

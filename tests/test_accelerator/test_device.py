@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.accelerator import Record, pretended_accelerator
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-
-from compressx.testing import Record, pretended_accelerator
 
 CUDA = torch.device("cuda", 0)
 MIXED = "Expected all tensors to be on the same device"

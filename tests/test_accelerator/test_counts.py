@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
-from compressx.testing import Counts, Record, pretended_accelerator
+from tests.accelerator import Counts, Record, pretended_accelerator
 
 
 @pytest.fixture
@@ -96,7 +95,7 @@ def test_copies_of_memory_that_is_not_pinned_are_told_apart(device, copy, pageab
     with device.counted() as counts:
         copy(x, y)
     assert counts.pageable.total() == pageable
-    assert not pageable or next(iter(counts.pageable)).startswith("testing/accelerator/test_counts.py:")
+    assert not pageable or next(iter(counts.pageable)).startswith("tests/test_accelerator/test_counts.py:")
 
 
 def test_a_copy_to_the_host_that_does_not_block_arrives_when_the_host_has_waited(device):
@@ -121,8 +120,8 @@ def test_a_wait_has_the_line_that_asked(device):
         for _ in range(3):
             x.sum().item()
         line = inspect.currentframe().f_lineno - 1
-    assert counts.waits == {(f"testing/accelerator/test_counts.py:{line}", "item"): 3}
-    assert counts.places() == f"3 x item at testing/accelerator/test_counts.py:{line}"
+    assert counts.waits == {(f"tests/test_accelerator/test_counts.py:{line}", "item"): 3}
+    assert counts.places() == f"3 x item at tests/test_accelerator/test_counts.py:{line}"
     x.tolist()
     assert device.places(most=1).endswith(", and 2 more places")
 

@@ -8,11 +8,10 @@ from operator import attrgetter
 
 import pytest
 import torch
+from tests.accelerator import pretended_accelerator
 from torch.utils.checkpoint import DefaultDeviceType, checkpoint
 
 from compressx.runtime.machine import machine
-from compressx.testing import pretended_accelerator
-from compressx.testing.fixtures import accelerator  # noqa: F401 - a fixture
 
 SHARED = (
     torch,
@@ -88,11 +87,6 @@ def test_a_thread_that_was_there_before_can_still_read_a_tensor_of_the_device():
         with pretended_accelerator():
             x = torch.ones(3, device="cuda")
             assert pool.submit(x.cpu).result().tolist() == [1.0, 1.0, 1.0]
-
-
-def test_a_fixture_is_on_during_a_test(accelerator):  # noqa: F811
-    torch.ones(3, device="cuda").sum().item()
-    assert (accelerator.synchronisations, accelerator.launches) == (1, 2)
 
 
 @pytest.mark.parametrize("foreach", [False, True])

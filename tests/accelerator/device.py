@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from tests.accelerator.counts import Record
+from tests.accelerator.operators import CUDA_ONLY, is_drawing, is_kernel, may_mix, wait_of, writes
+from tests.accelerator.tensors import DeviceGenerator, DeviceTensor, is_pinned, is_shown, pinned
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from compressx.testing.accelerator.counts import Record
-from compressx.testing.accelerator.operators import CUDA_ONLY, is_drawing, is_kernel, may_mix, wait_of, writes
-from compressx.testing.accelerator.tensors import DeviceGenerator, DeviceTensor, is_pinned, is_shown, pinned
 
 _HOST = torch.device("cpu")
 

@@ -13,13 +13,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tests.accelerator.calls import OnCall
+from tests.accelerator.counts import Record
+from tests.accelerator.device import Accelerator, OnDispatch
+from tests.accelerator.tensors import SHOWN, DeviceGenerator, DeviceTensor, is_shown
 from torch._utils import _dummy_type
 from torch.utils.checkpoint import DefaultDeviceType
-
-from compressx.testing.accelerator.calls import OnCall
-from compressx.testing.accelerator.counts import Record
-from compressx.testing.accelerator.device import Accelerator, OnDispatch
-from compressx.testing.accelerator.tensors import SHOWN, DeviceGenerator, DeviceTensor, is_shown
 
 MEMORY_BYTES = 16 * 2**30
 """What the device has, if nothing else is said."""
