@@ -41,7 +41,6 @@ from compressx.recipe.methods import AttentionAware, DivergenceAllocation, OwlAl
 from compressx.recipe.schema import Recipe, ReconstructBlock, load_recipe
 from compressx.recipe.selecting import Protect
 from compressx.recipe.sources import Calibration
-from compressx.recipe.tracking import Track
 from compressx.recipe.tuning import Finetune, Lora
 
 _ROOT = Path(__file__).parents[1]
@@ -119,7 +118,7 @@ def test_every_key_of_a_recipe_is_named_in_the_recipe_page():
     ("section", "model"),
     [("calibration", Calibration), ("allocation", OwlAllocation), ("allocation", DivergenceAllocation),
      ("allocation", AttentionAware), ("reconstruct_block", ReconstructBlock), ("finetune", Finetune),
-     ("finetune", Lora), ("track", Track)],
+     ("finetune", Lora)],
 )  # fmt: skip
 def test_every_key_of_a_section_has_its_default_in_the_recipe_page(section, model: type[BaseModel]):
     rows = re.findall(r"^\| `(\w+)` \|.*$", text := _section(_RECIPE_MD, section), flags=re.MULTILINE)

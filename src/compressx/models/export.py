@@ -21,7 +21,7 @@ from compressx.runtime.quiet import quiet_libraries
 
 _WRITTEN = frozenset((
     "model", "masks.safetensors", "units.json", "recipe.yaml", "plan.json", "report.json", "report.html", "report.md",
-    "plots", "run.log", "tensorboard", STATE, BLOCKS, ".DS_Store",
+    "plots", "run.log", STATE, BLOCKS, ".DS_Store",
 ))  # fmt: skip
 """What a run, or a Mac that shows it, writes into an output folder; what else is there is somebody's own."""
 

@@ -31,7 +31,7 @@ def card(loaded: LoadedRecipe, plan: Plan, report: RunReport, checkpoint: Checkp
     """Return the content of the model card.
 
     Args:
-        loaded: the recipe; the card leaves out its output folder and its trackers.
+        loaded: the recipe; the card leaves out its output folder.
         plan: the executed plan.
         report: what the run did.
         checkpoint: of the dense model, whose license is carried over if it is known.
@@ -72,9 +72,7 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
             "Training makes zeros nonzero again, unless the masks are held. `compressx apply masks.safetensors TRAINED "
             "--output SPARSE` sets them to zero again; `masks.safetensors` is in the folder of the run.",
         )
-    values: dict[str, Any] = loaded.recipe.model_dump(
-        mode="json", by_alias=True, exclude_none=True, exclude={"output", "track"}
-    )
+    values: dict[str, Any] = loaded.recipe.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"output"})
     note = "Save it as `recipe.yaml`, add `output: FOLDER`, and run `compressx run recipe.yaml`."
     yield Section("Recipe", note, text=dump_yaml(values), language="yaml")
 

@@ -13,7 +13,6 @@ import torch
 from compressx.api.record import Arithmetic
 from compressx.models.arithmetic import choose
 from compressx.pipeline.log import RunLog
-from compressx.pipeline.tracking import Tracking
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins
 from compressx.prompts.prepare import Selecting
@@ -43,7 +42,6 @@ class RunContext:
         ranks: the processes.
         timing: seconds of each stage.
         log: the run's.
-        tracking: the run's trackers.
         arithmetic: dtype of matrix products where blocks are run or trained; None before it is chosen, and where none
             are.
     """
@@ -55,7 +53,6 @@ class RunContext:
     ranks: Ranks
     timing: Timing
     log: RunLog
-    tracking: Tracking
     arithmetic: Arithmetic | None = None
 
     def with_arithmetic(self, planned: Plan, weights: torch.dtype, recorded: str | None = None) -> RunContext:
@@ -99,6 +96,5 @@ class RunContext:
         self.log.step(stage, done, total, note)
 
     def report_figures(self, name: str, figures: Mapping[str, Any]) -> None:
-        """Write what was measured of a model to the log and to the trackers."""
+        """Write what was measured of a model to the log."""
         self.log.figures(f"evaluate {name}", figures)
-        self.tracking.figures(name, figures)

@@ -101,7 +101,6 @@ def finish(context: RunContext, pruned: Pruned, checkpoint: Checkpoint, journal:
         access = open_streamed(checkpoint.at(folder / "model"), access.device)
     evaluation |= evaluated(context, pruned, access, "pruned" if tuned is None else "finetuned")
     context.report_progress("save", 0, 1)
-    context.tracking.close()
     report = replace(report_of(context, pruned, evaluation, tuned, drawn), shrink=smaller)
     recipe = context.loaded.to_yaml()
     shown = sections(report, recipe)
@@ -140,11 +139,7 @@ def trained(
         return dict(pruned.dense), None
     evaluation = {**pruned.dense, **evaluated(context, pruned, pruned.access, "pruned")}
 
-    before = context.tracking.steps
-
     def progress(done: int, total: int, loss: float) -> None:
-        # The first step here is not the first of the training when an interrupted one goes on.
-        context.tracking.values({"finetune/step": float(done), "finetune/loss": loss}, before + done - 1)
         context.report_progress("finetune", done, total, f"loss {loss:.4g}")
 
     context.report_progress("finetune", 0, total_steps(settings, 0, 0.0))

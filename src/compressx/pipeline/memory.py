@@ -36,7 +36,6 @@ from compressx.pipeline.log import run_log
 from compressx.pipeline.preparation import RunTexts, calibration_batches, plan_in_memory, read_all
 from compressx.pipeline.pruning import Pruning
 from compressx.pipeline.room import memory_advised
-from compressx.pipeline.tracking import Tracking
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.memory import recipe_in_memory
@@ -93,7 +92,7 @@ def prune(
     Args:
         model: a transformers causal language model, all on one device.
         tokenizer: its tokenizer; None if no text has to be read.
-        recipe: a path or a mapping, without `model`, `output` and `track`.
+        recipe: a path or a mapping, without `model` and `output`.
         calibration: text in place of `calibration.dataset`: documents, or token ids, int64 [windows, tokens], which are
             used as they are. The other keys of `calibration` are optional then.
         copy: prune a copy, and leave the model as it is.
@@ -113,9 +112,7 @@ def prune(
         path = Path(recipe) if isinstance(recipe, str | Path) else recipe
         loaded = recipe_in_memory(path, name, _decided(calibration), overrides)
         access = InMemory(model)
-        context = RunContext(
-            loaded, plugins or load_plugins(), progress, access.device, ALONE, timing, log, Tracking(log)
-        )
+        context = RunContext(loaded, plugins or load_plugins(), progress, access.device, ALONE, timing, log)
         log.header(machine(access.device), {"compressx": __version__, **library_versions()})
         forget_peaks()
         work = deepcopy(model) if copy else model

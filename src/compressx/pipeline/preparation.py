@@ -34,7 +34,6 @@ from compressx.pipeline.checks import (
 )
 from compressx.pipeline.room import refuse_large_finetuning
 from compressx.pipeline.texts import window_mistakes
-from compressx.pipeline.tracking import check_trackers
 from compressx.planning.make import check_rules, make_plan
 from compressx.planning.plan import Plan
 from compressx.plugins.kinds import TOKEN_SELECTOR
@@ -143,9 +142,6 @@ def _check_settings(loaded: LoadedRecipe, parts: Parts, processes: int, mistakes
         with mistakes.collected():
             refuse_streamed(loaded)
     mistakes.add(*window_mistakes(loaded))
-    if recipe.track is not None:
-        with mistakes.collected(), loaded.at("track"):
-            check_trackers(recipe.track)
     known = check_names(parts, mistakes)
     if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None and known:
         with mistakes.collected(), loaded.at("evaluate", "lm_eval", "tasks"):

@@ -200,10 +200,9 @@ class Pruning:
         return finished
 
     def _tell(self, report: BlockReport, done: int, total: int) -> None:
-        """Log a pruned block, and tell trackers, the progress bar and plugins of it."""
+        """Log a pruned block, and tell the progress bar and plugins of it."""
         context = self.context
         context.log.block(report, done, total)
-        context.tracking.block(report)
         context.report_progress("prune", done, total)
         if context.ranks.first:
             context.plugins.manager.hook.compressx_block_pruned(report=report)

@@ -39,7 +39,6 @@ from compressx.pipeline.preparation import (
 from compressx.pipeline.pruning import Pruning
 from compressx.pipeline.room import memory_advised
 from compressx.pipeline.texts import OwnText
-from compressx.pipeline.tracking import Tracking
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.schema import LoadedRecipe
@@ -115,13 +114,12 @@ def run(
     with (
         joined_ranks(where := device_for(device)) as ranks,
         run_log(first=ranks.first, file=log_file) as log,
-        contextlib.closing(Tracking(log)) as tracking,
     ):
         log.header(machine(where), {"compressx": __version__, **library_versions()})
         plugins = plugins or load_plugins()
         context = RunContext(
             loaded_recipe(recipe, overrides, plugins), plugins, progress if ranks.first else None, where,
-            ranks, timing, log, tracking,
+            ranks, timing, log,
         )  # fmt: skip
         with deterministic(context.loaded.recipe.deterministic, where), memory_advised(context):
             if resume and _is_finished_before(context, replace=replace):
@@ -162,10 +160,7 @@ def _run(context: RunContext, *, resume: bool, restart: bool, replace: bool) -> 
         context = context.with_arithmetic(given.prepared.plan, given.access.model.dtype, recorded_dtype(folder))
         fingerprint = ranks.broadcast(_fingerprint(context, given) if ranks.first else {})
         journal = Journal(folder, fingerprint, ranks, context.timing)
-        if ranks.first:
-            context.tracking.start(loaded, folder, {"device": str(context.device), **library_versions()})
         evaluation = _evaluate_dense(context, given, fingerprint["model"])
-        context.tracking.skip(len(journal.finished))
         pruning = Pruning(context, given.access, given.batches, given.mine, journal, fingerprint)
         final, allocation, finished = pruning.run(given.prepared.plan)
         if not ranks.first:

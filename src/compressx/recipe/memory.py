@@ -15,7 +15,6 @@ _NOT_IN_MEMORY = {
     "model": "the model is the one that is passed to prune; leave it out, or call compressx.run",
     "output": "a model in memory is pruned without writing files; leave it out, or call compressx.run",
     "shrink": "the smaller model is written to an output folder; leave it out, or call compressx.run",
-    "track": "a model in memory is pruned without trackers; leave it out, or call compressx.run",
 }
 
 
@@ -25,7 +24,7 @@ def recipe_in_memory(
     """Load a recipe for a model that is in memory.
 
     Args:
-        recipe: a YAML file, or the same structure in Python, without `model`, `output` and `track`.
+        recipe: a YAML file, or the same structure in Python, without `model` and `output`.
         model: what the model is called in reports.
         calibration: the keys of `calibration` that the caller's own text decides; None without such text.
         overrides: as for `load_recipe`.

@@ -17,7 +17,6 @@ from compressx.recipe.patterns import PatternField
 from compressx.recipe.selecting import SelectTokens
 from compressx.recipe.sources import Calibration, ComputeDtype, DatasetSource, Draw, ModelField, refuse_dtype
 from compressx.recipe.targets import Target
-from compressx.recipe.tracking import TrackField
 from compressx.recipe.tuning import Finetune
 from compressx.recipe.validation import Strict, conflict, validated
 from compressx.recipe.validation import validate_options as validate_options  # noqa: PLC0414 - plan.py takes it from here
@@ -153,9 +152,6 @@ class Recipe(Strict):
         description="which tokens of a long prompt the pruned model reads: in evaluate.needle and in lm_eval's tasks "
         "that generate text, and by default in compressx generate",
         examples=[{"selector": "retrieval-heads", "keep": 0.125}],
-    )
-    track: TrackField | None = Field(
-        None, description="experiment trackers that follow the run", examples=["tensorboard"]
     )
     deterministic: StrictBool = Field(
         False, description="take deterministic algorithms, for the same result on a GPU each time; slower"

@@ -180,7 +180,6 @@ def test_a_failure_before_the_first_block_leaves_the_model_and_says_nothing_of_i
     [
         ({"model": "any/model"}, None, "<dict>:model: model: the model is the one that is passed to prune"),
         ({"output": "out"}, None, "<dict>:output: output: a model in memory is pruned without writing files"),
-        ({"track": "tensorboard"}, None, "track: a model in memory is pruned without trackers"),
         ({}, ["w1"], "<dict>:calibration.dataset: calibration.dataset: the argument calibration decides it"),
         ({"calibration": {"datasets": ["c4"]}}, ["w1"], "calibration.datasets: the argument calibration decides it"),
         ({"calibration": {"samples": 8}}, torch.ones(2, 8, dtype=torch.int64), "calibration.samples: the argument"),

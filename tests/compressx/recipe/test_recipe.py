@@ -165,7 +165,7 @@ def test_a_misspelt_key_names_the_nearest_valid_one() -> None:
     assert refusal(GOOD + "evalute: null\n") == (
         "r.yaml:10:1: unknown key 'evalute'; did you mean 'evaluate'? "
         "valid: allocation, calibration, compute_dtype, deterministic, evaluate, finetune, ignore, model, output, "
-        "prune, reconstruct_block, select_tokens and 2 more"
+        "prune, reconstruct_block, select_tokens and 1 more"
     )
 
 
