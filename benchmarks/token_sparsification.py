@@ -34,9 +34,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import torch
+from scipy.stats import t as student_t
 from torch import Tensor
-
-from compressx_attnprune.figure2.experiment import student_t
 
 WIDTH, PATTERNS, TOKENS, SIGMA, NOISY_SIGMA = 10, 5, 50, 0.1, 1.0
 MAJORITY = 0.6  # of the relevant tokens carry the pattern of the label
@@ -164,7 +163,7 @@ def measured(seeds: int) -> dict[str, Curves]:
 def interval(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean over the last dimension, the seeds, and half the 95% confidence interval."""
     values, seeds = values.double(), values.shape[-1]
-    return values.mean(dim=-1), student_t(seeds - 1) * values.std(dim=-1) / math.sqrt(seeds)
+    return values.mean(dim=-1), float(student_t.ppf(0.975, seeds - 1)) * values.std(dim=-1) / math.sqrt(seeds)
 
 
 def claims(found: Mapping[str, Curves]) -> dict[str, bool]:

@@ -21,13 +21,12 @@ from click.testing import CliRunner
 from compressx import cli
 from compressx.pipeline.sweep import grid
 from compressx.recipe.schema import load_recipe
-from compressx_attnprune import cli as of_attnprune
 
 _ROOT = Path(__file__).parents[1]
 _PAGES = [
     path for path in (
         _ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md")), *sorted((_ROOT / "examples").rglob("*.md")),
-        *sorted((_ROOT / "recipes").rglob("*.yaml")), *sorted((_ROOT / "benchmarks").glob("*.py")),
+        *sorted((_ROOT / "recipes").rglob("*.yaml")), *sorted((_ROOT / "benchmarks").rglob("*.py")),
     )
     if re.search(r"compressx [a-z]+ |python benchmarks/", path.read_text(encoding="utf-8"))
 ]  # fmt: skip
@@ -93,8 +92,10 @@ def _benchmark(words: Command, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(argparse.ArgumentParser, "parse_args", parsed)
     patch.setattr(sys, "argv", words)
+    program = Path(words[0])
+    module = importlib.import_module(program.stem if program.suffix else f"{program.name}.__main__")
     with pytest.raises(_Taken):
-        importlib.import_module(Path(words[0]).stem).main()
+        module.main()
 
 
 def _leaves(group: click.Group) -> Iterator[click.Command]:
@@ -117,10 +118,8 @@ def _taken(group: click.Group, words: Command, patch: pytest.MonkeyPatch, *, who
 def _check(words: Command, patch: pytest.MonkeyPatch, *, whole: bool) -> None:
     if words[0] == "python" and words[1].startswith("benchmarks/"):
         _benchmark(words[1:], patch)
-    if words[0] == "compressx-attnprune":
-        _taken(of_attnprune.cli, words[1:], patch, whole=whole)
     if words[0] != "compressx" or len(words) == 1:
-        assert words[0] in _OTHERS | {"python", "compressx", "compressx-attnprune"}, words
+        assert words[0] in _OTHERS | {"python", "compressx"}, words
         return
     seen = _taken(cli.cli, words[1:], patch, whole=whole)
     recipe = seen.get("recipe")

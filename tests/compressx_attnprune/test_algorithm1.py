@@ -1,18 +1,14 @@
-"""The published method on one fused matrix: its gradient, its descent, its mask, and the baselines beside it."""
+"""The published method on one fused matrix: its gradient, its descent and its mask."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from experiment import sample
 from torch import Tensor
 
-from compressx import FeatureNorms, Hessian, Unstructured
-from compressx.pruners.sparsegpt import SparseGPT, SparseGPTOptions
-from compressx.pruners.wanda import Wanda
-from compressx_attnprune.figure2 import descent, synthetic
-from compressx_attnprune.figure2.synthetic import FusedAttention
+from compressx_attnprune import algorithm1
+from compressx_attnprune.algorithm1 import DivergedError, FusedScores
 
 TOKENS, WIDTH = 24, 8
 MASKS = {
@@ -22,15 +18,15 @@ MASKS = {
 }
 
 
-def problem(mask: str = "causal", seeds: int = 3, scale: float = 0.4) -> FusedAttention:
-    return synthetic.sample(range(seeds), tokens=TOKENS, width=WIDTH, scale=scale, mask=MASKS[mask]).attention
+def problem(mask: str = "causal", seeds: int = 3, scale: float = 0.4) -> FusedScores:
+    return sample(range(seeds), tokens=TOKENS, width=WIDTH, scale=scale, mask=MASKS[mask]).attention
 
 
-def random_mask(attention: FusedAttention) -> Tensor:
+def random_mask(attention: FusedScores) -> Tensor:
     return torch.rand(attention.weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def loss_by_definition(attention: FusedAttention, relaxed: Tensor, regularization: float) -> Tensor:
+def loss_by_definition(attention: FusedScores, relaxed: Tensor, regularization: float) -> Tensor:
     """1/2 ||P~ - P||_F^2 + regularization / 2 ||M||_F^2 with P = diag((M_c∘A) 1)^-1 (M_c∘A), as the paper writes it."""
 
     def matrix(weight: Tensor) -> Tensor:
@@ -47,7 +43,7 @@ def test_the_closed_form_gradient_equals_autograd(mask: str, regularization: flo
     relaxed = random_mask(attention).requires_grad_()
     expected = loss_by_definition(attention, relaxed, regularization)
     (expected_gradient,) = torch.autograd.grad(expected.sum(), relaxed)
-    loss, gradient = synthetic.loss_and_gradient(attention, relaxed.detach(), regularization)
+    loss, gradient = algorithm1.loss_and_gradient(attention, relaxed.detach(), regularization)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
     difference = (gradient - expected_gradient).flatten(1).norm(dim=1)
     assert (difference <= 1e-10 * expected_gradient.flatten(1).norm(dim=1)).all()
@@ -73,7 +69,7 @@ def test_the_relative_error_is_the_ratio_of_squared_norms_under_the_attention_ma
 )  # fmt: skip
 def test_an_attention_mask_that_cannot_be_used_is_refused(mask: Tensor, message: str):
     with pytest.raises(ValueError, match=message):
-        synthetic.sample([0], tokens=TOKENS, width=WIDTH, mask=mask)
+        sample([0], tokens=TOKENS, width=WIDTH, mask=mask)
 
 
 def test_the_curvature_is_the_diagonal_of_the_squared_jacobian():
@@ -81,14 +77,16 @@ def test_the_curvature_is_the_diagonal_of_the_squared_jacobian():
     jacobian = torch.autograd.functional.jacobian(
         lambda m: attention.matrix(m * attention.weight)[0], torch.ones_like(attention.weight), vectorize=True
     )  # [tokens, tokens, 1, width, width]
-    torch.testing.assert_close(synthetic.curvature(attention), jacobian.square().sum(dim=(0, 1)), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        algorithm1.curvature(attention), jacobian.square().sum(dim=(0, 1)), rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(("mask", "regularization"), list(zip(MASKS, [1.0, 1e-4, 1e-2], strict=True)))
 def test_the_line_search_never_lets_a_loss_rise_and_ends_at_a_stationary_point(mask: str, regularization: float):
     attention = problem(mask)
     tolerance = 1e-4
-    learned = synthetic.learn_mask(attention, regularization, tolerance=tolerance)
+    learned = algorithm1.learn_mask(attention, regularization, tolerance=tolerance)
     assert learned.losses.shape[1] == 3
     assert (learned.losses.diff(dim=0) <= 0).all()
     assert (learned.losses[-1] < learned.losses[0]).all()
@@ -104,16 +102,16 @@ def test_the_line_search_never_lets_a_loss_rise_and_ends_at_a_stationary_point(m
     rms = projected.square().mean(dim=(1, 2)).sqrt()
     torch.testing.assert_close(learned.residual, rms, rtol=1e-3, atol=1e-9)
     assert (rms <= tolerance).all()
-    alone = synthetic.learn_mask(attention.take(torch.tensor([1])), regularization, tolerance=tolerance)
+    alone = algorithm1.learn_mask(attention.take(torch.tensor([1])), regularization, tolerance=tolerance)
     torch.testing.assert_close(learned.losses[-1, 1], alone.losses[-1, 0], rtol=1e-6, atol=0)
 
 
 def test_the_dense_start_has_residual_one_and_too_few_steps_are_reported_as_unconverged():
     attention = problem()
     start = torch.ones_like(attention.weight)
-    _, gradient = synthetic.loss_and_gradient(attention, start, 1e-3)
-    torch.testing.assert_close(descent.residual(start, gradient, 1e-3), torch.ones(3, dtype=torch.float64))
-    learned = synthetic.learn_mask(attention, 1e-3, steps=2, tolerance=1e-6)
+    _, gradient = algorithm1.loss_and_gradient(attention, start, 1e-3)
+    torch.testing.assert_close(algorithm1.box_residual(start, gradient, 1e-3), torch.ones(3, dtype=torch.float64))
+    learned = algorithm1.learn_mask(attention, 1e-3, steps=2, tolerance=1e-6)
     assert len(learned.losses) == 3
     assert not learned.converged.any()
 
@@ -129,7 +127,7 @@ def test_momentum_is_the_plain_loop_of_the_publication():
         losses.append(loss.detach())
         velocity = momentum * velocity + gradient
         m = m - step_size * velocity
-    learned = synthetic.learn_mask(
+    learned = algorithm1.learn_mask(
         attention, regularization, optimizer="momentum", steps=40, step_size=step_size, momentum=momentum
     )
     torch.testing.assert_close(learned.relaxed, m, rtol=0, atol=1e-9)
@@ -139,14 +137,14 @@ def test_momentum_is_the_plain_loop_of_the_publication():
 
 
 def test_a_fixed_step_that_is_too_long_is_an_error_that_says_so():
-    with pytest.raises(descent.DivergedError, match=r"step size 1000 diverged.*smaller step size"):
-        synthetic.learn_mask(problem(), 1.0, optimizer="momentum", step_size=1000.0)
+    with pytest.raises(DivergedError, match=r"step size 1000 diverged.*smaller step size"):
+        algorithm1.learn_mask(problem(), 1.0, optimizer="momentum", step_size=1000.0)
 
 
 @pytest.mark.parametrize("regularization", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_regularization_must_be_positive_and_finite(regularization: float):
     with pytest.raises(ValueError, match="regularization must be positive"):
-        synthetic.learn_mask(problem(), regularization)
+        algorithm1.learn_mask(problem(), regularization)
 
 
 def test_a_line_search_that_cannot_descend_leaves_the_point_where_it_is():
@@ -155,7 +153,7 @@ def test_a_line_search_that_cannot_descend_leaves_the_point_where_it_is():
         return point.square().sum(dim=(1, 2)), -2 * point
 
     start = torch.full((2, 3, 3), 0.5, dtype=torch.float64)
-    point, losses = descent.minimize_in_box(lying, start, torch.ones_like(start), scale=1.0, steps=5, tolerance=1e-6)
+    point, losses = algorithm1.minimize_in_box(lying, start, torch.ones_like(start), scale=1.0, steps=5, tolerance=1e-6)
     torch.testing.assert_close(point, start, rtol=0, atol=0)
     assert len(losses) == 2
     assert (losses == losses[0]).all()
@@ -165,7 +163,7 @@ def test_a_line_search_that_cannot_descend_leaves_the_point_where_it_is():
 def test_binarising_drops_exactly_the_lowest_entries_of_each_seed(sparsity: float):
     attention = problem()
     relaxed = random_mask(attention)
-    keep = synthetic.binarize(relaxed, attention.weight, sparsity)
+    keep = algorithm1.binarize(relaxed, attention.weight, sparsity)
     count = round(sparsity * WIDTH * WIDTH)
     assert ((~keep).sum(dim=(1, 2)) == count).all()
     for mask, values in zip(keep, relaxed, strict=True):
@@ -178,51 +176,14 @@ def test_among_equal_entries_the_smaller_weight_is_dropped_first():
     relaxed = torch.zeros_like(attention.weight)
     relaxed[:, :2] = 1.0  # sixteen entries at one bound, forty-eight at the other
     weight = attention.weight.abs()
-    some = synthetic.binarize(relaxed, attention.weight, 0.25)
+    some = algorithm1.binarize(relaxed, attention.weight, 0.25)
     assert some[:, :2].all()
     for mask, w in zip(some[:, 2:], weight[:, 2:], strict=True):
         assert w[~mask].max() < w[mask].min()
-    most = synthetic.binarize(relaxed, attention.weight, 0.875)
+    most = algorithm1.binarize(relaxed, attention.weight, 0.875)
     assert not most[:, 2:].any()
     for mask, w in zip(most[:, :2], weight[:, :2], strict=True):
         assert w[~mask].max() < w[mask].min()
-
-
-def test_factors_have_the_asked_rank_and_do_not_depend_on_the_number_of_tokens():
-    short, long = (synthetic.sample([3, 5], tokens=n, width=WIDTH, rank=4) for n in (6, TOKENS))
-    for side in ("query", "key"):
-        assert torch.equal(getattr(short, side), getattr(long, side))
-        assert (torch.linalg.matrix_rank(getattr(long, side)) == 4).all()
-        assert not torch.equal(getattr(long, side)[0], getattr(long, side)[1])
-    x = long.attention.inputs
-    assert (torch.linalg.matrix_rank(x) == WIDTH).all()
-    q, k = x @ long.query.mT, x @ long.key.mT
-    torch.testing.assert_close(q @ k.mT, x @ long.attention.weight @ x.mT)
-    assert torch.equal(long.attention.mask, MASKS["causal"])
-    assert torch.equal(synthetic.sample([5], tokens=TOKENS, width=WIDTH).query[0], long.query[1])
-
-
-def test_the_baselines_on_factors_are_the_projects_own_pruners():
-    sparsity = 0.7
-    drawn = synthetic.sample(range(2), tokens=TOKENS, width=WIDTH, scale=0.4)
-    for seed in range(2):
-        x, weights = drawn.attention.inputs[seed], {"q": drawn.query[seed], "k": drawn.key[seed]}
-        block = SimpleNamespace(linears={n: SimpleNamespace(weight=w) for n, w in weights.items()})
-        norms, hessian = FeatureNorms(WIDTH), Hessian(WIDTH)
-        norms.update(x[None])
-        hessian.update(x[None])
-        by_wanda = Wanda().prune(block, dict.fromkeys(weights, Unstructured(sparsity)), dict.fromkeys(weights, norms))
-        masked = {n: w * by_wanda[n].keep for n, w in weights.items()}
-        expected = masked["q"].T @ masked["k"]
-        torch.testing.assert_close(synthetic.wanda_factors(drawn, sparsity)[seed], expected)
-
-        sparsegpt = SparseGPT(SparseGPTOptions())
-        by_sparsegpt = sparsegpt.prune(
-            block, dict.fromkeys(weights, Unstructured(sparsity, "layer")), dict.fromkeys(weights, hessian),
-            dict.fromkeys(weights, sparsegpt.prepare(block, "q", hessian)),
-        )  # fmt: skip
-        expected = (by_sparsegpt["q"].weight.T @ by_sparsegpt["k"].weight).double()
-        torch.testing.assert_close(synthetic.sparsegpt_factors(drawn, sparsity)[seed], expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("flushing", [False, True])
@@ -230,7 +191,7 @@ def test_the_processors_treatment_of_denormals_is_put_back(flushing: bool):
     denormal = torch.full((1,), torch.finfo(torch.float64).tiny, dtype=torch.float64)
     try:
         torch.set_flush_denormal(flushing)
-        with synthetic._flushed_denormals():
+        with algorithm1._flushed_denormals():
             assert denormal.div(2).item() == 0
         assert (denormal.div(2).item() == 0) is flushing
     finally:

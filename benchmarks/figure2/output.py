@@ -9,18 +9,14 @@ import csv
 import io
 import json
 import platform
-import secrets
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from compressx import ArtifactError, __version__
-from compressx_attnprune.figure2.experiment import OURS, Figure, Panel, Point
-from compressx_attnprune.figure2.synthetic import BASELINES
+from experiment import BASELINES, OURS, Figure, Panel, Point
+
+from compressx import __version__
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,55 +29,11 @@ _STYLES = dict(zip(_METHODS, (("#0072b2", "s"), ("#009e73", "^"), ("#7f7f7f", "D
 Row: TypeAlias = dict[str, str | int | float | None]
 
 
-@contextmanager
-def output_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder to fill, which is renamed to `folder` unless the block raises.
-
-    Raises:
-        ArtifactError: `folder` is not empty, is a file, or cannot be created.
-    """
-    folder = folder.resolve()
-    building = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
-    _refuse_content(folder)
-    with _os_errors_named(folder):
-        building.mkdir(parents=True)
-    try:
-        yield building
-        _refuse_content(folder)  # again, since the block takes minutes
-        with _os_errors_named(folder):
-            if folder.exists():
-                folder.rmdir()
-            building.rename(folder)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-
-
-def _refuse_content(folder: Path) -> None:
-    with _os_errors_named(folder):
-        if folder.exists() and not folder.is_dir():
-            raise ArtifactError(f"output {folder} is a file; name a folder that does not exist yet")
-        if folder.is_dir() and any(folder.iterdir()):
-            raise ArtifactError(f"output {folder} exists and is not empty; name a new folder, or empty this one")
-
-
-@contextmanager
-def _os_errors_named(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ArtifactError(f"cannot write {folder}: {error.strerror or error}; choose another place") from error
-
-
 def write(figure: Figure, folder: Path) -> None:
-    """Write all files into a folder.
-
-    Raises:
-        ArtifactError: a file cannot be written.
-    """
-    with _os_errors_named(folder):
-        (folder / "figure2.csv").write_text(to_csv(figure), encoding="utf-8")
-        (folder / "figure2.json").write_text(json.dumps(to_json(figure), indent=1) + "\n", encoding="utf-8")
-        plot(figure, folder)
+    """Write all files into a folder."""
+    (folder / "figure2.csv").write_text(to_csv(figure), encoding="utf-8")
+    (folder / "figure2.json").write_text(json.dumps(to_json(figure), indent=1) + "\n", encoding="utf-8")
+    plot(figure, folder)
 
 
 def rows(figure: Figure) -> list[Row]:

@@ -1,1 +1,0 @@
-"""The synthetic experiment of the paper's Figure 2."""

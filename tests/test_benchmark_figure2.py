@@ -1,0 +1,205 @@
+"""The paper's experiment: its claims on means over seeds, its baselines, its files, and its command."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import sys
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import experiment
+import output
+import pytest
+import torch
+from experiment import OURS, QUICK, Figure, Point, Settings
+
+from compressx import FeatureNorms, Hessian, Unstructured
+from compressx.pruners.sparsegpt import SparseGPT, SparseGPTOptions
+from compressx.pruners.wanda import Wanda
+
+FACTORS = ["Wanda on factors", "SparseGPT on factors"]
+TINY = Settings(
+    seeds=2,
+    tuning_seeds=1,
+    width=6,
+    tokens=12,
+    scale=0.4,
+    regularizations=(1e-3, 1e-1),
+    token_counts=(8, 12),
+    sparsities=(0.5, 0.75),
+    steps=30,
+)
+TINY_OPTIONS = [
+    *("--seeds", "2", "--tuning-seeds", "1", "--width", "6", "--tokens", "12", "--scale", "0.4", "--steps", "30"),
+    *("--regularizations", "1e-3,1e-1", "--token-counts", "8,12", "--sparsities", "0.5,0.75"),
+]
+
+
+TOKENS, WIDTH = 24, 8
+
+
+def draw(*options: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["figure2", *map(str, options)])
+        importlib.import_module("figure2.__main__").main()
+
+
+@pytest.fixture(scope="module")
+def quick() -> Figure:
+    """The experiment with the constants of --quick, five seeds."""
+    return experiment.measure(QUICK)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Figure:
+    return experiment.measure(TINY)
+
+
+def of(figure: Figure, panel: str, method: str) -> list[Point]:
+    return [p for p in figure.points if p.panel == panel and p.method == method]
+
+
+@pytest.mark.slow
+def test_the_error_against_lambda_is_u_shaped_with_its_minimum_inside_the_grid(quick: Figure):
+    points = of(quick, "lambda", OURS)
+    assert [p.regularization for p in points] == list(QUICK.regularizations)
+    means = [p.mean for p in points]
+    least = means.index(min(means))
+    assert 0 < least < len(means) - 1
+    assert all(a > b for a, b in pairwise(means[: least + 1])), "falls up to the minimum"
+    assert all(a < b for a, b in pairwise(means[least:])), "rises after it"
+    assert min(means[0], means[-1]) > 1.3 * means[least]
+    assert all(len(p.errors) == 5 and p.unconverged == 0 for p in points)
+
+
+@pytest.mark.slow
+def test_pruning_for_the_attention_matrix_has_the_lowest_error_which_grows_with_n_and_with_the_ratio(quick: Figure):
+    for panel, axis, values in (("n", "tokens", QUICK.token_counts), ("rho", "sparsity", QUICK.sparsities)):
+        ours = of(quick, panel, OURS)
+        assert [getattr(p, axis) for p in ours] == list(values)
+        assert [p.mean for p in ours] == sorted(p.mean for p in ours)
+        for method in FACTORS:
+            for a, b in zip(ours, of(quick, panel, method), strict=True):
+                assert (a.tokens, a.sparsity) == (b.tokens, b.sparsity)
+                assert a.mean < 0.7 * b.mean, f"{method} at n = {a.tokens} and rho = {a.sparsity}"
+
+
+@pytest.mark.slow
+def test_lambda_is_chosen_on_seeds_that_are_not_reported(quick: Figure, monkeypatch: pytest.MonkeyPatch):
+    assert not set(QUICK.reported) & set(QUICK.tuning)
+    drawn: list[tuple[int, range]] = []
+    sample = experiment.sample
+    monkeypatch.setattr(
+        experiment, "sample", lambda seeds, **kw: drawn.append((kw["tokens"], seeds)) or sample(seeds, **kw)
+    )
+    figure = experiment.measure(TINY)
+    assert sorted(drawn, key=str) == sorted([(n, s) for n in (8, 12) for s in (TINY.tuning, TINY.reported)], key=str)
+
+    chosen = {(c.tokens, c.sparsity): c for c in figure.choices}
+    assert set(chosen) == {(8, 0.7), (12, 0.7), (12, 0.5), (12, 0.75)}
+    for panel in ("n", "rho"):
+        for p in of(figure, panel, OURS):
+            choice = chosen[p.tokens, p.sparsity]
+            assert p.regularization == choice.regularization
+            assert choice.tuning_errors[choice.regularization] == min(choice.tuning_errors.values())
+            assert set(choice.tuning_errors) == set(TINY.regularizations)
+
+
+def test_factors_have_the_asked_rank_and_do_not_depend_on_the_number_of_tokens():
+    short, long = (experiment.sample([3, 5], tokens=n, width=WIDTH, rank=4) for n in (6, TOKENS))
+    for side in ("query", "key"):
+        assert torch.equal(getattr(short, side), getattr(long, side))
+        assert (torch.linalg.matrix_rank(getattr(long, side)) == 4).all()
+        assert not torch.equal(getattr(long, side)[0], getattr(long, side)[1])
+    x = long.attention.inputs
+    assert (torch.linalg.matrix_rank(x) == WIDTH).all()
+    q, k = x @ long.query.mT, x @ long.key.mT
+    torch.testing.assert_close(q @ k.mT, x @ long.attention.weight @ x.mT)
+    assert torch.equal(long.attention.mask, torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril())
+    assert torch.equal(experiment.sample([5], tokens=TOKENS, width=WIDTH).query[0], long.query[1])
+
+
+def test_the_baselines_on_factors_are_the_projects_own_pruners():
+    sparsity = 0.7
+    drawn = experiment.sample(range(2), tokens=TOKENS, width=WIDTH, scale=0.4)
+    for seed in range(2):
+        x, weights = drawn.attention.inputs[seed], {"q": drawn.query[seed], "k": drawn.key[seed]}
+        block = SimpleNamespace(linears={n: SimpleNamespace(weight=w) for n, w in weights.items()})
+        norms, hessian = FeatureNorms(WIDTH), Hessian(WIDTH)
+        norms.update(x[None])
+        hessian.update(x[None])
+        by_wanda = Wanda().prune(block, dict.fromkeys(weights, Unstructured(sparsity)), dict.fromkeys(weights, norms))
+        masked = {n: w * by_wanda[n].keep for n, w in weights.items()}
+        expected = masked["q"].T @ masked["k"]
+        torch.testing.assert_close(experiment.wanda_factors(drawn, sparsity)[seed], expected)
+
+        sparsegpt = SparseGPT(SparseGPTOptions())
+        by_sparsegpt = sparsegpt.prune(
+            block, dict.fromkeys(weights, Unstructured(sparsity, "layer")), dict.fromkeys(weights, hessian),
+            dict.fromkeys(weights, sparsegpt.prepare(block, "q", hessian)),
+        )  # fmt: skip
+        expected = (by_sparsegpt["q"].weight.T @ by_sparsegpt["k"].weight).double()
+        torch.testing.assert_close(experiment.sparsegpt_factors(drawn, sparsity)[seed], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_command_writes_table_data_and_plots(tmp_path: Path, tiny: Figure, capsys: pytest.CaptureFixture[str]):
+    from matplotlib import image
+
+    (tmp_path / "out").mkdir()  # an empty folder is as good as none
+    out = tmp_path / "out"
+    draw("--output", out, *TINY_OPTIONS)
+    said = capsys.readouterr()
+    assert sorted(p.name for p in out.iterdir()) == ["figure2.csv", "figure2.json", "figure2.png", "figure2.svg"]
+    assert "choosing lambda on 1 tuning seeds, n = 8" in said.err
+    assert "| method | rho = 0.5 | rho = 0.75 |" in said.out
+
+    rows = list(csv.DictReader((out / "figure2.csv").read_text().splitlines()))
+    columns = ["panel", "method", "lambda", "n", "rho", "seeds", "mean", "ci95_low", "ci95_high", "unconverged"]
+    assert list(rows[0]) == columns
+    assert len(rows) == (2 + 3) + 2 * 4 + 2 * 4
+    for row, point in zip(rows, tiny.points, strict=True):
+        assert (row["panel"], row["method"], int(row["n"])) == (point.panel, point.method, point.tokens)
+        assert float(row["mean"]) == pytest.approx(point.mean, rel=1e-6)
+        assert (row["lambda"] == "") is (row["method"] != OURS)
+        assert float(row["ci95_low"]) <= float(row["mean"]) <= float(row["ci95_high"])
+
+    data = json.loads((out / "figure2.json").read_text())
+    assert data["settings"] == json.loads(json.dumps(vars(TINY)))
+    assert (data["reported_seeds"], data["tuning_seeds"]) == ([0, 1], [1_000_000])
+    assert {"compressx", "torch", "matplotlib", "python"} <= set(data["versions"])
+    assert {(c["n"], c["rho"]) for c in data["chosen_lambda"]} == {(8, 0.7), (12, 0.7), (12, 0.5), (12, 0.75)}
+    assert [len(p["errors"]) for p in data["points"]] == [2] * len(rows)
+
+    pixels = image.imread(out / "figure2.png")
+    assert (pixels[..., :3].std(axis=-1) > 0.05).sum() > 1000, "colored lines and bands"
+    groups = {g.get("id") for g in ET.parse(out / "figure2.svg").iter("{http://www.w3.org/2000/svg}g")}  # noqa: S314 - our own file
+    assert {"axes_1", "axes_2", "axes_3"} <= groups
+    (tmp_path / "again").mkdir()
+    output.write(tiny, tmp_path / "again")
+    for name in ("figure2.csv", "figure2.json", "figure2.svg", "figure2.png"):
+        assert (out / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), "the same figure, the same files"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seeds", "1"], "at least two seeds, got 1"),
+        (["--optimizer", "adam"], "invalid choice: 'adam'"),
+        (["--rank", "40"], "rank 40 exceeds width 32"),
+        (["--output", "full"], "output full exists and is not an empty folder; name a new one"),
+        ([*TINY_OPTIONS, "--optimizer", "momentum", "--step-size", "1e5", "--steps", "500"],
+         "gradient descent with momentum 0.9 and the fixed step size 100000 diverged"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_named_and_nothing_is_written(options, message, project, capsys):
+    (project / "full").mkdir()
+    (project / "full/notes.txt").write_text("mine")
+    with pytest.raises(SystemExit):
+        draw("--output", "out", *options)
+    assert message in capsys.readouterr().err
+    assert [x.name for x in project.rglob("*")] == ["full", "notes.txt"]
