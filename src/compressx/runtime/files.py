@@ -22,6 +22,8 @@ _ADVICE = {
     errno.EACCES: "choose a place that you may write to",
     errno.EPERM: "choose a place that you may write to",
     errno.EROFS: "choose a place that you may write to",
+    errno.ENOLCK: "choose a place on a drive that can lock files",
+    errno.ENOSYS: "choose a place on a drive that can lock files",
 }
 
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,9 +35,7 @@ def test_a_disk_too_full_for_the_lock_file_is_named_with_it(tmp_path, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr(locks.os, "write", full)
         with (
-            pytest.raises(
-                ArtifactError, match=rf"cannot write {tmp_path / 'lock'}: No space left on device; free some"
-            ),
+            pytest.raises(ArtifactError, match=rf"cannot lock {tmp_path / 'lock'}: No space left on device; free some"),
             locked(tmp_path / "lock", "a run"),
         ):
             pytest.fail("the block must not run")
@@ -86,17 +87,15 @@ def test_what_is_no_lock_file_is_refused_and_neither_followed_nor_changed(
     assert not (tmp_path / "absent").exists()
 
 
-def test_where_files_cannot_be_locked_the_file_itself_is_the_lock(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_drive_that_cannot_lock_files_is_named_with_what_to_do(tmp_path, monkeypatch, number):
     def flock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise OSError(number, "not here")
 
-    monkeypatch.setattr(locks.fcntl, "flock", flock)
-    with locked(tmp_path / "lock", "a run"):
-        message = "is active, by process .*; wait .* If that process has ended, remove the file"
-        with pytest.raises(ArtifactError, match=message), locked(tmp_path / "lock", "a run"):
-            pytest.fail("the block must not run")
-    with locked(tmp_path / "lock", "a run"):
-        pass
+    monkeypatch.setattr(fcntl, "flock", flock)
+    message = rf"^cannot lock {tmp_path / 'lock'}: not here; choose a place on a drive that can lock files$"
+    with pytest.raises(ArtifactError, match=message), locked(tmp_path / "lock", "a run"):
+        pytest.fail("the block must not run")
 
 
 def test_a_forked_child_that_outlives_the_owner_of_a_lock_does_not_keep_it(tmp_path: Path) -> None:
@@ -119,35 +118,22 @@ def test_a_forked_child_that_outlives_the_owner_of_a_lock_does_not_keep_it(tmp_p
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_lock_whose_file_was_removed_while_it_was_opened_is_no_lock(tmp_path, monkeypatch):
-    real, opened = locks._opened, []
+def test_who_waits_says_for_whom_and_goes_on_when_the_lock_is_free(tmp_path, caplog):
+    lock, order = tmp_path / "lock", []
 
-    def opened_late(path: Path) -> tuple[int, bool]:
-        found = real(path)
-        if not opened:
-            path.unlink()  # as the last holder does between the open and the lock
-        opened.append(found)
-        return found
+    def second() -> None:
+        with locked(lock, "another process", wait=True):
+            order.append("second")
+            assert lock.exists()
 
-    monkeypatch.setattr(locks, "_opened", opened_late)
-    with locked(tmp_path / "lock", "a run"):
-        assert len(opened) == 2
-        assert (tmp_path / "lock").exists()
-
-
-def test_where_files_cannot_be_locked_it_is_told_what_is_waited_for(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(locks, "fcntl", None)
-    lock, waits = tmp_path / "lock", []
-    lock.write_text("process 1 on another\n")
-
-    def slept(seconds: float) -> None:
-        waits.append(seconds)
-        if len(waits) == 3:
-            lock.unlink()  # as the message says
-
-    monkeypatch.setattr(locks.time, "sleep", slept)
-    with locked(lock, "another process", wait=True):
-        assert lock.exists()
-    (told,) = caplog.messages
-    assert told.startswith(f"waiting: another process is active, by process 1 on another, and holds {lock}; ")
-    assert "remove the file" in told
+    waiting = threading.Thread(target=second)
+    with locked(lock, "a run"):
+        waiting.start()
+        while not caplog.messages:
+            time.sleep(0.01)
+        order.append("first")
+    waiting.join(10)
+    assert order == ["first", "second"]
+    (message,) = caplog.messages
+    assert message.startswith(f"waiting: another process is active, by process {os.getpid()} on ")
+    assert not lock.exists()
