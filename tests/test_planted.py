@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
+from tests.planted.planted import faults
+
 ROOT = Path(__file__).parents[1]
-FAULTS = json.loads((ROOT / "tests" / "planted" / "faults.json").read_text(encoding="utf-8"))
 
 
 def test_every_fault_has_a_name_of_its_own_and_changes_text_that_stands_once_in_its_file() -> None:
-    assert len({fault["id"] for fault in FAULTS}) == len(FAULTS)
-    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in {fault["file"] for fault in FAULTS}}
-    moved = [f["id"] for f in FAULTS if texts[f["file"]].count(f["old"]) != 1 or f["new"] == f["old"]]
-    assert not moved, "their `old` has to be what the code says now"
+    planted = faults()
+    assert len({fault.id for fault in planted}) == len(planted)
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in {fault.file for fault in planted}}
+    moved = [fault.id for fault in planted if texts[fault.file].count(fault.old) != 1 or fault.new == fault.old]
+    assert not moved, "their `-` lines have to be what the code says now"
 
 
 def test_the_tests_that_have_to_catch_them_are_there() -> None:
-    assert all(fault["tests"] for fault in FAULTS)
-    assert not {name for fault in FAULTS for name in fault["tests"] if not (ROOT / name).exists()}
+    assert all(fault.tests for fault in faults())
+    assert not {name for fault in faults() for name in fault.tests if not (ROOT / name).exists()}
 
 
 def test_contributing_says_how_many_there_are() -> None:
     said = re.findall(r"plants (\d+) faults", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
-    assert said == [str(len(FAULTS))]
+    assert said == [str(len(faults()))]
