@@ -11,7 +11,7 @@ block only, unless `--size` says otherwise. DIR gets `accelerator.json` and `acc
 - stages: whole runs of tiny models on the CPU and on the device: the share of equal mask entries, and perplexities.
 - block: seconds of pruning and peak device memory above the model's, with the sparsity counted in the masks.
 - determinism: the same block pruned twice; whether masks and weights are equal to the bit.
-- model: SmolLM2 whole, with the seconds of pruning beside those that `compressx plan` estimates.
+- model: SmolLM2 whole.
 - 2:4, by `two_four.py`: a linear against the dense one, with the error of its output; and tokens a second of a random
   Llama, dense and 2:4, as `compressx bench` measures them, on a GPU by `compressx.masks.semi_structured`.
 """
@@ -241,21 +241,9 @@ def wholes(device: torch.device, model: dict[str, Any], text: str, folder: Path)
         }  # fmt: skip
         report = compressx.run(recipe, device=str(device), restart=True)
         yield {
-            "method": name, "seconds": report.seconds["prune"], "estimated": estimated(recipe, device),
+            "method": name, "seconds": report.seconds["prune"],
             "bytes": report.peak_gpu_memory_bytes or report.peak_memory_bytes, "sparsity": report.sparsity,
         }  # fmt: skip
-
-
-def estimated(recipe: dict[str, Any], device: torch.device) -> float:
-    """Return the seconds of pruning that `compressx plan` would tell for this device."""
-    from compressx.costs.recipe import estimate, machine_for
-    from compressx.pipeline.preparation import loaded_recipe, prepare
-
-    plugins = compressx.load_plugins()
-    loaded = loaded_recipe(recipe, (), plugins)
-    prepared = prepare(loaded, plugins)
-    found = estimate(loaded.recipe, prepared.plan, prepared.checkpoint, machine_for(None, str(device)))
-    return sum(found.seconds(stage) for stage in found.stages if stage.name.startswith("prune"))
 
 
 def measured(title: str, rows: Callable[[], Iterator[dict[str, Any]]]) -> dict[str, Any]:

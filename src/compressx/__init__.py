@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from compressx.api.selector import AttentionRows, ModelFacts, Needle, TokenSelector, TokenSelectorSpec
     from compressx.api.statistics import Covariance, FeatureNorms, Hessian, SequenceSample
     from compressx.api.units import Owners, UnitKind, Units
-    from compressx.api.work import Windows, Work
     from compressx.models.units import find_units
     from compressx.pipeline.memory import PrunedModel, prune
     from compressx.pipeline.run import plan, run
@@ -78,7 +77,6 @@ _HOME = {
     "api.selector": ["AttentionRows", "ModelFacts", "Needle", "TokenSelector", "TokenSelectorSpec"],
     "api.statistics": ["Covariance", "FeatureNorms", "Hessian", "SequenceSample"],
     "api.units": ["Owners", "UnitKind", "Units"],
-    "api.work": ["Windows", "Work"],
     "prompts.answer": ["Answer", "generate"],
     "prompts.select": ["select_tokens"],
     "prompts.selection": ["Selected"],
@@ -129,8 +127,6 @@ __all__ = [
     "Units",
     "Unstructured",
     "UnsupportedModelError",
-    "Windows",
-    "Work",
     "__version__",
     "competing",
     "count_dropped",

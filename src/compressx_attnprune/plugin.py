@@ -22,19 +22,16 @@ from compressx import (
     SequenceSample,
     Statistic,
     Unstructured,
-    Windows,
-    Work,
     count_dropped,
     hookimpl,
 )
 from compressx.numerics.obs import NotPositiveDefiniteError
-from compressx_attnprune import baselines, groups, layer, solver, structured, work
+from compressx_attnprune import baselines, groups, layer, solver, structured
 from compressx_attnprune.geometry import queries_and_keys
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, relative_errors
 from compressx_attnprune.mixing import Mixing
 from compressx_attnprune.objective import attention_matrices
 from compressx_attnprune.options import AttnPruneOptions
-from compressx_attnprune.shape import Shape
 from compressx_attnprune.solver import Budget, Layer, Solution
 from compressx_attnprune.training import Text
 
@@ -127,19 +124,6 @@ class AttnPrune:
             name: PruneResult(keeps[name], weights[name], info, images=images, history=solution.histories)
             for name in patterns
         }
-
-    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:
-        """Count one answer."""
-        shape, pattern = Shape.of(block, text.length), next(iter(patterns.values()))
-        fixed = isinstance(pattern, FixedMask)
-        given = work.returned(block, patterns, solved_bias=(units := structured.asked_units(patterns)) is not None)
-        if units is None:
-            return given + work.prune(shape, self.options, pattern, text, fixed=fixed)
-        return given + work.remove_groups(shape, self.options, units, text, fixed=fixed)
-
-    def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
-        """Count the comparison of the geometry with the block's own attention."""
-        return work.prepare(Shape.of(block, text.length), text, self.options.sequences)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from compressx.api.depth import DepthPruner
 from compressx.api.patterns import Group, Pattern
 from compressx.api.units import UnitKind
-from compressx.api.work import Windows, Work
 from compressx.runtime.errors import PluginError, blamed_on
 
 if TYPE_CHECKING:
@@ -225,27 +224,6 @@ class PreparingPruner(Protocol):
 
 
 AnyPruner: TypeAlias = Pruner | PreparingPruner
-
-
-@runtime_checkable
-class CountedPruner(Protocol):
-    """A `Pruner` that counts its own work for `compressx plan`; others are listed as not estimated.
-
-    One with `prepare` also has `prepare_work`, which takes the block, the name of a linear and the text, and counts
-    what `prepare` does for that linear's statistic.
-    """
-
-    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows, /) -> Work:
-        """Count what `prune` does.
-
-        Args:
-            block: the block, without weights and calls.
-            patterns: what each linear has to become, by name; of a `FixedMask` there is only the shape.
-            text: what statistics are gathered on.
-
-        Returns:
-            Counts, and the most memory beyond weights and statistics.
-        """
 
 
 @dataclass(frozen=True)

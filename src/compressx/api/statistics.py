@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from compressx.api.pruner import Reduction
-from compressx.api.work import Windows, Work
 
 
 def _zeros_to_come(size: int) -> Tensor:
@@ -53,13 +52,6 @@ class FeatureNorms:
         """Return `squares` [in_features] and the number of tokens."""
         self.squares = _accumulator(self.squares)
         return {"squares": (self.squares, "sum"), "count": (self.count, "sum")}
-
-    def work(self, text: Windows) -> Work:
-        """Count what `update` does with some text, and what the statistic holds."""
-        numbers = text.tokens * self.in_features
-        at_once = numbers / text.batches
-        # A copy in float32, squared in place, summed.
-        return Work.of(4 * at_once, moved=numbers * (text.itemsize + 16), launches=6 * text.batches)
 
     @property
     def tokens(self) -> int:
@@ -110,15 +102,6 @@ class Hessian:
         """Return `sums`, of which `matrix` is made, and the number of tokens."""
         self.sums = _accumulator(self.sums)
         return {"sums": (self.sums, "sum"), "count": (self.count, "sum")}
-
-    def work(self, text: Windows) -> Work:
-        """Count what `update` does with some text, and what the statistic holds."""
-        panels, batches = self._rows(), text.batches
-        size = sum((stop - start) * (self.in_features - start) for start, stop in panels)
-        kind = "bfloat16" if text.gpu and text.itemsize == 2 else "float32"
-        # float32 products, written and read; float64 sums, read and written
-        counts = {kind: 2 * text.tokens * size, "moved": batches * 24.0 * size, "launches": 2.0 * len(panels) * batches}
-        return Work(counts, 8.0 * size + 4.0 * panels[0][1] * self.in_features)
 
     @property
     def tokens(self) -> int:
@@ -201,14 +184,6 @@ class Covariance:
         self.total = _accumulator(self.total)
         return {**self.hessian.tensors(), "total": (self.total, "sum")}
 
-    def work(self, text: Windows) -> Work:
-        """Count what `update` does with some text, and what the statistic holds."""
-        numbers, panels, batches = text.tokens * self.in_features, self.hessian._rows(), text.batches
-        means = 16.0 * batches * sum((stop - start) * (self.in_features - start) for start, stop in panels)
-        moved, launches = numbers * (text.itemsize + 24) + means, (12 + len(panels)) * batches
-        centred = Work.of(8 * numbers / batches, moved=moved, launches=launches)
-        return self.hessian.work(replace(text, itemsize=4)) + centred  # of float32, whatever comes
-
     @property
     def mean(self) -> Tensor:
         """The mean of each feature, float64 [in_features]."""
@@ -253,13 +228,6 @@ class SequenceSample:
     def tensors(self) -> Mapping[str, tuple[Tensor, Reduction]]:
         """Return `sequences` [sequences, tokens, in_features]."""
         return {"sequences": (self.sequences, "cat")}
-
-    def work(self, text: Windows) -> Work:
-        """Count what `update` does with some text, and what the statistic holds."""
-        left = math.inf if self.limit is None else max(0, self.limit - self.before)
-        windows = min(left, text.count)
-        kept = windows * text.length * self.in_features * text.itemsize
-        return Work.of(2 * kept, moved=4 * kept, launches=3 * text.batches)  # `sequences` is a copy
 
     @property
     def sequences(self) -> Tensor:

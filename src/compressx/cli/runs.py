@@ -63,42 +63,24 @@ def run(
 @click.argument("recipe", type=PATH)
 @set_option
 @click.option("--all", "every", is_flag=True, help="Print a line for every linear; by default equal ones share one.")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan and the estimate as JSON.")
-@click.option(
-    "--assume",
-    metavar="MACHINE",
-    help="Estimate for another machine: h100, a100, 4090, or cpu:250GF,20GB/s; by default this one is measured.",
-)
-@click.option(
-    "--processes",
-    type=click.IntRange(min=1),
-    default=1,
-    metavar="N",
-    help="Estimate for so many processes, of this machine or, under torchrun, of several; 1 by default.",
-)
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @replace_option
-@device_option
 @click.pass_obj
 @errors_for_users
 def plan(
-    host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_json: bool, assume: str | None,
-    processes: int, replace: bool, device: str,
+    host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_json: bool, replace: bool,
 ) -> None:  # fmt: skip
-    """Check RECIPE and show what would happen to every linear and what it would cost, without loading weights."""
+    """Check RECIPE and show what would happen to every linear, without loading weights."""
     from compressx.cli import tables, terminal
-    from compressx.costs.recipe import estimated, machine_for
     from compressx.pipeline.preparation import loaded_recipe, prepare
 
-    machine = machine_for(assume, device, processes)
     plugins = host.plugins()
     loaded = loaded_recipe(recipe, overrides, plugins)
-    prepared = prepare(loaded, plugins, processes, replace=replace)
-    estimate = estimated(loaded.recipe, prepared.plan, prepared.checkpoint, machine, processes)
+    prepared = prepare(loaded, plugins, replace=replace)
     if as_json:
-        cost = {"error": estimate} if isinstance(estimate, str) else estimate.to_dict()
-        click.echo(json.dumps({**prepared.plan.to_dict(), "estimate": cost}, indent=1))
+        click.echo(json.dumps(prepared.plan.to_dict(), indent=1))
     else:
-        terminal.show(*tables.of_plan(prepared.plan, every=every), *tables.of_estimate(estimate))
+        terminal.show(*tables.of_plan(prepared.plan, every=every))
         if prepared.plan.linears and not loaded.recipe.shrink:
             click.echo(tables.full_size(loaded.recipe.output))
 

@@ -16,7 +16,6 @@ from compressx.report.section import Column, Section, Value, estimates, table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from compressx.costs.estimate import Estimate
     from compressx.evaluation.perplexity import Figures
     from compressx.evaluation.saved import Applied
     from compressx.masks.inspect import Inspected, Inspection
@@ -69,39 +68,6 @@ def of_plan(plan: Plan, *, every: bool = False) -> Iterator[Section]:
             note=f"{settings.method} measures {settings.measures} when the recipe is run, and chooses sparsities then "
             f"(unit {settings.unit}, scope {settings.scope}, {settings.samples} samples)"
         )
-
-
-def of_estimate(estimate: Estimate | str) -> Iterator[Section]:
-    """Yield what a run will cost, stage by stage, and what that leaves out; only why, if there is no estimate."""
-    if isinstance(estimate, str):
-        yield Section(note=f"not estimated: {estimate}")
-        return
-    rows: list[Sequence[Value]] = [
-        (stage.name, stage.work.flops / 1e12, estimate.seconds(stage), sum(stage.memory.values()) / 1e9)
-        for stage in estimate.stages
-    ]
-    columns: list[Column | str] = [
-        "estimate",
-        Column("TFLOPs", ".3g"),
-        Column("seconds", ".1f"),
-        Column("memory, GB", ".2f"),
-    ]
-    yield Section(table=table(columns, [("start", None, estimate.started, None), *rows]))
-    several = estimate.processes > 1
-    by = f", by {estimate.processes} processes" if several else ""
-    yield Section(note=f"about {_duration(estimate.total)} on {estimate.machine.name}{by}")
-    each = " of each process" if several else ""
-    where = "GPU's memory" if estimate.machine.gpu else "memory"
-    yield Section(note=f"{where}{each} {_bytes(estimate.memory)}, in stage {estimate.peak.name}")
-    if estimate.machine.gpu:
-        yield Section(note=f"host's memory{each} {_size(estimate.host)}, while the model is loaded")
-    yield Section(note=f"disk {_bytes(estimate.disk)}")
-    if several:
-        yield Section(note=f"exchanged {_bytes(estimate.exchanged.whole)}")
-        yield Section(note=f"exchanged in a block, at most {_bytes(estimate.exchanged.block)}")
-    yield from (Section(note=f"assumed: {note}") for note in estimate.notes)
-    if estimate.unknown:
-        yield Section(note=f"not estimated, and not in the sums: {'; '.join(estimate.unknown)}")
 
 
 def _duration(seconds: float) -> str:

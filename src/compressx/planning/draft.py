@@ -51,7 +51,7 @@ def draft(source: ModelSource, name: str, skeleton: nn.Module, plugins: Plugins,
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
     length = min(_SEQUENCE, positions or _SEQUENCE)
     recipe["calibration"] = {"dataset": "wikitext", "samples": 128, "sequence_length": length}
-    measured = {"dataset": "wikitext", "samples": 64, "sequence_length": length}  # a plan estimates what is counted
+    measured = {"dataset": "wikitext", "samples": 64, "sequence_length": length}
     called = Path(name).expanduser().resolve().name.removesuffix(".gguf")  # a hub id's last part, too
     recipe["output"] = f"runs/{called}-50"
     taken = {spec.name: _taken(spec, found, skeleton, recipe, plugins) for spec in plugins.offers["pruners"].values()}

@@ -6,7 +6,6 @@ Selects and reconstructs: given a mask of another pruner it only solves for the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,18 +18,11 @@ from compressx import (
     PrunerSpec,
     Statistic,
     UnsupportedModelError,
-    Windows,
-    Work,
     hookimpl,
 )
-from compressx.numerics import work as numerics
 from compressx.numerics.admm import Problem, prune
 from compressx.numerics.least_squares import Metric
 from compressx.numerics.obs import NotPositiveDefiniteError, refused
-
-_STEPS, _SOLVER_STEPS = 31, 12
-"""Of ADMM and of the conjugate gradient, the means of 21 linears of two small models at 50%.
-`benchmarks/estimate.py compare` prints those of a recipe."""
 
 
 class ALPSOptions(BaseModel):
@@ -115,17 +107,6 @@ class ALPS:
         for name, metric in prepared.items():
             results |= results_of({name: Problem(block.linears[name].weight, metric, patterns[name])}, **limits)
         return results
-
-    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
-        """Count the solvers with the number of steps that they take as a rule."""
-        steps, solver_steps = min(self.options.steps, _STEPS), min(self.options.solver_steps, _SOLVER_STEPS)
-        solved = partial(numerics.admm, steps=steps, solver_steps=solver_steps)
-        return numerics.of_each(block, patterns, solved, updated=True)
-
-    def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
-        """Count the scaling of the Hessian."""
-        n = block.linears[name].in_features
-        return numerics.assembled(n) + numerics.metric(n)
 
 
 @hookimpl

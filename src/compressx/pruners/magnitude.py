@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict
 
-from compressx import Block, Pattern, PruneResult, PrunerSpec, Statistic, Windows, Work, hookimpl, keep_masks
-from compressx.numerics import work as numerics
+from compressx import Block, Pattern, PruneResult, PrunerSpec, Statistic, hookimpl, keep_masks
 
 
 class MagnitudeOptions(BaseModel):
@@ -31,10 +30,6 @@ class Magnitude:
         """Keep the largest |W|."""
         scores = {name: block.linears[name].weight.float().abs() for name in patterns}
         return {name: PruneResult(keep) for name, keep in keep_masks(scores, patterns).items()}
-
-    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
-        """Count magnitudes and their selection."""
-        return numerics.of_scores(block, patterns, passes=4)
 
 
 @hookimpl

@@ -19,8 +19,6 @@ from compressx import (
     Statistic,
     Structured,
     UnsupportedModelError,
-    Windows,
-    Work,
     drop_lowest,
     hookimpl,
 )
@@ -63,12 +61,6 @@ class RoutedOutputs:
         """Return the sum and the number of tokens."""
         return {"total": (self.total, "sum"), "count": (self.count, "sum")}
 
-    def work(self, text: Windows) -> Work:
-        """Count the outputs of the expert, which are computed once more."""
-        rows, columns = self.weight.shape
-        products = {"float32" if text.itemsize >= 4 else "bfloat16": 2 * text.tokens * rows * columns}
-        return Work(products, memory=text.itemsize * text.tokens * rows / text.batches)
-
     @property
     def score(self) -> float:
         """The mean over the expert's tokens (equation 9 of the paper); 0 of an expert without any."""
@@ -102,10 +94,6 @@ class Reap:
                 score = float(scores[int(pattern.units.owners[name].unit[0])])
                 results[name] = PruneResult(mask.to(device), info={"importance": score})
         return results
-
-    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
-        """Count the masks, which are written once."""
-        return Work.of(moved=sum(float(block.linears[n].weight.numel()) for n in patterns))
 
 
 def _check(block: Block, patterns: Mapping[str, Pattern], _options: object) -> None:

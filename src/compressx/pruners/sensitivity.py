@@ -8,7 +8,6 @@ on one scale then, so they can compete. Masks and weights are found by the solve
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -22,19 +21,12 @@ from compressx import (
     Statistic,
     Unstructured,
     UnsupportedModelError,
-    Windows,
-    Work,
     competing,
     hookimpl,
 )
-from compressx.numerics import work as numerics
 from compressx.numerics.admm import Problem
 from compressx.numerics.least_squares import Metric
 from compressx.pruners.alps import metric_of, results_of
-
-_STEPS, _SOLVER_STEPS = 20, 16
-"""Of ADMM at most, from a penalty of 0.3, and of the conjugate gradient: means of linears of SmolLM2 at 40% to 80%.
-`benchmarks/estimate.py compare` prints those of a recipe."""
 
 
 class SensitivityOptions(BaseModel):
@@ -107,20 +99,6 @@ class SensitivityPruner:
         rows = block.sensitivities[name].to(block.linears[name].weight.device)
         # Between linears in full: what a norm follows may have any scale, and only so does it not matter.
         return (rows.mean().pow(1 - self.options.rows) * rows.pow(self.options.rows))[:, None]
-
-    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
-        """Count the solvers with the number of steps that they take as a rule."""
-        steps = min(self.options.steps, _STEPS)
-        joint = {name: patterns[name] for name in competing(patterns)}
-        others = {name: pattern for name, pattern in patterns.items() if name not in joint}
-        alone = partial(numerics.admm, steps=steps, solver_steps=_SOLVER_STEPS)
-        together = numerics.side_by_side(block, joint, steps=steps, solver_steps=_SOLVER_STEPS) if joint else Work()
-        return together + numerics.of_each(block, others, alone, updated=True)
-
-    def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
-        """Count the scaling of the Hessian."""
-        n = block.linears[name].in_features
-        return numerics.assembled(n) + numerics.metric(n)
 
 
 def _check(block: Block, patterns: Mapping[str, Pattern], _options: object) -> None:

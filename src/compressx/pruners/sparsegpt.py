@@ -17,11 +17,8 @@ from compressx import (
     PruneResult,
     PrunerSpec,
     Statistic,
-    Windows,
-    Work,
     hookimpl,
 )
-from compressx.numerics import work as numerics
 from compressx.numerics.obs import factored, sweep
 
 
@@ -65,15 +62,6 @@ class SparseGPT:
             keep, updated = sweep(weight, factor.to(weight.device), patterns[name], dead.to(weight.device))
             results[name] = PruneResult(keep, updated.to(weight.dtype), {"damping": damping})
         return results
-
-    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
-        """Count the sweeps."""
-        return numerics.of_each(block, patterns, numerics.sweep, updated=True)
-
-    def prepare_work(self, block: Block, name: str, text: Windows) -> Work:  # noqa: ARG002 - the protocol
-        """Count the factor of the inverse Hessian."""
-        n = block.linears[name].in_features
-        return numerics.assembled(n) + numerics.inverse_cholesky(n)
 
 
 @hookimpl

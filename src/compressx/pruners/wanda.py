@@ -13,12 +13,9 @@ from compressx import (
     PruneResult,
     PrunerSpec,
     Statistic,
-    Windows,
-    Work,
     hookimpl,
     keep_masks,
 )
-from compressx.numerics import work as numerics
 from compressx.numerics.wanda import wanda_scores
 
 
@@ -45,10 +42,6 @@ class Wanda:
             assert isinstance(norms, FeatureNorms)  # noqa: S101 - it is what observe asked for
             scores[name] = wanda_scores(block.linears[name].weight, norms.norms)
         return {name: PruneResult(keep) for name, keep in keep_masks(scores, patterns).items()}
-
-    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
-        """Count scores and their selection."""
-        return numerics.of_scores(block, patterns, passes=7)
 
 
 @hookimpl

@@ -25,12 +25,9 @@ from compressx import (
     Structured,
     UnitKind,
     UnsupportedModelError,
-    Windows,
-    Work,
     find_units,
     hookimpl,
 )
-from compressx.numerics import work as numerics
 from compressx.numerics.obs import refused
 from compressx.numerics.ziplm import remove_units
 
@@ -86,18 +83,6 @@ class ZipLM:
             info = {"linear_error": solution.error.item(), "damping": solution.damping}
             results[name] = PruneResult(masks[name], solution.weight.to(weight.dtype), info, bias=bias)
         return results
-
-    def work(self, block: Block, patterns: Mapping[str, Pattern], text: Windows) -> Work:  # noqa: ARG002 - the protocol
-        """Count what the linears that read units take."""
-        found = Work()
-        for name, pattern in patterns.items():
-            if isinstance(pattern, Structured) and pattern.units.owners[name].dim == 1:
-                weight, bias = block.linears[name].weight, block.linears[name].bias
-                rows, columns = weight.shape
-                returned = weight.numel() + (0 if bias is None else rows)
-                found += numerics.removal(rows, columns, columns // pattern.units.count, pattern.dropped)
-                found += Work.of(returned=weight.element_size() * returned)
-        return found
 
 
 def _assembled(statistic: Hessian | Covariance, device: torch.device) -> Tensor:

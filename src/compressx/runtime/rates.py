@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from compressx.runtime.timing import synchronize
+
+_NAMES = ("float32", "bfloat16", "float16")
 
 _WIDTH = 1024
 """Input and output features of the measured product: those of a small model's linear."""
@@ -35,9 +36,9 @@ class Rates:
     """What a device does in a second at its best.
 
     Attributes:
-        products: FLOP/s of a matrix product by the name of its factors' dtype, `float32`, `bfloat16` and `float16`, and
-            on CUDA `tf32`: float32 factors rounded to TF32. A multiplication and an addition are two operations. On the
-            CPU, the rate of one thread times the number of torch's threads.
+        products: FLOP/s of a matrix product by the name of its factors' dtype, `float32`, `bfloat16` and `float16`.
+            A multiplication and an addition are two operations. On the CPU, the rate of one thread times the number of
+            torch's threads.
         copy: bytes/s of a copy within the device's memory, bytes read plus bytes written; on the CPU by one thread.
     """
 
@@ -76,7 +77,7 @@ def _measured(device: torch.device) -> Rates:
 
 
 def _measure(device: torch.device) -> Rates:
-    operations = {name: timed for name in _names(device) if (timed := _product(device, name)) is not None}
+    operations = {name: timed for name in _NAMES if (timed := _product(device, name)) is not None}
     source = torch.ones(_COPIED, dtype=torch.uint8, device=device)
     into = torch.zeros_like(source)  # its pages exist before the clock runs
     operations["copy"] = _Timed(lambda: into.copy_(source), 2 * _COPIED, device)
@@ -89,27 +90,6 @@ def _measure(device: torch.device) -> Rates:
             break
     copy = operations.pop("copy").rate
     return Rates({name: operation.rate for name, operation in operations.items()}, copy)
-
-
-def fastest(operation: Callable[[], object], work: float, device: torch.device) -> float:
-    """Return how much of its work an operation does in a second of its fastest run; one thread on the CPU."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        operation()
-        timed, clock = _Timed(operation, work, device), _clock(device)
-        started = clock()
-        for _ in range(_ROUNDS):
-            timed.run()
-            if clock() - started > _BUDGET:
-                break
-        return timed.rate
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _names(device: torch.device) -> tuple[str, ...]:
-    return ("float32", "bfloat16", "float16", *(["tf32"] if device.type == "cuda" else []))
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
@@ -140,13 +120,13 @@ class _Timed:
 
 def _product(device: torch.device, name: str) -> _Timed | None:
     """Return `x @ weight.T` with x [rows, 1024] and enough rows to be timed; None if it fails."""
-    dtype = torch.float32 if name == "tf32" else getattr(torch, name)
+    dtype = getattr(torch, name)
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.randn(_WIDTH, _WIDTH, generator=generator, device=device).to(dtype)
     rows, most = _ROWS
     while True:
         x = torch.randn(rows, _WIDTH, generator=generator, device=device).to(dtype)
-        timed = _Timed(functools.partial(_multiply, x, weight, tf32=name == "tf32"), 2 * rows * _WIDTH**2, device)
+        timed = _Timed(functools.partial(functional.linear, x, weight), 2 * rows * _WIDTH**2, device)
         try:
             timed.operation()  # loads kernels and fills caches
         except RuntimeError:  # this backend has no products of this dtype
@@ -154,15 +134,3 @@ def _product(device: torch.device, name: str) -> _Timed | None:
         if rows >= most or min(timed.run() for _ in range(2)) >= _LONG_ENOUGH:
             return timed
         rows *= 2
-
-
-@torch.no_grad()
-def _multiply(x: Tensor, weight: Tensor, *, tf32: bool) -> Tensor:
-    if x.device.type != "cuda":
-        return functional.linear(x, weight)
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    try:
-        return functional.linear(x, weight)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before

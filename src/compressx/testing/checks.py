@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -11,9 +10,8 @@ import torch
 from pydantic import BaseModel
 
 from compressx.api.patterns import Asked
-from compressx.api.pruner import CountedPruner, PrunerSpec, Statistic
+from compressx.api.pruner import PrunerSpec, Statistic
 from compressx.api.selector import TokenSelectorSpec
-from compressx.api.work import Windows, Work
 from compressx.recipe.validation import validate_options
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.testing import agreement, answers, depth, untouched
@@ -68,28 +66,8 @@ def _refusals(subject: Subject) -> None:
         expect(named, f"refusing {what}, it names no layer: {said}")
 
 
-def _counts(subject: Subject) -> None:
-    """Check that what `work` and `prepare_work` count, on a model without weights, are numbers."""
-    pruner = subject.rule.build()[0] if subject.claimed else None  # one of whole blocks is asked for no work
-    if not isinstance(pruner, CountedPruner):
-        raise NoSuchPromiseError("it counts no work: `compressx plan` lists it as not estimated")
-    block, text = subject.scene(weights=False).block, Windows(count=8, length=16, batch=4)
-    prepare: Callable[..., Work] | None = getattr(pruner, "prepare_work", None)
-    for claim in subject.few:
-        asked = subject.asked(block, claim)
-        counted = {"work": pruner.work(block, asked, text)}
-        if prepare is not None:
-            counted |= {f"prepare_work({name!r})": prepare(block, name, text) for name in asked}
-        for what, work in counted.items():
-            expect(isinstance(work, Work), f"{what} for {claim} must return a Work, got {type(work).__name__}")
-            numbers = {**work.counts, "memory": work.memory, "returned": work.returned}
-            wrong = [name for name, count in numbers.items() if not (math.isfinite(count) and count >= 0)]
-            expect(not wrong, f"{what} for {claim} counts {', '.join(f'{n} {numbers[n]}' for n in wrong)}")
-
-
 CHECKS: Mapping[str, Callable[[Subject], None]] = {
     "refusals name the layer": _refusals,
-    "counts its work": _counts,
     "exact sparsity for every pattern": answers.exact,
     "sparsity zero changes nothing": answers.dense,
     "bfloat16 and float16": answers.dtypes,

@@ -6,10 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.compressx.flops import counter
 from torch import Tensor
 
-from compressx.numerics import work
 from compressx.numerics.obs import NotPositiveDefiniteError
 from compressx.numerics.ziplm import choose_, members_of, remove_units
 
@@ -169,14 +167,3 @@ def test_numbers_that_are_none_and_units_of_different_sizes_are_refused():
         removed(weight, x, unit, 2)
     with pytest.raises(ValueError, match=r"units must have as many columns each, got \[1, 3\]"):
         members_of(torch.tensor([0, 1, 1, 1]))
-
-
-@pytest.mark.parametrize(
-    ("rows", "units", "size", "dropped"), [(24, 700, 1, 150), (10, 40, 1, 7), (16, 4, 96, 2), (33, 90, 12, 13)]
-)
-def test_it_multiplies_as_counted(rows, units, size, dropped):
-    weight, x, unit = problem(units, size, rows=rows, tokens=3)
-    weight, hessian = weight.float(), (x.T @ x).float()
-    with counter() as flops_of:
-        remove_units(weight, hessian.clone, unit, dropped)
-    assert work.removal(rows, units * size, size, dropped)["float32"] == flops_of.total

@@ -1,1 +1,0 @@
-"""What a recipe will cost, counted from shapes before anything runs."""
