@@ -35,7 +35,7 @@ from compressx.numerics.least_squares import Metric
 from compressx.pruners.alps import ALPSOptions
 from compressx_attnprune import baselines, layer, solver, training
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair, relative_errors
-from compressx_attnprune.options import AttnPruneOptions
+from compressx_attnprune.options import HELD_OUT, AttnPruneOptions
 from compressx_attnprune.solver import Budget, Layer
 from compressx_attnprune.training import Text
 from kept import same_settings
@@ -53,7 +53,7 @@ class Case:
     measured_on: Tensor  # [sequences, tokens, in_features]
     output: OutputLoss
     refit: int  # steps
-    steps: int  # of mask and joint
+    steps: int  # of mask
 
     @property
     def joint(self) -> Budget:
@@ -111,22 +111,13 @@ def gauss_newton(case: Case) -> Pair:
 def gauss_newton_refit(case: Case) -> Pair:
     """The same, followed by `--refit` gradient steps on the kept weights."""
     (start,) = solver.judge(case.layer, [solver.gauss_newton(case.layer, case.joint)])
-    rate = AttnPruneOptions().refit_learning_rate
     layer_ = case.layer
-    refitted = training.refit(layer_.loss, layer_.text, layer_.dense, start, steps=case.refit, learning_rate=rate)
-    return refitted.weights
+    return training.refit(layer_.loss, layer_.text, layer_.dense, start, steps=case.refit).weights
 
 
 def mask(case: Case) -> Pair:
     """The published method: masks learned by gradient descent, with lambda chosen on held-out calibration text."""
-    rate = solver.MASK_LEARNING_RATE
-    return solver.mask(case.layer, case.joint, regularization=None, steps=case.steps, learning_rate=rate).weights
-
-
-def joint(case: Case) -> Pair:
-    """Weights trained while the sparsity rises."""
-    rate = solver.JOINT_LEARNING_RATE
-    return solver.joint(case.layer, case.joint, steps=case.steps, learning_rate=rate).weights
+    return solver.mask(case.layer, case.joint, regularization=None, steps=case.steps).weights
 
 
 METHODS: dict[str, Callable[[Case], Pair]] = {
@@ -138,7 +129,6 @@ METHODS: dict[str, Callable[[Case], Pair]] = {
     "gauss-newton": gauss_newton,
     "gauss-newton+refit": gauss_newton_refit,
     "mask": mask,
-    "joint": joint,
 }
 
 
@@ -196,7 +186,7 @@ def measure(
         of_output = OutputLoss(attention, values.weight, values.bias, outputs)
         losses: dict[str, Loss] = {"attention-matrix": MatrixLoss(attention), "attention-output": of_output}
         seen, measured_on = x[: len(calibration)], x[len(calibration) :]
-        held_out = max(1, round(options.held_out * len(seen)))
+        held_out = max(1, round(HELD_OUT * len(seen)))
         text = Text(seen[:-held_out], seen[-held_out:])
         dense = (projections.query.weight, projections.key.weight)
         for method, sparsity in cells:
@@ -276,7 +266,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8, help="evaluation windows")
     parser.add_argument("--length", type=int, default=512, help="tokens in a window")
     parser.add_argument("--refit", type=int, default=60, help="gradient steps of gauss-newton+refit")
-    parser.add_argument("--steps", type=int, default=80, help="gradient steps of mask and joint")
+    parser.add_argument("--steps", type=int, default=80, help="gradient steps of mask")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()

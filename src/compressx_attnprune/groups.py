@@ -18,7 +18,7 @@ from torch import Tensor
 from compressx_attnprune.losses import parts
 from compressx_attnprune.mixing import Mixing, Triple
 from compressx_attnprune.moments import Moments, damped_factor, solve, unit_diagonal, without_factor
-from compressx_attnprune.training import Descent, Text, batches, read
+from compressx_attnprune.training import LEARNING_RATE, Descent, Text, batches, read
 
 DAMPINGS = (0.03, 0.1, 0.3, 1.0)
 """Fractions of each feature's square that are tried: with little text, more damping."""
@@ -85,9 +85,8 @@ class Solution:
 
 @torch.no_grad()
 def prune(
-    layer: Layer, groups: int, chosen: int | Tensor, *, dampings: Sequence[float] = DAMPINGS, refit: int = 0,
-    learning_rate: float = 0.01,
-) -> Solution:  # fmt: skip
+    layer: Layer, groups: int, chosen: int | Tensor, *, dampings: Sequence[float] = DAMPINGS, refit: int = 0
+) -> Solution:
     """Remove groups from a layer.
 
     Args:
@@ -96,7 +95,6 @@ def prune(
         chosen: how many of them go, or which stay, bool [groups].
         dampings: to try; the best by held-out error is taken.
         refit: gradient steps that then train query, key and value of what stays, before the last solution.
-        learning_rate: as for `training.refit`.
 
     Raises:
         NotPositiveDefiniteError: second moments that cannot be factored with a damping.
@@ -117,7 +115,7 @@ def prune(
         best = _best(layer, *layer.moments(best.weights), dict.fromkeys(dampings, best.keep), best.weights)
     if not refit:
         return best
-    weights, losses = _train(layer, best, steps=refit, learning_rate=learning_rate)
+    weights, losses = _train(layer, best, steps=refit)
     trained = _best(layer, *layer.moments(weights), dict.fromkeys(dampings, best.keep), weights)
     better = trained if trained.error < best.error else best  # NaN never wins
     return replace(better, cut=best.cut, losses=losses)
@@ -206,11 +204,11 @@ def _cut(keep: Tensor, weights: Triple) -> Triple:
     return query, key, value
 
 
-def _train(layer: Layer, start: Solution, *, steps: int, learning_rate: float) -> tuple[Triple, tuple[float, ...]]:
+def _train(layer: Layer, start: Solution, *, steps: int) -> tuple[Triple, tuple[float, ...]]:
     """Train query, key and value of what stays towards the dense layer's output, with the output projection held."""
     query, key, value = (w.clone() for w in start.weights)
     weights = (query, key, value)
-    optimizer = Descent(weights, layer.dense, learning_rate, steps)
+    optimizer = Descent(weights, layer.dense, LEARNING_RATE, steps)
     losses: list[Tensor] = []
     for x in batches(layer.text.train, steps):
         wanted = layer.mixing.mixed(x, layer.dense) @ layer.output.T

@@ -31,7 +31,7 @@ from compressx_attnprune.geometry import queries_and_keys
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, relative_errors
 from compressx_attnprune.mixing import Mixing
 from compressx_attnprune.objective import attention_matrices
-from compressx_attnprune.options import AttnPruneOptions
+from compressx_attnprune.options import HELD_OUT, AttnPruneOptions
 from compressx_attnprune.solver import Budget, Layer, Solution
 from compressx_attnprune.training import Text
 
@@ -84,7 +84,7 @@ class AttnPrune:
                 projections.output.weight.float().clone(),
             ),
         }
-        held_out = min(len(x) - 1, max(1, round(self.options.held_out * len(x))))
+        held_out = min(len(x) - 1, max(1, round(HELD_OUT * len(x))))
         text = Text(x[:-held_out], x[-held_out:]) if held_out else Text(x, x)
         dense = (projections.query.weight.clone(), projections.key.weight.clone())
         return _Prepared(
@@ -118,7 +118,7 @@ class AttnPrune:
         info = _errors(ready, solution)
         if solution.fell_back:
             info["fell_back"] = 1.0
-        images = _heat_maps(ready.layer, solution) if self.options.heat_map else {}
+        images = _heat_maps(ready.layer, solution)
         keeps, weights = _assemble(ready, patterns, solution)
         return {
             name: PruneResult(keeps[name], weights[name], info, images=images, history=solution.histories)
@@ -270,7 +270,7 @@ def compressx_pruners() -> list[PrunerSpec]:
             groups=("joint", "layer", "row"),
             units=("kv-groups",),
             reconstructs=True,
-            selecting_options=("mode", "steps", "learning_rate", "regularization"),
+            selecting_options=("mode", "steps", "regularization"),
             check=_check,
         )
     ]

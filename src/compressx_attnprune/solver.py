@@ -1,9 +1,8 @@
 """Prune the query and key projection of one layer, never worse than Wanda or SparseGPT.
 
-Combines the closed-form solver (`gauss-newton`), masks by gradient descent (`mask`), joint training of masks and
-weights (`joint`), and an optional refit of the kept weights. Wanda's and SparseGPT's solutions are computed as well,
-and the one with the lowest held-out error is returned. Weights are float32 [heads * head_dim, in_features]; every pair
-is (query, key).
+Combines the closed-form solver (`gauss-newton`), masks by gradient descent (`mask`), and an optional refit of the kept
+weights. Wanda's and SparseGPT's solutions are computed as well, and the one with the lowest held-out error is returned.
+Weights are float32 [heads * head_dim, in_features]; every pair is (query, key).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from compressx import NM, FixedMask, Pattern, Unstructured, keep_masks
+from compressx import NM, FixedMask, Pattern, keep_masks
 from compressx.numerics.wanda import wanda_scores
 from compressx_attnprune import baselines, curvature, kronecker, training
 from compressx_attnprune.baselines import Inputs
@@ -26,7 +25,8 @@ from compressx_attnprune.training import Text, Trained
 DAMPING = 0.003
 _MOST_DAMPING = 0.3
 
-MASK_LEARNING_RATE, JOINT_LEARNING_RATE = 0.05, 0.03
+MASK_LEARNING_RATE = 0.05
+"""Largest change of a mask entry per step."""
 
 REGULARIZATIONS = (0.03, 0.1, 0.3, 1.0)
 """The lambdas that mask mode tries when none is given; ours, not published."""
@@ -80,15 +80,14 @@ class Budget:
     query: Pattern
     key: Pattern
 
-    def choose(self, scores: Pair, share: float = 1.0, known_finite: bool = False) -> Pair:
+    def choose(self, scores: Pair, known_finite: bool = False) -> Pair:
         """Turn scores into masks (True = keep).
 
         Args:
             scores: [heads * head_dim, in_features] for each; the lowest are dropped.
-            share: fraction of the sparsity to apply; ignored by N:M and fixed masks.
             known_finite: as for `keep_masks`.
         """
-        patterns = {"query": _at(self.query, share), "key": _at(self.key, share)}
+        patterns = {"query": self.query, "key": self.key}
         query, key = keep_masks({"query": scores[0], "key": scores[1]}, patterns, known_finite=known_finite).values()
         return query, key
 
@@ -138,7 +137,8 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
     if in_closed_form:
         *started, ours = judge(layer, [*starts.values(), gauss_newton(layer, budget)])
     else:
-        started, ours = judge(layer, list(starts.values())), _learn(layer, budget, options)
+        started = judge(layer, list(starts.values()))
+        ours = mask(layer, budget, regularization=options.regularization, steps=options.steps)
     best_start = min(started, key=lambda t: t.error)
     damping = layer.damping
     if ours.error > best_start.error and in_closed_form:
@@ -152,9 +152,7 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
     histories: dict[str, tuple[float, ...]] = {options.mode: ours.losses} if ours.losses else {}
     fell_back = best is best_start
     if options.refit:
-        best = training.refit(
-            layer.loss, layer.text, layer.dense, best, steps=options.refit, learning_rate=options.refit_learning_rate
-        )
+        best = training.refit(layer.loss, layer.text, layer.dense, best, steps=options.refit)
         histories["refit"] = best.losses
     errors = {"": best.error, **{name: start.error for name, start in zip(starts, started, strict=True)}}
     return Solution(best.keeps, best.weights, {n: w for n, (_, w) in starts.items()}, errors, histories, fell_back)
@@ -179,7 +177,7 @@ def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None
     return _by_row(keeps), _by_row(weights)
 
 
-def mask(layer: Layer, budget: Budget, *, regularization: float | None, steps: int, learning_rate: float) -> Trained:
+def mask(layer: Layer, budget: Budget, *, regularization: float | None, steps: int) -> Trained:
     """Learn masks as published, without changing kept weights.
 
     Without a lambda, masks are learned to the end for each of `REGULARIZATIONS` and the best by held-out error is
@@ -188,20 +186,17 @@ def mask(layer: Layer, budget: Budget, *, regularization: float | None, steps: i
     tried: list[Trained] = []
     for value in REGULARIZATIONS if regularization is None else (regularization,):
         relaxed, losses = training.learn_masks(
-            layer.loss, layer.text.train, layer.dense, regularization=value, steps=steps, learning_rate=learning_rate
+            layer.loss,
+            layer.text.train,
+            layer.dense,
+            regularization=value,
+            steps=steps,
+            learning_rate=MASK_LEARNING_RATE,
         )
         keeps = budget.choose(ranked(relaxed, layer.inputs, layer.dense))
         masked = (layer.dense[0] * keeps[0], layer.dense[1] * keeps[1])
         tried.append(replace(judge(layer, [(keeps, masked)])[0], losses=losses))
     return min(tried, key=lambda t: t.error)
-
-
-def joint(layer: Layer, budget: Budget, *, steps: int, learning_rate: float) -> Trained:
-    """Train weights while the sparsity rises to the budget."""
-    query, key = (c.scale().flatten(0, 1) for c in layer.curvature)
-    return training.joint(
-        layer.loss, layer.text, layer.dense, (query, key), budget.choose, steps=steps, learning_rate=learning_rate
-    )
 
 
 def judge(layer: Layer, candidates: Sequence[tuple[Pair, Pair]]) -> list[Trained]:
@@ -229,25 +224,6 @@ def _sparsegpt(layer: Layer, budget: Budget) -> tuple[Pair, Pair]:
     if isinstance(budget.query, NM) and isinstance(budget.key, NM):
         return baselines.sparsegpt_nm(layer.dense, layer.inputs, (budget.query, budget.key))
     return baselines.sparsegpt(layer.dense, layer.inputs, budget.choose, budget.query.sparsity)
-
-
-def _learn(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Trained:
-    if options.mode == "joint":
-        return joint(layer, budget, steps=options.steps, learning_rate=options.learning_rate or JOINT_LEARNING_RATE)
-    return mask(
-        layer,
-        budget,
-        regularization=options.regularization,
-        steps=options.steps,
-        learning_rate=options.learning_rate or MASK_LEARNING_RATE,
-    )
-
-
-def _at(pattern: Pattern, share: float) -> Pattern:
-    """Return the pattern at a share of its sparsity; N:M and fixed masks are unchanged."""
-    if isinstance(pattern, Unstructured) and share < 1.0:
-        return Unstructured(share * pattern.sparsity, pattern.group)
-    return pattern
 
 
 def _by_row(pair: Sequence[Tensor]) -> Pair:

@@ -68,9 +68,7 @@ def prune(
     given = {n: p.keep for n, p in patterns.items() if isinstance(p, FixedMask)}
     chosen = units.kept(given) if given else pattern.dropped
     dampings = groups.DAMPINGS if options.damping is None else (options.damping,)
-    solution = groups.prune(
-        layer, units.count, chosen, dampings=dampings, refit=options.refit, learning_rate=options.refit_learning_rate
-    )
+    solution = groups.prune(layer, units.count, chosen, dampings=dampings, refit=options.refit)
     shapes = {n: (rows.out_features, rows.in_features) for n, rows in _linears(projections).items()}
     masks = units.masks(solution.keep, shapes)
     info = {"output_error": solution.error, "output_error.cut": solution.cut}

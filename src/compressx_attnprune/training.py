@@ -1,14 +1,14 @@
-"""Gradient descent on a loss: learned masks as published, refit of kept weights, and joint training of both.
+"""Gradient descent on a loss: learned masks as published, and refit of kept weights.
 
-Each step uses the next few sequences, so all training text is used. `refit` and `joint` return the iterate with the
-lowest held-out error; `refit` never returns a worse one than it started from. Weights are float32
-[heads * head_dim, in_features], and every pair is (query, key).
+Each step uses the next few sequences, so all training text is used. `refit` returns the iterate with the lowest
+held-out error, never a worse one than it started from. Weights are float32 [heads * head_dim, in_features], and every
+pair is (query, key).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,10 +16,8 @@ from torch import Tensor
 
 from compressx_attnprune.losses import SEQUENCES, Loss, Pair, relative_error
 
-Choose = Callable[[Pair, float, bool], Pair]
-"""Maps scores of query and key to masks (True = keep) at a share of the budget, from 0 (all kept) to 1; without a check
-for NaN, for which the host would wait, where the last argument is true."""
-
+LEARNING_RATE = 0.01
+"""Of refits: approximate largest change of a weight per step, as a fraction of the weights' root mean square."""
 _CHECKS = 4  # measurements of the held-out error during training
 
 
@@ -53,7 +51,9 @@ class Trained:
     losses: tuple[float, ...] = ()
 
 
-def refit(loss: Loss, text: Text, dense: Pair, start: Trained, *, steps: int, learning_rate: float) -> Trained:
+def refit(
+    loss: Loss, text: Text, dense: Pair, start: Trained, *, steps: int, learning_rate: float = LEARNING_RATE
+) -> Trained:
     """Train the kept weights on the loss, with fixed masks.
 
     Args:
@@ -62,7 +62,7 @@ def refit(loss: Loss, text: Text, dense: Pair, start: Trained, *, steps: int, le
         dense: the dense weights.
         start: initial weights and the masks; its weights are returned if no step is better on the held-out text.
         steps: gradient steps, each on a few sequences.
-        learning_rate: approximate largest change of a weight per step, as a fraction of the weights' root mean square.
+        learning_rate: as `LEARNING_RATE`.
     """
     best, keeps, weights = start, start.keeps, _copy(start.weights)
     optimizer = Descent(weights, dense, learning_rate, steps)
@@ -73,52 +73,6 @@ def refit(loss: Loss, text: Text, dense: Pair, start: Trained, *, steps: int, le
         optimizer.step((grads[0] * keeps[0], grads[1] * keeps[1]))
         if (step + 1) % max(1, steps // _CHECKS) == 0 or step + 1 == steps:
             best = _better(best, loss, text, dense, weights, keeps)
-    return replace(best, losses=read(losses))
-
-
-def joint(
-    loss: Loss,
-    text: Text,
-    dense: Pair,
-    metric: Pair,
-    choose: Choose,
-    *,
-    steps: int,
-    learning_rate: float,
-) -> Trained:
-    """Train weights from the dense ones while the sparsity rises to the budget.
-
-    The sparsity follows a cubic curve over the first 60% of the steps (Zhu and Gupta, arXiv 1710.01878), during which
-    dropped weights may return. The remaining steps refit the kept weights.
-
-    Args:
-        loss: the objective.
-        text: inputs.
-        dense: the dense weights.
-        metric: square root of the curvature of each weight; scores are |W| times this.
-        choose: turns scores into masks at a share of the budget.
-        steps: gradient steps.
-        learning_rate: as for `refit`.
-    """
-    weights = _copy(dense)
-    keeps: Pair = (torch.ones_like(dense[0], dtype=torch.bool), torch.ones_like(dense[1], dtype=torch.bool))
-    optimizer = Descent(weights, dense, learning_rate, steps)
-    rising = max(1, round(0.6 * steps))
-    losses: list[Tensor] = []
-    best: Trained | None = None
-    for step, x in enumerate(batches(text.train, steps)):
-        if step < rising:
-            share = 1.0 - (1.0 - (step + 1) / rising) ** 3
-            scores = (weights[0].abs() * metric[0], weights[1].abs() * metric[1])
-            keeps = choose(scores, share, step + 1 < rising)
-        masked = (weights[0] * keeps[0], weights[1] * keeps[1])
-        value, grads = loss.gradients(x, dense, masked)
-        losses.append(value)
-        # While the sparsity rises, dropped weights are trained too, so that they can return.
-        optimizer.step(grads if step < rising else (grads[0] * keeps[0], grads[1] * keeps[1]))
-        if step + 1 >= rising and ((steps - step - 1) % max(1, (steps - rising) // 2 or 1) == 0):
-            best = _better(best, loss, text, dense, (weights[0] * keeps[0], weights[1] * keeps[1]), keeps)
-    assert best is not None  # noqa: S101 - the last step is always measured
     return replace(best, losses=read(losses))
 
 

@@ -16,7 +16,7 @@ from compressx.blocks.prepared import answer_of
 from compressx_attnprune import plugin
 
 SPEC = plugin.compressx_pruners()[0]
-MODES = ("gauss-newton", "mask", "joint")
+MODES = ("gauss-newton", "mask")
 OBJECTIVES = {"attention-matrix": "attention_error", "attention-output": "output_error"}
 PATTERNS: list[Pattern] = [
     Unstructured(0.637, "joint"), Unstructured(0.637, "layer"), Unstructured(0.637, "row"), NM(2, 4)

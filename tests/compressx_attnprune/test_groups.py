@@ -173,7 +173,7 @@ def test_queries_keys_and_values_that_stay_are_left_alone_without_a_refit(archit
 
 def test_a_refit_lowers_the_error_and_shows_its_losses():
     recorded = record(LLAMA)
-    plain, refit = (next(iter(prune(recorded, **o).values())) for o in ({}, {"refit": 30, "refit_learning_rate": 0.05}))
+    plain, refit = (next(iter(prune(recorded, **o).values())) for o in ({}, {"refit": 30}))
     assert torch.equal(plain.keep, refit.keep)
     assert refit.info["output_error"] < 0.95 * plain.info["output_error"]
     assert refit.info["output_error.cut"] == plain.info["output_error.cut"]
@@ -190,7 +190,7 @@ def test_a_refit_that_does_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch):
         assert result.info == plain[name].info
 
 
-@pytest.mark.parametrize("options", [{}, {"refit": 8, "refit_learning_rate": 0.05}], ids=["closed form", "refit"])
+@pytest.mark.parametrize("options", [{}, {"refit": 8}], ids=["closed form", "refit"])
 def test_under_a_norm_over_all_heads_rows_that_go_are_zero_for_the_others_too(options: dict[str, Any]):
     recorded = record("olmo2")
     results = prune(recorded, **options)

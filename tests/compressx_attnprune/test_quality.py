@@ -33,11 +33,17 @@ def recorded(smollm2_short: Any) -> blocks.Recorded:
     return blocks.Recorded(block, x, torch.empty(0))
 
 
+@pytest.fixture(autouse=True)
+def a_fifth_is_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the bounds were found with."""
+    monkeypatch.setattr(plugin, "HELD_OUT", HELD_OUT / SEQUENCES)
+
+
 def prune(recorded: blocks.Recorded, sparsity: float, **options: Any) -> list[PruneResult]:
     names = blocks.targets(recorded.block)
     sample = SequenceSample(recorded.x.shape[-1])
     sample.update(recorded.x)
-    chosen = plugin.AttnPruneOptions(objective="attention-matrix", held_out=HELD_OUT / SEQUENCES, **options)
+    chosen = plugin.AttnPruneOptions(objective="attention-matrix", **options)
     patterns = dict.fromkeys(names, Unstructured(sparsity, "joint"))
     observed = dict.fromkeys(names, Observed(sample))
     return list(asked(plugin.AttnPrune(chosen), recorded.block, patterns, observed).values())

@@ -14,7 +14,7 @@ from compressx import Pattern, Unstructured, keep_masks
 from compressx_attnprune import training
 from compressx_attnprune.geometry import Attention, Projection
 from compressx_attnprune.losses import MatrixLoss, Pair, relative_error
-from compressx_attnprune.training import Choose, Text, Trained
+from compressx_attnprune.training import Text, Trained
 
 ATTENTION = Attention(Projection(2), Projection(1), head_dim=4, scaling=0.5)
 LOSS = MatrixLoss(ATTENTION)
@@ -71,19 +71,9 @@ def towards(a: float, sequences: int = 4) -> Tensor:
     return torch.full((sequences, 1, 1), a)
 
 
-def by(pattern: Pattern) -> Choose:
-    """Return what turns scores into masks at a share of a budget, as the solver's does."""
-
-    def choose(scores: Pair, share: float, known_finite: bool = False) -> Pair:
-        asked = Unstructured(share * pattern.sparsity, pattern.group) if isinstance(pattern, Unstructured) else pattern
-        masks = keep_masks({"q": scores[0], "k": scores[1]}, dict.fromkeys("qk", asked))
-        return masks["q"], masks["k"]
-
-    return choose
-
-
 def by_magnitude(dense: Pair, text: Text, pattern: Pattern = HALF) -> Trained:
-    keeps = by(pattern)((dense[0].abs(), dense[1].abs()), 1.0)
+    query, key = keep_masks({"q": dense[0].abs(), "k": dense[1].abs()}, dict.fromkeys("qk", pattern)).values()
+    keeps = (query, key)
     weights = (dense[0] * keeps[0], dense[1] * keeps[1])
     return Trained(weights, keeps, relative_error(LOSS, text.held_out, dense, weights))
 
@@ -131,15 +121,13 @@ def test_losses_are_those_of_each_steps_sequences_before_the_step(dense: Pair, t
     assert losses == pytest.approx([relative_error(LOSS, b, dense, start.weights) for b in batches], rel=1e-4)
 
 
-@pytest.mark.parametrize("train", ["refit", "joint", "learn_masks"])
+@pytest.mark.parametrize("train", ["refit", "learn_masks"])
 def test_steps_go_through_all_sequences_again_and_again_in_order(train: str, dense: Pair):
     x = torch.arange(10.0, dtype=torch.bfloat16)[:, None, None] / 16
     loss, text = Distance(), Text(x, x)
     everything = (torch.ones_like(dense[0], dtype=torch.bool), torch.ones_like(dense[1], dtype=torch.bool))
     if train == "refit":
         training.refit(loss, text, dense, Trained(dense, everything, 1.0), steps=5, learning_rate=0.01)
-    elif train == "joint":
-        training.joint(loss, text, dense, dense, by(HALF), steps=5, learning_rate=0.01)
     else:
         training.learn_masks(loss, x, dense, regularization=0.0, steps=5, learning_rate=0.01)
     assert [[round(16 * float(s)) for s in seen] for seen in loss.seen] == [
@@ -150,53 +138,6 @@ def test_steps_go_through_all_sequences_again_and_again_in_order(train: str, den
 
 def ones(dense: Pair) -> Pair:
     return torch.ones_like(dense[0]), torch.ones_like(dense[1])
-
-
-def test_the_share_of_the_budget_rises_along_a_cubic_curve_over_six_tenths_of_the_steps(dense: Pair, text: Text):
-    shares: list[float] = []
-
-    def choose(scores: Pair, share: float, known_finite: bool = False) -> Pair:
-        shares.append(share)
-        return by(HALF)(scores, share)
-
-    training.joint(LOSS, text, dense, ones(dense), choose, steps=10, learning_rate=0.03)
-    assert shares == pytest.approx([1 - (1 - t / 6) ** 3 for t in range(1, 7)])
-    assert shares[-1] == 1.0
-
-
-def test_weights_compete_in_the_metric_they_are_given(dense: Pair, text: Text):
-    """Half of the input features cost nothing."""
-    metric = ones(dense)
-    for side in metric:
-        side[:, ::2] = 0.0
-    done = training.joint(LOSS, text, dense, metric, by(HALF), steps=5, learning_rate=0.03)
-    for keep in done.keeps:
-        assert not keep[:, ::2].any()
-        assert keep[:, 1::2].all()
-
-
-def test_a_dropped_weight_comes_back_while_the_budget_rises(dense: Pair):
-    """What is dropped first would be kept last: a weight that starts small and that the loss wants large."""
-    small = (dense[0].clone(), dense[1].clone())
-    small[0][0] = 1e-3
-    dropped: list[bool] = []
-
-    def choose(scores: Pair, share: float, known_finite: bool = False) -> Pair:
-        keeps = by(HALF)(scores, share)
-        dropped.append(not keeps[0][0].all())
-        return keeps
-
-    class Growing(Distance):
-        def gradients(self, x: Tensor, dense: Pair, pruned: Pair) -> tuple[Tensor, Pair]:
-            value, (query, key) = super().gradients(x, dense, pruned)
-            query[0] = -1.0
-            return value, (query, key)
-
-    text = Text(towards(1.0), towards(1.0))
-    done = training.joint(Growing(), text, small, ones(small), choose, steps=40, learning_rate=0.1)
-    assert any(dropped)
-    assert not dropped[-1]
-    assert done.keeps[0][0].all()
 
 
 def descend_by_hand(
