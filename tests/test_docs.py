@@ -267,28 +267,31 @@ def test_every_module_has_its_place_in_the_design_page():
 # --- figures
 
 
-def _row(section: str, start: str) -> list[str]:
-    """Return the cells of the row that begins so, without the first, bold type and brackets."""
-    line = next(line for line in section.splitlines() if line.replace("*", "").startswith(f"| {start}"))
-    return [re.sub(r"\*|\(.*?\)", "", cell).strip() for cell in line.strip("|").split("|")[1:]]
+def _table(section: str, start: str) -> dict[str, dict[str, str]]:
+    """Return the cells of the table whose header begins so by row and column, without bold type, links and brackets."""
+    lines = section.partition(f"| {start}")[2].partition("\n\n")[0].splitlines()
+    rows = [[re.sub(r"\*|\(.*?\)|[][]", "", cell).strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
 
 
 def test_the_figures_of_the_readme_and_of_the_best_recipes_are_those_of_the_results_page():
-    measured, shown = _section(_RESULTS_MD, "The lowest perplexity"), _section(_README, "Results")
-    for readme, results in (("SparseGPT", "SparseGPT |"), ("[best-50]", "best |")):
-        for rounded, figure in zip(_row(shown, readme), _row(measured, results), strict=True):
-            half = (
-                0.5 * 10 ** -len(rounded.partition(".")[2]) * (1 + 1e-9)
-            )  # 42.6 for 42.55, whatever floats make of it
-            assert abs(float(rounded) - float(figure)) <= half, (rounded, figure)
-    minutes, memory = _row(measured, "best: minutes without"), _row(measured, "best: peak memory")
-    assert re.findall(r"best-60 took \[(\d+) minutes", shown) == [minutes[1]]
-    of_a_recipe = {"50": 0, "60": 1, "70": 2, "2of4": 4}  # 80% and 4:8 are by those of 70% and 2:4
-    for name, column in of_a_recipe.items():
-        expected = minutes[column], memory[column]
+    section, best = _section(_README, "Results"), _section(_RESULTS_MD, "The lowest perplexity")
+    shown, measured = _table(section, "Token perplexity"), _table(best, "token perplexity")
+    assert [float(row.pop("dense")) for row in shown.values()] == [29.2, 29.2]
+    assert "dense 29.16" in best
+    for readme, results in zip(shown, ("SparseGPT", "best"), strict=True):
+        _, *cells = shown[readme].items()
+        assert [column for column, _ in cells] == ["50%", "70%", "2:4"]
+        for column, rounded in cells:
+            half = 0.5 * 10 ** -len(rounded.partition(".")[2]) * (1 + 1e-9)  # of its last digit
+            assert abs(float(rounded) - float(measured[results][column])) <= half, (readme, column)
+    [minutes] = [row for name, row in measured.items() if name.startswith("best: minutes without")]
+    [memory] = [row for name, row in measured.items() if name.startswith("best: peak memory")]
+    assert re.findall(r"best-60 took \[(\d+) minutes", section) == [minutes["60%"]]
+    for name, column in {"50": "50%", "60": "60%", "70": "70%", "2of4": "2:4"}.items():
         recipe = (_ROOT / f"recipes/best-{name}.yaml").read_text(encoding="utf-8").replace("\n# ", " ")
         said = [*re.findall(r"(\d+) minutes on two cores|([\d.]+) GB", recipe)]
-        assert said == [(expected[0], "")] * bool(expected[0]) + [("", expected[1])]  # two were not timed
+        assert said == [(minutes[column], "")] * bool(minutes[column]) + [("", memory[column])]  # one was not timed
 
 
 # --- links
