@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from compressx.allocation import methods as allocators
 from compressx.allocation.measure import Measured, measure, measure_outliers
 from compressx.allocation.units import units_of
 from compressx.api.patterns import NM, Unstructured, keep_mask
-from compressx.api.statistics import FeatureNorms
 from compressx.blocks.fisher import fisher_diagonal, gradients
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
@@ -275,24 +273,6 @@ def test_outliers_of_an_expert_that_no_token_reached_are_not_counted_as_none() -
         list(measure_outliers(InMemory(model), units_of(one_rule(model, "magnitude"), "block"), BATCHES, 2.0))
 
 
-@pytest.mark.slow
-def test_divergences_grow_with_sparsity() -> None:
-    model = tiny_model("gemma3")
-    tokens = tiny_tokens(sequences=64).split(16)  # many: of each one label is drawn
-    units = units_of(mixed(model), "rule")
-    for block in measure(InMemory(model), units, BATCHES, tokens, (0.2, 0.4, 0.6)):  # beyond, changes are not small
-        for m in block:
-            assert all(a < b for a, b in pairwise((0, *m.divergences))), m.unit.linears[0].name
-
-
-def test_a_reconstructor_lowers_the_divergence() -> None:
-    def of_blocks(reconstructor: PrunerSpec | None) -> list[float]:
-        planned = plan(tiny_model("llama"), (rule(0, SPECS["wanda"], reconstructor), "row", REST))
-        return [m.divergences[0] for m in measured(tiny_model("llama"), planned, 0.6)]
-
-    assert all(a < b for a, b in zip(of_blocks(SPECS["sparsegpt"]), of_blocks(None), strict=True))
-
-
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [("llama", torch.float32), ("gpt2", torch.bfloat16), ("mixtral", torch.bfloat16)],
@@ -338,41 +318,6 @@ def test_every_weight_is_restored_to_the_bit_when_a_pruned_block_fails() -> None
         measured(model, one_rule(model, spec_of(Failing()), *REST), 0.5, 0.7)
     after = bits(model)
     assert all(torch.equal(before[n], after[n]) for n in before)
-
-
-def test_statistics_are_gathered_once_for_all_sparsities() -> None:
-    updates: list[int] = []
-    asked: list[FeatureNorms] = []
-
-    class Counting(FeatureNorms):
-        def update(self, x: torch.Tensor) -> None:
-            updates.append(len(x))
-            super().update(x)
-
-    class Asked(Spy):
-        def prune(self, block: Any, patterns: Any, stats: Any) -> Any:
-            asked.extend(stats.values())
-            return super().prune(block, patterns, stats)
-
-    model = tiny_model("llama")
-    measured(model, one_rule(model, spec_of(Asked(Counting)), "down_proj"), 0.3, 0.5, 0.7)
-    assert updates == [4, 2] * 3  # blocks
-    assert [id(x) for x in asked] == [id(x) for x in asked[::3] for _ in range(3)]
-
-
-@pytest.mark.parametrize("kind", ["linear", "rule"])
-def test_each_hessian_is_factored_once_for_all_sparsities_and_units(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    factored: list[str] = []
-    factor = sparsegpt.factored
-
-    def spy(name: str, *given: Any) -> Any:
-        factored.append(name.rpartition(".")[2])
-        return factor(name, *given)
-
-    monkeypatch.setattr(sparsegpt, "factored", spy)
-    model = tiny_model("llama")
-    measured(model, one_rule(model, "sparsegpt"), 0.3, 0.5, 0.7, kind=kind)
-    assert factored == ["q_proj", "o_proj", "gate_proj", "down_proj"] * 3  # blocks
 
 
 def test_two_rules_that_share_a_hessian_each_prepare_their_own() -> None:

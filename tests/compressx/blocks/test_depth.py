@@ -178,20 +178,6 @@ def test_what_a_plugin_does_wrong_names_it_and_the_block(methods, said):
         scored(model, plan_with(Blames(**methods), model))
 
 
-def test_a_statistic_that_fails_is_blamed_on_its_plugin():
-    class Broken:
-        def update(self, before: Any, after: Any) -> None:
-            raise TypeError("no")
-
-        def tensors(self) -> dict[str, Any]:
-            return {}
-
-    model = tiny_model("llama")
-    message = r"update of the statistic of pruner 'own' failed on model\.layers\.0: TypeError: no \(.*test_depth\.py"
-    with pytest.raises(PluginError, match=message):
-        scored(model, plan_with(Blames(observe_block=lambda _b: Broken()), model))
-
-
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_statistic_that_changes_what_enters_or_leaves_a_block_is_refused(which: int):
     class Centring:

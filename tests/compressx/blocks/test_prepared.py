@@ -6,14 +6,11 @@ import weakref
 
 import pytest
 import torch
-from tests.compressx.blocks.test_prune import HALF, Spy, batches, plan_all, pruned, spec_of
+from tests.compressx.blocks.test_prune import Spy, pruned, spec_of
 
 from compressx import FeatureNorms, PluginError, PruneResult, keep_masks
-from compressx.blocks import contract
 from compressx.blocks.observe import Observed
 from compressx.blocks.prepared import Prepared
-from compressx.blocks.prune import prune_model
-from compressx.models.access import InMemory
 from compressx.testing import tiny_model
 
 
@@ -59,14 +56,6 @@ def observed(**statistics: int) -> dict[str, Observed]:
     return {name: of[size] for name, size in statistics.items()}
 
 
-def test_linears_that_share_a_statistic_come_in_turn_wherever_they_stand():
-    pruner = Preparing()
-    prepared = Prepared("mine", pruner, None, observed(q=4, o=5, fc=4))
-    assert [name for name, _ in prepared.items()] == ["q", "fc", "o"]
-    assert pruner.prepared == ["q", "o"]
-    assert "lm_head" not in prepared
-
-
 def test_what_is_kept_is_not_prepared_again_and_what_is_not_is():
     pruner, stats, kept = Preparing(), observed(q=4, o=5), {}
     for _ in range(2):
@@ -89,16 +78,3 @@ def test_a_failure_to_prepare_names_the_plugin_the_linear_and_the_line():
         r"ZeroDivisionError: boom \(.*test_prepared\.py, line \d+\)$",
     ):
         pruned(tiny_model("llama"), spec_of(Broken()))
-
-
-@pytest.mark.parametrize(("separable", "reads"), [(True, 5), (False, 2)])
-def test_weights_are_summed_no_more_often_than_a_pruner_could_have_changed_them(separable, reads, monkeypatch):
-    """Before any pruner is asked, after its own; and where others are asked in between, before, and at the end."""
-    read: list[int] = []
-    bits = contract._bits
-    monkeypatch.setattr(contract, "_bits", lambda x: read.append(x.dim() > 1 and x.numel()) or bits(x))
-    model = tiny_model("llama")
-    plan = plan_all(model, spec_of(Preparing(), separable=separable), HALF, only="layers.0.")
-    list(prune_model(InMemory(model), plan, batches()))
-    weights = sum(x.weights for x in plan.linears)
-    assert (reads - 1) * weights < sum(read) <= reads * weights

@@ -27,7 +27,6 @@ from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.capture import capture_calls, replay
-from compressx.models.hidden import Streams, in_memory
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import alps, magnitude, sparsegpt, wanda
 from compressx.runtime.errors import CalibrationError
@@ -273,17 +272,6 @@ def test_a_linear_that_a_block_calls_twice_is_observed_twice_on_every_batch():
     assert spy.given["model.layers.0.mlp.gate_proj"].tokens == 2 * 8 * 32
 
 
-def test_a_block_is_observed_only_as_far_as_the_last_linear_that_is_asked_about():
-    model = tiny_model("llama")
-    ran: list[str] = []
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        module = model.get_submodule(f"model.layers.0.{name}")
-        module.register_forward_pre_hook(lambda _module, _args, name=name: ran.append(name))
-    pruned(model, SPECS["wanda"], given=batches(2), only="0.self_attn.q_proj")
-    # The first batch tells in what order they are called; the block's error is measured before and after on all four.
-    assert ran == ["self_attn.o_proj", "mlp.down_proj"] * (1 + 2 * 4)
-
-
 def test_separable_linears_are_written_one_by_one_and_only_after_what_has_to_see_the_block_whole():
     model = tiny_model("llama")
     dense = {n: x.weight.clone() for n, x in survey(model).linears.items()}
@@ -484,14 +472,6 @@ def test_one_pruner_selects_and_another_reconstructs():
     assert torch.equal(weights[0] == 0, weights[1] == 0)
 
 
-@pytest.mark.parametrize("of", [1, 4])
-def test_a_selector_and_a_reconstructor_that_ask_for_the_same_statistic_are_given_one(of):
-    blocks = pruned(tiny_model("llama"), SPECS["sparsegpt"], given=batches(of), reconstructor=SPECS["alps"])
-    layers = [layer for block in blocks for layer in block.report.layers]
-    assert len(layers) == 21
-    assert all({"damping", "linear_error"} <= x.info.keys() for x in layers)
-
-
 def test_an_untied_head_is_pruned_on_the_states_that_reach_it():
     model, expected_model = tiny_model("llama"), tiny_model("llama")
     *_, head = pruned(model, SPECS["wanda"], ROW, outside=True)
@@ -520,19 +500,6 @@ def sharing_first(model):
     """Copy an input of the second batch. The hook runs before the host's own, so that hook sees the copy."""
     key = model.model.layers[0].self_attn.k_proj
     key.register_forward_pre_hook(lambda m, args: args if len(args[0]) == 5 else (args[0].clone(),))
-
-
-def test_a_linear_may_share_one_pruners_statistic_and_have_anothers_for_itself():
-    """Wanda's norms are of v_proj alone; the Hessian of its update is that of q_proj, which SparseGPT prunes."""
-    model, (wanda, sparsegpt) = tiny_model("llama"), (SPECS["wanda"], SPECS["sparsegpt"])
-    plans = [
-        plan_all(model, sparsegpt, HALF, only="layers.0.self_attn.q_proj"),
-        plan_all(model, wanda, ROW, only="layers.0.self_attn.v_proj", reconstructor=sparsegpt),
-    ]
-    rules = tuple(replace(rule, index=i) for i, plan in enumerate(plans) for rule in plan.rules)
-    linears = tuple(replace(x, rule=rules[i]) for i, plan in enumerate(plans) for x in plan.linears)
-    (block,) = prune_model(InMemory(model), Plan(linears, {}, rules, needs_calibration=True), batches())
-    assert sorted(x.name.rpartition(".")[2] for x in block.report.layers) == ["q_proj", "v_proj"]
 
 
 def never_routing(model):
@@ -645,21 +612,3 @@ def test_what_linears_are_shown_with_comes_out_still_shared_and_beside_what_the_
         assert len(others) == 3
         assert all(x.info is first.info and x.history is first.history for x in others)
         assert all(block.images[x.name] is images for x in block.report.layers)
-
-
-def test_a_resumed_run_does_not_hold_the_hidden_states_that_enter_the_first_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A view of none of them would hold them all, whatever `calibration.memory_limit` says."""
-    kept: list[torch.Tensor] = []
-
-    def keeping(access: Any, found: Any, batches: Any, keep: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        kept.extend(keep(torch.ones(4, 8, 16)) for _ in range(2))
-        return kept, {}
-
-    monkeypatch.setattr(prune, "capture", keeping)
-    model = InMemory(tiny_model("llama"))
-    plan = Plan((), {}, (), needs_calibration=True)
-    finished = prune.Finished("model.layers.0", Streams(()))
-    prune._entering(model, survey(model.model), plan, [], finished, in_memory)
-    assert [x.untyped_storage().nbytes() for x in kept] == [0, 0]

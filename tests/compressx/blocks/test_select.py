@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.runtime import timing
 from compressx.testing import tiny_model, tiny_tokens
 
 
@@ -73,11 +71,3 @@ def test_seconds_of_a_linear_are_those_of_its_work_and_not_of_asking_for_it(sepa
         assert sum(layer.seconds for layer in layers) == pytest.approx(10.0 * len(layers))
         assert block.report.seconds == pytest.approx(110.0 * len(layers))
     assert gpu.waits <= sum(len(block.report.layers) for block in blocks), "once a linear at most"
-
-
-def test_only_a_gpu_is_waited_for(monkeypatch):
-    waited: list[torch.device] = []
-    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=SimpleNamespace(synchronize=waited.append)))
-    for name in ("cpu", "cuda:1"):
-        timing.synchronize(torch.device(name))
-    assert waited == [torch.device("cuda:1")]

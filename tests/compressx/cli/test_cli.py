@@ -217,20 +217,6 @@ def compressx_pruners():
 
 
 @pytest.mark.slow
-def test_verbose_prints_the_curves_of_query_and_key_as_one_line(work):
-    Path("learner.py").write_text(CURVES)
-    edit("attnprune", "learn")
-    done = invoke("--plugin", "learner", "run", "r.yaml", "-v")
-    assert done.exit_code == 0
-    assert [x.partition(" DEBUG ")[2] for x in done.stderr.splitlines() if "loss" in x] == [
-        f"model.layers.{i}.self_attn.q_proj, k_proj  loss 0.04 ... 0.0025 ... 0.00129 ... 0.00087 ... 0.000656 "
-        "(61 steps); lr 0.5 0.25 (2 steps)"
-        for i in range(3)
-    ]
-    assert Path("out/plots/steps_q_proj_k_proj.svg").is_file()
-
-
-@pytest.mark.slow
 def test_quiet_prints_nothing(work, capfd: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main(["run", "r.yaml", "-q"])

@@ -191,14 +191,6 @@ def test_inspect_counts_what_the_run_says_it_pruned(work):
     assert "sparsity 0.00% of 21 linears; 2:4 holds for 0" in printed("inspect", "model")
 
 
-def test_a_pruned_folder_answers_a_prompt_through_transformers_pipeline(work):
-    from transformers import pipeline  # a second's import
-
-    ask = pipeline("text-generation", model="out/model", device="cpu")
-    told = ask("w1 w2 w3", min_new_tokens=4, max_new_tokens=4, do_sample=False, return_tensors=True)
-    assert len(told[0]["generated_token_ids"]) == 3 + 4
-
-
 @pytest.mark.slow
 def test_sweep_runs_every_combination_compares_them_and_goes_on_where_it_stopped(work):
     arguments = ["sweep", "r.yaml", "--grid", "prune.0.sparsity=0.25,0.5", "--grid", "prune.1.pattern=2:4,1:4"]

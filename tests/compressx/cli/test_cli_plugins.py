@@ -19,17 +19,6 @@ def _here(project: Path) -> None:
     """Work in an empty folder."""
 
 
-@pytest.mark.slow
-def test_check_prints_a_row_for_each_check_and_a_column_for_each_architecture():
-    done = printed("plugins", "check", "wanda", "--architecture", "llama", "--architecture", "gpt2")
-    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in done.splitlines()]
-    rows = {row[0]: row[1:] for row in cells if row}
-    assert rows["exact sparsity for every pattern"] == ["ok", "ok"]
-    assert rows["reconstructs"] == ["-", "-"]
-    assert rows["inputs that are always zero"] == ["ok", "-"]
-    assert "0 failed" in done
-
-
 def test_check_goes_through_what_a_token_selector_promises_and_says_what_it_is_refused():
     done = printed("plugins", "check", "snapkv", "--architecture", "llama", "--architecture", "mistral")
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in done.splitlines()]
@@ -108,37 +97,6 @@ def compressx_pruners():
     broken = invoke("--plugin", "mine", "plugins", "check", "two", "--architecture", "llama", "--set", "dice=true")
     assert broken.exit_code == 1
     assert "FAILED: deterministic (llama): model.layers.0.self_attn.q_proj" in broken.stdout
-
-
-def test_a_mistake_that_fails_every_check_is_printed_once_and_with_v_each_time():
-    Path("misspelt.py").write_text(
-        """
-from pydantic import BaseModel
-from compressx import PruneResult, PrunerSpec, hookimpl
-
-class Options(BaseModel):
-    pass
-
-class Pruner:
-    def observe(self, block, name):
-        return None
-    def prune(self, block, patterns, stats):
-        return {n: PruneResult(block.linears[n].wieght > 0) for n in patterns}
-
-@hookimpl
-def compressx_pruners():
-    return [PrunerSpec("mine", "a test", Options, lambda options: Pruner())]
-"""
-    )
-    command = ("--plugin", "misspelt", "plugins", "check", "mine", "--architecture", "llama")
-    done, every = invoke(*command), invoke(*command, "-v")
-    assert (done.exit_code, every.exit_code) == (1, 1)
-    said = "AttributeError: 'Linear' object has no attribute 'wieght'; did you mean 'weight'?"
-    count = sum(row.rstrip().endswith("FAILED") for row in done.stdout.splitlines())
-    once, each = (" ".join(of.stdout.split()) for of in (done, every))
-    assert once.count(said) == 1 < each.count(said) == count
-    assert f"and {count - 1} more for this cause; -v shows all" in once
-    assert f"{Path('misspelt.py').resolve()}:12 in prune: return" in once
 
 
 def test_a_plugin_that_fails_to_load_is_warned_of(tmp_path, monkeypatch):

@@ -117,15 +117,6 @@ class TestWhatIsSeenWithoutReading:
         (project / "b.txt").write_text("text")
         check_dataset(source(text="*.txt"))
 
-    @pytest.mark.parametrize(("name", "key"), [("a.jsonl", "json"), ("a.parquet", "parquet")])
-    def test_rows_are_not_taken_for_plain_text(self, name: str, key: str, project: Path) -> None:
-        (project / "a.txt").write_text("text")
-        (project / name).write_text('{"text": "row"}')
-        for pattern in (name, "a.*"):
-            with pytest.raises(CalibrationError, match=rf"text: {name} holds rows of fields; write {{{key}: {name}}}"):
-                files.matching(pattern, "text")
-        assert files.matching(name, key) == [Path(name)]
-
     @pytest.mark.parametrize(
         ("name", "key", "told"),
         [
@@ -590,14 +581,6 @@ class TestTokenIds:
         assert ids.dtype == torch.int64
         assert ids.tolist() == [0, 2, 1, 3, 1, 4]  # one <s> at the very beginning
 
-    def test_text_longer_than_the_model_gives_no_warning(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        warned: list[str] = []
-        monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", warned.append)
-        token_ids(["one"] * 10, tokenizer)
-        assert warned == []
-        tokenizer("\n\n".join(["one"] * 10))
-        assert warned, "the tokenizer warns of its own accord"
-
     @pytest.mark.parametrize("special", [True, False])
     @pytest.mark.parametrize("split", [True, False])
     def test_the_backend_is_asked_for_the_ids_that_a_call_of_the_tokenizer_gives(
@@ -650,11 +633,6 @@ class TestWindows:
         assert torch.equal(torch.get_rng_state(), before), "and not the global random state"
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
-
-    def test_windows_are_drawn_from_the_whole_text(self) -> None:
-        starts = [int(calibration_windows(torch.arange(1000), 1, 10, seed)[0, 0]) for seed in range(40)]
-        assert min(starts) < 250
-        assert max(starts) >= 750
 
     def test_evaluation_windows_are_the_first_in_order(self) -> None:
         assert evaluation_windows(torch.arange(11), 2, 3).tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -4,12 +4,8 @@ import hashlib
 import json
 import os
 import struct
-import threading
-import time
-import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.accelerator import pretended_accelerator
 
-from compressx.masks import file
 from compressx.masks.file import MaskEntry, WeightHashes, join_masks, read_masks, weight_sha256, write_masks
 from compressx.runtime.errors import ArtifactError
 
@@ -70,21 +65,6 @@ def test_masks_of_any_name_and_shape_come_back_as_they_were_and_in_order(entries
     path = folder / "round-trip.safetensors"
     write_masks(path, entries)
     assert _same(read_masks(path), entries)
-
-
-def test_masks_stay_packed_until_they_are_asked_for_one_by_one(tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    write_masks(path, {f"model.layers.{i}.q_proj": _entry(1024, 1024, i) for i in range(8)})
-    tracemalloc.start()
-    read = read_masks(path)
-    assert "model.layers.7.q_proj" in read
-    assert tracemalloc.get_traced_memory()[1] < 2**20  # unpacked they are 8 MiB
-    kept = sum(int(entry.keep.sum()) for entry in read.values())
-    assert tracemalloc.get_traced_memory()[1] < 4 * 2**20
-    tracemalloc.stop()
-    assert 0 < kept < 8 * 2**20
-    first = "model.layers.0.q_proj"
-    assert read[first].keep is not read[first].keep, "each is unpacked anew, so that none can have been kept"
 
 
 @settings(max_examples=15)
@@ -252,27 +232,3 @@ def test_weights_are_hashed_as_they_were_when_they_were_added(name: str) -> None
             hashes.add(str(i), there)
             there.zero_()
         assert [hashes[str(i)] for i in range(5)] == expected
-
-
-def test_few_weights_of_a_gpu_are_on_the_host_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, most = [0], [0]
-    gate, begin = threading.Lock(), file.begin_to_host
-
-    def counted(x: torch.Tensor) -> Any:
-        with gate:
-            begun[0] += 1
-            most[0] = max(most[0], begun[0])
-        return begin(x)
-
-    def hashed(weight: torch.Tensor) -> str:
-        time.sleep(0.01)
-        with gate:
-            begun[0] -= 1
-        return ""
-
-    monkeypatch.setattr(file, "begin_to_host", counted)
-    monkeypatch.setattr(file, "weight_sha256", hashed)
-    with pretended_accelerator(), WeightHashes() as hashes:
-        for i in range(6):
-            hashes.add(str(i), torch.ones(2, 2, device="cuda"))
-    assert most[0] <= 3, "two that are hashed, and one that is copied"

@@ -342,17 +342,6 @@ def test_transforms_of_torch_func_see_held_masks_as_products_with_the_mask(trans
     torch.testing.assert_close(transform(held, given, x), transform(multiplied, given, x))
 
 
-def test_the_gradient_of_a_language_model_by_torch_func_is_that_of_autograd_while_masks_are_held():
-    model = tiny_model("llama")
-    two_of_four(model).to_torch_ao(model)
-    given = {n: p.detach() for n, p in model.named_parameters()}
-    found = grad(lambda p: functional_call(model, p, kwargs={"input_ids": tiny_tokens(), "labels": tiny_tokens()}).loss)
-    gradients = found(given)
-    loss_of(model).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_of_held_weights_are_computed_again(reentrant):
     torch.manual_seed(0)

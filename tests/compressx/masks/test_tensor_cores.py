@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import combinations
 from typing import Any, Self
 
 import pytest
@@ -218,14 +217,6 @@ def test_weights_that_are_no_linears_of_their_own_are_refused(gpu, dense, archit
     assert reason in str(refused.value)
 
 
-def test_a_second_call_says_that_all_is_done(gpu, monkeypatch) -> None:
-    monkeypatch.setattr(tensor_cores, "_trial", lambda *_: "")
-    model = pruned().to(gpu)
-    names = semi_structured(model).names
-    with pytest.raises(UnsupportedModelError, match="converted already"):
-        semi_structured(model, names)
-
-
 def test_a_converted_model_is_not_saved(gpu, dense, tmp_path) -> None:
     model = pruned().to(gpu)
     semi_structured(model, ["model.layers.1.mlp.up_proj"])
@@ -273,19 +264,6 @@ def test_a_class_that_fails_on_this_gpu_or_is_wrong_is_passed_over_and_named_if_
         semi_structured(pruned().to(gpu))
 
 
-def test_a_class_is_tried_once_for_all_linears(gpu, dense, monkeypatch) -> None:
-    tried: list[torch.dtype] = []
-    original = tensor_cores._trial
-    monkeypatch.setattr(tensor_cores, "_trial", lambda *given: tried.append(given[1]) or original(*given))
-    assert len(semi_structured(pruned(dtype=torch.float16).to(gpu)).names) == 18
-    assert tried == [torch.float16]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_small_trial_is_exact_for_a_right_class(gpu, dtype) -> None:
-    assert tensor_cores._trial(DENSE, dtype, gpu) == ""
-
-
 def test_cusparselt_comes_first_where_torch_has_it_and_is_not_told_otherwise(monkeypatch) -> None:
     backends = lambda: [layout.BACKEND for layout in tensor_cores._classes()]  # noqa: E731
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
@@ -295,16 +273,6 @@ def test_cusparselt_comes_first_where_torch_has_it_and_is_not_told_otherwise(mon
     monkeypatch.setattr(SparseSemiStructuredTensor, "_FORCE_CUTLASS", False)
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
     assert backends() == ["cutlass"]
-
-
-def test_torch_keeps_all_pairs_in_16_bits_and_loses_weights_in_float32_which_is_why_that_is_refused(gpu) -> None:
-    keep = torch.zeros(6, 4)
-    for row, pair in enumerate(combinations(range(4), 2)):
-        keep[row, list(pair)] = 1.0
-    weight = keep.repeat(16, 32)[:32, :64].mul(torch.arange(1, 65)).to(gpu)
-    for dtype, kept in ((torch.bfloat16, True), (torch.float16, True), (torch.float32, False)):
-        packed = SparseSemiStructuredTensorCUTLASS.from_dense(weight.to(dtype))
-        assert torch.equal(packed.to_dense(), weight.to(dtype)) == kept
 
 
 def test_a_model_is_two_four_if_a_linear_of_its_blocks_is() -> None:

@@ -39,17 +39,6 @@ def test_the_ranges_of_a_block_are_the_bytes_of_its_tensors_and_no_others(stream
         assert sorted(read) == expected
 
 
-def test_each_block_is_read_while_the_one_before_is_worked_on(streamed, monkeypatch):
-    begun: list[str] = []
-    monkeypatch.setattr(ahead, "_read", lambda _, fqn: begun.append(fqn))
-    order = list(streamed.blocks)
-    assert visited(streamed) == order
-    assert begun == order[1:]
-    begun.clear()
-    visited(streamed, order[::-1])
-    assert begun == order[-2::-1]
-
-
 def test_all_bytes_are_read_whatever_the_size_of_a_read(streamed, monkeypatch):
     counts: list[int] = []
     opened = Path.open

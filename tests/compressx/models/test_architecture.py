@@ -96,12 +96,6 @@ def test_experts_stored_in_by_out_are_seen_out_by_in_with_their_biases() -> None
     assert torch.equal(linear.bias, experts.gate_up_proj_bias[2])
 
 
-def test_a_head_of_its_own_is_outside_the_blocks() -> None:
-    found = survey(tiny_model("llama"))
-    assert list(found.outside) == ["lm_head"]
-    assert found.unprunable["model.embed_tokens"] == "an embedding, not a linear"
-
-
 def test_a_tied_head_is_unprunable_and_says_to_what_it_is_tied() -> None:
     found = survey(tiny_model("llama-tied"))
     assert not found.outside
@@ -292,10 +286,3 @@ def test_the_line_that_names_a_configs_number_of_blocks_is_told_and_mends_it(tmp
     code = folder / "configuration_trunk.py"
     code.write_text(code.read_text().replace('model_type = "trunk"', f'model_type = "trunk"\n    {ATTRIBUTE_MAP}'))
     assert len(find_blocks(load_skeleton(checkpoint))) == 3
-
-
-def test_no_line_is_told_where_no_number_of_the_config_is_that_of_a_list() -> None:
-    model = tiny_model("llama")
-    model.config.num_hidden_layers = 7
-    with pytest.raises(UnsupportedModelError, match=r"layers \(3\)\. compressx prunes decoder-only"):
-        find_blocks(model)

@@ -88,18 +88,6 @@ def test_a_block_is_written_while_the_next_one_is_loaded(memory, streamed, gate,
     assert not writers()
 
 
-def test_one_block_at_most_waits_to_be_written(streamed, gate, tmp_path):
-    doubled(streamed, FIRST, tmp_path)
-    with streamed.materialise(SECOND):
-        assert gate.reached.wait(30), "nothing is written"
-        Timer(0.2, gate.opened.set).start()
-        assert gate.begun == [f"{FIRST}.safetensors"]
-        streamed.write(SECOND, tmp_path)
-        assert block_file(tmp_path, FIRST).exists(), "it was waited for"
-    streamed.written()
-    assert gate.begun == [f"{FIRST}.safetensors", f"{SECOND}.safetensors"]
-
-
 @pytest.mark.parametrize("how", ["materialise", "read", "save"])
 def test_whoever_needs_a_block_that_is_being_written_waits_for_it(how, streamed, gate, tmp_path):
     wanted = doubled(streamed, FIRST, tmp_path)
@@ -174,21 +162,6 @@ def test_an_error_elsewhere_waits_for_the_writing_and_is_the_one_that_is_told(ga
         interrupted()
     assert not writers()
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-@pytest.mark.usefixtures("full")
-def test_an_error_of_the_writing_does_not_hide_one_from_elsewhere(tmp_path):
-    behind = WriteBehind()
-
-    def interrupted() -> None:
-        with behind.ended():
-            behind.begin("block", tmp_path / "block.safetensors", lambda: {"weight": torch.ones(3)})
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    with pytest.raises(ArtifactError, match="No space left"), behind.ended():
-        pass
 
 
 def test_weights_on_an_accelerator_are_copied_before_they_can_change(gate, tmp_path):

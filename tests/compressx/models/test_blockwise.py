@@ -84,12 +84,6 @@ def test_a_loop_that_is_left_early_gives_the_weights_back(tmp_path: Path):
     assert held(access) == set()
 
 
-def test_without_text_no_weight_is_read():
-    access = InMemory(tiny_model("llama").to("meta"))
-    found = survey(access.model)
-    assert capture(access, found, []) == ([], {fqn: [] for fqn in found.blocks})
-
-
 def test_what_leaves_a_block_goes_where_it_is_wanted_and_what_enters_it_stays():
     access = InMemory(tiny_model("llama"))
     found = survey(access.model)

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import gguf
 import pytest
 import torch
-from gguf import gguf_reader, quants
+from gguf import quants
 from tests.compressx.gguf_files import BLOCKS, INNER, LICENSE, WIDTH, write_gguf
-from transformers import modeling_gguf_pytorch_utils as of_transformers
 
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
-from compressx.models.gguf_header import contents_of, values_of
+from compressx.models.gguf_header import values_of
 from compressx.models.license import license_of
-from compressx.models.loading import load_model, load_skeleton, load_tokenizer
+from compressx.models.loading import load_model
 from compressx.recipe.sources import ModelSource
 
 
@@ -35,34 +33,6 @@ def counting(counts: Counter[str], name: str, made: Any) -> Any:
         return result
 
     return call
-
-
-def test_a_load_parses_the_header_once_maps_names_once_and_dequantizes_what_is_counted(
-    checkpoint, tmp_path, monkeypatch
-):
-    counts: Counter[str] = Counter()
-    monkeypatch.chdir(tmp_path)  # where the file's bare name is a path, too
-    made = gguf_reader.GGUFReader.__init__
-    with (
-        patch.object(gguf_reader.GGUFReader, "__init__", counting(counts, "header", made)),
-        patch.object(gguf, "get_tensor_name_map", counting(counts, "names", gguf.get_tensor_name_map)),
-        patch.object(gguf, "dequantize", counting(counts, "dequantize", quants.dequantize)),
-        patch.object(
-            of_transformers, "_gguf_parse_value", counting(counts, "entries", of_transformers._gguf_parse_value)
-        ),
-    ):
-        load_skeleton(checkpoint)
-        load_tokenizer(checkpoint)
-        planned = contents_of(tmp_path / "tiny.gguf")
-        before = counts["entries"]
-        model = load_model(checkpoint)
-        license_of(checkpoint)
-    assert (counts["header"], counts["names"]) == (1, 1)
-    # The config and the weights; the architecture and the name of the model are looked up by themselves.
-    assert 0 <= counts["entries"] - before - 2 * planned.entries <= 4
-    assert counts["dequantized"] == planned.quantized
-    assert planned.quantized == sum(p.numel() for p in model.parameters() if p.dim() > 1)
-    assert planned.size == (tmp_path / "tiny.gguf").stat().st_size
 
 
 def test_the_weights_are_those_of_the_file_and_not_of_its_namesake_in_the_working_directory(

@@ -124,13 +124,6 @@ def test_what_does_not_become_smaller_is_not_touched(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "model.packed.safetensors")["noise"], noise)
 
 
-def test_tensors_of_the_packed_file_begin_at_multiples_of_eight_bytes_if_they_did(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(4)}, tmp_path / "model.safetensors")
-    round_trip(tmp_path / "model.safetensors", compress=False)
-    length = struct.unpack("<Q", (tmp_path / "model.packed.safetensors").read_bytes()[:8])[0]
-    assert length % 8 == 0
-
-
 @pytest.mark.parametrize("compress", [False, True])
 def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compress: bool) -> None:
     monkeypatch.setattr(tensor_bytes, "PIECE", 2**14)

@@ -2,16 +2,12 @@ from __future__ import annotations
 
 import errno
 import logging
-import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +23,6 @@ from compressx.models.packed_folder import is_packed, pack_folder, sizes_of, unp
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import BLOCKS, STATE
-from compressx.runtime.locks import locked
 from compressx.testing import tiny_model
 
 
@@ -145,15 +140,6 @@ def test_an_unpacked_model_answers_without_compressx_and_a_packed_one_is_refused
     assert "no file named model.safetensors" in refused.stderr
 
 
-def test_transformers_takes_no_packed_folder_for_a_model(model: Path, sharded: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    for source in (model, sharded):
-        pack_folder(source, tmp_path / f"{source.name}-packed")
-        with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-            AutoModelForCausalLM.from_pretrained(tmp_path / f"{source.name}-packed")
-
-
 @pytest.mark.parametrize("form", ["model", "sharded", "run"])
 def test_a_packed_folder_is_loaded_wherever_a_model_is_taken(
     form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -182,25 +168,6 @@ def test_the_cache_tells_packed_folders_apart_by_any_file_of_them(model: Path, t
     second = unpacked(tmp_path / "packed")
     assert second != first
     assert (second / "config.json").read_text().endswith(" ")
-
-
-@pytest.mark.parametrize("damage", ["removed", "truncated"])
-def test_an_incomplete_copy_in_the_cache_is_made_anew(model: Path, tmp_path: Path, damage: str) -> None:
-    pack_folder(model, tmp_path / "packed")
-    copy = unpacked(tmp_path / "packed") / "model.safetensors"
-    if damage == "removed":
-        copy.unlink()
-    else:
-        copy.write_bytes(copy.read_bytes()[:-1])
-    unpacked(tmp_path / "packed")
-    assert copy.read_bytes() == (model / "model.safetensors").read_bytes()
-
-
-def test_a_copy_in_the_cache_that_lost_its_config_is_made_anew(sharded: Path, tmp_path: Path) -> None:
-    pack_folder(sharded, tmp_path / "packed")
-    copy = unpacked(tmp_path / "packed")
-    (copy / "config.json").unlink()
-    assert contents(unpacked(tmp_path / "packed")) == contents(sharded)
 
 
 def test_an_interrupted_copy_in_the_cache_goes_on_though_the_folder_was_moved(
@@ -240,23 +207,6 @@ def test_two_that_need_one_packed_folder_at_a_time_unpack_it_once(
     assert len(written) == 1
     assert len(found) == 2
     assert found[0] == found[1]
-
-
-def test_a_copy_that_another_process_finished_just_before_the_lock_is_taken(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pack_folder(model, tmp_path / "packed")
-    written = interrupted(monkeypatch, "unpack", after=9)
-
-    @contextmanager
-    def late(lock: Path, what: str, **how: Any) -> Iterator[None]:
-        unpack_folder(tmp_path / "packed", lock.with_name(lock.name.removeprefix(".").removesuffix(".unpacking")))
-        with locked(lock, what, **how):
-            yield
-
-    monkeypatch.setattr(packed_folder, "locked", late)
-    assert contents(unpacked(tmp_path / "packed")) == contents(model)
-    assert len(written) == 1
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, function: str, *, after: int) -> list[Path]:
@@ -344,30 +294,6 @@ def test_a_call_with_other_settings_does_not_go_on(
             pack_folder(sharded, tmp_path / "out")
     with pytest.raises(ArtifactError, match=r"\.out\.partial-\w+ is unfinished and of another command"):
         pack_folder(sharded, tmp_path / "out", compress=False)
-
-
-def _killed(source: Path, output: Path) -> None:
-    original, count = packed_folder.pack_file, [0]
-
-    def once(*arguments: Path, **options: bool) -> None:
-        if count[0] == 2:
-            os._exit(9)
-        count[0] += 1
-        original(*arguments, **options)
-
-    packed_folder.pack_file = once
-    pack_folder(source, output)
-
-
-def test_a_killed_call_leaves_no_output_and_is_continued(sharded: Path, tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=_killed, args=(sharded, tmp_path / "out"))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 9
-    assert not (tmp_path / "out").exists()
-    pack_folder(sharded, tmp_path / "out")
-    unpack_folder(tmp_path / "out", tmp_path / "again")
-    assert contents(tmp_path / "again") == contents(sharded)
 
 
 def test_progress_names_each_file(sharded: Path, tmp_path: Path) -> None:

@@ -182,13 +182,6 @@ def test_the_same_problem_has_the_same_solution_and_is_only_read():
     assert torch.equal(metric.gram, gram)
 
 
-def test_a_lower_penalty_to_begin_with_takes_more_steps_for_a_lower_error():
-    weight, x = problem(rows=64, columns=96)
-    low, high = (pruned(weight, x.T @ x, Unstructured(0.7, "layer"), penalty=p) for p in (0.03, 1.0))
-    assert low.steps > high.steps
-    assert low.error < high.error
-
-
 def test_a_hessian_that_is_not_finite_or_indefinite_is_refused():
     with pytest.raises(NotPositiveDefiniteError, match="NaN"):
         Metric.of(torch.full((2, 2), float("nan")))

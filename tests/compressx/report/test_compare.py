@@ -3,7 +3,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -80,19 +79,6 @@ def test_what_no_run_as_sparse_or_sparser_beats_is_marked_unless_the_runs_cannot
     assert "30*" in capsys.readouterr().out
     other = compare([*folders, saved(tmp_path / "e", 0.5, 29.0, model={"id": "c/d"})])
     assert not any(isinstance(x, Best) for row in other.sections()[0].table.rows for x in row)
-
-
-def test_a_legend_of_many_long_names_stays_within_the_picture(tmp_path):
-    names = [f"pruner=attnprune_options.refit_steps={i}_sparsity=0.5" for i in range(9)]
-    compare([saved(tmp_path / n, 0.5, 30.0 + i) for i, n in enumerate(names)]).write(tmp_path / "out")
-    drawn = ET.fromstring((tmp_path / "out" / "compare.svg").read_text())  # noqa: S314 - our own file
-    legend = next(x for x in drawn.iter("{http://www.w3.org/2000/svg}g") if x.get("id") == "legend_1")
-    found = [text for text in legend.iter("{http://www.w3.org/2000/svg}text") if text.text]
-    assert len(found) == len(names) + 1
-    width = float(drawn.get("viewBox", "").split()[2])
-    ends = [float(x.get("x", 0)) + 5.4 * len(x.text or "") for x in found]  # about the width of 9 point letters
-    assert max(ends) < width + 20
-    assert min(float(x.get("y", 0)) for x in found) > 0
 
 
 def test_dense_figures_that_differ_are_said_to_make_the_others_incomparable(tmp_path):

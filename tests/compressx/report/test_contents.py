@@ -93,18 +93,6 @@ def test_what_is_the_same_everywhere_is_a_sentence_and_no_heat_map(count: int, t
     assert len(rows(report(blocks=(*blocks, other)), title)) == 31
 
 
-def test_needles_that_are_all_found_are_a_sentence() -> None:
-    def grid(*found: float) -> RunReport:
-        cells = [{"depth": i / 4, "length": 64, "found": x} for i, x in enumerate(found)]
-        return report(evaluation={"dense": {"needle": {"grid": cells}}})
-
-    same, other = (
-        next(s for s in sections(grid(1.0, last)) if s.title == "Needles, dense: found") for last in (1.0, 0.5)
-    )
-    assert same.note.endswith("that are answered. All are 100%.")
-    assert (same.table.rows, len(other.table.rows)) == ((), 2)
-
-
 def test_markdown_shows_evaluation_modules_layers_and_what_was_not_pruned_and_nothing_that_there_is_not() -> None:
     lines = shown(report()).splitlines()
     assert lines[0] == "# Pruned org/model"
@@ -205,13 +193,6 @@ def test_a_new_section_is_one_function_and_stands_in_terminal_markdown_and_html(
     assert "<h2>Toys</h2>" in page
     assert '<th scope="row">bear</th><td class="bar" style="--share: 100.0">2.0</td>' in page
     assert '<th scope="row">duck</th><td class="bar" style="--share: 25.0">0.5</td>' in page
-
-
-def test_a_model_that_writes_nothing_is_shown_beside_those_that_do() -> None:
-    said = {"dense": "Because.", "pruned": " "}
-    evaluation = {of: {"sample": {"prompt": "Why?", "text": text}} for of, text in said.items()}
-    [shown] = [x for x in sections(report(evaluation=evaluation)) if x.title == "Sample"]
-    assert (shown.table.names, shown.table.texts) == (["dense", "pruned"], [["Because.", "(nothing that can be read)"]])
 
 
 def test_the_terminal_names_what_is_for_reference_and_shows_the_rest(capsys) -> None:

@@ -50,18 +50,6 @@ def test_a_family_has_a_line_for_each_member_and_counts_what_linears_share_once(
     assert (tmp_path / written[0]["file"]).is_file()
 
 
-def test_two_pruners_of_one_figure_are_two_lines_of_its_family(tmp_path: Path, drawn: Any) -> None:
-    blocks = [
-        BlockReport(i, f"m.{i}", (layer(f"m.{i}.q", {"error": 1.0, "error.dense": 2.0}, pruner=name),), 1.0)
-        for i, name in enumerate(["alps", "wanda"])
-    ]
-    figures.draw(blocks, [], tmp_path / "plots")
-    lines = drawn["layers_error.svg"]["panels"]["q"]
-    assert lines == {"alps": ([0], [1.0]), "wanda": ([1], [1.0]), "dense": ([0, 1], [2.0, 2.0])}
-    assert figures.draw([pair(0, {"damping": 0.1})], [], tmp_path / "none") == (), "one line alone is no figure"
-    assert not (tmp_path / "none").exists()
-
-
 def test_kinds_have_a_panel_each_and_experts_stand_side_by_side(tmp_path: Path, drawn: Any) -> None:
     names = ["m.0.up_proj", *(f"m.0.experts.down_proj.{i}" for i in range(2))]
     layers = tuple(layer(name, {"e": float(i), "e.b": 9.0}) for i, name in enumerate(names))

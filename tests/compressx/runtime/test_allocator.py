@@ -6,17 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from tests.compressx.pipeline.runs import recipe
-from tests.compressx.saved import save_tiny
 
-from compressx.evaluation.saved import evaluate_saved
-from compressx.pipeline.memory import prune
-from compressx.pipeline.run import run
-from compressx.recipe.measuring import Evaluate
-from compressx.recipe.sources import ModelSource
 from compressx.runtime import allocator
 from compressx.runtime.allocator import freed_memory_kept, return_freed_memory
-from compressx.testing import tiny_model
 
 GLIBC = allocator._glibc("mallopt") is not None
 
@@ -72,33 +64,8 @@ def test_settings_of_the_environment_are_left_alone(name, value, calls, monkeypa
     assert calls == []
 
 
-@pytest.mark.parametrize(("name", "value"), [("MALLOC_ARENA_MAX", "2"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")])
-def test_other_settings_of_the_environment_do_not_matter(name, value, calls, monkeypatch):
-    monkeypatch.setenv(name, value)
-    with freed_memory_kept():
-        assert calls == KEPT
-
-
 KEPT = [("mallopt", -3, 2**25), ("mallopt", -1, -1)]
 RETURNED = [("mallopt", -3, 2**25), ("mallopt", -1, 2**26), ("malloc_trim", 0)]
-
-
-def test_a_run_keeps_freed_memory_until_its_end(calls, project):
-    run(recipe(save_tiny(project / "model", "llama")))
-    assert calls == KEPT + RETURNED
-
-
-def test_pruning_in_memory_keeps_freed_memory_until_its_end_and_after_an_error_too(calls):
-    with pytest.raises(TypeError):
-        prune(tiny_model("llama"), None, {"prune": []}, calibration=3)
-    assert calls == KEPT + RETURNED
-
-
-def test_an_evaluation_keeps_freed_memory_until_its_end(calls, project):
-    model = save_tiny(project / "model", "llama")
-    settings = Evaluate.model_validate(recipe(model, evaluated=True)["evaluate"])
-    evaluate_saved(ModelSource(path=model), settings)
-    assert calls == KEPT + RETURNED
 
 
 def test_the_first_run_sets_and_the_last_one_restores(calls):

@@ -37,8 +37,6 @@ NO_HEADS = {
     "gemma4": rf"{DIVIDED}, .* it has model\.layers\.2\.self_attn\.q_proj\.weight \[64, 64\], and \[128, 64\] is left",
 }
 """Architectures with heads (in Phi: norms) as large as their number says, and one whose heads share a norm."""
-NO_BLOCKS = ("gemma4",)
-"""Whose config counts blocks in settings of single blocks."""
 KEYS = ("k_proj", "c_attn", "qkv_proj", "query_key_value")
 ONE_GROUP = ("llama-mqa", "gemma3", "falcon")
 
@@ -178,21 +176,6 @@ def test_without_some_heads_it_computes_what_the_pruned_model_does(architecture,
         same(model, small)
         assert small.config.num_attention_heads == 2
         assert small.config.head_dim == 16
-
-
-@pytest.mark.parametrize("architecture", [n for n in TINY_CONFIGS if n not in NO_BLOCKS])
-def test_without_a_block_it_computes_what_the_pruned_model_does(architecture, tmp_path):
-    model = tiny_model(architecture)
-    gone = without_output(model, 1)
-    small = saved(model, [], tmp_path, gone)
-    same(model, small)
-    assert small.config.num_hidden_layers == 2
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_without_some_experts_it_computes_what_the_pruned_model_does(name, tmp_path):
-    model = mixture(name)
-    same(model, saved(model, dropped(model, "experts", 0.5), tmp_path))
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -62,24 +62,3 @@ def test_narrow_logits_are_computed_in_float32_and_their_gradient_is_narrow(dtyp
     assert student.grad is not None
     assert student.grad.dtype == dtype
     torch.testing.assert_close(student.grad.double(), wanted, rtol=2**-7, atol=1e-6)
-
-
-def test_no_more_than_a_chunk_is_ever_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of narrow logits, nothing larger than a chunk is made in float32."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    largest = 0
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            nonlocal largest
-            made = func(*args, **(kwargs or {}))
-            for tensor in made if isinstance(made, tuple | list) else [made]:
-                if isinstance(tensor, Tensor) and tensor.dtype == torch.float32:
-                    largest = max(largest, tensor.numel())
-            return made
-
-    student, teacher = logits(8, 64, 32, dtype=torch.bfloat16), logits(9, 64, 32, dtype=torch.bfloat16)
-    with Watching():
-        distillation_loss(student.requires_grad_(), teacher, rows=4).backward()  # type: ignore[no-untyped-call]
-    assert largest == 4 * 32

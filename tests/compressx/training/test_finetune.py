@@ -186,17 +186,6 @@ def test_an_interrupted_training_leaves_no_adapters_on_the_model() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("fails", ["mask_adapters", "merge_adapters"])
-def test_adapters_that_cannot_be_masked_or_merged_are_removed(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("peft")
-    model, masks = pruned("llama")
-    monkeypatch.setattr(f"compressx.training.trainable.{fails}", Mock(side_effect=ArtifactError("no")))
-    names = [name for name, _ in model.named_modules()]
-    with pytest.raises(ArtifactError, match="no"):
-        finetune(model, masks, WINDOWS, Finetune(steps=1, teacher="none", lora=Lora(rank=2)))
-    assert [name for name, _ in model.named_modules()] == names
-
-
 def test_the_bias_of_a_linear_without_weights_is_not_trained() -> None:
     model, masks = pruned("opt")
     first, second = (n for n in [*masks][:2])
@@ -207,15 +196,6 @@ def test_the_bias_of_a_linear_without_weights_is_not_trained() -> None:
     finetune(model, masks, WINDOWS, Finetune(steps=2, teacher="none", biases=True, held_out=0))
     assert torch.equal(model.get_parameter(f"{first}.bias"), before[f"{first}.bias"])
     assert not torch.equal(model.get_parameter(f"{second}.weight"), before[f"{second}.weight"])
-
-
-def test_masks_of_which_one_cannot_be_held_leave_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, masks = pruned("llama")
-    few = [torch.zeros(()), torch.zeros(()), torch.OutOfMemoryError("CUDA out of memory")]
-    monkeypatch.setattr("compressx.training.trainable.zeroed", Mock(side_effect=few))
-    with pytest.raises(torch.OutOfMemoryError):
-        finetune(model, masks, WINDOWS, Finetune(steps=1, teacher="none"))
-    assert not any(parameter._backward_hooks for parameter in model.parameters())
 
 
 def test_a_tied_embedding_is_untouched_and_stays_tied() -> None:
@@ -538,10 +518,6 @@ def test_a_training_by_time_ends_nearest_to_its_minutes_with_a_whole_schedule(mo
     assert [x.seconds for x in report.held_out] == [0.0, 20.0, 40.0, 50.0, 60.0]
 
 
-def test_a_training_has_at_least_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tuned(steps=None, minutes=1e-9)[2].steps == 1
-
-
 def test_held_out_windows_are_not_trained_on_and_measured_before_and_four_times() -> None:
     windows = tiny_tokens(sequences=32, length=16)
     model, masks = pruned("llama")
@@ -556,19 +532,6 @@ def test_held_out_windows_are_not_trained_on_and_measured_before_and_four_times(
     kept = min(x.loss for x in report.held_out)
     assert float(distillation_loss(*logits)) == pytest.approx(kept, rel=1e-4)
     assert not finetune(*pruned("llama"), windows, Finetune(steps=1, teacher="none", held_out=0)).held_out
-
-
-@pytest.mark.parametrize(("batch_size", "at_once"), [(1, 1), (3, 3), (8, 4)])
-def test_no_more_held_out_windows_are_looked_at_at_once_than_a_step_has(batch_size: int, at_once: int) -> None:
-    """Logits take most of the memory, which a batch size is lowered for."""
-    model, masks = pruned("llama")
-    given: list[int] = []
-    model.register_forward_pre_hook(lambda _, args: None if torch.is_grad_enabled() else given.append(len(args[0])))
-    windows = tiny_tokens(sequences=64, length=16)
-    settings = Finetune(steps=1, batch_size=batch_size, teacher="none", held_out=8)
-    finetune(model, masks, windows, settings)
-    assert max(given) == at_once
-    assert sum(given) == 2 * 8, "before the step, and after it"
 
 
 def test_the_weights_with_the_lowest_held_out_loss_are_kept() -> None:
