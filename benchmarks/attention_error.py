@@ -36,7 +36,7 @@ from compressx.pruners.alps import ALPSOptions
 from compressx_attnprune import baselines, layer, solver, training
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair, relative_errors
 from compressx_attnprune.options import HELD_OUT, AttnPruneOptions
-from compressx_attnprune.solver import Budget, Layer
+from compressx_attnprune.solver import Budget, QueryKeyLayer
 from compressx_attnprune.training import Text
 from kept import same_settings
 from loaded import load
@@ -48,7 +48,7 @@ COLUMNS = ("layer", "method", "sparsity", "attention", "output", "seconds")
 class Case:
     """One layer at one sparsity: what methods see, and the text that they are measured on."""
 
-    layer: Layer
+    layer: QueryKeyLayer
     sparsity: float
     measured_on: Tensor  # [sequences, tokens, in_features]
     output: OutputLoss
@@ -105,12 +105,12 @@ def alps(case: Case) -> Pair:
 
 def gauss_newton(case: Case) -> Pair:
     """The default of attnprune, in closed form."""
-    return solver.gauss_newton(case.layer, case.joint)[1]
+    return solver.closed_form(case.layer, case.joint)[1]
 
 
 def gauss_newton_refit(case: Case) -> Pair:
     """The same, followed by `--refit` gradient steps on the kept weights."""
-    (start,) = solver.judge(case.layer, [solver.gauss_newton(case.layer, case.joint)])
+    (start,) = solver.judge(case.layer, [solver.closed_form(case.layer, case.joint)])
     layer_ = case.layer
     return training.refit(layer_.loss, layer_.text, layer_.dense, start, steps=case.refit).weights
 
@@ -191,7 +191,7 @@ def measure(
         dense = (projections.query.weight, projections.key.weight)
         for method, sparsity in cells:
             # A separate layer for each, so that the time includes all statistics of a method.
-            task = Layer(losses[arguments.objective], text, dense, options.damping or solver.DAMPING)
+            task = QueryKeyLayer(losses[arguments.objective], text, dense, options.damping or solver.DAMPING)
             case = Case(task, sparsity, measured_on, of_output, arguments.refit, arguments.steps)
             started = time.perf_counter()
             pruned = METHODS[method](case)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compressx_attnprune.geometry import Attention, Projection, queries_and_keys
+from compressx_attnprune.attention import Attention, Projection, queries_and_keys
 from compressx_attnprune.losses import MatrixLoss, Pair
 
 HEADS, KEY_HEADS, HEAD_DIM, WIDTH, THETA = 9, 3, 64, 576, 100_000.0

@@ -25,7 +25,7 @@ _DAMPING = 0.01  # as published for SparseGPT
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class InputStatistics:
     """Statistics of a layer's inputs for both methods, computed on first use and shared by all budgets.
 
     Attributes:
@@ -57,14 +57,14 @@ class Inputs:
         return inverse_cholesky(hessian, _DAMPING)[0]
 
 
-def wanda(weights: Pair, inputs: Inputs, choose: Choose) -> tuple[Pair, Pair]:
+def wanda(weights: Pair, inputs: InputStatistics, choose: Choose) -> tuple[Pair, Pair]:
     """Keep the largest |W| ||x||_2 of each row (Wanda, arXiv 2306.11695); return masks and unchanged kept weights."""
     query, key = (_row_ranks(wanda_scores(w, inputs.norms)) for w in weights)
     keeps = choose((query, key))
     return keeps, (weights[0] * keeps[0], weights[1] * keeps[1])
 
 
-def sparsegpt(weights: Pair, inputs: Inputs, choose: Choose, sparsity: float) -> tuple[Pair, Pair]:
+def sparsegpt(weights: Pair, inputs: InputStatistics, choose: Choose, sparsity: float) -> tuple[Pair, Pair]:
     """Select and update by SparseGPT's sweep (arXiv 2301.00774), with one Hessian of the inputs.
 
     Args:
@@ -91,13 +91,13 @@ def sparsegpt(weights: Pair, inputs: Inputs, choose: Choose, sparsity: float) ->
     return keeps, _split(updated, weights)
 
 
-def sparsegpt_nm(weights: Pair, inputs: Inputs, patterns: tuple[NM, NM]) -> tuple[Pair, Pair]:
+def sparsegpt_nm(weights: Pair, inputs: InputStatistics, patterns: tuple[NM, NM]) -> tuple[Pair, Pair]:
     """Do as `sparsegpt` for N:M patterns, where the sweep selects group by group."""
     query, key = (sparsegpt_rows(w, inputs, pattern) for w, pattern in zip(weights, patterns, strict=True))
     return (query[0], key[0]), (query[1], key[1])
 
 
-def sparsegpt_rows(weight: Tensor, inputs: Inputs, pattern: Pattern) -> tuple[Tensor, Tensor]:
+def sparsegpt_rows(weight: Tensor, inputs: InputStatistics, pattern: Pattern) -> tuple[Tensor, Tensor]:
     """Prune one weight [out_features, in_features] by SparseGPT; return its mask and the new weight."""
     return sweep(weight, inputs.factor, pattern, inputs.dead)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,11 +14,17 @@ from torch import Tensor, nn
 
 import compressx
 from compressx import Block, FixedMask, Pattern, Projections, RecipeError, Rows, UnsupportedModelError, head_size
-from compressx_attnprune.alone import INSTEAD, arguments, attend, named
-from compressx_attnprune.geometry import Attention, Projection, gated, quarter_turn, queries_and_keys, values
-from compressx_attnprune.norms import KEY_NORMS, QUERY_NORMS, VALUE_NORMS, read_norm, unknown_norm
-from compressx_attnprune.objective import mixed
-from compressx_attnprune.structured import asked_units
+from compressx_attnprune.attention import (
+    Attention,
+    Norm,
+    Projection,
+    gated,
+    mixed_by_rows,
+    quarter_turn,
+    queries_and_keys,
+    values,
+)
+from compressx_attnprune.groups import asked_units
 
 _AGREEMENT = 1e-3  # relative difference of two float32 outputs of one attention
 
@@ -141,7 +149,7 @@ def verify(block: Block, attention: Attention, x: Tensor) -> None:
     x = x[:1].float()
     q, k = queries_and_keys(attention, x, projections.query.weight, projections.key.weight)
     v = values(attention, x, projections.value.weight, projections.value.bias)  # [1, h_kv, tokens, value_dim]
-    attended = gated(attention, x, mixed(attention, q, k, v).transpose(1, 2).flatten(2))
+    attended = gated(attention, x, mixed_by_rows(attention, q, k, v).transpose(1, 2).flatten(2))
     output = Rows(projections.output)
     ours = nn.functional.linear(attended, output.weight, output.bias)
     theirs = attend(block, projections, arguments(block), x)
@@ -274,3 +282,128 @@ def _ignores_positions(block: Block, projections: Projections) -> bool:
     x = x.to(cos.device)
     still = {**given, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
     return torch.equal(attend(block, projections, given, x), attend(block, projections, still, x))
+
+
+INSTEAD = "leave it to a pruner of single linears, such as sparsegpt or wanda"
+
+
+def attend(block: Block, projections: Projections, arguments: Mapping[str, Any], x: Tensor) -> Tensor:
+    """Run the attention module in float32 on [1, tokens, in_features] with its block's arguments."""
+    module = copy.deepcopy(block.submodule(projections.attention)).float()
+    known = dict(list(inspect.signature(module.forward).parameters.items())[1:])
+    given = {n: _first(v) for n, v in arguments.items() if n in known and "past" not in n}
+    needed = [n for n, p in known.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if missing := [n for n in needed if n not in given]:
+        raise UnsupportedModelError(
+            f"{named(block, projections)} needs {', '.join(missing)} from within its block, so attnprune cannot run "
+            f"it alone to verify that it is softmax attention; {INSTEAD}"
+        )
+    attended = module(x, **given)
+    result: Tensor = attended[0] if isinstance(attended, tuple | list) else attended
+    return result
+
+
+def arguments(block: Block) -> dict[str, Any]:
+    """Return the arguments of the block's first call by name, without the hidden states."""
+    call = block.calls[0]
+    names = list(inspect.signature(block.module.forward).parameters)[1:]
+    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+
+
+def _first(value: Any) -> Any:
+    """Return the first sequence of a call's tensor or tuple of tensors, in float32."""
+    if isinstance(value, Tensor):
+        return value[:1].float() if value.is_floating_point() else value[:1]
+    if isinstance(value, UserDict):  # keys and values for later blocks: what is run here must not change them
+        return type(value)({name: _first(kept) for name, kept in value.items()})
+    return tuple(_first(v) for v in value) if isinstance(value, tuple) else value
+
+
+def named(block: Block, projections: Projections) -> str:
+    """Name the attention and its class, for messages."""
+    return f"{projections.attention} ({type(block.submodule(projections.attention)).__name__})"
+
+
+QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm")
+KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
+VALUE_NORMS = ("v_norm",)
+_LAST = ("query_layernorm", "key_layernorm")
+"""Names of norms that come after the rotary embedding."""
+
+
+def unknown_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: int) -> str | None:
+    """Describe a norm that `read_norm` does not support, or return None; needs no weights.
+
+    Args:
+        module: the attention.
+        names: possible names of the side's norm, `QUERY_NORMS`, `KEY_NORMS` or `VALUE_NORMS`.
+        heads: of the side.
+        head_dim: features of a head.
+    """
+    name, norm = _find(module, names)
+    if norm is None or _input_shape(norm, heads, head_dim) is not None:
+        return None
+    shapes = ", ".join(str(s) for s in _weight_shapes(norm)) or "none"
+    return (
+        f"{name} has weights of shape {shapes}; attnprune supports norms over one head, ({head_dim},), or over all "
+        f"{heads} together, ({heads * head_dim},)"
+    )
+
+
+@torch.no_grad()
+def read_norm(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: int) -> Norm | None:
+    """Measure a side's norm in float32; None when the module has none.
+
+    Norms may scale by the weight or by one plus the weight, subtract the mean, or cover all heads at once. The weight's
+    shape and the outputs for three vectors determine which.
+    """
+    name, found = _find(module, names)
+    shape = None if found is None else _input_shape(found, heads, head_dim)
+    if found is None or shape is None:
+        return None
+    norm = copy.deepcopy(found).float()
+    ones = torch.ones(shape, device=next(module.parameters()).device)
+    signs = ones.clone()
+    signs[..., 1::2] = -1.0  # mean 0 and mean square 1, so subtracting the mean has no effect
+    at_zero, at_ones, at_signs = (norm(u) for u in (torch.zeros_like(ones), ones, signs))
+    eps = _eps(norm)
+    gain = (at_signs - at_zero) * signs * (1.0 + eps) ** 0.5
+    own = (head_dim,) if shape == (head_dim,) else (heads, 1, head_dim)
+    return Norm(
+        gain.view(own),
+        eps,
+        shift=at_zero.view(own) if at_zero.any() else None,
+        centered=bool((at_ones - at_zero).norm() < 0.5 * gain.norm()),  # ones without their mean are zero
+        whole=over_all_heads(module, names, heads, head_dim),
+        last=name in _LAST,
+    )
+
+
+def over_all_heads(module: nn.Module, names: tuple[str, ...], heads: int, head_dim: int) -> bool:
+    """Return whether a side's norm is over all heads of a token at once; arguments as `unknown_norm`."""
+    _, norm = _find(module, names)
+    return norm is not None and heads > 1 and _input_shape(norm, heads, head_dim) == (heads * head_dim,)
+
+
+def _find(module: nn.Module, names: tuple[str, ...]) -> tuple[str, nn.Module | None]:
+    found = ((n, getattr(module, n, None)) for n in names)
+    return next(((n, x) for n, x in found if x is not None and not isinstance(x, nn.Identity)), ("", None))
+
+
+def _weight_shapes(norm: nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(p.shape) for n, p in norm.named_parameters() if n.rpartition(".")[2] == "weight"]
+
+
+def _input_shape(norm: nn.Module, heads: int, head_dim: int) -> tuple[int, ...] | None:
+    """Return the input shape of the norm for one token; None if it is not supported."""
+    shapes = _weight_shapes(norm) or [(head_dim,)]  # one without weights is taken for one of each head
+    for known in ((head_dim,), (heads, head_dim), (heads * head_dim,)):
+        if shapes == [known]:
+            return known
+    return (1, heads, 1, head_dim) if shapes == [(head_dim,)] * heads else None  # StableLM: one module per head
+
+
+def _eps(norm: nn.Module) -> float:
+    """Return the epsilon of the norm or of its first part that has one."""
+    stated = (getattr(part, name, None) for part in norm.modules() for name in ("variance_epsilon", "eps"))
+    return float(next((eps for eps in stated if eps is not None), 0.0))

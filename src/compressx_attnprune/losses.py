@@ -14,8 +14,22 @@ from typing import Protocol, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from compressx_attnprune import objective
-from compressx_attnprune.geometry import Attention, gated, place, place_backward, project, queries_and_keys, values
+from compressx_attnprune.attention import (
+    Attention,
+    gated,
+    matrix_gradients,
+    matrix_probe,
+    mixed_backward,
+    mixed_values,
+    place,
+    place_backward,
+    project,
+    queries_and_keys,
+    random_signs_,
+    squared_errors,
+    values,
+    weight_gradient,
+)
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 
@@ -76,7 +90,7 @@ class MatrixLoss(_OfAttention):
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
         """Return ||P~ - P||_F^2 of each candidate, and ||P||_F^2."""
         before, *after = (queries_and_keys(self.attention, x, *pair) for pair in (dense, *candidates))
-        errors, norms = objective.squared_errors(self.attention, before, after)
+        errors, norms = squared_errors(self.attention, before, after)
         return errors.sum(dim=1), norms.sum()
 
     @torch.no_grad()
@@ -85,14 +99,14 @@ class MatrixLoss(_OfAttention):
         attention = self.attention
         before = queries_and_keys(attention, x, *dense)
         projected = _projected(attention, x, pruned)
-        errors, norms, grads = objective.gradients(attention, before, _placed(attention, projected))
+        errors, norms, grads = matrix_gradients(attention, before, _placed(attention, projected))
         return _relative(errors.sum(), norms.sum(), x, _placed_backward(attention, projected, grads))
 
     @torch.no_grad()
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
         """Return the gradients for random signs as the gradient of P."""
         projected = _projected(self.attention, x, weights)
-        grads = objective.probe(self.attention, *_placed(self.attention, projected), generator)
+        grads = matrix_probe(self.attention, *_placed(self.attention, projected), generator)
         return _placed_backward(self.attention, projected, grads)
 
 
@@ -137,7 +151,7 @@ class OutputLoss(_OfAttention):
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
         """Return the gradients for random signs as the gradient of the attention's output."""
         v = values(self.attention, x, self.value_weight, self.value_bias)
-        signs = objective.random_signs_(x.new_empty(*x.shape[:2], len(self.output_weight)), generator)
+        signs = random_signs_(x.new_empty(*x.shape[:2], len(self.output_weight)), generator)
         return self._backward(x, _projected(self.attention, x, weights), v, signs)
 
     def _output(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -154,29 +168,7 @@ class OutputLoss(_OfAttention):
         of_mixed = gated(self.attention, x, grad @ self.output_weight)
         of_heads = of_mixed.view(*grad.shape[:2], self.attention.query.heads, -1)
         q, k = _placed(self.attention, projected)
-        return objective.mixed_backward(self.attention, q, k, v, of_heads.transpose(1, 2))
-
-
-def mixed_values(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute P v of all heads beside each other, [batch, tokens, h * value_dim]; by a fused kernel where there is one.
-
-    Args:
-        attention: the layer.
-        q: queries [batch, h, tokens, head_dim] after norm and rotary embedding.
-        k: keys [batch, h_kv, tokens, head_dim], likewise.
-        v: values [batch, h_kv, tokens, value_dim].
-    """
-    plain = attention.softcap is None and attention.sinks is None and attention.window is None
-    if plain and v.shape[-1] == q.shape[-1]:
-        # A key head for each query head: CUDA's only fused kernel for float32 shares none in some torch versions,
-        # where `enable_gqa` means whole tokens x tokens matrices.
-        k, v = (t.repeat_interleave(attention.groups, dim=1) for t in (k, v))
-        mixed = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, scale=attention.scaling, is_causal=True
-        )  # [batch, h, tokens, value_dim]
-    else:
-        mixed = objective.mixed(attention, q, k, v)
-    return mixed.transpose(1, 2).flatten(2)
+        return mixed_backward(self.attention, q, k, v, of_heads.transpose(1, 2))
 
 
 def relative_errors(loss: Loss, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> list[float]:
@@ -231,12 +223,6 @@ def _placed(attention: Attention, projected: Pair) -> Pair:
 def _placed_backward(attention: Attention, projected: Pair, grads: Sequence[Tensor]) -> Pair:
     (query, key), (dq, dk) = projected, grads
     return place_backward(attention, attention.query, query, dq), place_backward(attention, attention.key, key, dk)
-
-
-def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Backpropagate a gradient of `project`'s result [batch, heads, tokens, head_dim] to its weight."""
-    flat = grad.transpose(1, 2).flatten(2)  # [batch, tokens, heads * head_dim]
-    return flat.flatten(0, 1).T @ x.flatten(0, 1)
 
 
 def _squared_norm(x: Tensor) -> Tensor:

@@ -26,32 +26,30 @@ from compressx import (
     hookimpl,
 )
 from compressx.numerics.obs import NotPositiveDefiniteError
-from compressx_attnprune import baselines, groups, layer, solver, structured
-from compressx_attnprune.geometry import queries_and_keys
+from compressx_attnprune import baselines, groups, layer, solver
+from compressx_attnprune.attention import attention_matrices, queries_and_keys
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, relative_errors
-from compressx_attnprune.mixing import Mixing
-from compressx_attnprune.objective import attention_matrices
 from compressx_attnprune.options import HELD_OUT, AttnPruneOptions
-from compressx_attnprune.solver import Budget, Layer, Solution
+from compressx_attnprune.solver import Budget, QueryKeyLayer, QueryKeySolution
 from compressx_attnprune.training import Text
 
 HEAT_MAP_TOKENS = 64
 
 
 @dataclass(frozen=True, eq=False)
-class _Prepared:
+class _PreparedLayer:
     """What pruning a block needs and no budget changes."""
 
     projections: Projections
-    layer: Layer
+    layer: QueryKeyLayer
     losses: Mapping[str, Loss]
 
-    def of_groups(self) -> groups.Layer:
+    def of_groups(self) -> groups.GroupedLayer:
         """Return the layer as whole groups are removed from it."""
         loss = self.losses["attention-output"]
         assert isinstance(loss, OutputLoss)  # noqa: S101 - made by prepare
-        return groups.Layer(
-            Mixing(loss.attention, loss.value_bias), self.layer.text, (*self.layer.dense, loss.value_weight),
+        return groups.GroupedLayer(
+            groups.Mixing(loss.attention, loss.value_bias), self.layer.text, (*self.layer.dense, loss.value_weight),
             loss.output_weight, self.projections.output.bias is not None,
         )  # fmt: skip
 
@@ -69,7 +67,7 @@ class AttnPrune:
         return SequenceSample(block.linears[name].in_features, self.options.sequences)
 
     @torch.no_grad()
-    def prepare(self, block: Block, name: str, sample: SequenceSample) -> _Prepared:  # noqa: ARG002 - the protocol
+    def prepare(self, block: Block, name: str, sample: SequenceSample) -> _PreparedLayer:  # noqa: ARG002 - the protocol
         """Read the attention off the block and hold it against the block's own; its curvature follows when needed."""
         projections = layer.find_projections(block)
         x = sample.sequences
@@ -87,16 +85,16 @@ class AttnPrune:
         held_out = min(len(x) - 1, max(1, round(HELD_OUT * len(x))))
         text = Text(x[:-held_out], x[-held_out:]) if held_out else Text(x, x)
         dense = (projections.query.weight.clone(), projections.key.weight.clone())
-        return _Prepared(
+        return _PreparedLayer(
             projections,
-            Layer(losses[self.options.objective], text, dense, self.options.damping or solver.DAMPING),
+            QueryKeyLayer(losses[self.options.objective], text, dense, self.options.damping or solver.DAMPING),
             losses,
         )
 
     @torch.no_grad()
     def prune(
         self, block: Block, patterns: Mapping[str, Pattern], stats: Mapping[str, Statistic],
-        prepared: Mapping[str, _Prepared],
+        prepared: Mapping[str, _PreparedLayer],
     ) -> dict[str, PruneResult]:  # fmt: skip
         """Choose both masks and, but in mask mode, the survivors' new values.
 
@@ -109,9 +107,9 @@ class AttnPrune:
         projections = layer.find_projections(block)
         _refuse_unlike_inputs(projections, stats)
         ready = prepared[projections.query.name]
-        if (pattern := structured.asked_units(patterns)) is not None:
+        if (pattern := groups.asked_units(patterns)) is not None:
             with _blamed_on(projections):
-                return structured.prune(ready.of_groups(), projections, patterns, pattern, self.options)
+                return groups.prune_groups(ready.of_groups(), projections, patterns, pattern, self.options)
         budget = _budget(projections, patterns)
         with _blamed_on(projections):
             solution = solver.solve(ready.layer, budget, self.options)
@@ -190,7 +188,7 @@ def _share(sparsity: float, sides: Sequence[Rows], others: Sequence[Rows]) -> fl
 
 
 def _assemble(
-    prepared: _Prepared, patterns: Mapping[str, Pattern], solution: Solution
+    prepared: _PreparedLayer, patterns: Mapping[str, Pattern], solution: QueryKeySolution
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Put query and key rows where their linears have them; the other rows of these are pruned by SparseGPT."""
     projections = prepared.projections
@@ -224,7 +222,7 @@ def _of_others(pattern: Pattern, rows: Rows) -> Pattern:
     return _of_rows(pattern, rows)
 
 
-def _errors(prepared: _Prepared, solution: Solution) -> dict[str, float]:
+def _errors(prepared: _PreparedLayer, solution: QueryKeySolution) -> dict[str, float]:
     """Return the held-out errors of the result and of the other methods by both objectives; one is known already."""
     candidates = [solution.weights, *solution.starts.values()]
     info: dict[str, float] = {}
@@ -241,7 +239,7 @@ def _errors(prepared: _Prepared, solution: Solution) -> dict[str, float]:
     return info
 
 
-def _heat_maps(of: Layer, solution: Solution) -> dict[str, Tensor]:
+def _heat_maps(of: QueryKeyLayer, solution: QueryKeySolution) -> dict[str, Tensor]:
     """Return the head whose attention matrix changed most, dense and pruned, over the first held-out tokens."""
     x = of.text.held_out[:1, :HEAT_MAP_TOKENS].float()
     attention = of.loss.attention.first(x.shape[1])
@@ -255,7 +253,7 @@ def _heat_maps(of: Layer, solution: Solution) -> dict[str, Tensor]:
 
 def _check(block: Block, patterns: Mapping[str, Pattern], options: AttnPruneOptions) -> None:
     layer.check(block, patterns)
-    structured.check_options(patterns, options)
+    groups.check_options(patterns, options)
 
 
 @hookimpl

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from compressx import NM, FixedMask, Pattern, keep_masks
 from compressx.numerics.wanda import wanda_scores
-from compressx_attnprune import baselines, curvature, kronecker, training
-from compressx_attnprune.baselines import Inputs
-from compressx_attnprune.curvature import Curvature
+from compressx_attnprune import baselines, gauss_newton, training
+from compressx_attnprune.baselines import InputStatistics
+from compressx_attnprune.gauss_newton import Curvature, KroneckerProblem
 from compressx_attnprune.losses import Loss, Pair, relative_errors
 from compressx_attnprune.options import AttnPruneOptions
-from compressx_attnprune.training import Text, Trained
+from compressx_attnprune.training import Candidate, Text
 
 DAMPING = 0.003
 _MOST_DAMPING = 0.3
@@ -33,7 +33,7 @@ REGULARIZATIONS = (0.03, 0.1, 0.3, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class QueryKeyLayer:
     """The inputs of a layer's solvers; statistics that do not depend on the budget are computed once, on first use.
 
     Attributes:
@@ -49,19 +49,19 @@ class Layer:
     damping: float = DAMPING
 
     @cached_property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> InputStatistics:
         """Input statistics for Wanda and SparseGPT."""
-        return Inputs(self.text.train)
+        return InputStatistics(self.text.train)
 
     @cached_property
-    def problem(self) -> kronecker.Problem:
+    def problem(self) -> KroneckerProblem:
         """The dense weights and their curvature, decomposed."""
-        return kronecker.Problem(tuple(self.by_head(self.dense)), self.curvature, self.damping)
+        return KroneckerProblem(tuple(self.by_head(self.dense)), self.curvature, self.damping)
 
     @cached_property
     def curvature(self) -> tuple[Curvature, Curvature]:
         """The loss's curvature at the dense weights."""
-        return curvature.measure(self.loss, self.text.train, self.dense)
+        return gauss_newton.measured_curvature(self.loss, self.text.train, self.dense)
 
     def by_head(self, pair: Pair) -> list[Tensor]:
         """View [heads * head_dim, in_features] as [heads, head_dim, in_features]."""
@@ -98,7 +98,7 @@ class Budget:
 
 
 @dataclass(frozen=True, eq=False)
-class Solution:
+class QueryKeySolution:
     """A layer's result.
 
     Attributes:
@@ -118,7 +118,7 @@ class Solution:
     fell_back: bool
 
 
-def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
+def solve(layer: QueryKeyLayer, budget: Budget, options: AttnPruneOptions) -> QueryKeySolution:
     """Prune a layer.
 
     Args:
@@ -135,7 +135,7 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
     }
     in_closed_form = budget.fixed or options.mode == "gauss-newton"
     if in_closed_form:
-        *started, ours = judge(layer, [*starts.values(), gauss_newton(layer, budget)])
+        *started, ours = judge(layer, [*starts.values(), closed_form(layer, budget)])
     else:
         started = judge(layer, list(starts.values()))
         ours = mask(layer, budget, regularization=options.regularization, steps=options.steps)
@@ -146,7 +146,7 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
     while ours.error > best_start.error and in_closed_form and damping < _MOST_DAMPING:
         # With little text the curvature is inaccurate and needs more damping.
         damping = min(10.0 * damping, _MOST_DAMPING)
-        again = judge(layer, [gauss_newton(layer, budget, layer.problem.damped(damping))])
+        again = judge(layer, [closed_form(layer, budget, layer.problem.damped(damping))])
         ours = min(ours, *again, key=lambda t: t.error)
     best = ours if ours.error <= best_start.error else best_start  # NaN never wins
     histories: dict[str, tuple[float, ...]] = {options.mode: ours.losses} if ours.losses else {}
@@ -155,10 +155,12 @@ def solve(layer: Layer, budget: Budget, options: AttnPruneOptions) -> Solution:
         best = training.refit(layer.loss, layer.text, layer.dense, best, steps=options.refit)
         histories["refit"] = best.losses
     errors = {"": best.error, **{name: start.error for name, start in zip(starts, started, strict=True)}}
-    return Solution(best.keeps, best.weights, {n: w for n, (_, w) in starts.items()}, errors, histories, fell_back)
+    return QueryKeySolution(
+        best.keeps, best.weights, {n: w for n, (_, w) in starts.items()}, errors, histories, fell_back
+    )
 
 
-def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None = None) -> tuple[Pair, Pair]:
+def closed_form(layer: QueryKeyLayer, budget: Budget, problem: KroneckerProblem | None = None) -> tuple[Pair, Pair]:
     """Select and reconstruct in closed form, in the metric of the loss; with fixed masks, only reconstruct.
 
     Returns masks and weights.
@@ -169,21 +171,21 @@ def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None
 
     if budget.fixed:
         keeps = choose(layer.by_head(layer.dense), known_finite=False)
-        weights = kronecker.reconstruct(problem or layer.problem, keeps)
+        weights = gauss_newton.reconstruct(problem or layer.problem, keeps)
     elif all(k.all() for k in budget.choose(layer.dense)):
         return budget.choose(layer.dense), layer.dense  # nothing to prune: bit-identical
     else:
-        keeps, weights = kronecker.select(problem or layer.problem, choose)
+        keeps, weights = gauss_newton.select(problem or layer.problem, choose)
     return _by_row(keeps), _by_row(weights)
 
 
-def mask(layer: Layer, budget: Budget, *, regularization: float | None, steps: int) -> Trained:
+def mask(layer: QueryKeyLayer, budget: Budget, *, regularization: float | None, steps: int) -> Candidate:
     """Learn masks as published, without changing kept weights.
 
     Without a lambda, masks are learned to the end for each of `REGULARIZATIONS` and the best by held-out error is
     taken: too large a lambda is ahead early on.
     """
-    tried: list[Trained] = []
+    tried: list[Candidate] = []
     for value in REGULARIZATIONS if regularization is None else (regularization,):
         relaxed, losses = training.learn_masks(
             layer.loss,
@@ -199,13 +201,13 @@ def mask(layer: Layer, budget: Budget, *, regularization: float | None, steps: i
     return min(tried, key=lambda t: t.error)
 
 
-def judge(layer: Layer, candidates: Sequence[tuple[Pair, Pair]]) -> list[Trained]:
+def judge(layer: QueryKeyLayer, candidates: Sequence[tuple[Pair, Pair]]) -> list[Candidate]:
     """Measure candidates (masks, weights) on the held-out text."""
     errors = relative_errors(layer.loss, layer.text.held_out, layer.dense, [w for _, w in candidates])
-    return [Trained(w, k, e) for (k, w), e in zip(candidates, errors, strict=True)]
+    return [Candidate(w, k, e) for (k, w), e in zip(candidates, errors, strict=True)]
 
 
-def ranked(masks: Pair, inputs: Inputs, weights: Pair) -> Pair:
+def ranked(masks: Pair, inputs: InputStatistics, weights: Pair) -> Pair:
     """Turn relaxed masks into scores in the same order, with ties broken by Wanda's |W| * ||x||_2.
 
     Clipping leaves many entries at exactly 0 or 1, and the budget's threshold often falls among them.
@@ -220,7 +222,7 @@ def ranked(masks: Pair, inputs: Inputs, weights: Pair) -> Pair:
     return query, key
 
 
-def _sparsegpt(layer: Layer, budget: Budget) -> tuple[Pair, Pair]:
+def _sparsegpt(layer: QueryKeyLayer, budget: Budget) -> tuple[Pair, Pair]:
     if isinstance(budget.query, NM) and isinstance(budget.key, NM):
         return baselines.sparsegpt_nm(layer.dense, layer.inputs, (budget.query, budget.key))
     return baselines.sparsegpt(layer.dense, layer.inputs, budget.choose, budget.query.sparsity)

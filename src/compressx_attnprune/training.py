@@ -35,8 +35,8 @@ class Text:
 
 
 @dataclass(frozen=True, eq=False)
-class Trained:
-    """Trained weights and masks.
+class Candidate:
+    """Candidate weights and masks.
 
     Attributes:
         weights: zero where not kept.
@@ -52,8 +52,8 @@ class Trained:
 
 
 def refit(
-    loss: Loss, text: Text, dense: Pair, start: Trained, *, steps: int, learning_rate: float = LEARNING_RATE
-) -> Trained:
+    loss: Loss, text: Text, dense: Pair, start: Candidate, *, steps: int, learning_rate: float = LEARNING_RATE
+) -> Candidate:
     """Train the kept weights on the loss, with fixed masks.
 
     Args:
@@ -135,11 +135,11 @@ class Descent:
         self.schedule.step()
 
 
-def _better(best: Trained | None, loss: Loss, text: Text, dense: Pair, weights: Pair, keeps: Pair) -> Trained:
+def _better(best: Candidate | None, loss: Loss, text: Text, dense: Pair, weights: Pair, keeps: Pair) -> Candidate:
     """Return the better of the best so far and a copy of these weights, by the held-out error."""
     error = relative_error(loss, text.held_out, dense, weights)
     # NaN never wins.
-    return Trained(_copy(weights), keeps, error) if best is None or error < best.error else best
+    return Candidate(_copy(weights), keeps, error) if best is None or error < best.error else best
 
 
 def batches(x: Tensor, steps: int) -> Iterator[Tensor]:

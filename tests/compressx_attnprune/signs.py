@@ -65,7 +65,7 @@ def outer(g: Tensor) -> Tensor:
     return g[..., :, None] * g[..., None, :]
 
 
-def gauss_newton(function: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> list[Tensor]:
+def gauss_newton_matrix(function: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> list[Tensor]:
     """Return J^T J of a function for each token of two arguments [heads, tokens, head_dim], by autograd's Jacobian.
 
     Only the blocks between a token's features and themselves: [heads, tokens, head_dim, head_dim].

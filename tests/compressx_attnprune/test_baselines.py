@@ -15,7 +15,7 @@ from compressx.blocks.prepared import answer_of
 from compressx.pruners.sparsegpt import SparseGPT, SparseGPTOptions
 from compressx.pruners.wanda import Wanda
 from compressx_attnprune import baselines
-from compressx_attnprune.baselines import Inputs
+from compressx_attnprune.baselines import InputStatistics
 from compressx_attnprune.losses import Pair
 
 WIDTH = 160  # more than one column block of the sweep
@@ -65,7 +65,7 @@ def prune(pruner: Pruner, weights: Pair, x: Tensor, patterns: tuple[Pattern, Pat
 
 @pytest.mark.parametrize("pattern", ROW_PATTERNS, ids=str)
 def test_wanda_is_the_hosts_where_rows_or_groups_have_their_own_budget(pattern: Pattern, x: Tensor, weights: Pair):
-    keeps, pruned = baselines.wanda(weights, Inputs(x), by(pattern))
+    keeps, pruned = baselines.wanda(weights, InputStatistics(x), by(pattern))
     for host, keep, weight, dense in zip(
         prune(Wanda(), weights, x, (pattern, pattern)), keeps, pruned, weights, strict=True
     ):
@@ -82,11 +82,11 @@ def given_masks() -> tuple[FixedMask, FixedMask]:
 def like_sparsegpt(weights: Pair, x: Tensor, patterns: tuple[Pattern, Pattern]) -> tuple[Pair, Pair]:
     """Prune both weights by whichever of our functions is for the patterns."""
     if isinstance(patterns[0], NM):
-        return baselines.sparsegpt_nm(weights, Inputs(x), patterns)
+        return baselines.sparsegpt_nm(weights, InputStatistics(x), patterns)
     if isinstance(patterns[0], Unstructured) and patterns[0].group == "layer":
-        by_weight = [baselines.sparsegpt_rows(w, Inputs(x), p) for w, p in zip(weights, patterns, strict=True)]
+        by_weight = [baselines.sparsegpt_rows(w, InputStatistics(x), p) for w, p in zip(weights, patterns, strict=True)]
         return tuple(zip(*by_weight, strict=True))
-    return baselines.sparsegpt(weights, Inputs(x), by(*patterns), patterns[0].sparsity)
+    return baselines.sparsegpt(weights, InputStatistics(x), by(*patterns), patterns[0].sparsity)
 
 
 @pytest.mark.parametrize(
@@ -108,21 +108,21 @@ def test_features_that_never_fire_are_dropped_first_as_by_the_hosts_pruners(x: T
     x[..., 5::20] = 0.0
     pattern = Unstructured(0.25, "row")
     for keeps, host in (
-        (baselines.wanda(weights, Inputs(x), by(pattern))[0], prune(Wanda(), weights, x, (pattern, pattern))),
+        (baselines.wanda(weights, InputStatistics(x), by(pattern))[0], prune(Wanda(), weights, x, (pattern, pattern))),
         (
-            baselines.sparsegpt(weights, Inputs(x), by(pattern), 0.25)[0],
+            baselines.sparsegpt(weights, InputStatistics(x), by(pattern), 0.25)[0],
             prune(SparseGPT(SparseGPTOptions()), weights, x, (pattern, pattern)),
         ),
     ):
         for keep, result in zip(keeps, host, strict=True):
             assert not keep[:, 5::20].any()
             assert torch.equal(keep, result.keep)
-    assert not baselines.sparsegpt_rows(weights[0], Inputs(x), pattern)[0][:, 5::20].any()
+    assert not baselines.sparsegpt_rows(weights[0], InputStatistics(x), pattern)[0][:, 5::20].any()
 
 
 METHODS = {
-    "wanda": lambda w, x, pattern: baselines.wanda(w, Inputs(x), by(pattern)),
-    "sparsegpt": lambda w, x, pattern: baselines.sparsegpt(w, Inputs(x), by(pattern), pattern.sparsity),
+    "wanda": lambda w, x, pattern: baselines.wanda(w, InputStatistics(x), by(pattern)),
+    "sparsegpt": lambda w, x, pattern: baselines.sparsegpt(w, InputStatistics(x), by(pattern), pattern.sparsity),
 }
 
 
@@ -146,11 +146,13 @@ def test_wider_budgets_are_exact_to_the_weight_and_only_what_rounding_leaves_unb
 
 def test_feature_norms_are_those_of_all_sequences_in_any_dtype(x: Tensor):
     expected = x.double().flatten(0, 1).norm(dim=0)
-    got = Inputs(x).norms
+    got = InputStatistics(x).norms
     assert got.dtype == torch.float64
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
     halves = x.bfloat16()
-    torch.testing.assert_close(Inputs(halves).norms, halves.double().flatten(0, 1).norm(dim=0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        InputStatistics(halves).norms, halves.double().flatten(0, 1).norm(dim=0), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

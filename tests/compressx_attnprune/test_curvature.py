@@ -6,14 +6,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from tests.compressx_attnprune.signs import Signs, count_signs, gauss_newton, hadamard, outer
+from tests.compressx_attnprune.signs import Signs, count_signs, gauss_newton_matrix, hadamard, outer
 from torch import Tensor
 
-from compressx_attnprune import curvature
-from compressx_attnprune.curvature import Curvature
-from compressx_attnprune.geometry import Attention, Projection, queries_and_keys
+from compressx_attnprune import gauss_newton
+from compressx_attnprune.attention import Attention, Projection, attention_matrices, queries_and_keys
+from compressx_attnprune.gauss_newton import Curvature, measured_curvature
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair
-from compressx_attnprune.objective import attention_matrices
 
 ATTENTION = Attention(Projection(4), Projection(2), head_dim=4, scaling=0.5)
 WIDTH, TOKENS = 6, 9
@@ -32,7 +31,7 @@ def make(kind: str, attention: Attention = ATTENTION) -> Loss:
 
 @pytest.fixture(autouse=True)
 def _narrow_panels(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(curvature, "PANEL", 4)
+    monkeypatch.setattr(gauss_newton, "PANEL", 4)
 
 
 @pytest.fixture
@@ -70,9 +69,9 @@ class Recording:
 @pytest.mark.parametrize(("kind", "probes"), [("matrix", 1), ("output", 3)])
 def test_the_factors_are_sums_over_all_tokens_of_the_probes_gradients(kind: str, probes: int, x: Tensor, weights: Pair):
     recording = Recording(make(kind))
-    measured = curvature.measure(recording, x, weights, probes=probes, tokens=1.0, halfway=0.0)
+    measured = measured_curvature(recording, x, weights, probes=probes, tokens=1.0, halfway=0.0)
     again, other = (
-        curvature.measure(make(kind), x, weights, probes=probes, tokens=1.0, halfway=0.0, seed=s) for s in (0, 1)
+        measured_curvature(make(kind), x, weights, probes=probes, tokens=1.0, halfway=0.0, seed=s) for s in (0, 1)
     )
     assert torch.equal(again[0].inputs, measured[0].inputs), "the seed decides the signs"
     assert not torch.equal(other[0].inputs, measured[0].inputs)
@@ -104,12 +103,13 @@ def test_over_all_signs_the_factors_are_mean_and_trace_weighted_sum_of_the_gauss
     loss = make("matrix")
     signs = hadamard(count_signs(lambda: loss.probe(x, weights, torch.Generator())))
     with Signs(torch.cat([signs, signs]) if halfway else signs):
-        measured = curvature.measure(loss, x, weights, probes=len(signs), tokens=1.0, halfway=halfway)
+        measured = measured_curvature(loss, x, weights, probes=len(signs), tokens=1.0, halfway=halfway)
     half = replace(ATTENTION, scaling=ATTENTION.scaling / 2)
     rows, inputs = [torch.zeros(4, 4, 4), torch.zeros(2, 4, 4)], [torch.zeros(4, 6, 6), torch.zeros(2, 6, 6)]
     for q, k, v in zip(*queries_and_keys(ATTENTION, x, *weights), x, strict=True):
         dense, halved = (
-            gauss_newton(lambda a, b, at=at: attention_matrices(at, a[None], b[None]), q, k) for at in (ATTENTION, half)
+            gauss_newton_matrix(lambda a, b, at=at: attention_matrices(at, a[None], b[None]), q, k)
+            for at in (ATTENTION, half)
         )
         for i, of_tokens in enumerate(d + 4.0 * halfway * h for d, h in zip(dense, halved, strict=True)):
             # of_tokens: [heads, tokens, head_dim, head_dim]
@@ -127,7 +127,7 @@ def test_a_sample_of_the_tokens_has_the_sum_over_all_as_its_expectation(x: Tenso
     samples = 100
     mean = torch.zeros(4, WIDTH, WIDTH)
     for seed in range(samples):
-        sampled = curvature.measure(recording, x, weights, tokens=0.4, halfway=0.0, seed=seed)[0]
+        sampled = measured_curvature(recording, x, weights, tokens=0.4, halfway=0.0, seed=seed)[0]
         assert torch.linalg.matrix_rank(sampled.inputs).max() == WIDTH
         mean += sampled.inputs / samples
     whole = torch.zeros(4, WIDTH, WIDTH)
@@ -139,15 +139,15 @@ def test_a_sample_of_the_tokens_has_the_sum_over_all_as_its_expectation(x: Tenso
 
 def test_some_sequences_are_measured_halfway_and_count_for_the_others(weights: Pair, monkeypatch: pytest.MonkeyPatch):
     """Of ten equal sequences in three parts, the first part and the last stand for all."""
-    monkeypatch.setattr(curvature, "HALFWAY_PARTS", 2)
+    monkeypatch.setattr(gauss_newton, "HALFWAY_PARTS", 2)
     x = normal(1, TOKENS, WIDTH, seed=0).expand(10, -1, -1)
     loss = make("matrix")
     probes = 80
     dense, both = (
-        curvature.measure(loss, x, weights, probes=probes, tokens=1.0, halfway=halfway)[0].inputs
+        measured_curvature(loss, x, weights, probes=probes, tokens=1.0, halfway=halfway)[0].inputs
         for halfway in (0.0, 1.0)
     )
-    alone = curvature.measure(loss.with_scores(0.5), x, weights, probes=probes, tokens=1.0, halfway=0.0)[0].inputs
+    alone = measured_curvature(loss.with_scores(0.5), x, weights, probes=probes, tokens=1.0, halfway=0.0)[0].inputs
     torch.testing.assert_close(both - dense, 4.0 * alone, rtol=0.15, atol=0.1 * float(alone.max()))
 
 
@@ -160,7 +160,7 @@ def test_a_head_that_looks_at_one_token_whatever_it_reads_counts_for_what_it_doe
     query, key = normal(16, WIDTH, seed=1) * 0.3, normal(8, WIDTH, seed=2) * 0.3
     query[0, 0], key[0, 1] = 8.0, 2.0  # the first feature of the first head: its first score is 24 larger
     loss = make(kind)
-    (dense, _), (both, _) = (curvature.measure(loss, x, (query, key), tokens=1.0, halfway=h) for h in (0.0, 0.1))
+    (dense, _), (both, _) = (measured_curvature(loss, x, (query, key), tokens=1.0, halfway=h) for h in (0.0, 0.1))
     of_heads = [side.inputs.diagonal(dim1=1, dim2=2).sum(dim=1) for side in (dense, both)]
     assert of_heads[0][0] < 1e-3 * of_heads[0][1:].min()
     growth = of_heads[1] / of_heads[0]
@@ -172,7 +172,7 @@ def test_heavy_tokens_are_always_in_the_sample_with_the_weight_that_they_have():
     weights = torch.full((2, 50), 1e-3)
     weights[0, 7], weights[1, 40:42] = 5.0, 2.0
     for seed in range(20):
-        chosen, importance = curvature._sample(weights, 12, torch.Generator().manual_seed(seed))
+        chosen, importance = gauss_newton._sample(weights, 12, torch.Generator().manual_seed(seed))
         assert chosen.shape == importance.shape == (2, 12)
         assert all(len(set(row)) == 12 for row in chosen.tolist())
         assert importance[0][chosen[0] == 7].tolist() == [5.0]
@@ -183,15 +183,15 @@ def test_heavy_tokens_are_always_in_the_sample_with_the_weight_that_they_have():
 def test_every_token_counts_in_expectation_what_it_weighs_the_light_ones_too():
     weights = torch.linspace(0.1, 1.0, 20) ** 3
     drawn = weights.expand(20_000, -1)
-    chosen, importance = curvature._sample(drawn, 8, torch.Generator().manual_seed(0))
+    chosen, importance = gauss_newton._sample(drawn, 8, torch.Generator().manual_seed(0))
     mean = torch.zeros_like(drawn).scatter_(1, chosen, importance).mean(dim=0)
     torch.testing.assert_close(mean, weights, rtol=0.25, atol=0.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_inputs_in_bfloat16_are_summed_in_float32(kind: str, x: Tensor, weights: Pair):
-    halves = curvature.measure(make(kind), x.bfloat16(), weights)
-    singles = curvature.measure(make(kind), x.bfloat16().float(), weights)
+    halves = measured_curvature(make(kind), x.bfloat16(), weights)
+    singles = measured_curvature(make(kind), x.bfloat16().float(), weights)
     for half, single in zip(halves, singles, strict=True):
         assert half.inputs.dtype == half.rows.dtype == torch.float32
         assert torch.equal(half.inputs, single.inputs)
@@ -200,7 +200,7 @@ def test_inputs_in_bfloat16_are_summed_in_float32(kind: str, x: Tensor, weights:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_to_a_single_token_curves_nothing_and_leaves_factors_that_can_be_solved(kind: str, weights: Pair):
-    for side in curvature.measure(make(kind), normal(3, 1, WIDTH, seed=3), weights):
+    for side in measured_curvature(make(kind), normal(3, 1, WIDTH, seed=3), weights):
         torch.testing.assert_close(side.rows.diagonal(dim1=1, dim2=2).sum(dim=1), torch.ones(len(side.rows)))
         assert side.inputs.abs().max() < 1e-6
         with side.damped(0.01) as damped:
@@ -219,7 +219,7 @@ def test_tiny_weights_have_the_curvature_of_their_gradients_in_float64_but_for_i
     tiny = [w * scale for w in (made.value_weight, made.value_bias, made.output_weight)]
     recording = Recording(OutputLoss(ATTENTION, *tiny))
     weights = normal(16, WIDTH, seed=1) * scale, normal(8, WIDTH, seed=2) * scale
-    sides = curvature.measure(recording, x, weights, tokens=1.0, halfway=0.0)
+    sides = measured_curvature(recording, x, weights, tokens=1.0, halfway=0.0)
     wanted = [torch.zeros_like(side.inputs, dtype=torch.float64) for side in sides]
     for part, (query, key) in recording.probes:
         for into, gradient in zip(wanted, (query.double(), key.double()), strict=True):
@@ -238,7 +238,7 @@ def test_a_head_without_curvature_leaves_the_others_alone():
     loss = make("output")
     assert isinstance(loss, OutputLoss)
     loss.output_weight[:, 8:] = 0.0
-    query, key = curvature.measure(
+    query, key = measured_curvature(
         loss, normal(4, TOKENS, WIDTH, seed=0), (normal(16, 6, seed=1), normal(8, 6, seed=2))
     )
     for side, half in ((query, 2), (key, 1)):

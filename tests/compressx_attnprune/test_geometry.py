@@ -11,9 +11,9 @@ from tests.pairs import pairs
 from torch import Tensor
 
 from compressx.testing import TINY_CONFIGS
-from compressx_attnprune import geometry, layer
-from compressx_attnprune.geometry import Attention, Norm, Projection
-from compressx_attnprune.objective import attention_matrices
+from compressx_attnprune import attention as attention_module
+from compressx_attnprune import layer
+from compressx_attnprune.attention import Attention, Norm, Projection, attention_matrices
 
 HEADS, HEAD_DIM, TOKENS = 3, 8, 5
 
@@ -42,7 +42,7 @@ def test_dense_attention_matrices_are_the_models_own(architecture: str):
     for index in (1, 2):
         recorded = blocks.record(architecture, index=index)
         attention = layer.describe(recorded.block)
-        q, k = geometry.queries_and_keys(attention, recorded.x, *blocks.weights(recorded.block))
+        q, k = attention_module.queries_and_keys(attention, recorded.x, *blocks.weights(recorded.block))
         ours = attention_matrices(attention, q, k)
         assert recorded.attentions.max(dim=-1).values.mean() > 0.12  # not flat: a row of 32 equal ones has 1/32
         torch.testing.assert_close(ours, recorded.attentions, atol=1e-5, rtol=0)
@@ -62,10 +62,12 @@ def test_every_norm_under_every_rotary_embedding_has_the_gradient_of_autograd(
     rotary = tables(rotary_dim, interleaved=interleaved, scale=1.3) if rotary_dim else None
     attention = Attention(side, side, HEAD_DIM, 1.0, rotary=rotary, rotary_interleaved=interleaved)
     u = draw(2, HEADS, TOKENS, HEAD_DIM, seed=2).requires_grad_()
-    placed = geometry.place(attention, side, u)
+    placed = attention_module.place(attention, side, u)
     grad = draw(*placed.shape, seed=3)
     (expected,) = torch.autograd.grad(placed, u, grad)
-    torch.testing.assert_close(geometry.place_backward(attention, side, u, grad), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        attention_module.place_backward(attention, side, u, grad), expected, rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(("centered", "whole"), list(itertools.product([False, True], repeat=2)))
@@ -92,12 +94,12 @@ def test_values_are_normed_as_torch_does_and_so_are_their_gradients():
     attention = Attention(side, side, HEAD_DIM, 1.0, value_norm=Norm(torch.ones(6, dtype=torch.float64), 0.1))
     x, bias = draw(2, TOKENS, 7), draw(HEADS * 6, seed=2)
     weight = draw(HEADS * 6, 7, seed=1).requires_grad_()
-    got = geometry.values(attention, x, weight, bias)
+    got = attention_module.values(attention, x, weight, bias)
     raw = torch.nn.functional.linear(x, weight, bias).view(2, TOKENS, HEADS, 6)
     torch.testing.assert_close(got.transpose(1, 2), torch.nn.functional.rms_norm(raw, (6,), eps=0.1))
     grad = draw(*got.shape, seed=3)
     (expected,) = torch.autograd.grad(got, weight, grad)
-    before = geometry.values_backward(attention, x, weight.detach(), bias, grad)
+    before = attention_module.values_backward(attention, x, weight.detach(), bias, grad)
     torch.testing.assert_close(torch.einsum("bhtd,bti->hdi", before, x).flatten(0, 1), expected)
 
 
@@ -110,7 +112,7 @@ def test_rotary_pairs_turn_by_their_angle_and_the_rest_of_the_head_is_left_alone
     u = draw(1, HEADS, TOKENS, HEAD_DIM)
     first, second = (slice(0, 6, 2), slice(1, 6, 2)) if interleaved else (slice(0, 3), slice(3, 6))
     turned = torch.complex(u[..., first], u[..., second]) * torch.complex(cos[:, first], sin[:, first])
-    placed = geometry.place(attention, side, u)
+    placed = attention_module.place(attention, side, u)
     torch.testing.assert_close(placed[..., first], turned.real)
     torch.testing.assert_close(placed[..., second], turned.imag)
     assert torch.equal(placed[..., 6:], u[..., 6:])
@@ -119,9 +121,9 @@ def test_rotary_pairs_turn_by_their_angle_and_the_rest_of_the_head_is_left_alone
 def test_values_have_a_size_of_their_own_and_a_head_for_each_key_head():
     attention = Attention(Projection(4), Projection(2), head_dim=8, scaling=1.0)
     x, weight, bias = draw(3, TOKENS, 16), draw(2 * 5, 16, seed=1), draw(2 * 5, seed=2)
-    got = geometry.values(attention, x, weight, bias)
+    got = attention_module.values(attention, x, weight, bias)
     assert got.shape == (3, 2, TOKENS, 5)
     for head in range(2):
         rows = slice(5 * head, 5 * head + 5)
         torch.testing.assert_close(got[:, head], x @ weight[rows].T + bias[rows])
-    torch.testing.assert_close(geometry.values(attention, x, weight, None)[:, 1], x @ weight[5:].T)
+    torch.testing.assert_close(attention_module.values(attention, x, weight, None)[:, 1], x @ weight[5:].T)

@@ -20,8 +20,8 @@ from compressx.blocks.numbers import check_numbers
 from compressx.blocks.observe import Observed
 from compressx.blocks.select import write
 from compressx.numerics.obs import NotPositiveDefiniteError
-from compressx_attnprune import alone, groups, layer, training
-from compressx_attnprune.moments import Moments, solve
+from compressx_attnprune import groups, layer, training
+from compressx_attnprune.groups import Moments, solve
 
 TOKENS, OUTPUTS = 400, 9
 each_bias = pytest.mark.parametrize("bias", [False, True], ids=["no bias", "a bias"])
@@ -131,7 +131,7 @@ def attend(recorded: blocks.Recorded, results: dict[str, PruneResult], x: Tensor
         write(block.linears[name], result)
     found = layer.find_projections(block)
     with torch.no_grad():
-        outputs = torch.cat([alone.attend(block, found, alone.arguments(block), one[None]) for one in x])
+        outputs = torch.cat([layer.attend(block, found, layer.arguments(block), one[None]) for one in x])
     bias = recorded.block.linears[found.output.name].bias
     return outputs if bias is None else outputs - bias
 
@@ -235,20 +235,22 @@ def test_given_groups_are_kept_and_the_rest_is_solved_for(architecture: str):
 # --- what held-out text decides
 
 
-def a_layer(recorded: blocks.Recorded, train: int) -> groups.Layer:
+def a_layer(recorded: blocks.Recorded, train: int) -> groups.GroupedLayer:
     found = layer.find_projections(recorded.block)
     mixing = groups.Mixing(layer.describe(recorded.block), found.value.bias)
     text = training.Text(recorded.x[:train], recorded.x[-4:])
     dense = (found.query.weight, found.key.weight, found.value.weight)
-    return groups.Layer(mixing, text, dense, found.output.weight, found.output.bias is not None)
+    return groups.GroupedLayer(mixing, text, dense, found.output.weight, found.output.bias is not None)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_the_damping_is_the_best_on_the_held_out_text(architecture: str):
     recorded = record(architecture)
     of = a_layer(recorded, 3)
-    single = {d: groups.prune(of, 2 if architecture == "llama" else 4, 1, dampings=(d,)) for d in groups.DAMPINGS}
-    best = groups.prune(of, 2 if architecture == "llama" else 4, 1)
+    single = {
+        d: groups.remove_groups(of, 2 if architecture == "llama" else 4, 1, dampings=(d,)) for d in groups.DAMPINGS
+    }
+    best = groups.remove_groups(of, 2 if architecture == "llama" else 4, 1)
     assert best.error == min(s.error for s in single.values())
     assert best.error == single[best.damping].error
     assert len({s.error for s in single.values()}) == 4
@@ -257,7 +259,7 @@ def test_the_damping_is_the_best_on_the_held_out_text(architecture: str):
 def test_weights_stay_as_they_are_where_solving_for_them_does_harm():
     recorded = blocks.record("llama", sequences=SEQUENCES)  # random groups know nothing of one another
     little = a_layer(recorded, 1)
-    solution = groups.prune(little, 2, 1, dampings=(1e-5,))
+    solution = groups.remove_groups(little, 2, 1, dampings=(1e-5,))
     assert solution.damping == math.inf
     assert solution.error == solution.cut
     columns = groups.spread(solution.keep, 64)
@@ -270,9 +272,9 @@ def test_weights_stay_as_they_are_where_solving_for_them_does_harm():
 def test_second_moments_without_a_factor_say_what_to_do(chosen: int | Tensor, monkeypatch: pytest.MonkeyPatch):
     of = a_layer(record("llama"), 3)
     train, held_out = of.moments()
-    monkeypatch.setattr(groups.Layer, "moments", lambda *_: (replace(train, mixed=-train.mixed), held_out))
+    monkeypatch.setattr(groups.GroupedLayer, "moments", lambda *_: (replace(train, mixed=-train.mixed), held_out))
     with pytest.raises(NotPositiveDefiniteError, match=r"no Cholesky factor with damping 0.001; use a larger damping"):
-        groups.prune(of, 2, chosen, dampings=(1e-3,))
+        groups.remove_groups(of, 2, chosen, dampings=(1e-3,))
 
 
 def test_a_damping_that_is_asked_for_is_the_only_one_that_is_tried():

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from compressx import NM, Pattern, Unstructured, keep_masks
-from compressx_attnprune import kronecker
-from compressx_attnprune.curvature import Curvature
-from compressx_attnprune.kronecker import Choose, Problem
+from compressx_attnprune import gauss_newton
+from compressx_attnprune.gauss_newton import Choose, Curvature, KroneckerProblem
 
 HEADS, ROWS, COLUMNS = (4, 2), 6, 12
 DAMPING = 1e-3
@@ -32,11 +31,11 @@ def factor(heads: int, n: int, seed: int) -> Tensor:
     return root @ root.transpose(1, 2)
 
 
-def problem(seed: int, *, heads: Sequence[int] = HEADS, rows: int = ROWS, columns: int = COLUMNS) -> Problem:
+def problem(seed: int, *, heads: Sequence[int] = HEADS, rows: int = ROWS, columns: int = COLUMNS) -> KroneckerProblem:
     dense = [normal(h, rows, columns, seed=10 * seed + i) for i, h in enumerate(heads)]
     curvatures = [Curvature(factor(h, rows, 10 * seed + i), factor(h, columns, 10 * seed + i + 5)) for i, h in
         enumerate(heads)]  # fmt: skip
-    return Problem(tuple(dense), tuple(curvatures), DAMPING)
+    return KroneckerProblem(tuple(dense), tuple(curvatures), DAMPING)
 
 
 def by(pattern: Pattern) -> Choose:
@@ -50,13 +49,13 @@ def by(pattern: Pattern) -> Choose:
     return choose
 
 
-def damped(of: Problem) -> list[Curvature]:
+def damped(of: KroneckerProblem) -> list[Curvature]:
     """Return copies of the damped metric."""
     with of.metric() as curvatures:
         return [Curvature(c.rows.clone(), c.inputs.clone()) for c in curvatures]
 
 
-def cost(of: Problem, weights: Sequence[Tensor]) -> float:
+def cost(of: KroneckerProblem, weights: Sequence[Tensor]) -> float:
     """Compute sum_h tr(R_h E_h H_h E_h^T) the plain way."""
     total = 0.0
     for dense, curvature, w in zip(of.dense, damped(of), weights, strict=True):
@@ -66,7 +65,7 @@ def cost(of: Problem, weights: Sequence[Tensor]) -> float:
     return total
 
 
-def exact(of: Problem, keeps: Sequence[Tensor]) -> list[Tensor]:
+def exact(of: KroneckerProblem, keeps: Sequence[Tensor]) -> list[Tensor]:
     """Solve the normal equations of the whole Kronecker product, restricted to the kept weights, head by head."""
     result = []
     for dense, curvature, keep in zip(of.dense, damped(of), keeps, strict=True):
@@ -80,7 +79,9 @@ def exact(of: Problem, keeps: Sequence[Tensor]) -> list[Tensor]:
     return result
 
 
-def assert_solved(of: Problem, keeps: Sequence[Tensor], got: Sequence[Tensor], *, excess: float = 1e-9) -> None:
+def assert_solved(
+    of: KroneckerProblem, keeps: Sequence[Tensor], got: Sequence[Tensor], *, excess: float = 1e-9
+) -> None:
     """Assert that weights cost what the exact solution does, and are it to three digits."""
     best = exact(of, keeps)
     assert cost(of, got) == pytest.approx(cost(of, best), rel=excess)
@@ -89,7 +90,7 @@ def assert_solved(of: Problem, keeps: Sequence[Tensor], got: Sequence[Tensor], *
         assert (weights - wanted).norm() <= 1e-3 * wanted.norm()
 
 
-def magnitude(of: Problem, choose: Choose) -> list[Tensor]:
+def magnitude(of: KroneckerProblem, choose: Choose) -> list[Tensor]:
     """Keep what is largest in the metric's own units."""
     return list(choose([(w * c.scale()).square() for w, c in zip(of.dense, damped(of), strict=True)], False))
 
@@ -98,7 +99,7 @@ def magnitude(of: Problem, choose: Choose) -> list[Tensor]:
 def test_reconstruction_is_the_least_squares_solution_on_the_kept_weights(pattern: Pattern):
     of = problem(0)
     keeps = magnitude(of, by(pattern))
-    assert_solved(of, keeps, kronecker.reconstruct(of, keeps, iterations=300))
+    assert_solved(of, keeps, gauss_newton.reconstruct(of, keeps, iterations=300))
 
 
 def test_each_head_is_solved_whatever_the_others_need():
@@ -106,7 +107,7 @@ def test_each_head_is_solved_whatever_the_others_need():
     of = problem(3)
     keeps = magnitude(of, by(PATTERNS[0]))
     keeps[0][0], keeps[0][1] = True, False
-    got = kronecker.reconstruct(of, keeps, iterations=300)
+    got = gauss_newton.reconstruct(of, keeps, iterations=300)
     torch.testing.assert_close(got[0][0], of.dense[0][0])
     assert not got[0][1].any()
     assert_solved(of, keeps, got)
@@ -119,7 +120,7 @@ def test_heads_take_steps_of_their_own():
     for keep, dense in zip(keeps, of.dense, strict=True):
         for head in range(len(keep)):
             keep[head].view(-1)[dense[head].flatten().abs().topk(5).indices] = True
-    assert_solved(of, keeps, kronecker.reconstruct(of, keeps, iterations=5))
+    assert_solved(of, keeps, gauss_newton.reconstruct(of, keeps, iterations=5))
 
 
 @each_pattern
@@ -127,11 +128,11 @@ def test_a_selection_takes_the_steps_of_admm_with_the_dual_as_published(pattern:
     """A linear system for W, a projection for Z, the dual V itself, which a rise of the penalty does not change."""
     of, choose, iterations = problem(0), by(pattern), 24
     keeps = admm(of, choose, iterations)
-    for got, wanted in zip(kronecker.select(of, choose, iterations=iterations)[0], keeps, strict=True):
+    for got, wanted in zip(gauss_newton.select(of, choose, iterations=iterations)[0], keeps, strict=True):
         assert torch.equal(got, wanted)
 
 
-def admm(of: Problem, choose: Choose, iterations: int) -> list[Tensor]:
+def admm(of: KroneckerProblem, choose: Choose, iterations: int) -> list[Tensor]:
     """Choose masks by ADMM with exact steps, each a solution of the whole Kronecker product."""
     metrics = [torch.stack([torch.kron(r, h) for r, h in zip(c.rows, c.inputs, strict=True)]) for c in damped(of)]
     units = [m.diagonal(dim1=1, dim2=2).sqrt() for m in metrics]
@@ -144,12 +145,12 @@ def admm(of: Problem, choose: Choose, iterations: int) -> list[Tensor]:
 
     sparse, keeps = project(dense)
     duals = [torch.zeros_like(w) for w in dense]
-    for penalty in torch.logspace(*(torch.tensor(kronecker.PENALTIES).log10().tolist()), iterations).double():
+    for penalty in torch.logspace(*(torch.tensor(gauss_newton.PENALTIES).log10().tolist()), iterations).double():
         sums = []
         for gram, w, z, v in zip(grams, dense, sparse, duals, strict=True):
             system = gram + penalty * torch.eye(w.shape[1], dtype=w.dtype)
             near = torch.linalg.solve(system, (gram @ w[..., None])[..., 0] + penalty * z - v)
-            sums.append(kronecker.RELAXATION * near + (1 - kronecker.RELAXATION) * z + v / penalty)
+            sums.append(gauss_newton.RELAXATION * near + (1 - gauss_newton.RELAXATION) * z + v / penalty)
         sparse, keeps = project(sums)
         duals = [penalty * (s - z) for s, z in zip(sums, sparse, strict=True)]
     return keeps
@@ -158,7 +159,7 @@ def admm(of: Problem, choose: Choose, iterations: int) -> list[Tensor]:
 @pytest.mark.parametrize(("seed", "pattern"), enumerate(PATTERNS), ids=str)
 def test_a_selection_beats_magnitude_reconstructed_exactly_and_is_all_but_the_best_on_its_mask(seed, pattern):
     of, choose = problem(seed), by(pattern)
-    keeps, weights = kronecker.select(of, choose)
+    keeps, weights = gauss_newton.select(of, choose)
     assert cost(of, weights) < 0.8 * cost(of, exact(of, magnitude(of, choose)))
     assert cost(of, exact(of, keeps)) <= cost(of, weights) * (1 + 1e-9) <= 1.01 * cost(of, exact(of, keeps))
 
@@ -173,7 +174,7 @@ def test_a_selection_is_near_the_best_of_all_masks():
         inverse = torch.linalg.inv(torch.kron(damped(of)[0].rows[0], damped(of)[0].inputs[0]))
         lost = of.dense[0].flatten()[dropped]  # [masks, 6]; the others at their best cost w_D^T ((H^-1)_DD)^-1 w_D
         best = (lost * torch.linalg.solve(inverse[dropped[:, :, None], dropped[:, None, :]], lost)).sum(dim=1).min()
-        ratios.append(cost(of, kronecker.select(of, choose)[1]) / float(best))
+        ratios.append(cost(of, gauss_newton.select(of, choose)[1]) / float(best))
         of_magnitude.append(cost(of, exact(of, magnitude(of, choose))) / float(best))
     assert min(ratios) > 1 - 1e-9
     assert sum(r < 1 + 1e-6 for r in ratios) >= 12
@@ -184,10 +185,10 @@ def test_a_selection_is_near_the_best_of_all_masks():
 
 def test_relaxing_beyond_each_step_finds_masks_that_cost_less(monkeypatch: pytest.MonkeyPatch):
     def totals() -> list[float]:
-        return [sum(cost(of, kronecker.select(of, by(p))[1]) for of in map(problem, range(3))) for p in PATTERNS]
+        return [sum(cost(of, gauss_newton.select(of, by(p))[1]) for of in map(problem, range(3))) for p in PATTERNS]
 
     relaxed = totals()
-    monkeypatch.setattr(kronecker, "RELAXATION", 1.0)
+    monkeypatch.setattr(gauss_newton, "RELAXATION", 1.0)
     ratios = [a / b for a, b in zip(relaxed, totals(), strict=True)]
     assert max(ratios) < 1.0
     assert sum(ratios) / len(ratios) < 0.975
@@ -199,7 +200,7 @@ def test_relaxing_beyond_each_step_finds_masks_that_cost_less(monkeypatch: pytes
 @pytest.fixture
 def few_eigenvectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sixth of the eigenvectors, however small the factor."""
-    monkeypatch.setattr(kronecker, "FEWEST", 1)
+    monkeypatch.setattr(gauss_newton, "FEWEST", 1)
 
 
 def nearest(curvature: Curvature, dense: Tensor, point: Tensor, penalty: float) -> Tensor:
@@ -218,7 +219,7 @@ def nearest(curvature: Curvature, dense: Tensor, point: Tensor, penalty: float) 
 def test_with_all_eigenvectors_one_step_ends_at_the_closed_form():
     of = problem(1)
     for side, curvature, dense in zip(of.sides, damped(of), of.dense, strict=True):
-        pull = kronecker._Pull(side)
+        pull = gauss_newton._Pull(side)
         for seed, penalty in enumerate((0.02, 0.5)):
             point = normal(*dense.shape, seed=seed)
             with of.metric():
@@ -231,7 +232,7 @@ def test_with_few_eigenvectors_steps_lead_to_the_closed_form_and_follow_where_it
     of = problem(2, rows=4, columns=36)
     assert [s.leading.shape[-1] for s in of.sides] == [6, 6]
     for side, curvature, dense in zip(of.sides, damped(of), of.dense, strict=True):
-        pull = kronecker._Pull(side)
+        pull = gauss_newton._Pull(side)
         for seed, penalty in enumerate((1.0, 3.0)):
             point = normal(*dense.shape, seed=seed)
             wanted = nearest(curvature, dense, point, penalty)
@@ -242,11 +243,11 @@ def test_with_few_eigenvectors_steps_lead_to_the_closed_form_and_follow_where_it
 
 
 def test_leading_eigenvectors_are_those_of_the_largest_eigenvalues(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kronecker, "FEWEST", 8)
+    monkeypatch.setattr(gauss_newton, "FEWEST", 8)
     decay = torch.logspace(0, -6, 48, dtype=torch.float64)
     factors = torch.stack([(q := torch.linalg.qr(normal(48, 48, seed=s)).Q) @ torch.diag(decay) @ q.T for s in (0, 1)])
     unit = factors.diagonal(dim1=1, dim2=2).sqrt()[:, None, :]
-    vectors, values = kronecker._leading(factors, unit)
+    vectors, values = gauss_newton._leading(factors, unit)
     normalised = factors / unit.mT / unit
     exact = torch.linalg.eigvalsh(normalised)[:, None, -8:]
     assert values.shape == (2, 1, 8)
@@ -262,7 +263,7 @@ def test_many_cheap_steps_cost_no_more_than_half_as_many_exact_ones(pattern: Pat
     choose, ratios = by(pattern), []
     for seed in range(3):
         of = problem(seed, rows=4, columns=36)
-        ratios.append(cost(of, kronecker.select(of, choose)[1]) / cost(of, exact(of, admm(of, choose, 24))))
+        ratios.append(cost(of, gauss_newton.select(of, choose)[1]) / cost(of, exact(of, admm(of, choose, 24))))
     assert sum(ratios) / len(ratios) < 1.02
 
 
@@ -276,7 +277,7 @@ def test_no_factor_of_the_inputs_is_decomposed(monkeypatch: pytest.MonkeyPatch):
         return values, vectors
 
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
-    kronecker.select(problem(0, rows=4, columns=36), by(PATTERNS[0]))
+    gauss_newton.select(problem(0, rows=4, columns=36), by(PATTERNS[0]))
     assert sizes == [4, 6, 4, 6]  # of each side the rows' factor, and what the leading vectors span
 
 
@@ -288,8 +289,8 @@ def test_with_diagonal_factors_a_selection_costs_what_dropping_the_cheapest_does
         curvatures = [
             Curvature(*(torch.diag_embed(normal(h, n, seed=h + n).exp()) for n in (ROWS, COLUMNS))) for h in HEADS
         ]
-        of = Problem(tuple(dense), tuple(curvatures), DAMPING)
-        keeps, weights = kronecker.select(of, choose)
+        of = KroneckerProblem(tuple(dense), tuple(curvatures), DAMPING)
+        keeps, weights = gauss_newton.select(of, choose)
         best = [w * k for w, k in zip(dense, magnitude(of, choose), strict=True)]
         assert cost(of, best) <= cost(of, weights) * (1 + 1e-12)
         assert cost(of, weights) <= 1.015 * cost(of, best)
@@ -310,22 +311,22 @@ def test_weights_without_any_curvature_are_dropped_first_whatever_the_damping_sa
         inputs[head] = 0.0
         d[:, row], d[:, :, columns], d[head] = True, True, True
         curvatures.append(Curvature(rows.to(dtype), inputs.to(dtype)))
-    of = Problem(tuple(w.to(dtype) for w in of.dense), tuple(curvatures), DAMPING)
+    of = KroneckerProblem(tuple(w.to(dtype) for w in of.dense), tuple(curvatures), DAMPING)
     share = sum(int(d.sum()) for d in dead) / sum(d.numel() for d in dead)
     for sparsity in (share, 0.85):
-        keeps, weights = kronecker.select(of, by(Unstructured(sparsity, "joint")))
+        keeps, weights = gauss_newton.select(of, by(Unstructured(sparsity, "joint")))
         for keep, w, d in zip(keeps, weights, dead, strict=True):
             assert torch.isfinite(w).all()
             assert not keep[d].any()
-    keeps, weights = kronecker.select(of, by(Unstructured(share, "joint")))
+    keeps, weights = gauss_newton.select(of, by(Unstructured(share, "joint")))
     for w, dense, d in zip(weights, of.dense, dead, strict=True):
         torch.testing.assert_close(w, dense.masked_fill(d, 0.0), rtol=1e-4, atol=1e-4)
-    keeps, weights = kronecker.select(of, by(Unstructured(0.1, "joint")))
+    keeps, weights = gauss_newton.select(of, by(Unstructured(0.1, "joint")))
     for keep, w, dense, d in zip(keeps, weights, of.dense, dead, strict=True):
         assert keep[~d].all()
         torch.testing.assert_close(w[~d], dense[~d], rtol=1e-4, atol=1e-4)
     nothing = [Curvature(torch.zeros_like(c.rows), torch.zeros_like(c.inputs)) for c in curvatures]
-    keeps, weights = kronecker.select(Problem(of.dense, tuple(nothing), DAMPING), by(PATTERNS[0]))
+    keeps, weights = gauss_newton.select(KroneckerProblem(of.dense, tuple(nothing), DAMPING), by(PATTERNS[0]))
     assert sum(int(k.sum()) for k in keeps) == sum(k.numel() for k in keeps) // 2
     for keep, w, dense in zip(keeps, weights, of.dense, strict=True):
         torch.testing.assert_close(w, dense * keep)
@@ -334,11 +335,11 @@ def test_weights_without_any_curvature_are_dropped_first_whatever_the_damping_sa
 def test_float32_finds_what_float64_finds():
     of = problem(0)
     measured = tuple(Curvature(c.rows.float(), c.inputs.float()) for c in of.measured)
-    single = Problem(tuple(w.float() for w in of.dense), measured, DAMPING)
+    single = KroneckerProblem(tuple(w.float() for w in of.dense), measured, DAMPING)
     choose = by(PATTERNS[0])
-    weights = kronecker.select(single, choose)[1]
+    weights = gauss_newton.select(single, choose)[1]
     assert all(w.dtype == torch.float32 for w in weights)
-    ours, double = cost(of, [w.double() for w in weights]), cost(of, kronecker.select(of, choose)[1])
+    ours, double = cost(of, [w.double() for w in weights]), cost(of, gauss_newton.select(of, choose)[1])
     assert ours == pytest.approx(double, rel=0.02)
 
 
@@ -354,7 +355,7 @@ def test_another_damping_starts_from_what_was_measured():
 
 def test_what_was_measured_is_not_changed_by_being_solved_whatever_happens():
     of, untouched = problem(0), problem(0)
-    kronecker.select(of, by(PATTERNS[0]))
+    gauss_newton.select(of, by(PATTERNS[0]))
     with pytest.raises(ZeroDivisionError), of.metric():
         raise ZeroDivisionError
     for one, other in zip(of.measured, untouched.measured, strict=True):

@@ -10,15 +10,16 @@ import pytest
 import torch
 from tests.compressx_attnprune import blocks
 from tests.compressx_attnprune.memory import Largest
-from tests.compressx_attnprune.signs import expected_outer_products, gauss_newton
+from tests.compressx_attnprune.signs import expected_outer_products, gauss_newton_matrix
 from tests.pairs import pairs
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from compressx import Rows, find_projections
-from compressx_attnprune import layer, losses, objective
-from compressx_attnprune.geometry import Attention, Norm, Projection, place, project, queries_and_keys, values
+from compressx_attnprune import attention as attention_module
+from compressx_attnprune import layer, losses
+from compressx_attnprune.attention import Attention, Norm, Projection, place, project, queries_and_keys, values
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair
 
 HEAD_DIM, VALUE_DIM, WIDTH, OUT, TOKENS = 4, 3, 6, 5, 7
@@ -27,7 +28,7 @@ KINDS = ["matrix", "output"]
 
 @pytest.fixture(autouse=True)
 def _short_row_blocks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(objective, "ROWS", 12)
+    monkeypatch.setattr(attention_module, "ROWS", 12)
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -103,7 +104,7 @@ def single(loss: Loss) -> Loss:
 def compared(loss: Loss, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Compute what the loss compares the slow way: whole matrices, or what they make of the values, [batch, ...]."""
     attention = loss.attention
-    p = objective.attention_matrices(attention, q, k)
+    p = attention_module.attention_matrices(attention, q, k)
     if isinstance(loss, MatrixLoss):
         return p
     assert isinstance(loss, OutputLoss)
@@ -220,7 +221,7 @@ def test_outer_products_of_probes_are_the_gauss_newton_matrices_of_each_token(na
     projected = [
         project(attention, side, x, w)[0] for side, w in zip((attention.query, attention.key), dense, strict=True)
     ]
-    expected = gauss_newton(function, projected[0], projected[1])
+    expected = gauss_newton_matrix(function, projected[0], projected[1])
     got = expected_outer_products(lambda: loss.probe(x, dense, torch.Generator()))
     for matrices, wanted in zip(got, expected, strict=True):
         assert wanted.norm() > 1e-2
@@ -289,7 +290,9 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square(draw: str, name:
         loss = output_loss(attention, value_dim) if kind == "output" else MatrixLoss(attention)
         with Largest() as largest:
             DRAWS[draw](loss, normal(2, tokens, WIDTH, seed=1), weights(attention, 2))
-        assert 0 < largest.of_any <= 4 * objective.ROWS * tokens  # of all heads; whole matrices take 4 * tokens^2
+        assert (
+            0 < largest.of_any <= 4 * attention_module.ROWS * tokens
+        )  # of all heads; whole matrices take 4 * tokens^2
 
 
 class NoSharedKeys(TorchFunctionMode):
@@ -312,4 +315,4 @@ def test_memory_grows_with_the_tokens_where_fused_attention_takes_no_shared_keys
     pair = (query.float(), key.float())
     with NoSharedKeys(), Largest() as largest:
         loss.errors(x, pair, [pair])
-    assert 0 < largest.of_any <= 4 * objective.ROWS * tokens
+    assert 0 < largest.of_any <= 4 * attention_module.ROWS * tokens

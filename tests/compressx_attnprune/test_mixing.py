@@ -9,9 +9,10 @@ from tests.compressx_attnprune.test_objective import GEOMETRIES, reference
 from torch import Tensor
 
 from compressx import Block
-from compressx_attnprune import alone, layer, objective
-from compressx_attnprune.geometry import Attention, place, project, values
-from compressx_attnprune.mixing import Mixing, Triple
+from compressx_attnprune import attention as attention_module
+from compressx_attnprune import layer
+from compressx_attnprune.attention import Attention, place, project, values
+from compressx_attnprune.groups import Mixing, Triple
 
 
 def weights_of(block: Block) -> Triple:
@@ -26,13 +27,13 @@ def test_what_is_mixed_is_what_the_output_projection_is_given(architecture: str)
     mixing = Mixing(layer.describe(recorded.block), found.value.bias)
     seen: list[Tensor] = []
     with found.output.module.register_forward_pre_hook(lambda _, args: seen.append(args[0])), torch.no_grad():
-        alone.attend(recorded.block, found, alone.arguments(recorded.block), recorded.x)
+        layer.attend(recorded.block, found, layer.arguments(recorded.block), recorded.x)
     torch.testing.assert_close(mixing.mixed(recorded.x, weights_of(recorded.block)), seen[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_gradients_of_the_values_are_those_of_whole_matrices(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(objective, "ROWS", 4)
+    monkeypatch.setattr(attention_module, "ROWS", 4)
     attention = GEOMETRIES[name]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 9, 6, generator=generator, dtype=torch.float64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressx_attnprune.moments import Moments, damped_factor, solve, unit_diagonal
+from compressx_attnprune.groups import Moments, damped_factor, solve, unit_diagonal
 
 TOKENS, MIXED, OUTPUTS = 60, 12, 7
 DEAD = 5

@@ -13,7 +13,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.stablelm.modeling_stablelm import StableLmLayerNormPerHead
 
-from compressx_attnprune.norms import KEY_NORMS, QUERY_NORMS, read_norm, unknown_norm
+from compressx_attnprune.layer import KEY_NORMS, QUERY_NORMS, read_norm, unknown_norm
 
 HEADS, HEAD_DIM = 3, 8
 EPS = 0.3  # large, so that one that is forgotten shows

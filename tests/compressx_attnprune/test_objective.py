@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.compressx_attnprune.memory import Largest
-from tests.compressx_attnprune.signs import Signs, gauss_newton
+from tests.compressx_attnprune.signs import Signs, gauss_newton_matrix
 from torch import Tensor
 
-from compressx_attnprune import objective
-from compressx_attnprune.geometry import Attention, Projection
+from compressx_attnprune import attention as attention_module
+from compressx_attnprune.attention import Attention, Projection
 
 SINKS = torch.tensor([-1.0, 0.3, 0.7, 1.5], dtype=torch.float64)
 GEOMETRIES = {
@@ -32,7 +32,7 @@ TOKENS = 9
 @pytest.fixture(autouse=True)
 def _short_row_blocks(monkeypatch: pytest.MonkeyPatch):
     """Several blocks, the last of them shorter, even for the few tokens of a test."""
-    monkeypatch.setattr(objective, "ROWS", 4)
+    monkeypatch.setattr(attention_module, "ROWS", 4)
 
 
 def draw(attention: Attention, *, sequences: int = 2, tokens: int = TOKENS, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ def reference(attention: Attention, q: Tensor, k: Tensor) -> Tensor:
 @each_geometry
 def test_the_matrices_are_the_softmax_of_the_masked_scores(attention: Attention):
     q, k = draw(attention)
-    torch.testing.assert_close(objective.attention_matrices(attention, q, k), reference(attention, q, k))
+    torch.testing.assert_close(attention_module.attention_matrices(attention, q, k), reference(attention, q, k))
 
 
 @each_geometry
@@ -74,15 +74,15 @@ def test_errors_norms_and_gradients_in_row_blocks_are_those_of_whole_matrices_by
     squares = (reference(attention, q, k) - p).square()
     wanted_gradients = torch.autograd.grad(squares.sum() / 2, (q, k))
     pruned = (q.detach(), k.detach())
-    errors, norms, gradients = objective.gradients(attention, dense, pruned)
+    errors, norms, gradients = attention_module.matrix_gradients(attention, dense, pruned)
     by_head = squares.detach().sum(dim=(0, 2, 3))
     torch.testing.assert_close(errors, by_head)
     for got, wanted in zip(gradients, wanted_gradients, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-13)
-    several, again = objective.squared_errors(attention, dense, [pruned, other])
+    several, again = attention_module.squared_errors(attention, dense, [pruned, other])
     of_other = (reference(attention, *other) - p).square().sum(dim=(0, 2, 3))
     torch.testing.assert_close(several, torch.stack([by_head, of_other]))
-    none, alone = objective.squared_errors(attention, dense, [])
+    none, alone = attention_module.squared_errors(attention, dense, [])
     assert none.shape == (0, attention.query.heads)
     for norm in (norms, again, alone):
         torch.testing.assert_close(norm, p.square().sum(dim=(0, 2, 3)))
@@ -92,8 +92,8 @@ def test_errors_norms_and_gradients_in_row_blocks_are_those_of_whole_matrices_by
 def test_the_same_queries_and_keys_have_no_error_at_all(dtype: torch.dtype):
     attention = GEOMETRIES["a softcap and a window"]
     q, k = (t.to(dtype) for t in draw(attention))
-    assert not objective.squared_errors(attention, (q, k), [(q, k)])[0].any()
-    errors, _, (dq, dk) = objective.gradients(attention, (q, k), (q.clone(), k.clone()))
+    assert not attention_module.squared_errors(attention, (q, k), [(q, k)])[0].any()
+    errors, _, (dq, dk) = attention_module.matrix_gradients(attention, (q, k), (q.clone(), k.clone()))
     assert not errors.any()
     assert not dq.any()
     assert not dk.any()
@@ -105,8 +105,8 @@ def test_signs_of_a_real_generator_come_near_the_expectation():
     q, k = draw(attention, sequences=1)
     generator = torch.Generator().manual_seed(0)
     many = q.expand(2000, -1, -1, -1), k.expand(2000, -1, -1, -1)
-    drawn = objective.probe(attention, *many, generator)
-    expected = gauss_newton(lambda a, b: reference(attention, a[None], b[None]), q[0], k[0])
+    drawn = attention_module.matrix_probe(attention, *many, generator)
+    expected = gauss_newton_matrix(lambda a, b: reference(attention, a[None], b[None]), q[0], k[0])
     for gradients, wanted in zip(drawn, expected, strict=True):
         got = torch.einsum("shtd,shte->hde", gradients, gradients) / len(gradients)
         assert (got - wanted.sum(dim=1)).norm() <= 0.08 * wanted.sum(dim=1).norm()
@@ -124,8 +124,8 @@ def test_a_shift_common_to_all_keys_costs_no_precision():
     results = []
     for dtype in (torch.float64, torch.float32):
         with Signs(signs):
-            probes = objective.probe(attention, q.to(dtype), k.to(dtype), torch.Generator())
-        results.append((*probes, objective.mixed(attention, q.to(dtype), k.to(dtype), v.to(dtype))))
+            probes = attention_module.matrix_probe(attention, q.to(dtype), k.to(dtype), torch.Generator())
+        results.append((*probes, attention_module.mixed_by_rows(attention, q.to(dtype), k.to(dtype), v.to(dtype))))
     for exact, got in zip(*results, strict=True):
         assert (got - exact).norm() <= 1e-6 * exact.norm()
 
@@ -139,15 +139,17 @@ def test_values_are_mixed_and_gradients_carried_back_as_by_whole_matrices(attent
     grad = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     wanted = torch.autograd.grad(expected, (q, k), grad)
     with torch.no_grad():
-        torch.testing.assert_close(objective.mixed(attention, q, k, v), expected, rtol=1e-10, atol=1e-12)
-        for got, want in zip(objective.mixed_backward(attention, q, k, v, grad), wanted, strict=True):
+        torch.testing.assert_close(attention_module.mixed_by_rows(attention, q, k, v), expected, rtol=1e-10, atol=1e-12)
+        for got, want in zip(attention_module.mixed_backward(attention, q, k, v, grad), wanted, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
 OPERATIONS = {
-    "errors": lambda attention, dense, pruned: objective.squared_errors(attention, dense, [pruned, dense]),
-    "gradients": objective.gradients,
-    "probe": lambda attention, dense, _: objective.probe(attention, *dense, torch.Generator().manual_seed(0)),
+    "errors": lambda attention, dense, pruned: attention_module.squared_errors(attention, dense, [pruned, dense]),
+    "gradients": attention_module.matrix_gradients,
+    "probe": lambda attention, dense, _: attention_module.matrix_probe(
+        attention, *dense, torch.Generator().manual_seed(0)
+    ),
 }
 
 
@@ -159,6 +161,6 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square(operation, windo
         largest = Largest()
         with largest:
             operation(attention, *(draw(attention, sequences=1, tokens=tokens, seed=s) for s in (0, 1)))
-        rows = 4 * objective.ROWS  # of all heads
-        assert 0 < largest.of_softmax <= rows * (tokens if window is None else window + objective.ROWS - 1)
+        rows = 4 * attention_module.ROWS  # of all heads
+        assert 0 < largest.of_softmax <= rows * (tokens if window is None else window + attention_module.ROWS - 1)
         assert largest.of_any <= rows * tokens  # a 64th, or a 16th of one head, of what whole matrices take

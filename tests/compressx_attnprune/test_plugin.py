@@ -29,10 +29,9 @@ from compressx.blocks.observe import Observed
 from compressx.numerics.obs import NotPositiveDefiniteError
 from compressx.runtime.errors import RecipeError
 from compressx_attnprune import baselines, layer, plugin, solver
-from compressx_attnprune.geometry import queries_and_keys
+from compressx_attnprune.attention import attention_matrices, queries_and_keys
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss
-from compressx_attnprune.objective import attention_matrices
-from compressx_attnprune.training import Trained
+from compressx_attnprune.training import Candidate
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -89,7 +88,7 @@ def test_no_result_is_worse_on_the_held_out_sequences_than_wanda_and_sparsegpt(l
 
 @pytest.mark.parametrize(("architecture", "objective"), list(zip(["llama", "phi3"], OBJECTIVES, strict=True)))
 def test_a_mode_that_does_worse_gives_way_and_the_report_says_so(architecture, objective, monkeypatch):
-    def upside_down(of: solver.Layer, budget: solver.Budget, **_: Any) -> Trained:
+    def upside_down(of: solver.QueryKeyLayer, budget: solver.Budget, **_: Any) -> Candidate:
         keeps = budget.choose((-of.dense[0].abs(), -of.dense[1].abs()))
         return solver.judge(of, [(keeps, (of.dense[0] * keeps[0], of.dense[1] * keeps[1]))])[0]
 
@@ -157,7 +156,7 @@ def test_heat_maps_show_the_head_whose_attention_changed_most(architecture: str,
 
 def texts(recorded: blocks.Recorded, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Tensor, Tensor]:
     """Return the sequences that are learnt from, and those held out."""
-    seen: list[solver.Layer] = []
+    seen: list[solver.QueryKeyLayer] = []
     original = solver.solve
     monkeypatch.setattr(solver, "solve", lambda of, *rest: seen.append(of) or original(of, *rest))
     prune(recorded, HALF, **options)

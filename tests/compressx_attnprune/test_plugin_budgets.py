@@ -170,7 +170,7 @@ def attended(model: Any, block: Block, tokens: Tensor) -> Tensor:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Count how often a block's curvature is measured and its geometry verified."""
     calls: list[str] = []
-    for module, name in ((solver.curvature, "measure"), (layer, "verify")):
+    for module, name in ((solver.gauss_newton, "measured_curvature"), (layer, "verify")):
         original = getattr(module, name)
 
         def spy(*args: Any, original: Any = original, name: str = name, **values: Any) -> Any:
@@ -193,7 +193,7 @@ def test_another_sparsity_of_the_same_block_measures_nothing_again_and_gives_wha
         patterns = dict.fromkeys(stats, Unstructured(sparsity, "joint"))
         again = asked(pruner, recorded.block, patterns, stats, kept)
         once = sorted(calls)
-        assert once == (["verify"] if mode == "mask" else ["measure", "verify"])  # masks need no curvature
+        assert once == (["verify"] if mode == "mask" else ["measured_curvature", "verify"])  # masks need no curvature
         fresh = asked(pruner, recorded.block, patterns, stats)
         del calls[len(once) :]
         for name in patterns:

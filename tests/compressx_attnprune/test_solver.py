@@ -15,13 +15,13 @@ from torch import Tensor
 
 from compressx import NM, FixedMask, Pattern, Unstructured
 from compressx.numerics import obs
-from compressx_attnprune import kronecker, solver, training
-from compressx_attnprune.baselines import Inputs
-from compressx_attnprune.geometry import Attention, Projection
+from compressx_attnprune import gauss_newton, solver, training
+from compressx_attnprune.attention import Attention, Projection
+from compressx_attnprune.baselines import InputStatistics
 from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair, relative_error
 from compressx_attnprune.options import AttnPruneOptions
-from compressx_attnprune.solver import Budget, Layer, Solution
-from compressx_attnprune.training import Text, Trained
+from compressx_attnprune.solver import Budget, QueryKeyLayer, QueryKeySolution
+from compressx_attnprune.training import Candidate, Text
 
 ATTENTION = Attention(Projection(4), Projection(2), head_dim=8, scaling=0.5)
 WIDTH = 24
@@ -34,7 +34,7 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_layer(objective: str = "attention-matrix", *, sequences: int = 20, held_out: int = 4) -> Layer:
+def make_layer(objective: str = "attention-matrix", *, sequences: int = 20, held_out: int = 4) -> QueryKeyLayer:
     """Draw a layer whose input features differ in size and hang together, as real ones do."""
     x = normal(sequences, 20, WIDTH, seed=0) @ normal(WIDTH, WIDTH, seed=1) * torch.linspace(0.05, 0.5, WIDTH)
     dense = (normal(32, WIDTH, seed=2) * 0.3, normal(16, WIDTH, seed=3) * 0.3)
@@ -42,27 +42,27 @@ def make_layer(objective: str = "attention-matrix", *, sequences: int = 20, held
         "attention-matrix": MatrixLoss(ATTENTION),
         "attention-output": OutputLoss(ATTENTION, normal(16, WIDTH, seed=4), None, normal(10, 32, seed=5)),
     }
-    return Layer(losses[objective], Text(x[:-held_out], x[-held_out:]), dense)
+    return QueryKeyLayer(losses[objective], Text(x[:-held_out], x[-held_out:]), dense)
 
 
 def both(pattern: Pattern) -> Budget:
     return Budget(pattern, pattern)
 
 
-def solve(layer: Layer, budget: Budget, *, steps: int = 40, **options: Any) -> Solution:
+def solve(layer: QueryKeyLayer, budget: Budget, *, steps: int = 40, **options: Any) -> QueryKeySolution:
     chosen = AttnPruneOptions(**few_steps(options.get("mode", "gauss-newton"), steps), **options)
     return solver.solve(layer, budget, chosen)
 
 
-def error(layer: Layer, weights: Pair) -> float:
+def error(layer: QueryKeyLayer, weights: Pair) -> float:
     return relative_error(layer.loss, layer.text.held_out, layer.dense, weights)
 
 
-def masked(layer: Layer, keeps: Pair) -> Pair:
+def masked(layer: QueryKeyLayer, keeps: Pair) -> Pair:
     return layer.dense[0] * keeps[0], layer.dense[1] * keeps[1]
 
 
-def by_magnitude(layer: Layer, budget: Budget) -> Pair:
+def by_magnitude(layer: QueryKeyLayer, budget: Budget) -> Pair:
     return masked(layer, budget.choose((layer.dense[0].abs(), layer.dense[1].abs())))
 
 
@@ -116,13 +116,13 @@ def test_the_closed_form_is_the_kronecker_solution_head_by_head_and_judged_on_th
     layer, budget = make_layer(), both(Unstructured(0.5, "row"))
     problem = layer.problem
     assert [w.shape for w in problem.dense] == [(4, 8, WIDTH), (2, 8, WIDTH)]
-    (ours,) = solver.judge(layer, [solver.gauss_newton(layer, budget)])
+    (ours,) = solver.judge(layer, [solver.closed_form(layer, budget)])
 
     def choose(scores: Any, _: bool) -> list[Tensor]:
         query, key = budget.choose((scores[0].reshape(32, WIDTH), scores[1].reshape(16, WIDTH)))
         return [query.view(4, 8, WIDTH), key.view(2, 8, WIDTH)]
 
-    keeps, weights = kronecker.select(problem, choose)
+    keeps, weights = gauss_newton.select(problem, choose)
     for side in range(2):
         assert torch.equal(ours.keeps[side], keeps[side].reshape(SHAPES[side]))
         assert torch.equal(ours.weights[side], weights[side].reshape(SHAPES[side]))
@@ -131,8 +131,8 @@ def test_the_closed_form_is_the_kronecker_solution_head_by_head_and_judged_on_th
 
 def test_nothing_is_learnt_from_the_held_out_text():
     layer, budget = make_layer(), both(Unstructured(0.5, "joint"))
-    other = Layer(layer.loss, Text(layer.text.train, 0.5 * layer.text.held_out.flip(1)), layer.dense)
-    closed = [solver.judge(of, [solver.gauss_newton(of, budget)])[0] for of in (layer, other)]
+    other = QueryKeyLayer(layer.loss, Text(layer.text.train, 0.5 * layer.text.held_out.flip(1)), layer.dense)
+    closed = [solver.judge(of, [solver.closed_form(of, budget)])[0] for of in (layer, other)]
     learnt = [solver.mask(of, budget, regularization=0.1, steps=10) for of in (layer, other)]
     solved = [solve(of, budget) for of in (layer, other)]
     pairs = [(closed[0].weights, closed[1].weights), (learnt[0].weights, learnt[1].weights)]
@@ -173,7 +173,7 @@ def test_mask_mode_leaves_the_survivors_values_and_beats_magnitude():
 def test_without_a_lambda_the_best_of_four_on_the_held_out_text_is_taken():
     layer, budget = make_layer(), both(Unstructured(0.7, "joint"))
 
-    def learn(regularization: float | None) -> Trained:
+    def learn(regularization: float | None) -> Candidate:
         return solver.mask(layer, budget, regularization=regularization, steps=30)
 
     single = {value: learn(value) for value in solver.REGULARIZATIONS}
@@ -203,7 +203,7 @@ def test_ties_between_relaxed_masks_fall_to_the_smaller_weight_times_feature_nor
     x = torch.tensor([1.0, 10.0, 0.1]).expand(1, 4, 3)
     weights = (torch.tensor([[3.0, -2.0, 1.0]]), torch.tensor([[0.5, 4.0, 0.1]]))
     masks = (torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[1.0, torch.finfo(torch.float32).eps, 1.0]]))
-    query, key = solver.ranked(masks, Inputs(x), weights)
+    query, key = solver.ranked(masks, InputStatistics(x), weights)
     order = torch.cat([query, key], dim=1).flatten().argsort().tolist()
     assert order == [2, 4, 5, 3, 0, 1]  # 0, then eps, then 0.1 * 0.1, 0.5 * 1, 3 * 1 and 2 * 10
 
@@ -264,7 +264,9 @@ def test_given_masks_need_no_eigenvectors(monkeypatch: pytest.MonkeyPatch):
 def test_a_mode_that_fails_gives_way_to_the_better_start(own: float, better: str, monkeypatch: pytest.MonkeyPatch):
     layer, budget = make_layer(), both(Unstructured(0.6, "joint"))
     zeros = (torch.zeros(SHAPES[0]), torch.zeros(SHAPES[1]))
-    monkeypatch.setattr(solver, "mask", lambda *_, **__: Trained(zeros, (zeros[0] > 0, zeros[1] > 0), own, (3.0, 2.0)))
+    monkeypatch.setattr(
+        solver, "mask", lambda *_, **__: Candidate(zeros, (zeros[0] > 0, zeros[1] > 0), own, (3.0, 2.0))
+    )
     worse = {"wanda": "sparsegpt", "sparsegpt": "wanda"}[better]
     original = getattr(solver.baselines, worse)
 
@@ -291,12 +293,14 @@ def test_a_mode_that_fails_gives_way_to_the_better_start(own: float, better: str
 def test_a_closed_form_that_loses_is_tried_with_more_damping(enough, tried, fell_back, monkeypatch):
     layer, dampings = replace(make_layer(), damping=tried[0]), []
 
-    def gauss_newton(layer: Layer, budget: Budget, problem: kronecker.Problem | None = None) -> tuple[Pair, Pair]:
+    def closed_form(
+        layer: QueryKeyLayer, budget: Budget, problem: gauss_newton.KroneckerProblem | None = None
+    ) -> tuple[Pair, Pair]:
         dampings.append((problem or layer.problem).damping)
         good = dampings[-1] > 0.9 * enough
         return budget.choose(layer.dense), layer.dense if good else (-layer.dense[0], layer.dense[1])
 
-    monkeypatch.setattr(solver, "gauss_newton", gauss_newton)
+    monkeypatch.setattr(solver, "closed_form", closed_form)
     solution = solve(layer, both(Unstructured(0.5, "joint")))
     assert dampings == pytest.approx(tried)
     assert solution.fell_back == fell_back
@@ -306,13 +310,13 @@ def test_a_closed_form_that_loses_is_tried_with_more_damping(enough, tried, fell
 # --- on an accelerator
 
 
-def on_device(layer: Layer) -> Layer:
+def on_device(layer: QueryKeyLayer) -> QueryKeyLayer:
     """Return a layer whose tensors are on the device that is pretended."""
     loss = layer.loss
     if isinstance(loss, OutputLoss):
         loss = replace(loss, value_weight=loss.value_weight.cuda(), output_weight=loss.output_weight.cuda())
     text = Text(layer.text.train.cuda(), layer.text.held_out.cuda())
-    return Layer(loss, text, (layer.dense[0].cuda(), layer.dense[1].cuda()))
+    return QueryKeyLayer(loss, text, (layer.dense[0].cuda(), layer.dense[1].cuda()))
 
 
 @pytest.mark.parametrize(
@@ -333,9 +337,9 @@ def on_device(layer: Layer) -> Layer:
 )
 def test_no_step_waits_for_the_device(objective, pattern, options, monkeypatch: pytest.MonkeyPatch):
     """Twice the steps, or twice the iterations of ADMM, wait no more often: numbers are read when all are computed."""
-    original, waits = kronecker.select, []
+    original, waits = gauss_newton.select, []
     for iterations, chosen in zip((6, 12), options, strict=True):
-        monkeypatch.setattr(kronecker, "select", partial(original, iterations=iterations))
+        monkeypatch.setattr(gauss_newton, "select", partial(original, iterations=iterations))
         with pretended_accelerator() as device:
             layer = on_device(make_layer(objective))
             with device.counted() as counted:

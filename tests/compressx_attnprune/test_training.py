@@ -12,9 +12,9 @@ from torch import Tensor
 
 from compressx import Pattern, Unstructured, keep_masks
 from compressx_attnprune import training
-from compressx_attnprune.geometry import Attention, Projection
+from compressx_attnprune.attention import Attention, Projection
 from compressx_attnprune.losses import MatrixLoss, Pair, relative_error
-from compressx_attnprune.training import Text, Trained
+from compressx_attnprune.training import Candidate, Text
 
 ATTENTION = Attention(Projection(2), Projection(1), head_dim=4, scaling=0.5)
 LOSS = MatrixLoss(ATTENTION)
@@ -71,11 +71,11 @@ def towards(a: float, sequences: int = 4) -> Tensor:
     return torch.full((sequences, 1, 1), a)
 
 
-def by_magnitude(dense: Pair, text: Text, pattern: Pattern = HALF) -> Trained:
+def by_magnitude(dense: Pair, text: Text, pattern: Pattern = HALF) -> Candidate:
     query, key = keep_masks({"q": dense[0].abs(), "k": dense[1].abs()}, dict.fromkeys("qk", pattern)).values()
     keeps = (query, key)
     weights = (dense[0] * keeps[0], dense[1] * keeps[1])
-    return Trained(weights, keeps, relative_error(LOSS, text.held_out, dense, weights))
+    return Candidate(weights, keeps, relative_error(LOSS, text.held_out, dense, weights))
 
 
 @pytest.mark.parametrize(("steps", "learning_rate"), [(1, 0.3), (3, 10.0), (9, 0.01), (9, 1e30)])
@@ -105,7 +105,7 @@ def test_of_the_weights_on_the_way_those_that_measure_best_are_returned(measured
             return double(0.0), (torch.ones_like(dense[0]), torch.ones_like(dense[1]))
 
     everything = (torch.ones_like(dense[0], dtype=torch.bool), torch.ones_like(dense[1], dtype=torch.bool))
-    text, start = Text(towards(1.0), towards(1.0)), Trained(dense, everything, 4.5)
+    text, start = Text(towards(1.0), towards(1.0)), Candidate(dense, everything, 4.5)
     done = training.refit(Scripted(), text, dense, start, steps=8, learning_rate=0.01)
     assert len(candidates) == 4
     assert not torch.equal(candidates[0][0], candidates[1][0])
@@ -127,7 +127,7 @@ def test_steps_go_through_all_sequences_again_and_again_in_order(train: str, den
     loss, text = Distance(), Text(x, x)
     everything = (torch.ones_like(dense[0], dtype=torch.bool), torch.ones_like(dense[1], dtype=torch.bool))
     if train == "refit":
-        training.refit(loss, text, dense, Trained(dense, everything, 1.0), steps=5, learning_rate=0.01)
+        training.refit(loss, text, dense, Candidate(dense, everything, 1.0), steps=5, learning_rate=0.01)
     else:
         training.learn_masks(loss, x, dense, regularization=0.0, steps=5, learning_rate=0.01)
     assert [[round(16 * float(s)) for s in seen] for seen in loss.seen] == [
