@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from compressx.data.windows import calibration_windows, token_ids
-from compressx.evaluation.perplexity import token_perplexity
+from compressx.evaluation.token_perplexity import token_perplexity
 from compressx.masks import MaskSet, mask_adapters, merge_adapters
 from compressx.models.access import InMemory
 from compressx.training.distillation import next_token_loss

@@ -26,7 +26,7 @@ from torch import Tensor
 from compressx.api.pruner import Block
 from compressx.api.statistics import FeatureNorms, Hessian
 from compressx.blocks.observe import Observed, observe
-from compressx.evaluation.perplexity import token_perplexity
+from compressx.evaluation.token_perplexity import token_perplexity
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import capture, each_block, passes

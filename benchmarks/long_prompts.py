@@ -35,9 +35,8 @@ METHODS = ("full", *SELECTORS, *PRESSES)
 
 def prompts(given: argparse.Namespace, tokenizer: Any) -> list[Any]:
     """Return the grid of prompts."""
-    from compressx.evaluation.needle import grid
+    from compressx.evaluation.needle import NeedleGrid, grid
     from compressx.prompts.frame import text_ids
-    from compressx.recipe.measuring import NeedleGrid
 
     settings = NeedleGrid.model_validate(
         {"dataset": {"text": given.text}, "lengths": given.lengths, "depths": given.depths, "needles": given.needles}

@@ -35,7 +35,7 @@ from compressx.blocks.fisher import FisherDiagonal, divergences, fisher_diagonal
 from compressx.blocks.hooks import inputs_watched
 from compressx.blocks.select import decide, gather, write
 from compressx.data.windows import calibration_windows, token_ids
-from compressx.evaluation.perplexity import token_perplexity
+from compressx.evaluation.token_perplexity import token_perplexity
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import Run, advance, capture, each_block, passes

@@ -151,7 +151,7 @@ def dense(settings: Settings) -> dict[str, float]:
     """Evaluate a model without pruning."""
     from compressx.data.documents import documents
     from compressx.data.windows import beginning, evaluation_windows, token_ids
-    from compressx.evaluation.perplexity import token_perplexity
+    from compressx.evaluation.token_perplexity import token_perplexity
     from compressx.models.access import InMemory
     from compressx.models.loading import load_model, load_tokenizer
     from compressx.recipe.sources import DatasetSource

@@ -24,7 +24,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Fill in the tables of the schema page, and leave the text of links that lead out of the site."""
     if page.file.src_uri == "reference/schema.md":
         markdown = markdown.replace("<!-- recipe -->", _recipe()).replace("<!-- options -->", _options())
-        markdown = markdown.replace("<!-- selectors -->", _selectors())
+        for key in ("token_selectors", "evaluators"):
+            markdown = markdown.replace(f"<!-- {key} -->", _offered(key))
     home = Path(config["docs_dir"])
     folder = (home / page.file.src_uri).parent
 
@@ -55,13 +56,17 @@ def _options() -> str:
     return "\n\n".join(told)
 
 
-def _selectors() -> str:
+def _offered(key: str) -> str:
     from compressx import load_plugins
+    from compressx.recipe.schema import Recipe
 
-    told = []
-    for name, spec in load_plugins().offers["token_selectors"].items():
+    told, shown = [], {*_models(Recipe)}
+    for name, spec in load_plugins().offers[key].items():
         table = _table(spec.options) if spec.options.model_fields else "No options."
         told.append(f"### {name}\n\n{spec.summary}.\n\n{table}")
+        inside = [model for model in dict.fromkeys(_models(spec.options)) if model not in {*shown, spec.options}]
+        told += [_section(model) for model in inside]
+        shown |= {*inside}
     return "\n\n".join(told)
 
 

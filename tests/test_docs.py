@@ -36,7 +36,6 @@ from compressx.api.record import (
 )
 from compressx.plugins.file import LoadTable, plugin_table
 from compressx.plugins.manager import load_plugins
-from compressx.recipe.measuring import LmEval, NeedleGrid, Sample, TokenPerplexity
 from compressx.recipe.methods import AttentionAware, DivergenceAllocation, OwlAllocation
 from compressx.recipe.schema import Recipe, ReconstructBlock, load_recipe
 from compressx.recipe.selecting import Protect
@@ -108,7 +107,7 @@ def test_every_key_of_plugins_toml_is_shown_in_the_plugin_guide():
 
 
 def test_every_key_of_a_recipe_is_named_in_the_recipe_page():
-    keys = set(_keys(Recipe))
+    keys = {*_keys(Recipe), *(k for x in load_plugins().offers["evaluators"].values() for k in _keys(x.options))}
 
     assert {"sha256", "json", "sequence_length", "reconstruct", "limit", "field"} <= keys  # the recursion is real
     assert keys - _code_spans(_RECIPE_MD) == set()
@@ -132,8 +131,8 @@ def test_every_key_of_a_section_has_its_default_in_the_recipe_page(section, mode
 
 @pytest.mark.parametrize(
     ("section", "key", "model"),
-    [("evaluate", "token_perplexity", TokenPerplexity), ("evaluate", "lm_eval", LmEval),
-     ("evaluate", "needle", NeedleGrid), ("evaluate", "sample", Sample), ("select_tokens", "protect", Protect)],
+    [*(("evaluate", name, spec.options) for name, spec in load_plugins().offers["evaluators"].items()),
+     ("select_tokens", "protect", Protect)],
 )  # fmt: skip
 def test_every_key_below_a_key_has_its_default_in_the_recipe_page(section, key, model: type[BaseModel]):
     rows = re.search(rf"^\| `{key}` \|.*\n((?:\| \.\.\. .*\n)+)", _section(_RECIPE_MD, section), flags=re.MULTILINE)
@@ -352,9 +351,9 @@ def test_the_readme_has_one_recipe_and_it_runs(model):
     Path("recipe.yaml").write_text(block, encoding="utf-8")
     recipe = load_recipe(Path("recipe.yaml")).recipe
     overrides = [*_SMALL]
-    if recipe.evaluate is not None and recipe.evaluate.token_perplexity is not None:
+    if "token_perplexity" in (recipe.evaluate or {}):
         overrides.append(f"evaluate.token_perplexity={{dataset: {_TEXT_FILE}, sequence_length: 16, samples: 2}}")
-    if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None:
+    if "lm_eval" in (recipe.evaluate or {}):
         overrides.append(f"evaluate.lm_eval={{tasks: [{{name: docs, dataset: {_TEXT_FILE}}}], limit: 1}}")
     _compressx("run", "recipe.yaml", *[a for o in overrides for a in ("--set", o)])
     assert _pruners() == {r.pruner + (f"+{r.reconstruct.pruner}" if r.reconstruct else "") for r in recipe.prune}

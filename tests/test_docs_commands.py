@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 from compressx import cli
 from compressx.pipeline.sweep import grid
+from compressx.plugins.manager import load_plugins
 from compressx.recipe.schema import load_recipe
 
 _ROOT = Path(__file__).parents[1]
@@ -125,7 +126,7 @@ def _check(words: Command, patch: pytest.MonkeyPatch, *, whole: bool) -> None:
     recipe = seen.get("recipe")
     path = next((p for p in (Path(recipe or ""), _ROOT / (recipe or "")) if p.is_file()), None)
     if path is not None and seen.get("axes"):
-        grid(path, seen["axes"], seen["overrides"], None)
+        grid(path, seen["axes"], seen["overrides"], None, load_plugins())
     elif path is not None and "masks" not in seen:  # that of `eval` is overridden otherwise
         load_recipe(path, seen["overrides"])
 

@@ -14,6 +14,7 @@ from compressx.api.hooks import hookimpl
 
 if TYPE_CHECKING:
     from compressx.api.depth import DepthPruner, StreamStatistic
+    from compressx.api.evaluator import EvaluatedModel, Evaluator, EvaluatorSpec, ReadingEvaluator
     from compressx.api.lowest import drop_lowest
     from compressx.api.patterns import (
         NM,
@@ -62,6 +63,7 @@ _HOME = {
     "runtime.errors": ["ArtifactError", "CalibrationError", "CompressxError", "PluginError", "RecipeError",
                "UnsupportedModelError"],
     "api.depth": ["DepthPruner", "StreamStatistic"],
+    "api.evaluator": ["EvaluatedModel", "Evaluator", "EvaluatorSpec", "ReadingEvaluator"],
     "api.lowest": ["drop_lowest"],
     "api.patterns": ["NM", "FixedMask", "Pattern", "Structured", "Unstructured", "competing", "count_dropped",
                  "keep_mask", "keep_masks"],
@@ -95,6 +97,9 @@ __all__ = [
     "CompressxError",
     "Covariance",
     "DepthPruner",
+    "EvaluatedModel",
+    "Evaluator",
+    "EvaluatorSpec",
     "FeatureNorms",
     "FixedMask",
     "Hessian",
@@ -112,6 +117,7 @@ __all__ = [
     "PrunedModel",
     "Pruner",
     "PrunerSpec",
+    "ReadingEvaluator",
     "RecipeError",
     "RoutedStatistic",
     "Rows",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from compressx.api.evaluator import EvaluatorSpec
     from compressx.api.pruner import PrunerSpec
     from compressx.api.record import BlockReport, RunReport
     from compressx.api.selector import TokenSelectorSpec
@@ -30,6 +31,11 @@ def compressx_pruners() -> Iterable[PrunerSpec]:  # type: ignore[empty-body]
 @hookspec
 def compressx_token_selectors() -> Iterable[TokenSelectorSpec]:  # type: ignore[empty-body]
     """Offer token selectors, which shorten prompts. Names must be unique over all plugins."""
+
+
+@hookspec
+def compressx_evaluators() -> Iterable[EvaluatorSpec]:  # type: ignore[empty-body]
+    """Offer evaluators, which measure models. Names must be unique over all plugins."""
 
 
 @hookspec

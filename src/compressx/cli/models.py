@@ -59,13 +59,14 @@ def evaluate(
     if "tasks" in given:
         given["tasks"] = json.dumps([task.strip() for task in given["tasks"].split(",")])
     asked = [*(f"evaluate.lm_eval.{key}={value}" for key, value in given.items()), *overrides]
-    settings, select = measures(recipe, asked, perplexity="tasks" not in given)
-    selecting = None if select is None else Selecting(select, host.plugins())
+    plugins = host.plugins()
+    settings, select = measures(recipe, asked, plugins, perplexity="tasks" not in given)
+    selecting = None if select is None else Selecting(select, plugins)
     trusted = trust_remote_code or (recipe is not None and load_recipe(recipe, asked).recipe.model.trust_remote_code)
     source = source_of(model, dtype=dtype, revision=revision, trust_remote_code=trusted)
     with terminal.progress(quiet=as_json) as tell:
         figures = evaluate_saved(
-            source, settings, masks=masks, selecting=selecting, device=device,
+            source, settings, plugins, masks=masks, selecting=selecting, device=device,
             progress=lambda done, total: tell("evaluate", done, total, ""),
         )  # fmt: skip
     if as_json:

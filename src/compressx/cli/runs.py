@@ -89,12 +89,11 @@ def plan(
 @click.pass_obj
 @errors_for_users
 def schema(host: Host) -> None:
-    """Print the JSON schema of recipes, with the options of every loaded pruner and token selector, for editors."""
+    """Print the JSON schema of recipes, with the options of all that the loaded plugins offer, for editors."""
     from compressx.recipe.jsonschema import json_schema, text_of
 
-    offers = host.plugins().offers
-    pruners, selectors = ({n: spec.options for n, spec in offers[k].items()} for k in ("pruners", "token_selectors"))
-    click.echo(text_of(json_schema(pruners, selectors)), nl=False)
+    offers = {key: {n: spec.options for n, spec in named.items()} for key, named in host.plugins().offers.items()}
+    click.echo(text_of(json_schema(offers)), nl=False)
 
 
 @click.command(epilog="Example: compressx compare runs/one runs/two --output compared")
@@ -139,8 +138,8 @@ def sweep(
     from compressx.pipeline.sweep import check, grid
     from compressx.report.compare import compare as side_by_side
 
-    cells = grid(recipe, axes, overrides, output)
     plugins = host.plugins()
+    cells = grid(recipe, axes, overrides, output, plugins)
     quiet = quiet or not is_first()
     check(cells, plugins)  # all of them, before the first run
     for number, cell in enumerate(cells, start=1):

@@ -16,7 +16,7 @@ from compressx.report.section import Column, Section, Value, estimates, table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from compressx.evaluation.perplexity import Figures
+    from compressx.api.evaluator import Figures
     from compressx.evaluation.saved import Applied
     from compressx.masks.inspect import Inspected, Inspection
     from compressx.planning.plan import Plan

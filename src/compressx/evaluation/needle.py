@@ -1,4 +1,4 @@
-"""Needle in a haystack: how often a model answers a question whose answer is hidden in a long prompt.
+"""The evaluator `needle`: how often a model answers a question whose answer is hidden in a long prompt.
 
 Perplexity hardly sees retrieval: most tokens can be predicted from the few before them.
 """
@@ -9,14 +9,37 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field, StrictInt, model_validator
 from torch import Tensor
 
+from compressx.api.evaluator import At, EvaluatedModel, EvaluatorSpec, Figures
+from compressx.api.hooks import hookimpl
 from compressx.api.selector import share_kept
+from compressx.data.documents import texts
+from compressx.data.windows import fingerprint
 from compressx.models.access import Access
-from compressx.models.generate import check_room, greedy, readable
+from compressx.models.generate import check_ids, check_room, greedy, readable
+from compressx.prompts.frame import text_ids
 from compressx.prompts.needles import MEASURING, Hidden, hidden
 from compressx.prompts.selection import Selection
-from compressx.recipe.measuring import NeedleGrid
+from compressx.recipe.sources import DatasetField
+from compressx.recipe.validation import Strict, conflict
+
+
+class NeedleGrid(Strict):
+    """Sentences hidden in other text, and whether a model answers a question about each."""
+
+    dataset: DatasetField = Field(description="the other text", examples=["wikitext"])
+    lengths: list[StrictInt] = Field([1024, 2048, 4096], min_length=1, description="tokens of a prompt")
+    depths: StrictInt = Field(9, ge=1, description="places of the sentence, evenly spaced from beginning to end")
+    needles: StrictInt = Field(5, ge=1, le=5, description="different sentences at each length and depth")
+    tokens: StrictInt = Field(16, ge=1, description="of an answer, at most")
+
+    @model_validator(mode="after")
+    def _different_lengths(self) -> NeedleGrid:
+        if len({*self.lengths}) < len(self.lengths) or min(self.lengths) < 64:
+            raise conflict(f"lengths are {self.lengths}; expected different ones, of 64 or more", ["lengths"])
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,3 +121,40 @@ def grid(tokenizer: Any, hay: Tensor, settings: NeedleGrid) -> Iterator[Asked]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+class NeedleEvaluator:
+    """Asks every question of the grid."""
+
+    def __init__(self, options: NeedleGrid) -> None:
+        self.options = options
+
+    def check(self, model: Any | None, tokenizer: Any | None, at: At) -> None:  # noqa: ARG002 - text is read later
+        """Refuse prompts longer than the model's positions."""
+        for i, length in enumerate(self.options.lengths if model is not None else ()):
+            with at("lengths", i):
+                check_room(model, length, self.options.tokens, "evaluate.needle")
+
+    def read(self, model: Any, tokenizer: Any) -> Tensor:
+        """Return the text in which sentences are hidden, int64 [tokens]."""
+        hay = text_ids(tokenizer, "\n\n".join(texts(self.options.dataset, "evaluation")))
+        for asked in grid(tokenizer, hay, self.options):
+            check_ids(model, asked.prompt.ids, tokenizer, "needle: the prompt")
+        return hay
+
+    def fingerprint(self, text: Tensor) -> str:
+        """Return a hash of the text."""
+        return fingerprint(text)
+
+    def evaluate(self, model: EvaluatedModel) -> Figures:
+        """Return what `needle_figures` does, under `needle`."""
+        selection = None if model.selection is None else model.selection()
+        return {"needle": needle_figures(
+            model.access, model.tokenizer, model.text, self.options, selection, model.progress
+        )}  # fmt: skip
+
+
+@hookimpl
+def compressx_evaluators() -> list[EvaluatorSpec]:
+    """Offer the evaluator to recipes."""
+    return [EvaluatorSpec("needle", "sentences found in long prompts", NeedleGrid, NeedleEvaluator, prompts=True)]

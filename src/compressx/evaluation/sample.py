@@ -1,16 +1,29 @@
-"""A text that a model writes after a prompt, to read the dense and the pruned model's side by side."""
+"""The evaluator `sample`: what the dense and the pruned model write after the same prompt."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from pydantic import Field, StrictBool, StrictInt
 from torch import Tensor
 
+from compressx.api.evaluator import At, EvaluatedModel, EvaluatorSpec, Figures
+from compressx.api.hooks import hookimpl
 from compressx.data.chat import rendered_one
+from compressx.data.windows import fingerprint
+from compressx.models.blockwise import evaluation_mode
 from compressx.models.generate import check_ids, check_room, greedy, readable
-from compressx.recipe.measuring import Sample
+from compressx.recipe.validation import Strict
 from compressx.runtime.errors import CalibrationError
+
+
+class Sample(Strict):
+    """What each model writes after the same prompt, the likeliest token each time."""
+
+    prompt: str = Field(min_length=1, examples=["The three laws of motion are"])
+    tokens: StrictInt = Field(64, ge=1, description="written at most; fewer where the model ends its text")
+    apply_chat_template: StrictBool = Field(False, description="give the prompt as a user's message")
 
 
 def prompt_ids(settings: Sample, tokenizer: Any) -> Tensor:
@@ -55,3 +68,35 @@ def continuation(model: Any, tokenizer: Any, ids: Tensor, tokens: int) -> str:
     """
     check_room(model, ids.shape[1], tokens, "evaluate.sample")
     return readable(tokenizer, greedy(model, tokenizer, ids, tokens)[0])
+
+
+class SampleEvaluator:
+    """Lets a model write after the prompt."""
+
+    def __init__(self, options: Sample) -> None:
+        self.options = options
+
+    def check(self, model: Any | None, tokenizer: Any | None, at: At) -> None:  # noqa: ARG002 - of the whole section
+        """Refuse a model without room for the prompt and the text."""
+        if tokenizer is not None:
+            check_sample(self.options, tokenizer, model)
+
+    def read(self, model: Any, tokenizer: Any) -> Tensor:  # noqa: ARG002 - `check` has looked at the model
+        """Return the prompt, int64 [1, tokens]."""
+        return prompt_ids(self.options, tokenizer)
+
+    def fingerprint(self, text: Tensor) -> str:
+        """Return a hash of the prompt."""
+        return fingerprint(text)
+
+    def evaluate(self, model: EvaluatedModel) -> Figures:
+        """Return the prompt and the text, under `sample`."""
+        with model.access.whole() as whole, evaluation_mode(whole):
+            text = continuation(whole, model.tokenizer, model.text, self.options.tokens)
+        return {"sample": {"prompt": self.options.prompt, "text": text}}
+
+
+@hookimpl
+def compressx_evaluators() -> list[EvaluatorSpec]:
+    """Offer the evaluator to recipes."""
+    return [EvaluatorSpec("sample", "a text to read, after the same prompt", Sample, SampleEvaluator)]

@@ -10,29 +10,34 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from compressx.api.evaluator import Figures
 from compressx.data.documents import check_dataset
-from compressx.evaluation.harness import check_tokenizer
-from compressx.evaluation.perplexity import Figures, Progress, evaluate, read_texts
-from compressx.evaluation.sample import check_sample
-from compressx.evaluation.tasks import check_tasks
+from compressx.evaluation.evaluators import (
+    Options,
+    Progress,
+    check_evaluators,
+    evaluate,
+    options_of,
+    read_evaluators,
+)
 from compressx.masks.maskset import Deviation, MaskSet
 from compressx.models.access import Access, Device, device_for
 from compressx.models.architecture import survey
 from compressx.models.checkpoint import find_checkpoint, keep_settings
 from compressx.models.export import output_folder, save_model
-from compressx.models.generate import check_room
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.models.streaming import open_model
+from compressx.plugins.kinds import EVALUATOR
+from compressx.plugins.manager import Plugins
 from compressx.prompts.prepare import Selecting
 from compressx.recipe.document import Node, Placed, from_python
-from compressx.recipe.measuring import Evaluate
 from compressx.recipe.schema import load_recipe
 from compressx.recipe.selecting import SelectTokens
-from compressx.recipe.sources import ModelField, ModelSource
+from compressx.recipe.sources import ModelField, ModelSource, datasets_in
 from compressx.recipe.validation import Strict, validated
 from compressx.recipe.yamlfile import override, steps_of
 from compressx.runtime.allocator import freed_memory_kept
-from compressx.runtime.errors import ArtifactError, RecipeError, nearest, one_line
+from compressx.runtime.errors import ArtifactError, Mistakes, RecipeError, nearest, one_line
 from compressx.runtime.files import os_errors_named
 
 _SOURCE: TypeAdapter[ModelSource] = TypeAdapter(ModelField)
@@ -40,7 +45,7 @@ _DEFAULT: Mapping[str, Any] = {"token_perplexity": {"dataset": "wikitext", "sequ
 
 
 class _Section(Strict):
-    evaluate: Evaluate
+    evaluate: dict[str, Any]
     select_tokens: SelectTokens | None = None
 
 
@@ -59,13 +64,14 @@ def source_of(
 
 
 def measures(
-    recipe: Path | None, overrides: Sequence[str], *, perplexity: bool = True
-) -> tuple[Evaluate, SelectTokens | None]:
+    recipe: Path | None, overrides: Sequence[str], plugins: Plugins, *, perplexity: bool = True
+) -> tuple[Options, SelectTokens | None]:
     """Return what to measure, a recipe's `evaluate` section or token perplexity on WikiText-2, and `select_tokens`.
 
     Args:
         recipe: a recipe with that section.
         overrides: `evaluate.KEY=VALUE` or `select_tokens.KEY=VALUE`, as for `--set`.
+        plugins: that offer evaluators.
         perplexity: whether token perplexity is measured where no recipe says what to measure.
 
     Raises:
@@ -78,37 +84,36 @@ def measures(
             raise RecipeError(f"--set {one_line(key):.80}: eval does not read it; {told}, and measures MODEL")
     if recipe is not None:
         placed: Placed = (loaded := load_recipe(recipe, overrides))
-        settings, selecting = loaded.recipe.evaluate, loaded.recipe.select_tokens
-        if settings is None:
+        selecting = loaded.recipe.select_tokens
+        if loaded.recipe.evaluate is None:
             raise RecipeError(f"{recipe}: no evaluate section; add one, or omit --recipe")
     else:
         root: Node = from_python({"evaluate": dict(_DEFAULT) if perplexity else {}}, "--set")
         for assignment in overrides:
             root = override(root, assignment)
         placed = Placed(root)
-        section = validated(_Section, root.plain(), root.where)
-        settings, selecting = section.evaluate, section.select_tokens
-    if all(value is None for _, value in settings):
-        raise RecipeError(
-            f"{recipe or '--set'}: evaluate is empty; give it {', '.join(Evaluate.model_fields)}, or several of them"
-        )
-    if recipe is None and selecting is not None and settings.needle is None and settings.lm_eval is None:
-        raise RecipeError(
-            "--set select_tokens: nothing that is measured reads a prompt; give evaluate.needle or --tasks"
-        )
-    for place, dataset in settings.datasets().items():
-        with placed.at("evaluate", *place):
+        selecting = validated(_Section, root.plain(), root.where).select_tokens
+    settings, offered = options_of(placed, plugins), plugins.offers[EVALUATOR.key]
+    if not settings:
+        raise RecipeError(f"{recipe or '--set'}: evaluate is empty; give it {', '.join(offered)}, or several of them")
+    reading = [name for name, spec in offered.items() if spec.prompts]
+    if recipe is None and selecting is not None and not {*settings} & {*reading}:
+        told = " or ".join(f"evaluate.{name}" for name in reading)
+        raise RecipeError(f"--set select_tokens: nothing that is measured reads a prompt; give {told}")
+    for place, dataset in datasets_in(settings, ("evaluate",)):
+        with placed.at(*place):
             check_dataset(dataset)
-    if settings.lm_eval is not None:
-        with placed.at("evaluate", "lm_eval", "tasks"):
-            check_tasks(settings.lm_eval)
+    mistakes = Mistakes()
+    check_evaluators(settings, plugins, None, None, mistakes, placed)
+    mistakes.raise_all()
     return settings, selecting
 
 
 @freed_memory_kept()
 def evaluate_saved(
     source: ModelSource,
-    settings: Evaluate,
+    settings: Options,
+    plugins: Plugins,
     *,
     masks: Path | None = None,
     selecting: Selecting | None = None,
@@ -124,20 +129,17 @@ def evaluate_saved(
     checkpoint = find_checkpoint(source)
     tokenizer = load_tokenizer(checkpoint)
     skeleton = load_skeleton(checkpoint)
-    if settings.lm_eval is not None:
-        check_tokenizer(settings.lm_eval, tokenizer, skeleton)
     if selecting is not None:
         selecting.check(skeleton, tokenizer)
-    if settings.sample is not None:
-        check_sample(settings.sample, tokenizer, skeleton)
-    if settings.needle is not None:
-        check_room(skeleton, max(settings.needle.lengths), settings.needle.tokens, "evaluate.needle")
-    texts = read_texts(settings, tokenizer, skeleton)
+    mistakes = Mistakes()
+    check_evaluators(settings, plugins, skeleton, tokenizer, mistakes)
+    mistakes.raise_all()
+    ready = read_evaluators(settings, plugins, tokenizer, skeleton)
     loaded = None if masks is None else MaskSet.load(masks)
     access: Access = open_model(checkpoint, False if loaded is not None else source.streaming, where)
     if loaded is not None:
         loaded.apply(access.model)
-    return evaluate(access, tokenizer, settings, texts, selecting=selecting, progress=progress)
+    return evaluate(access, tokenizer, ready, selecting=selecting, progress=progress)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,6 @@ import torch
 
 from compressx.data.chat import require_template
 from compressx.data.documents import check_dataset, local_files
-from compressx.evaluation import harness
-from compressx.evaluation.sample import check_sample
-from compressx.evaluation.tasks import check_name
 from compressx.models.architecture import find_blocks, text_config
 from compressx.models.checkpoint import Checkpoint, find_checkpoint, keep_settings
 from compressx.models.export import check_output, not_written, room_for, save_model
@@ -115,17 +112,6 @@ def check_tokenizer(
                 first_token(tokenizer, skeleton)
 
 
-def check_prompts(loaded: LoadedRecipe, skeleton: Any, tokenizer: Any, mistakes: Mistakes) -> None:
-    """Refuse a chat template that the tokenizer lacks, and a sample for which the model has too few positions."""
-    evaluated = loaded.recipe.evaluate
-    if evaluated is not None and evaluated.lm_eval is not None:
-        with mistakes.collected(), loaded.at("evaluate", "lm_eval"):
-            harness.check_tokenizer(evaluated.lm_eval, tokenizer, skeleton)
-    if evaluated is not None and evaluated.sample is not None:
-        with mistakes.collected(), loaded.at("evaluate", "sample"):
-            check_sample(evaluated.sample, tokenizer, skeleton)
-
-
 def check_teacher(source: ModelSource, tokens: int | None, skeleton: Any) -> None:
     """Refuse a teacher whose predictions cannot be compared with the model's.
 
@@ -145,15 +131,6 @@ def check_teacher(source: ModelSource, tokens: int | None, skeleton: Any) -> Non
         raise UnsupportedModelError(
             f"the teacher has a vocabulary of {given} tokens and the model one of {own}; expected the same vocabulary"
         )
-
-
-def check_names(parts: Parts, mistakes: Mistakes) -> bool:
-    """Check that lm-evaluation-harness has each task; return whether it has all."""
-    before = len(mistakes)
-    for place, task in parts.tasks.items():
-        with mistakes.collected(), parts.at(*place):
-            check_name(task)
-    return len(mistakes) == before
 
 
 def refuse_overwriting(recipe: Recipe, checkpoint: Checkpoint) -> None:
@@ -209,8 +186,8 @@ def _changed(loaded: LoadedRecipe) -> list[str] | None:
         earlier = load_recipe(written).recipe.model_copy(update=known)
     except CompressxError as error:
         return [str(error).partition("\n")[0]]
-    was, now = (x.model_dump(mode="json") for x in (earlier, recipe))
-    lines = [line for key in now for line in differing(key, was[key], now[key])]
+    was, now = (x.model_dump(mode="json", by_alias=True, exclude_none=True) for x in (earlier, recipe))
+    lines = [line for key in {**now, **was} for line in differing(key, was.get(key), now.get(key))]
     return [*lines[:3], f"and {len(lines) - 3} more"] if len(lines) > 3 else lines
 
 

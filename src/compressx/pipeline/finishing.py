@@ -20,7 +20,7 @@ from compressx._version import __version__
 from compressx.api.patterns import allocated_form
 from compressx.api.record import AllocationReport, FinetuneReport, RunReport, total_sparsity
 from compressx.data.windows import fingerprint as fingerprint_of
-from compressx.evaluation.perplexity import Texts, evaluate
+from compressx.evaluation.evaluators import ReadyEvaluator, evaluate
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access, InMemory, weights_fingerprint
 from compressx.models.architecture import find_blocks
@@ -56,7 +56,7 @@ class Pruned:
         allocation: the allocation's report, or None without one.
         blocks: the finished blocks.
         dense: the dense model's figures under the key `dense`; empty when the recipe evaluates nothing.
-        texts: evaluation text, or None.
+        evaluators: with their text; none if nothing is measured.
         training: token ids to fine-tune on, [windows, tokens], or None.
     """
 
@@ -66,7 +66,7 @@ class Pruned:
     allocation: AllocationReport | None
     blocks: Sequence[FinishedBlock]
     dense: Mapping[str, Mapping[str, Any]]
-    texts: Texts | None
+    evaluators: Sequence[ReadyEvaluator]
     training: Tensor | None
 
 
@@ -185,13 +185,12 @@ def evaluated(
     context: RunContext, pruned: Pruned, access: Access, name: Literal["pruned", "finetuned"]
 ) -> dict[str, Mapping[str, Any]]:
     """Evaluate a pruned model as the recipe specifies, if it does; the figures are under `name`."""
-    settings, texts = context.loaded.recipe.evaluate, pruned.texts
-    if settings is None or texts is None or not pruned.plan.linears:
+    if not pruned.evaluators or not pruned.plan.linears:
         return {}
     stage: Stage = "evaluate pruned" if name == "pruned" else "evaluate finetuned"
     context.report_progress(stage, 0, 1)
     figures = evaluate(
-        access, pruned.tokenizer, settings, texts, selecting=context.selecting,
+        access, pruned.tokenizer, pruned.evaluators, selecting=context.selecting,
         progress=partial(context.report_progress, stage),
     )  # fmt: skip
     context.report_figures(name, figures)

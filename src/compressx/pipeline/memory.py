@@ -20,7 +20,7 @@ from compressx._version import __version__
 from compressx.api.record import RunReport
 from compressx.data.chat import Document, given
 from compressx.data.windows import windows_of
-from compressx.evaluation.perplexity import evaluate
+from compressx.evaluation.evaluators import evaluate, with_evaluators
 from compressx.masks.file import MaskEntry, PackedMasks
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access, InMemory
@@ -110,9 +110,10 @@ def prune(
         given = check_tokenizer(tokenizer)
         name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
         path = Path(recipe) if isinstance(recipe, str | Path) else recipe
-        loaded = recipe_in_memory(path, name, _decided(calibration), overrides)
+        plugins = plugins or load_plugins()
+        loaded = with_evaluators(recipe_in_memory(path, name, _decided(calibration), overrides), plugins)
         access = InMemory(model)
-        context = RunContext(loaded, plugins or load_plugins(), progress, access.device, ALONE, timing, log)
+        context = RunContext(loaded, plugins, progress, access.device, ALONE, timing, log)
         log.header(machine(access.device), {"compressx": __version__, **library_versions()})
         forget_peaks()
         work = deepcopy(model) if copy else model
@@ -175,12 +176,12 @@ def _pruned(
     dense = deepcopy(model) if distilled and work is model else model
     access = InMemory(work)
     measured = {}
-    if recipe.evaluate is not None and texts.evaluation is not None:
+    if texts.evaluation:
         context.report_progress("evaluate dense", 0, 1)
         with context.loaded.at("evaluate"):
             # Not cached: a model in memory may compute something else than its weights and config say.
             measured["dense"] = evaluate(
-                access, tokenizer, recipe.evaluate, texts.evaluation, selecting=context.selecting,
+                access, tokenizer, texts.evaluation, selecting=context.selecting,
                 progress=partial(context.report_progress, "evaluate dense"),
             )  # fmt: skip
         context.report_figures("dense", measured["dense"])
@@ -263,6 +264,6 @@ def _read(
             lambda i, n: context.report_progress("calibrate", i, n, "sequences generated"),
         )  # fmt: skip
 
-    texts = read_all(loaded, planned, model, tokenizer, generated, calibration=windows)
+    texts = read_all(loaded, context.plugins, planned, model, tokenizer, generated, calibration=windows)
     context.report_progress("load", 1, 2)
     return planned, texts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,16 +15,21 @@ from torch import Tensor
 from compressx.allocation.units import settled
 from compressx.data.documents import UnreachableError
 from compressx.data.windows import Generated, read_calibration
-from compressx.evaluation.perplexity import Texts, read_texts
-from compressx.evaluation.tasks import check_tasks
+from compressx.evaluation.evaluators import (
+    Options,
+    ReadyEvaluator,
+    check_evaluators,
+    options_of,
+    read_evaluators,
+    with_evaluators,
+)
 from compressx.models.architecture import refuse_prepared, survey, text_config
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.generate import check_ids
 from compressx.pipeline.checks import (
+    FoundModel,
     check_datasets,
-    check_names,
     check_parts,
-    check_prompts,
     check_shares,
     check_space,
     check_teacher,
@@ -39,10 +44,10 @@ from compressx.planning.plan import Plan
 from compressx.plugins.kinds import TOKEN_SELECTOR
 from compressx.plugins.manager import Plugins
 from compressx.prompts.prepare import Selecting
-from compressx.recipe.document import Step, from_python
-from compressx.recipe.parts import Parts, parts_of, valid_parts
+from compressx.recipe.document import Placed, Step, from_python
+from compressx.recipe.parts import parts_of, valid_parts
 from compressx.recipe.schema import LoadedRecipe, read_recipe, recipe_from_source
-from compressx.recipe.sources import Calibration, ModelSource
+from compressx.recipe.sources import Calibration, ModelSource, datasets_in
 from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError
 from compressx.training.finetune import training_windows
 
@@ -74,11 +79,14 @@ def loaded_recipe(
     if overrides and not isinstance(recipe, Path | str):
         raise RecipeError("overrides need a recipe given as a path")
     try:
-        return recipe if isinstance(recipe, LoadedRecipe) else recipe_from_source(source)
-    except RecipeError as error:
-        mistakes, parts = Mistakes(error), valid_parts(source)
+        return with_evaluators(recipe if isinstance(recipe, LoadedRecipe) else recipe_from_source(source), plugins)
+    except CompressxError as error:
+        mistakes, parts, evaluate = Mistakes(error), valid_parts(source), {}
+        with mistakes.collected():
+            evaluate = options_of(parts, plugins)
+        parts = replace(parts, datasets={**parts.datasets, **dict(datasets_in(evaluate, ("evaluate",)))})
         found = check_parts(parts, mistakes, replace=True)
-        check_names(parts, mistakes)
+        _check_evaluators(evaluate, plugins, found, parts, mistakes)
         check_rules(parts, plugins, None if found is None else survey(found.skeleton), mistakes)
         mistakes.raise_all()
         raise
@@ -99,7 +107,8 @@ def prepare(
     found = check_parts(parts, mistakes, replace=replace)
     with mistakes.collected(), loaded.at("output"):
         is_finished(loaded, replace=replace)
-    _check_settings(loaded, parts, processes, mistakes)
+    _check_settings(loaded, processes, mistakes)
+    _check_evaluators(recipe.evaluate or {}, plugins, found, loaded, mistakes)
     planned = None
     if found is None:
         check_rules(parts, plugins, None, mistakes)
@@ -123,7 +132,8 @@ def plan_in_memory(loaded: LoadedRecipe, plugins: Plugins, model: Any, tokenizer
     """Do as `prepare` for a model that is in memory; there is no output folder to check."""
     parts, mistakes, planned = parts_of(loaded), Mistakes(), None
     check_tokenizer(parts, model, tokenizer, check_datasets(parts, mistakes), mistakes)
-    _check_settings(loaded, parts, 1, mistakes)
+    _check_settings(loaded, 1, mistakes)
+    check_evaluators(loaded.recipe.evaluate or {}, plugins, model, tokenizer, mistakes, loaded)
     with mistakes.collected():
         planned = _planned(loaded, plugins, model, tokenizer, mistakes)
         refuse_large_finetuning(loaded, planned, model, model.dtype, model.device, present=True)
@@ -132,7 +142,15 @@ def plan_in_memory(loaded: LoadedRecipe, plugins: Plugins, model: Any, tokenizer
     return planned
 
 
-def _check_settings(loaded: LoadedRecipe, parts: Parts, processes: int, mistakes: Mistakes) -> None:
+def _check_evaluators(
+    settings: Options, plugins: Plugins, found: FoundModel | None, placed: Placed, mistakes: Mistakes
+) -> None:
+    """Check the `evaluate` section, with as much of the model as was found."""
+    model, tokenizer = (None, None) if found is None else (found.skeleton, found.tokenizer)
+    check_evaluators(settings, plugins, model, tokenizer, mistakes, placed)
+
+
+def _check_settings(loaded: LoadedRecipe, processes: int, mistakes: Mistakes) -> None:
     """Check what depends neither on the model nor on files."""
     recipe = loaded.recipe
     for check in (refuse_nothing_held_out, *([refuse_uneven_steps] if processes > 1 else [])):
@@ -142,10 +160,6 @@ def _check_settings(loaded: LoadedRecipe, parts: Parts, processes: int, mistakes
         with mistakes.collected():
             refuse_streamed(loaded)
     mistakes.add(*window_mistakes(loaded))
-    known = check_names(parts, mistakes)
-    if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None and known:
-        with mistakes.collected(), loaded.at("evaluate", "lm_eval", "tasks"):
-            check_tasks(recipe.evaluate.lm_eval)
 
 
 def _planned(loaded: LoadedRecipe, plugins: Plugins, skeleton: Any, tokenizer: Any, mistakes: Mistakes) -> Plan:
@@ -161,8 +175,6 @@ def _planned(loaded: LoadedRecipe, plugins: Plugins, skeleton: Any, tokenizer: A
         text = tuning.draw or loaded.recipe.calibration
         with mistakes.collected(), loaded.at("finetune", "teacher"):
             check_teacher(tuning.teacher, None if text is None else text.sequence_length, skeleton)
-    if tokenizer is not None:
-        check_prompts(loaded, skeleton, tokenizer, mistakes)
     refuse_prepared(skeleton, "pruned")
     planned = make_plan(loaded, plugins, skeleton)
     with loaded.at("allocation", "target"):
@@ -176,22 +188,23 @@ class RunTexts:
     Attributes:
         calibration: [windows, tokens], or None if the plan needs none.
         training: text to fine-tune on [windows, tokens], or None.
-        evaluation: text to evaluate on, or None.
+        evaluation: the evaluators with their text; none if the recipe evaluates nothing.
     """
 
     calibration: Tensor | None
     training: Tensor | None
-    evaluation: Texts | None
+    evaluation: Sequence[ReadyEvaluator]
 
 
 def read_all(
-    loaded: LoadedRecipe, planned: Plan, model: Any, tokenizer: Any, generated: Generated, *, evaluated: bool = True,
-    calibration: Tensor | None = None,
+    loaded: LoadedRecipe, plugins: Plugins, planned: Plan, model: Any, tokenizer: Any, generated: Generated, *,
+    evaluated: bool = True, calibration: Tensor | None = None,
 ) -> RunTexts:  # fmt: skip
     """Read every text of a recipe, and check that there is enough of it and that the model knows its tokens.
 
     Args:
         loaded: the recipe.
+        plugins: that offer its evaluators.
         planned: its plan.
         model: the model, with or without weights.
         tokenizer: its tokenizer.
@@ -203,10 +216,10 @@ def read_all(
         CalibrationError: text that cannot be read, is too short, or has tokens that the model does not know.
     """
     recipe, mistakes = loaded.recipe, Mistakes()
-    training = evaluation = None
+    training, evaluation = None, tuple[ReadyEvaluator, ...]()
     if recipe.evaluate is not None and evaluated:
         with mistakes.collected(UnreachableError), loaded.at("evaluate"):
-            evaluation = read_texts(recipe.evaluate, tokenizer, model)
+            evaluation = read_evaluators(recipe.evaluate, plugins, tokenizer, model)
     if any(dataset.generate is not None for dataset in recipe.datasets().values()):
         mistakes.raise_all()  # what the model generates can take hours
     with mistakes.collected(UnreachableError), loaded.at("calibration"):

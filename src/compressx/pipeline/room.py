@@ -140,16 +140,16 @@ def _advice(recipe: Recipe, stage: str, *, streams: bool) -> str:
     change: list[str] = []
     tuned, source = recipe.finetune, recipe.model
     if stage == "finetune" and tuned is not None:
-        lower = _values(recipe, "finetune", "batch_size", "sequence_length")
-        lower |= {} if tuned.draw else _values(recipe, "calibration", "sequence_length")
+        lower = _lower(tuned, "finetune", "batch_size", "sequence_length")
+        lower |= {} if tuned.draw else _lower(recipe.calibration, "calibration", "sequence_length")
         change += [] if tuned.lora is not None else ["finetune.lora: {rank: 16}"]
         change += [] if tuned.gradient_checkpointing else ["finetune.gradient_checkpointing: true"]
         change += [] if tuned.teacher == "none" else ["finetune.teacher: none"]
     elif stage.startswith("evaluate"):
-        lower = _values(recipe, "evaluate.token_perplexity", "batch_size", "sequence_length")
-        lower |= _values(recipe, "evaluate.lm_eval", "batch_size")
+        for name, options in (recipe.evaluate or {}).items():
+            lower |= _lower(options, f"evaluate.{name}", "batch_size", "sequence_length")
     elif stage in {"calibrate", "allocate", "prune"} and recipe.calibration is not None:
-        lower = _values(recipe, "calibration", "batch_size", "samples", "sequence_length")
+        lower = _lower(recipe.calibration, "calibration", "batch_size", "samples", "sequence_length")
         change += [] if recipe.calibration.memory_limit else ["calibration.memory_limit: 4GB"]
     gguf = source.package is not None or (source.path is not None and source.path.suffix == ".gguf")
     if streams and tuned is None and source.streaming is not True and not gguf:
@@ -158,10 +158,7 @@ def _advice(recipe: Recipe, stage: str, *, streams: bool) -> str:
     return ", or ".join(told) if told else "free some memory, or use a machine with more"
 
 
-def _values(recipe: Recipe, section: str, *names: str) -> dict[str, object]:
+def _lower(settings: object, section: str, *names: str) -> dict[str, object]:
     """Return the values of a section's keys that can be lowered."""
-    found: Any = recipe
-    for step in section.split("."):
-        found = getattr(found, step, None)
-    values = {f"{section}.{name}": getattr(found, name, None) for name in names}
+    values = {f"{section}.{name}": getattr(settings, name, None) for name in names}
     return {key: value for key, value in values.items() if value not in {None, 1}}

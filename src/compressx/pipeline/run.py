@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from compressx._version import __version__
 from compressx.api.record import RunReport
 from compressx.data.windows import fingerprint as fingerprint_of
-from compressx.evaluation.perplexity import evaluate_cached
+from compressx.evaluation.evaluators import evaluate
 from compressx.models.access import Access, Device, config_fingerprint, device_for, weights_fingerprint
 from compressx.models.export import check_unfinished, output_folder, unfinished
 from compressx.models.streaming import StreamedModel, open_model
@@ -200,7 +200,9 @@ def _read(context: RunContext, prepared: Prepared) -> _Inputs:
     opened = functools.cache(lambda: _opened(context, prepared))
     context.report_progress("calibrate", 0, 1)
     own = OwnText(context, prepared.tokenizer, opened)
-    texts = read_all(loaded, prepared.plan, prepared.skeleton, prepared.tokenizer, own, evaluated=ranks.first)
+    texts = read_all(
+        loaded, context.plugins, prepared.plan, prepared.skeleton, prepared.tokenizer, own, evaluated=ranks.first
+    )
     windows = texts.calibration
     batches = calibration_batches(loaded.recipe.calibration, windows)
     mine = calibration_batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))
@@ -226,13 +228,12 @@ def _opened(context: RunContext, prepared: Prepared) -> Access:
 
 def _evaluate_dense(context: RunContext, given: _Inputs, model: str) -> dict[str, Any]:
     """Evaluate the dense model, whose weights have the fingerprint `model`, if the recipe evaluates anything."""
-    settings = context.loaded.recipe.evaluate
-    if settings is None or given.texts.evaluation is None:
+    if not given.texts.evaluation:
         return {}
     context.report_progress("evaluate dense", 0, 1)
     with context.loaded.at("evaluate"):
-        dense = evaluate_cached(
-            given.access, given.prepared.tokenizer, settings, given.texts.evaluation, model,
+        dense = evaluate(
+            given.access, given.prepared.tokenizer, given.texts.evaluation, fingerprint=model,
             selecting=context.selecting, progress=lambda i, n: context.report_progress("evaluate dense", i, n),
         )  # fmt: skip
     context.report_figures("dense", dense)

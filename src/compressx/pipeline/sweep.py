@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from compressx.evaluation.evaluators import with_evaluators
 from compressx.models.access import Device
 from compressx.pipeline.checks import is_finished
 from compressx.pipeline.context import Progress
@@ -64,7 +65,9 @@ class Cell:
         return True
 
 
-def grid(recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Path | None) -> list[Cell]:
+def grid(
+    recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Path | None, plugins: Plugins
+) -> list[Cell]:
     """Make a recipe for every combination of values; the last axis varies fastest.
 
     Args:
@@ -72,6 +75,7 @@ def grid(recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Pa
         axes: `KEY=VALUE,VALUE...` for each key, values in YAML.
         overrides: `KEY=VALUE` for all recipes.
         output: the folder of all outputs; when absent, the recipe's output with `-sweep` appended.
+        plugins: that offer the evaluators.
 
     Raises:
         RecipeError: an axis without values, a key given twice or also overridden, or an error in a recipe.
@@ -87,13 +91,14 @@ def grid(recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Pa
         raise RecipeError(f"--grid {' '.join(axes)}: a value is given twice")
     given = [tuple(f"{key}={value}" for key, value in zip(keys, values, strict=True)) for values in combinations]
     if output is None:  # not inside the recipe's own output, which a run of it replaces
-        own = load_recipe(recipe, overrides, given[0]).recipe.output
-        output = own.with_name(f"{own.name}-sweep")
+        run_alone = load_recipe(recipe, overrides, given[0]).recipe.output
+        output = run_alone.with_name(f"{run_alone.name}-sweep")
     names = _folder_names(keys, combinations)
-    return [
-        Cell(one, load_recipe(recipe, [*overrides, f"output={json.dumps(str(output.expanduser() / name))}"], one))
-        for one, name in zip(given, names, strict=True)
-    ]
+    cells = []
+    for one, name in zip(given, names, strict=True):
+        own = [*overrides, f"output={json.dumps(str(output.expanduser() / name))}"]
+        cells.append(Cell(one, with_evaluators(load_recipe(recipe, own, one), plugins)))
+    return cells
 
 
 def check(cells: Iterable[Cell], plugins: Plugins) -> None:
@@ -111,7 +116,7 @@ def check(cells: Iterable[Cell], plugins: Plugins) -> None:
         if (texts := f"{prepared.plan.needs_calibration} {named}") in counted:
             continue
         try:
-            read_all(cell.loaded, prepared.plan, prepared.skeleton, prepared.tokenizer, blank)
+            read_all(cell.loaded, plugins, prepared.plan, prepared.skeleton, prepared.tokenizer, blank)
         except CompressxError as error:
             raise type(error)(f"{' '.join(cell.values)}: {error}") from error
         counted.add(texts)

@@ -48,18 +48,9 @@ def text_mistakes(loaded: LoadedRecipe, skeleton: nn.Module, needed: bool) -> It
                 f"calibration batches; expected a multiple of calibration.batch_size ({batch})"
             )
     positions = getattr(text_config(skeleton), "max_position_embeddings", None)
-    perplexity = recipe.evaluate.token_perplexity if recipe.evaluate is not None else None
-    windows = {("calibration",): recipe.calibration, ("evaluate", "token_perplexity"): perplexity}
-    for place, settings in windows.items():
-        if settings is not None and positions is not None and settings.sequence_length > positions:
-            yield RecipeError(
-                f"{loaded.where(*place, 'sequence_length')}: sequence_length {settings.sequence_length} is longer than "
-                f"the model's {positions} positions; set it to {positions} or less"
-            )
-    needle = recipe.evaluate.needle if recipe.evaluate is not None else None
-    for i, length in enumerate(needle.lengths if needle is not None else ()):
-        if needle is not None and positions is not None and length + needle.tokens > positions:
-            yield RecipeError(
-                f"{loaded.where('evaluate', 'needle', 'lengths', i)}: a prompt of {length} tokens and {needle.tokens} "
-                f"of an answer are more than the model's {positions} positions; remove this length"
-            )
+    calibration = recipe.calibration
+    if calibration is not None and positions is not None and (length := calibration.sequence_length) > positions:
+        yield RecipeError(
+            f"{loaded.where('calibration', 'sequence_length')}: sequence_length {length} is longer than the model's "
+            f"{positions} positions; set it to {positions} or less"
+        )

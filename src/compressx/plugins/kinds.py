@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar, get_args
 
 from pydantic import BaseModel
 
+from compressx.api.evaluator import EvaluatorSpec
 from compressx.api.patterns import Group
 from compressx.api.pruner import PrunerSpec
 from compressx.api.selector import TokenSelectorSpec
@@ -87,5 +88,6 @@ def _check_selector(spec: TokenSelectorSpec) -> None:
 
 PRUNER = Kind("pruner", "pruners", PrunerSpec, _check_pruner)
 TOKEN_SELECTOR = Kind("token selector", "token_selectors", TokenSelectorSpec, _check_selector)
+EVALUATOR = Kind("evaluator", "evaluators", EvaluatorSpec)
 
-KINDS: tuple[Kind[Any], ...] = (PRUNER, TOKEN_SELECTOR)
+KINDS: tuple[Kind[Any], ...] = (PRUNER, TOKEN_SELECTOR, EVALUATOR)

@@ -74,9 +74,14 @@ class Plugins:
             raise PluginError(self._why_none(name, kinds.KINDS))
         return specs
 
+    def code_of(self, kind: Kind[Any], name: str) -> str | None:
+        """Return the digest of the code of the plugin that offers a spec; None if none does."""
+        return next((r.code() for r in self.records if r.status == "loaded" and name in r.offers[kind.key]), None)
+
     def _why_none(self, name: str, wanted: Sequence[Kind[Any]]) -> str:
         """Say why no spec of these kinds has a name."""
-        none = f"no {' or '.join(kind.name for kind in wanted)} {name!r}"
+        *first, last = (kind.name for kind in wanted)
+        none = f"no {', '.join(first)}{' or ' * bool(first)}{last} {name!r}"
         absent = [r for r in self.records if r.status != "loaded"]
         if likely := [r for r in absent if any(r.would_offer(kind.key, name) for kind in wanted)]:
             reasons = "; ".join(f"plugin {r.name!r} ({r.source}) {r.why_absent()}" for r in likely)

@@ -113,7 +113,10 @@ class Selecting:
 
     def key(self) -> dict[str, Any]:
         """Return what decides the selected tokens of a given model, in types that survive JSON."""
-        return {"settings": self.settings.model_dump(mode="json"), "code": self._code()}
+        return {
+            "settings": self.settings.model_dump(mode="json"),
+            "code": self.plugins.code_of(TOKEN_SELECTOR, self.settings.selector),
+        }
 
     def _chosen(
         self, selector: TokenSelector, options: Any, access: Access, found: Architecture, tokenizer: Any, queries: int
@@ -122,7 +125,7 @@ class Selecting:
         key = {
             "selector": self.settings.selector,
             "options": options.model_dump(mode="json"),
-            "code": self._code(),
+            "code": self.plugins.code_of(TOKEN_SELECTOR, self.settings.selector),
             "prompts": choosing_ids(tokenizer),
             "model": weights_fingerprint(access),
             "config": config_fingerprint(access.model),
@@ -144,11 +147,6 @@ class Selecting:
         with blamed_on(f"observe of token selector {name!r} failed on {type(access.model).__name__}"):
             asked = selector.observe(facts)
         return checked_rows(asked, facts, name)
-
-    def _code(self) -> str | None:
-        """Return the digest of the code of the selector's plugin."""
-        name, offering = self.settings.selector, TOKEN_SELECTOR.key
-        return next((p.code() for p in self.plugins.records if name in p.offers.get(offering, ())), None)
 
 
 def _built(spec: TokenSelectorSpec, options: Any) -> tuple[TokenSelector, int]:

@@ -4,49 +4,57 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import BaseModel
 from pydantic.errors import PydanticInvalidForJsonSchema
 
 from compressx.recipe.schema import Recipe
 
+Models: TypeAlias = Mapping[str, type[BaseModel]]
 
-def json_schema(
-    pruners: Mapping[str, type[BaseModel]], selectors: Mapping[str, type[BaseModel]] | None = None
-) -> dict[str, Any]:
+
+def json_schema(offers: Mapping[str, Models]) -> dict[str, Any]:
     """Return the JSON schema (2020-12) of recipes.
 
     Args:
-        pruners: option models by pruner; the options of rules with that pruner are validated against them.
-        selectors: option models by token selector.
+        offers: option models by kind, such as `pruners`, and name; options are validated against them.
 
     Returns:
         Plain data. Other names are allowed, because others may be installed elsewhere.
     """
     schema = Recipe.model_json_schema(by_alias=True)
-    _add_options(schema["$defs"], "pruner", ("Rule", "Reconstruction"), pruners)
-    _add_options(schema["$defs"], "selector", ("SelectTokens",), selectors or {})
+    definitions = schema["$defs"]
+    _add_options(definitions, "pruner", ("Rule", "Reconstruction"), offers.get("pruners", {}))
+    _add_options(definitions, "selector", ("SelectTokens",), offers.get("token_selectors", {}))
+    evaluators = {
+        name: {"anyOf": [{"$ref": _defined(definitions, "evaluator", name, model)}, {"type": "null"}]}
+        for name, model in offers.get("evaluators", {}).items()
+    }
+    schema["properties"]["evaluate"]["anyOf"][0]["properties"] = evaluators
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "compressx recipe"}
 
 
-def _add_options(
-    definitions: dict[str, Any], key: str, sections: Sequence[str], options: Mapping[str, type[BaseModel]]
-) -> None:
+def _defined(definitions: dict[str, Any], key: str, name: str, model: type[BaseModel]) -> str:
+    """Add the options of what a plugin offers to the definitions; return their place."""
+    text = json.dumps(_closed(_described(model))).replace('"#/$defs/', f'"#/$defs/{key} {name}.')
+    described = json.loads(text)
+    definitions |= {f"{key} {name}.{inner}": d for inner, d in described.pop("$defs", {}).items()}
+    definitions[f"options of {key} {name}"] = described
+    return f"#/$defs/options of {key} {name}"
+
+
+def _add_options(definitions: dict[str, Any], key: str, sections: Sequence[str], options: Models) -> None:
     """Let the options of sections depend on the name under a key of theirs."""
-    for name, model in options.items():
-        described = _closed(_described(model))
-        definitions |= {f"{key} {name}.{inner}": d for inner, d in described.pop("$defs", {}).items()}
-        text = json.dumps(described)
-        definitions[f"options of {key} {name}"] = json.loads(text.replace('"#/$defs/', f'"#/$defs/{key} {name}.'))
+    places = {name: _defined(definitions, key, name, model) for name, model in options.items()}
     for kind in sections:
         definitions[kind]["properties"][key]["examples"] = list(options)
         definitions[kind]["allOf"] = [
             {
                 "if": {"properties": {key: {"const": name}}, "required": [key]},
-                "then": {"properties": {"options": {"$ref": f"#/$defs/options of {key} {name}"}}},
+                "then": {"properties": {"options": {"$ref": place}}},
             }
-            for name in options
+            for name, place in places.items()
         ]
 
 

@@ -10,15 +10,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from compressx.recipe.document import Node, Placed, Step
-from compressx.recipe.measuring import RollingTask, TaskField
 from compressx.recipe.schema import LoadedRecipe, Rule
 from compressx.recipe.sources import DatasetField, DatasetSource, ModelField, ModelSource, WeightedField
 
-_DATASETS = (
-    ("calibration", "dataset"), ("finetune", "dataset"), ("evaluate", "token_perplexity", "dataset"),
-    ("evaluate", "needle", "dataset"),
-)  # fmt: skip
-_TASKS = ("evaluate", "lm_eval", "tasks")
+_DATASETS = (("calibration", "dataset"), ("finetune", "dataset"))
 
 
 @dataclass(frozen=True)
@@ -30,44 +25,34 @@ class Parts(Placed):
         output: the output folder, or None.
         rules: by position in `prune`.
         datasets: by location.
-        tasks: names of lm-evaluation-harness's tasks, and paths of YAML files, by location.
     """
 
     model: ModelSource | None
     output: Path | None
     rules: Mapping[int, Rule]
     datasets: Mapping[tuple[Step, ...], DatasetSource]
-    tasks: Mapping[tuple[Step, ...], str]
 
 
 def parts_of(loaded: LoadedRecipe) -> Parts:
     """Return the parts of a valid recipe."""
     recipe = loaded.recipe
-    tasks = recipe.evaluate.lm_eval.tasks if recipe.evaluate is not None and recipe.evaluate.lm_eval is not None else ()
-    named: dict[tuple[Step, ...], str] = {(*_TASKS, i): task for i, task in enumerate(tasks) if isinstance(task, str)}
-    return Parts(loaded.source, recipe.model, recipe.output, dict(enumerate(recipe.prune)), recipe.datasets(), named)
+    return Parts(loaded.source, recipe.model, recipe.output, dict(enumerate(recipe.prune)), recipe.datasets())
 
 
 def valid_parts(source: Node) -> Parts:
     """Return the parts of a document that are valid, whatever the rest of it is."""
     given = source.plain()
-    tasks = {loc: task for loc in _items(given, *_TASKS) if (task := _part(TaskField, given, *loc)) is not None}
     datasets: dict[tuple[Step, ...], DatasetSource] = {
         loc: dataset for loc in _DATASETS if (dataset := _part(DatasetField, given, *loc)) is not None
     }
-    several = ("evaluate", "token_perplexity", "datasets")
-    named = [(*several, name) for name in _part(dict, given, *several) or ()]
-    datasets |= {loc: dataset for loc in named if (dataset := _part(DatasetField, given, *loc)) is not None}
     mixed = [loc for section in ("calibration", "finetune") for loc in _items(given, section, "datasets")]
     datasets |= {loc: dataset for loc in mixed if (dataset := _part(WeightedField, given, *loc)) is not None}
-    datasets |= {(*loc, "dataset"): task.dataset for loc, task in tasks.items() if isinstance(task, RollingTask)}
     return Parts(
         source,
         _part(ModelField, given, "model"),
         _part(Path, given, "output"),
         {loc[-1]: rule for loc in _items(given, "prune") if (rule := _part(Rule, given, *loc)) is not None},
         datasets,
-        {loc: task for loc, task in tasks.items() if isinstance(task, str)},
     )
 
 

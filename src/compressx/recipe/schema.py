@@ -11,11 +11,18 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt,
 
 from compressx.api.patterns import NM, Group
 from compressx.recipe.document import Node, Placed, Step, from_python
-from compressx.recipe.measuring import Evaluate
 from compressx.recipe.methods import AllocationField
 from compressx.recipe.patterns import PatternField
 from compressx.recipe.selecting import SelectTokens
-from compressx.recipe.sources import Calibration, ComputeDtype, DatasetSource, Draw, ModelField, refuse_dtype
+from compressx.recipe.sources import (
+    Calibration,
+    ComputeDtype,
+    DatasetSource,
+    Draw,
+    ModelField,
+    datasets_in,
+    refuse_dtype,
+)
 from compressx.recipe.targets import Target
 from compressx.recipe.tuning import Finetune
 from compressx.recipe.validation import Strict, conflict, validated
@@ -146,7 +153,11 @@ class Recipe(Strict):
     finetune: Finetune | None = Field(
         None, description="trains the surviving weights of the whole model, with masks held", examples=[{"steps": 200}]
     )
-    evaluate: Evaluate | None = Field(None, examples=[{"token_perplexity": {"dataset": "wikitext"}}])
+    evaluate: dict[str, Any] | None = Field(
+        None,
+        description="what is measured on the dense and on the pruned model: the options of each evaluator by its name",
+        examples=[{"token_perplexity": {"dataset": "wikitext"}}],
+    )
     select_tokens: SelectTokens | None = Field(
         None,
         description="which tokens of a long prompt the pruned model reads: in evaluate.needle and in lm_eval's tasks "
@@ -171,9 +182,7 @@ class Recipe(Strict):
                 found[name, "dataset"] = section.dataset
             elif section is not None:
                 found |= {(name, "datasets", i): dataset for i, dataset in enumerate(section.datasets or ())}
-        if self.evaluate is not None:
-            found |= {("evaluate", *place): dataset for place, dataset in self.evaluate.datasets().items()}
-        return found
+        return found | dict(datasets_in(self.evaluate, ("evaluate",)))
 
 
 @dataclass(frozen=True)

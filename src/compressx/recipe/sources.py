@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
+    BaseModel,
     BeforeValidator,
     ByteSize,
     Field,
@@ -129,6 +130,20 @@ class DatasetSource(Strict):
         if self.field is not None and (self.text is not None or self.generate is not None):
             raise conflict("field only goes with json, parquet or name", ["field"])
         return self
+
+
+def datasets_in(value: object, place: tuple[Step, ...] = ()) -> Iterator[tuple[tuple[Step, ...], DatasetSource]]:
+    """Yield the datasets inside models, mappings and lists, each with its location."""
+    if isinstance(value, DatasetSource):
+        yield place, value
+        return
+    items: Iterable[tuple[Any, object]] = ()
+    if isinstance(value, BaseModel | Mapping):
+        items = value.items() if isinstance(value, Mapping) else value
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    for step, inner in items:
+        yield from datasets_in(inner, (*place, step))
 
 
 class WeightedSource(DatasetSource):

@@ -181,6 +181,8 @@ def blamed_on(plugin: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:  # a plugin that ends the process would end it without a word
         _refuse_missing_memory(error, plugin)
+        if isinstance(error, RuntimeError) and "home directory" in str(error):
+            raise  # which the command line explains
         # The first two frames are this one and the caller's.
         frames = traceback.extract_tb(error.__traceback__)[2:]
         own = own_frames(frames)

@@ -55,7 +55,7 @@ def measured(name: str) -> float:
 
 def test_eval_of_tasks_measures_these_alone_and_writes_the_standard_error_beside_the_figure(work, monkeypatch):
     asked = []
-    monkeypatch.setattr("compressx.evaluation.perplexity.run_tasks", lambda *given: asked.append(given[2]) or {
+    monkeypatch.setattr("compressx.evaluation.lm_eval.run_tasks", lambda *given: asked.append(given[2]) or {
         "mine": {"acc": 0.4124, "acc_stderr": 0.0138, "em,strict": 0.5, "em_stderr,strict": 0.02}})  # fmt: skip
     Path("mine.yaml").write_text("task: mine\n")
     Path("other.yaml").write_text("task: other\n")

@@ -21,13 +21,11 @@ from tests.compressx.cli.commands import printed, refused
 from tests.compressx.saved import save_tiny
 
 from compressx.data.chat import rendered
-from compressx.evaluation.harness import check_tokenizer, run_tasks
-from compressx.evaluation.tasks import check_tasks, task_index
+from compressx.evaluation.lm_eval import LmEval, check_tasks, check_tokenizer, run_tasks, task_index
 from compressx.models.access import InMemory
 from compressx.plugins.manager import load_plugins
 from compressx.prompts.frame import frame
 from compressx.prompts.prepare import Selecting
-from compressx.recipe.measuring import LmEval
 from compressx.recipe.selecting import SelectTokens
 from compressx.runtime.errors import CalibrationError, RecipeError
 from compressx.testing import tiny_model

@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compressx.evaluation.measuring import evaluators, plugins, read
 from tests.compressx.pipeline.runs import recipe, weights
 from tests.compressx.saved import save_tiny
 
 from compressx.evaluation import needle
-from compressx.evaluation.needle import grid, needle_figures
-from compressx.evaluation.perplexity import read_texts
+from compressx.evaluation.needle import NeedleGrid, grid, needle_figures
 from compressx.evaluation.saved import evaluate_saved, measures, source_of
 from compressx.models.access import InMemory
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
 from compressx.prompts.needles import MEASURING
 from compressx.prompts.prepare import Selecting
-from compressx.recipe.measuring import Evaluate, NeedleGrid
 from compressx.recipe.selecting import SelectTokens
 from compressx.runtime.errors import CalibrationError, PluginError, RecipeError, UnsupportedModelError
 from compressx.testing import tiny_model
@@ -109,7 +108,7 @@ def test_a_prompt_longer_than_the_model_or_the_text_is_refused(tokenizer: Any, h
     with pytest.raises(CalibrationError, match=r"takes .* tokens of hay, and the text has 700"):
         list(grid(tokenizer, hay, settings(lengths=[150, 2000])))
     with pytest.raises(CalibrationError, match=r"takes .* tokens of hay, and the text has"):  # before weights are read
-        read_texts(Evaluate(needle=settings(lengths=[10**8])), tokenizer, model())
+        read({"needle": settings(lengths=[10**8])}, tokenizer, model().model)
 
 
 def test_lengths_that_are_equal_or_too_short_are_refused() -> None:
@@ -157,7 +156,9 @@ def test_mistakes_in_selection_and_needles_are_found_by_the_plan_each_with_its_p
         plan(recipe(saved, select_tokens={**SELECT, "selector": "gemfliter"}))
     with pytest.raises(RecipeError, match=r"<dict>:select_tokens.options.blok: unknown option 'blok'"):
         plan(recipe(saved, select_tokens={**SELECT, "options": {"blok": 1}}))
-    with pytest.raises(RecipeError, match=r"<dict>:evaluate.needle.lengths\[1\]: a prompt of 4096 tokens"):
+    with pytest.raises(
+        CalibrationError, match=r"<dict>:evaluate.needle.lengths\[1\]: evaluate.needle: a prompt of 4096"
+    ):
         plan(recipe(saved, evaluate={"needle": {**NEEDLE, "lengths": [64, 4096]}}))
     for keep in (0, -3, 1.5, True, "half"):
         with pytest.raises(RecipeError, match=r"select_tokens.keep: .*expected a number of tokens, at least 1, or a"):
@@ -215,9 +216,9 @@ def test_the_plan_refuses_a_block_that_the_model_does_not_have_or_that_does_not_
 
 def test_a_selection_that_nothing_measured_reads_is_refused_by_eval() -> None:
     with pytest.raises(RecipeError, match=r"--set select_tokens: nothing that is measured reads a prompt"):
-        measures(None, ["select_tokens.selector=recent", "select_tokens.keep=0.5"])
+        measures(None, ["select_tokens.selector=recent", "select_tokens.keep=0.5"], plugins())
     _, select = measures(None, ["select_tokens.selector=recent", "select_tokens.keep=0.5",
-                                "evaluate.needle.dataset=python-docs"])  # fmt: skip
+                                "evaluate.needle.dataset=python-docs"], plugins())  # fmt: skip
     assert select is not None
     assert select.keep == 0.5
 
@@ -233,7 +234,7 @@ def test_eval_refuses_prompts_that_the_model_has_no_room_for_before_it_loads_wei
     saved = save_tiny(project / "model", "llama")
     monkeypatch.setattr("compressx.evaluation.saved.open_model", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(CalibrationError, match=told):
-        evaluate_saved(source_of(str(saved)), Evaluate.model_validate(asked))
+        evaluate_saved(source_of(str(saved)), evaluators(**asked), plugins())
 
 
 def test_a_text_and_a_task_that_are_not_there_are_told_by_eval_with_their_place(project: Path) -> None:
@@ -242,11 +243,11 @@ def test_a_text_and_a_task_that_are_not_there_are_told_by_eval_with_their_place(
         "evaluate:\n  token_perplexity: {dataset: {text: no.txt}}\n"
     )
     with pytest.raises(CalibrationError, match=r"^r\.yaml:5:22: text: no file matches 'no\.txt'"):
-        measures(Path("r.yaml"), [])
+        measures(Path("r.yaml"), [], plugins())
     with pytest.raises(
         RecipeError, match=r"^--set evaluate\.lm_eval\.tasks=\[no\.yaml\]: lm_eval\.tasks: no such file"
     ):
-        measures(None, ["evaluate.lm_eval.tasks=[no.yaml]"])
+        measures(None, ["evaluate.lm_eval.tasks=[no.yaml]"], plugins())
 
 
 @pytest.mark.parametrize("count", [-1, True, 1.5])

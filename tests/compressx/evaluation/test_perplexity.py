@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compressx.evaluation.measuring import evaluators as settings
+from tests.compressx.evaluation.measuring import measure, read
 
 import compressx
-from compressx.evaluation.perplexity import evaluate, evaluate_cached, read_texts, token_perplexity
+from compressx.evaluation.evaluators import evaluate
+from compressx.evaluation.token_perplexity import token_perplexity
 from compressx.models.access import InMemory
-from compressx.recipe.measuring import Evaluate
-from compressx.runtime.errors import CalibrationError, RecipeError
+from compressx.runtime.errors import CalibrationError
 from compressx.testing import tiny_model, tiny_tokens
 
 
@@ -49,7 +51,7 @@ class TestTokenPerplexity:
     def test_neither_the_batch_size_nor_the_logits_held_in_float32_change_it(self, batch_size, logits, monkeypatch):
         model, windows = tiny_model("llama"), tiny_tokens()
         whole = token_perplexity(InMemory(model), windows)
-        monkeypatch.setattr("compressx.evaluation.perplexity._LOGITS_IN_FLOAT32", logits)
+        monkeypatch.setattr("compressx.evaluation.token_perplexity._LOGITS_IN_FLOAT32", logits)
         assert token_perplexity(InMemory(model), windows, batch_size=batch_size) == pytest.approx(whole, rel=1e-6)
 
     def test_every_module_gets_its_training_mode_back(self) -> None:
@@ -100,18 +102,6 @@ def text(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return project
 
 
-def settings(**sections: Any) -> Evaluate:
-    return Evaluate.model_validate(sections)
-
-
-def measure(access: Any, tokenizer: Any, asked: Evaluate) -> Any:
-    return evaluate(access, tokenizer, asked, read_texts(asked, tokenizer, access.model))
-
-
-def measure_cached(access: Any, tokenizer: Any, asked: Evaluate, fingerprint: str) -> Any:
-    return evaluate_cached(access, tokenizer, asked, read_texts(asked, tokenizer, access.model), fingerprint)
-
-
 TOKENS = {"dataset": {"text": "*.txt"}, "sequence_length": 16}
 DOCS = {"name": "docs", "dataset": {"text": "*.txt"}}
 
@@ -135,10 +125,10 @@ class TestEvaluate:
         both = {"datasets": {"fox": alone[0]["dataset"], "box": alone[1]["dataset"]}, "sequence_length": 16}
         told: list[tuple[int, int]] = []
         asked = settings(token_perplexity=both)
-        read = read_texts(asked, tokenizer, tiny_model("llama"))
-        found = evaluate(InMemory(tiny_model("llama")), tokenizer, asked, read, progress=lambda *x: told.append(x))
+        ready = read(asked, tokenizer, tiny_model("llama"))
+        found = evaluate(InMemory(tiny_model("llama")), tokenizer, ready, progress=lambda *x: told.append(x))
         assert found == {"fox": figures[0], "box": figures[1]}
-        assert told[-1] == (sum(map(len, read.windows.values())),) * 2
+        assert told[-1] == (sum(map(len, ready[0].text.values())),) * 2
         assert [done for done, _ in told] == sorted(done for done, _ in told)
 
     @pytest.mark.slow
@@ -164,21 +154,10 @@ class TestEvaluate:
         assert set(measured) == {"docs", "again"}
         assert measured["docs"] == measured["again"]
 
-    def test_an_unknown_task_stops_everything_before_any_work(self, text: Path, tokenizer: Any) -> None:
-        model = tiny_model("llama")
-        model.register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
-        with pytest.raises(RecipeError, match="no such file"):
-            measure(InMemory(model), tokenizer, settings(token_perplexity=TOKENS, lm_eval={"tasks": ["absent.yaml"]}))
-
-    def test_windows_longer_than_the_model_are_refused(self, text: Path, tokenizer: Any) -> None:
-        asked = settings(token_perplexity={**TOKENS, "sequence_length": 129})
-        with pytest.raises(CalibrationError, match="sequence_length 129 is longer than the model's 128 positions"):
-            read_texts(asked, tokenizer, tiny_model("llama"))
-
     def test_text_that_is_too_short_is_refused_without_a_model(self, text: Path, tokenizer: Any) -> None:
         asked = settings(token_perplexity={**TOKENS, "samples": 30})
         with pytest.raises(CalibrationError, match="evaluation needs 30 windows of 16 tokens; the text has 116 tokens"):
-            read_texts(asked, tokenizer, tiny_model("llama"))
+            read(asked, tokenizer, tiny_model("llama"))
 
 
 class TestEvaluateCached:
@@ -196,27 +175,25 @@ class TestEvaluateCached:
             return {"docs": {"word_perplexity": 3.0}}
 
         model.register_forward_pre_hook(count)
-        monkeypatch.setattr("compressx.evaluation.perplexity.run_tasks", tasks)
+        monkeypatch.setattr("compressx.evaluation.lm_eval.run_tasks", tasks)
         return model
 
     def test_the_same_evaluation_runs_the_model_once(self, text: Path, tokenizer: Any, model: Any) -> None:
         asked = settings(token_perplexity=TOKENS, lm_eval={"tasks": [DOCS]})
-        first = measure_cached(InMemory(model), tokenizer, asked, "dense")
+        first = measure(InMemory(model), tokenizer, asked, "dense")
         runs = model.runs
         assert runs > 0
         assert (
-            measure_cached(InMemory(model), tokenizer, asked, "dense")
-            == first
-            == measure(InMemory(model), tokenizer, asked)
+            measure(InMemory(model), tokenizer, asked, "dense") == first == measure(InMemory(model), tokenizer, asked)
         )
         assert model.runs == 2 * runs  # only `evaluate` ran it again
 
     def test_whatever_decides_the_result_decides_the_key(self, text, tokenizer, model, monkeypatch):
         from tokenizers import normalizers
 
-        def runs(asked: Evaluate, fingerprint: str = "dense") -> int:
+        def runs(asked: Any, fingerprint: str = "dense") -> int:
             before = model.runs
-            measure_cached(InMemory(model), tokenizer, asked, fingerprint)
+            measure(InMemory(model), tokenizer, asked, fingerprint)
             return int(model.runs > before)
 
         asked = settings(token_perplexity=TOKENS)
@@ -250,16 +227,16 @@ class TestEvaluateCached:
 
     def test_a_damaged_cache_is_measured_anew(self, text: Path, tokenizer: Any, model: Any) -> None:
         asked = settings(token_perplexity=TOKENS)
-        first = measure_cached(InMemory(model), tokenizer, asked, "dense")
+        first = measure(InMemory(model), tokenizer, asked, "dense")
         (path,) = (text / "cache" / "evaluations").iterdir()
         path.write_text("{")
-        assert measure_cached(InMemory(model), tokenizer, asked, "dense") == first
+        assert measure(InMemory(model), tokenizer, asked, "dense") == first
         assert path.read_text() != "{"
 
     def test_a_task_from_a_file_is_always_measured(self, text: Path, tokenizer: Any, model: Any) -> None:
         (text / "mine.yaml").write_text("task: mine\n")
         asked = settings(lm_eval={"tasks": ["mine.yaml"]})
-        first = measure_cached(InMemory(model), tokenizer, asked, "dense")
+        first = measure(InMemory(model), tokenizer, asked, "dense")
         runs = model.runs
-        assert measure_cached(InMemory(model), tokenizer, asked, "dense") == first
+        assert measure(InMemory(model), tokenizer, asked, "dense") == first
         assert model.runs == 2 * runs

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compressx.evaluation.measuring import evaluators, measure, read
 from tests.compressx.saved import save_tiny
 
-from compressx.evaluation.perplexity import evaluate, evaluate_cached, read_texts
-from compressx.evaluation.sample import continuation, prompt_ids
+from compressx.evaluation.evaluators import evaluate
+from compressx.evaluation.sample import Sample, continuation, prompt_ids
 from compressx.models.access import InMemory
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_tokenizer
 from compressx.models.streaming import open_model
-from compressx.recipe.measuring import Evaluate, Sample
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import CalibrationError
 from compressx.testing import tiny_model
@@ -62,25 +62,24 @@ def test_a_prompt_may_be_a_users_message_and_needs_a_template_a_token_and_room_f
 
 def test_a_sample_is_measured_cached_and_is_no_number(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("COMPRESSX_CACHE", str(tmp_path))
-    asked = Evaluate.model_validate({"sample": {"prompt": "ab", "tokens": 4}})
-    texts, model = read_texts(asked, tokenizer, tiny_model("llama")), InMemory(tiny_model("llama"))
-    found = evaluate_cached(model, tokenizer, asked, texts, "model")
-    assert found == evaluate(model, tokenizer, asked, texts)
-    monkeypatch.setattr("compressx.evaluation.perplexity.continuation", lambda *_: pytest.fail("it is cached"))
-    assert evaluate_cached(model, tokenizer, asked, texts, "model") == found
-    other = read_texts(Evaluate.model_validate({"sample": {"prompt": "abc"}}), tokenizer, model.model)
-    assert other.fingerprint() != texts.fingerprint()
+    asked, model = evaluators(sample={"prompt": "ab", "tokens": 4}), InMemory(tiny_model("llama"))
+    found = measure(model, tokenizer, asked, "model")
+    assert found == measure(model, tokenizer, asked)
+    monkeypatch.setattr("compressx.evaluation.sample.continuation", lambda *_: pytest.fail("it is cached"))
+    assert measure(model, tokenizer, asked, "model") == found
+    one, other = (read(x, tokenizer, model.model)[0] for x in (asked, evaluators(sample={"prompt": "abc"})))
+    assert other.fingerprint() != one.fingerprint()
 
 
 @pytest.mark.slow
 def test_a_model_that_stays_on_disk_writes_the_same(tmp_path: Path) -> None:
     source = ModelSource(path=save_tiny(tmp_path / "model", "llama"))
     checkpoint = find_checkpoint(source)
-    asked = Evaluate.model_validate({"sample": {"prompt": "the quick", "tokens": 4}})
+    asked = evaluators(sample={"prompt": "the quick", "tokens": 4})
     tokenizer = load_tokenizer(checkpoint)
-    texts = read_texts(asked, tokenizer, tiny_model("llama"))
+    ready = read(asked, tokenizer, tiny_model("llama"))
     found = [
-        evaluate(open_model(checkpoint, streaming, torch.device("cpu")), tokenizer, asked, texts)
+        evaluate(open_model(checkpoint, streaming, torch.device("cpu")), tokenizer, ready)
         for streaming in (False, True)
     ]
     assert found[0] == found[1]

@@ -72,8 +72,9 @@ STAGES: dict[str, tuple[str, dict[str, Any], str]] = {
         "finetune.teacher: none",
     ),
     "evaluation": (
-        "compressx.evaluation.perplexity.token_perplexity", {"evaluated": True},
-        "evaluate dense: out of memory: an array: {}; lower evaluate.token_perplexity.batch_size (4), or lower "
+        "compressx.evaluation.token_perplexity.token_perplexity", {"evaluated": True},
+        "evaluate dense: <dict>:evaluate: out of memory: evaluator 'token_perplexity': {}; lower "
+        f"evaluate.token_perplexity.batch_size (4), or lower "
         f"evaluate.token_perplexity.sequence_length (32), or {STREAMED}",
     ),
 }  # fmt: skip

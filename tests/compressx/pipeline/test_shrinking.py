@@ -26,6 +26,7 @@ from compressx.masks.inspect import inspect
 from compressx.masks.maskset import MaskSet
 from compressx.pipeline import shrinking
 from compressx.pipeline.run import run
+from compressx.plugins.manager import load_plugins
 from compressx.runtime.errors import ArtifactError, CompressxError, RecipeError, UnsupportedModelError
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.testing.models import TINY_CONFIGS
@@ -99,8 +100,8 @@ print(model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False)
 
 def test_a_saved_smaller_model_measures_what_the_run_did(model):
     report = run(recipe(model, NEURONS, HEADS, evaluated=True, **SHRINK))
-    settings, _ = measures(Path("out/recipe.yaml"), [])
-    found = evaluate_saved(source_of("out"), settings)
+    settings, _ = measures(Path("out/recipe.yaml"), [], load_plugins())
+    found = evaluate_saved(source_of("out"), settings, load_plugins())
     pruned = report.evaluation["pruned"]["token_perplexity"]
     assert found["token_perplexity"] == pytest.approx(pruned, rel=1e-6)
     assert pruned != report.evaluation["dense"]["token_perplexity"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compressx.evaluation.measuring import evaluators, plugins
 from tests.compressx.pipeline.runs import artifacts, recipe
 from tests.compressx.processes import in_two
 from tests.compressx.saved import save_tiny
@@ -22,7 +23,6 @@ from compressx.pipeline.run import plan, run
 from compressx.pipeline.sweep import check, grid
 from compressx.plugins.manager import load_plugins
 from compressx.prompts.saved import answer_saved
-from compressx.recipe.measuring import Evaluate
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import CalibrationError, CompressxError, RecipeError
 from compressx.testing import tiny_model, tiny_text
@@ -186,10 +186,10 @@ class TestTokensBeyondTheEmbedding:
         monkeypatch.setattr("compressx.prompts.saved.load_model", lambda *_: pytest.fail("weights were loaded"))
         monkeypatch.setattr("compressx.evaluation.saved.open_model", lambda *_: pytest.fail("weights were loaded"))
         source = ModelSource(path=beyond)
-        asked = Evaluate.model_validate({"token_perplexity": {"dataset": {"text": "ended.txt"}, "sequence_length": 64}})
+        asked = evaluators(token_perplexity={"dataset": {"text": "ended.txt"}, "sequence_length": 64})
         for ask in (
             lambda: answer_saved(source, "w1 w2", "", 4, selecting=None),
-            lambda: evaluate_saved(source, asked),
+            lambda: evaluate_saved(source, asked, plugins()),
         ):
             with pytest.raises(CalibrationError, match=r"has the token id 2[12] .* knows 0 to 20"):
                 ask()
@@ -264,7 +264,7 @@ class TestGenerated:
     def test_a_sweep_counts_it_without_a_model(self, model, monkeypatch) -> None:
         Path("recipe.yaml").write_text(json.dumps(with_text(model, self.GENERATE)))
         monkeypatch.setattr("compressx.pipeline.run.open_model", lambda *_: pytest.fail("weights were loaded"))
-        check(grid(Path("recipe.yaml"), ["prune.0.sparsity=0.4,0.5"], (), None), load_plugins())
+        check(grid(Path("recipe.yaml"), ["prune.0.sparsity=0.4,0.5"], (), None, plugins()), load_plugins())
 
     def test_an_error_of_one_run_of_a_sweep_names_its_values(self, model, monkeypatch) -> None:
         Path("recipe.yaml").write_text(json.dumps(recipe(model)))
@@ -273,7 +273,7 @@ class TestGenerated:
             raise CalibrationError("no statistic")
 
         monkeypatch.setattr("compressx.pipeline.sweep.run", fails)
-        (_, second) = grid(Path("recipe.yaml"), ["prune.0.sparsity=0.4,0.5"], (), None)
+        (_, second) = grid(Path("recipe.yaml"), ["prune.0.sparsity=0.4,0.5"], (), None, plugins())
         with pytest.raises(CalibrationError, match=r"^prune\.0\.sparsity=0\.5: no statistic$"):
             second.run(load_plugins())
 

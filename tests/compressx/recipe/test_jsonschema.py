@@ -27,9 +27,8 @@ def committed() -> Draft202012Validator:
 
 
 def test_the_committed_schema_is_that_of_the_code_and_the_command_prints_it():
-    offers = load_plugins().offers
-    pruners, selectors = ({n: spec.options for n, spec in offers[k].items()} for k in ("pruners", "token_selectors"))
-    assert COMMITTED.read_text() == text_of(json_schema(pruners, selectors)), (
+    offers = {key: {n: spec.options for n, spec in named.items()} for key, named in load_plugins().offers.items()}
+    assert COMMITTED.read_text() == text_of(json_schema(offers)), (
         "the recipe has changed; write its schema anew: compressx schema > recipes/recipe.schema.json"
     )
     assert CliRunner().invoke(cli, ["schema"]).stdout == COMMITTED.read_text()
@@ -89,7 +88,7 @@ class Outer(BaseModel):
 
 
 def test_nested_options_of_different_pruners_do_not_mix():
-    schema = Draft202012Validator(json_schema({"mine": Outer, "other": Inner}))
+    schema = Draft202012Validator(json_schema({"pruners": {"mine": Outer, "other": Inner}}))
     rule = {"targets": ["*"], "pruner": "mine", "sparsity": 0.5}
     assert schema.is_valid({**BASE, "prune": [{**rule, "options": {"inner": {"depth": 2}}}]})
     assert not schema.is_valid({**BASE, "prune": [{**rule, "options": {"inner": {"depth": 0}}}]})

@@ -17,8 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from tests.compressx.evaluation.measuring import plugins
 
 from compressx.api.patterns import NM
+from compressx.evaluation.evaluators import with_evaluators
 from compressx.recipe.document import MAX_DEPTH, flow, from_python
 from compressx.recipe.methods import AttentionAware
 from compressx.recipe.schema import LoadedRecipe, Recipe, Rule, load_recipe, recipe_from_dict, validate_options
@@ -47,7 +49,7 @@ def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def load(text: str | bytes, *overrides: str) -> LoadedRecipe:
     path = Path("r.yaml")
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return load_recipe(path, overrides)
+    return with_evaluators(load_recipe(path, overrides), plugins())
 
 
 def refusal(text: str | bytes, *overrides: str) -> str:
@@ -77,7 +79,7 @@ def test_a_good_recipe_has_its_short_forms_spelt_out() -> None:
 
 def test_every_recipe_of_the_repository_loads_and_survives_its_own_dump() -> None:
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
-        loaded = load_recipe(path)
+        loaded = with_evaluators(load_recipe(path), plugins())
         assert load(loaded.to_yaml()).recipe == loaded.recipe, path
 
 
@@ -398,15 +400,15 @@ def test_a_mistake_in_allocation_is_told_with_its_place(old: str, new: str, mess
     ("section", "wrong", "example"),
     [("allocation: owl", "allocation is 'owl'", "{method: attention-aware, target: 0.5}"),
      ("evaluate: wikitext", "evaluate is 'wikitext'", "{token_perplexity: {dataset: wikitext}}"),
-     ("evaluate: {lm_eval: [wikitext]}", "evaluate.lm_eval is a list", "{tasks: [wikitext]}"),
-     ("evaluate: {token_perplexity: true}", "evaluate.token_perplexity is true", "{dataset: wikitext}"),
+     ("evaluate: {lm_eval: [wikitext]}", "evaluate.lm_eval is a list", ""),
+     ("evaluate: {token_perplexity: true}", "evaluate.token_perplexity is true", ""),
      ("finetune: true", "finetune is true", "{steps: 200}"),
      ("reconstruct_block: 4", "reconstruct_block is 4", "{passes: 4}")],
 )  # fmt: skip
 def test_a_section_that_is_none_is_told_by_an_example(section: str, wrong: str, example: str) -> None:
     message = refusal(f"{GOOD}{section}\n")
     assert message.startswith(f"r.yaml:10:1: {wrong}" if ": {" not in section else "r.yaml:10:12: ")
-    assert f"{wrong}; expected a mapping of keys to values, such as {example}" in message
+    assert f"{wrong}; expected a mapping of keys to values{example and f', such as {example}'}" in message
     load(f"{GOOD}{section.partition(':')[0]}: null\n")
 
 
@@ -765,10 +767,10 @@ yaml_text = st.lists(st.sampled_from([*_MARKS, *_TOKENS]), max_size=40).map("".j
 
 
 def message_of(loader: Callable[..., LoadedRecipe], *arguments: Any) -> str | None:
-    """Return what RecipeError said, None when there was none, and let everything else fail the test."""
+    """Return what a refusal said, None when there was none, and let everything else fail the test."""
     try:
         loader(*arguments)
-    except RecipeError as error:
+    except (RecipeError, PluginError) as error:
         return str(error)
     return None
 

@@ -1,0 +1,245 @@
+"""A recipe's `evaluate` section: its evaluators found, checked, made ready with their text, and run."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
+
+from compressx.api.evaluator import EvaluatedModel, Evaluator, Figures, ReadingEvaluator
+from compressx.models.access import Access, config_fingerprint
+from compressx.models.blockwise import evaluation_mode
+from compressx.plugins.kinds import EVALUATOR
+from compressx.plugins.manager import Plugins
+from compressx.prompts.prepare import Selecting
+from compressx.recipe.document import Placed, Step
+from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.sources import datasets_in
+from compressx.recipe.validation import Strict, validated
+from compressx.runtime.cache import cached
+from compressx.runtime.code import code_versions
+from compressx.runtime.errors import Mistakes, PluginError, RecipeError, blamed_on, one_line
+
+Progress: TypeAlias = Callable[[int, int], None]
+Options: TypeAlias = Mapping[str, BaseModel]
+"""The validated options of each evaluator, by its name, in the order of the recipe."""
+
+_FIGURES = dict[str, int | float | dict[str, int | float | str | list[dict[str, int | float]]]]
+
+
+def options_of(placed: Placed, plugins: Plugins) -> dict[str, BaseModel]:
+    """Return the options of each evaluator in the `evaluate` section of a document.
+
+    Raises:
+        CompressxError: a name that no plugin offers, or invalid options, each with its place.
+    """
+    root: Any = placed.source.value
+    section = root["evaluate"].plain() if isinstance(root, Mapping) and "evaluate" in root else None
+    if not isinstance(section, Mapping):  # of a recipe that is invalid, or evaluates nothing
+        return {}
+    given = {name: options for name, options in section.items() if options is not None}
+    mistakes, specs = Mistakes(), {}
+    for name in given:
+        with mistakes.collected(), placed.at("evaluate", name):
+            specs[name] = plugins.find(EVALUATOR, name)
+    fields: Any = {
+        f"n{i}": (spec.options, Field(alias=name, description=spec.summary))
+        for i, (name, spec) in enumerate(specs.items())
+    }
+    schema: Any = create_model("Evaluate", __base__=Strict, **fields)
+    whole: Any = create_model("Recipe", __base__=Strict, evaluate=(schema, ...))
+    found: dict[str, BaseModel] = {}
+    with mistakes.collected(), blamed_on("a plugin's validation of the options of an evaluator failed"):
+        data = {"evaluate": {name: given[name] for name in specs}}
+        values: Any = validated(whole, data, placed.where, strict=True)
+        found = dict(zip(specs, dict(values.evaluate).values(), strict=True))
+    for place, dataset in datasets_in(found, ("evaluate",)):
+        if dataset.generate is not None:
+            mistakes.add(RecipeError(
+                f"{placed.where(*place)}: generate only goes with calibration and finetune: a model's own text does "
+                "not measure it; name a dataset"
+            ))  # fmt: skip
+    mistakes.raise_all()
+    return found
+
+
+def with_evaluators(loaded: LoadedRecipe, plugins: Plugins) -> LoadedRecipe:
+    """Return a recipe whose `evaluate` section is validated.
+
+    Raises:
+        CompressxError: as for `options_of`.
+    """
+    if loaded.recipe.evaluate is None:
+        return loaded
+    return replace(loaded, recipe=loaded.recipe.model_copy(update={"evaluate": options_of(loaded, plugins)}))
+
+
+def _built(name: str, options: BaseModel, plugins: Plugins) -> Evaluator:
+    with blamed_on(f"build of evaluator {name!r} failed"):
+        return plugins.find(EVALUATOR, name).build(options)
+
+
+def check_evaluators(
+    settings: Options, plugins: Plugins, model: Any | None, tokenizer: Any | None, mistakes: Mistakes,
+    placed: Placed | None = None,
+) -> None:  # fmt: skip
+    """Let the evaluators refuse what they cannot measure, before text is read; collect what they say.
+
+    Args:
+        settings: of each evaluator.
+        plugins: that offer them.
+        model: without weights, or None.
+        tokenizer: its tokenizer, or None.
+        mistakes: to add to.
+        placed: the document with the `evaluate` section; without it, messages have no places.
+    """
+    for name, options in settings.items():
+
+        @contextmanager
+        def at(*loc: Step, name: str = name) -> Any:
+            with mistakes.collected():
+                if placed is None:
+                    yield
+                    return
+                with placed.at("evaluate", name, *loc):
+                    yield
+
+        with at():
+            evaluator = _built(name, options, plugins)
+            if isinstance(evaluator, ReadingEvaluator):
+                with blamed_on(f"check of evaluator {name!r} failed"):
+                    evaluator.check(model, tokenizer, at)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadyEvaluator:
+    """An evaluator with its text.
+
+    Attributes:
+        name: in the recipe.
+        options: validated.
+        evaluator: built with them.
+        text: what it read; None for one that reads none.
+        code: digest of the code of its plugin.
+    """
+
+    name: str
+    options: BaseModel
+    evaluator: Evaluator
+    text: Any
+    code: str | None
+
+    def fingerprint(self) -> Any:
+        """Return what decides the figures beside options, model and code; None if they must not be cached."""
+        if not isinstance(self.evaluator, ReadingEvaluator):
+            return None
+        with blamed_on(f"fingerprint of evaluator {self.name!r} failed"):
+            return self.evaluator.fingerprint(self.text)
+
+    def evaluate(self, model: EvaluatedModel) -> Figures:
+        """Measure a model.
+
+        Raises:
+            PluginError: it failed, or returned something else than figures.
+        """
+        with blamed_on(f"evaluator {self.name!r}"), evaluation_mode(model.access.model):
+            figures = self.evaluator.evaluate(replace(model, text=self.text))
+        try:
+            return TypeAdapter(_FIGURES).validate_python(figures)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            raise PluginError(
+                f"evaluator {self.name!r} returned {one_line(repr(wrong['input'])):.80} under "
+                f"{'.'.join(map(str, wrong['loc'][:2])) or 'no name'}; expected figures by name: numbers, or mappings "
+                "of numbers and texts"
+            ) from None
+
+
+def read_evaluators(settings: Options, plugins: Plugins, tokenizer: Any, model: Any) -> tuple[ReadyEvaluator, ...]:
+    """Build evaluators and let them read their text; needs no weights.
+
+    Raises:
+        CalibrationError: text that cannot be read, is too short, or has tokens that the model lacks.
+        PluginError: an evaluator that fails.
+    """
+    ready = []
+    for name, options in settings.items():
+        evaluator, text = _built(name, options, plugins), None
+        if isinstance(evaluator, ReadingEvaluator):
+            with blamed_on(f"read of evaluator {name!r} failed"):
+                text = evaluator.read(model, tokenizer)
+        ready.append(ReadyEvaluator(name, options, evaluator, text, plugins.code_of(EVALUATOR, name)))
+    return tuple(ready)
+
+
+def evaluate(
+    access: Access, tokenizer: Any, evaluators: Sequence[ReadyEvaluator], *, selecting: Selecting | None = None,
+    progress: Progress | None = None, fingerprint: str | None = None,
+) -> Figures:  # fmt: skip
+    """Measure a model by every evaluator of a recipe.
+
+    Args:
+        access: a transformers causal language model.
+        tokenizer: its tokenizer; neither is changed.
+        evaluators: what `read_evaluators` returned.
+        selecting: how prompts are shortened.
+        progress: called with the steps that an evaluator has done and their total.
+        fingerprint: of the model's weights, to take figures of the same model, text, code and library versions from
+            the cache; None to measure in any case.
+
+    Returns:
+        The figures by name.
+
+    Raises:
+        CalibrationError: a metric that is not finite, or a dataset that cannot be fetched.
+        PluginError: an evaluator that fails, or two that return one figure.
+    """
+    # At the first prompt, since choosing blocks takes a run of the whole model.
+    selection = None if selecting is None else functools.cache(functools.partial(selecting.prepare, access, tokenizer))
+    model = EvaluatedModel(access, tokenizer, None, selection, progress or (lambda _done, _total: None))
+    found: dict[str, Any] = {}
+    for evaluator in evaluators:
+        key = None if fingerprint is None else _key(evaluator, access, tokenizer, selecting, fingerprint)
+        measure = functools.partial(evaluator.evaluate, model)
+        for name, value in (measure() if key is None else cached(key, measure, "evaluations", _FIGURES)).items():
+            earlier = found.get(name, {})
+            if not isinstance(value, Mapping) or not isinstance(earlier, Mapping):
+                if name in found:
+                    raise PluginError(f"evaluator {evaluator.name!r} returned {name!r}, which is measured already")
+                found[name] = value
+            else:
+                found[name] = {**earlier, **value}
+    return found
+
+
+def _key(
+    evaluator: ReadyEvaluator, access: Access, tokenizer: Any, selecting: Selecting | None, fingerprint: str
+) -> dict[str, Any] | None:
+    """Return all that decides the figures of an evaluator; None if they must not be cached."""
+    if (text := evaluator.fingerprint()) is None:
+        return None
+    return {
+        "evaluator": evaluator.name,
+        "settings": evaluator.options.model_dump(mode="json", by_alias=True),
+        "code": evaluator.code,
+        "selecting": None if selecting is None else selecting.key(),
+        "text": text,
+        "model": fingerprint,
+        "config": config_fingerprint(access.model),
+        "tokenizer": hashlib.sha256(_tokenizing(tokenizer).encode()).hexdigest(),
+        "device": access.device.type,
+        "versions": code_versions("lm_eval"),
+    }
+
+
+def _tokenizing(tokenizer: Any) -> str:
+    """Describe how a tokenizer splits text and writes chats: vocabulary, normalization, special tokens, template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    whole = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    adds = [getattr(tokenizer, name, None) for name in ("add_bos_token", "add_eos_token", "model_max_length")]
+    return repr((whole, tokenizer.special_tokens_map, adds, getattr(tokenizer, "chat_template", None)))

@@ -1,0 +1,607 @@
+"""The evaluator `lm_eval`: tasks of lm-evaluation-harness, by name, by YAML file and from a dataset."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import json
+import logging
+import math
+import random
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from unittest.mock import patch
+
+import torch
+from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag, constr, model_validator
+
+from compressx.api.evaluator import At, EvaluatedModel, EvaluatorSpec, Figures
+from compressx.api.hooks import hookimpl
+from compressx.data.documents import as_dataset, texts
+from compressx.data.windows import token_ids
+from compressx.evaluation.token_perplexity import FIGURES
+from compressx.models.blockwise import evaluation_mode
+from compressx.models.generate import check_ids
+from compressx.prompts.frame import frame
+from compressx.prompts.selection import Selection
+from compressx.recipe.document import shown
+from compressx.recipe.sources import DatasetField
+from compressx.recipe.validation import Strict, conflict
+from compressx.runtime.cache import cached
+from compressx.runtime.errors import CalibrationError, CompressxError, RecipeError, did_you_mean, one_line
+from compressx.runtime.quiet import quiet_libraries
+
+_log = logging.getLogger(__name__)
+
+_BOOTSTRAP_DRAWS = 1000
+"""Draws for standard errors without a closed form, accurate to 2%. The harness's default of 100,000 takes minutes."""
+
+_FOREIGN = {"dataset_path", "dataset_name", "dataset_kwargs", "metadata", "unsafe_code"}
+"""What a group can change in a task of the harness, whose functions run what is in a dataset, or a tokenizer's code."""
+
+_OF_A_TASK = "the text of a task of lm_eval"
+_NAME_IT = "give bos_token and eos_token in its tokenizer_config.json"
+
+ROLLING_METRICS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+"""The metrics of a `loglikelihood_rolling` task, per whitespace-separated word and per UTF-8 byte."""
+
+
+class RollingTask(Strict):
+    """A dataset as an lm-eval `loglikelihood_rolling` task."""
+
+    name: str = Field(min_length=1, description="its name in the report")
+    dataset: DatasetField
+
+
+def _kind_of_task(value: object) -> str | None:
+    if isinstance(value, str):
+        return "<name>"
+    return "<dataset>" if isinstance(value, Mapping | RollingTask) else None
+
+
+TaskField = Annotated[
+    Annotated[str, Tag("<name>")] | Annotated[RollingTask, Tag("<dataset>")],
+    Discriminator(
+        _kind_of_task,
+        custom_error_type="task",
+        custom_error_message="the name of an lm-eval task, the path of a task YAML, or {name, dataset}",
+    ),
+]
+
+
+class LmEval(Strict):
+    """Tasks of lm-evaluation-harness: by name, by path of a task YAML, or from a dataset."""
+
+    tasks: list[TaskField] = Field(min_length=1, examples=[["wikitext"]])
+    trust_task_code: StrictBool = Field(
+        False, description="run Python code that task files bring; only if you trust it"
+    )
+    limit: StrictInt | None = Field(None, ge=1, description="documents per task; all when absent")
+    num_fewshot: StrictInt | None = Field(
+        None, ge=0, description="solved examples before each question; as each task says when absent"
+    )
+    apply_chat_template: StrictBool | Annotated[str, Field(min_length=1)] = Field(
+        False,
+        description="prompt through the tokenizer's chat template; a text is the name of one of several templates",
+    )
+    fewshot_as_multiturn: StrictBool | None = Field(
+        None, description="examples as turns of a conversation; true with apply_chat_template when absent"
+    )
+    seeds: list[Annotated[StrictInt, Field(ge=0, lt=2**32)]] | None = Field(
+        None, min_length=1, description="of the draw of examples; figures are means over them. 1234 when absent",
+        examples=[[1, 2, 3]],
+    )  # fmt: skip
+    batch_size: Literal["auto"] | Annotated[StrictInt, Field(ge=1)] = Field(
+        4, description="requests per forward pass; auto: as many as the GPU's memory holds, 4 on the CPU"
+    )
+
+    @model_validator(mode="after")
+    def _refuse_without_effect(self) -> LmEval:
+        if self.fewshot_as_multiturn and not self.apply_chat_template:
+            raise conflict(
+                "fewshot_as_multiturn: true needs apply_chat_template: true, because turns are written by the chat "
+                "template; set it, or remove fewshot_as_multiturn",
+                ["fewshot_as_multiturn"],
+            )
+        if self.seeds is not None and len({*self.seeds}) < len(self.seeds):
+            raise conflict(
+                f"seeds are {self.seeds}; expected each once, since equal seeds give equal figures", ["seeds"]
+            )
+        own = [task.name for task in self.tasks if isinstance(task, RollingTask)]
+        if own and (given := [n for n in ("num_fewshot", "apply_chat_template", "seeds") if getattr(self, n)]):
+            raise conflict(
+                f"{' and '.join(given)} cannot apply to the task {own[0]!r}, which is a dataset: its documents are "
+                "scored as they are, without questions; remove the key, or measure the dataset by token_perplexity",
+                given,
+            )
+        return self
+
+
+class HarnessEvaluator:
+    """Runs the tasks."""
+
+    def __init__(self, options: LmEval) -> None:
+        self.options = options
+
+    def check(self, model: Any | None, tokenizer: Any | None, at: At) -> None:
+        """Refuse tasks that the harness lacks or cannot run together, and a tokenizer without what it needs."""
+        known = []
+        for i, task in enumerate(self.options.tasks):
+            with at("tasks", i):
+                known.append(task if isinstance(task, RollingTask) else check_name(task))
+        with at("tasks"):
+            if len(known) == len(self.options.tasks):
+                check_tasks(self.options)
+        if tokenizer is not None:
+            check_tokenizer(self.options, tokenizer, model)
+
+    def read(self, model: Any, tokenizer: Any) -> dict[str, list[str]]:
+        """Return the documents of each rolling task, by name."""
+        tasks = [task for task in self.options.tasks if isinstance(task, RollingTask)]
+        # The harness counts one word in a document without words.
+        rolling = {t.name: [d for d in texts(t.dataset, "evaluation") if d.strip()] for t in tasks}
+        for name, read in rolling.items():
+            check_ids(model, token_ids(read, tokenizer), tokenizer, f"the text of task {name}")
+        return rolling
+
+    def fingerprint(self, text: Mapping[str, Sequence[str]]) -> list[str] | None:
+        """Return a hash of each task's documents; None with a task from a YAML file, which may read other files."""
+        if any(isinstance(task, str) and is_file(task) for task in self.options.tasks):
+            return None
+        return [sha256(json.dumps([name, read]).encode()).hexdigest() for name, read in text.items()]
+
+    def evaluate(self, model: EvaluatedModel) -> Figures:
+        """Return the metrics of each task or group, such as `{"arc_easy": {"acc": 0.61, "acc_stderr": 0.01}}`.
+
+        If exactly one task has them, `word_perplexity`, `byte_perplexity` and `bits_per_byte` are there by themselves.
+        """
+        with model.access.whole() as whole, evaluation_mode(whole):
+            tasks = run_tasks(whole, model.tokenizer, self.options, model.text, model.selection)
+        rolling = [metrics for metrics in tasks.values() if "word_perplexity" in metrics]
+        alone = rolling[0] if len(rolling) == 1 else {}
+        return {**tasks, **{name: alone[name] for name in ROLLING_METRICS if name in alone}}
+
+
+@hookimpl
+def compressx_evaluators() -> list[EvaluatorSpec]:
+    """Offer the evaluator to recipes."""
+    return [EvaluatorSpec("lm_eval", "tasks of lm-evaluation-harness", LmEval, HarnessEvaluator, prompts=True)]
+
+
+def check_tokenizer(settings: LmEval, tokenizer: Any, model: Any) -> None:
+    """Check that the tokenizer has what the harness needs; the model may be without weights.
+
+    Its config often names BOS and EOS, too, but by the defaults of its class, which other tokenizers do not mean.
+
+    Raises:
+        RecipeError: neither BOS nor EOS, no chat template that is to be applied, or none of that name.
+        CalibrationError: a template that writes tokens that the model does not know.
+    """
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise RecipeError(f"lm_eval begins texts with BOS or EOS, and the tokenizer has neither; {_NAME_IT}")
+    if (template := _chosen_template(settings.apply_chat_template, tokenizer)) is not None:
+        copied = copy.copy(tokenizer)
+        copied.chat_template = template
+        check_ids(model, torch.cat(frame(copied, "a")), tokenizer, "lm_eval.apply_chat_template: a prompt")
+
+
+def _chosen_template(asked: bool | str, tokenizer: Any) -> str | None:
+    """Return the chat template to apply, or None for none.
+
+    The harness passes a name on to nobody, and transformers then takes the template called `default`.
+    """
+    if asked is False:
+        return None
+    templates = tokenizer.chat_template
+    if not templates:
+        raise RecipeError(
+            f"lm_eval.apply_chat_template is {shown(asked)}, but the model's tokenizer has no chat template: expected "
+            "an instruct model; remove apply_chat_template, or set tokenizer.chat_template and save the tokenizer "
+            "beside the model"
+        )
+    named: dict[str, str] = templates if isinstance(templates, dict) else {"default": templates}
+    name = "default" if asked is True else asked
+    if name not in named:
+        raise RecipeError(
+            f"lm_eval.apply_chat_template is {shown(asked)}, but the model's tokenizer has no chat template "
+            f"named {name!r}; {did_you_mean(name, named)}"
+        )
+    return named[name]
+
+
+def run_tasks(
+    model: Any, tokenizer: Any, settings: LmEval, rolling: Mapping[str, Sequence[str]],
+    selection: Callable[[], Selection] | None = None,
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Run tasks through lm-evaluation-harness, quietly.
+
+    Args:
+        model: a transformers causal language model; left in evaluation mode.
+        tokenizer: its tokenizer, which is not changed.
+        settings: the tasks, as `check_tasks` accepts them.
+        rolling: the documents of each `RollingTask`, by name; scored in windows of the model's maximum length.
+        selection: returns what shortens the prompts of tasks that generate text; called if there are any.
+
+    Returns:
+        Metrics by task or group, with standard errors where available (`acc_stderr`).
+
+    Raises:
+        CalibrationError: a task's dataset cannot be fetched, or a perplexity is not finite.
+        RecipeError: the tokenizer has no such chat template.
+    """
+    seeds: Sequence[int | None] = [None] if settings.seeds is None else settings.seeds
+    drawn = [_run_once(model, tokenizer, settings, rolling, seed, selection) for seed in seeds]
+    return drawn[0] if len(drawn) == 1 else {name: _mean([each[name] for each in drawn]) for name in drawn[0]}
+
+
+def _mean(drawn: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the seeds, and `acc_seed_std`, the standard deviation between them."""
+    means = {name: statistics.fmean(each[name] for each in drawn) for name in drawn[0]}
+    spreads = {
+        f"{name}_seed_std": statistics.stdev(each[name] for each in drawn) for name in means if "_stderr" not in name
+    }
+    return means | spreads
+
+
+def _run_once(
+    model: Any, tokenizer: Any, settings: LmEval, rolling: Mapping[str, Sequence[str]], seed: int | None,
+    selection: Callable[[], Selection] | None,
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Run all tasks once; `seed` is as `lm_eval --seed`, None for the harness's own."""
+    on_cpu = model.device.type == "cpu"  # whose memory the harness would try out until the process is killed
+    batch_size = 4 if settings.batch_size == "auto" and on_cpu else settings.batch_size
+    copied = copy.deepcopy(tokenizer)  # the harness adds a padding token where there is none
+    if (template := _chosen_template(settings.apply_chat_template, tokenizer)) is not None:
+        copied.chat_template = template
+    multiturn = settings.fewshot_as_multiturn
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    with quiet_libraries(), _random_state_kept():
+        from jinja2 import StrictUndefined, TemplateError
+        from jinja2.sandbox import SandboxedEnvironment
+        from lm_eval import utils
+        from lm_eval.evaluator import simple_evaluate
+
+        index = task_index() if reads_index(settings) else {}
+        specs = [_spec(task, index, rolling) for task in settings.tasks]
+        by_file = all(isinstance(spec, dict) or is_file(spec) for spec in specs)
+        # The harness's own environment lets a template call whatever Python has.
+        templates = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+        templates.filters |= utils.env.filters
+        try:
+            with (
+                patch.object(utils, "env", utils.env if settings.trust_task_code else templates),
+                # Bootstrap in this process: a pool would fork it while torch's threads run.
+                patch.dict("os.environ", {"DISABLE_MULTIPROC": "1"}),
+                # Only for unused metadata, and git prints an error outside a repository.
+                patch("lm_eval.evaluator.get_git_commit_hash", lambda: None),
+            ):
+                results = simple_evaluate(
+                    _language_model(selection)(pretrained=model, tokenizer=copied, batch_size=batch_size),
+                    tasks=specs,
+                    limit=settings.limit,
+                    num_fewshot=settings.num_fewshot,
+                    apply_chat_template=template is not None,
+                    fewshot_as_multiturn=template is not None if multiturn is None else multiturn,
+                    log_samples=False,
+                    bootstrap_iters=_BOOTSTRAP_DRAWS,
+                    task_manager=_task_manager(settings, include_defaults=not by_file),
+                    **({} if seed is None else dict.fromkeys(seeds, seed)),
+                )
+        except OSError as error:
+            raise CalibrationError(f"lm_eval.tasks: the dataset of a task could not be fetched: {error}") from error
+        except TemplateError as error:
+            raise RecipeError(f"lm_eval.tasks: a template of a task fails: {one_line(str(error))[:300]}") from error
+        except OverflowError as error:
+            raise CalibrationError("lm_eval.tasks: a perplexity overflows; the model's weights are broken") from error
+    _warn_of_fixed_examples(settings.num_fewshot, results["n-shot"])
+    return {name: _numbers(name, metrics) for name, metrics in results["results"].items()}
+
+
+def _task_manager(settings: LmEval, *, include_defaults: bool) -> Any:
+    """Return what finds and builds tasks for the harness; those of a group file beside it and among its own."""
+    from jinja2 import TemplateError
+    from lm_eval.tasks import TaskManager
+
+    beside = [str(path_of(t).parent) for t in settings.tasks if isinstance(t, str) and is_group_file(t)]
+    manager: Any = TaskManager(include_defaults=include_defaults, include_path=beside or None)
+    if beside and not settings.trust_task_code:
+        manager._factory = _careful_factory()
+    load = manager.load
+
+    def explained(specs: Any) -> Any:
+        try:
+            return load(specs)
+        except (CompressxError, OSError, TemplateError):
+            raise
+        except Exception as error:  # whatever a wrong value leads to
+            told = one_line(f"{type(error).__name__}: {error}")[:300]
+            raise RecipeError(f"lm_eval.tasks: the harness cannot build a task ({told}); mend its file") from error
+
+    manager.load = explained
+    return manager
+
+
+def _careful_factory() -> Any:
+    """Return what builds tasks for the harness, and gives none of its own other data than they are written for."""
+    import lm_eval.tasks
+    from lm_eval.tasks._factory import TaskFactory
+
+    own = Path(lm_eval.tasks.__file__).parent
+
+    class Careful(TaskFactory):  # type: ignore[misc]
+        def _load_full_config(self, entry: Any, overrides: Mapping[str, Any] | None = None) -> Any:
+            if (given := _FOREIGN & {*(overrides or {})}) and entry.yaml_path and own in entry.yaml_path.parents:
+                raise RecipeError(
+                    f"lm_eval.tasks: a group gives {min(given)} to the task {entry.name!r} of the harness, which can "
+                    "run code with it; if you trust the group, set lm_eval.trust_task_code: true, or give "
+                    "--trust-task-code"
+                )
+            return super()._load_full_config(entry, overrides)
+
+    return Careful()
+
+
+def _language_model(selection: Callable[[], Selection] | None) -> Any:
+    """Return the harness's class of models, with prompts shortened before text is generated."""
+    from lm_eval.models.huggingface import HFLM
+
+    class Checking(HFLM):  # type: ignore[misc]
+        def tok_encode(self, *given: Any, **more: Any) -> Any:
+            check_ids(self.model, torch.tensor(ids := super().tok_encode(*given, **more)), self.tokenizer, _OF_A_TASK)
+            return ids
+
+        def tok_batch_encode(self, *given: Any, **more: Any) -> Any:
+            check_ids(self.model, (padded := super().tok_batch_encode(*given, **more))[0], self.tokenizer, _OF_A_TASK)
+            return padded
+
+        @property
+        def eot_token_id(self) -> Any:
+            if (end := super().eot_token_id) is None:
+                raise CalibrationError(f"lm_eval ends texts that it has written at EOS, and there is none; {_NAME_IT}")
+            return end
+
+    if selection is None:
+        return Checking
+    prepared = selection
+
+    class Selecting(Checking):
+        def _model_generate(
+            self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any
+        ) -> torch.Tensor:
+            selected = prepared().select(context, kwargs.pop("attention_mask", None))
+            kept = selected.input_ids.shape[1]
+            written = super()._model_generate(
+                selected.input_ids, max_length - context.shape[1] + kept, stop,
+                attention_mask=selected.attention_mask, **kwargs,
+            )  # fmt: skip
+            return torch.cat([context, written[:, kept:]], dim=1)  # the harness cuts the whole prompt off
+
+    return Selecting
+
+
+def _warn_of_fixed_examples(asked: int | None, used: Mapping[str, int]) -> None:
+    """Say which tasks keep their own number of examples: the harness never changes one that is 0."""
+    if asked and (fixed := [name for name, number in used.items() if number == 0]):
+        _log.warning("lm_eval.num_fewshot is %d, but without examples ran %s, which sets 0", asked, ", ".join(fixed))
+
+
+def _numbers(task: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Extract the metrics: `acc,none` becomes `acc`; other filters stay in the name."""
+    measured = {name.removesuffix(",none"): value for name, value in metrics.items() if "," in name}
+    numbers = {name: float(value) for name, value in measured.items() if not isinstance(value, str)}
+    for name in ROLLING_METRICS:
+        if not math.isfinite(numbers.get(name, 0.0)):
+            raise CalibrationError(f"task {task}: {name} is {numbers[name]}; the model's weights are broken")
+    return numbers
+
+
+def _spec(task: str | RollingTask, index: Mapping[str, Indexed], rolling: Mapping[str, Sequence[str]]) -> Any:
+    """Return a task as the harness takes it: a name, the path of a YAML file, or a configuration."""
+    if isinstance(task, str):
+        if is_file(task):
+            return name_in_file(path_of(task)) if is_group_file(task) else task
+        return index[task].file or task
+    dataset = as_dataset([{"text": document} for document in rolling[task.name]])
+    return {
+        "task": task.name,
+        "custom_dataset": lambda **_: {"test": dataset},
+        "test_split": "test",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": lambda document: document["text"],  # a string would be a template
+    }
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Restore every global random state: the harness seeds them all, and pruning must not depend on that."""
+    import numpy as np
+
+    python, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+
+
+def check_tasks(settings: LmEval) -> None:
+    """Check that every task exists and that names are unique, without loading a model or a dataset.
+
+    The harness takes about 15 s to index its 14,000 files, so the index is cached for each version of it.
+
+    Raises:
+        RecipeError: an unknown task (with the nearest names), a file that defines no task or runs code, a repeated
+            name, or a task that is also part of a listed group.
+    """
+    names = [task.name if isinstance(task, RollingTask) else check_name(task) for task in settings.tasks]
+    for name in names:
+        if names.count(name) > 1:
+            raise RecipeError(f"lm_eval.tasks: {name!r} occurs {names.count(name)} times; each task needs its own name")
+        if name in FIGURES:
+            raise RecipeError(f"lm_eval.tasks: a task cannot be named {name!r}, which is a metric; choose another name")
+    for task in settings.tasks:
+        if isinstance(task, str) and is_file(task) and not settings.trust_task_code:
+            _refuse_code(task)
+    index = task_index() if reads_index(settings) else {}
+    held: dict[str, str] = {}
+    for name, task in zip(names, settings.tasks, strict=True):
+        for single in index[name].tasks if isinstance(task, str) and not is_file(task) else (name,):
+            if held.setdefault(single, name) != name:
+                raise RecipeError(
+                    f"lm_eval.tasks: {held[single]!r} and {name!r} both contain the task {single!r}, which the harness "
+                    "cannot run twice; remove one of them"
+                )
+
+
+def check_name(task: str) -> str:
+    """Return the name under which the harness reports a task.
+
+    Raises:
+        RecipeError: an unknown task (with the nearest names), or a file that defines no task.
+    """
+    if is_file(task):
+        return name_in_file(path_of(task))
+    if task not in (names := task_index()):
+        near = difflib.get_close_matches(task, names, n=5, cutoff=0.6)
+        raise RecipeError(
+            f"lm_eval.tasks: no task is named {task!r}; "
+            + (f"the nearest are {', '.join(near)}" if near else "no name is near")
+            + "; `lm-eval ls tasks` lists them all, and a task of your own is given as the path of its .yaml file"
+        )
+    return task
+
+
+def is_file(task: str) -> bool:
+    """Return whether a task is given as the path of a YAML file rather than by name."""
+    return task.endswith((".yaml", ".yml"))
+
+
+def path_of(task: str) -> Path:
+    """Return the path of a task that `is_file`."""
+    return Path(task).expanduser()
+
+
+def is_group_file(task: str) -> bool:
+    """Return whether a task is the YAML file of a group."""
+    return is_file(task) and "group" in _values_in_file(path_of(task))
+
+
+def reads_index(settings: LmEval) -> bool:
+    """Return whether any task is given by name."""
+    return any(isinstance(task, str) and not is_file(task) for task in settings.tasks)
+
+
+def name_in_file(path: Path) -> str:
+    """Read the name of a task or group from its YAML file; the file name if only an included file names the task."""
+    values = _values_in_file(path)
+    if not {"task", "group", "include"} & set(values):
+        raise RecipeError(f"lm_eval.tasks: {path} names no task: expected the key task, group or include")
+    name = values.get("group", values.get("task", path.stem))
+    return name if isinstance(name, str) else path.stem
+
+
+def _values_in_file(path: Path, code: list[str] | None = None) -> dict[Any, Any]:
+    """Read a harness YAML file with the harness's parser; append to `code` what makes the harness run any.
+
+    That is not only `!function`: metrics that the harness lacks are fetched by `evaluate`, as scripts, and older
+    versions of `datasets` read pickles.
+    """
+    import yaml
+    from lm_eval.api import metrics, registry  # noqa: F401 - the first fills the registry
+
+    found = [] if code is None else code
+
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = True) -> Any:  # noqa: ARG002 - values are looked at, too
+            mapping = super().construct_mapping(node, deep=True)
+            found.extend(key for key in ("custom_generate", "hf_evaluate") if mapping.get(key))
+            found.extend(["dataset_path: pandas"] if mapping.get("dataset_path") == "pandas" else [])
+            for one in mapping.get("metric_list") or ():
+                found.extend([] if one["metric"] in registry.metric_registry else [f"the metric {one['metric']!r}"])
+            return mapping
+
+    Loader.add_multi_constructor("", lambda _loader, tag, _node: found.append(tag))
+    if not path.is_file():
+        raise RecipeError(f"lm_eval.tasks: no such file: {path} (looked in {Path.cwd()})")
+    try:
+        return {**yaml.load(path.read_bytes(), Loader)}  # noqa: S506 - a safe loader
+    except (yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise RecipeError(f"lm_eval.tasks: {path} is not a valid task file: {why}") from error
+
+
+def _refuse_code(task: str) -> None:
+    """Refuse a task file that makes the harness run code, itself or by one that it includes or, as a group, may name.
+
+    A group may name any task below its folder.
+    """
+    seen: set[Path] = set()
+    left = [path_of(task), *(path_of(task).parent.rglob("*.yaml") if is_group_file(task) else ())]
+    while left:
+        if (path := left.pop().expanduser().resolve()) not in seen:
+            seen.add(path)
+            code: list[str] = []
+            others = _values_in_file(path, code).get("include", [])
+            if code:
+                raise RecipeError(
+                    f"lm_eval.tasks: {path} has {code[0]}, which runs Python code that comes with the task; if you "
+                    "trust it, set lm_eval.trust_task_code: true, or give --trust-task-code"
+                )
+            left += [path.parent / str(other) for other in (others if isinstance(others, list) else [others])]
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """An entry of the harness's index.
+
+    Attributes:
+        file: the YAML file of a task; None for a group or tag.
+        tasks: all tasks of a group, nested groups and tags included; the name itself for a task or tag.
+    """
+
+    file: str | None
+    tasks: tuple[str, ...]
+
+
+def task_index() -> dict[str, Indexed]:
+    """Return the harness's index of tasks, groups and tags, by name."""
+    import lm_eval.tasks
+
+    def build() -> dict[str, tuple[str | None, list[str]]]:
+        with quiet_libraries():
+            manager = lm_eval.tasks.TaskManager()
+        known, groups, single = manager.task_index, set(manager.all_groups), set(manager.all_subtasks)
+
+        def tasks_of(member: str | dict[str, Any], group: str) -> Iterator[str]:
+            """Yield the tasks of a group's member: an indexed name, or a task defined inside the group."""
+            name = member if isinstance(member, str) else str(member.get("group", member.get("task")))
+            if name in groups:
+                yield from (task for listed in known[name].cfg["task"] for task in tasks_of(listed, name))
+            elif isinstance(member, dict) and isinstance(member.get("task"), list):
+                yield from (task for listed in member["task"] for task in tasks_of(listed, f"{group}::{name}"))
+            elif name in known:
+                yield from (name,) if name in single else known[name].tags
+            else:
+                yield f"{group}::{name}"
+
+        return {
+            name: (str(entry.yaml_path) if name in single else None,
+                   sorted({*tasks_of(name, name)}) if name in groups else [name])
+            for name, entry in known.items()
+        }  # fmt: skip
+
+    folder = str(Path(lm_eval.tasks.__file__).parent)
+    key = {"lm_eval": metadata.version("lm_eval"), "folder": folder, "of each": ["file", "tasks"]}
+    # The files that it names can run code: they are the harness's own.
+    inside = constr(pattern=rf"^{re.escape(folder)}([/\\][^/\\.][^/\\]*)+$")
+    index = cached(key, build, "harness", dict[str, tuple[inside | None, list[str]]])  # type: ignore[valid-type]
+    return {name: Indexed(file, tuple(tasks)) for name, (file, tasks) in index.items()}
