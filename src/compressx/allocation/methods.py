@@ -18,7 +18,14 @@ from compressx.api.record import AllocationReport, UnitReport
 from compressx.models.access import Access
 from compressx.models.hidden import Keep, in_memory
 from compressx.planning.plan import Plan
-from compressx.recipe.methods import Allocation, AttentionAware, DivergenceAllocation, MeasuredAllocation, OwlAllocation
+from compressx.recipe.methods import (
+    OUTLIER_THRESHOLD,
+    SPREAD,
+    Allocation,
+    AttentionAware,
+    DivergenceAllocation,
+    OwlAllocation,
+)
 from compressx.runtime.errors import CalibrationError
 
 Curves: TypeAlias = Mapping[str, Sequence[Sequence[float]]]
@@ -28,7 +35,7 @@ Curves: TypeAlias = Mapping[str, Sequence[Sequence[float]]]
 def allocate(
     access: Access,
     plan: Plan,
-    settings: MeasuredAllocation,
+    settings: Allocation,
     batches: Sequence[Tensor],
     sensitivities: Mapping[str, Tensor] = MappingProxyType({}),
     progress: Callable[[int, int, str], None] = lambda _done, _total, _note: None,
@@ -84,7 +91,6 @@ def report_on(
         method=settings.method,
         target=settings.target,
         unit=settings.unit,
-        scope=settings.scope,
         weights=sum(x.weights for x in final.linears),
         zeros=zeros,
         units=tuple(_unit_report(u, details) for u in units_of(final, settings.unit)),
@@ -130,7 +136,7 @@ def _by_divergence(
             "divergence": curve.error(sparsity), "sparsities": curve.sparsities, "divergences": curve.errors,
         }  # fmt: skip
 
-    final = plan.allocated(spread(units, settings.target, choose, scope=settings.scope))
+    final = plan.allocated(spread(units, settings.target, choose))
     return final, report_on(final, settings, details)
 
 
@@ -141,21 +147,20 @@ def _by_outliers(
     """Choose lower sparsities for blocks with more outliers."""
     windows = torch.cat(tuple(batches))[: settings.samples]
     ratios: dict[str, float] = {}  # by block
-    threshold = settings.outlier_threshold
-    for unit, ratio in measure_outliers(access, units, torch.split(windows, len(batches[0])), threshold, keep):
+    for unit, ratio in measure_outliers(access, units, torch.split(windows, len(batches[0])), OUTLIER_THRESHOLD, keep):
         ratios[unit.block] = ratio
         progress(len(ratios))
 
     def choose(group: Sequence[Unit], zeros: int) -> list[int]:
         weights = [u.weights for u in group]
-        chosen = sparsities([ratios[u.block] for u in group], weights, zeros / sum(weights), settings.spread)
+        chosen = sparsities([ratios[u.block] for u in group], weights, zeros / sum(weights), SPREAD)
         return [round(s * w) for s, w in zip(chosen, weights, strict=True)]
 
     final = plan.allocated(spread(units, settings.target, choose))
     return final, report_on(final, settings, lambda unit, _: {"outliers": ratios.get(unit.block)})
 
 
-def windows_kept(plan: Plan, settings: MeasuredAllocation, windows: int) -> int:
+def windows_kept(plan: Plan, settings: Allocation, windows: int) -> int:
     """Return how many windows of hidden states or gradients an allocation keeps, for this many calibration windows."""
     states = 2 * min(settings.samples, windows)  # before and after a block
     if isinstance(settings, OwlAllocation):

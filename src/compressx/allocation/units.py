@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from compressx.allocation.spread import PIECES, Curve, fitted, in_steps, shares
-from compressx.api.names import kind_of
 from compressx.api.patterns import NM, Structured, Unstructured, nearest, zeros_in
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.recipe.methods import MAX_SPARSITY, ExplicitAllocation, Scope, UniformAllocation, UnitKind
+from compressx.recipe.methods import MAX_SPARSITY, Sharing
 from compressx.runtime.errors import RecipeError
 
 
@@ -49,9 +48,9 @@ class Part:
             return 1
         return self.weights // math.gcd(*(x.shape[1] if pattern.group == "row" else x.weights for x in self.linears))
 
-    def most(self, cap: float) -> int:
+    def most(self) -> int:
         """Return the largest number of zeros; at least one weight is kept in each group that competes."""
-        return min(self.weights - self.step, math.floor(cap * self.weights) // self.step * self.step)
+        return min(self.weights - self.step, math.floor(MAX_SPARSITY * self.weights) // self.step * self.step)
 
     def with_zeros(self, zeros: int) -> Unstructured | NM:
         """Return the pattern for a number of zeros, a multiple of `step`."""
@@ -90,9 +89,9 @@ class Unit:
             members[linear.rule if _tied(linear) else linear.name].append(linear)
         return tuple(sorted((Part(tuple(m)) for m in members.values()), key=lambda part: -part.step))
 
-    def most(self, cap: float = MAX_SPARSITY) -> int:
+    def most(self) -> int:
         """Return the largest number of zeros of the unit."""
-        return sum(part.most(cap) for part in self.parts)
+        return sum(part.most() for part in self.parts)
 
     def points(self, curve: Curve) -> list[tuple[int, float]]:
         """Return possible counts of zeros with their errors; N:M patterns with one M allow only a few."""
@@ -114,20 +113,11 @@ class Unit:
         return sparsity, dict(patterns)
 
 
-def units_of(plan: Plan, kind: UnitKind) -> tuple[Unit, ...]:
-    """Group a plan's linears into units, in the model's order.
-
-    A unit of kind `linear` holds the linears of one kind, such as all `up_proj` of a mixture's experts, or all linears
-    of a rule that needs one pattern for them.
-    """
+def units_of(plan: Plan, kind: Sharing) -> tuple[Unit, ...]:
+    """Group a plan's linears into units, in the model's order."""
     members: dict[tuple[object, ...], list[PlannedLinear]] = defaultdict(list)
     for x in plan.linears:
-        key: tuple[object, ...] = (x.block,)
-        if kind != "block":
-            key += (x.rule,)
-        if kind == "linear" and not _tied(x):
-            key += (kind_of(x.name),)
-        members[key].append(x)
+        members[x.block, x.rule if kind == "rule" else None].append(x)
     return tuple(Unit(linears[0].block, tuple(linears)) for linears in members.values())
 
 
@@ -137,11 +127,11 @@ def _tied(linear: PlannedLinear) -> bool:
     return joint or not linear.rule.separable
 
 
-def sharing(units: Sequence[Unit], scope: Scope) -> list[list[Unit]]:
-    """Group the units that share the target; each one outside the blocks is a group of its own."""
-    groups: dict[object, list[Unit]] = defaultdict(list)
+def _sharing(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Group the units that share the target: those of all blocks, and each one outside the blocks by itself."""
+    groups: dict[Unit | None, list[Unit]] = defaultdict(list)
     for unit in units:
-        groups[unit if not unit.block else unit.block if scope == "block" else None].append(unit)
+        groups[None if unit.block else unit].append(unit)
     return list(groups.values())
 
 
@@ -149,9 +139,6 @@ def spread(
     units: Sequence[Unit],
     target: float,
     choose: Callable[[Sequence[Unit], int], Sequence[int]],
-    *,
-    scope: Scope = "model",
-    cap: float = MAX_SPARSITY,
 ) -> dict[str, Unstructured | NM]:
     """Choose the pattern of every linear, with `round(target * weights)` zeros in total.
 
@@ -161,27 +148,26 @@ def spread(
     Args:
         units: the units of a plan.
         target: fraction of zeros.
-        choose: distributes zeros among the units that share a target; its sum need not be exact.
-        scope: whether all blocks share the target or each block meets it.
-        cap: the largest sparsity of a linear.
+        choose: distributes zeros among the units of the blocks; its sum need not be exact. Each unit outside the blocks
+            has the target.
 
     Returns:
         Patterns by linear name.
     """
     # Groups with the finest steps come last, to absorb the remainder of the others.
-    groups = sorted(sharing(units, scope), key=_finest, reverse=True)
+    groups = sorted(_sharing(units), key=_finest, reverse=True)
     spreading: list[tuple[list[Part], list[int]]] = []
     left = 0
     for group, zeros in zip(groups, shares([sum(u.weights for u in g) for g in groups], target), strict=True):
         allotted = [zeros] if len(group) == 1 else choose(group, zeros)
         parts = [part for unit in group for part in unit.parts]
-        wanted = [n for unit, count in zip(group, allotted, strict=True) for n in _within(unit, count, cap)]
-        counts = _whole(parts, wanted, zeros + left, cap)
+        wanted = [n for unit, count in zip(group, allotted, strict=True) for n in _within(unit, count)]
+        counts = _whole(parts, wanted, zeros + left)
         left += zeros - sum(counts)
         spreading.append((parts, counts))
     patterns: dict[str, Unstructured | NM] = {}
     for parts, given in reversed(spreading):  # earlier groups may have room for what the last ones could not take
-        counts = _whole(parts, given, sum(given) + left, cap)
+        counts = _whole(parts, given, sum(given) + left)
         left += sum(given) - sum(counts)
         patterns |= {x.name: p.with_zeros(n) for p, n in zip(parts, counts, strict=True) for x in p.linears}
     return patterns
@@ -191,16 +177,16 @@ def _finest(group: Sequence[Unit]) -> int:
     return min(part.step for unit in group for part in unit.parts)
 
 
-def _within(unit: Unit, zeros: int, cap: float) -> list[int]:
+def _within(unit: Unit, zeros: int) -> list[int]:
     """Distribute a unit's zeros over its parts in proportion to their weights, within their limits."""
     weights = [part.weights for part in unit.parts]
-    return fitted(shares(weights, zeros / unit.weights), [part.most(cap) for part in unit.parts], zeros)
+    return fitted(shares(weights, zeros / unit.weights), [part.most() for part in unit.parts], zeros)
 
 
-def _whole(parts: Sequence[Part], wanted: Sequence[int], total: int, cap: float) -> list[int]:
+def _whole(parts: Sequence[Part], wanted: Sequence[int], total: int) -> list[int]:
     """Round counts of zeros to the steps of their parts, the coarsest first; the others share the remainder."""
     counts = dict(enumerate(wanted))
-    most = [part.most(cap) for part in parts]
+    most = [part.most() for part in parts]
     given = 0
     for level in range(3):
         rest = [i for i, part in enumerate(parts) if _level(part) >= level]
@@ -228,53 +214,27 @@ def zeros_of(linears: Iterable[PlannedLinear]) -> int:
     return count + sum(map(round, joint.values()))
 
 
-def settled(plan: Plan) -> Plan:
-    """Check that an allocation can reach its target, and complete the plan if that needs no measurements.
+def check_allocation(plan: Plan) -> None:
+    """Check that an allocation can reach its target.
 
     Raises:
-        RecipeError: a target that the patterns cannot reach or that explicit sparsities miss, or nothing to choose.
+        RecipeError: a target that the patterns cannot reach, or nothing to choose.
     """
     settings = plan.allocation
     if settings is None:
-        return plan
-    if isinstance(settings, ExplicitAllocation):
-        reached = sum(x.pattern.sparsity * x.weights for x in plan.linears) / sum(x.weights for x in plan.linears)
-        if settings.target is not None and abs(reached - settings.target) > 5e-5:
-            raise RecipeError(
-                f"the sparsities amount to {reached:.2%} of the planned weights, but target is {settings.target:.2%}; "
-                "change them, or remove target"
-            )
-        return plan.allocated({x.name: x.pattern for x in plan.linears})
-    units = units_of(plan, settings.unit)
-    if isinstance(settings, UniformAllocation):
-        for unit in units_of(plan, "linear"):
-            _check_reachable([unit], settings.target, 1.0, f" of {unit.linears[0].name}")
-        return plan.allocated(spread(units, settings.target, evenly, cap=1.0))
-    groups = sharing(units, settings.scope)
+        return
+    groups = _sharing(units_of(plan, settings.unit))
     for group in groups:
-        first = group[0]  # alone if it is outside the blocks
-        shared = f" in {first.block}" if settings.scope == "block" else ""
-        where = shared if first.block else f" of {first.linears[0].name}"
-        _check_reachable(group, settings.target, MAX_SPARSITY, where)
+        weights, most = sum(u.weights for u in group), sum(u.most() for u in group)
+        if round(settings.target * weights) > most:
+            alone = "" if group[0].block else f" of {group[0].linears[0].name}"
+            raise RecipeError(
+                f"target {settings.target:g} cannot be reached: the patterns{alone} allow at most "
+                f"{most / weights:.6g}; N:M keeps at least one of M, a row one of its weights, and an allocation "
+                f"{1 - MAX_SPARSITY:.0%} of each linear"
+            )
     if all(len(group) == 1 for group in groups):
         raise RecipeError(
             f"{settings.method} has nothing to choose, because each of the {len(groups)} targets applies to a single "
-            "unit; use smaller units, scope: model, or method: uniform"
+            "unit; use smaller units, or give the rules their sparsities"
         )
-    return plan
-
-
-def _check_reachable(group: Sequence[Unit], target: float, cap: float, where: str) -> None:
-    weights, most = sum(u.weights for u in group), sum(u.most(cap) for u in group)
-    if round(target * weights) > most:
-        raise RecipeError(
-            f"target {target:g} cannot be reached: the patterns{where} allow at most {most / weights:.6g}; N:M keeps "
-            "at least one of M, a row one of its weights"
-            + (f", and a measured allocation {1 - cap:.0%} of each linear" if cap < 1 else "")
-        )
-
-
-def evenly(units: Sequence[Unit], zeros: int) -> list[int]:
-    """Give every unit the same sparsity."""
-    weights = [u.weights for u in units]
-    return shares(weights, zeros / sum(weights))

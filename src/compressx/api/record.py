@@ -115,18 +115,16 @@ class AllocationReport:
 
     Attributes:
         method: by its name in the recipe.
-        target: fraction of zeros that was asked for; None where explicit sparsities give no total.
-        unit: what was given one sparsity: a `block`, what a `rule` took in one, or the `linear`s of one kind.
-        scope: what shared the target, `model` or `block`.
+        target: fraction of zeros that was asked for.
+        unit: what was given one sparsity: a `block`, or what a `rule` took in one.
         weights: of all planned linears.
         zeros: that were given to them.
         units: what was given one sparsity, in the model's order.
     """
 
     method: str
-    target: float | None
+    target: float
     unit: str
-    scope: str
     weights: int
     zeros: int
     units: tuple[UnitReport, ...]

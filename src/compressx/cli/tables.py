@@ -10,7 +10,6 @@ from compressx.allocation.units import zeros_of
 from compressx.api.names import folded, kind_of
 from compressx.masks.inspect import sparsity_of
 from compressx.plugins import kinds
-from compressx.recipe.methods import MeasuredAllocation
 from compressx.report.section import Column, Section, Value, estimates, table
 
 if TYPE_CHECKING:
@@ -63,10 +62,10 @@ def of_plan(plan: Plan, *, every: bool = False) -> Iterator[Section]:
             note=f"{plan.depth.rule.label} drops {plan.depth.pattern.dropped} of {len(plan.depth.blocks)} blocks, "
             "which it chooses when the recipe is run; the other rules prune the blocks that stay"
         )
-    if isinstance(settings := plan.allocation, MeasuredAllocation):
+    if (settings := plan.allocation) is not None:
         yield Section(
             note=f"{settings.method} measures {settings.measures} when the recipe is run, and chooses sparsities then "
-            f"(unit {settings.unit}, scope {settings.scope}, {settings.samples} samples)"
+            f"(unit {settings.unit}, {settings.samples} samples)"
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressx.allocation.units import settled
+from compressx.allocation.units import check_allocation
 from compressx.data.documents import UnreachableError
 from compressx.data.windows import Generated, read_calibration
 from compressx.evaluation.evaluators import (
@@ -178,7 +178,8 @@ def _planned(loaded: LoadedRecipe, plugins: Plugins, skeleton: Any, tokenizer: A
     refuse_prepared(skeleton, "pruned")
     planned = make_plan(loaded, plugins, skeleton)
     with loaded.at("allocation", "target"):
-        return settled(planned)
+        check_allocation(planned)
+    return planned
 
 
 @dataclass(frozen=True, eq=False)

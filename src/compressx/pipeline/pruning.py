@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from compressx.allocation.methods import Curves, allocate, report_on, windows_kept
+from compressx.allocation.methods import Curves, allocate, windows_kept
 from compressx.api.patterns import Structured
 from compressx.api.pruner import Block
 from compressx.api.record import AllocationReport, BlockReport
@@ -29,7 +29,6 @@ from compressx.pipeline.context import RunContext
 from compressx.pipeline.finished_block import FinishedBlock
 from compressx.pipeline.journal import ALLOCATED, Allocated
 from compressx.planning.plan import Plan
-from compressx.recipe.methods import MeasuredAllocation
 from compressx.report import figures
 from compressx.runtime.cache import cached
 
@@ -141,9 +140,8 @@ class Pruning:
         The first process measures, on the calibration text of all processes; the others receive its result.
         """
         context, journal = self.context, self.journal
-        if not isinstance(planned.allocation, MeasuredAllocation):
-            settings = context.loaded.recipe.allocation
-            return planned, None if settings is None else report_on(planned, settings)
+        if planned.allocation is None:
+            return planned, None
         if journal.allocated is None:
             allocated = None
             context.report_progress("allocate", 0, 1)
@@ -170,7 +168,7 @@ class Pruning:
         """Return cached measurements of the same model, text and rules, whatever the target, or measure."""
         if self.inputs is None:
             return curves()
-        measuring = {k: v for k, v in self.inputs["allocation"].items() if k not in {"target", "scope"}}
+        measuring = {k: v for k, v in self.inputs["allocation"].items() if k != "target"}
         key = {**self.inputs, "allocation": measuring, "reconstruct_block": None}
         return cached(key, curves, "allocations", dict[str, list[list[float]]])
 

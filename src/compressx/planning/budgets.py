@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from compressx.api.patterns import NM, Asked, Structured, Unstructured, count_dropped, nearest
 from compressx.api.pruner import PrunerSpec
 from compressx.api.units import Units
 from compressx.planning.plan import PlannedLinear
-from compressx.planning.targets import first_matching, match_sparsities
-from compressx.recipe.document import Step
-from compressx.recipe.methods import ExplicitAllocation
 from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.errors import RecipeError, did_you_mean
 
@@ -29,8 +25,7 @@ def asked_patterns(
         units: of each rule that prunes units, those of a linear, by name.
 
     Raises:
-        RecipeError: a group or pattern that the pruner does not support, or explicit sparsities that match no linear,
-            leave one out, or cannot be expressed as N:M.
+        RecipeError: a group or pattern that the pruner does not support.
     """
     allocation = loaded.recipe.allocation
     kinds = [_kind(loaded, index, spec) for index, spec in enumerate(specs)]
@@ -41,10 +36,7 @@ def asked_patterns(
             else kinds[index]
             for name, index in taken.items()
         }
-    if not isinstance(allocation, ExplicitAllocation):
-        return {name: nearest(kinds[index], allocation.target) for name, index in taken.items()}
-    globs = match_sparsities(loaded, allocation.sparsities, list(taken))
-    return {name: _exactly(loaded, kinds[taken[name]], name, glob) for name, glob in globs.items()}
+    return {name: nearest(kinds[index], allocation.target) for name, index in taken.items()}
 
 
 def _kind(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructured | NM:
@@ -78,30 +70,12 @@ def _kind(loaded: LoadedRecipe, index: int, spec: PrunerSpec) -> Unstructured | 
     return Unstructured(rule.sparsity or 0.0, group)
 
 
-def _exactly(loaded: LoadedRecipe, kind: Unstructured | NM, name: str, glob: str) -> Unstructured | NM:
-    """Return a rule's pattern with the explicit sparsity of a glob; zero is dense."""
-    allocation = loaded.recipe.allocation
-    assert isinstance(allocation, ExplicitAllocation)  # noqa: S101 - checked by the caller
-    sparsity = allocation.sparsities[glob]
-    if isinstance(kind, Unstructured):
-        return Unstructured(sparsity, kind.group)
-    zeros = round(sparsity * kind.of)
-    if abs(sparsity - zeros / kind.of) > 1e-6 or zeros == kind.of:
-        below = min(math.floor(sparsity * kind.of), kind.of - 2)
-        raise RecipeError(
-            f"{loaded.where('allocation', 'sparsities', glob)}: sparsity {sparsity} cannot be expressed as N:{kind.of} "
-            f"for {name}; the nearest are {below / kind.of:g} ({kind.of - below}:{kind.of}) and "
-            f"{(below + 1) / kind.of:g} ({kind.of - below - 1}:{kind.of})"
-        )
-    return NM(kind.of - zeros, kind.of)
-
-
 def check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[PlannedLinear]) -> None:
     """Refuse a pattern that a linear's shape does not allow.
 
     Raises:
-        RecipeError: input features not divisible by M, different sparsities of linears that compete jointly, or a
-            sparsity that rounds to no zeros or to all zeros among the weights that compete.
+        RecipeError: input features not divisible by M, or a sparsity that rounds to no zeros or to all zeros among the
+            weights that compete.
     """
     pattern, (rows, columns) = linear.pattern, linear.shape
     if isinstance(pattern, NM):
@@ -111,7 +85,8 @@ def check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[Pl
                 f"not divisible by {pattern.of} (pattern {pattern})"
             )
         return
-    place = loaded.where(*_place_of_sparsity(loaded, linear))
+    allocated = loaded.recipe.allocation is not None
+    place = loaded.where(*(("allocation", "target") if allocated else ("prune", linear.rule.index, "sparsity")))
     if isinstance(pattern, Structured):
         if pattern.unit != "blocks":  # those are looked at whether or not other rules take all their linears
             check_units(place, pattern)
@@ -120,13 +95,7 @@ def check_fits(loaded: LoadedRecipe, linear: PlannedLinear, linears: Sequence[Pl
     if pattern.group == "joint":
         joint = [x for x in linears if (x.rule, x.block) == (linear.rule, linear.block)]
         competing, what = sum(x.weights for x in joint), "the joint group"
-        if other := next((x for x in joint if x.pattern != pattern), None):
-            raise RecipeError(
-                f"{place}: {linear.name} gets {pattern} and {other.name} {other.pattern}, but linears that compete "
-                f"jointly need one sparsity; give them the same, or give prune[{linear.rule.index}] another group"
-            )
-    chosen = loaded.recipe.allocation is None or isinstance(loaded.recipe.allocation, ExplicitAllocation)
-    if chosen and pattern.sparsity > 0 and count_dropped(pattern.sparsity, competing) == 0:
+    if not allocated and pattern.sparsity > 0 and count_dropped(pattern.sparsity, competing) == 0:
         raise RecipeError(
             f"{place}: sparsity {pattern.sparsity:g} drops none of the {competing} weights in {what} of "
             f"{linear.name}; at least {1 / competing:.6g} drops one, and 0 leaves it dense"
@@ -155,12 +124,3 @@ def check_units(place: str, pattern: Structured) -> None:
             f"{place}: sparsity {pattern.sparsity:g} keeps none of the {units}; at most "
             f"{(count - 1) / count:.6g} keeps one"
         )
-
-
-def _place_of_sparsity(loaded: LoadedRecipe, linear: PlannedLinear) -> tuple[Step, ...]:
-    allocation = loaded.recipe.allocation
-    if allocation is None:
-        return ("prune", linear.rule.index, "sparsity")
-    if isinstance(allocation, ExplicitAllocation):
-        return ("allocation", "sparsities", first_matching(allocation.sparsities, linear.name))
-    return ("allocation", "target")

@@ -89,7 +89,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     needed = observes or bool(plan.sensitive) or plan.depth is not None
     mistakes.add(*text_mistakes(loaded, skeleton, needed))
     mistakes.raise_all()
-    measures = plan.allocation is not None and bool(plan.allocation.measures)
+    measures = plan.allocation is not None
     return replace(plan, needs_calibration=needed or measures or plan.reconstruct_block is not None)
 
 
@@ -221,7 +221,7 @@ def _elsewhere(loaded: LoadedRecipe, plan: Plan, rule: PlannedRule, blocks: Iter
         except UnsupportedModelError:
             refused.append(block.index)
     if len(refused) < len(taken):
-        return f"; ignore: [layers: {refused}] in this rule, and another rule after it"
+        return f"; put a rule of another pruner before this one, with targets: [layers: {refused}]"
     return "; no block that the rule takes has what its pruner needs: see docs/unsupported-models.md"
 
 

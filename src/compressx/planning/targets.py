@@ -11,7 +11,7 @@ from compressx.api.names import kind_of
 from compressx.models.architecture import Architecture
 from compressx.recipe.document import Placed, Step
 from compressx.recipe.schema import LoadedRecipe
-from compressx.recipe.targets import REGEX, Layers, Target, is_regex, matches
+from compressx.recipe.targets import Layers, Target, matches
 from compressx.runtime.errors import Mistakes, RecipeError, did_you_mean
 
 _INTERVAL = re.compile(r"\[[^\]]*(\d\d+-|-\d\d)[^\]]*\]")
@@ -56,21 +56,18 @@ def match_targets(
     for index, able in (within or {}).items():
         targeted[index] = [_able(loaded, (index, i), names, able) for i, names in enumerate(targeted[index])]
     anywhere = {name for rule in targeted for names in rule for name in names}
-    everywhere = _ignored(loaded, (), recipe.ignore, found, anywhere, mistakes)
+    hidden = _ignored(loaded, recipe.ignore, found, anywhere, mistakes)
     taken: dict[str, int] = {}
-    ignored = dict(everywhere)
     in_blocks: dict[int, Collection[str]] = {}
     for index, rule in sorted(enumerate(recipe.prune), key=lambda at: at[1].pattern == "blocks"):
         own = dict.fromkeys(name for names in targeted[index] for name in names)
-        hidden = {**_ignored(loaded, ("prune", index), rule.ignore, found, own, mistakes), **everywhere}
         if rule.pattern == "blocks":
             in_blocks[index] = [name for name in own if name not in hidden]
         for position, names in enumerate(targeted[index]):
             if all(name in hidden or (name in taken and index not in in_blocks) for name in names):
                 mistakes.add(_nothing_left(loaded, (index, position), names, taken, hidden))
         taken |= {name: index for name in own if name not in taken and name not in hidden}
-        ignored |= hidden
-    return Assigned(taken, {name: by for name, by in ignored.items() if name not in taken}, in_blocks)
+    return Assigned(taken, hidden, in_blocks)
 
 
 def _able(loaded: LoadedRecipe, at: tuple[int, int], names: Sequence[str], able: Collection[str]) -> list[str]:
@@ -107,13 +104,13 @@ def targeted_by(loaded: Placed, place: Sequence[Step], target: Target, found: Ar
 
 
 def _ignored(
-    loaded: LoadedRecipe, owner: Sequence[Step], entries: Sequence[Target] | None, found: Architecture,
-    targeted: Collection[str], mistakes: Mistakes,
+    loaded: LoadedRecipe, entries: Sequence[Target] | None, found: Architecture, targeted: Collection[str],
+    mistakes: Mistakes,
 ) -> dict[str, str]:  # fmt: skip
-    """Return the weights that a list of `ignore` hides, each with its entry and place."""
+    """Return the weights that `ignore` hides, each with its entry and place."""
     hidden: dict[str, str] = {}
     for i, entry in enumerate(entries or ()):
-        place = (*owner, "ignore", i)
+        place = ("ignore", i)
         with mistakes.collected():
             names = _hidden_by(loaded, place, entry, found, targeted)
             hidden |= {name: f"{_shown(entry)} at {loaded.where(*place)}" for name in names if name not in hidden}
@@ -131,9 +128,8 @@ def _hidden_by(
         raise RecipeError(f"{where}: ignore {_shown(entry)} matches no linear; {_similar(entry, every)}")
     # What is never pruned unless it is named, such as lm_head, may be ignored beside `*`: people write that.
     if all(name in found.linears and name not in targeted for name in names):
-        (owner, verb) = (f"prune[{place[1]}]", "does not target") if len(place) > 2 else ("no rule", "targets")
         raise RecipeError(
-            f"{where}: ignore {_shown(entry)} has no effect: {owner} {verb} any of the {len(names)} linears that it "
+            f"{where}: ignore {_shown(entry)} has no effect: no rule targets any of the {len(names)} linears that it "
             f"matches, such as {names[0]}; drop it"
         )
     return names
@@ -179,15 +175,12 @@ def _matching(
 
 
 def _names_outright(target: Target, name: str) -> bool:
-    """Return whether `target` matches a name and spells out its last part, unlike a bare `*` or `re:.*`."""
-    if isinstance(target, Layers) or not matches(target, name):
-        return False
-    last = name.rsplit(".", 1)[-1]
-    return last in target if target.startswith(REGEX) else target.endswith(last)
+    """Return whether `target` matches a name and spells out its last part, unlike a bare `*`."""
+    return not isinstance(target, Layers) and matches(target, name) and target.endswith(name.rsplit(".", 1)[-1])
 
 
 def _shown(target: Target) -> str:
-    return f"{{{target}}}" if isinstance(target, Layers) else repr(target).replace(r"\\", "\\")
+    return f"{{{target}}}" if isinstance(target, Layers) else repr(target)
 
 
 def _similar(target: Target, names: Sequence[str]) -> str:
@@ -195,17 +188,11 @@ def _similar(target: Target, names: Sequence[str]) -> str:
     if target in ("Linear", "Conv1D"):
         return f"targets are names, not classes; all linears of the blocks are '*', such as {names[0]}"
     glob = str(target).removesuffix(".weight")
-    if glob.startswith(REGEX):
-        text = re.sub(r"\.\*|\.\+|\\d\+?", "*", glob.removeprefix(REGEX).rstrip("$"))
-        glob = re.sub(r"\\(.)", r"\1", text)
     hint = ""
     for meant in (glob, f"*.{glob}", f"{glob}.*", f"*.{glob}.*"):
         if similar := [name for name in names if fnmatchcase(name, meant)]:
             hint = f"did you mean {meant if len(similar) > 1 else similar[0]!r}? "
             break
-    else:
-        if is_regex(glob) and any(re.match(glob, name) for name in names):
-            hint = f"did you mean {_shown(REGEX + glob)}? "
     return f"{hint}{did_you_mean('' if hint else glob, kinds(names))}; whole names go from {names[0]} to {names[-1]}"
 
 
@@ -231,37 +218,6 @@ def _kind(name: str) -> str:
     return f"*.{stem.rsplit('.', 1)[-1]}.{kind}.*" if number else f"*.{kind}"
 
 
-def match_sparsities(loaded: LoadedRecipe, globs: Iterable[str], planned: Sequence[str]) -> dict[str, str]:
-    """Return the first matching glob of `allocation.sparsities` for each planned linear.
-
-    Raises:
-        RecipeError: a glob that matches nothing or is shadowed, or a linear that none matches, with its place.
-    """
-    taken: dict[str, str] = {}
-    for glob in globs:
-        where = loaded.where("allocation", "sparsities", glob)
-        _refuse_interval(where, glob)
-        matched = [name for name in planned if matches(glob, name)]
-        if not matched:
-            raise RecipeError(f"{where}: {glob!r} matches no planned linear; {did_you_mean(glob, kinds(planned))}")
-        fresh = [name for name in matched if name not in taken]
-        if not fresh:
-            earlier = taken[matched[0]]
-            raise RecipeError(
-                f"{where}: {glob!r} is shadowed: all {len(matched)} linears that it matches are already taken, "
-                f"{matched[0]} by {earlier!r} at {loaded.where('allocation', 'sparsities', earlier)}; the first match "
-                "wins, so put the narrower one first"
-            )
-        taken |= dict.fromkeys(fresh, glob)
-    if missing := [name for name in planned if name not in taken]:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise RecipeError(
-            f'{loaded.where("allocation", "sparsities")}: no glob matches {missing[0]}{more}; end with "*" and a '
-            "sparsity for the rest"
-        )
-    return {name: taken[name] for name in planned}
-
-
 def check_adapters(loaded: LoadedRecipe, found: Architecture, planned: Sequence[str]) -> None:
     """Check that each of `finetune.lora.targets` matches pruned linears, and none in fused experts.
 
@@ -281,8 +237,3 @@ def check_adapters(loaded: LoadedRecipe, found: Architecture, planned: Sequence[
                     f"{where}: {target!r} matches {name}, one of several experts in one parameter, which cannot have "
                     'an adapter; expected targets without experts, such as "*.q_proj", or no lora'
                 )
-
-
-def first_matching(globs: Iterable[str], name: str) -> str:
-    """Return the first glob that matches a name; `match_sparsities` ensures that there is one."""
-    return next(glob for glob in globs if matches(glob, name))

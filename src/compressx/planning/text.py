@@ -24,7 +24,7 @@ def text_mistakes(loaded: LoadedRecipe, skeleton: nn.Module, needed: bool) -> It
         steps that are not a whole number of calibration batches.
     """
     recipe = loaded.recipe
-    if recipe.calibration is None and recipe.allocation is not None and recipe.allocation.measures:
+    if recipe.calibration is None and recipe.allocation is not None:
         yield RecipeError(
             f"{loaded.where('allocation')}: {recipe.allocation.method} measures {recipe.allocation.measures} on "
             "calibration text, but the recipe has no calibration; add one, such as calibration: {dataset: wikitext, "

@@ -6,26 +6,22 @@ import re
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, PlainSerializer
-from typing_extensions import TypedDict  # pydantic asks for it before Python 3.12
 
 from compressx.api.patterns import NM
 from compressx.api.units import UNIT_KINDS, UnitKind
 
 
 def _pattern(value: object) -> object:
-    """Read `2:4`, `{keep: 2, of: 4}`, or a kind of unit."""
+    """Read `2:4`, or a kind of unit."""
     if isinstance(value, str) and value.strip() in UNIT_KINDS:
         return value.strip()
     if isinstance(value, NM):
         keep, of = value.keep, value.of
     elif isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*", value)):
         keep, of = int(match[1]), int(match[2])
-    elif isinstance(value, dict) and set(value) == {"keep", "of"} and all(type(v) is int for v in value.values()):
-        keep, of = value["keep"], value["of"]
     else:
         raise ValueError(
-            'expected an N:M pattern, "2:4" or {keep: 2, of: 4}: of every 4 input features 2 are kept; or units: '
-            + ", ".join(UNIT_KINDS)
+            'expected an N:M pattern, "2:4": of every 4 input features 2 are kept; or units: ' + ", ".join(UNIT_KINDS)
         )
     if not 1 <= keep < of:
         idle = "; to prune nothing, leave the linear out of targets" if keep == of else ""
@@ -35,14 +31,9 @@ def _pattern(value: object) -> object:
     return NM(keep, of)
 
 
-class _Spelt(TypedDict):
-    keep: int
-    of: int
-
-
 _NMText = Annotated[str, Field(pattern=r"^\s*[0-9]{1,9}\s*:\s*[0-9]{1,9}\s*$")]
 PatternField = Annotated[
     NM | UnitKind,
-    BeforeValidator(_pattern, json_schema_input_type=_NMText | _Spelt | UnitKind),
+    BeforeValidator(_pattern, json_schema_input_type=_NMText | UnitKind),
     PlainSerializer(str),
 ]

@@ -52,14 +52,8 @@ class Rule(Strict):
 
     targets: list[Target] = Field(
         min_length=1,
-        description="linears by glob over fully qualified names, by re: and a regular expression, or by layers",
+        description="linears by glob over fully qualified names, or by layers",
         examples=[["*.q_proj", "*.k_proj"]],
-    )
-    ignore: list[Target] | None = Field(
-        None,
-        min_length=1,
-        description="linears that this rule leaves alone, named as in targets",
-        examples=[["*.o_proj", {"layers": "0-3"}]],
     )
     pruner: str = Field(description="name of the pruner that selects weights")
     sparsity: StrictFloat | None = Field(None, ge=0, lt=1, description="fraction of zeros in [0, 1); 0.5 is 50%")

@@ -1,4 +1,4 @@
-"""How a recipe names linears: globs, regular expressions and numbers of decoder blocks."""
+"""How a recipe names linears: globs and numbers of decoder blocks."""
 
 from __future__ import annotations
 
@@ -6,30 +6,11 @@ import re
 from fnmatch import fnmatchcase
 from typing import Annotated, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag
+from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag
 
 from compressx.recipe.validation import Strict
 
-REGEX = "re:"
 _RANGE = r"([0-9]{1,9})-([0-9]{1,9})"
-
-
-def is_regex(text: str) -> bool:
-    """Return whether a text, without `re:`, is a valid regular expression."""
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
-
-
-def _checked_name(value: str) -> str:
-    if value.startswith(REGEX):
-        try:
-            re.compile(value.removeprefix(REGEX))
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}; a glob has no re: before it") from None
-    return value
 
 
 def _listed(value: object) -> object:
@@ -45,7 +26,6 @@ def _number(value: object) -> int | str:
     return found[0]
 
 
-Pattern: TypeAlias = Annotated[str, AfterValidator(_checked_name)]
 _Input = int | Annotated[str, Field(pattern=f"^{_RANGE}$")]
 _Number = Annotated[int | str, PlainValidator(_number, json_schema_input_type=_Input)]
 
@@ -79,16 +59,11 @@ def _within(part: str) -> range:
 
 
 Target: TypeAlias = Annotated[
-    Annotated[Pattern, Tag("name")] | Annotated[Layers, Tag("mapping")],
+    Annotated[str, Tag("name")] | Annotated[Layers, Tag("mapping")],
     Discriminator(lambda value: "mapping" if isinstance(value, dict | Layers) else "name"),
 ]
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Return whether a glob, or a regular expression after `re:`, matches a linear's name.
-
-    A glob matches the whole name, a regular expression its beginning, as in llm-compressor.
-    """
-    if pattern.startswith(REGEX):
-        return re.match(pattern.removeprefix(REGEX), name) is not None
-    return fnmatchcase(name, pattern)
+def matches(glob: str, name: str) -> bool:
+    """Return whether a glob matches a linear's whole name."""
+    return fnmatchcase(name, glob)

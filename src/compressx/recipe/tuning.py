@@ -16,7 +16,6 @@ from compressx.recipe.sources import (
     refuse_dtype,
     weighted,
 )
-from compressx.recipe.targets import Pattern
 from compressx.recipe.validation import Strict, conflict
 from compressx.runtime.errors import did_you_mean
 
@@ -42,9 +41,7 @@ class Lora(Strict):
     alpha: StrictInt | None = Field(
         None, ge=1, description="an adapter's product is multiplied by alpha / rank; twice the rank when absent"
     )
-    targets: list[Pattern] = Field(
-        ["*"], min_length=1, description="globs, or re: and a regular expression, over names of pruned linears"
-    )
+    targets: list[str] = Field(["*"], min_length=1, description="globs over names of pruned linears")
 
 
 class Finetune(Strict):

@@ -190,8 +190,7 @@ def _allocation(report: RunReport) -> Iterator[Section]:
     """Yield how sparsities were chosen, and every unit."""
     if (chosen := report.allocation) is None:
         return
-    target = "" if chosen.target is None else f", target {chosen.target:.2%}"
-    note = (f"{chosen.method}, by {chosen.unit}, scope {chosen.scope}{target}: {chosen.zeros} zeros of "
+    note = (f"{chosen.method}, by {chosen.unit}, target {chosen.target:.2%}: {chosen.zeros} zeros of "
             f"{chosen.weights} weights.")  # fmt: skip
     if any(unit.divergence is not None for unit in chosen.units):
         note += (

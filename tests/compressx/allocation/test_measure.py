@@ -127,7 +127,7 @@ def test_what_is_measured_is_near_the_divergence_of_the_models_predictions(archi
 
 def test_a_block_that_the_loss_reacts_to_more_keeps_more_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = one_rule(tiny_model("llama"), "magnitude", *REST)
-    settings = DivergenceAllocation(method="divergence", target=0.5, sparsities=(0.3, 0.6), unit="block")
+    settings = DivergenceAllocation(method="divergence", target=0.5, sparsities=(0.3, 0.6))
 
     def sparsities(*factors: float) -> list[float]:
         def scaled(*given: Any) -> dict[str, list[torch.Tensor]]:
@@ -187,18 +187,15 @@ def test_a_window_that_pruners_see_is_not_measured_on() -> None:
         allocators._parts([BATCHES[0][:1]], 24)
 
 
-def test_units_are_the_linears_of_one_rule_in_one_block_or_those_that_are_decided_apart() -> None:
+def test_units_are_the_linears_of_one_rule_in_one_block() -> None:
     planned = mixed(tiny_model("llama"))
     assert [(u.block, u.label, u.weights) for u in units_of(planned, "rule")] == [
         (f"model.layers.{i}", *values)
         for i in range(3)
         for values in (("attnprune", 96 * 64), ("sparsegpt", 96 * 64 + 3 * 96 * 64))
     ]
-    got = measured(tiny_model("llama"), planned, 0.5, 0.7, kind="linear")
-    assert [[x.name.rsplit(".", 1)[-1] for x in m.unit.linears] for m in got[:6]] == [
-        ["q_proj", "k_proj"], ["v_proj"], ["o_proj"], ["gate_proj"], ["up_proj"], ["down_proj"]
-    ]  # fmt: skip
-    assert len({m.divergences for m in got}) == len(got) == 18
+    got = measured(tiny_model("llama"), planned, 0.5, 0.7, kind="rule")
+    assert len({m.divergences for m in got}) == len(got) == 6
 
 
 def assert_divergences_of_blocks_pruned_alone(got: list[Measured], planned: Plan, fisher: Any = None) -> None:

@@ -11,18 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressx.allocation.spread import Curve, cheapest
-from compressx.allocation.units import Unit, evenly, settled, spread, units_of, zeros_of
+from compressx.allocation.spread import Curve, cheapest, shares
+from compressx.allocation.units import Unit, check_allocation, spread, units_of, zeros_of
 from compressx.api.patterns import NM, Unstructured, zeros_in
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude
 from compressx.recipe.methods import (
     MAX_SPARSITY,
     AttentionAware,
-    DivergenceAllocation,
-    ExplicitAllocation,
     OwlAllocation,
-    UniformAllocation,
 )
 from compressx.runtime.errors import RecipeError
 from compressx_attnprune import plugin as attnprune
@@ -72,48 +69,41 @@ def zeros(planned: Plan, patterns: Mapping[str, Pattern], block: str | None = No
     return sum(patterns[x.name].sparsity * x.weights for x in planned.linears if block in (None, x.block))
 
 
-def by_cost(planned: Plan, target: float, scope: Any = "model", kind: Any = "rule", *scales: float) -> Any:
+def by_cost(planned: Plan, target: float, kind: Any = "rule", *scales: float) -> Any:
     units = units_of(planned, kind)
     curves = curves_of(units, *scales)
-    return spread(units, target, lambda g, z: cheapest([u.points(curves[u]) for u in g], z), scope=scope)
+    return spread(units, target, lambda g, z: cheapest([u.points(curves[u]) for u in g], z))
 
 
-def allocated(planned: Plan, target: float, scope: Any = "model", kind: Any = "rule") -> Any:
-    return planned, by_cost(planned, target, scope, kind)
+def allocated(planned: Plan, target: float, kind: Any = "rule") -> Any:
+    return planned, by_cost(planned, target, kind)
+
+
+def evenly(units: Any, zeros: int) -> list[int]:
+    """Give every unit the same sparsity."""
+    weights = [u.weights for u in units]
+    return shares(weights, zeros / sum(weights))
 
 
 quick = settings(max_examples=40)
 TARGETS = st.floats(0.01, 0.94)
-KINDS = st.sampled_from(["block", "rule", "linear"])
+KINDS = st.sampled_from(["block", "rule"])
 
 
 @pytest.mark.slow
 @quick
-@given(TARGETS, st.sampled_from(["model", "block"]), st.sampled_from(["row", "layer", "joint"]), KINDS)
-def test_the_total_is_exact_when_any_rule_can_take_any_count(target: float, scope: Any, other: Any, kind: Any) -> None:
-    planned, patterns = allocated(plan(other, "layer", outside="row"), target, scope, kind)
+@given(TARGETS, st.sampled_from(["row", "layer", "joint"]), KINDS)
+def test_the_total_is_exact_when_any_rule_can_take_any_count(target: float, other: Any, kind: Any) -> None:
+    planned, patterns = allocated(plan(other, "layer", outside="row"), target, kind)
     weights = sum(x.weights for x in planned.linears)
     assert round(zeros(planned, patterns), 6) == round(target * weights)
 
 
 @pytest.mark.slow
 @quick
-@given(TARGETS, st.sampled_from([0.001, 1000.0]))
-def test_what_the_last_block_has_no_room_for_is_made_up_for_by_any_before_it(target: float, price: float) -> None:
-    planned = plan("row", "layer")
-    patterns = by_cost(planned, target, "block", "rule", 1.0, price)  # dense or full where any count can be had
-    left = round(target * sum(x.weights for x in planned.linears)) - round(zeros(planned, patterns))
-    finest = {x.name: zeros_in(patterns[x.name], *x.shape) for x in planned.linears if x.rule.index == 1}
-    most = {x.name: int(MAX_SPARSITY * x.weights) for x in planned.linears if x.name in finest}
-    assert left <= 0 or finest == most
-    assert left >= 0 or not any(finest.values())
-
-
-@pytest.mark.slow
-@quick
-@given(TARGETS, st.sampled_from(["model", "block"]))
-def test_the_total_is_within_half_a_row_group_when_all_rows_are_filled_evenly(target: float, scope: Any) -> None:
-    planned, patterns = allocated(plan("row", "row", outside="row"), target, scope)
+@given(TARGETS)
+def test_the_total_is_within_half_a_row_group_when_all_rows_are_filled_evenly(target: float) -> None:
+    planned, patterns = allocated(plan("row", "row", outside="row"), target)
     weights = sum(x.weights for x in planned.linears)
     if target < 0.85:  # beyond that, rows of eleven are full before the rest is
         assert abs(zeros(planned, patterns) - round(target * weights)) <= 101 / 2
@@ -121,16 +111,6 @@ def test_the_total_is_within_half_a_row_group_when_all_rows_are_filled_evenly(ta
         in_a_row = patterns[linear.name].sparsity * linear.shape[1]
         assert in_a_row == pytest.approx(round(in_a_row))
         assert patterns[linear.name].sparsity <= MAX_SPARSITY
-
-
-@pytest.mark.slow
-@quick
-@given(TARGETS)
-def test_by_block_each_block_has_the_target_by_itself(target: float) -> None:
-    planned, patterns = allocated(plan("layer", "joint"), target, "block")
-    for block in ("b0", "b1", "b2"):
-        weights = sum(x.weights for x in planned.linears if x.block == block)
-        assert abs(zeros(planned, patterns, block) - target * weights) <= 1
 
 
 def test_by_model_the_dear_blocks_are_pruned_less_and_each_unit_evenly() -> None:
@@ -153,34 +133,27 @@ def test_what_lies_outside_the_blocks_keeps_the_target_and_what_its_rows_cannot_
 
 
 def test_the_dearer_rule_of_a_block_is_pruned_less_and_stays_dense_if_it_is_dear_enough() -> None:
-    patterns = by_cost(plan("layer", "layer"), 0.5, "block", "rule", 1.0, 100.0)
+    patterns = by_cost(plan("layer", "layer"), 0.5, "rule", 1.0, 100.0)
     for b in range(3):
         assert patterns[f"b{b}.0.kind_a"].sparsity > 0.8
         assert patterns[f"b{b}.1.kind_a"].sparsity < 0.2
-    patterns = by_cost(plan(NM(2, 4), NM(2, 4), shapes=EVEN), 0.25, "block", "rule", 1.0, 1e6)
+    patterns = by_cost(plan(NM(2, 4), NM(2, 4), shapes=EVEN), 0.25, "rule", 1.0, 1e6)
     assert {str(p) for n, p in patterns.items() if ".1." in n} == {"4:4"}
 
 
 # --- what a unit is
 
 
-def test_a_unit_is_a_block_or_what_a_rule_took_in_it_or_its_linears_of_one_kind() -> None:
+def test_a_unit_is_a_block_or_what_a_rule_took_in_it() -> None:
     planned = plan("layer", "row", blocks=2, outside="layer")
-    sizes = {kind: [len(u.linears) for u in units_of(planned, kind)] for kind in ("block", "rule", "linear")}  # type: ignore[arg-type]
-    assert sizes == {"block": [8, 8, 1], "rule": [4] * 4 + [1], "linear": [1] * 16 + [1]}
-    planned = plan("layer", blocks=1)
-    # The experts of a mixture are of one kind, and numbers within a name tell kinds apart.
-    for name, kinds in (("b0.experts.down_proj.{}", [4]), ("b0.fc{}", [1] * 4)):
-        named = tuple(replace(x, name=name.format(i)) for i, x in enumerate(planned.linears))
-        assert [len(u.linears) for u in units_of(replace(planned, linears=named), "linear")] == kinds
+    assert [len(u.linears) for u in units_of(planned, "block")] == [8, 8, 1]
+    assert [len(u.linears) for u in units_of(planned, "rule")] == [4, 4, 4, 4, 1]
 
 
 @pytest.mark.parametrize(("kind", "spec"), [("joint", SPEC), ("layer", WHOLE), (NM(2, 4), WHOLE)])
-def test_what_a_rule_does_not_decide_apart_is_one_unit_and_gets_one_pattern(kind: Any, spec: Any) -> None:
+def test_linears_that_a_rule_decides_together_get_one_pattern(kind: Any, spec: Any) -> None:
     """Attnprune takes query and key with one pattern, and rounding must not part them."""
-    planned = plan(kind, spec=spec, shapes=EVEN)
-    units = units_of(planned, "linear")
-    assert [len(u.linears) for u in units] == [4] * 3
+    units = units_of(plan(kind, spec=spec, shapes=EVEN), "rule")
     for target in (0.3, 0.41, 0.7123):
         patterns = spread(units, target, evenly)
         for unit in units:
@@ -205,11 +178,11 @@ def of(*sizes: int) -> Any:
 
 
 @quick
-@given(st.floats(0.05, 0.7), of(4, 8), st.sampled_from(["layer", "joint"]), KINDS, st.sampled_from(["model", "block"]))
+@given(st.floats(0.05, 0.7), of(4, 8), st.sampled_from(["layer", "joint"]), KINDS)
 def test_what_n_m_cannot_express_is_made_up_for_by_the_others(
-    target: float, pattern: NM, other: Any, kind: Any, scope: Any
+    target: float, pattern: NM, other: Any, kind: Any
 ) -> None:
-    planned, patterns = allocated(plan(pattern, other, shapes=EVEN), target, scope, kind)
+    planned, patterns = allocated(plan(pattern, other, shapes=EVEN), target, kind)
     weights = sum(x.weights for x in planned.linears)
     final = planned.allocated(patterns)
     assert zeros_of(final.linears) == round(target * weights)
@@ -226,7 +199,7 @@ def test_of_n_m_alone_the_total_is_within_half_a_step(target: float, pattern: NM
     planned = plan(pattern, shapes=EVEN)
     total = round(target * sum(x.weights for x in planned.linears))
     steps = [x.weights // pattern.of for x in planned.linears]
-    assert abs(zeros(planned, by_cost(planned, target, "model", kind)) - total) <= max(steps) / 2
+    assert abs(zeros(planned, by_cost(planned, target, kind)) - total) <= max(steps) / 2
     patterns = spread(units_of(planned, kind), target, evenly)
     left = total - zeros(planned, patterns)
     finest = {patterns[x.name].keep for x in planned.linears if x.weights // pattern.of == min(steps)}
@@ -251,84 +224,27 @@ def test_a_sparsity_is_measured_at_the_nearest_that_the_patterns_of_a_unit_have(
     assert [only.at(s)[0] for s in (0.01, 0.3, 0.5, 0.7, 0.9)] == [0.25, 0.25, 0.5, 0.75, 0.75]
 
 
-# --- without measuring
-
-
-def uniform(target: float, *kinds: Any, **settings: Any) -> Plan:
-    return settled_by(plan(*kinds, **settings), UniformAllocation(method="uniform", target=target))
-
-
-@quick
-@given(st.floats(0.01, 0.9), st.sampled_from(["row", "layer", "joint"]))
-def test_uniform_gives_every_linear_the_target_and_the_total_exactly(target: float, group: Any) -> None:
-    final = uniform(target, group, "layer")
-    assert final.allocation is None
-    assert zeros_of(final.linears) == round(target * sum(x.weights for x in final.linears))
-    for x in final.linears:
-        slack = 0.5 / x.shape[1] if group == "row" and x.rule.index == 0 else 0.0
-        assert abs(x.pattern.sparsity - target) <= slack + 40 / x.weights
-
-
-def test_uniform_n_m_is_the_target_where_it_can_be_and_else_mixes_the_two_nearest_within_every_block() -> None:
-    assert {str(x.pattern) for x in uniform(0.5, NM(1, 4), shapes=EVEN).linears} == {"2:4"}
-    assert {str(x.pattern) for x in uniform(0.625, NM(1, 8), shapes=EVEN).linears} == {"3:8"}
-    final = uniform(0.6, NM(1, 4), shapes=EVEN, blocks=8)
-    assert {str(x.pattern) for x in final.linears} == {"2:4", "1:4"}
-    for b in range(8):
-        block = [x for x in final.linears if x.block == f"b{b}"]
-        assert zeros_of(block) / sum(x.weights for x in block) == pytest.approx(0.6, abs=0.03)
+# --- what is refused
 
 
 @pytest.mark.parametrize(
-    ("target", "kinds", "most"),
-    [(0.8, (NM(2, 4),), "0.75"), (0.76, ("layer", NM(2, 4)), "0.75"), (0.98, ("row",), "0.96875")],
+    ("planned", "target", "message"),
+    [
+        (
+            plan(NM(2, 4), "layer", shapes=EVEN),
+            0.86,
+            r"the patterns allow at most 0\.8\d+; N:M .*, .* allocation 5%",
+        ),
+        (plan("layer", "layer", outside=NM(2, 4), shapes=EVEN), 0.8, r"the patterns of head allow at most 0\.75"),
+        (plan("layer", shapes=EVEN, blocks=1), 0.5, "nothing to choose, because each of the 1 targets applies to a "),
+    ],
+    ids=["in all", "outside the blocks", "nothing to choose"],
 )
-def test_uniform_refuses_what_a_linear_cannot_have(target: float, kinds: Any, most: str) -> None:
-    """Others would have to make up for it, and nothing were uniform."""
-    name = rf"b0\.{len(kinds) - 1}\.kind_a"
-    complaint = f"target {target} cannot be reached: the patterns of {name} allow at most {most}"
-    with pytest.raises(RecipeError, match=complaint):
-        uniform(target, *kinds, shapes=EVEN)
-
-
-def settled_by(planned: Plan, settings: Any) -> Plan:
-    return settled(replace(planned, allocation=settings))
-
-
-def test_a_target_that_all_patterns_together_cannot_reach_is_refused() -> None:
-    planned = plan(NM(2, 4), "layer", shapes=EVEN)
-    fits = OwlAllocation(method="owl", target=0.84)
-    assert settled_by(planned, fits).allocation == fits
-    with pytest.raises(RecipeError, match=r"the patterns allow at most 0\.8\d+; N:M .*, and a measured allocation 5%"):
-        settled_by(planned, OwlAllocation(method="owl", target=0.86))
-
-
-def test_a_block_that_cannot_reach_the_target_by_itself_is_named() -> None:
-    planned = plan("layer", shapes=EVEN)
-    mixed = tuple(replace(x, pattern=NM(2, 4)) if x.block == "b1" else x for x in planned.linears)
-    planned = replace(planned, linears=mixed)
-    with pytest.raises(RecipeError, match=r"the patterns in b1 allow at most 0\.75"):
-        settled_by(planned, AttentionAware(method="attention-aware", target=0.8, scope="block"))
-    by_model = AttentionAware(method="attention-aware", target=0.8, scope="model")
-    assert settled_by(planned, by_model).allocation == by_model
-
-
-@pytest.mark.parametrize("scope", ["model", "block"])
-def test_a_linear_outside_the_blocks_that_cannot_reach_the_target_is_named(scope: Any) -> None:
-    planned = plan("layer", "layer", outside=NM(2, 4), shapes=EVEN)
-    with pytest.raises(RecipeError, match=r"the patterns of head allow at most 0\.75"):
-        settled_by(planned, AttentionAware(method="attention-aware", target=0.8, scope=scope))
-
-
-def test_explicit_sparsities_have_to_come_to_their_target() -> None:
-    planned = plan("layer")
-    for target in (0.5, 0.50004, None):
-        got = settled_by(planned, ExplicitAllocation(method="explicit", sparsities={"*": 0.5}, target=target))
-        assert (got.linears, got.allocation) == (planned.linears, None)
-    with pytest.raises(
-        RecipeError, match=r"the sparsities amount to 50\.00% of the planned weights, but target is 50\.02"
-    ):
-        settled_by(planned, ExplicitAllocation(method="explicit", sparsities={"*": 0.5}, target=0.5002))
+def test_a_target_out_of_reach_is_refused(planned: Plan, target: float, message: str) -> None:
+    check_allocation(replace(plan(NM(2, 4), "layer", shapes=EVEN), allocation=OwlAllocation(method="owl", target=0.84)))
+    settings = AttentionAware(method="attention-aware", target=target)
+    with pytest.raises(RecipeError, match=message):
+        check_allocation(replace(planned, allocation=settings))
 
 
 def test_zeros_are_counted_as_masks_will_have_them() -> None:
@@ -337,14 +253,3 @@ def test_zeros_are_counted_as_masks_will_have_them() -> None:
     rows = sum(zeros_in(x.pattern, *x.shape) or 0 for x in linears if x.rule.index == 0)
     joint = round(sum(a * b for a, b in SHAPES) / 3)
     assert zeros_of(linears) == rows + 2 * joint
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [AttentionAware(method="attention-aware", target=0.5, scope="block"),
-     DivergenceAllocation(method="divergence", target=0.5, unit="rule", scope="block")],
-    ids=str,
-)  # fmt: skip
-def test_an_allocation_that_would_have_nothing_to_choose_is_refused(settings: Any) -> None:
-    with pytest.raises(RecipeError, match="nothing to choose, because each of the 3 targets applies to a single unit"):
-        settled_by(plan("layer", shapes=EVEN), settings)

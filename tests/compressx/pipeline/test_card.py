@@ -75,7 +75,7 @@ def test_the_license_of_a_gguf_file_is_in_its_metadata() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "mixtral"])
 def test_transformers_keeps_the_sparsity_in_the_config(architecture: str, models: Any, tmp_path: Path) -> None:
     rules = [{"targets": ["*"], "pruner": "magnitude"}]
-    run(recipe(models(architecture), *rules, allocation={"method": "uniform", "target": 0.5}))
+    run(recipe(models(architecture), *rules, allocation={"method": "owl", "target": 0.5}))
     first = AutoModelForCausalLM.from_pretrained("out/model")
     sparsity = first.config.compressx["sparsity"]
     assert sparsity == pytest.approx(0.5, abs=0.01)

@@ -153,16 +153,13 @@ def test_attention_in_one_fused_weight_is_pruned_beside_the_rest(models):
         assert 0 < layer.info["output_error"] <= layer.info["output_error.sparsegpt"]
 
 
-def test_magnitude_reads_no_text_with_uniform_allocation_neither(model):
+def test_magnitude_reads_no_text(model):
     given = recipe(model, {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5})
     Path("short.txt").write_text("w1")  # any pruner that observes would refuse it
     given["calibration"]["dataset"] = {"text": "short.txt"}
     assert run(given).sparsity == 0.5
     del given["calibration"]
     assert run(given, replace=True).sparsity == 0.5
-    asked = by_method(model, "uniform", "magnitude")
-    del asked["calibration"]
-    assert run(asked, replace=True).sparsity == pytest.approx(0.5371, abs=1e-5)
 
 
 # --- allocation
@@ -190,7 +187,6 @@ def test_allocation_reaches_its_target_to_the_weight_and_says_how(model):
         assert unit.divergence == pytest.approx(Curve(unit.sparsities, unit.divergences).error(unit.sparsity))
     below = [round(u.sparsity, 3) for u in report.allocation.units if u.sparsity < max(u.sparsities)]
     assert len(set(below)) == len(below) >= 4, "each unit has its own, but for those at the largest that was measured"
-    assert not any(reached_in(masks, block, target) for block in range(3))
 
     assert list(dict.fromkeys(stage for stage, *_ in told)) == ["load", "calibrate", "allocate", "prune", "save"]
     begun, first, gradients, *blocks = (step for stage, *step in told if stage == "allocate")
@@ -218,20 +214,6 @@ def counted(masks: MaskSet, under: str = "") -> tuple[int, dict[str, int]]:
     return sum(keep.numel() for keep in keeps.values()), {name: int((~keep).sum()) for name, keep in keeps.items()}
 
 
-def reached_in(masks: MaskSet, block: int, target: float) -> bool:
-    """Whether the linears of one block have the target between them."""
-    total, zeros = counted(masks, f"model.layers.{block}.")
-    return abs(sum(zeros.values()) / total - target) < 1e-4
-
-
-@pytest.mark.slow
-def test_within_blocks_allocation_gives_each_block_the_target(model):
-    report = run(allocated(model, 0.537, scope="block", sparsities=[0.2, 0.4, 0.6, 0.8]))
-    masks = MaskSet.load("out/masks.safetensors")
-    assert all(reached_in(masks, block, 0.537) for block in range(3))
-    assert len({round(u.sparsity, 3) for u in report.allocation.units}) == 6
-
-
 def test_allocation_measures_on_the_dense_model_and_leaves_it_dense(model):
     """What is pruned afterwards equals a run whose rules give the allocated sparsities themselves."""
     whole = recipe(model, {"targets": ["*"], "pruner": "wanda", "group": "layer"})
@@ -243,12 +225,9 @@ def test_allocation_measures_on_the_dense_model_and_leaves_it_dense(model):
 
 
 METHODS: dict[str, dict[str, Any]] = {
-    "uniform": {},
-    "owl": {"outlier_threshold": 2.0, "spread": 0.1, "samples": 4},
+    "owl": {"samples": 4},
     "divergence": {"sparsities": [0.3, 0.7], "samples": 4},
-    "divergence of linears": {"unit": "linear", "sparsities": [0.3, 0.7], "samples": 4},
     "attention-aware": {"sparsities": [0.3, 0.7], "samples": 4},
-    "explicit": {"sparsities": {"*.layers.0.*": 0.25, "*.layers.1.*": 0.5, "*": 0.75}},
 }
 QUERY_KEY = {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune"}
 PRUNERS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -269,9 +248,7 @@ SLACK = {"wanda by row": 16, "wanda N:M": 32 * 64 // 8, "sparsegpt N:M": 32 * 64
 
 
 def by_method(source: Path, method: str, pruner: str, **settings: Any) -> dict[str, Any]:
-    settings = {"method": method.split(maxsplit=1)[0], **METHODS[method], **settings}
-    if method != "explicit":
-        settings.setdefault("target", 0.5371)
+    settings = {"method": method, "target": 0.5371, **METHODS[method], **settings}
     return recipe(source, *PRUNERS[pruner]) | {"allocation": settings}
 
 
@@ -281,9 +258,8 @@ def test_every_method_and_every_pruner_reaches_its_total(model, method, pruner):
     report = run(by_method(model, method, pruner))
     masks = MaskSet.load("out/masks.safetensors")
     total, zeros = counted(masks)
-    expected = 0.5 if method == "explicit" else 0.5371
-    assert abs(sum(zeros.values()) - round(expected * total)) <= SLACK.get(pruner, 0)
-    assert (report.allocation.method, report.allocation.zeros) == (method.split(maxsplit=1)[0], sum(zeros.values()))
+    assert abs(sum(zeros.values()) - round(0.5371 * total)) <= SLACK.get(pruner, 0)
+    assert (report.allocation.method, report.allocation.zeros) == (method, sum(zeros.values()))
     for unit in report.allocation.units:
         assert sum(zeros[name] for name in unit.linears) == round(unit.sparsity * unit.weights)
     for name, entry in masks.items():
@@ -292,26 +268,16 @@ def test_every_method_and_every_pruner_reaches_its_total(model, method, pruner):
             assert (entry.keep.view(-1, of).sum(dim=1) == keep).all(), name
             assert of == (8 if ("mlp" in name and pruner != "wanda N:M") or pruner == "sparsegpt N:M" else 4)
     assert any(":" in entry.pattern for entry in masks.values()) == ("N:M" in pruner)
-    assert method == "uniform" or len({round(u.sparsity, 2) for u in report.allocation.units}) > 1
-
-
-@pytest.mark.slow
-def test_sparsity_zero_leaves_a_linear_as_it_was(model):
-    for pruner in ("sparsegpt", "wanda N:M"):
-        run(by_method(model, "explicit", pruner, sparsities={"*.up_proj": 0.0, "*": 0.5}), replace=True)
-        dense, pruned = weights(model), weights("out/model")
-        name = "model.layers.1.mlp.up_proj"
-        assert MaskSet.load("out/masks.safetensors")[name].keep.all()
-        assert torch.equal(dense[f"{name}.weight"], pruned[f"{name}.weight"])
+    assert len({round(u.sparsity, 2) for u in report.allocation.units}) > 1
 
 
 def test_blocks_with_more_outliers_are_pruned_less_by_owl(model):
     report = run(by_method(model, "owl", "sparsegpt"))
     units = sorted(report.allocation.units, key=lambda u: u.outliers or 0.0)
     assert all(a.sparsity > b.sparsity for a, b in itertools.pairwise(units))
-    assert max(abs(u.sparsity - 0.5371) for u in units) == pytest.approx(0.1, abs=1e-4)
+    assert max(abs(u.sparsity - 0.5371) for u in units) == pytest.approx(0.08, abs=1e-4)
     text = Path("out/report.md").read_text()
-    assert "owl, by block, scope model, target 53.71%: " in text
+    assert "owl, by block, target 53.71%: " in text
     first = report.allocation.units[0]
     assert f"| sparsegpt | {first.sparsity:.2%} | {first.outliers:.3%} |" in text
 

@@ -46,4 +46,4 @@ UNITS = (
     UnitReport("model.layers.0", "attnprune", ("m.q_proj", "m.k_proj"), 32, 0.75, 0.0123, (0.5, 0.9), (0.001, 0.02)),
     UnitReport("", "magnitude", ("lm_head",), 128, 0.3125, None),
 )  # fmt: skip
-ALLOCATION = AllocationReport("attention-aware", 0.4, "rule", "model", 160, 64, UNITS)
+ALLOCATION = AllocationReport("attention-aware", 0.4, "rule", 160, 64, UNITS)

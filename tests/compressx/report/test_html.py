@@ -67,7 +67,7 @@ def run_in(folder: Path) -> RunReport:
         plugins=({"name": "wanda", "version": None, "source": "entry point", "module": "compressx.pruners.wanda"},),
         versions={"torch": "2.13.0"},
         figures=figures.draw(reports, kept, folder / "plots"),
-        allocation=AllocationReport("divergence", 0.5, "block", "model", 1000, 500, units),
+        allocation=AllocationReport("divergence", 0.5, "block", 1000, 500, units),
         finetune=FinetuneReport("dense", 1000, 2, (16, 64), (2.0, 1.0)),
     )
 
