@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 # A test that reaches for the hub fails at once instead of hanging. Set before anything imports `datasets`.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
+# One thread, also in processes that tests start: two give other last bits, and tests side by side wait for cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # `device: auto` means the CPU, whose results the tests know to the bit. A GPU is checked by benchmarks/accelerator.py.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # An example takes as long as other processes of the machine let it.
@@ -146,24 +148,3 @@ def _same_numbers_in_every_order() -> None:
     import torch
 
     torch.manual_seed(0)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _threads() -> int:
-    """Use one thread, also for what modules share: two give other last bits. Return how many there are."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    return threads
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_for_tiny_models(request: pytest.FixtureRequest, _threads: int) -> Iterator[None]:
-    """Use one thread for models of milliseconds: two only wait for each other when the machine is busy."""
-    import torch
-
-    alone = "PYTEST_XDIST_WORKER" not in os.environ  # workers with threads of their own wait for one another
-    torch.set_num_threads(_threads if alone and request.node.get_closest_marker("slow") else 1)
-    yield
-    torch.set_num_threads(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from tests.planted.planted import faults
@@ -21,8 +20,3 @@ def test_every_fault_has_a_name_of_its_own_and_changes_text_that_stands_once_in_
 def test_the_tests_that_have_to_catch_them_are_there() -> None:
     assert all(fault.tests for fault in faults())
     assert not {name for fault in faults() for name in fault.tests if not (ROOT / name).exists()}
-
-
-def test_contributing_says_how_many_there_are() -> None:
-    said = re.findall(r"plants (\d+) faults", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
-    assert said == [str(len(faults()))]

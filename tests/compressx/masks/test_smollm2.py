@@ -67,8 +67,8 @@ def test_adapters_of_a_recipe_lower_its_perplexity_and_keep_the_zeros(smollm2_sh
             "prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.6}],
             "finetune": {
                 **text,
-                "samples": 64,
-                "steps": 30,
+                "samples": 32,
+                "steps": 16,
                 "batch_size": 2,
                 "learning_rate": 2e-3,
                 "lora": {"rank": 16},

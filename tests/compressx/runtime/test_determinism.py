@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -131,16 +132,20 @@ def modes() -> tuple[Any, ...]:
 )
 @pytest.mark.parametrize("held_out", [0, 2])
 def test_the_modes_of_the_caller_change_no_result_and_are_left_as_they_are(set_by_caller, held_out):
+    expected, found = pruned_within(contextlib.nullcontext, held_out), pruned_within(set_by_caller, held_out)
+    assert all(torch.equal(x, found[name]) for name, x in expected.items())
+
+
+@cache
+def pruned_within(entered: Callable[[], Any], held_out: int) -> dict[str, torch.Tensor]:
+    """Prune and fine-tune a model within a mode of torch; return its parameters."""
     rules = [{"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.5},
              {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.5}]  # fmt: skip
     asked = {"prune": rules, "calibration": {"batch_size": 4}, "compute_dtype": "bfloat16",
              "finetune": {"steps": 4, "batch_size": 2, "held_out": held_out, "learning_rate": 1e-2}}  # fmt: skip
-    tokens, results = tiny_tokens(), []
-    for entered in (contextlib.nullcontext, set_by_caller):
-        model = tiny_model("llama")
-        with entered():
-            before = modes()
-            prune(model, None, asked, calibration=tokens)
-            assert modes() == before
-        results.append({name: p.clone() for name, p in model.named_parameters()})
-    assert all(torch.equal(x, results[1][name]) for name, x in results[0].items())
+    tokens, model = tiny_tokens(), tiny_model("llama")
+    with entered():
+        before = modes()
+        prune(model, None, asked, calibration=tokens)
+        assert modes() == before
+    return {name: p.clone() for name, p in model.named_parameters()}
