@@ -69,8 +69,8 @@ def plugins_check(
     Exits with 1 on failure.
     """
     from compressx.cli import tables, terminal
+    from compressx.recipe.document import assignments
     from compressx.recipe.validation import validate_options
-    from compressx.recipe.yamlfile import assignments
     from compressx.testing.conformance import conformance, known_architectures
 
     specs = host.plugins().named(name)

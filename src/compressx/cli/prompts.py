@@ -112,7 +112,7 @@ def _selecting(host: Host, source: ModelSource, given: dict[str, Any], *, full: 
     """Return how the prompt is shortened: as the run says, with what the options change."""
     from compressx.prompts.prepare import Selecting
     from compressx.prompts.saved import changed_selection, saved_selection
-    from compressx.recipe.yamlfile import assignments, read_plain
+    from compressx.recipe.document import assignments, read_plain
     from compressx.runtime.errors import RecipeError
 
     changes: dict[str, Any] = {}

@@ -30,12 +30,11 @@ from compressx.models.streaming import open_model
 from compressx.plugins.kinds import EVALUATOR
 from compressx.plugins.manager import Plugins
 from compressx.prompts.prepare import Selecting
-from compressx.recipe.document import Node, Placed, from_python
+from compressx.recipe.document import Node, Placed, from_python, override, steps_of
 from compressx.recipe.schema import load_recipe
 from compressx.recipe.selecting import SelectTokens
-from compressx.recipe.sources import ModelField, ModelSource, datasets_in
+from compressx.recipe.sources import ModelField, ModelSource, datasets_in, long_form
 from compressx.recipe.validation import Strict, validated
-from compressx.recipe.yamlfile import override, steps_of
 from compressx.runtime.allocator import freed_memory_kept
 from compressx.runtime.errors import ArtifactError, Mistakes, RecipeError, nearest, one_line
 from compressx.runtime.files import os_errors_named
@@ -90,7 +89,7 @@ def measures(
     else:
         root: Node = from_python({"evaluate": dict(_DEFAULT) if perplexity else {}}, "--set")
         for assignment in overrides:
-            root = override(root, assignment)
+            root = override(root, assignment, long_form=long_form)
         placed = Placed(root)
         selecting = validated(_Section, root.plain(), root.where).select_tokens
     settings, offered = options_of(placed, plugins), plugins.offers[EVALUATOR.key]

@@ -11,9 +11,8 @@ from compressx.api.record import RunReport
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.license import license_of
 from compressx.planning.plan import Plan
-from compressx.recipe.document import flow
+from compressx.recipe.document import dump_yaml, flow
 from compressx.recipe.schema import LoadedRecipe
-from compressx.recipe.yamlfile import dump_yaml
 from compressx.report import markdown
 from compressx.report.contents import evaluation, model_name, modules, told
 from compressx.report.section import Section, Table

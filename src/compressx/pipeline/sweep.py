@@ -17,8 +17,8 @@ from compressx.pipeline.preparation import prepare, read_all
 from compressx.pipeline.run import run
 from compressx.pipeline.texts import blank
 from compressx.plugins.manager import Plugins
+from compressx.recipe.document import parse_yaml, steps_of
 from compressx.recipe.schema import LoadedRecipe, load_recipe
-from compressx.recipe.yamlfile import parse_yaml, steps_of
 from compressx.runtime.errors import CompressxError, RecipeError
 
 

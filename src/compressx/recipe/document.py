@@ -1,17 +1,33 @@
-"""The parsed document: a tree of values with their positions, between the YAML file and the schema."""
+"""The source of a recipe: YAML or Python values as a tree, with the place of every value.
+
+Scalars follow the core schema of YAML 1.2 (section 10.3.2), so `2:4`, `yes` and `2024-01-01` are text whatever a
+`%YAML` directive says. Anchors, aliases and merge keys work. Tags are refused, so no text can name a Python object.
+Size and depth are limited after aliases are expanded.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from compressx.runtime.errors import CompressxError, RecipeError, one_line
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import MaxDepthExceededError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.resolver import VersionedResolver
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+from ruamel.yaml.tag import Tag
+
+from compressx.runtime.errors import CompressxError, RecipeError, did_you_mean, one_line
 
 Scalar: TypeAlias = str | int | float | bool | None
 Step: TypeAlias = str | int
@@ -19,6 +35,18 @@ LongForm: TypeAlias = Callable[[Sequence[Step], str], Mapping[str, Scalar] | Non
 
 MAX_VALUES = 20_000
 MAX_DEPTH = 40
+MAX_BYTES = 256 * 1024
+_TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
+
+_CORE_SCHEMA: tuple[tuple[re.Pattern[str], Callable[[str], Scalar]], ...] = (
+    (re.compile(r"null|Null|NULL|~|"), lambda _: None),
+    (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
+    (re.compile(r"[-+]?[0-9]{1,300}"), int),
+    (re.compile(r"0o[0-7]{1,300}"), lambda text: int(text, 0)),
+    (re.compile(r"0x[0-9a-fA-F]{1,300}"), lambda text: int(text, 0)),
+    (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
+    (re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), lambda text: float(text.replace(".", ""))),
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +130,7 @@ def check_bounds(size: int, depth: int, place: str) -> None:
         RecipeError: names the limit.
     """
     if depth > MAX_DEPTH:
-        raise RecipeError(f"{place}: nested more than {MAX_DEPTH} levels deep")
+        raise RecipeError(f"{place}: {_TOO_DEEP}")
     if size > MAX_VALUES:
         raise RecipeError(f"{place}: more than {MAX_VALUES} values (aliases count as what they stand for)")
 
@@ -219,3 +247,235 @@ def flow(value: object) -> str:
     if isinstance(value, str):
         return value if re.fullmatch(r"[A-Za-z][\w/-]*", value) else f'"{value}"'
     return shown(value)
+
+
+def read_yaml(path: Path) -> Node:
+    """Read a YAML file.
+
+    Raises:
+        RecipeError: a file that cannot be read, is not UTF-8, is not YAML, or is over the size limits.
+    """
+    name = one_line(str(path))
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        advice = "a URL is not read; download it first" if re.match("https?:/", name) else _siblings(path)
+        raise RecipeError(f"{name}: no such file; {advice}") from None
+    except IsADirectoryError:
+        raise RecipeError(f"{name}: is a folder, expected a recipe; {_recipes_of(path)}") from None
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if len(data) > MAX_BYTES:
+        raise RecipeError(f"{name}: larger than {MAX_BYTES // 1024} KiB; it is probably not a recipe")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        column = error.start - (data.rfind(b"\n", 0, error.start) + 1) + 1
+        byte = error.object[error.start]
+        raise RecipeError(f"{name}:{line}:{column}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from None
+    return parse_yaml(text, name)
+
+
+def _siblings(path: Path) -> str:
+    try:
+        names = [p.name for p in path.parent.iterdir() if p.suffix in {".yaml", ".yml"}]
+    except OSError:
+        return f"the folder {one_line(str(path.parent))} does not exist or cannot be read"
+    return did_you_mean(path.name, names) or f"{one_line(str(path.parent))} has no .yaml files"
+
+
+def _recipes_of(folder: Path) -> str:
+    if (folder / "config.json").is_file():
+        return f"it holds a model, for which `compressx init {one_line(str(folder))}` writes one"
+    found = sorted(one_line(str(p)) for p in folder.iterdir() if p.suffix in {".yaml", ".yml"})
+    return f"it has {', '.join(found[:3])}" if found else "it has no .yaml files"
+
+
+class _Untagged(VersionedResolver):
+    """Gives no tag to values without one; ours are read by `read_plain`."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Tag:  # noqa: ARG002 - ruamel.yaml's signature
+        return Tag(suffix="")
+
+
+def parse_yaml(text: str, name: str, *, place: str | None = None) -> Node:
+    """Parse one YAML document; empty text is null.
+
+    Args:
+        text: the document.
+        name: the file, for places `name:line:column`.
+        place: used for every value instead.
+
+    Raises:
+        RecipeError: text that is not one YAML document within the limits, or that repeats a key or uses a tag.
+    """
+
+    def at(line: int, column: int) -> str:
+        return place or f"{name}:{line + 1}:{column + 1}"
+
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Resolver = _Untagged
+    yaml.max_depth = MAX_DEPTH
+    yaml.composer.warn_double_anchors = False
+    try:
+        composed = yaml.compose(text)
+    except MaxDepthExceededError as error:
+        raise RecipeError(f"{at(error.problem_mark.line, error.problem_mark.column)}: {_TOO_DEEP}") from None
+    except ReaderError as error:
+        before = text[: error.position]
+        here = at(before.count("\n"), len(before) - before.rfind("\n") - 1)
+        raise RecipeError(f"{here}: the character {text[error.position]!r} is not allowed in YAML") from None
+    except MarkedYAMLError as error:
+        raise RecipeError(_not_yaml(error, at)) from None
+    except (YAMLError, ArithmeticError, AssertionError, ValueError):
+        # ruamel.yaml raises these, without a position, for directives of other versions and escapes beyond Unicode.
+        raise RecipeError(f"{at(0, 0)}: not YAML: an escape beyond \\U0010FFFF, or %YAML not 1.1 or 1.2") from None
+    if composed is None:
+        return Node(None, at(0, 0))
+    converter = _Converter(at)
+    root = converter.node(composed)
+    if converter.mistakes:
+        raise RecipeError("\n".join(converter.mistakes))
+    return root
+
+
+def _not_yaml(error: MarkedYAMLError, at: Callable[[int, int], str]) -> str:
+    """Return ruamel.yaml's message with the place where the parser stopped, and where what it read begins."""
+    mark, begun = error.problem_mark or error.context_mark, error.context_mark
+    here = at(mark.line, mark.column) if mark else at(0, 0)
+    where = f" at {there}" if begun and (there := at(begun.line, begun.column)) != here else ""
+    told = f"{error.context}{where}, {error.problem}" if error.context else str(error.problem)
+    quotes = '; text that begins with * needs quotes, such as "*.q_proj"' if "alias" in told else ""
+    return f"{here}: not YAML: {told}{quotes}"
+
+
+class _Converter:
+    """Turns composed nodes into ours. State: the finished and the unfinished ones by identity, the mistakes so far."""
+
+    def __init__(self, at: Callable[[int, int], str]) -> None:
+        self.at = at
+        self.finished: dict[int, Node] = {}
+        self.unfinished: set[int] = set()
+        self.mistakes: list[str] = []
+
+    def node(self, composed: Any) -> Node:
+        """Convert a node; what an alias stands for is converted once.
+
+        Raises:
+            RecipeError: beyond the limits, an alias within its own anchor, a key that is not text, or a bad merge.
+        """
+        if (known := self.finished.get(id(composed))) is not None:
+            return known
+        place = self.at(composed.start_mark.line, composed.start_mark.column)
+        if id(composed) in self.unfinished:
+            raise RecipeError(f"{place}: an alias stands within what its anchor names")
+        self.unfinished.add(id(composed))
+        if tag := str(composed.tag).replace("tag:yaml.org,2002:", "!!"):
+            self.mistakes.append(f"{place}: tag {tag!r} is not allowed: a recipe has plain values only")
+        if isinstance(composed, SequenceNode):
+            found = Node(tuple(self.node(item) for item in composed.value), place)
+        elif isinstance(composed, MappingNode):
+            found = Node(self._entries(composed.value), place)
+        else:
+            plain = composed.style is None
+            found = Node(checked(read_plain(composed.value) if plain else composed.value, place), place)
+        check_bounds(found.size, found.depth, place)
+        return self.finished.setdefault(id(composed), found)
+
+    def _entries(self, pairs: Sequence[tuple[Any, Any]]) -> dict[str, Node]:
+        entries: dict[str, Node] = {}
+        merged: dict[str, Node] = {}
+        for composed, below in pairs:
+            key, value = self.node(composed), self.node(below)
+            if key.value == "<<" and composed.style is None:
+                merged = {**_merged(value, key.place), **merged}
+            elif not isinstance(key.value, str):
+                comma = type(key.value) is int and value.value is None
+                hint = "; in a number write a point, as in 0.5" if comma else ""
+                raise RecipeError(f"{key.place}: a key must be text; got {shown(key.value)}, put it in quotes{hint}")
+            elif key.value in entries:
+                first = entries[key.value].place
+                self.mistakes.append(
+                    f"{key.place}: duplicate key {key.value!r}, first given at {first}; keep one of the two"
+                )
+            else:
+                entries[key.value] = replace(value, place=key.place)
+        return {**merged, **entries}
+
+
+def _merged(node: Node, place: str) -> dict[str, Node]:
+    """Return the keys that `<<:` merges; of several mappings with the same key the first wins."""
+    merged: dict[str, Node] = {}
+    for source in node.value if isinstance(node.value, tuple) else (node,):
+        if not isinstance(source.value, Mapping):
+            raise RecipeError(f"{place}: << expects a mapping or a list of mappings, got {shown(source.value)}")
+        merged = {**source.value, **merged}
+    return merged
+
+
+def read_plain(text: str) -> Scalar:
+    """Read an unquoted scalar as null, boolean, number or text (YAML 1.2 core schema)."""
+    for pattern, read in _CORE_SCHEMA:
+        if pattern.fullmatch(text):
+            return read(text)
+    return text
+
+
+def override(root: Node, assignment: str, option: str = "--set", long_form: LongForm = lambda *_: None) -> Node:
+    """Return the document with one value set.
+
+    Args:
+        root: the document.
+        assignment: `a.b[0].c=VALUE` or `a.b.0.c=VALUE` with VALUE in YAML.
+        option: the command-line option, for places such as `--set a.b[0].c=VALUE`.
+        long_form: as for `put`.
+
+    Raises:
+        RecipeError: a malformed assignment, or a path through a scalar or outside a list.
+    """
+    short = assignment if len(assignment) <= 120 else f"{assignment[:117]}..."
+    place = f"{option} {one_line(short)}"
+    path, equals, text = assignment.partition("=")
+    steps = steps_of(path)
+    if not equals or not all(steps):
+        raise RecipeError(f"{place}: expected KEY.KEY=VALUE, such as calibration.samples=8 or prune.0.sparsity=0.5")
+    check_bounds(1, len(steps), place)
+    return put(root, steps, parse_yaml(text, "", place=place), long_form=long_form)
+
+
+def steps_of(path: str) -> list[str]:
+    """Split `prune[0].sparsity` or `prune.0.sparsity` into its steps."""
+    return re.sub(r"(?<=[^.])\[(-?\d+)\](?=[.\[]|$)", r".\1", path.strip()).split(".")
+
+
+def assignments(given: Sequence[str]) -> dict[str, Any]:
+    """Return the mapping that `KEY=VALUE` assignments build, with VALUE in YAML.
+
+    Raises:
+        RecipeError: as for `override`.
+    """
+    root = from_python({}, "--set")
+    for assignment in given:
+        root = override(root, assignment)
+    made: dict[str, Any] = root.plain()
+    return made
+
+
+def dump_yaml(tree: object) -> str:
+    """Return plain dicts, lists and scalars as YAML that `parse_yaml` reads back to an equal tree."""
+    yaml = YAML(pure=True)
+    yaml.width = 2**16
+    stream = io.StringIO()
+    yaml.dump(_quoted(tree), stream)
+    return stream.getvalue()
+
+
+def _quoted(tree: object) -> object:
+    """Quote text that `read_plain` would read as another type; ruamel.yaml's rules for numbers differ from ours."""
+    if isinstance(tree, str):
+        return tree if read_plain(tree) == tree and tree.isprintable() else DoubleQuotedScalarString(tree)
+    if isinstance(tree, list):
+        return [_quoted(item) for item in tree]
+    return {_quoted(k): _quoted(v) for k, v in tree.items()} if isinstance(tree, dict) else tree

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 from compressx.api.patterns import NM, Group
-from compressx.recipe.document import Node, Placed, Step, from_python
+from compressx.recipe.document import Node, Placed, Step, dump_yaml, from_python, override, read_yaml
 from compressx.recipe.methods import AllocationField
 from compressx.recipe.patterns import PatternField
 from compressx.recipe.selecting import SelectTokens
@@ -21,13 +21,13 @@ from compressx.recipe.sources import (
     Draw,
     ModelField,
     datasets_in,
+    long_form,
     refuse_dtype,
 )
 from compressx.recipe.targets import Target
 from compressx.recipe.tuning import Finetune
 from compressx.recipe.validation import Strict, conflict, validated
 from compressx.recipe.validation import validate_options as validate_options  # noqa: PLC0414 - plan.py takes it from here
-from compressx.recipe.yamlfile import dump_yaml, override, read_yaml
 from compressx.runtime.errors import RecipeError
 
 
@@ -217,7 +217,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), grid: Sequence[str] =
     source = read_yaml(path)
     for option, given in (("--set", overrides), ("--grid", grid)):
         for assignment in given:
-            source = override(source, assignment, option)
+            source = override(source, assignment, option, long_form)
     return source
 
 

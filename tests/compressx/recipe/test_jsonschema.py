@@ -10,9 +10,9 @@ from pydantic import BaseModel, Field
 
 from compressx import load_plugins
 from compressx.cli import cli
+from compressx.recipe.document import read_yaml
 from compressx.recipe.jsonschema import json_schema, text_of
 from compressx.recipe.schema import recipe_from_dict
-from compressx.recipe.yamlfile import read_yaml
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 COMMITTED = RECIPES / "recipe.schema.json"
