@@ -189,3 +189,15 @@ def test_adapters_masked_in_training_lose_nothing_when_they_are_merged(model, te
     assert masked["verified"] == plain["verified"] == "True"
     assert float(masked["merged"]) < float(masked["before"])
     assert (tmp_path / "out" / "adapters.md").read_text().count("\n") == 4
+
+
+def test_plan_time_holds_each_stage_and_the_peak_against_a_run(model, text, tmp_path, benchmark):
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(
+        f"model: {{path: {model}}}\ncalibration: {{dataset: {{text: {text}}}, samples: 8, sequence_length: 32}}\n"
+        'prune: [{targets: ["*"], pruner: sparsegpt, sparsity: 0.5}]\noutput: out\n'
+    )
+    found = [line.strip("|").split("|") for line in benchmark("plan_time", recipe).splitlines()[2:]]
+    stages = {name.strip(): float(ratio) for _, name, *_, ratio in found}
+    assert {"load", "prune", "memory, GB"} <= set(stages)
+    assert 0.5 < stages["memory, GB"] < 1.5

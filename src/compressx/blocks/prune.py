@@ -125,9 +125,7 @@ def _entering(
     """Return the inputs of the first unfinished block, and the arguments of every block."""
     if finished is not None:  # the inputs of the first block are not needed
         calls = capture(access, found, batches, lambda state: state.new_empty(0))[1]
-        # A Gemma 4 none of whose blocks does so passes the same object.
-        shared = getattr(text_config(access.model), "num_kv_shared_layers", None) != 0
-        if shared and any(map(handed_on, chain(*calls.values()))):
+        if not resumable(access.model, calls):
             raise UnsupportedModelError(
                 f"{type(access.model).__name__}: its blocks use keys and values of earlier ones again, which an "
                 "interrupted run does not keep, so it cannot be resumed; start it anew, without --resume"
@@ -135,6 +133,13 @@ def _entering(
         return finished.streams, calls
     states, calls = capture(access, found, batches, keep)
     return Streams(states, [keep(x.clone()) for x in states] if plan.reconstruct_block else ()), calls
+
+
+def resumable(model: Any, calls: Mapping[str, Sequence[BlockCall]]) -> bool:
+    """Return whether a later block can be pruned without running the ones before it, given its inputs."""
+    # A Gemma 4 none of whose blocks uses keys and values of earlier ones passes the same object.
+    shared = getattr(text_config(model), "num_kv_shared_layers", None) != 0
+    return not (shared and any(map(handed_on, chain(*calls.values()))))
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,25 +64,39 @@ def run(
 @set_option
 @click.option("--all", "every", is_flag=True, help="Print a line for every linear; by default equal ones share one.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.option("--time", "timed", is_flag=True, help="Load the model, prune one block, and say how long a run takes.")
 @replace_option
+@device_option
 @click.pass_obj
 @errors_for_users
 def plan(
-    host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_json: bool, replace: bool,
+    host: Host, recipe: Path, overrides: tuple[str, ...], every: bool, as_json: bool, timed: bool, replace: bool,
+    device: str,
 ) -> None:  # fmt: skip
-    """Check RECIPE and show what would happen to every linear, without loading weights."""
+    """Check RECIPE and show what would happen to every linear, and what memory and disk a run needs."""
     from compressx.cli import tables, terminal
+    from compressx.models.access import device_for
     from compressx.pipeline.preparation import loaded_recipe, prepare
+    from compressx.pipeline.sizes import sizes_of
 
+    where = device_for(device)
     plugins = host.plugins()
     loaded = loaded_recipe(recipe, overrides, plugins)
     prepared = prepare(loaded, plugins, replace=replace)
+    sizes = sizes_of(loaded.recipe, prepared.plan, prepared.checkpoint, prepared.skeleton, where)
+    measured = None
+    if timed:
+        from compressx.pipeline.timed import time_run
+
+        with terminal.progress() as tell:
+            measured = time_run(loaded, prepared, plugins, where, tell)
     if as_json:
-        click.echo(json.dumps(prepared.plan.to_dict(), indent=1))
-    else:
-        terminal.show(*tables.of_plan(prepared.plan, every=every))
-        if prepared.plan.linears and not loaded.recipe.shrink:
-            click.echo(tables.full_size(loaded.recipe.output))
+        time = {} if measured is None else {"time": measured.to_dict()}
+        click.echo(json.dumps({**prepared.plan.to_dict(), **sizes.to_dict(), **time}, indent=1))
+        return
+    terminal.show(*tables.of_plan(prepared.plan, every=every), *tables.of_sizes(sizes), *tables.of_time(measured))
+    if prepared.plan.linears and not loaded.recipe.shrink:
+        click.echo(tables.full_size(loaded.recipe.output))
 
 
 @click.command(epilog="Example: compressx schema > recipe.schema.json")

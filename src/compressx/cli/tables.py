@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from compressx.api.evaluator import Figures
     from compressx.evaluation.saved import Applied
     from compressx.masks.inspect import Inspected, Inspection
+    from compressx.pipeline.sizes import Sizes
+    from compressx.pipeline.timed import RunTime
     from compressx.planning.plan import Plan
     from compressx.plugins.record import PluginRecord
     from compressx.prompts.answer import Answer
@@ -67,6 +69,27 @@ def of_plan(plan: Plan, *, every: bool = False) -> Iterator[Section]:
             note=f"{settings.method} measures {settings.measures} when the recipe is run, and chooses sparsities then "
             f"(unit {settings.unit}, {settings.samples} samples)"
         )
+
+
+def of_sizes(sizes: Sizes) -> Iterator[Section]:
+    """Yield the memory of each stage of a run and its disk, by part."""
+    for stage, parts in sizes.memory.items():
+        yield Section(note=f"memory to {stage}: at least {_bytes(parts)}")
+    yield Section(note=f"disk: {_bytes(sizes.disk)}")
+
+
+def of_time(measured: RunTime | None) -> Iterator[Section]:
+    """Yield what a run will take, stage by stage, and what that leaves out; nothing if it was not measured."""
+    if measured is None:
+        return
+    yield Section(table=table(["stage", Column("seconds", ".1f")], measured.seconds.items()))
+    each = measured.seconds["prune"] / max(1, measured.blocks)
+    gpu = measured.peak_gpu_memory_bytes
+    yield Section(
+        note=f"about {_duration(measured.total)} on {measured.device}, {each:.2f} seconds a block to prune; peak of "
+        f"memory {_size(measured.peak_memory_bytes)}" + (f", of the GPU's {_size(gpu)}" if gpu else "")
+    )
+    yield Section(note=f"not measured: {', '.join(measured.left_out)}")
 
 
 def _duration(seconds: float) -> str:

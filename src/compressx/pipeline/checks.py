@@ -21,7 +21,7 @@ from compressx.models.export import check_output, not_written, room_for, save_mo
 from compressx.models.generate import first_token
 from compressx.models.loading import dtype_of, load_skeleton, load_tokenizer
 from compressx.pipeline.journal import differing
-from compressx.pipeline.room import CHECKPOINT, trained_weights
+from compressx.pipeline.sizes import disk_bytes
 from compressx.planning.plan import Plan
 from compressx.recipe.document import Step, path_text
 from compressx.recipe.parts import Parts
@@ -200,35 +200,18 @@ def check_shares(loaded: LoadedRecipe, planned: Plan, processes: int) -> None:
 
 
 def check_space(loaded: LoadedRecipe, found: FoundModel, planned: Plan) -> None:
-    """Refuse an output for which the disk has no room.
-
-    Finished blocks and their masks, twice, are needed throughout, and the largest of: hidden states, beside those of
-    an earlier block and those that `memory_limit` keeps in files; a checkpoint of fine-tuning beside the one before;
-    and at the end the model, beside the last checkpoint. What earlier runs left for the same output counts as free.
+    """Refuse an output for which the disk has no room. What earlier runs left for the same output counts as free.
 
     Raises:
         ArtifactError: names all sizes in bytes.
     """
-    recipe = loaded.recipe
-    itemsize = found.dtype.itemsize
-    sizes = {name: p.numel() * itemsize for name, p in found.skeleton.named_parameters()}
-    blocks = tuple(f"{fqn}." for fqn in find_blocks(found.skeleton) if planned.in_block(fqn))
-    finished = sum(size for name, size in sizes.items() if name.startswith(blocks))
-    masks = 2 * sum(x.weights for x in planned.linears) // 8
-    states = tuned = 0
-    if (text := recipe.calibration) is not None and planned.needs_calibration:
-        streams = 1 if recipe.reconstruct_block is None else 2  # dense and pruned
-        once = streams * text.samples * text.sequence_length * text_config(found.skeleton).hidden_size * itemsize
-        states = once * (2 if text.memory_limit is None or once <= text.memory_limit else 3)
-    if recipe.finetune is not None:
-        tuned = CHECKPOINT * trained_weights(recipe.finetune, planned)
-    largest = max(states, 2 * tuned, tuned + sum(sizes.values()))
-    needed = finished + masks + largest
-    folder, free = room_for(recipe.output)
+    throughout, beside = disk_bytes(loaded.recipe, planned, found.skeleton, found.dtype.itemsize)
+    needed, output = sum(throughout.values()) + max(beside.values()), loaded.recipe.output
+    folder, free = room_for(output)
     if free < needed:
+        listed = ", ".join(f"{name} {size}" for name, size in throughout.items())
+        *some, last = (f"{name} {size}" for name, size in beside.items())
         raise ArtifactError(
-            f"output {recipe.output} needs {needed} bytes: finished blocks {finished}, masks {masks}, and the largest "
-            f"of hidden states {states}, two checkpoints of fine-tuning {2 * tuned}, and one with the model "
-            f"{tuned + sum(sizes.values())}; {folder} has {free} bytes free. Free some space there, or choose "
-            "another disk"
+            f"output {output} needs {needed} bytes: {listed}, and the largest of {', '.join(some)}, and {last}; "
+            f"{folder} has {free} bytes free. Free some space there, or choose another disk"
         )

@@ -108,7 +108,7 @@ class Pruning:
             return planned
         if not journal.scores:
             context.report_progress("calibrate", 0, 1)
-            keep = self._keep(f"depth-{context.ranks.rank}", sum(map(len, self.mine)))
+            keep = self.keep(f"depth-{context.ranks.rank}", sum(map(len, self.mine)))
             with context.loaded.at("prune", depth.rule.index):
                 scores = score_blocks(
                     self.calibrated, depth, self.mine, keep, context.ranks,
@@ -147,7 +147,7 @@ class Pruning:
             context.report_progress("allocate", 0, 1)
             if context.ranks.first:
                 windows = sum(map(len, self.batches))
-                keep = self._keep("allocation", windows_kept(planned, planned.allocation, windows))
+                keep = self.keep("allocation", windows_kept(planned, planned.allocation, windows))
                 try:
                     final, report = allocate(
                         self.calibrated, planned, planned.allocation, self.batches, fisher.linears,
@@ -176,7 +176,7 @@ class Pruning:
         """Prune the blocks that an interrupted run has not finished, and record each."""
         context, journal = self.context, self.journal
         streams = 1 if planned.reconstruct_block is None else 2  # dense and pruned
-        keep = self._keep(f"hidden-{context.ranks.rank}", sum(map(len, self.mine)) * streams)
+        keep = self.keep(f"hidden-{context.ranks.rank}", sum(map(len, self.mine)) * streams)
         finished: list[FinishedBlock] = []
         resumed, note = None, ""
         total = _blocks(planned)
@@ -214,7 +214,7 @@ class Pruning:
                 linears = {name: found.linears[name] for name in masks}
                 hold_routers(Block(index, fqn, module, linears, (), config), planned.asked(fqn), masks)
 
-    def _keep(self, name: str, windows: int) -> Keep:
+    def keep(self, name: str, windows: int) -> Keep:
         """Choose where to keep hidden states of that many windows: in files if they exceed the recipe's limit."""
         calibration, model = self.context.loaded.recipe.calibration, self.access.model
         if calibration is None or calibration.memory_limit is None:

@@ -37,6 +37,13 @@ def trained_weights(settings: Finetune, planned: Plan) -> int:
     return settings.lora.rank * sum(sum(x.shape) for x in adapted)
 
 
+def teacher_weights(settings: Finetune, skeleton: Any) -> int:
+    """Count the weights of the model that fine-tuning learns from; 0 without one."""
+    if isinstance(settings.teacher, ModelSource):
+        skeleton = load_skeleton(find_checkpoint(settings.teacher))
+    return 0 if settings.teacher == "none" else sum(p.numel() for p in skeleton.parameters())
+
+
 def finetuning_bytes(
     recipe: Recipe, settings: Finetune, planned: Plan, skeleton: Any, itemsize: int, teacher: int
 ) -> dict[str, int]:
@@ -82,10 +89,7 @@ def refuse_large_finetuning(
     recipe, settings = loaded.recipe, loaded.recipe.finetune
     if settings is None:
         return
-    own = sum(p.numel() for p in skeleton.parameters())
-    teacher = own if settings.teacher == "dense" else 0
-    if isinstance(settings.teacher, ModelSource):
-        teacher = sum(p.numel() for p in load_skeleton(find_checkpoint(settings.teacher)).parameters())
+    own, teacher = sum(p.numel() for p in skeleton.parameters()), teacher_weights(settings, skeleton)
 
     def needed(settings: Finetune, teacher: int = teacher) -> dict[str, int]:
         return finetuning_bytes(recipe, settings, planned, skeleton, dtype.itemsize, teacher)

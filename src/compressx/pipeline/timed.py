@@ -1,0 +1,219 @@
+"""`compressx plan --time`: one block is pruned by the code of a run, on the recipe's text, measured, and multiplied."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from compressx.allocation.methods import allocate, windows_kept
+from compressx.blocks.fisher import CHANNEL_WINDOWS, ROW_WINDOWS, FisherDiagonal, fisher_diagonal
+from compressx.blocks.prune import Finished, prune_model, resumable
+from compressx.data.windows import read_calibration
+from compressx.models.architecture import survey
+from compressx.models.blockwise import advance, capture, each_block
+from compressx.models.generate import check_ids
+from compressx.models.hidden import Streams
+from compressx.models.shards import OUTSIDE
+from compressx.models.streaming import open_model
+from compressx.pipeline.context import Progress, RunContext
+from compressx.pipeline.log import run_log
+from compressx.pipeline.memory import Kept
+from compressx.pipeline.preparation import Prepared, calibration_batches
+from compressx.pipeline.pruning import Pruning
+from compressx.pipeline.room import memory_advised
+from compressx.pipeline.texts import OwnText
+from compressx.planning.plan import Plan
+from compressx.plugins.manager import Plugins
+from compressx.recipe.schema import LoadedRecipe, Recipe
+from compressx.runtime.allocator import freed_memory_kept
+from compressx.runtime.determinism import deterministic, torchs_own_modes
+from compressx.runtime.ranks import ALONE
+from compressx.runtime.timing import Timing, forget_peaks, peak_gpu_bytes, peak_resident_bytes, synchronize
+
+_BEFORE = 2
+"""Dense blocks that the text passes before the block that is timed: later inputs take solvers as many steps."""
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """What a run will take on a device, from what one block of each kind took.
+
+    Attributes:
+        device: the device.
+        seconds: by stage.
+        blocks: to prune; the linears outside the blocks count as one.
+        peak_memory_bytes: of the process.
+        peak_gpu_memory_bytes: of tensors on GPUs; 0 without one.
+        left_out: parts of the run that are not in these figures.
+    """
+
+    device: str
+    seconds: dict[str, float]
+    blocks: int
+    peak_memory_bytes: int
+    peak_gpu_memory_bytes: int
+    left_out: tuple[str, ...]
+
+    @property
+    def total(self) -> float:
+        """Seconds of all stages."""
+        return sum(self.seconds.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON types."""
+        return {**asdict(self), "total_seconds": self.total}
+
+
+@freed_memory_kept()
+@torchs_own_modes()
+def time_run(
+    loaded: LoadedRecipe, prepared: Prepared, plugins: Plugins, device: torch.device, progress: Progress | None = None
+) -> RunTime:
+    """Load the model and measure what a run does with one block of each kind. Nothing but temporary files is written.
+
+    Raises:
+        CompressxError: as a run.
+    """
+    forget_peaks()
+    with run_log(first=True, file=None) as log, TemporaryDirectory(prefix="compressx-") as folder:
+        context = RunContext(loaded, plugins, progress, device, ALONE, Timing("load"), log)
+        with deterministic(loaded.recipe.deterministic, device), memory_advised(context):
+            planned = _without_depth(prepared.plan)
+            stages = _opened(context, prepared, planned, Path(folder))
+            seconds = {"load": context.timing.seconds()["total"]}
+            fisher, seconds["calibrate"] = _calibrate(stages, planned)
+            if planned.allocation is not None:
+                seconds["allocate"] = _allocate(stages, planned, fisher)
+            kinds = _kinds(planned)
+            seconds["prune"] = sum(count * _prune(stages, planned, fisher, fqn) for fqn, count in kinds.items())
+            return RunTime(
+                str(device), seconds, sum(kinds.values()), peak_resident_bytes(), peak_gpu_bytes(),
+                tuple(_left_out(loaded.recipe, prepared.plan)),
+            )  # fmt: skip
+
+
+def _without_depth(planned: Plan) -> Plan:
+    """Return a plan without the rule that drops whole blocks, which prunes no linear."""
+    if planned.depth is None:
+        return planned
+    drops = planned.depth.rule
+    linears = tuple(x for x in planned.linears if x.rule != drops)
+    return replace(planned, linears=linears, rules=tuple(r for r in planned.rules if r != drops), depth=None)
+
+
+def _opened(context: RunContext, prepared: Prepared, planned: Plan, folder: Path) -> Pruning:
+    """Read the calibration text and open the model, as a run does."""
+    loaded, windows = context.loaded, None
+    calibration, tokenizer = loaded.recipe.calibration, prepared.tokenizer
+    opened = cache(lambda: open_model(prepared.checkpoint, loaded.recipe.model.streaming, context.device))
+    context.report_progress("load", 0, 2)
+    if calibration is not None and planned.needs_calibration:
+        with loaded.at("calibration"):
+            windows = read_calibration(calibration.draw, tokenizer, OwnText(context, tokenizer, opened))
+            check_ids(prepared.skeleton, windows, tokenizer, "the text")
+    context.report_progress("load", 1, 2)
+    with loaded.at("model"):
+        access = opened()
+    batches = calibration_batches(calibration, windows)
+    context = context.with_arithmetic(planned, access.model.dtype)
+    return Pruning(context, access, batches, batches, Kept(folder))
+
+
+def _calibrate(stages: Pruning, planned: Plan) -> tuple[FisherDiagonal, float]:
+    """Measure gradients of the first batch; return them, and the seconds of all batches that a run measures."""
+    names, batches = planned.sensitive, stages.batches
+    if not names and planned.reconstruct_block is None:
+        return FisherDiagonal(), 0.0
+    stages.context.report_progress("calibrate", 0, 1)
+    found = survey(stages.access.model)
+    some = batches if any(x.expert is not None for x in found.linears.values()) else batches[:1]  # reach all experts
+    started = _now(stages.access.device)
+    fisher = fisher_diagonal(stages.calibrated, found, names, some)
+    seconds = _now(stages.access.device) - started
+    windows = min(sum(map(len, batches)), ROW_WINDOWS if names else CHANNEL_WINDOWS)
+    return fisher, seconds * max(1.0, windows / sum(map(len, some)))
+
+
+class _EnoughError(Exception):
+    """Ends an allocation once two blocks are measured."""
+
+
+def _allocate(stages: Pruning, planned: Plan, fisher: FisherDiagonal) -> float:
+    """Let the recipe's allocation measure two blocks; return the seconds of all."""
+    context, settings, device = stages.context, planned.allocation, stages.access.device
+    assert settings is not None  # noqa: S101 - the caller has looked
+    clock = [_now(device)]
+
+    def progress(done: int, total: int, note: str) -> None:
+        context.report_progress("allocate", done, total, note)
+        if done:
+            clock.append(_now(device))
+        if done == 2:
+            raise _EnoughError
+
+    windows = windows_kept(planned, settings, sum(map(len, stages.batches)))
+    with suppress(_EnoughError), context.loaded.at("allocation"):
+        allocate(
+            stages.calibrated, planned, settings, stages.batches, fisher.linears, progress,
+            stages.keep("allocation", windows),
+        )  # fmt: skip
+    blocks = len({x.block for x in planned.linears if x.block})
+    return clock[1] - clock[0] + (blocks - 1) * (clock[-1] - clock[1])
+
+
+def _kinds(planned: Plan) -> dict[str, int]:
+    """Return the middle block of each kind, and how many of its kind there are: alike in linears, shapes and rules."""
+    inside: dict[str, list[tuple[str, tuple[int, int], int]]] = {}
+    for x in planned.linears:
+        inside.setdefault(x.block, []).append((x.name.removeprefix(x.block), x.shape, x.rule.index))
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for fqn, linears in inside.items():
+        alike.setdefault((*linears, fqn == OUTSIDE), []).append(fqn)
+    return {blocks[len(blocks) // 2]: len(blocks) for blocks in alike.values()}
+
+
+def _prune(stages: Pruning, planned: Plan, fisher: FisherDiagonal, fqn: str) -> float:
+    """Prune a block by the code of a run, as if it went on after the block before; return the seconds."""
+    access, batches = stages.calibrated, stages.batches
+    found, context = survey(access.model), stages.context
+    before = [*found.blocks, OUTSIDE][: [*found.blocks, OUTSIDE].index(fqn)]
+    context.report_progress("prune", 0, 1, fqn or "the linears outside the blocks")
+    streams = 1 if planned.reconstruct_block is None else 2
+    keep = stages.keep(f"hidden-{fqn}", sum(map(len, batches)) * streams)
+    states, calls = capture(access, found, batches, keep)
+    finished = None
+    if before and resumable(access.model, calls):
+        with torch.no_grad():
+            for block, runs in each_block(access, found, calls, before[:_BEFORE]):
+                advance(block.fqn, runs, states)
+        dense = [keep(x.clone()) for x in states] if planned.reconstruct_block else ()
+        finished = Finished(before[-1], Streams(states, dense))
+    del states, calls
+    pruned = next(prune_model(access, planned, batches, finished, keep, ALONE, fisher))
+    return pruned.report.seconds
+
+
+def _now(device: torch.device) -> float:
+    """Return the clock, once a GPU is done."""
+    synchronize(device)
+    return time.perf_counter()
+
+
+def _left_out(recipe: Recipe, planned: Plan) -> Iterator[str]:
+    """Yield the parts of a run that are not measured."""
+    if recipe.evaluate is not None:
+        yield "evaluation"
+    if planned.depth is not None:
+        yield "scores of whole blocks"
+    if recipe.finetune is not None:
+        minutes = recipe.finetune.minutes
+        yield "fine-tuning" + ("" if minutes is None else f" ({minutes:g} minutes)")
+    yield "writing files"

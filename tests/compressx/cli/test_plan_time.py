@@ -1,0 +1,129 @@
+"""`compressx plan`: memory and disk by arithmetic, and with `--time` seconds and memory by pruning one block."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.compressx.cli.commands import invoke, printed
+from tests.compressx.saved import save_tiny
+
+from compressx.pipeline import timed
+
+PLAIN = """\
+model: {path: model}
+calibration: {dataset: {text: text.txt}, samples: 8, sequence_length: 32}
+prune:
+  - {targets: ["*"], pruner: wanda, sparsity: 0.5}
+evaluate: {token_perplexity: {dataset: {text: text.txt}, sequence_length: 32}}
+output: out
+"""
+MEASURED = """\
+model: {path: model}
+calibration: {dataset: {text: text.txt}, samples: 12, sequence_length: 32}
+prune:
+  - {targets: ["*.q_proj", "*.k_proj"], pruner: attnprune}
+  - {targets: ["*"], pruner: sensitivity, group: joint}
+allocation: {method: attention-aware, sparsities: [0.4, 0.6], target: 0.5, samples: 8}
+reconstruct_block: {passes: 1}
+finetune: {minutes: 1}
+output: out
+"""
+UNCALIBRATED = """\
+model: {path: model}
+prune:
+  - {targets: ["*"], pruner: magnitude, sparsity: 0.5}
+output: out
+"""
+OTHERS = """
+from pydantic import BaseModel
+from compressx import PruneResult, PrunerSpec, hookimpl, keep_mask
+
+class Options(BaseModel):
+    pass
+
+class Mine:
+    def observe(self, block, name):
+        return None
+
+    def prune(self, block, patterns, stats):
+        return {n: PruneResult(keep_mask(block.linears[n].weight.abs(), p)) for n, p in patterns.items()}
+
+@hookimpl
+def compressx_pruners():
+    return [PrunerSpec("mine", "for a test", Options, lambda _: Mine())]
+"""
+
+
+@pytest.fixture(autouse=True)
+def work(project: Path) -> Path:
+    save_tiny(Path("model"), "llama")
+    return project
+
+
+def planned(recipe: str, *options: str) -> dict:
+    Path("r.yaml").write_text(recipe)
+    return json.loads(printed(*options, "plan", "r.yaml", "--time", "--json"))["time"]
+
+
+def test_a_plan_ends_with_memory_and_disk_by_part():
+    Path("r.yaml").write_text(PLAIN)
+    *_, memory, disk, _ = printed("plan", "r.yaml").splitlines()
+    assert memory.startswith("memory to prune: at least ")
+    assert "(weights " in memory
+    assert "hidden states 0.0655 MB" in memory
+    assert disk.startswith("disk: ")
+    assert not Path("out").exists()
+
+
+def test_time_says_the_seconds_of_each_stage_the_peak_and_what_it_leaves_out():
+    Path("r.yaml").write_text(PLAIN)
+    done = invoke("plan", "r.yaml", "--time")
+    lines = [" ".join(x.split()) for x in done.stdout.splitlines()]
+    assert done.exit_code == 0
+    assert {"load", "calibrate", "prune"} <= {line.split()[0] for line in lines if line}
+    (total,) = (line for line in lines if line.startswith("about "))
+    assert " on cpu, " in total
+    assert " seconds a block to prune; peak of memory " in total
+    assert "not measured: evaluation, writing files" in lines
+    assert {p.name for p in Path().iterdir()} == {"model", "text.txt", "r.yaml"}
+
+
+def test_gradients_an_allocation_and_the_training_of_blocks_are_timed():
+    found = planned(MEASURED)
+    assert all(found["seconds"][stage] > 0 for stage in ("load", "calibrate", "allocate", "prune"))
+    assert found["total_seconds"] == pytest.approx(sum(found["seconds"].values()))
+    assert found["blocks"] == 3
+    assert found["peak_memory_bytes"] > 1e7
+    assert found["left_out"] == ["fine-tuning (1 minutes)", "writing files"]
+
+
+def test_without_calibration_a_block_is_pruned_and_multiplied():
+    found = planned(UNCALIBRATED)
+    assert (found["seconds"]["calibrate"], found["blocks"]) == (0.0, 3)
+    assert found["seconds"]["prune"] > 0
+
+
+def test_a_third_partys_pruner_is_timed_by_the_same_code():
+    Path("others.py").write_text(OTHERS)
+    found = planned(UNCALIBRATED.replace("magnitude", "mine"), "--plugin", "others")
+    assert found["seconds"]["prune"] > 0
+
+
+def test_each_kind_of_block_is_pruned_once_and_counts_as_often_as_there_are_alike(monkeypatch):
+    seen = []
+    prune = timed._prune
+    monkeypatch.setattr(timed, "_prune", lambda *given: seen.append(given[-1]) or prune(*given) * 0 + 1.0)
+    rules = '  - {targets: ["*.layers.0.*"], pruner: magnitude, sparsity: 0.5}\n'
+    found = planned(PLAIN.replace("prune:\n", f"prune:\n{rules}"))
+    assert seen == ["model.layers.0", "model.layers.2"]
+    assert found["seconds"]["prune"] == 3.0
+
+
+def test_linears_outside_the_blocks_are_pruned_too_and_dropped_blocks_are_not():
+    outside = PLAIN.replace('["*"]', '["*", "lm_head"]')
+    assert planned(outside)["blocks"] == 4
+    depth = 'prune:\n  - {targets: ["*.layers.*"], pruner: shortgpt, pattern: blocks, sparsity: 0.34}\n'
+    dropped = planned(PLAIN.replace("prune:\n", depth))
+    assert "scores of whole blocks" in dropped["left_out"]
