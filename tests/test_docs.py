@@ -201,13 +201,12 @@ def test_every_pruner_has_its_default_group_and_its_options_in_the_recipe_page()
         row = next(line for line in _RECIPE_MD.splitlines() if line.startswith(f"| `{name}` |"))
         assert re.findall(r"`(\w+)`", row.split("|")[3]) == list(spec.groups)
         assert set(_keys(spec.options)) <= spans, name
-        if spec.options.model_fields:
-            section = _RECIPE_MD.partition(f"Options of `{name}`")[2]
-            for option, field in spec.options.model_fields.items():
-                line = re.search(rf"^\| `{option}` \|.*$", section, flags=re.MULTILINE)
-                assert line is not None, f"{name}: {option}"
-                shown = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
-                assert field.default is None or shown in line[0].split("|")[3], f"{name}: {option}"
+        section = _section(_RECIPE_MD, "Pruners")
+        for option, field in spec.options.model_fields.items():
+            rows = [line.split("|") for line in section.splitlines() if line.startswith(f"| `{option}` |")]
+            [row] = [cells for cells in rows if f"`{name}`" in cells[2]]
+            shown = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+            assert field.default is None or shown in row[-2], f"{name}: {option}"
 
 
 def test_every_key_of_the_report_is_named_in_the_recipe_page():
