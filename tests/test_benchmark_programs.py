@@ -14,8 +14,6 @@ import pytest
 import torch
 from tests.compressx.saved import save_tiny
 
-from compressx import run
-
 pytestmark = pytest.mark.slow
 Benchmark: TypeAlias = Callable[..., str]
 
@@ -81,13 +79,6 @@ def test_attention_error_measures_every_layer_on_other_text_and_goes_on_where_it
     assert (tmp_path / "errors.svg").is_file()
 
 
-def test_attention_gradient_compares_time_and_memory_of_both(benchmark):
-    printed = cells(benchmark("attention_gradient", "--tokens", 64, 128, "--repeats", 1))
-    for tokens in ("64", "128"):
-        ours, theirs, ratio = (float(cell) for cell in printed[tokens][:3])
-        assert ratio == pytest.approx(theirs / ours, rel=0.1)
-
-
 def test_layer_error_measures_every_linear_to_every_pattern(model, text, tmp_path, benchmark):
     benchmark("layer_error", "--model", model, "--text", text, "--output", tmp_path, "--samples", 8,
               "--held-out", 4, "--sequence-length", 32, "--sparsities", 0.5)  # fmt: skip
@@ -147,24 +138,6 @@ def test_speed_measures_pruning_against_the_floor(model, text, benchmark, monkey
     assert printed.count("50.00%") == 2
 
 
-def test_growth_keeps_the_points_of_axes_that_are_not_measured_again(tmp_path, monkeypatch, benchmark):
-    growth = importlib.import_module("growth")
-    size = {"tokens": 512, "width": 64, "depth": 1}
-    seconds, added = growth.point(size, "wanda", 1)  # one is measured; more would be the same at other sizes
-    assert seconds > 0
-    assert added > 0
-    monkeypatch.setattr(growth, "point", lambda of, *_: (seconds * of["tokens"], added * of["depth"]))
-    monkeypatch.setattr(growth, "SIZE", size)
-    monkeypatch.setattr(growth, "AXES", {"tokens": (512, 1024), "depth": (1, 2)})
-    monkeypatch.setattr(growth, "METHODS", ("wanda",))
-    for axis in ("tokens", "depth"):
-        assert f"| {axis} | wanda | " in benchmark("growth", "--output", tmp_path, "--axes", axis)
-    assert [(row["axis"], row["value"]) for row in rows(tmp_path / "growth.csv")] == [
-        ("tokens", "512.0"), ("tokens", "1024.0"), ("depth", "1"), ("depth", "2")
-    ]  # fmt: skip
-    assert (tmp_path / "growth.svg").is_file()
-
-
 def test_the_picture_of_a_summary_shows_what_the_report_of_a_run_has(tmp_path, benchmark):
     from tests.compressx.report.reports import report
 
@@ -173,22 +146,6 @@ def test_the_picture_of_a_summary_shows_what_the_report_of_a_run_has(tmp_path, b
     drawn = (tmp_path / "summary.svg").read_text()
     for text in ("compressx&#160;run&#160;a.yaml", "Pruned&#160;org/model", "token_perplexity", "+25.0%"):
         assert text in drawn, text
-
-
-def test_adapters_masked_in_training_lose_nothing_when_they_are_merged(model, text, tmp_path, benchmark):
-    run({
-        "model": {"path": str(model)}, "prune": [{"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}],
-        "output": str(tmp_path / "run"),
-    })  # fmt: skip
-    benchmark("adapters", tmp_path / "run", "--training", text, "--evaluation", text, "--output", tmp_path / "out",
-              "--rates", 1e-2, "--steps", 6, "--length", 16, "--windows", 4)  # fmt: skip
-    masked, plain = rows(tmp_path / "out" / "adapters.csv")
-    assert float(masked["outside"]) == 0.0
-    assert float(masked["adapted"]) == pytest.approx(float(masked["merged"]), rel=1e-5)
-    assert float(plain["outside"]) > 0.2
-    assert masked["verified"] == plain["verified"] == "True"
-    assert float(masked["merged"]) < float(masked["before"])
-    assert (tmp_path / "out" / "adapters.md").read_text().count("\n") == 4
 
 
 def test_plan_time_holds_each_stage_and_the_peak_against_a_run(model, text, tmp_path, benchmark):

@@ -155,4 +155,8 @@ def test_functions_and_loops_of_a_page_are_resolved_and_what_is_wrong_is_found(p
     with pytest.raises(AssertionError, match="No such option"):
         _check(wrong, monkeypatch, whole=True)
     with pytest.raises(SystemExit):
-        _check(["python", "benchmarks/growth.py", "--output", "x", "--width", "3"], monkeypatch, whole=True)
+        _check(
+            ["python", "benchmarks/layer_error.py", "--model", "x", "--text", "x", "--width", "3"],
+            monkeypatch,
+            whole=True,
+        )

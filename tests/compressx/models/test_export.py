@@ -321,7 +321,6 @@ with output_folder(Path(sys.argv[1])) as building:
 """
 
 
-@pytest.mark.slow
 def test_a_variable_in_an_outputs_name_is_refused_rather_than_taken_for_a_name(tmp_path):
     with pytest.raises(ArtifactError, match=r"output .*\$\{USER\} has a variable, which a recipe does not expand"):
         check_output(tmp_path / "${USER}")
@@ -427,30 +426,6 @@ def test_what_a_killed_process_left_is_cleared_and_what_it_moved_aside_comes_bac
         raise KeyboardInterrupt
     assert names_in(earlier.parent) == ["out"]
     assert (earlier / "report.json").read_text() == "earlier"
-
-
-@pytest.mark.slow
-def test_what_a_living_process_builds_is_left_alone(tmp_path: Path) -> None:
-    code = _KILLED.split("with output_folder", maxsplit=1)[0] + (
-        "with output_folder(Path(sys.argv[1])) as building:\n"
-        "    (building / 'report.json').write_text('theirs')\n"
-        "    (building / 'recipe.yaml').write_text('theirs')\n"
-        "    print('building', flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    other = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "out"), ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    with other:
-        assert other.stdin is not None
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"building\n"
-        with pytest.raises(ArtifactError, match="is active"), output_folder(tmp_path / "out"):
-            pytest.fail("the block must not run")
-        other.stdin.close()
-        assert other.wait() == 0
-    assert (tmp_path / "out" / "report.json").read_text() == "theirs"
-    assert names_in(tmp_path) == ["out"]
 
 
 _STRANGER = """
