@@ -36,11 +36,11 @@ from compressx.api.record import (
 )
 from compressx.plugins.file import LoadTable, plugin_table
 from compressx.plugins.manager import load_plugins
-from compressx.recipe.methods import AttentionAware, DivergenceAllocation, OwlAllocation
-from compressx.recipe.schema import Recipe, ReconstructBlock, load_recipe
+from compressx.recipe.allocation import AttentionAware, DivergenceAllocation, OwlAllocation
+from compressx.recipe.schema import Recipe, load_recipe
 from compressx.recipe.selecting import Protect
 from compressx.recipe.sources import Calibration
-from compressx.recipe.tuning import Finetune, Lora
+from compressx.recipe.training import Finetune, Lora, ReconstructBlock
 
 _ROOT = Path(__file__).parents[1]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from compressx.api.record import AllocationReport, UnitReport
 from compressx.models.access import Access
 from compressx.models.hidden import Keep, in_memory
 from compressx.planning.plan import Plan
-from compressx.recipe.methods import (
+from compressx.recipe.allocation import (
     OUTLIER_THRESHOLD,
     SPREAD,
     Allocation,

@@ -104,7 +104,7 @@ def plan(
 @errors_for_users
 def schema(host: Host) -> None:
     """Print the JSON schema of recipes, with the options of all that the loaded plugins offer, for editors."""
-    from compressx.recipe.jsonschema import json_schema, text_of
+    from compressx.recipe.schema import json_schema, text_of
 
     offers = {key: {n: spec.options for n, spec in named.items()} for key, named in host.plugins().offers.items()}
     click.echo(text_of(json_schema(offers)), nl=False)

@@ -34,7 +34,7 @@ from compressx.pipeline.journal import Journal
 from compressx.pipeline.shrinking import save_smaller
 from compressx.planning.plan import Plan
 from compressx.recipe.sources import ModelSource
-from compressx.recipe.tuning import Finetune
+from compressx.recipe.training import Finetune
 from compressx.report import figures, html, markdown
 from compressx.report.contents import sections
 from compressx.runtime.code import library_versions

@@ -38,7 +38,7 @@ from compressx.pipeline.pruning import Pruning
 from compressx.pipeline.room import memory_advised
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
-from compressx.recipe.memory import recipe_in_memory
+from compressx.recipe.schema import recipe_in_memory
 from compressx.recipe.sources import Generate
 from compressx.runtime.allocator import freed_memory_kept
 from compressx.runtime.code import library_versions

@@ -15,10 +15,10 @@ from compressx.models.loading import load_skeleton
 from compressx.models.streaming import free_memory
 from compressx.pipeline.context import RunContext
 from compressx.planning.plan import Plan
+from compressx.recipe.rules import matches
 from compressx.recipe.schema import LoadedRecipe, Recipe
 from compressx.recipe.sources import ModelSource
-from compressx.recipe.targets import matches
-from compressx.recipe.tuning import Finetune, Lora
+from compressx.recipe.training import Finetune, Lora
 from compressx.runtime.errors import OutOfMemoryError, RecipeError, memory_named
 from compressx.training.schedule import split_windows
 

@@ -14,7 +14,7 @@ from compressx.models.access import Access, config_fingerprint, weights_fingerpr
 from compressx.models.architecture import text_config
 from compressx.models.generate import first_token, generate
 from compressx.pipeline.context import RunContext
-from compressx.recipe.methods import AttentionAware, DivergenceAllocation
+from compressx.recipe.allocation import AttentionAware, DivergenceAllocation
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.sources import Generate
 from compressx.runtime.cache import cached

@@ -19,9 +19,9 @@ from compressx.planning.targets import kinds
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
 from compressx.recipe.document import flow
+from compressx.recipe.rules import matches
 from compressx.recipe.schema import recipe_from_dict
 from compressx.recipe.sources import ModelSource
-from compressx.recipe.targets import matches
 from compressx.runtime.errors import CompressxError, UnsupportedModelError, blamed_on, one_line
 
 _SPARSITY = 0.5

@@ -23,7 +23,8 @@ from compressx.planning.text import text_mistakes
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
 from compressx.recipe.parts import Parts, parts_of
-from compressx.recipe.schema import LoadedRecipe, validate_options
+from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.validation import validate_options
 from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError, blamed_on
 
 

@@ -16,8 +16,8 @@ from compressx.api.depth import DepthPruner
 from compressx.api.lowest import drop_lowest
 from compressx.api.patterns import Asked, Structured, allocated_form
 from compressx.api.pruner import AnyPruner, PrunerSpec
-from compressx.recipe.methods import Allocation
-from compressx.recipe.schema import ReconstructBlock
+from compressx.recipe.allocation import Allocation
+from compressx.recipe.training import ReconstructBlock
 from compressx.runtime.errors import PluginError, blamed_on
 
 

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from compressx.api.names import kind_of
 from compressx.models.architecture import Architecture
 from compressx.recipe.document import Placed, Step
+from compressx.recipe.rules import Layers, Target, matches
 from compressx.recipe.schema import LoadedRecipe
-from compressx.recipe.targets import Layers, Target, matches
 from compressx.runtime.errors import Mistakes, RecipeError, did_you_mean
 
 _INTERVAL = re.compile(r"\[[^\]]*(\d\d+-|-\d\d)[^\]]*\]")

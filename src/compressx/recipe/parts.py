@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from compressx.recipe.document import Node, Placed, Step
-from compressx.recipe.schema import LoadedRecipe, Rule
+from compressx.recipe.rules import Rule
+from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.sources import DatasetField, DatasetSource, ModelField, ModelSource, WeightedField
 
 _DATASETS = (("calibration", "dataset"), ("finetune", "dataset"))

@@ -1,106 +1,27 @@
-"""The recipe's schema and loader. All errors are reported at once, each with its place."""
+"""The recipe's schema and loaders, for files, Python values and models in memory, and its JSON schema for editors.
+
+All errors are reported at once, each with its place.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, TypeAlias
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, model_validator
+from pydantic import BaseModel, Field, StrictBool
+from pydantic.errors import PydanticInvalidForJsonSchema
 
-from compressx.api.patterns import NM, Group
-from compressx.recipe.document import Node, Placed, Step, dump_yaml, from_python, override, read_yaml
-from compressx.recipe.methods import AllocationField
-from compressx.recipe.patterns import PatternField
+from compressx.recipe.allocation import AllocationField
+from compressx.recipe.document import Node, Placed, Step, dump_yaml, from_python, override, put, read_yaml
+from compressx.recipe.rules import Rule, Target
 from compressx.recipe.selecting import SelectTokens
-from compressx.recipe.sources import (
-    Calibration,
-    ComputeDtype,
-    DatasetSource,
-    Draw,
-    ModelField,
-    datasets_in,
-    long_form,
-    refuse_dtype,
-)
-from compressx.recipe.targets import Target
-from compressx.recipe.tuning import Finetune
-from compressx.recipe.validation import Strict, conflict, validated
-from compressx.recipe.validation import validate_options as validate_options  # noqa: PLC0414 - plan.py takes it from here
+from compressx.recipe.sources import Calibration, ComputeDtype, DatasetSource, Draw, ModelField, datasets_in, long_form
+from compressx.recipe.training import Finetune, ReconstructBlock
+from compressx.recipe.validation import Strict, validated
 from compressx.runtime.errors import RecipeError
-
-
-def _pruner_from_text(value: object) -> object:
-    return {"pruner": value} if isinstance(value, str) else value
-
-
-ReconstructionField = Annotated[
-    "Reconstruction", BeforeValidator(_pruner_from_text, json_schema_input_type="str | Reconstruction")
-]
-
-
-class Reconstruction(Strict):
-    """The pruner that updates the surviving weights."""
-
-    pruner: str
-    options: dict[str, Any] = Field(default_factory=dict)
-
-
-class Rule(Strict):
-    """One pruning rule. The first rule whose targets match a linear takes it."""
-
-    targets: list[Target] = Field(
-        min_length=1,
-        description="linears by glob over fully qualified names, or by layers",
-        examples=[["*.q_proj", "*.k_proj"]],
-    )
-    pruner: str = Field(description="name of the pruner that selects weights")
-    sparsity: StrictFloat | None = Field(None, ge=0, lt=1, description="fraction of zeros in [0, 1); 0.5 is 50%")
-    group: Group | None = Field(None, description="which weights share the budget; the pruner's own when absent")
-    pattern: PatternField | None = Field(
-        None,
-        description='N:M, such as "2:4"; with allocation N is chosen. Or units of the architecture that go whole, of '
-        "which sparsity is the fraction: neurons, kv-groups, experts, blocks",
-    )
-    reconstruct: ReconstructionField | None = Field(None, description="pruner that updates the surviving weights")
-    options: dict[str, Any] = Field(default_factory=dict, description="the pruner's own options")
-
-    @model_validator(mode="after")
-    def _sparsity_or_pattern(self) -> Rule:
-        if self.sparsity is not None and isinstance(self.pattern, NM):
-            raise conflict("sparsity and pattern exclude each other; keep one", ["sparsity", "pattern"])
-        if isinstance(self.pattern, NM) and self.group is not None:
-            raise conflict("group only goes with sparsity: N:M weights compete within their M neighbours", ["group"])
-        if self.pattern is not None and self.group is not None:
-            raise conflict(f"group does not go with {self.pattern}, which compete within their module", ["group"])
-        return self
-
-
-class ReconstructBlock(Strict):
-    """Training of each pruned block's surviving weights to match the dense block's output."""
-
-    passes: StrictInt = Field(4, ge=1, description="passes over the calibration text for each block")
-    learning_rate: StrictFloat = Field(
-        0.015,
-        gt=0,
-        le=1,
-        description="about the largest step of a weight, as a fraction of its tensor's root mean square; it rises, "
-        "then falls as a cosine",
-    )
-    batch_size: StrictInt = Field(4, ge=1, description="windows per step; a multiple of calibration.batch_size")
-    norms: StrictBool = Field(False, description="train the gains of the block's norms")
-    biases: StrictBool = Field(True, description="train the block's biases")
-    held_out: StrictFloat = Field(
-        0.0625,
-        gt=0,
-        lt=1,
-        description="fraction of the calibration batches, rounded up, that are not trained on and decide which weights "
-        "are kept",
-    )
-    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the order of the text")
-
-    _dtype = model_validator(mode="before")(refuse_dtype)
 
 
 class Recipe(Strict):
@@ -282,3 +203,117 @@ def _budget_mistakes(loaded: LoadedRecipe) -> Iterator[str]:
                 f"{loaded.where('prune', i, 'sparsity')}: prune[{i}] has sparsity {rule.sparsity}, but allocation at "
                 f"{loaded.where('allocation')} chooses every rule's sparsity; drop sparsity here, or drop allocation"
             )
+
+
+_ARGUMENT = "the argument calibration"
+_NOT_IN_MEMORY = {
+    "model": "the model is the one that is passed to prune; leave it out, or call compressx.run",
+    "output": "a model in memory is pruned without writing files; leave it out, or call compressx.run",
+    "shrink": "the smaller model is written to an output folder; leave it out, or call compressx.run",
+}
+
+
+def recipe_in_memory(
+    recipe: Path | Mapping[str, Any], model: str, calibration: Mapping[str, Any] | None, overrides: Sequence[str] = ()
+) -> LoadedRecipe:
+    """Load a recipe for a model that is in memory.
+
+    Args:
+        recipe: a YAML file, or the same structure in Python, without `model` and `output`.
+        model: what the model is called in reports.
+        calibration: the keys of `calibration` that the caller's own text decides; None without such text.
+        overrides: as for `load_recipe`.
+
+    Raises:
+        RecipeError: as for `load_recipe`; a key that has no meaning here.
+    """
+    source = read_recipe(recipe, overrides) if isinstance(recipe, Path) else from_python(recipe, "<dict>")
+    _refuse_keys(source, _NOT_IN_MEMORY)
+    if calibration is not None:
+        section = source.value.get("calibration") if isinstance(source.value, Mapping) else None
+        decided = "the argument calibration decides it; leave it out of the recipe"
+        _refuse_keys(section, dict.fromkeys([*calibration, "datasets"], decided), "calibration.")
+        source = put(source, ["calibration"], section or Node({}, _ARGUMENT))
+        for key, value in calibration.items():
+            source = put(source, ["calibration", key], Node(value, _ARGUMENT))
+    for key, value in (("model", model), ("output", ".")):
+        source = put(source, [key], Node(value, source.place))
+    return recipe_from_source(source)
+
+
+def _refuse_keys(section: Node | None, reasons: Mapping[str, str], path: str = "") -> None:
+    found = section.value if section is not None and isinstance(section.value, Mapping) else {}
+    if lines := [f"{found[key].place}: {path}{key}: {why}" for key, why in reasons.items() if key in found]:
+        raise RecipeError("\n".join(lines))
+
+
+Models: TypeAlias = Mapping[str, type[BaseModel]]
+
+
+def json_schema(offers: Mapping[str, Models]) -> dict[str, Any]:
+    """Return the JSON schema (2020-12) of recipes.
+
+    Args:
+        offers: option models by kind, such as `pruners`, and name; options are validated against them.
+
+    Returns:
+        Plain data. Other names are allowed, because others may be installed elsewhere.
+    """
+    schema = Recipe.model_json_schema(by_alias=True)
+    definitions = schema["$defs"]
+    _add_options(definitions, "pruner", ("Rule", "Reconstruction"), offers.get("pruners", {}))
+    _add_options(definitions, "selector", ("SelectTokens",), offers.get("token_selectors", {}))
+    evaluators = {
+        name: {"anyOf": [{"$ref": _defined(definitions, "evaluator", name, model)}, {"type": "null"}]}
+        for name, model in offers.get("evaluators", {}).items()
+    }
+    schema["properties"]["evaluate"]["anyOf"][0]["properties"] = evaluators
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "compressx recipe"}
+
+
+def _defined(definitions: dict[str, Any], key: str, name: str, model: type[BaseModel]) -> str:
+    """Add the options of what a plugin offers to the definitions; return their place."""
+    text = json.dumps(_closed(_described(model))).replace('"#/$defs/', f'"#/$defs/{key} {name}.')
+    described = json.loads(text)
+    definitions |= {f"{key} {name}.{inner}": d for inner, d in described.pop("$defs", {}).items()}
+    definitions[f"options of {key} {name}"] = described
+    return f"#/$defs/options of {key} {name}"
+
+
+def _add_options(definitions: dict[str, Any], key: str, sections: Sequence[str], options: Models) -> None:
+    """Let the options of sections depend on the name under a key of theirs."""
+    places = {name: _defined(definitions, key, name, model) for name, model in options.items()}
+    for kind in sections:
+        definitions[kind]["properties"][key]["examples"] = list(options)
+        definitions[kind]["allOf"] = [
+            {
+                "if": {"properties": {key: {"const": name}}, "required": [key]},
+                "then": {"properties": {"options": {"$ref": place}}},
+            }
+            for name, place in places.items()
+        ]
+
+
+def _described(model: type[BaseModel]) -> dict[str, Any]:
+    """Return a model's schema, or one that allows anything if a field has no JSON schema."""
+    try:
+        return model.model_json_schema(by_alias=True)
+    except PydanticInvalidForJsonSchema:
+        return {"type": "object", "additionalProperties": True}
+
+
+def _closed(schema: Any) -> Any:
+    """Forbid unknown keys in every object with properties, as `validated` does whatever a model's own config."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        closed["additionalProperties"] = False
+    return closed
+
+
+def text_of(schema: Mapping[str, Any]) -> str:
+    """Format a schema as in the committed file."""
+    return json.dumps(schema, indent=1) + "\n"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compressx.recipe.tuning import Finetune
+from compressx.recipe.training import Finetune
 
 CHECKS = 4
 """How often the held-out loss is measured during a training, beside once before it."""

@@ -15,8 +15,8 @@ from compressx.masks.adapters import mask_adapters, merge_adapters
 from compressx.masks.maskset import MaskSet
 from compressx.models.architecture import linears_of
 from compressx.numerics.masked import zeroed
-from compressx.recipe.targets import matches
-from compressx.recipe.tuning import Lora
+from compressx.recipe.rules import matches
+from compressx.recipe.training import Lora
 from compressx.runtime.errors import ArtifactError, CalibrationError
 from compressx.runtime.finite import first_damaged
 from compressx.runtime.quiet import quiet_libraries

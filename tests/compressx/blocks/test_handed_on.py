@@ -18,7 +18,7 @@ from compressx.models.capture import run_around
 from compressx.models.hidden import Streams
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude
-from compressx.recipe.schema import ReconstructBlock
+from compressx.recipe.training import ReconstructBlock
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.testing import TINY_CONFIGS, tiny_tokens
 

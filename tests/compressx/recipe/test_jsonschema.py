@@ -11,8 +11,7 @@ from pydantic import BaseModel, Field
 from compressx import load_plugins
 from compressx.cli import cli
 from compressx.recipe.document import read_yaml
-from compressx.recipe.jsonschema import json_schema, text_of
-from compressx.recipe.schema import recipe_from_dict
+from compressx.recipe.schema import json_schema, recipe_from_dict, text_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 COMMITTED = RECIPES / "recipe.schema.json"

@@ -21,9 +21,11 @@ from tests.compressx.evaluation.measuring import plugins
 
 from compressx.api.patterns import NM
 from compressx.evaluation.evaluators import with_evaluators
+from compressx.recipe.allocation import AttentionAware
 from compressx.recipe.document import MAX_BYTES, MAX_DEPTH, dump_yaml, flow, from_python, parse_yaml
-from compressx.recipe.methods import AttentionAware
-from compressx.recipe.schema import LoadedRecipe, Recipe, Rule, load_recipe, recipe_from_dict, validate_options
+from compressx.recipe.rules import Rule
+from compressx.recipe.schema import LoadedRecipe, Recipe, load_recipe, recipe_from_dict
+from compressx.recipe.validation import validate_options
 from compressx.runtime.errors import PluginError, RecipeError
 
 GOOD = """\

@@ -1,4 +1,4 @@
-"""The recipe's `finetune` section."""
+"""The recipe's sections `reconstruct_block` and `finetune`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,33 @@ from compressx.recipe.sources import (
 )
 from compressx.recipe.validation import Strict, conflict
 from compressx.runtime.errors import did_you_mean
+
+
+class ReconstructBlock(Strict):
+    """Training of each pruned block's surviving weights to match the dense block's output."""
+
+    passes: StrictInt = Field(4, ge=1, description="passes over the calibration text for each block")
+    learning_rate: StrictFloat = Field(
+        0.015,
+        gt=0,
+        le=1,
+        description="about the largest step of a weight, as a fraction of its tensor's root mean square; it rises, "
+        "then falls as a cosine",
+    )
+    batch_size: StrictInt = Field(4, ge=1, description="windows per step; a multiple of calibration.batch_size")
+    norms: StrictBool = Field(False, description="train the gains of the block's norms")
+    biases: StrictBool = Field(True, description="train the block's biases")
+    held_out: StrictFloat = Field(
+        0.0625,
+        gt=0,
+        lt=1,
+        description="fraction of the calibration batches, rounded up, that are not trained on and decide which weights "
+        "are kept",
+    )
+    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the order of the text")
+
+    _dtype = model_validator(mode="before")(refuse_dtype)
+
 
 _TEACHERS = ("dense", "none")
 

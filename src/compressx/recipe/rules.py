@@ -1,0 +1,154 @@
+"""The recipe's `prune` section: rules, which linears they name, and their patterns."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    StrictFloat,
+    Tag,
+    model_validator,
+)
+
+from compressx.api.patterns import NM, Group
+from compressx.api.units import UNIT_KINDS, UnitKind
+from compressx.recipe.validation import Strict, conflict
+
+_RANGE = r"([0-9]{1,9})-([0-9]{1,9})"
+
+
+def _listed(value: object) -> object:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _number(value: object) -> int | str:
+    if type(value) is int:
+        return value
+    found = re.fullmatch(_RANGE, value) if isinstance(value, str) else None
+    if found is None or int(found[1]) > int(found[2]):
+        raise ValueError("expected the number of a layer, such as 3 or -1, or a range that rises, such as 4-27")
+    return found[0]
+
+
+_Input = int | Annotated[str, Field(pattern=f"^{_RANGE}$")]
+_Number = Annotated[int | str, PlainValidator(_number, json_schema_input_type=_Input)]
+
+
+class Layers(Strict):
+    """All linears of some decoder blocks."""
+
+    layers: Annotated[list[_Number], BeforeValidator(_listed, json_schema_input_type=_Input | list[_Input])] = Field(
+        min_length=1, description="numbers of decoder blocks from 0, such as 4-27 or [0, 1, -1]; -1 is the last"
+    )
+
+    def __str__(self) -> str:
+        listed = ", ".join(map(str, self.layers))
+        return f"layers: [{listed}]" if len(self.layers) > 1 else f"layers: {listed}"
+
+    def of(self, depth: int) -> set[int]:
+        """Return the blocks' numbers from 0 in a model of `depth` blocks.
+
+        Raises:
+            ValueError: a number that the model does not have; the message says which there are.
+        """
+        numbers = [n for part in self.layers for n in ([part] if isinstance(part, int) else _within(part))]
+        if beyond := [n for n in numbers if not -depth <= n < depth]:
+            raise ValueError(f"the model has no layer {beyond[0]}; its layers are 0-{depth - 1}, and -1 is the last")
+        return {n % depth for n in numbers}
+
+
+def _within(part: str) -> range:
+    first, last = map(int, part.split("-"))
+    return range(first, last + 1)
+
+
+Target: TypeAlias = Annotated[
+    Annotated[str, Tag("name")] | Annotated[Layers, Tag("mapping")],
+    Discriminator(lambda value: "mapping" if isinstance(value, dict | Layers) else "name"),
+]
+
+
+def matches(glob: str, name: str) -> bool:
+    """Return whether a glob matches a linear's whole name."""
+    return fnmatchcase(name, glob)
+
+
+def _pattern(value: object) -> object:
+    """Read `2:4`, or a kind of unit."""
+    if isinstance(value, str) and value.strip() in UNIT_KINDS:
+        return value.strip()
+    if isinstance(value, NM):
+        keep, of = value.keep, value.of
+    elif isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*", value)):
+        keep, of = int(match[1]), int(match[2])
+    else:
+        raise ValueError(
+            'expected an N:M pattern, "2:4": of every 4 input features 2 are kept; or units: ' + ", ".join(UNIT_KINDS)
+        )
+    if not 1 <= keep < of:
+        idle = "; to prune nothing, leave the linear out of targets" if keep == of else ""
+        raise ValueError(
+            f'N:M keeps N of every M weights, with 1 <= N < M, such as "2:4"; {keep}:{of} keeps {keep} of {of}{idle}'
+        )
+    return NM(keep, of)
+
+
+_NMText = Annotated[str, Field(pattern=r"^\s*[0-9]{1,9}\s*:\s*[0-9]{1,9}\s*$")]
+PatternField = Annotated[
+    NM | UnitKind,
+    BeforeValidator(_pattern, json_schema_input_type=_NMText | UnitKind),
+    PlainSerializer(str),
+]
+
+
+def _pruner_from_text(value: object) -> object:
+    return {"pruner": value} if isinstance(value, str) else value
+
+
+ReconstructionField = Annotated[
+    "Reconstruction", BeforeValidator(_pruner_from_text, json_schema_input_type="str | Reconstruction")
+]
+
+
+class Reconstruction(Strict):
+    """The pruner that updates the surviving weights."""
+
+    pruner: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Rule(Strict):
+    """One pruning rule. The first rule whose targets match a linear takes it."""
+
+    targets: list[Target] = Field(
+        min_length=1,
+        description="linears by glob over fully qualified names, or by layers",
+        examples=[["*.q_proj", "*.k_proj"]],
+    )
+    pruner: str = Field(description="name of the pruner that selects weights")
+    sparsity: StrictFloat | None = Field(None, ge=0, lt=1, description="fraction of zeros in [0, 1); 0.5 is 50%")
+    group: Group | None = Field(None, description="which weights share the budget; the pruner's own when absent")
+    pattern: PatternField | None = Field(
+        None,
+        description='N:M, such as "2:4"; with allocation N is chosen. Or units of the architecture that go whole, of '
+        "which sparsity is the fraction: neurons, kv-groups, experts, blocks",
+    )
+    reconstruct: ReconstructionField | None = Field(None, description="pruner that updates the surviving weights")
+    options: dict[str, Any] = Field(default_factory=dict, description="the pruner's own options")
+
+    @model_validator(mode="after")
+    def _sparsity_or_pattern(self) -> Rule:
+        if self.sparsity is not None and isinstance(self.pattern, NM):
+            raise conflict("sparsity and pattern exclude each other; keep one", ["sparsity", "pattern"])
+        if isinstance(self.pattern, NM) and self.group is not None:
+            raise conflict("group only goes with sparsity: N:M weights compete within their M neighbours", ["group"])
+        if self.pattern is not None and self.group is not None:
+            raise conflict(f"group does not go with {self.pattern}, which compete within their module", ["group"])
+        return self
