@@ -34,7 +34,8 @@ from compressx.numerics import admm
 from compressx.numerics.least_squares import Metric
 from compressx.pruners.alps import ALPSOptions
 from compressx_attnprune import baselines, layer, solver, training
-from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, Pair, relative_errors
+from compressx_attnprune.attention import Pair
+from compressx_attnprune.losses import Loss, MatrixLoss, OutputLoss, relative_errors
 from compressx_attnprune.options import HELD_OUT, AttnPruneOptions
 from compressx_attnprune.solver import Budget, QueryKeyLayer
 from compressx_attnprune.training import Text

@@ -44,25 +44,13 @@ class FusedScores:
     Attributes:
         inputs: X [seeds, tokens, width].
         weight: W [seeds, width, width], dense.
-        mask: bool [tokens, tokens], True where the row's token attends to the column's; any kind.
-
-    Raises:
-        ValueError: a mask that is not bool [tokens, tokens], or that has a row without True.
+        mask: bool [tokens, tokens], True where the row's token attends to the column's; any kind, with a True in
+            each row.
     """
 
     inputs: Tensor
     weight: Tensor
     mask: Tensor
-
-    def __post_init__(self) -> None:
-        tokens = self.inputs.shape[1]
-        if self.mask.dtype != torch.bool or self.mask.shape != (tokens, tokens):
-            raise ValueError(
-                f"the attention mask must be bool [{tokens}, {tokens}], got {self.mask.dtype} {list(self.mask.shape)}"
-            )
-        if not self.mask.any(dim=1).all():
-            row = int((~self.mask.any(dim=1)).nonzero()[0])
-            raise ValueError(f"row {row} of the attention mask attends to no token, so its softmax is undefined")
 
     @cached_property
     def dense(self) -> Tensor:

@@ -1,8 +1,9 @@
 """One layer's attention as pure functions of tensors: from inputs and weights to P and P V, and back.
 
 Queries and keys are `rope(norm(x W^T + b))`; norm and rotary embedding are optional, and several query heads may share
-a key head and its values. Weights are in head order, whatever the model's layout; queries, keys and values are
-[batch, heads, tokens, head_dim].
+a key head and its values. Inputs are [batch, tokens, in_features], weights [heads * head_dim, in_features] in head
+order, whatever the model's layout. Queries q are [batch, h, tokens, head_dim], keys k [batch, h_kv, tokens, head_dim],
+values v [batch, h_kv, tokens, value_dim]; a pair is of both sides, (query, key).
 
 The attention matrix P is computed in blocks of query rows, one sequence at a time, so memory is O(rows * tokens)
 instead of O(tokens^2) and a block fits into the processor's cache. No autograd graph is built: the gradients are those
@@ -14,9 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+Pair: TypeAlias = tuple[Tensor, Tensor]
 
 ROWS = 128
 """Query rows per block: with 512 tokens and nine heads a block's scores take 2.4 MB, about the size of an L2 cache."""
@@ -146,23 +150,17 @@ class Attention:
         norm = None if self.value_norm is None else self.value_norm.to(dtype)
         return replace(self, query=query, key=key, rotary=rotary, sinks=sinks, value_norm=norm, gate=gate)
 
+    def with_scores(self, share: float) -> Attention:
+        """Return an attention whose scores, before a softcap, are this share of them."""
+        return replace(self, scaling=share * self.scaling)
+
     def first(self, tokens: int) -> Attention:
         """Return the attention restricted to the first tokens."""
         return replace(self, rotary=None if self.rotary is None else (self.rotary[0][:tokens], self.rotary[1][:tokens]))
 
 
 def project(attention: Attention, side: Projection, x: Tensor, weight: Tensor) -> Tensor:
-    """Apply a side's weight and bias and split the heads.
-
-    Args:
-        attention: the layer.
-        side: `attention.query` or `attention.key`.
-        x: [batch, tokens, in_features].
-        weight: [heads * head_dim, in_features].
-
-    Returns:
-        [batch, heads, tokens, head_dim], before norm and rotary embedding.
-    """
+    """Apply a side's weight and bias and split the heads: queries or keys before norm and rotary embedding."""
     flat = torch.nn.functional.linear(x, weight, side.bias)  # [batch, tokens, heads * head_dim]
     return flat.view(*flat.shape[:2], side.heads, attention.head_dim).transpose(1, 2)
 
@@ -174,14 +172,14 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def place(attention: Attention, side: Projection, u: Tensor) -> Tensor:
-    """Apply a side's norm and rotary embedding to `project`'s result [batch, heads, tokens, head_dim]."""
+    """Apply a side's norm and rotary embedding to `project`'s result."""
     if side.norm is None:
         return _rotated(attention, u)
     return side.norm.forward(_rotated(attention, u)) if side.norm.last else _rotated(attention, side.norm.forward(u))
 
 
 def place_backward(attention: Attention, side: Projection, u: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of `place`'s argument `u` for that of its result, both [batch, heads, tokens, head_dim]."""
+    """Return the gradient of `place`'s argument `u` for that of its result."""
     if side.norm is not None and side.norm.last:
         return _rotated_backward(attention, side.norm.backward(_rotated(attention, u), grad))
     grad = _rotated_backward(attention, grad)
@@ -205,32 +203,29 @@ def _rotated_backward(attention: Attention, grad: Tensor) -> Tensor:
     return torch.cat([turned * cos - quarter_turn(turned * sin, attention.rotary_interleaved), rest], dim=-1)
 
 
-def queries_and_keys(
-    attention: Attention, x: Tensor, query_weight: Tensor, key_weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute queries [batch, h, tokens, head_dim] and keys [batch, h_kv, tokens, head_dim] after norm and rotary.
+def project_pair(attention: Attention, x: Tensor, query: Tensor, key: Tensor) -> Pair:
+    """Apply `project` to both sides' weights."""
+    return project(attention, attention.query, x, query), project(attention, attention.key, x, key)
 
-    Differentiable in `x` [batch, tokens, in_features] and both weights [heads * head_dim, in_features].
-    """
-    query, key = attention.query, attention.key
-    return (
-        place(attention, query, project(attention, query, x, query_weight)),
-        place(attention, key, project(attention, key, x, key_weight)),
-    )
+
+def place_pair(attention: Attention, projected: Pair) -> Pair:
+    """Apply `place` to both sides."""
+    return place(attention, attention.query, projected[0]), place(attention, attention.key, projected[1])
+
+
+def place_pair_backward(attention: Attention, projected: Pair, grads: Pair) -> Pair:
+    """Apply `place_backward` to both sides."""
+    (query, key), (dq, dk) = projected, grads
+    return place_backward(attention, attention.query, query, dq), place_backward(attention, attention.key, key, dk)
+
+
+def queries_and_keys(attention: Attention, x: Tensor, query: Tensor, key: Tensor) -> Pair:
+    """Compute queries and keys after norm and rotary embedding; differentiable in inputs and weights."""
+    return place_pair(attention, project_pair(attention, x, query, key))
 
 
 def values(attention: Attention, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the values, one head for each key head.
-
-    Args:
-        attention: the layer.
-        x: [batch, tokens, in_features].
-        weight: [h_kv * value_dim, in_features]; `value_dim` may differ from `attention.head_dim`.
-        bias: [h_kv * value_dim], or None.
-
-    Returns:
-        [batch, h_kv, tokens, value_dim], after the norm.
-    """
+    """Compute the values after their norm, one head for each key head; weight [h_kv * value_dim, in_features]."""
     heads = _value_heads(attention, x, weight, bias)
     return heads if attention.value_norm is None else attention.value_norm.forward(heads)
 
@@ -248,24 +243,16 @@ def _value_heads(attention: Attention, x: Tensor, weight: Tensor, bias: Tensor |
 
 
 def gated(attention: Attention, x: Tensor, mixed: Tensor) -> Tensor:
-    """Multiply by the sigmoids of the gates, if there are any; the gradient goes back through the same product.
-
-    Args:
-        attention: the layer.
-        x: [batch, tokens, in_features].
-        mixed: what the heads mix, beside each other, or its gradient: [batch, tokens, h * value_dim].
-    """
+    """Multiply what the heads mix [batch, tokens, h * value_dim], or its gradient, by the sigmoids of any gates."""
     if attention.gate is None:
         return mixed
     return mixed * torch.nn.functional.linear(x, *attention.gate).sigmoid_()
 
 
 def quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
-    """Rotate each pair of features by 90 degrees, (a, b) to (-b, a).
+    """Rotate each pair of the last dimension's features by 90 degrees, (a, b) to (-b, a).
 
-    Args:
-        x: [..., features].
-        interleaved: pairs are adjacent, (0, 1), (2, 3), ...; otherwise half of the features apart.
+    Interleaved pairs are adjacent, (0, 1), (2, 3), ...; others half of the features apart.
     """
     if interleaved:
         return torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
@@ -289,14 +276,8 @@ def attention_matrices(attention: Attention, q: Tensor, k: Tensor) -> Tensor:
     return torch.stack([_unfold(attention, p) for p in matrices])
 
 
-def squared_errors(
-    attention: Attention, dense: tuple[Tensor, Tensor], candidates: Sequence[tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
-    """Compute ||P~ - P||_F^2 of several pruned layers, and ||P||_F^2.
-
-    Returns:
-        Summed over the batch, float64 [candidates, h] and [h].
-    """
+def squared_errors(attention: Attention, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
+    """Compute ||P~ - P||_F^2 of several pruned layers, and ||P||_F^2: over the batch, float64 [candidates, h], [h]."""
     heads, device = attention.query.heads, dense[0].device
     errors = torch.zeros(len(candidates), heads, dtype=torch.float64, device=device)
     norms = torch.zeros(heads, dtype=torch.float64, device=device)
@@ -310,17 +291,14 @@ def squared_errors(
     return errors, norms
 
 
-def matrix_gradients(
-    attention: Attention, dense: tuple[Tensor, Tensor], pruned: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+def matrix_gradients(attention: Attention, dense: Pair, pruned: Pair) -> tuple[Tensor, Tensor, Pair]:
     """Differentiate `1/2 ||P~ - P||_F^2`, summed over heads and batch, with respect to the pruned queries and keys.
 
     With C = P~ - P, the gradient of the scores is p = P~∘C - diag((P~∘C) 1) P~ (arXiv 2410.11261); from there to the
     queries `scaling * p k` and to the keys `scaling * p^T q`, summed over the query heads that share a key head.
 
     Returns:
-        ||P~ - P||_F^2 and ||P||_F^2 of each head, float64 [h], and the gradients of the pruned queries and keys, of
-        their shapes.
+        ||P~ - P||_F^2 and ||P||_F^2 of each head, float64 [h], and the gradients of the pruned queries and keys.
     """
     errors, norms = torch.zeros(2, attention.query.heads, dtype=torch.float64, device=dense[0].device)
     dq, dk = torch.zeros_like(pruned[0]), torch.zeros_like(pruned[1])
@@ -336,29 +314,19 @@ def matrix_gradients(
     return errors, norms, (dq.mul_(attention.scaling), dk.mul_(attention.scaling))
 
 
-def matrix_probe(attention: Attention, q: Tensor, k: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def matrix_probe(attention: Attention, q: Tensor, k: Tensor, generator: torch.Generator) -> Pair:
     """Compute the gradients of queries and keys for independent random signs as the gradient of P.
 
     With J_i = diag(p_i) - p_i p_i^T the derivative of row i of P by its scores, the expectation of the outer products
     of these gradients are the Gauss-Newton matrices of ||P~ - P||_F^2 at the dense point: for query i
     `scaling^2 K^T J_i^2 K` and for key j, summed over the queries, `scaling^2 sum_i (J_i^2)_jj q_i q_i^T`. A softcap
     multiplies the derivative of each score.
-
-    Returns:
-        The gradients of queries and keys, of their shapes.
     """
     return _backpropagate(attention, q, k, lambda _i, _rows, p: random_signs_(torch.empty_like(p), generator))
 
 
 def mixed_values(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute P v of all heads beside each other, [batch, tokens, h * value_dim]; by a fused kernel where there is one.
-
-    Args:
-        attention: the layer.
-        q: queries [batch, h, tokens, head_dim] after norm and rotary embedding.
-        k: keys [batch, h_kv, tokens, head_dim], likewise.
-        v: values [batch, h_kv, tokens, value_dim].
-    """
+    """Compute P v of all heads beside each other, [batch, tokens, h * value_dim], by a fused kernel if there is one."""
     plain = attention.softcap is None and attention.sinks is None and attention.window is None
     if plain and v.shape[-1] == q.shape[-1]:
         # A key head for each query head: CUDA's only fused kernel for float32 shares none in some torch versions,
@@ -373,7 +341,7 @@ def mixed_values(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tenso
 
 
 def mixed_by_rows(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute P v, [batch, h, tokens, value_dim], of values [batch, h_kv, tokens, value_dim]."""
+    """Compute P v, [batch, h, tokens, value_dim]."""
     k = _centred(attention, k)
     result = q.new_empty(*q.shape[:3], v.shape[-1])
     for rows in _row_blocks(attention, q, ROWS):
@@ -384,21 +352,19 @@ def mixed_by_rows(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tens
 
 
 def mixed_backward(
-    attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, dv: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, of_mixed: Tensor, dv: Tensor | None = None
+) -> Pair:
     """Backpropagate a gradient of P v to queries and keys, with four tokens x tokens products to autograd's seven.
 
     Args:
         attention: the layer.
         q: queries.
         k: keys.
-        v: values [batch, h_kv, tokens, value_dim].
-        grad: [batch, h, tokens, value_dim].
+        v: values.
+        of_mixed: the gradient of all heads beside each other, [batch, tokens, h * value_dim].
         dv: in the shape of `v`; the gradient of the values is added to it where it is given, by one more product.
-
-    Returns:
-        The gradients of queries and keys, of their shapes.
     """
+    grad = of_mixed.view(*of_mixed.shape[:2], attention.query.heads, -1).transpose(1, 2)
 
     def of_matrix(i: int, rows: _RowBlock, p: Tensor) -> Tensor:
         of_rows = _fold(attention, grad[i].view(attention.key.heads, attention.groups, *grad.shape[2:]), rows)
@@ -416,15 +382,11 @@ def random_signs_(x: Tensor, generator: torch.Generator) -> Tensor:
 
 def _backpropagate(
     attention: Attention, q: Tensor, k: Tensor, of_matrix: Callable[[int, _RowBlock, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """Backpropagate a gradient of P, computed block by block, to queries and keys.
 
-    Args:
-        attention: the layer.
-        q: queries.
-        k: keys.
-        of_matrix: maps a sequence's index, a block and its P [h_kv, groups * rows, keys] to the gradient of that P,
-            which is overwritten.
+    `of_matrix` maps a sequence's index, a block and its P [h_kv, groups * rows, keys] to the gradient of that P, which
+    is overwritten.
     """
     dq, dk = torch.zeros_like(q), torch.zeros_like(k)
     k = _centred(attention, k)
@@ -436,13 +398,7 @@ def _backpropagate(
 
 
 def _backward(
-    attention: Attention,
-    pair: tuple[Tensor, Tensor],
-    rows: _RowBlock,
-    weighted: Tensor,
-    p: Tensor,
-    slope: Tensor | None,
-    into: tuple[Tensor, Tensor],
+    attention: Attention, pair: Pair, rows: _RowBlock, weighted: Tensor, p: Tensor, slope: Tensor | None, into: Pair
 ) -> None:
     """Backpropagate a block's gradient of P through softmax and scores and accumulate it, without the scaling.
 
@@ -489,7 +445,7 @@ def _row_blocks(attention: Attention, q: Tensor, size: int) -> Iterator[_RowBloc
         yield _RowBlock(slice(start, stop), slice(first, stop), bias)
 
 
-def _sequences(attention: Attention, q: Tensor, k: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _sequences(attention: Attention, q: Tensor, k: Tensor) -> Iterator[Pair]:
     """Yield each sequence's queries [h_kv, groups, tokens, head_dim] and keys [h_kv, tokens, head_dim]."""
     for query, key in zip(q, k, strict=True):
         yield query.view(attention.key.heads, attention.groups, *query.shape[1:]), key

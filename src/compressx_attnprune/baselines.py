@@ -16,7 +16,8 @@ from torch import Tensor
 from compressx import NM, FixedMask, Pattern, Unstructured
 from compressx.numerics.obs import inverse_cholesky, sweep
 from compressx.numerics.wanda import wanda_scores
-from compressx_attnprune.losses import Pair, parts
+from compressx_attnprune.attention import Pair
+from compressx_attnprune.losses import parts
 
 Choose = Callable[[Pair], Pair]
 """Maps scores of query and key to masks, True = keep."""

@@ -27,7 +27,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from compressx_attnprune.losses import SEQUENCES, Loss, Pair, parts
+from compressx_attnprune.attention import Pair
+from compressx_attnprune.losses import SEQUENCES, Loss, parts
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,9 +27,10 @@ from compressx_attnprune.attention import (
     gated,
     mixed_backward,
     mixed_values,
-    place,
-    place_backward,
-    project,
+    place_pair,
+    place_pair_backward,
+    project_pair,
+    queries_and_keys,
     values,
     values_backward,
     weight_gradient,
@@ -150,29 +151,20 @@ class Mixing:
     def mixed(self, x: Tensor, weights: Triple) -> Tensor:
         """Return P V of all heads beside each other, [batch, tokens, h * value_dim], of x [batch, tokens, n]."""
         query, key, value = weights
-        q, k = (
-            place(self.attention, side, project(self.attention, side, x, w))
-            for side, w in ((self.attention.query, query), (self.attention.key, key))
-        )
+        q, k = queries_and_keys(self.attention, x, query, key)
         mixed = mixed_values(self.attention, q, k, values(self.attention, x, value, self.value_bias))
         return gated(self.attention, x, mixed)
 
     def gradients(self, x: Tensor, weights: Triple, grad: Tensor) -> Triple:
         """Backpropagate a gradient of `mixed` [batch, tokens, h * value_dim] to the three weights."""
-        attention = self.attention
-        sides = (attention.query, attention.key)
-        projected = [project(attention, side, x, w) for side, w in zip(sides, weights[:2], strict=True)]
-        q, k = (place(attention, side, u) for side, u in zip(sides, projected, strict=True))
-        v = values(attention, x, weights[2], self.value_bias)
-        of_heads = gated(attention, x, grad).view(*grad.shape[:2], attention.query.heads, -1).transpose(1, 2)
+        attention, (query, key, value) = self.attention, weights
+        projected = project_pair(attention, x, query, key)
+        v = values(attention, x, value, self.value_bias)
         dv = torch.zeros_like(v)
-        placed = mixed_backward(attention, q, k, v, of_heads, dv)
-        query, key = (
-            weight_gradient(place_backward(attention, side, u, g), x)
-            for side, u, g in zip(sides, projected, placed, strict=True)
-        )
-        dv = values_backward(attention, x, weights[2], self.value_bias, dv)
-        return query, key, weight_gradient(dv, x)
+        placed = mixed_backward(attention, *place_pair(attention, projected), v, gated(attention, x, grad), dv)
+        dq, dk = place_pair_backward(attention, projected, placed)
+        dv = values_backward(attention, x, value, self.value_bias, dv)
+        return weight_gradient(dq, x), weight_gradient(dk, x), weight_gradient(dv, x)
 
 
 DAMPINGS = (0.03, 0.1, 0.3, 1.0)

@@ -9,29 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self, TypeAlias
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from compressx_attnprune.attention import (
     Attention,
+    Pair,
     gated,
     matrix_gradients,
     matrix_probe,
     mixed_backward,
     mixed_values,
-    place,
-    place_backward,
-    project,
+    place_pair,
+    place_pair_backward,
+    project_pair,
     queries_and_keys,
     random_signs_,
     squared_errors,
     values,
     weight_gradient,
 )
-
-Pair: TypeAlias = tuple[Tensor, Tensor]
 
 SEQUENCES = 4
 """Sequences processed at a time."""
@@ -68,23 +67,18 @@ class Loss(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _OfAttention:
-    """What the losses share."""
-
-    attention: Attention
-
-    def with_scores(self, share: float) -> Self:
-        """Return the loss of a layer whose scores, before a softcap, are this share of them."""
-        return replace(self, attention=replace(self.attention, scaling=share * self.attention.scaling))
-
-
-@dataclass(frozen=True, eq=False)
-class MatrixLoss(_OfAttention):
+class MatrixLoss:
     """||P~ - P||_F^2 of the attention matrices (Attention Weights Pruning, arXiv 2410.11261), summed over heads.
 
     Attributes:
         attention: the layer's geometry.
     """
+
+    attention: Attention
+
+    def with_scores(self, share: float) -> Self:
+        """Return the loss of a layer with a share of the scores."""
+        return replace(self, attention=self.attention.with_scores(share))
 
     @torch.no_grad()
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
@@ -98,20 +92,20 @@ class MatrixLoss(_OfAttention):
         """Return ||P~ - P||_F^2 / ||P||_F^2 and the gradients of half of it, in closed form by row blocks."""
         attention = self.attention
         before = queries_and_keys(attention, x, *dense)
-        projected = _projected(attention, x, pruned)
-        errors, norms, grads = matrix_gradients(attention, before, _placed(attention, projected))
-        return _relative(errors.sum(), norms.sum(), x, _placed_backward(attention, projected, grads))
+        projected = project_pair(attention, x, *pruned)
+        errors, norms, grads = matrix_gradients(attention, before, place_pair(attention, projected))
+        return _relative(errors.sum(), norms.sum(), x, place_pair_backward(attention, projected, grads))
 
     @torch.no_grad()
     def probe(self, x: Tensor, weights: Pair, generator: torch.Generator) -> Pair:
         """Return the gradients for random signs as the gradient of P."""
-        projected = _projected(self.attention, x, weights)
-        grads = matrix_probe(self.attention, *_placed(self.attention, projected), generator)
-        return _placed_backward(self.attention, projected, grads)
+        projected = project_pair(self.attention, x, *weights)
+        grads = matrix_probe(self.attention, *place_pair(self.attention, projected), generator)
+        return place_pair_backward(self.attention, projected, grads)
 
 
 @dataclass(frozen=True, eq=False)
-class OutputLoss(_OfAttention):
+class OutputLoss:
     """||(P~ - P) V W_O^T||_F^2, the error of the attention's output caused by that of the attention matrices.
 
     Where the layer has gates, they multiply P V.
@@ -126,9 +120,14 @@ class OutputLoss(_OfAttention):
         output_weight: [out_features, h * value_dim].
     """
 
+    attention: Attention
     value_weight: Tensor
     value_bias: Tensor | None
     output_weight: Tensor
+
+    def with_scores(self, share: float) -> Self:
+        """Return the loss of a layer with a share of the scores."""
+        return replace(self, attention=self.attention.with_scores(share))
 
     @torch.no_grad()
     def errors(self, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> tuple[Tensor, Tensor]:
@@ -143,8 +142,8 @@ class OutputLoss(_OfAttention):
         """Return ||(P~ - P) V W_O^T||_F^2 / ||P V W_O^T||_F^2 and the gradients of half of it."""
         v = values(self.attention, x, self.value_weight, self.value_bias)
         before = self._output(x, *queries_and_keys(self.attention, x, *dense), v)
-        projected = _projected(self.attention, x, pruned)
-        error = self._output(x, *_placed(self.attention, projected), v) - before
+        projected = project_pair(self.attention, x, *pruned)
+        error = self._output(x, *place_pair(self.attention, projected), v) - before
         return _relative(_squared_norm(error), _squared_norm(before), x, self._backward(x, projected, v, error))
 
     @torch.no_grad()
@@ -152,7 +151,7 @@ class OutputLoss(_OfAttention):
         """Return the gradients for random signs as the gradient of the attention's output."""
         v = values(self.attention, x, self.value_weight, self.value_bias)
         signs = random_signs_(x.new_empty(*x.shape[:2], len(self.output_weight)), generator)
-        return self._backward(x, _projected(self.attention, x, weights), v, signs)
+        return self._backward(x, project_pair(self.attention, x, *weights), v, signs)
 
     def _output(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Apply attention to the values and project them, [batch, tokens, out_features]."""
@@ -161,14 +160,12 @@ class OutputLoss(_OfAttention):
 
     def _backward(self, x: Tensor, projected: Pair, v: Tensor, grad: Tensor) -> Pair:
         """Backpropagate a gradient of the output [batch, tokens, out_features] to `project`'s results."""
-        return _placed_backward(self.attention, projected, self._mixed_backward(x, projected, v, grad))
+        return place_pair_backward(self.attention, projected, self._mixed_backward(x, projected, v, grad))
 
     def _mixed_backward(self, x: Tensor, projected: Pair, v: Tensor, grad: Tensor) -> Pair:
         """Backpropagate it to queries and keys; what this takes is freed before the rest of the way."""
         of_mixed = gated(self.attention, x, grad @ self.output_weight)
-        of_heads = of_mixed.view(*grad.shape[:2], self.attention.query.heads, -1)
-        q, k = _placed(self.attention, projected)
-        return mixed_backward(self.attention, q, k, v, of_heads.transpose(1, 2))
+        return mixed_backward(self.attention, *place_pair(self.attention, projected), v, of_mixed)
 
 
 def relative_errors(loss: Loss, x: Tensor, dense: Pair, candidates: Sequence[Pair]) -> list[float]:
@@ -208,21 +205,6 @@ def parts(x: Tensor) -> Iterator[Tensor]:
     """Yield float32 copies of `SEQUENCES` sequences at a time."""
     for start in range(0, len(x), SEQUENCES):
         yield x[start : start + SEQUENCES].to(torch.float32, copy=True)
-
-
-def _projected(attention: Attention, x: Tensor, weights: Pair) -> Pair:
-    query, key = weights
-    return project(attention, attention.query, x, query), project(attention, attention.key, x, key)
-
-
-def _placed(attention: Attention, projected: Pair) -> Pair:
-    query, key = projected
-    return place(attention, attention.query, query), place(attention, attention.key, key)
-
-
-def _placed_backward(attention: Attention, projected: Pair, grads: Sequence[Tensor]) -> Pair:
-    (query, key), (dq, dk) = projected, grads
-    return place_backward(attention, attention.query, query, dq), place_backward(attention, attention.key, key, dk)
 
 
 def _squared_norm(x: Tensor) -> Tensor:

@@ -16,17 +16,15 @@ from torch import Tensor
 from compressx import NM, FixedMask, Pattern, keep_masks
 from compressx.numerics.wanda import wanda_scores
 from compressx_attnprune import baselines, gauss_newton, training
+from compressx_attnprune.attention import Pair
 from compressx_attnprune.baselines import InputStatistics
-from compressx_attnprune.gauss_newton import Curvature, KroneckerProblem
-from compressx_attnprune.losses import Loss, Pair, relative_errors
+from compressx_attnprune.gauss_newton import KroneckerProblem
+from compressx_attnprune.losses import Loss, relative_errors
 from compressx_attnprune.options import AttnPruneOptions
 from compressx_attnprune.training import Candidate, Text
 
 DAMPING = 0.003
 _MOST_DAMPING = 0.3
-
-MASK_LEARNING_RATE = 0.05
-"""Largest change of a mask entry per step."""
 
 REGULARIZATIONS = (0.03, 0.1, 0.3, 1.0)
 """The lambdas that mask mode tries when none is given; ours, not published."""
@@ -56,12 +54,8 @@ class QueryKeyLayer:
     @cached_property
     def problem(self) -> KroneckerProblem:
         """The dense weights and their curvature, decomposed."""
-        return KroneckerProblem(tuple(self.by_head(self.dense)), self.curvature, self.damping)
-
-    @cached_property
-    def curvature(self) -> tuple[Curvature, Curvature]:
-        """The loss's curvature at the dense weights."""
-        return gauss_newton.measured_curvature(self.loss, self.text.train, self.dense)
+        curvature = gauss_newton.measured_curvature(self.loss, self.text.train, self.dense)
+        return KroneckerProblem(tuple(self.by_head(self.dense)), curvature, self.damping)
 
     def by_head(self, pair: Pair) -> list[Tensor]:
         """View [heads * head_dim, in_features] as [heads, head_dim, in_features]."""
@@ -188,12 +182,7 @@ def mask(layer: QueryKeyLayer, budget: Budget, *, regularization: float | None, 
     tried: list[Candidate] = []
     for value in REGULARIZATIONS if regularization is None else (regularization,):
         relaxed, losses = training.learn_masks(
-            layer.loss,
-            layer.text.train,
-            layer.dense,
-            regularization=value,
-            steps=steps,
-            learning_rate=MASK_LEARNING_RATE,
+            layer.loss, layer.text.train, layer.dense, regularization=value, steps=steps
         )
         keeps = budget.choose(ranked(relaxed, layer.inputs, layer.dense))
         masked = (layer.dense[0] * keeps[0], layer.dense[1] * keeps[1])

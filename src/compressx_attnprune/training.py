@@ -14,10 +14,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from compressx_attnprune.losses import SEQUENCES, Loss, Pair, relative_error
+from compressx_attnprune.attention import Pair
+from compressx_attnprune.losses import SEQUENCES, Loss, relative_error
 
 LEARNING_RATE = 0.01
 """Of refits: approximate largest change of a weight per step, as a fraction of the weights' root mean square."""
+
+MASK_LEARNING_RATE = 0.05
+"""Approximate largest change of a mask entry per step."""
+
 _CHECKS = 4  # measurements of the held-out error during training
 
 
@@ -64,7 +69,7 @@ def refit(
         steps: gradient steps, each on a few sequences.
         learning_rate: as `LEARNING_RATE`.
     """
-    best, keeps, weights = start, start.keeps, _copy(start.weights)
+    best, keeps, weights = start, start.keeps, (start.weights[0].clone(), start.weights[1].clone())
     optimizer = Descent(weights, dense, learning_rate, steps)
     losses: list[Tensor] = []
     for step, x in enumerate(batches(text.train, steps)):
@@ -72,12 +77,20 @@ def refit(
         losses.append(value)
         optimizer.step((grads[0] * keeps[0], grads[1] * keeps[1]))
         if (step + 1) % max(1, steps // _CHECKS) == 0 or step + 1 == steps:
-            best = _better(best, loss, text, dense, weights, keeps)
+            error = relative_error(loss, text.held_out, dense, weights)
+            if error < best.error:  # NaN never wins
+                best = Candidate((weights[0].clone(), weights[1].clone()), keeps, error)
     return replace(best, losses=read(losses))
 
 
 def learn_masks(
-    loss: Loss, x: Tensor, weights: Pair, *, regularization: float, steps: int, learning_rate: float
+    loss: Loss,
+    x: Tensor,
+    weights: Pair,
+    *,
+    regularization: float,
+    steps: int,
+    learning_rate: float = MASK_LEARNING_RATE,
 ) -> tuple[Pair, tuple[float, ...]]:
     """Learn relaxed masks in [0, 1] by gradient descent, the published method on the two factors of a real layer.
 
@@ -91,7 +104,7 @@ def learn_masks(
         weights: the dense weights.
         regularization: lambda.
         steps: gradient steps.
-        learning_rate: approximate largest change of a mask entry per step.
+        learning_rate: as `MASK_LEARNING_RATE`.
 
     Returns:
         The masks, in the weights' shapes, and the relative error at each step.
@@ -135,13 +148,6 @@ class Descent:
         self.schedule.step()
 
 
-def _better(best: Candidate | None, loss: Loss, text: Text, dense: Pair, weights: Pair, keeps: Pair) -> Candidate:
-    """Return the better of the best so far and a copy of these weights, by the held-out error."""
-    error = relative_error(loss, text.held_out, dense, weights)
-    # NaN never wins.
-    return Candidate(_copy(weights), keeps, error) if best is None or error < best.error else best
-
-
 def batches(x: Tensor, steps: int) -> Iterator[Tensor]:
     """Yield a float32 batch for each step, cycling through the sequences in order."""
     size = min(SEQUENCES, len(x))
@@ -153,7 +159,3 @@ def batches(x: Tensor, steps: int) -> Iterator[Tensor]:
 def read(losses: list[Tensor]) -> tuple[float, ...]:
     """Copy the losses of all steps to the host at once: reading each in its step would make the host wait for it."""
     return tuple(torch.stack(losses).tolist()) if losses else ()
-
-
-def _copy(pair: Pair) -> Pair:
-    return pair[0].clone(), pair[1].clone()

@@ -9,8 +9,9 @@ import torch
 from tests.compressx_attnprune import blocks
 
 from compressx import NM, FixedMask, Pattern, PruneResult, Unstructured
-from compressx.api.patterns import keep_mask, zeros_in
+from compressx.api.patterns import keep_mask
 from compressx.api.pruner import Block
+from compressx.blocks.numbers import check_numbers
 from compressx.blocks.observe import Observed
 from compressx.blocks.prepared import answer_of
 from compressx_attnprune import plugin
@@ -65,21 +66,7 @@ def given_masks(block: Block, chosen_as: Unstructured | NM) -> dict[str, Pattern
 def assert_as_asked(block: Block, patterns: Mapping[str, Pattern], results: Mapping[str, PruneResult]) -> None:
     """Hold results against what the host checks: counts, exact to the weight, and given masks untouched."""
     assert set(results) == set(patterns)
-    for name, result in results.items():
-        shape = tuple(block.linears[name].weight.shape)
-        assert result.keep.dtype == torch.bool
-        assert result.keep.shape == result.weight.shape == shape
+    check_numbers(SPEC.name, block, patterns, results)
+    for result in results.values():
         assert result.weight.dtype == torch.float32
         assert torch.equal(result.weight != 0, result.keep)
-        pattern, zeros = patterns[name], int((~result.keep).sum())
-        assert zeros == (zeros_in(pattern, *shape) if zeros_in(pattern, *shape) is not None else zeros)
-        if isinstance(pattern, NM):
-            assert (result.keep.reshape(-1, pattern.of).sum(dim=1) == pattern.keep).all()
-        if isinstance(pattern, FixedMask):
-            assert torch.equal(result.keep, pattern.keep)
-        if isinstance(pattern, Unstructured) and pattern.group == "row":
-            assert len(set((~result.keep).sum(dim=1).tolist())) == 1
-    joint = [n for n, p in patterns.items() if isinstance(p, Unstructured) and p.group == "joint"]
-    if joint:
-        weights = sum(results[n].keep.numel() for n in joint)
-        assert sum(int((~results[n].keep).sum()) for n in joint) == round(patterns[joint[0]].sparsity * weights)

@@ -61,17 +61,6 @@ def test_the_relative_error_is_the_ratio_of_squared_norms_under_the_attention_ma
     assert (attention.relative_error(attention.weight) == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [(torch.ones(TOKENS, TOKENS), r"bool \[24, 24\].*float32"),
-     (torch.ones(3, 3, dtype=torch.bool), r"bool \[24, 24\].*\[3, 3\]"),
-     (torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(-1), "row 0 .* attends to no token")],
-)  # fmt: skip
-def test_an_attention_mask_that_cannot_be_used_is_refused(mask: Tensor, message: str):
-    with pytest.raises(ValueError, match=message):
-        sample([0], tokens=TOKENS, width=WIDTH, mask=mask)
-
-
 def test_the_curvature_is_the_diagonal_of_the_squared_jacobian():
     attention = problem("causal", seeds=1)
     jacobian = torch.autograd.functional.jacobian(

@@ -190,23 +190,6 @@ def test_a_refit_that_does_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch):
         assert result.info == plain[name].info
 
 
-@pytest.mark.parametrize("options", [{}, {"refit": 8}], ids=["closed form", "refit"])
-def test_under_a_norm_over_all_heads_rows_that_go_are_zero_for_the_others_too(options: dict[str, Any]):
-    recorded = record("olmo2")
-    results = prune(recorded, **options)
-    for result in results.values():
-        assert torch.equal(result.weight != 0, result.keep)
-    info = next(iter(results.values())).info
-    assert info["output_error"] == pytest.approx(error_of(recorded, results, recorded.x[-2:]), rel=1e-3)
-
-
-@pytest.mark.parametrize("dropped", [1, 2, 3])
-def test_as_many_groups_go_as_are_asked_for(dropped: int):
-    recorded = record(LLAMA)
-    results = prune(recorded, structured(recorded, dropped / 4))  # checked by the host's own checks
-    assert next(iter(results.values())).keep.any(dim=1).sum() == 64 - 16 * dropped
-
-
 def test_nothing_to_prune_is_bit_identical():
     recorded = record("gpt2")
     for name, result in prune(recorded, structured(recorded, 0.0)).items():
@@ -306,14 +289,4 @@ def test_other_units_are_refused_before_weights_are_loaded():
     (neurons,) = find_units("neurons", block)
     patterns: dict[str, Pattern] = dict.fromkeys(neurons.owners, Structured("neurons", 0.5, neurons))
     with pytest.raises(layer.RecipeError, match="this rule's units are neurons; of units it takes kv-groups"):
-        layer.check(block, patterns)
-
-
-@pytest.mark.parametrize("architecture", ["mpt", "falcon-alibi"])
-def test_attention_that_is_not_supported_is_refused_for_groups_too(architecture: str):
-    block = blocks.skeleton(architecture)
-    patterns = dict.fromkeys(
-        block.linears, Structured("kv-groups", 0.5, find_units("kv-groups", blocks.skeleton("llama"))[0])
-    )
-    with pytest.raises(layer.UnsupportedModelError, match="leave it to a pruner of single linears"):
         layer.check(block, patterns)

@@ -113,16 +113,6 @@ def test_each_head_is_solved_whatever_the_others_need():
     assert_solved(of, keeps, got)
 
 
-def test_heads_take_steps_of_their_own():
-    """Five weights are left in each head: so many steps solve them all, where common ones would need five for each."""
-    of = problem(4)
-    keeps = [torch.zeros(w.shape, dtype=torch.bool) for w in of.dense]
-    for keep, dense in zip(keeps, of.dense, strict=True):
-        for head in range(len(keep)):
-            keep[head].view(-1)[dense[head].flatten().abs().topk(5).indices] = True
-    assert_solved(of, keeps, gauss_newton.reconstruct(of, keeps, iterations=5))
-
-
 @each_pattern
 def test_a_selection_takes_the_steps_of_admm_with_the_dual_as_published(pattern: Pattern):
     """A linear system for W, a projection for Z, the dual V itself, which a rise of the penalty does not change."""
@@ -181,17 +171,6 @@ def test_a_selection_is_near_the_best_of_all_masks():
     assert sum(ratios) / len(ratios) < 1.15
     assert max(ratios) < 2.0
     assert sum(of_magnitude) / len(of_magnitude) > 1.8
-
-
-def test_relaxing_beyond_each_step_finds_masks_that_cost_less(monkeypatch: pytest.MonkeyPatch):
-    def totals() -> list[float]:
-        return [sum(cost(of, gauss_newton.select(of, by(p))[1]) for of in map(problem, range(3))) for p in PATTERNS]
-
-    relaxed = totals()
-    monkeypatch.setattr(gauss_newton, "RELAXATION", 1.0)
-    ratios = [a / b for a, b in zip(relaxed, totals(), strict=True)]
-    assert max(ratios) < 1.0
-    assert sum(ratios) / len(ratios) < 0.975
 
 
 # --- with few of the eigenvectors, as of large factors
@@ -267,37 +246,6 @@ def test_many_cheap_steps_cost_no_more_than_half_as_many_exact_ones(pattern: Pat
     assert sum(ratios) / len(ratios) < 1.02
 
 
-@pytest.mark.usefixtures("few_eigenvectors")
-def test_no_factor_of_the_inputs_is_decomposed(monkeypatch: pytest.MonkeyPatch):
-    sizes, original = [], torch.linalg.eigh
-
-    def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-        sizes.append(matrix.shape[-1])
-        values, vectors = original(matrix)
-        return values, vectors
-
-    monkeypatch.setattr(torch.linalg, "eigh", eigh)
-    gauss_newton.select(problem(0, rows=4, columns=36), by(PATTERNS[0]))
-    assert sizes == [4, 6, 4, 6]  # of each side the rows' factor, and what the leading vectors span
-
-
-def test_with_diagonal_factors_a_selection_costs_what_dropping_the_cheapest_does():
-    """The optimum is known then. The first penalties let weights about as cheap change places, for a percent."""
-    for seed, sparsity in enumerate((0.3, 0.5, 0.8)):
-        choose = by(Unstructured(sparsity, "joint"))
-        dense = [normal(h, ROWS, COLUMNS, seed=10 * seed + h) for h in HEADS]
-        curvatures = [
-            Curvature(*(torch.diag_embed(normal(h, n, seed=h + n).exp()) for n in (ROWS, COLUMNS))) for h in HEADS
-        ]
-        of = KroneckerProblem(tuple(dense), tuple(curvatures), DAMPING)
-        keeps, weights = gauss_newton.select(of, choose)
-        best = [w * k for w, k in zip(dense, magnitude(of, choose), strict=True)]
-        assert cost(of, best) <= cost(of, weights) * (1 + 1e-12)
-        assert cost(of, weights) <= 1.015 * cost(of, best)
-        for w, d, k in zip(weights, dense, keeps, strict=True):
-            torch.testing.assert_close(w, d * k, rtol=1e-6, atol=1e-9)
-
-
 def test_weights_without_any_curvature_are_dropped_first_whatever_the_damping_says():
     """Inputs that never fire, a row that nothing depends on, a head that the attention does without."""
     dtype = torch.float32
@@ -330,17 +278,6 @@ def test_weights_without_any_curvature_are_dropped_first_whatever_the_damping_sa
     assert sum(int(k.sum()) for k in keeps) == sum(k.numel() for k in keeps) // 2
     for keep, w, dense in zip(keeps, weights, of.dense, strict=True):
         torch.testing.assert_close(w, dense * keep)
-
-
-def test_float32_finds_what_float64_finds():
-    of = problem(0)
-    measured = tuple(Curvature(c.rows.float(), c.inputs.float()) for c in of.measured)
-    single = KroneckerProblem(tuple(w.float() for w in of.dense), measured, DAMPING)
-    choose = by(PATTERNS[0])
-    weights = gauss_newton.select(single, choose)[1]
-    assert all(w.dtype == torch.float32 for w in weights)
-    ours, double = cost(of, [w.double() for w in weights]), cost(of, gauss_newton.select(of, choose)[1])
-    assert ours == pytest.approx(double, rel=0.02)
 
 
 def test_another_damping_starts_from_what_was_measured():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressx_attnprune.groups import Moments, damped_factor, solve, unit_diagonal
+from compressx_attnprune.groups import Moments, damped_factor, solve
 
 TOKENS, MIXED, OUTPUTS = 60, 12, 7
 DEAD = 5
@@ -104,16 +104,6 @@ def test_products_of_float32_are_summed_in_float64():
 def test_a_layer_that_puts_out_nothing_has_no_error():
     w, m, _ = draw()
     assert Moments.dense(m, 0.0 * w).error(w, torch.zeros(OUTPUTS)) == 0.0
-
-
-def test_the_diagonal_becomes_one_and_stays_zero_where_it_is():
-    _, m, _ = draw()
-    matrix = Moments.dense(m, torch.zeros(1, MIXED)).mixed
-    scaled, scale = unit_diagonal(matrix)
-    wanted = torch.ones(MIXED).double()
-    wanted[DEAD] = 0.0
-    torch.testing.assert_close(scaled.diagonal(), wanted)
-    torch.testing.assert_close(scaled * torch.outer(scale, scale), matrix)
 
 
 def test_a_factor_that_does_not_exist_is_nan():

@@ -237,14 +237,6 @@ def test_what_a_block_needed_is_not_held_by_the_pruner(llama: blocks.Recorded, m
     assert len(results) == 2
 
 
-@each_mode
-def test_the_same_calibration_gives_the_same_weights(llama: blocks.Recorded, mode: str):
-    first, second = (prune(llama, HALF, mode=mode, refit=3) for _ in range(2))
-    assert all(torch.equal(first[n].weight, second[n].weight) for n in first)
-    assert all(first[n].info == second[n].info for n in first)
-    assert all(first[n].history == second[n].history for n in first)
-
-
 def test_a_sparsity_that_leaves_no_query_or_key_weight_of_a_fused_one_is_refused():
     with pytest.raises(
         RecipeError, match=r"c_attn: sparsity 0\.99999 leaves no query or key weight of a matrix of 12288"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from compressx import Pattern, Unstructured, keep_masks
 from compressx_attnprune import training
-from compressx_attnprune.attention import Attention, Projection
-from compressx_attnprune.losses import MatrixLoss, Pair, relative_error
+from compressx_attnprune.attention import Attention, Pair, Projection
+from compressx_attnprune.losses import MatrixLoss, relative_error
 from compressx_attnprune.training import Candidate, Text
 
 ATTENTION = Attention(Projection(2), Projection(1), head_dim=4, scaling=0.5)
@@ -112,28 +112,6 @@ def test_of_the_weights_on_the_way_those_that_measure_best_are_returned(measured
     assert done.error == (4.5 if best is None else measured[best])
     for got, wanted in zip(done.weights, dense if best is None else candidates[best], strict=True):
         assert torch.equal(got, wanted)
-
-
-def test_losses_are_those_of_each_steps_sequences_before_the_step(dense: Pair, text: Text):
-    start = by_magnitude(dense, text)
-    losses = training.refit(LOSS, text, dense, start, steps=3, learning_rate=1e-9).losses
-    batches = (text.train[:4], text.train[4:8], text.train[[8, 9, 0, 1]])
-    assert losses == pytest.approx([relative_error(LOSS, b, dense, start.weights) for b in batches], rel=1e-4)
-
-
-@pytest.mark.parametrize("train", ["refit", "learn_masks"])
-def test_steps_go_through_all_sequences_again_and_again_in_order(train: str, dense: Pair):
-    x = torch.arange(10.0, dtype=torch.bfloat16)[:, None, None] / 16
-    loss, text = Distance(), Text(x, x)
-    everything = (torch.ones_like(dense[0], dtype=torch.bool), torch.ones_like(dense[1], dtype=torch.bool))
-    if train == "refit":
-        training.refit(loss, text, dense, Candidate(dense, everything, 1.0), steps=5, learning_rate=0.01)
-    else:
-        training.learn_masks(loss, x, dense, regularization=0.0, steps=5, learning_rate=0.01)
-    assert [[round(16 * float(s)) for s in seen] for seen in loss.seen] == [
-        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1], [2, 3, 4, 5], [6, 7, 8, 9],
-    ]  # fmt: skip
-    assert all(seen.dtype == torch.float32 for seen in loss.seen)
 
 
 def ones(dense: Pair) -> Pair:
