@@ -128,18 +128,23 @@ def _opened(context: RunContext, prepared: Prepared, planned: Plan, folder: Path
 
 
 def _calibrate(stages: Pruning, planned: Plan) -> tuple[FisherDiagonal, float]:
-    """Measure gradients of the first batch; return them, and the seconds of all batches that a run measures."""
+    """Measure gradients of two batches; return them, and the seconds of all batches that a run measures."""
     names, batches = planned.sensitive, stages.batches
     if not names and planned.reconstruct_block is None:
         return FisherDiagonal(), 0.0
     stages.context.report_progress("calibrate", 0, 1)
-    found = survey(stages.access.model)
-    some = batches if any(x.expert is not None for x in found.linears.values()) else batches[:1]  # reach all experts
-    started = _now(stages.access.device)
-    fisher = fisher_diagonal(stages.calibrated, found, names, some)
-    seconds = _now(stages.access.device) - started
-    windows = min(sum(map(len, batches)), ROW_WINDOWS if names else CHANNEL_WINDOWS)
-    return fisher, seconds * max(1.0, windows / sum(map(len, some)))
+    found, clock = survey(stages.access.model), list[float]()
+    some = batches if any(x.expert is not None for x in found.linears.values()) else batches[:2]  # reach all experts
+
+    def progress(_done: int, _total: int) -> None:
+        clock.append(_now(stages.access.device))
+
+    fisher = fisher_diagonal(stages.calibrated, found, names, some, progress=progress)
+    progress(0, 0)
+    seen, wanted = sum(map(len, some)), ROW_WINDOWS if names else CHANNEL_WINDOWS
+    left = max(0, min(sum(map(len, batches)), wanted) - seen)
+    each = (clock[-1] - clock[-2]) * (len(clock) - 1) / seen  # of the last group: a GPU loads its kernels in the first
+    return fisher, clock[-1] - clock[0] + left * each
 
 
 class _EnoughError(Exception):
@@ -181,11 +186,18 @@ def _kinds(planned: Plan) -> dict[str, int]:
 
 
 def _prune(stages: Pruning, planned: Plan, fisher: FisherDiagonal, fqn: str) -> float:
-    """Prune a block by the code of a run, as if it went on after the block before; return the seconds."""
+    """Prune a block as a run does; return the seconds. A GPU loads its kernels when it does so for the first time."""
+    stages.context.report_progress("prune", 0, 1, fqn or "the linears outside the blocks")
+    if stages.access.device.type == "cuda":
+        _prune_once(stages, planned, fisher, fqn)
+    return _prune_once(stages, planned, fisher, fqn)
+
+
+def _prune_once(stages: Pruning, planned: Plan, fisher: FisherDiagonal, fqn: str) -> float:
+    """Prune a block by the code of a run, as if the run went on after the block before."""
     access, batches = stages.calibrated, stages.batches
-    found, context = survey(access.model), stages.context
+    found = survey(access.model)
     before = [*found.blocks, OUTSIDE][: [*found.blocks, OUTSIDE].index(fqn)]
-    context.report_progress("prune", 0, 1, fqn or "the linears outside the blocks")
     streams = 1 if planned.reconstruct_block is None else 2
     keep = stages.keep(f"hidden-{fqn}", sum(map(len, batches)) * streams)
     states, calls = capture(access, found, batches, keep)

@@ -15,7 +15,9 @@ import compressx
 from compressx.masks.maskset import MaskSet
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_model, load_tokenizer
+from compressx.pipeline.preparation import loaded_recipe, prepare
 from compressx.pipeline.run import run
+from compressx.pipeline.timed import time_run
 from compressx.recipe.sources import ModelSource
 
 FLOAT32 = {"compute_dtype": "float32"}
@@ -96,3 +98,15 @@ def test_a_model_that_is_on_the_device_already_is_pruned_there(models):
         assert same({name: tensor.cpu() for name, tensor in state.items()}, weights("out/model"))
         masks = MaskSet.load("out/masks.safetensors")
         assert all(torch.equal(pruned.masks[name].keep.cpu(), masks[name].keep) for name in masks)
+
+
+def test_the_time_of_a_run_on_the_device_has_its_seconds_and_the_peak_of_its_memory(models):
+    plugins = compressx.load_plugins()
+    loaded = loaded_recipe(recipe(models("llama"), **FLOAT32), (), plugins)
+    with pretended_accelerator() as device:
+        found = time_run(loaded, prepare(loaded, plugins), plugins, torch.device("cuda"))
+    assert (found.device, found.blocks) == ("cuda", 3)
+    assert found.seconds["prune"] > 0
+    assert found.peak_gpu_memory_bytes > 100_000
+    gc.collect()
+    assert device.alive_bytes == 0, "nothing stays on the device"
