@@ -23,12 +23,15 @@ def estimated(recipe: Path, overrides: Sequence[str], device: str) -> dict[str, 
     """Return what `plan --time` says: seconds by stage, and bytes as `memory`."""
     from compressx import load_plugins
     from compressx.models.access import device_for
-    from compressx.pipeline.preparation import loaded_recipe, prepare
+    from compressx.pipeline.run import loaded_recipe
+    from compressx.pipeline.stages import prepare
     from compressx.pipeline.timed import time_run
+    from compressx.stages.state import RunState
 
     plugins = load_plugins()
-    loaded = loaded_recipe(recipe, overrides, plugins)
-    found = time_run(loaded, prepare(loaded, plugins), plugins, device_for(device))
+    state = RunState(loaded_recipe(recipe, overrides, plugins), plugins, device_for(device), measured=False)
+    prepare(state)
+    found = time_run(state)
     return {**found.seconds, "memory": found.peak_gpu_memory_bytes or found.peak_memory_bytes}
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 
 from compressx.cli import terminal
+from compressx.pipeline.stages import sections
 from compressx.report.compare import read_report
-from compressx.report.contents import sections
 
 
 def draw(run: Path, width: int = 100) -> str:

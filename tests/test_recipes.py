@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from compressx.evaluation.evaluators import with_evaluators
-from compressx.pipeline import checks
+from compressx.pipeline import stages
 from compressx.pipeline.run import plan
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.schema import load_recipe
@@ -44,7 +44,7 @@ def test_a_recipe_loads_and_says_what_it_does_and_evaluates_on_the_kind_of_text_
 def test_a_recipe_plans_every_linear_of_the_real_model(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All name the same model, whose config and tokenizer take seconds to read: they are read once."""
     for name in ("load_skeleton", "load_tokenizer"):
-        monkeypatch.setattr(checks, name, cache(getattr(checks, name)))
+        monkeypatch.setattr(stages, name, cache(getattr(stages, name)))
     plugins = load_plugins(toml=_ROOT / "plugins.toml")
     for path in _RECIPES:
         planned = plan(path, plugins=plugins)

@@ -106,7 +106,7 @@ def prune_groups(
     bias = projections.output.bias
     return {
         name: PruneResult(
-            masks[name], weights[name], info, history=history,
+            masks[name], weights[name], info, history=history, group="attention",
             bias=bias + solution.shift.to(bias.dtype) if name == projections.output.name and bias is not None else None,
         )
         for name in patterns

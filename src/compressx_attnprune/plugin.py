@@ -119,7 +119,7 @@ class AttnPrune:
         images = _heat_maps(ready.layer, solution)
         keeps, weights = _assemble(ready, patterns, solution)
         return {
-            name: PruneResult(keeps[name], weights[name], info, images=images, history=solution.histories)
+            name: PruneResult(keeps[name], weights[name], info, images, solution.histories, group="query and key")
             for name in patterns
         }
 

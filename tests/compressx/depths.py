@@ -7,7 +7,7 @@ from typing import Any
 from compressx.planning.make import make_plan
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
-from compressx.recipe.schema import recipe_from_dict
+from compressx.recipe.schema import LoadedRecipe, recipe_from_dict
 
 THIRD = {"targets": ["*"], "pruner": "shortgpt", "pattern": "blocks", "sparsity": 0.34}
 """One of the three blocks of a tiny model."""
@@ -15,6 +15,11 @@ THIRD = {"targets": ["*"], "pruner": "shortgpt", "pattern": "blocks", "sparsity"
 
 def planned(model: Any, *rules: dict[str, Any], plugins: Plugins | None = None, **sections: Any) -> Plan:
     """Plan rules for a model; by default one that drops one of three blocks."""
+    return make_plan(loaded(*rules, **sections), plugins or load_plugins(), model)
+
+
+def loaded(*rules: dict[str, Any], **sections: Any) -> LoadedRecipe:
+    """Return a recipe of rules."""
     recipe = {
         "model": "org/model",
         "calibration": {"dataset": {"text": "t.txt"}, "samples": 8, "sequence_length": 32},
@@ -22,4 +27,4 @@ def planned(model: Any, *rules: dict[str, Any], plugins: Plugins | None = None, 
         "output": "out",
         **sections,
     }
-    return make_plan(recipe_from_dict(recipe), plugins or load_plugins(), model)
+    return recipe_from_dict(recipe)

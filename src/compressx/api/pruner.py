@@ -141,9 +141,6 @@ class Block:
 class PruneResult:
     """What a pruner decided for one linear.
 
-    Linears that share `info`, `images` or `history`, such as query and key, are given the same object, which is then
-    shown once.
-
     Attributes:
         keep: bool [out_features, in_features], True = keep.
         weight: the surviving weights' new values [out_features, in_features] in any float dtype; None leaves them.
@@ -152,6 +149,8 @@ class PruneResult:
             are one family, which is drawn over the blocks; the bare name is the pruner's own.
         images: small matrices [rows, columns] that a person should see, such as an attention matrix dense and pruned.
         history: curves, one value for each of the solver's steps, such as its loss.
+        group: a name that linears of a block are given whose figures are one thing, such as query and key; `info`,
+            `images` and `history` are those of the first of them, and are shown once.
     """
 
     keep: Tensor
@@ -160,6 +159,7 @@ class PruneResult:
     images: Mapping[str, Tensor] = field(default_factory=dict)
     history: Mapping[str, Sequence[float]] = field(default_factory=dict)
     bias: Tensor | None = None
+    group: str = ""
 
 
 class Pruner(Protocol):

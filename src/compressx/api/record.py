@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-_Item = TypeVar("_Item")
 _Value = TypeVar("_Value")
 
 
@@ -24,8 +23,9 @@ class LayerReport:
         target: fraction of zeros that was asked for.
         sparsity: fraction of zeros, counted in the mask.
         seconds: this linear's share, by weights, of the time its rule took in its block.
-        info: figures that the pruner gave; linears that were given one object share it here, too.
-        history: curves over its solver's steps, by name; shared likewise.
+        info: figures that the pruner gave.
+        history: curves over its solver's steps, by name.
+        group: name of the first of the linears of which `info` and `history` are; empty if of this one alone.
     """
 
     name: str
@@ -37,6 +37,7 @@ class LayerReport:
     seconds: float
     info: Mapping[str, float] = field(default_factory=dict)
     history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -267,16 +268,14 @@ def total_sparsity(layers: Iterable[LayerReport]) -> float:
     return sum(n * sparsity for n, sparsity in counts) / weights if weights else 0.0
 
 
-def shared(values: Iterable[tuple[_Item, Mapping[str, _Value]]]) -> list[tuple[list[_Item], Mapping[str, _Value]]]:
-    """Group items that hold one and the same object, in order; what is empty is left out.
-
-    Identity is what a pruner says this with: it returns one object for several linears. A second value that names the
-    groups would have to be made from identities, too, and to agree with what each layer holds in `report.json`.
-    """
-    groups: dict[int, tuple[list[_Item], Mapping[str, _Value]]] = {}
-    for item, value in values:
+def grouped(
+    values: Iterable[tuple[LayerReport, Mapping[str, _Value]]],
+) -> list[tuple[list[LayerReport], Mapping[str, _Value]]]:
+    """Join the linears of one group, with the values of its first, in order; what is empty is left out."""
+    groups: dict[str, tuple[list[LayerReport], Mapping[str, _Value]]] = {}
+    for layer, value in values:
         if value:
-            groups.setdefault(id(value), ([], value))[0].append(item)
+            groups.setdefault(layer.group or layer.name, ([], value))[0].append(layer)
     return list(groups.values())
 
 

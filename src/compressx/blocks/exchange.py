@@ -55,8 +55,6 @@ def exchange(
 ) -> Iterator[Mapping[str, PruneResult]]:
     """Yield the results of every task, each from the process that decided it.
 
-    An `info`, `images` or `history` that several linears share is sent once, and shared again on arrival.
-
     Args:
         ranks: the processes.
         owners: rank by task.
@@ -75,20 +73,14 @@ def exchange(
 
 
 def _described(results: Mapping[str, PruneResult]) -> dict[str, Any]:
-    """Describe results as plain data: shape and dtype of each tensor, and shared objects by number."""
-    shared = _shared(results)
-    numbers = {key: number for number, key in enumerate(shared)}
+    """Describe results as plain data: of each tensor shape and dtype."""
     return {
-        "shared": [{name: _plain(value) for name, value in values.items()} for values in shared.values()],
-        "results": {
-            name: [
-                _plain(r.keep),
-                _plain(r.weight),
-                _plain(r.bias),
-                *(numbers[id(x)] for x in (r.info, r.images, r.history)),
-            ]
-            for name, r in results.items()
-        },
+        name: [
+            *map(_plain, (r.keep, r.weight, r.bias)),
+            *({key: _plain(value) for key, value in values.items()} for values in (r.info, r.images, r.history)),
+            r.group,
+        ]
+        for name, r in results.items()
     }
 
 
@@ -109,23 +101,15 @@ def _allocated(described: Mapping[str, Any], device: torch.device) -> dict[str, 
         return torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device=device)
 
     cpu = torch.device("cpu")
-    shared = [{name: made(value, cpu) for name, value in values.items()} for values in described["shared"]]
     results = {}
-    for name, (keep, weight, bias, *numbers) in described["results"].items():
-        info, images, history = (shared[number] for number in numbers)
-        mask = made(keep, device)
-        results[name] = PruneResult(mask, made(weight, device), info, images, history, made(bias, device))
+    for name, (keep, weight, bias, info, images, history, group) in described.items():
+        mask, new, shift = (made(x, device) for x in (keep, weight, bias))
+        drawn = {key: made(value, cpu) for key, value in images.items()}
+        results[name] = PruneResult(mask, new, info, drawn, history, shift, group)
     return results
 
 
 def _tensors(results: Mapping[str, PruneResult]) -> Iterator[Tensor]:
     """Yield every tensor of the results, in the same order on all processes."""
-    for result in results.values():
-        yield from (x for x in (result.keep, result.weight, result.bias) if x is not None)
-    for values in _shared(results).values():
-        yield from (value for value in values.values() if isinstance(value, torch.Tensor))
-
-
-def _shared(results: Mapping[str, PruneResult]) -> dict[int, Mapping[str, Any]]:
-    """Return every `info`, `images` and `history` of the results once, by object identity."""
-    return {id(values): values for r in results.values() for values in (r.info, r.images, r.history)}
+    for r in results.values():
+        yield from (x for x in (r.keep, r.weight, r.bias, *r.images.values()) if x is not None)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compressx.api.patterns import Structured, sparsity_of
-from compressx.api.pruner import Block, BlockCall
+from compressx.api.pruner import Block, BlockCall, PruneResult
 from compressx.api.record import BlockReport, LayerReport
 from compressx.blocks.depth import decide_whole
 from compressx.blocks.fisher import FisherDiagonal
@@ -33,7 +33,7 @@ from compressx.models.hidden import Keep, Streams, in_memory
 from compressx.models.routing import leave_out
 from compressx.models.shards import OUTSIDE
 from compressx.numerics.output_error import channel_weights, relative_errors
-from compressx.planning.plan import Plan
+from compressx.planning.plan import Plan, PlannedRule
 from compressx.runtime.errors import UnsupportedModelError, memory_named
 from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.timing import synchronize
@@ -48,7 +48,7 @@ MEASURED_TOKENS = 2048
 class PrunedBlock:
     """The result of pruning one block: its report, and its masks and images by linear name.
 
-    Objects that a pruner shares between linears are shared here too. `streams` holds the inputs of the next block;
+    `streams` holds the inputs of the next block;
     pruning that block modifies them.
     """
 
@@ -58,22 +58,9 @@ class PrunedBlock:
     streams: Streams = field(default_factory=lambda: Streams(()))
 
 
-@dataclass(frozen=True, eq=False)
-class Finished:
-    """The progress of an interrupted run.
-
-    Attributes:
-        fqn: the last pruned block.
-        streams: inputs of the next block.
-    """
-
-    fqn: str
-    streams: Streams
-
-
 def prune_model(
-    access: Access, plan: Plan, batches: Sequence[Tensor], finished: Finished | None = None, keep: Keep = in_memory,
-    ranks: Ranks = ALONE, fisher: FisherDiagonal | None = None,
+    access: Access, plan: Plan, batches: Sequence[Tensor], finished: tuple[str, Streams] | None = None,
+    keep: Keep = in_memory, ranks: Ranks = ALONE, fisher: FisherDiagonal | None = None,
 ) -> Iterator[PrunedBlock]:  # fmt: skip
     """Prune a model in place, block by block.
 
@@ -81,7 +68,7 @@ def prune_model(
         access: a transformers causal language model in evaluation mode.
         plan: the patterns and pruners of its linears; its blocks are scored where a rule drops some.
         batches: calibration token ids, each [batch, tokens]; empty when the plan needs no calibration.
-        finished: the progress of an interrupted run to resume; from the start when absent.
+        finished: of an interrupted run the last pruned block, and the inputs of the next; from the start when absent.
         keep: where to keep hidden states between blocks.
         ranks: the processes, each with its own batches; all end with the same weights.
         fisher: mean squared gradients of the dense model's loss on these batches: sensitivities of linears' outputs for
@@ -100,7 +87,7 @@ def prune_model(
     batches = [ids.to(access.device) for ids in batches] if plan.needs_calibration else []
     streams, calls = _entering(access, found, plan, batches, finished, keep)
     order = [*found.blocks, OUTSIDE]
-    start = 0 if finished is None else order.index(finished.fqn) + 1
+    start = 0 if finished is None else order.index(finished[0]) + 1
     last = max((i for i, fqn in enumerate(order) if plan.in_block(fqn)), default=-1)
     before = sum(ranks.all_gather(sum(len(ids) for ids in batches))[: ranks.rank])
     copies: dict[int, Any] = {}
@@ -120,7 +107,12 @@ def prune_model(
 
 
 def _entering(
-    access: Access, found: Architecture, plan: Plan, batches: Sequence[Tensor], finished: Finished | None, keep: Keep
+    access: Access,
+    found: Architecture,
+    plan: Plan,
+    batches: Sequence[Tensor],
+    finished: tuple[str, Streams] | None,
+    keep: Keep,
 ) -> tuple[Streams, Mapping[str, Sequence[BlockCall]]]:
     """Return the inputs of the first unfinished block, and the arguments of every block."""
     if finished is not None:  # the inputs of the first block are not needed
@@ -130,7 +122,7 @@ def _entering(
                 f"{type(access.model).__name__}: its blocks use keys and values of earlier ones again, which an "
                 "interrupted run does not keep, so it cannot be resumed; start it anew, without --resume"
             )
-        return finished.streams, calls
+        return finished[1], calls
     states, calls = capture(access, found, batches, keep)
     return Streams(states, [keep(x.clone()) for x in states] if plan.reconstruct_block else ()), calls
 
@@ -220,9 +212,7 @@ class _Pruning:
         layers: dict[str, LayerReport] = {}
         keeps: dict[str, Tensor] = {}
         images = {}
-        # By the id of the pruner's object, which linears may share: its copy, and itself, to keep the id in use.
-        infos: dict[int, tuple[dict[str, float], object]] = {}
-        histories: dict[int, tuple[dict[str, tuple[float, ...]], object]] = {}
+        firsts: dict[tuple[PlannedRule, str], tuple[str, PruneResult]] = {}  # of each group, whose figures count
         decisions = decide_all(block, asked, self.pruners, stats, self.ranks) if asked else iter(())
         with WeightHashes() as hashes:
             for name, decision in chain(decisions, self.whole(block, by_rule)):
@@ -232,16 +222,23 @@ class _Pruning:
                 keeps[name] = to_host(result.keep)
                 write(linear, result)
                 shape = (linear.out_features, linear.in_features)
-                info, _ = infos.setdefault(
-                    id(result.info), ({k: float(v) for k, v in result.info.items()}, result.info)
-                )
-                curves = {k: tuple(map(float, v)) for k, v in result.history.items()}
-                history, _ = histories.setdefault(id(result.history), (curves, result.history))
+                of = firsts.setdefault((rule, result.group), (name, result)) if result.group else (name, result)
+                info = {k: float(v) for k, v in of[1].info.items()}
+                history = {k: tuple(map(float, v)) for k, v in of[1].history.items()}
                 zeros = sparsity_of(result.keep)
                 layers[name] = LayerReport(
-                    name, rule.label, str(pattern), shape, pattern.sparsity, zeros, seconds, info, history
+                    name,
+                    rule.label,
+                    str(pattern),
+                    shape,
+                    pattern.sparsity,
+                    zeros,
+                    seconds,
+                    info,
+                    history,
+                    of[0] if result.group else "",
                 )
-                images[name] = result.images
+                images[name] = of[1].images
             masks = {
                 name: MaskEntry(keeps[name], str(patterns[name]), rule.label, hashes[name])
                 for rule, patterns in by_rule.items()

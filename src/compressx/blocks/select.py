@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -226,21 +226,17 @@ def decide(
 
 
 def _joined(selected: Mapping[str, PruneResult], rebuilt: Mapping[str, PruneResult]) -> dict[str, PruneResult]:
-    """Add to the reconstructor's answer what the selector told; what linears share they still share."""
-    made: dict[tuple[int, int], Any] = {}
+    """Add the selector's figures to the reconstructor's answer; a group stays one if all figures are its."""
 
-    def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> Any:
-        if not (first and second):
-            return first or second
-        return made.setdefault((id(first), id(second)), {**first, **second})
+    def join(first: PruneResult, second: PruneResult) -> PruneResult:
+        shown = [x for x in (first, second) if x.info or x.images or x.history]
+        groups = {x.group for x in shown}
+        return replace(
+            second, info={**first.info, **second.info}, images={**first.images, **second.images},
+            history={**first.history, **second.history}, group=groups.pop() if len(groups) == 1 else "",
+        )  # fmt: skip
 
-    return {
-        n: PruneResult(
-            r.keep, r.weight, join(s.info, r.info), join(s.images, r.images), join(s.history, r.history), r.bias
-        )
-        for n, r in rebuilt.items()
-        for s in [selected[n]]
-    }
+    return {name: join(selected[name], result) for name, result in rebuilt.items()}
 
 
 def write(linear: Linear, result: PruneResult) -> None:

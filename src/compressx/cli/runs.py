@@ -40,9 +40,9 @@ def run(
     if resume and restart:
         raise click.UsageError("--resume and --restart exclude each other; give one of them")
     from compressx.cli import tables, terminal
-    from compressx.pipeline.preparation import loaded_recipe
+    from compressx.pipeline.run import loaded_recipe
     from compressx.pipeline.run import run as run_recipe
-    from compressx.report.contents import sections
+    from compressx.pipeline.stages import sections
 
     plugins = host.plugins()
     loaded = loaded_recipe(recipe, overrides, plugins)
@@ -76,26 +76,29 @@ def plan(
     """Check RECIPE and show what would happen to every linear, and what memory and disk a run needs."""
     from compressx.cli import tables, terminal
     from compressx.models.access import device_for
-    from compressx.pipeline.preparation import loaded_recipe, prepare
+    from compressx.pipeline.run import loaded_recipe
     from compressx.pipeline.sizes import sizes_of
+    from compressx.pipeline.stages import prepare
+    from compressx.stages.state import RunState
 
     where = device_for(device)
     plugins = host.plugins()
     loaded = loaded_recipe(recipe, overrides, plugins)
-    prepared = prepare(loaded, plugins, replace=replace)
-    sizes = sizes_of(loaded.recipe, prepared.plan, prepared.checkpoint, prepared.skeleton, where)
+    state = RunState(loaded, plugins, where, measured=False, replace=replace)
+    prepare(state)
+    sizes = sizes_of(state)
     measured = None
     if timed:
         from compressx.pipeline.timed import time_run
 
         with terminal.progress() as tell:
-            measured = time_run(loaded, prepared, plugins, where, tell)
+            measured = time_run(state, tell)
     if as_json:
         time = {} if measured is None else {"time": measured.to_dict()}
-        click.echo(json.dumps({**prepared.plan.to_dict(), **sizes.to_dict(), **time}, indent=1))
+        click.echo(json.dumps({**state.plan.to_dict(), **sizes.to_dict(), **time}, indent=1))
         return
-    terminal.show(*tables.of_plan(prepared.plan, every=every), *tables.of_sizes(sizes), *tables.of_time(measured))
-    if prepared.plan.linears and not loaded.recipe.shrink:
+    terminal.show(*tables.of_plan(state.plan, every=every), *tables.of_sizes(sizes), *tables.of_time(measured))
+    if state.plan.linears and not loaded.recipe.shrink:
         click.echo(tables.full_size(loaded.recipe.output))
 
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from compressx.pipeline.context import Progress as Tell
-from compressx.pipeline.log import FORMAT, LOG
 from compressx.report.section import Best, Section, Table, Value
+from compressx.stages.log import FORMAT, LOG
+from compressx.stages.state import Progress as Tell
 
 if TYPE_CHECKING:
     from compressx.testing.conformance import Outcome

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compressx.masks.file import MaskEntry, read_masks
+from compressx.masks.maskset import told_shrunk
 from compressx.models.access import Access
 from compressx.models.architecture import survey
 from compressx.models.checkpoint import find_checkpoint
@@ -21,7 +22,6 @@ from compressx.models.streaming import open_model
 from compressx.numerics.masked import kept_in_groups, told_unlike
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError
-from compressx.shrink.cuts import told_shrunk
 
 _GROUPS = (4, 8, 16, 32)
 """The values of M that N:M patterns are searched with; hardware supports 4."""

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from compressx.masks.file import MaskEntry, PackedMasks, read_masks, weight_sha2
 from compressx.models.architecture import linears_of, refuse_prepared
 from compressx.numerics.masked import told_unlike
 from compressx.runtime.errors import ArtifactError, did_you_mean
-from compressx.shrink.cuts import told_shrunk
 
 if TYPE_CHECKING:
     from torch.ao.pruning.sparsifier.base_sparsifier import BaseSparsifier
@@ -300,3 +299,12 @@ def _weights_of(name: str, module: nn.Module) -> list[Linear]:
     weight = getattr(module, "weight", None)
     matrix = isinstance(weight, Tensor) and weight.dim() == 2
     return linears_of(name, module) or ([Linear(name, module)] if matrix else [])
+
+
+def told_shrunk(model: Any) -> str:
+    """Return that a model is what a run with `shrink` has left, to be added to a message; empty if it is not."""
+    numbers = (getattr(model.config, "compressx", None) or {}).get("shrunk")
+    if not numbers:
+        return ""
+    told = ", ".join(f"{name} {now} of {was}" for name, (was, now) in numbers.items())
+    return f"; the model is what shrink has left ({told}), and masks of the original do not fit it"

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from compressx.api.record import RunReport
+from compressx.blocks.stage import by_module
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.license import license_of
 from compressx.planning.plan import Plan
 from compressx.recipe.document import dump_yaml, flow
 from compressx.recipe.schema import LoadedRecipe
 from compressx.report import markdown
-from compressx.report.contents import evaluation, model_name, modules, told
+from compressx.report.contents import evaluation, model_name
 from compressx.report.section import Section, Table
+from compressx.training.stage import summary
 
 _USE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -56,7 +58,7 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
         )
     else:
         yield Section(name, f"{linked} as it is, measured by compressx {report.compressx}. Nothing is pruned.")
-    for method in modules(report):
+    for method in by_module(report):
         yield replace(method, title="Method", note=" ".join(_method(report)), table=_without(method.table, "seconds"))
     for measured in evaluation(report):
         yield replace(measured, note="On the texts of the recipe's `evaluate` section, below.")
@@ -100,7 +102,7 @@ def _method(report: RunReport) -> Iterator[str]:
     if any(block.reconstruction is not None for block in report.blocks):
         yield "After it was pruned, each block's surviving weights were trained towards the dense block's output."
     if report.finetune is not None:
-        yield f"The surviving weights were fine-tuned with masks held: {told(report.finetune)}"
+        yield f"The surviving weights were fine-tuned with masks held: {summary(report.finetune)}"
 
 
 def _without(table: Table, name: str) -> Table:

@@ -1,56 +1,68 @@
-"""`plan` and `run`. A run checks the recipe, reads text and model, evaluates, prunes, fine-tunes and writes."""
+"""`plan` and `run`: check a recipe, go through the stages with an output folder, and write the report."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import logging
+import json
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter
 
 from compressx._version import __version__
-from compressx.api.record import RunReport
-from compressx.data.windows import fingerprint as fingerprint_of
-from compressx.evaluation.evaluators import evaluate
-from compressx.models.access import Access, Device, config_fingerprint, device_for, weights_fingerprint
+from compressx.api.record import RunReport, total_sparsity
+from compressx.evaluation.evaluators import with_evaluators
+from compressx.models.access import Device, device_for
 from compressx.models.export import check_unfinished, output_folder, unfinished
-from compressx.models.streaming import StreamedModel, open_model
-from compressx.pipeline.checks import earlier_run, is_finished
-from compressx.pipeline.context import Progress, RunContext
-from compressx.pipeline.finishing import Pruned, finish
-from compressx.pipeline.journal import Journal, recorded_dtype
-from compressx.pipeline.log import run_log
-from compressx.pipeline.preparation import (
-    Prepared,
-    RunTexts,
-    calibration_batches,
-    loaded_recipe,
-    prepare,
-    read_all,
-    refuse_streamed,
-)
-from compressx.pipeline.pruning import Pruning
+from compressx.models.streaming import open_model
+from compressx.pipeline.card import card
+from compressx.pipeline.inputs import opened
 from compressx.pipeline.room import memory_advised
-from compressx.pipeline.texts import OwnText
+from compressx.pipeline.saving import earlier_run, is_finished
+from compressx.pipeline.stages import prepare, sections, walk
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
-from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.document import from_python
+from compressx.recipe.schema import LoadedRecipe, load_recipe, recipe_from_source
+from compressx.report import figures, html, markdown
 from compressx.report.compare import read_report
 from compressx.runtime.allocator import freed_memory_kept
-from compressx.runtime.code import code_versions, library_versions
+from compressx.runtime.code import library_versions
 from compressx.runtime.determinism import deterministic, torchs_own_modes
-from compressx.runtime.machine import machine
+from compressx.runtime.errors import RecipeError
+from compressx.runtime.files import atomic_write
+from compressx.runtime.machine import command, machine
 from compressx.runtime.ranks import Ranks, joined_ranks
-from compressx.runtime.timing import Timing, forget_peaks
+from compressx.runtime.timing import Timing, forget_peaks, peak_gpu_bytes, peak_resident_bytes
+from compressx.stages.log import run_log
+from compressx.stages.state import Progress, RunState
 
 _REPORT = TypeAdapter(RunReport)
+
+
+def loaded_recipe(
+    recipe: LoadedRecipe | Path | str | Mapping[str, Any], overrides: Sequence[str], plugins: Plugins
+) -> LoadedRecipe:
+    """Load a recipe from a path or mapping, and validate the options of its evaluators.
+
+    Raises:
+        CompressxError: an invalid recipe.
+    """
+    if overrides and not isinstance(recipe, Path | str):
+        raise RecipeError("overrides need a recipe given as a path")
+    if isinstance(recipe, LoadedRecipe):
+        loaded = recipe
+    elif isinstance(recipe, Mapping):
+        loaded = recipe_from_source(from_python(dict(recipe), "<dict>"))
+    else:
+        loaded = load_recipe(Path(recipe), overrides)
+    return with_evaluators(loaded, plugins)
 
 
 def plan(
@@ -70,7 +82,9 @@ def plan(
         CompressxError: an error in the recipe, the plugins or the model.
     """
     plugins = plugins or load_plugins()
-    return prepare(loaded_recipe(recipe, overrides, plugins), plugins).plan
+    state = RunState(loaded_recipe(recipe, overrides, plugins), plugins, measured=False)
+    prepare(state)
+    return state.plan
 
 
 @freed_memory_kept()
@@ -94,7 +108,7 @@ def run(
         recipe: a path, a mapping, or what `load_recipe` returned.
         plugins: what `load_plugins` returned; discovered when absent.
         overrides: `a.b=VALUE`, as for `--set`; only with a path.
-        progress: see `context.Progress`.
+        progress: see `stages.state.Progress`.
         device: where the model runs; `auto` is CUDA if available.
         resume: continue after the last finished block of an interrupted run of the same recipe, if there is one; if
             the run is finished, return its report.
@@ -117,127 +131,56 @@ def run(
     ):
         log.header(machine(where), {"compressx": __version__, **library_versions()})
         plugins = plugins or load_plugins()
-        context = RunContext(
-            loaded_recipe(recipe, overrides, plugins), plugins, progress if ranks.first else None, where,
-            ranks, timing, log,
+        state = RunState(
+            loaded_recipe(recipe, overrides, plugins), plugins, where, ranks, log, timing,
+            progress if ranks.first else None, measured=ranks.first, replace=replace,
         )  # fmt: skip
-        with deterministic(context.loaded.recipe.deterministic, where), memory_advised(context):
-            if resume and _is_finished_before(context, replace=replace):
-                report = read_report(context.loaded.recipe.output) if ranks.first else None
+        with deterministic(state.recipe.deterministic, where), memory_advised(state):
+            if resume and _is_finished_before(state):
+                report = read_report(state.recipe.output) if ranks.first else None
             else:
-                report = _run(context, resume=resume, restart=restart, replace=replace)
+                report = _run(state, resume=resume, restart=restart)
         received = ranks.broadcast({} if report is None else dataclasses.asdict(report))
         return _REPORT.validate_python(received) if report is None else report
 
 
-def _is_finished_before(context: RunContext, *, replace: bool) -> bool:
+def _is_finished_before(state: RunState) -> bool:
     """Return whether nothing is left to resume: the run of this recipe is finished, and no other has begun."""
-    loaded, finished = context.loaded, False
-    if context.ranks.first and not unfinished(loaded.recipe.output):
-        with loaded.at("output"):
-            finished = is_finished(loaded, replace=replace)
-    if finished := context.ranks.broadcast(finished):
-        context.log.write(logging.INFO, f"{loaded.recipe.output} is finished; nothing is left to resume")
+    output, finished = state.recipe.output, False
+    if state.ranks.first and not unfinished(output):
+        with state.loaded.at("output"):
+            finished = is_finished(state.loaded, replace=state.replace)
+    if finished := state.ranks.broadcast(finished):
+        state.note(f"{output} is finished; nothing is left to resume")
     return finished
 
 
-def _run(context: RunContext, *, resume: bool, restart: bool, replace: bool) -> RunReport | None:
+def _run(state: RunState, *, resume: bool, restart: bool) -> RunReport | None:
     """Run all stages. Only the first process evaluates, writes, and returns a report."""
-    loaded, ranks = context.loaded, context.ranks
     forget_peaks()
-    if ranks.first:
-        with loaded.at("output"):
-            check_unfinished(loaded.recipe.output, resume=resume, restart=restart)
-    context.report_progress("load", 0, 2)
-    prepared = prepare(loaded, context.plugins, ranks.size, context.device if ranks.first else None, replace=replace)
-    if ranks.first and (earlier := earlier_run(loaded)):
-        context.log.write(logging.INFO, f"replaces {earlier}")
-    context.log.rules(loaded, prepared.plan)
-    options = {"resume": resume, "restart": restart, "replace": replace}
-    with _folder(loaded.recipe.output, options, ranks) as folder:
-        context.log.open(folder)
-        given = _read(context, prepared)
-        context = context.with_arithmetic(given.prepared.plan, given.access.model.dtype, recorded_dtype(folder))
-        fingerprint = ranks.broadcast(_fingerprint(context, given) if ranks.first else {})
-        journal = Journal(folder, fingerprint, ranks, context.timing)
-        evaluation = _evaluate_dense(context, given, fingerprint["model"])
-        pruning = Pruning(context, given.access, given.batches, given.mine, journal, fingerprint)
-        final, allocation, finished = pruning.run(given.prepared.plan)
-        if not ranks.first:
+    output = state.recipe.output
+    if state.ranks.first:
+        with state.loaded.at("output"):
+            check_unfinished(output, resume=resume, restart=restart)
+    state.report_progress("load", 0, 2)
+    prepare(state)
+    if state.ranks.first and (earlier := earlier_run(state.loaded)):
+        state.note(f"replaces {earlier}")
+    state.log.rules(state.loaded, state.plan)
+    checkpoint = state.checkpoint
+    assert checkpoint is not None  # noqa: S101 - found by the checks
+    state.open = functools.cache(lambda: opened(state))
+    state.dense = lambda: open_model(checkpoint, False, state.device).model
+    options = {"resume": resume, "restart": restart, "replace": state.replace}
+    with _folder(output, options, state.ranks) as state.folder:
+        state.log.open(state.folder)
+        walk(state)
+        if not state.ranks.first:
             return None
-        pruned = Pruned(
-            given.prepared.tokenizer, given.access, final, allocation, finished, evaluation, given.texts.evaluation,
-            given.texts.training,
-        )  # fmt: skip
-        report = finish(context, pruned, given.prepared.checkpoint, journal, folder)
-        context.log.close()  # Windows renames no folder with an open file
-    context.plugins.manager.hook.compressx_run_finished(report=report, output=loaded.recipe.output.expanduser())
+        report = _write_reports(state, state.folder)
+        state.log.close()  # Windows renames no folder with an open file
+    state.plugins.manager.hook.compressx_run_finished(report=report, output=output.expanduser())
     return report
-
-
-@dataclass(frozen=True, eq=False)
-class _Inputs:
-    """The inputs of a run.
-
-    Attributes:
-        prepared: the plan, the model's checkpoint and its tokenizer.
-        texts: as token ids.
-        batches: calibration token ids, each [batch, tokens].
-        mine: this process's share of them.
-        access: the model.
-    """
-
-    prepared: Prepared
-    texts: RunTexts
-    batches: Sequence[torch.Tensor]
-    mine: Sequence[torch.Tensor]
-    access: Access
-
-
-def _read(context: RunContext, prepared: Prepared) -> _Inputs:
-    """Read the text, and open the model: last, or when text is to be generated with it."""
-    loaded, ranks = context.loaded, context.ranks
-    opened = functools.cache(lambda: _opened(context, prepared))
-    context.report_progress("calibrate", 0, 1)
-    own = OwnText(context, prepared.tokenizer, opened)
-    texts = read_all(
-        loaded, context.plugins, prepared.plan, prepared.skeleton, prepared.tokenizer, own, evaluated=ranks.first
-    )
-    windows = texts.calibration
-    batches = calibration_batches(loaded.recipe.calibration, windows)
-    mine = calibration_batches(loaded.recipe.calibration, None if windows is None else ranks.share(windows))
-    context.report_progress("load", 1, 2)
-    access = opened()
-    return _Inputs(prepared, texts, batches, mine, access)
-
-
-def _opened(context: RunContext, prepared: Prepared) -> Access:
-    """Open the model, and refuse what its weights cannot do if they are streamed."""
-    loaded = context.loaded
-    with loaded.at("model"):
-        access = open_model(prepared.checkpoint, loaded.recipe.model.streaming, context.device)
-    if isinstance(access, StreamedModel):
-        refuse_streamed(loaded)
-    if unread := access.model.unread:
-        context.log.write(
-            logging.WARNING, f"nothing reads {', '.join(unread[:3])} of the checkpoint"
-            + (f", nor {len(unread) - 3} others" if unread[3:] else "") + "; report.json names all",
-        )  # fmt: skip
-    return access
-
-
-def _evaluate_dense(context: RunContext, given: _Inputs, model: str) -> dict[str, Any]:
-    """Evaluate the dense model, whose weights have the fingerprint `model`, if the recipe evaluates anything."""
-    if not given.texts.evaluation:
-        return {}
-    context.report_progress("evaluate dense", 0, 1)
-    with context.loaded.at("evaluate"):
-        dense = evaluate(
-            given.access, given.prepared.tokenizer, given.texts.evaluation, fingerprint=model,
-            selecting=context.selecting, progress=lambda i, n: context.report_progress("evaluate dense", i, n),
-        )  # fmt: skip
-    context.report_figures("dense", dense)
-    return {"dense": dense}
 
 
 @contextlib.contextmanager
@@ -251,25 +194,54 @@ def _folder(output: Path, options: Mapping[str, bool], ranks: Ranks) -> Iterator
         yield folder
 
 
-def _fingerprint(context: RunContext, given: _Inputs) -> dict[str, Any]:
-    """Return everything that determines the pruned blocks, by names that appear in error messages."""
-    planned, access, windows = given.prepared.plan, given.access, given.texts.calibration
-    used = {spec.name for rule in planned.rules for spec in (rule.pruner, rule.reconstructor) if spec is not None}
-    recipe = context.loaded.recipe.model_dump(mode="json", exclude_none=True)
-    plugins = [p for p in context.plugins.records if p.status == "loaded" and used & {*p.offers["pruners"]}]
-    return {
-        "model": weights_fingerprint(access),
-        "model config": config_fingerprint(access.model),
-        "prune": recipe["prune"],
-        "ignore": recipe.get("ignore"),
-        "compute_dtype": context.arithmetic and context.arithmetic.dtype,
-        "allocation": recipe.get("allocation"),
-        "reconstruct_block": recipe.get("reconstruct_block"),
-        "calibration tokens": None if windows is None else fingerprint_of(windows),
-        "calibration batch_size": None if windows is None else recipe["calibration"]["batch_size"],
-        "plugins": {p.name: f"{p.version or 'no version'}, code {p.code()}" for p in plugins},
-        "versions": code_versions(),
-        "device": access.device.type,
-        "deterministic": recipe["deterministic"],
-        "processes": context.ranks.size,
-    }
+def _write_reports(state: RunState, folder: Path) -> RunReport:
+    """Draw the figures, and write the report, the plan, the recipe and the model card."""
+    state.report_progress("save", 0, 1)
+    shutil.rmtree(folder / "plots", ignore_errors=True)  # left incomplete by an interrupted run
+    report = report_of(state, figures.draw(state.blocks, state.matrices, folder / "plots", state.finetuned))
+    recipe = state.loaded.to_yaml()
+    shown = [*sections(report, recipe)]
+    assert state.checkpoint is not None  # noqa: S101 - found by the checks
+    for name, text in {
+        "recipe.yaml": recipe,
+        "plan.json": json.dumps(state.plan.to_dict(), indent=1) + "\n",
+        "report.md": markdown.page(shown),
+        "report.html": html.page(shown, folder),
+        "report.json": report.to_json(),
+        "model/README.md": card(state.loaded, state.plan, report, state.checkpoint),
+    }.items():
+        atomic_write(folder / name, text.encode())
+    state.report_progress("save", 1, 1)
+    state.log.finished(report)
+    return report
+
+
+def report_of(state: RunState, drawn: tuple[Mapping[str, str], ...] = ()) -> RunReport:
+    """Return the report of a finished run."""
+    blocks, calibration = tuple(state.blocks), state.recipe.calibration
+    loaded = [p for p in state.plugins.records if p.status == "loaded"]
+    return RunReport(
+        compressx=__version__,
+        model=state.recipe.model.model_dump(mode="json", exclude_none=True),
+        sparsity=total_sparsity(layer for block in blocks for layer in block.layers),
+        blocks=blocks,
+        skipped=tuple({"name": n, "reason": r} for n, r in state.plan.skipped.items()),
+        evaluation=state.evaluation,
+        seconds=state.timing.seconds(),
+        peak_memory_bytes=peak_resident_bytes(),
+        peak_gpu_memory_bytes=peak_gpu_bytes(),
+        plugins=tuple({x: getattr(p, x) for x in ("name", "version", "source", "module")} for p in loaded),
+        versions=library_versions(),
+        figures=drawn,
+        allocation=state.allocation,
+        finetune=state.finetuned,
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        command=command(),
+        hardware=machine(state.device),
+        calibration={}
+        if calibration is None
+        else calibration.model_dump(include={"samples", "sequence_length", "seed"}),
+        arithmetic=state.arithmetic,
+        shrink=state.shrink,
+        unread=getattr(state.access.model, "unread", ()),
+    )

@@ -20,12 +20,11 @@ from compressx.api.pruner import AnyPruner, Block, Linear, Statistic, statistic_
 from compressx.blocks.hooks import inputs_watched
 from compressx.blocks.observe import is_routed
 from compressx.models.architecture import find_blocks, survey, text_config
-from compressx.models.checkpoint import Checkpoint
-from compressx.models.loading import dtype_of
 from compressx.models.streaming import is_larger_than_memory
-from compressx.pipeline.room import CHECKPOINT, finetuning_bytes, teacher_weights, trained_weights
 from compressx.planning.plan import Plan
 from compressx.recipe.schema import Recipe
+from compressx.stages.state import RunState
+from compressx.training.memory import CHECKPOINT, finetuning_bytes, teacher_weights, trained_weights
 
 _TRAINED = 5 * 4
 """Bytes of a weight while its block is trained in float32: itself, its gradient, two moments, its best value."""
@@ -48,17 +47,11 @@ class Sizes:
         return {"memory_bytes": {stage: dict(parts) for stage, parts in self.memory.items()}, "disk_bytes": self.disk}
 
 
-def sizes_of(recipe: Recipe, planned: Plan, checkpoint: Checkpoint, skeleton: Any, device: torch.device) -> Sizes:
-    """Return what a run on a device will hold, at least.
-
-    Args:
-        recipe: the recipe.
-        planned: its plan.
-        checkpoint: the model's source.
-        skeleton: the model without its weights.
-        device: where the model will run.
-    """
-    itemsize = dtype_of(checkpoint, skeleton.config).itemsize
+def sizes_of(state: RunState) -> Sizes:
+    """Return what a planned run will hold on its device, at least."""
+    recipe, planned, skeleton, device = state.recipe, state.plan, state.skeleton, state.device
+    checkpoint, itemsize = state.checkpoint, state.dtype.itemsize
+    assert checkpoint is not None  # noqa: S101 - of a recipe with a model
     inputs = recipe, planned, skeleton, itemsize
     streaming = recipe.model.streaming
     streamed = streaming is True or (streaming == "auto" and is_larger_than_memory(checkpoint, device))

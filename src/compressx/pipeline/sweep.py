@@ -11,15 +11,15 @@ from pathlib import Path
 
 from compressx.evaluation.evaluators import with_evaluators
 from compressx.models.access import Device
-from compressx.pipeline.checks import is_finished
-from compressx.pipeline.context import Progress
-from compressx.pipeline.preparation import prepare, read_all
+from compressx.pipeline.inputs import blank, read_all
 from compressx.pipeline.run import run
-from compressx.pipeline.texts import blank
+from compressx.pipeline.saving import is_finished
+from compressx.pipeline.stages import prepare
 from compressx.plugins.manager import Plugins
 from compressx.recipe.document import parse_yaml, steps_of
 from compressx.recipe.schema import LoadedRecipe, load_recipe
 from compressx.runtime.errors import CompressxError, RecipeError
+from compressx.stages.state import Progress, RunState
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,12 +111,13 @@ def check(cells: Iterable[Cell], plugins: Plugins) -> None:
     for cell in cells:
         if cell.is_finished():
             continue
-        prepared = prepare(cell.loaded, plugins)
+        state = RunState(cell.loaded, plugins, measured=False)
+        prepare(state)
         named = cell.loaded.recipe.model_dump_json(include={"model", "calibration", "finetune", "evaluate"})
-        if (texts := f"{prepared.plan.needs_calibration} {named}") in counted:
+        if (texts := f"{state.plan.needs_calibration} {named}") in counted:
             continue
         try:
-            read_all(cell.loaded, plugins, prepared.plan, prepared.skeleton, prepared.tokenizer, blank)
+            read_all(state, blank)
         except CompressxError as error:
             raise type(error)(f"{' '.join(cell.values)}: {error}") from error
         counted.add(texts)

@@ -15,28 +15,22 @@ import torch
 
 from compressx.allocation.methods import allocate, windows_kept
 from compressx.blocks.fisher import CHANNEL_WINDOWS, ROW_WINDOWS, FisherDiagonal, fisher_diagonal
-from compressx.blocks.prune import Finished, prune_model, resumable
-from compressx.data.windows import read_calibration
+from compressx.blocks.prune import prune_model, resumable
 from compressx.models.architecture import survey
 from compressx.models.blockwise import advance, capture, each_block
-from compressx.models.generate import check_ids
 from compressx.models.hidden import Streams
 from compressx.models.shards import OUTSIDE
-from compressx.models.streaming import open_model
-from compressx.pipeline.context import Progress, RunContext
-from compressx.pipeline.log import run_log
-from compressx.pipeline.memory import Kept
-from compressx.pipeline.preparation import Prepared, calibration_batches
-from compressx.pipeline.pruning import Pruning
+from compressx.pipeline.inputs import choose_arithmetic, opened, read_calibration_text
 from compressx.pipeline.room import memory_advised
-from compressx.pipeline.texts import OwnText
 from compressx.planning.plan import Plan
-from compressx.plugins.manager import Plugins
-from compressx.recipe.schema import LoadedRecipe, Recipe
+from compressx.recipe.schema import Recipe
 from compressx.runtime.allocator import freed_memory_kept
 from compressx.runtime.determinism import deterministic, torchs_own_modes
 from compressx.runtime.ranks import ALONE
 from compressx.runtime.timing import Timing, forget_peaks, peak_gpu_bytes, peak_resident_bytes, synchronize
+from compressx.stages.log import run_log
+from compressx.stages.state import Progress, RunState
+from compressx.stages.store import InMemoryStore
 
 _BEFORE = 2
 """Dense blocks that the text passes before the block that is timed: later inputs take solvers as many steps."""
@@ -64,7 +58,7 @@ class RunTime:
 
     @property
     def total(self) -> float:
-        """Seconds of all stages."""
+        """Seconds of all state."""
         return sum(self.seconds.values())
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,29 +68,32 @@ class RunTime:
 
 @freed_memory_kept()
 @torchs_own_modes()
-def time_run(
-    loaded: LoadedRecipe, prepared: Prepared, plugins: Plugins, device: torch.device, progress: Progress | None = None
-) -> RunTime:
+def time_run(state: RunState, progress: Progress | None = None) -> RunTime:
     """Load the model and measure what a run does with one block of each kind. Nothing but temporary files is written.
+
+    Args:
+        state: of a planned run; its plan is left as it is.
+        progress: as for a run.
 
     Raises:
         CompressxError: as a run.
     """
     forget_peaks()
+    asked = state.plan
     with run_log(first=True, file=None) as log, TemporaryDirectory(prefix="compressx-") as folder:
-        context = RunContext(loaded, plugins, progress, device, ALONE, Timing("load"), log)
-        with deterministic(loaded.recipe.deterministic, device), memory_advised(context):
-            planned = _without_depth(prepared.plan)
-            stages = _opened(context, prepared, planned, Path(folder))
-            seconds = {"load": context.timing.seconds()["total"]}
-            fisher, seconds["calibrate"] = _calibrate(stages, planned)
-            if planned.allocation is not None:
-                seconds["allocate"] = _allocate(stages, planned, fisher)
-            kinds = _kinds(planned)
-            seconds["prune"] = sum(count * _prune(stages, planned, fisher, fqn) for fqn, count in kinds.items())
+        state = replace(state, log=log, timing=Timing("load"), progress=progress, replace=False)
+        state.plan, state.store = _without_depth(asked), InMemoryStore(Path(folder))
+        with deterministic(state.recipe.deterministic, state.device), memory_advised(state):
+            _open(state)
+            seconds = {"load": state.timing.seconds()["total"]}
+            seconds["calibrate"] = _calibrate(state)
+            if state.plan.allocation is not None:
+                seconds["allocate"] = _allocate(state)
+            kinds = _kinds(state.plan)
+            seconds["prune"] = sum(count * _prune(state, fqn) for fqn, count in kinds.items())
             return RunTime(
-                str(device), seconds, sum(kinds.values()), peak_resident_bytes(), peak_gpu_bytes(),
-                tuple(_left_out(loaded.recipe, prepared.plan)),
+                str(state.device), seconds, sum(kinds.values()), peak_resident_bytes(), peak_gpu_bytes(),
+                tuple(_left_out(state.recipe, asked)),
             )  # fmt: skip
 
 
@@ -109,68 +106,61 @@ def _without_depth(planned: Plan) -> Plan:
     return replace(planned, linears=linears, rules=tuple(r for r in planned.rules if r != drops), depth=None)
 
 
-def _opened(context: RunContext, prepared: Prepared, planned: Plan, folder: Path) -> Pruning:
+def _open(state: RunState) -> None:
     """Read the calibration text and open the model, as a run does."""
-    loaded, windows = context.loaded, None
-    calibration, tokenizer = loaded.recipe.calibration, prepared.tokenizer
-    opened = cache(lambda: open_model(prepared.checkpoint, loaded.recipe.model.streaming, context.device))
-    context.report_progress("load", 0, 2)
-    if calibration is not None and planned.needs_calibration:
-        with loaded.at("calibration"):
-            windows = read_calibration(calibration.draw, tokenizer, OwnText(context, tokenizer, opened))
-            check_ids(prepared.skeleton, windows, tokenizer, "the text")
-    context.report_progress("load", 1, 2)
-    with loaded.at("model"):
-        access = opened()
-    batches = calibration_batches(calibration, windows)
-    context = context.with_arithmetic(planned, access.model.dtype)
-    return Pruning(context, access, batches, batches, Kept(folder))
+    state.open = cache(lambda: opened(state))
+    state.report_progress("load", 0, 2)
+    read_calibration_text(state)
+    state.report_progress("load", 1, 2)
+    state.access = state.open()
+    choose_arithmetic(state)
 
 
-def _calibrate(stages: Pruning, planned: Plan) -> tuple[FisherDiagonal, float]:
-    """Measure gradients of two batches; return them, and the seconds of all batches that a run measures."""
-    names, batches = planned.sensitive, stages.batches
-    if not names and planned.reconstruct_block is None:
-        return FisherDiagonal(), 0.0
-    stages.context.report_progress("calibrate", 0, 1)
-    found, clock = survey(stages.access.model), list[float]()
+def _calibrate(state: RunState) -> float:
+    """Measure gradients of two batches; return the seconds of all batches that a run measures."""
+    names, batches = state.plan.sensitive, state.batches
+    state.sensitivities = FisherDiagonal()
+    if not names and state.plan.reconstruct_block is None:
+        return 0.0
+    state.report_progress("calibrate", 0, 1)
+    found, clock = survey(state.access.model), list[float]()
     some = batches if any(x.expert is not None for x in found.linears.values()) else batches[:2]  # reach all experts
 
     def progress(_done: int, _total: int) -> None:
-        clock.append(_now(stages.access.device))
+        clock.append(_now(state.access.device))
 
-    fisher = fisher_diagonal(stages.calibrated, found, names, some, progress=progress)
+    state.sensitivities = fisher_diagonal(state.calibrated, found, names, some, progress=progress)
     progress(0, 0)
     seen, wanted = sum(map(len, some)), ROW_WINDOWS if names else CHANNEL_WINDOWS
     left = max(0, min(sum(map(len, batches)), wanted) - seen)
     each = (clock[-1] - clock[-2]) * (len(clock) - 1) / seen  # of the last group: a GPU loads its kernels in the first
-    return fisher, clock[-1] - clock[0] + left * each
+    return clock[-1] - clock[0] + left * each
 
 
 class _EnoughError(Exception):
     """Ends an allocation once two blocks are measured."""
 
 
-def _allocate(stages: Pruning, planned: Plan, fisher: FisherDiagonal) -> float:
+def _allocate(state: RunState) -> float:
     """Let the recipe's allocation measure two blocks; return the seconds of all."""
-    context, settings, device = stages.context, planned.allocation, stages.access.device
+    plan, settings, device = state.plan, state.plan.allocation, state.access.device
     assert settings is not None  # noqa: S101 - the caller has looked
     clock = [_now(device)]
 
     def progress(done: int, total: int, note: str) -> None:
-        context.report_progress("allocate", done, total, note)
+        state.report_progress("allocate", done, total, note)
         if done:
             clock.append(_now(device))
         if done == 2:
             raise _EnoughError
 
-    windows = windows_kept(planned, settings, sum(map(len, stages.batches)))
-    with suppress(_EnoughError), context.loaded.at("allocation"):
+    windows = windows_kept(plan, settings, sum(map(len, state.batches)))
+    with suppress(_EnoughError), state.loaded.at("allocation"):
         allocate(
-            stages.calibrated, planned, settings, stages.batches, fisher.linears, progress,
-            stages.keep("allocation", windows),
+            state.calibrated, plan, settings, state.batches, state.sensitivities.linears, progress,
+            state.keep("allocation", windows),
         )  # fmt: skip
-    blocks = len({x.block for x in planned.linears if x.block})
+    blocks = len({x.block for x in plan.linears if x.block})
     return clock[1] - clock[0] + (blocks - 1) * (clock[-1] - clock[1])
 
 
@@ -185,21 +175,21 @@ def _kinds(planned: Plan) -> dict[str, int]:
     return {blocks[len(blocks) // 2]: len(blocks) for blocks in alike.values()}
 
 
-def _prune(stages: Pruning, planned: Plan, fisher: FisherDiagonal, fqn: str) -> float:
+def _prune(state: RunState, fqn: str) -> float:
     """Prune a block as a run does; return the seconds. A GPU loads its kernels when it does so for the first time."""
-    stages.context.report_progress("prune", 0, 1, fqn or "the linears outside the blocks")
-    if stages.access.device.type == "cuda":
-        _prune_once(stages, planned, fisher, fqn)
-    return _prune_once(stages, planned, fisher, fqn)
+    state.report_progress("prune", 0, 1, fqn or "the linears outside the blocks")
+    if state.access.device.type == "cuda":
+        _prune_once(state, fqn)
+    return _prune_once(state, fqn)
 
 
-def _prune_once(stages: Pruning, planned: Plan, fisher: FisherDiagonal, fqn: str) -> float:
+def _prune_once(state: RunState, fqn: str) -> float:
     """Prune a block by the code of a run, as if the run went on after the block before."""
-    access, batches = stages.calibrated, stages.batches
+    access, batches, planned = state.calibrated, state.batches, state.plan
     found = survey(access.model)
     before = [*found.blocks, OUTSIDE][: [*found.blocks, OUTSIDE].index(fqn)]
     streams = 1 if planned.reconstruct_block is None else 2
-    keep = stages.keep(f"hidden-{fqn}", sum(map(len, batches)) * streams)
+    keep = state.keep(f"hidden-{fqn}", sum(map(len, batches)) * streams)
     states, calls = capture(access, found, batches, keep)
     finished = None
     if before and resumable(access.model, calls):
@@ -207,9 +197,9 @@ def _prune_once(stages: Pruning, planned: Plan, fisher: FisherDiagonal, fqn: str
             for block, runs in each_block(access, found, calls, before[:_BEFORE]):
                 advance(block.fqn, runs, states)
         dense = [keep(x.clone()) for x in states] if planned.reconstruct_block else ()
-        finished = Finished(before[-1], Streams(states, dense))
+        finished = before[-1], Streams(states, dense)
     del states, calls
-    pruned = next(prune_model(access, planned, batches, finished, keep, ALONE, fisher))
+    pruned = next(prune_model(access, planned, batches, finished, keep, ALONE, state.sensitivities))
     return pruned.report.seconds
 
 

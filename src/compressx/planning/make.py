@@ -16,9 +16,8 @@ from compressx.models.architecture import Architecture, survey, text_config
 from compressx.planning.budgets import asked_patterns, check_fits
 from compressx.planning.depth import find_depth
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
-from compressx.planning.smaller import check_shrink
 from compressx.planning.structured import check_experts, check_whole, units_of_rules
-from compressx.planning.targets import Assigned, check_adapters, match_targets, targeted_by
+from compressx.planning.targets import Assigned, match_targets, targeted_by
 from compressx.planning.text import text_mistakes
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
@@ -72,10 +71,6 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
             for linear in linears:
                 if linear.rule is rule:
                     check_fits(loaded, linear, linears)
-    with mistakes.collected():
-        _check_reconstruction(loaded, linears)
-    with mistakes.collected():
-        check_adapters(loaded, architecture, [linear.name for linear in linears])
     plan = Plan(
         linears, _skipped(architecture, assigned), rules, needs_calibration=False,
         allocation=loaded.recipe.allocation, reconstruct_block=loaded.recipe.reconstruct_block, depth=depth,
@@ -84,8 +79,6 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     if plan.depth is not None:
         with mistakes.collected(), loaded.at("prune", plan.depth.rule.index):
             plan.depth.rule.build_depth()
-    with mistakes.collected():
-        check_shrink(loaded, plan, skeleton)
     observes = _check_blocks(loaded, plan, architecture, skeleton, assigned.ignored, mistakes)
     needed = observes or bool(plan.sensitive) or plan.depth is not None
     mistakes.add(*text_mistakes(loaded, skeleton, needed))
@@ -113,15 +106,6 @@ def _skipped(architecture: Architecture, assigned: Assigned) -> dict[str, str]:
         **{name: f"ignored by {entry}" for name, entry in assigned.ignored.items()},
     }
     return {name: reason for name, reason in reasons.items() if name not in assigned.taken}
-
-
-def _check_reconstruction(loaded: LoadedRecipe, linears: Iterable[PlannedLinear]) -> None:
-    """Refuse block reconstruction if no block is pruned."""
-    if loaded.recipe.reconstruct_block is not None and not any(linear.block for linear in linears):
-        raise RecipeError(
-            f"{loaded.where('reconstruct_block')}: it has no effect: all linears that the rules match are outside the "
-            "decoder blocks; leave it out"
-        )
 
 
 def check_rules(parts: Parts, plugins: Plugins, found: Architecture | None, mistakes: Mistakes) -> list[PlannedRule]:

@@ -222,6 +222,11 @@ class Plan:
         return () if self.depth is None else self.depth.dropped
 
     @property
+    def pieces(self) -> int:
+        """The number of blocks to prune; the linears outside the blocks count as one."""
+        return len({x.block for x in self.linears})
+
+    @property
     def sensitive(self) -> set[str]:
         """The names of the linears in blocks whose sensitivities a pruner reads."""
         return {x.name for x in self.linears if x.block and x.rule.reads_sensitivities}

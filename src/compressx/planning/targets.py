@@ -218,22 +218,13 @@ def _kind(name: str) -> str:
     return f"*.{stem.rsplit('.', 1)[-1]}.{kind}.*" if number else f"*.{kind}"
 
 
-def check_adapters(loaded: LoadedRecipe, found: Architecture, planned: Sequence[str]) -> None:
-    """Check that each of `finetune.lora.targets` matches pruned linears, and none in fused experts.
+def matching_planned(where: str, glob: str, planned: Sequence[str]) -> list[str]:
+    """Return the pruned linears that a glob matches.
 
     Raises:
-        RecipeError: a glob that matches nothing, or an expert, with its place.
+        RecipeError: there is none, or a glob with `[10-12]`; the message begins with the place.
     """
-    settings = loaded.recipe.finetune
-    for index, target in enumerate(settings.lora.targets if settings is not None and settings.lora is not None else ()):
-        where = loaded.where("finetune", "lora", "targets", index)
-        _refuse_interval(where, target)
-        matched = [name for name in planned if matches(target, name)]
-        if not matched:
-            raise RecipeError(f"{where}: {target!r} matches no pruned linear; {_similar(target, planned)}")
-        for name in matched:
-            if name in found.linears and found.linears[name].expert is not None:
-                raise RecipeError(
-                    f"{where}: {target!r} matches {name}, one of several experts in one parameter, which cannot have "
-                    'an adapter; expected targets without experts, such as "*.q_proj", or no lora'
-                )
+    _refuse_interval(where, glob)
+    if matched := [name for name in planned if matches(glob, name)]:
+        return matched
+    raise RecipeError(f"{where}: {glob!r} matches no pruned linear; {_similar(glob, planned)}")

@@ -1,7 +1,7 @@
 """The figures of a run: which there are, from what its pruners returned, and their files and captions.
 
-Three kinds: families of figures over the blocks (`error`, `error.wanda`), curves over steps, and matrices. An object
-that a pruner returned for several linears, such as query and key, is one thing and is shown once.
+Three kinds: families of figures over the blocks (`error`, `error.wanda`), curves over steps, and matrices. Those of a
+group of linears, such as query and key, are shown once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from compressx.api.names import in_short, kind_of
-from compressx.api.record import BlockReport, FinetuneReport, LayerReport, shared
+from compressx.api.record import BlockReport, FinetuneReport, LayerReport, grouped
 from compressx.report import plots
 from compressx.report.plots import Pooled
 from compressx.runtime.files import os_errors_named
@@ -41,19 +41,26 @@ class Matrices:
     difference: Pooled | None
 
 
-def matrices(images: Mapping[str, Mapping[str, Tensor]]) -> tuple[Matrices, ...]:
+def matrices(layers: Iterable[LayerReport], images: Mapping[str, Mapping[str, Tensor]]) -> tuple[Matrices, ...]:
     """Keep what will be drawn of one block's matrices.
 
     Args:
+        layers: the linears.
         images: by linear, then by name, [rows, columns] each.
     """
     kept = []
-    for linears, named in shared(images.items()):
+    for some, named in grouped((layer, images[layer.name]) for layer in layers):
         first, *others = named.values()
         difference = None
         if len(others) == 1 and others[0].shape == first.shape:
             difference = plots.pooled((others[0].float() - first.float()).abs())
-        kept.append(Matrices(tuple(linears), {name: plots.pooled(image) for name, image in named.items()}, difference))
+        kept.append(
+            Matrices(
+                tuple(layer.name for layer in some),
+                {name: plots.pooled(image) for name, image in named.items()},
+                difference,
+            )
+        )
     return tuple(kept)
 
 
@@ -165,7 +172,7 @@ def _by_kind(
 ) -> dict[str, list[tuple[list[LayerReport], Mapping[str, _Value]]]]:
     """Group one block's objects by the kinds of linear that share each, such as `q_proj, k_proj`."""
     groups: dict[str, list[tuple[list[LayerReport], Mapping[str, _Value]]]] = defaultdict(list)
-    for layers, value in shared(values):
+    for layers, value in grouped(values):
         groups[", ".join(dict.fromkeys(kind_of(layer.name) for layer in layers))].append((layers, value))
     return groups
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from compressx.api.record import BlockReport
 from compressx.runtime.errors import printable
 
 
@@ -122,3 +123,21 @@ class Section:
         for name in ("title", "note", "text"):
             object.__setattr__(self, name, printable(getattr(self, name)))
         object.__setattr__(self, "figures", tuple({k: printable(v) for k, v in f.items()} for f in self.figures))
+
+
+def shaded(title: str, note: str, found: Table, brief: str) -> Section:
+    """Return a section of a table in which shades show what differs; where nothing does, a sentence says so."""
+    shades = {text for row in found.texts for text in row[1:] if text}
+    if len(shades) == 1:
+        return Section(title, f"{note} All are {shades.pop()}.".strip(), brief=brief)
+    return Section(title, note, found, brief=brief)
+
+
+def count_of(what: Sized, name: str) -> str:
+    """Count things, such as `1 block` or `2 blocks`."""
+    return f"{len(what)} {name}" + ("" if len(what) == 1 else "s")
+
+
+def number_of(block: BlockReport) -> str:
+    """Return a block's number for a table."""
+    return str(block.index) if block.fqn else "outside"

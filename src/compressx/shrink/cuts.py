@@ -136,15 +136,6 @@ def smaller(model: Any, kept: Sequence[Kept], dropped: Sequence[str] = ()) -> Sm
     return made
 
 
-def told_shrunk(model: Any) -> str:
-    """Return that a model is what a run with `shrink` has left, to be added to a message; empty if it is not."""
-    numbers = (getattr(model.config, "compressx", None) or {}).get("shrunk")
-    if not numbers:
-        return ""
-    told = ", ".join(f"{name} {now} of {was}" for name, (was, now) in numbers.items())
-    return f"; the model is what shrink has left ({told}), and masks of the original do not fit it"
-
-
 def build_like(model: Any, made: Smaller) -> Any:
     """Build the smaller model with parameters on the meta device and computed buffers filled.
 

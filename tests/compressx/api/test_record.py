@@ -8,7 +8,7 @@ import json
 import pytest
 from tests.compressx.report.reports import ALLOCATION, LAYERS, report
 
-from compressx.api.record import shared, total_sparsity
+from compressx.api.record import grouped, total_sparsity
 
 
 def test_sparsity_is_counted_over_weights_not_over_layers() -> None:
@@ -29,6 +29,7 @@ def test_json_holds_every_field_of_the_schema() -> None:
         "seconds": 1.0,
         "info": {"attention_error": 0.0123},
         "history": {},
+        "group": "",
     }
     assert set(read) == {"compressx", "model", "sparsity", "blocks", "skipped", "evaluation", "seconds",
                          "peak_memory_bytes", "plugins", "versions", "figures", "allocation",
@@ -54,9 +55,13 @@ def test_json_has_the_curves_and_names_the_figures() -> None:
     assert read["figures"] == [figure]
 
 
-def test_what_is_one_object_is_shared_and_what_is_only_equal_is_not() -> None:
+def test_linears_of_one_group_have_the_figures_of_its_first_and_equal_figures_make_no_group() -> None:
+    q, k, v, o = (
+        dataclasses.replace(LAYERS[0], name=name, group=group)
+        for name, group in (("q", "q"), ("k", "q"), ("v", ""), ("o", ""))
+    )
     one, equal = {"error": 1.0}, {"error": 1.0}
-    assert shared([("q", one), ("v", equal), ("k", one), ("o", {})]) == [(["q", "k"], one), (["v"], equal)]
+    assert grouped([(q, one), (v, equal), (k, {"error": 2.0}), (o, {})]) == [([q, k], one), ([v], equal)]
 
 
 def test_json_holds_the_measured_curves_of_every_unit() -> None:

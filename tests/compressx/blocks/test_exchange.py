@@ -79,12 +79,10 @@ def _exchanged(ranks: Ranks) -> list[Any]:
             keep = torch.arange(6).view(2, 3) % (task + 2) == 0
             weight = None if task == 1 else torch.full((2, 3), float(task))
             images, history = {"map": torch.arange(4).view(2, 2).T.bfloat16()}, {"loss": (1.0, 0.5)}
-            decided[task] = dict.fromkeys("ab", PruneResult(keep, weight, info, images, history))
+            decided[task] = dict.fromkeys("ab", PruneResult(keep, weight, info, images, history, group="both"))
     told = []
     for results in exchange(ranks, [0, 1, 0], decided, torch.device("cpu")):
-        assert results["a"].info is results["b"].info
-        assert results["a"].images is results["b"].images
-        assert results["a"].history is results["b"].history
+        assert results["a"].group == results["b"].group == "both"
         told.append([[n, r.keep, r.weight, dict(r.info), r.images["map"], list(r.history["loss"])]
                      for n, r in results.items()])  # fmt: skip
     return told
@@ -115,7 +113,7 @@ def test_two_processes_keep_in_all_what_one_would(exchanged: list[Any]):
     assert torch.equal(other, inputs()[:4])
 
 
-def test_every_process_gets_every_result_and_what_linears_share(exchanged: list[Any]):
+def test_every_process_gets_every_result_and_its_group(exchanged: list[Any]):
     (_, first, _), (_, second, _) = exchanged
     assert len(first) == 3
     for task, (one, other) in enumerate(zip(first, second, strict=True)):

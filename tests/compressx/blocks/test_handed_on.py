@@ -10,7 +10,7 @@ from tests.accelerator import pretended_accelerator
 
 from compressx.api.patterns import Unstructured
 from compressx.blocks.fisher import drawn_labels, gradients
-from compressx.blocks.prune import Finished, PrunedBlock, prune_model
+from compressx.blocks.prune import PrunedBlock, prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import advance, capture, each_block, passes
@@ -135,7 +135,7 @@ def test_gradients_go_back_through_what_is_handed_on():
 
 def test_an_interrupted_run_is_not_resumed_without_what_was_handed_on():
     model = gemma4()
-    finished = Finished("model.layers.1", Streams([torch.zeros(1, 16, 64) for _ in BATCHES]))
+    finished = ("model.layers.1", Streams([torch.zeros(1, 16, 64) for _ in BATCHES]))
     with pytest.raises(UnsupportedModelError, match=r"Gemma4ForCausalLM: .*cannot be resumed; start it anew"):
         next(prune_model(InMemory(model), plan(model), BATCHES, finished))
 
@@ -145,7 +145,7 @@ def test_an_interrupted_run_goes_on_where_every_block_has_keys_and_values_of_its
     model = gemma4(shared=0)
     before = prune_model(InMemory(model), plan(model), BATCHES)
     first = next(before)
-    finished = Finished(first.report.fqn, first.streams)
+    finished = (first.report.fqn, first.streams)
     rest = list(prune_model(InMemory(model), plan(model), BATCHES, finished))
     assert [block.report.fqn for block in rest] == [block.report.fqn for block in whole[1:]]
     for ours, theirs in zip(rest[-1].streams.pruned, whole[-1].streams.pruned, strict=True):

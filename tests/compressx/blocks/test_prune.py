@@ -240,7 +240,7 @@ def test_pruning_goes_on_after_the_last_finished_block():
     stopped = prune_model(InMemory(parted), plan, batches())
     first = next(stopped)
     stopped.close()
-    reached = prune.Finished(first.report.fqn, first.streams)
+    reached = (first.report.fqn, first.streams)
     rest = prune_model(InMemory(parted), plan, batches(), reached)
     assert [first.report.fqn, *(block.report.fqn for block in rest)] == expected
     assert all(torch.equal(now, parted.state_dict()[name]) for name, now in whole.state_dict().items())
@@ -599,9 +599,9 @@ def test_linears_that_share_their_input_in_one_process_only_are_refused(monkeypa
         list(prune_model(InMemory(model), plan_all(model, SPECS["wanda"], HALF), batches(), ranks=Ranks(0, 2)))
 
 
-def test_what_linears_are_shown_with_comes_out_still_shared_and_beside_what_the_reconstructor_shows():
+def test_what_linears_are_shown_with_comes_out_for_their_group_and_beside_what_the_reconstructor_shows():
     info, images, history = {"error": 0.5}, {"dense": torch.eye(4)}, {"loss": [3, 2.5]}
-    selector = showing(info=info, images=images, history=history)
+    selector = showing(info=info, images=images, history=history, group="attention")
     shown = {"info": {"damping": 0.1}, "history": {"residual": [1.0]}}
     rebuilding = replace(made(lambda x, p: PruneResult(p.keep, **shown)), reconstructs=True)
     for reconstructor, more, residual in ((None, {}, {}), (rebuilding, {"damping": 0.1}, {"residual": (1.0,)})):
@@ -610,5 +610,8 @@ def test_what_linears_are_shown_with_comes_out_still_shared_and_beside_what_the_
         assert (first.info, first.history) == ({"error": 0.5} | more, {"loss": (3.0, 2.5)} | residual)
         assert first.info is not info, "what a plugin goes on using is copied"
         assert len(others) == 3
-        assert all(x.info is first.info and x.history is first.history for x in others)
-        assert all(block.images[x.name] is images for x in block.report.layers)
+        assert all((x.info, x.history) == (first.info, first.history) for x in others)
+        assert {x.group for x in block.report.layers} == {"" if more else first.name}, (
+            "of this reconstructor each is one"
+        )
+        assert all(block.images[x.name] == images for x in block.report.layers)

@@ -14,10 +14,10 @@ import torch
 from compressx import hookimpl
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_model
-from compressx.pipeline import journal
 from compressx.pipeline.run import run
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.sources import ModelSource
+from compressx.stages import store as journal
 
 
 def recipe(

@@ -15,10 +15,11 @@ import compressx
 from compressx.masks.maskset import MaskSet
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_model, load_tokenizer
-from compressx.pipeline.preparation import loaded_recipe, prepare
-from compressx.pipeline.run import run
+from compressx.pipeline.run import loaded_recipe, run
+from compressx.pipeline.stages import prepare
 from compressx.pipeline.timed import time_run
 from compressx.recipe.sources import ModelSource
+from compressx.stages.state import RunState
 
 FLOAT32 = {"compute_dtype": "float32"}
 """What is fast on the pretended device says nothing, and masks depend on it."""
@@ -104,7 +105,10 @@ def test_the_time_of_a_run_on_the_device_has_its_seconds_and_the_peak_of_its_mem
     plugins = compressx.load_plugins()
     loaded = loaded_recipe(recipe(models("llama"), **FLOAT32), (), plugins)
     with pretended_accelerator() as device:
-        found = time_run(loaded, prepare(loaded, plugins), plugins, torch.device("cuda"))
+        state = RunState(loaded, plugins, torch.device("cuda"), measured=False)
+        prepare(state)
+        found = time_run(state)
+        del state
     assert (found.device, found.blocks) == ("cuda", 3)
     assert found.seconds["prune"] > 0
     assert found.peak_gpu_memory_bytes > 100_000

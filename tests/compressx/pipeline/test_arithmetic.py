@@ -12,8 +12,8 @@ import yaml
 from tests.compressx.pipeline.runs import artifacts, recipe, stopped
 
 from compressx import prune
+from compressx.blocks import stage as pruning
 from compressx.masks.maskset import MaskSet
-from compressx.pipeline import pruning
 from compressx.pipeline.run import run
 from compressx.runtime import rates
 from compressx.runtime.errors import ArtifactError

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 from compressx.models.checkpoint import Checkpoint, find_checkpoint
 from compressx.models.license import license_of
 from compressx.pipeline.card import card
-from compressx.pipeline.run import run
+from compressx.pipeline.run import loaded_recipe, run
 from compressx.planning.plan import Plan
-from compressx.recipe.schema import load_recipe, recipe_from_dict
+from compressx.plugins.manager import load_plugins
+from compressx.recipe.schema import recipe_from_dict
 
 _RULES = ({"targets": ["*.q_proj"], "pruner": "wanda", "pattern": "2:4"},
           {"targets": ["*"], "pruner": "sparsegpt", "sparsity": 0.5})  # fmt: skip
@@ -40,8 +41,9 @@ def test_the_card_says_what_was_done_and_measured_and_its_recipe_runs_again(proj
     dense, pruned, tuned = (report.evaluation[of]["token_perplexity"] for of in ("dense", "pruned", "finetuned"))
     assert f"| token_perplexity | {dense:.4g} | {tuned:.4g} | {tuned / dense - 1:+.1%} | {pruned:.4g} |" in shown.text
     Path("again.yaml").write_text(shown.text.partition("```yaml\n")[2].partition("```")[0])
-    taken = recipe_from_dict({**asked, "compute_dtype": "float32"}).recipe
-    assert load_recipe(Path("again.yaml"), ["output=out"]).recipe == taken
+    plugins = load_plugins()
+    taken = loaded_recipe({**asked, "compute_dtype": "float32"}, (), plugins).recipe
+    assert loaded_recipe("again.yaml", ["output=out"], plugins).recipe == taken
 
 
 def test_a_model_of_the_hub_is_named_as_the_base_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,7 @@ def test_adapters_of_a_recipe_are_merged_under_the_masks_and_resumed_to_the_same
 
 
 def test_adapters_without_peft_are_refused_before_weights_are_read(model, monkeypatch):
-    monkeypatch.setattr("compressx.pipeline.preparation.find_spec", lambda name: None if name == "peft" else True)
+    monkeypatch.setattr("compressx.training.stage.find_spec", lambda name: None if name == "peft" else True)
     with pytest.raises(RecipeError, match=r"finetune\.lora: .*pip install peft"):
         plan(recipe(model, lora={"rank": 4}))
 

@@ -20,12 +20,11 @@ from compressx.api.record import BlockReport
 from compressx.models import behind, shards
 from compressx.models.hidden import Streams
 from compressx.models.shards import read
-from compressx.pipeline import journal
-from compressx.pipeline.finished_block import FinishedBlock
-from compressx.pipeline.journal import Journal
 from compressx.pipeline.run import run
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.ranks import ALONE, Ranks
+from compressx.stages import store as journal
+from compressx.stages.store import Journal
 
 REBUILT: dict[str, Any] = {"reconstruct_block": {"passes": 1}}
 SENSITIVE = {"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5}
@@ -76,7 +75,7 @@ def recorded(
                 streams = Streams([torch.zeros(1, 2, 3)] if i + 1 < blocks else ())
                 if not ranks.first:
                     clock.now += block  # only the first process writes weights
-                kept.add(access, FinishedBlock(BlockReport(i, f"block.{i}", (), 0.0), ()), {}, streams)  # type: ignore[arg-type]
+                kept.add(access, BlockReport(i, f"block.{i}", (), 0.0), (), {}, streams)  # type: ignore[arg-type]
     return seen, clock.now
 
 
@@ -171,8 +170,8 @@ class Behind:
 
 
 def add(kept: Journal, access: Any, number: int) -> None:
-    block = FinishedBlock(BlockReport(number, f"block.{number}", (), 0.0), ())
-    kept.add(access, block, {}, Streams([torch.zeros(1, 2, 3)]))
+    block = BlockReport(number, f"block.{number}", (), 0.0)
+    kept.add(access, block, (), {}, Streams([torch.zeros(1, 2, 3)]))
 
 
 def test_a_block_is_listed_when_its_weights_are_on_disk_and_states_from_before_are_kept_until_then(tmp_path):
@@ -380,7 +379,7 @@ def test_a_forged_record_is_damaged_and_no_block_is_read_elsewhere(forged: dict[
 
 @pytest.mark.parametrize(
     ("file", "forged"),
-    [("json", {"seconds": "long"}), ("json", {"histories": [[]]}), ("json", {"layers": [{"info": 9}]}),
+    [("json", {"seconds": "long"}), ("json", {"matrices": [[]]}), ("json", {"layers": [{"info": 9}]}),
      ("json", {"fqn": 3}), ("json", []), ("states", {"other.000000": torch.zeros(1)})],
 )  # fmt: skip
 def test_a_forged_block_is_damaged(file: str, forged: Any, tmp_path: Path) -> None:
@@ -393,9 +392,9 @@ def test_a_forged_block_is_damaged(file: str, forged: Any, tmp_path: Path) -> No
     access, kept = Loaded(Clock(), 0.0), Journal(tmp_path, {})
     report = BlockReport(0, "block.0", (), 0.0)
     with kept.recording(access):  # type: ignore[arg-type]
-        kept.add(access, FinishedBlock(report, ()), {}, Streams([torch.zeros(1, 2, 3)]))  # type: ignore[arg-type]
+        kept.add(access, report, (), {}, Streams([torch.zeros(1, 2, 3)]))  # type: ignore[arg-type]
     kept._record()()
-    assert Journal(tmp_path, {}).restore(access)[0][0].report == report  # type: ignore[arg-type]
+    assert Journal(tmp_path, {}).restore(access)[0][0] == report  # type: ignore[arg-type]
     if file == "states":
         shards.write(tmp_path / "blocks" / "states-1.0.safetensors", forged)
     else:

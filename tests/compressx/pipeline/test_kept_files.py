@@ -229,11 +229,12 @@ def test_a_file_that_cannot_be_copied_is_refused_before_pruning(project, monkeyp
 
 def test_planning_leaves_no_file_and_the_config_as_it_was(project: Path) -> None:
     from compressx.models.loading import load_skeleton, load_tokenizer
-    from compressx.pipeline.checks import FoundModel, check_saving
+    from compressx.pipeline.saving import check_saving
+    from compressx.stages.state import RunState
 
     checkpoint = Checkpoint(str(save_tiny_model(project / "model", "llama", dtype=torch.bfloat16)))
-    found = FoundModel(checkpoint, load_skeleton(checkpoint), load_tokenizer(checkpoint))
+    found = RunState(None, None, skeleton=load_skeleton(checkpoint), tokenizer=load_tokenizer(checkpoint))
     before = found.skeleton.config.to_json_string()
-    check_saving(found)
+    check_saving(found, checkpoint)
     assert found.skeleton.config.to_json_string() == before
     assert [p.name for p in project.iterdir()] == ["model"]

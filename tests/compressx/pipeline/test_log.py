@@ -13,9 +13,9 @@ import pytest
 from tests.compressx.pipeline.runs import recipe, stopped
 
 from compressx import ArtifactError, hookimpl, load_plugins
-from compressx.pipeline import log as module
-from compressx.pipeline.log import RunLog
 from compressx.pipeline.run import run
+from compressx.stages import log as module
+from compressx.stages.log import RunLog
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 

@@ -13,12 +13,12 @@ import pytest
 from tests.compressx.processes import in_two, torchrun
 
 from compressx.masks.maskset import MaskSet
-from compressx.pipeline.preparation import refuse_nothing_held_out, refuse_uneven_steps
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.schema import load_recipe
 from compressx.runtime.errors import CalibrationError, RecipeError
 from compressx.runtime.ranks import Ranks
+from compressx.training.stage import refuse_nothing_held_out, refuse_uneven_steps
 
 RULES = {
     "mixed": [

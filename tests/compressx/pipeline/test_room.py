@@ -14,14 +14,14 @@ from tests.compressx.pipeline.runs import recipe
 
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_skeleton
-from compressx.pipeline import room
 from compressx.pipeline.memory import prune
-from compressx.pipeline.room import finetuning_bytes
 from compressx.pipeline.run import plan, run
 from compressx.recipe.schema import Recipe
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import OutOfMemoryError, RecipeError
 from compressx.testing import tiny_model, tiny_tokens
+from compressx.training import memory as room
+from compressx.training.memory import finetuning_bytes
 
 NO_GPU_MEMORY = torch.OutOfMemoryError(
     "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 1 has a total capacity of 79.15 GiB of which 1.50 GiB is "
@@ -41,7 +41,7 @@ STREAMED = "set model.streaming: true"
 
 SENSITIVE = {"targets": ["*"], "pruner": "sensitivity", "sparsity": 0.5}
 STAGES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "load": ("compressx.pipeline.run.open_model", {}, f"load: out of memory: an array: {{}}; {STREAMED}"),
+    "load": ("compressx.pipeline.inputs.open_model", {}, f"load: out of memory: an array: {{}}; {STREAMED}"),
     "statistics": (
         "compressx.blocks.select.observe", {},
         f"prune: out of memory: statistics of model.layers.0: {{}}; {CALIBRATION}, or set calibration.memory_limit: "
@@ -57,11 +57,11 @@ STAGES: dict[str, tuple[str, dict[str, Any], str]] = {
         f"prune: out of memory: training model.layers.0: {{}}; {CALIBRATION}, or set ",
     ),
     "sensitivities": (
-        "compressx.pipeline.pruning.fisher_diagonal", {"prune": [SENSITIVE]},
+        "compressx.blocks.stage.fisher_diagonal", {"prune": [SENSITIVE]},
         f"calibrate: out of memory: an array: {{}}; {CALIBRATION}",
     ),
     "an allocation": (
-        "compressx.pipeline.pruning.allocate",
+        "compressx.allocation.stage.allocate",
         {"prune": [{"targets": ["*"], "pruner": "wanda"}], "allocation": {"method": "owl", "target": 0.5}},
         f"allocate: out of memory: an array: {{}}; {CALIBRATION}",
     ),
@@ -123,7 +123,7 @@ def test_fine_tuning_is_refused_before_anything_is_read_if_it_cannot_fit(model, 
     parts = parts_of(asked)
     needed = sum(parts.values())
     monkeypatch.setattr(room, "free_memory", lambda _: needed - 1)
-    monkeypatch.setattr("compressx.pipeline.run.read_all", lambda *_, **__: pytest.fail("text was read"))
+    monkeypatch.setattr("compressx.pipeline.inputs.read_all", lambda *_, **__: pytest.fail("text was read"))
     with pytest.raises(RecipeError) as raised:
         run(asked)
     told = str(raised.value)

@@ -24,10 +24,10 @@ from compressx import prune
 from compressx.evaluation.saved import apply_masks, evaluate_saved, measures, source_of
 from compressx.masks.inspect import inspect
 from compressx.masks.maskset import MaskSet
-from compressx.pipeline import shrinking
 from compressx.pipeline.run import run
 from compressx.plugins.manager import load_plugins
 from compressx.runtime.errors import ArtifactError, CompressxError, RecipeError, UnsupportedModelError
+from compressx.shrink import stage as shrinking
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.testing.models import TINY_CONFIGS
 
@@ -252,7 +252,7 @@ def refused(asked: dict[str, Any], error: type[CompressxError], match: str, monk
     def read(*_: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("compressx.pipeline.run.open_model", read)
+    monkeypatch.setattr("compressx.pipeline.inputs.open_model", read)
     with pytest.raises(error, match=match):
         run(asked)
 

@@ -15,9 +15,11 @@ from compressx.masks.maskset import MaskEntry, MaskSet
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import capture, each_block, passes
-from compressx.pipeline.preparation import loaded_recipe, prepare
+from compressx.pipeline.run import loaded_recipe
 from compressx.pipeline.sizes import Sizes, sizes_of
+from compressx.pipeline.stages import prepare
 from compressx.plugins.manager import load_plugins
+from compressx.stages.state import RunState
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.training.trainable import trainable
 
@@ -29,10 +31,9 @@ STATES = 8 * 32 * 64 * 4
 
 def planned(folder: Path, *rules: Any, **sections: Any) -> tuple[Any, Any, Sizes]:
     plugins = load_plugins()
-    loaded = loaded_recipe(recipe(folder, *rules) | sections, (), plugins)
-    found = prepare(loaded, plugins)
-    sizes = sizes_of(loaded.recipe, found.plan, found.checkpoint, found.skeleton, torch.device("cpu"))
-    return loaded.recipe, found.plan, sizes
+    state = RunState(loaded_recipe(recipe(folder, *rules) | sections, (), plugins), plugins, measured=False)
+    prepare(state)
+    return state.recipe, state.plan, sizes_of(state)
 
 
 def held(plan: Any, architecture: str) -> int:

@@ -93,7 +93,7 @@ def test_several_sources_and_truncated_documents_reach_the_pruners(model, projec
 
 @pytest.mark.parametrize("name", ["wikitext", "org/nothing"])
 def test_a_hub_that_cannot_be_reached_is_told_once_and_before_weights_are_loaded(model, monkeypatch, name) -> None:
-    monkeypatch.setattr("compressx.pipeline.run.open_model", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("compressx.pipeline.inputs.open_model", lambda *_: pytest.fail("weights were loaded"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("datasets"))
     given = with_text(model, {"name": name})
     given["evaluate"] = {"token_perplexity": {"dataset": name, "sequence_length": 32}}
@@ -154,7 +154,7 @@ class TestTokensBeyondTheEmbedding:
     )  # fmt: skip
     def test_every_text_of_a_recipe_is_checked_before_weights_are_loaded(self, beyond, monkeypatch, sections) -> None:
         Path("mine.yaml").write_text("task: mine\n")
-        monkeypatch.setattr("compressx.pipeline.run.open_model", lambda *_: pytest.fail("weights were loaded"))
+        monkeypatch.setattr("compressx.pipeline.inputs.open_model", lambda *_: pytest.fail("weights were loaded"))
         with pytest.raises(CalibrationError) as caught:
             run(recipe(beyond) | sections)
         (place,) = sections.keys() & {"calibration", "finetune", "evaluate", "select_tokens"} - (
@@ -206,7 +206,7 @@ class TestGenerated:
         ids = torch.tensor(json.loads(kept.read_text())["value"])
         assert ids.shape == (8, 32)
         assert (ids[:, 0] == 1).all()
-        monkeypatch.setattr("compressx.pipeline.texts.generate", lambda *_: pytest.fail("generated again"))
+        monkeypatch.setattr("compressx.pipeline.inputs.generate", lambda *_: pytest.fail("generated again"))
         run(given)
         assert artifacts("out") == before
 
@@ -224,7 +224,7 @@ class TestGenerated:
         run(given)
         (kept,) = Path("cache/generated").glob("*.json")
         kept.write_text(json.dumps(json.loads(kept.read_text()) | {"value": forged}))
-        monkeypatch.setattr("compressx.pipeline.texts.generate", again)
+        monkeypatch.setattr("compressx.pipeline.inputs.generate", again)
         with pytest.raises(AgainError):
             run(given)
 
@@ -246,7 +246,7 @@ class TestGenerated:
         assert len(list(Path("cache/generated").iterdir())) == 2  # of 32 and of 16 tokens
 
     def test_other_text_is_read_before_anything_is_generated(self, model, monkeypatch) -> None:
-        monkeypatch.setattr("compressx.pipeline.run.open_model", lambda *_: pytest.fail("weights were loaded"))
+        monkeypatch.setattr("compressx.pipeline.inputs.open_model", lambda *_: pytest.fail("weights were loaded"))
         given = with_text(model, self.GENERATE) | {"evaluate": recipe(model, evaluated=True)["evaluate"]}
         given["evaluate"]["token_perplexity"]["samples"] = 1000
         with pytest.raises(CalibrationError, match="evaluation needs 1000 windows"):
@@ -255,7 +255,7 @@ class TestGenerated:
     @pytest.mark.parametrize("asked", [True, "auto"])
     def test_streamed_weights_are_refused_with_what_to_do(self, model, monkeypatch, asked) -> None:
         monkeypatch.setattr(streaming, "free_memory", lambda *_: 1000)
-        monkeypatch.setattr("compressx.pipeline.texts.generate", lambda *_: pytest.fail("generated"))
+        monkeypatch.setattr("compressx.pipeline.inputs.generate", lambda *_: pytest.fail("generated"))
         given = with_text(model, self.GENERATE) | {"model": {"path": str(model), "streaming": asked}}
         told = r"calibration\.dataset\.generate: generating text needs all weights in memory, and model\.streaming is "
         with pytest.raises(RecipeError, match=rf"{told}{str(asked).lower()} at .*set it to false, or remove generate$"):
@@ -263,7 +263,7 @@ class TestGenerated:
 
     def test_a_sweep_counts_it_without_a_model(self, model, monkeypatch) -> None:
         Path("recipe.yaml").write_text(json.dumps(with_text(model, self.GENERATE)))
-        monkeypatch.setattr("compressx.pipeline.run.open_model", lambda *_: pytest.fail("weights were loaded"))
+        monkeypatch.setattr("compressx.pipeline.inputs.open_model", lambda *_: pytest.fail("weights were loaded"))
         check(grid(Path("recipe.yaml"), ["prune.0.sparsity=0.4,0.5"], (), None, plugins()), load_plugins())
 
     def test_an_error_of_one_run_of_a_sweep_names_its_values(self, model, monkeypatch) -> None:

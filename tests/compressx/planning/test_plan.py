@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from compressx.allocation.stage import Allocate
 from compressx.api.patterns import Unstructured
 from compressx.api.pruner import Linear
 from compressx.models.architecture import survey
@@ -21,8 +22,10 @@ from compressx.planning.targets import targeted_by
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.schema import load_recipe, recipe_from_dict
-from compressx.runtime.errors import CompressxError, PluginError, RecipeError, UnsupportedModelError
+from compressx.runtime.errors import CompressxError, Mistakes, PluginError, RecipeError, UnsupportedModelError
+from compressx.stages.state import RunState
 from compressx.testing import tiny_model
+from compressx.training.stage import Finetune, ReconstructBlock
 
 CALIBRATION = "calibration: {dataset: {text: calibration.txt}, samples: 4, sequence_length: 32}"
 PER_BLOCK = 7  # linears in a block of the tiny llama
@@ -45,7 +48,12 @@ def planned(plugins: Plugins) -> Any:
         Path("r.yaml").write_text("\n".join(lines))
         with torch.device("meta"):
             skeleton = tiny_model(model)
-        return make_plan(load_recipe(Path("r.yaml")), plugins, skeleton)
+        state = RunState(load_recipe(Path("r.yaml")), plugins, skeleton=skeleton, measured=False)
+        made, mistakes = make_plan(state.loaded, plugins, skeleton), Mistakes()
+        for stage in (Allocate(), ReconstructBlock(), Finetune()):
+            stage.check(state, made, mistakes)
+        mistakes.raise_all()
+        return made
 
     return plan
 
@@ -483,7 +491,7 @@ def test_block_reconstruction_needs_calibration_whatever_the_pruners_need(planne
     rule, trained = 'targets: ["*"], pruner: magnitude, sparsity: 0.5', "reconstruct_block: {passes: 2}"
     message = refusal(RecipeError, rule, calibration=trained)
     assert message.startswith("r.yaml:2:1: blocks are trained on calibration text, but the recipe has no calibration")
-    plan = planned(rule, calibration=f"{CALIBRATION}\n{trained}")
+    plan = planned(rule, calibration=f"{CALIBRATION.replace('samples: 4', 'samples: 8')}\n{trained}")
     assert plan.needs_calibration
     assert plan.reconstruct_block.passes == 2
 

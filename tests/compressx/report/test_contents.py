@@ -12,9 +12,11 @@ from tests.compressx.report.reports import ALLOCATION, LAYERS, layer, report
 
 from compressx.api.record import BlockReport, FinetuneReport, HeldOutLoss, RunReport
 from compressx.cli import terminal
-from compressx.report import contents, html, markdown
-from compressx.report.contents import sections
+from compressx.pipeline import stages
+from compressx.pipeline.stages import sections
+from compressx.report import html, markdown
 from compressx.report.section import Column, Section, table
+from compressx.stages.state import Stage
 
 
 def shown(report: RunReport) -> str:
@@ -172,12 +174,13 @@ def test_held_out_losses_are_told_with_the_steps_and_the_time_they_took() -> Non
     assert rows(made, "Fine-tuning") == [["0", "0.0", "0.75"], ["4", "1.0", "0.5"], ["8", "2.0", "0.625"]]
 
 
-def test_a_new_section_is_one_function_and_stands_in_terminal_markdown_and_html(monkeypatch, capsys, tmp_path) -> None:
-    def toy(report: RunReport) -> Iterator[Section]:
-        found = table(["toy", Column("weight", ".1f", "bar")], [("bear", 2.0), ("duck", 0.5), ("owl", None)])
-        yield Section("Toys", f"Those of {report.model['id']}.", found)
+def test_a_stages_section_stands_in_terminal_markdown_and_html(monkeypatch, capsys, tmp_path) -> None:
+    class Toys(Stage):
+        def sections(self, report: RunReport) -> Iterator[Section]:
+            found = table(["toy", Column("weight", ".1f", "bar")], [("bear", 2.0), ("duck", 0.5), ("owl", None)])
+            yield Section("Toys", f"Those of {report.model['id']}.", found)
 
-    monkeypatch.setattr(contents, "BUILDERS", (*contents.BUILDERS, toy))
+    monkeypatch.setattr(stages, "STAGES", (*stages.STAGES, Toys()))
     made = sections(report())
     terminal.show(*made)
     told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ def layer(name: str, info: Mapping[str, float] | None = None, history: Any = Non
 def pair(index: int, info: Mapping[str, float] | None = None, history: Any = None) -> BlockReport:
     """Make a block whose query and key share everything."""
     fqn = f"m.layers.{index}"
-    layers = tuple(layer(f"{fqn}.attn.{kind}_proj", info, history) for kind in "qk")
+    group = f"{fqn}.attn.q_proj"
+    layers = tuple(replace(layer(f"{fqn}.attn.{kind}_proj", info, history), group=group) for kind in "qk")
     return BlockReport(index, fqn, layers, 1.0)
 
 
@@ -75,21 +77,23 @@ def test_curves_have_a_panel_for_each_block_or_for_each_linear_of_a_kind(tmp_pat
 def test_matrices_that_linears_share_are_kept_once_with_their_difference_from_before_pooling() -> None:
     checks = (torch.arange(256)[:, None] + torch.arange(256)) % 2
     both = {"dense": checks.float(), "pruned": 1.0 - checks}
-    [kept] = figures.matrices({"m.q": both, "m.k": both, "m.v": {}})
+    layers = [replace(layer("m.q"), group="m.q"), replace(layer("m.k"), group="m.q"), layer("m.v")]
+    [kept] = figures.matrices(layers, {"m.q": both, "m.k": both, "m.v": {}})
     assert kept.linears == ("m.q", "m.k")
     assert kept.difference is not None
     assert (kept.difference.values == 1).all()  # the pooled matrices are equal: 0.5 everywhere
     assert torch.equal(kept.images["dense"].values, kept.images["pruned"].values)
     for sizes in ([4], [4, 5], [4, 4, 4]):  # only two of one shape have a difference
         images = {str(i): torch.eye(size) for i, size in enumerate(sizes)}
-        [kept] = figures.matrices({"m.q": images})
+        [kept] = figures.matrices([layer("m.q")], {"m.q": images})
         assert kept.difference is None
         assert list(kept.images) == list(images)
 
 
 def test_matrices_are_drawn_for_each_object_and_the_caption_says_what_was_done(tmp_path: Path, drawn: Any) -> None:
     large, small = torch.rand(200, 200), torch.rand(4, 4)
-    kept = figures.matrices({"m.0.q": {"dense": small, "pruned": small}, "m.1.q": {"dense": large}})
+    images = {"m.0.q": {"dense": small, "pruned": small}, "m.1.q": {"dense": large}}
+    kept = figures.matrices(map(layer, images), images)
     written = figures.draw([], kept, tmp_path / "plots")
     assert list(drawn) == ["matrices_m.0.q.png", "matrices_m.1.q.png"]
     assert [f["caption"] for f in written] == [

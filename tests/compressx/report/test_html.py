@@ -21,8 +21,8 @@ from compressx.api.record import (
     UnitReport,
     total_sparsity,
 )
+from compressx.pipeline.stages import sections
 from compressx.report import figures, html
-from compressx.report.contents import sections
 
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -10,10 +10,10 @@ from markdown_it import MarkdownIt
 from tests.compressx.cli.commands import refused
 
 from compressx.cli import terminal
-from compressx.pipeline.log import FORMAT
 from compressx.report import html, markdown
 from compressx.report.section import Column, Section, Table, table
 from compressx.runtime.errors import ArtifactError
+from compressx.stages.log import FORMAT
 
 
 def test_columns_write_their_values_and_nothing_where_there_is_none() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compressx.depths import THIRD, planned
+from tests.compressx.depths import THIRD, loaded, planned
 from tests.compressx.mixtures import MIXTURES, mixture
 from transformers import AutoModelForCausalLM
 
@@ -15,10 +15,12 @@ from compressx.blocks.prune import prune_model
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
 from compressx.models.architecture import find_blocks
-from compressx.pipeline.shrinking import kept_units
-from compressx.runtime.errors import UnsupportedModelError
+from compressx.plugins.manager import load_plugins
+from compressx.runtime.errors import Mistakes, UnsupportedModelError
 from compressx.shrink.cuts import smaller
 from compressx.shrink.saved import save_shrunk
+from compressx.shrink.stage import Shrink, kept_units
+from compressx.stages.state import RunState
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 TOKENS = tiny_tokens()
@@ -96,5 +98,8 @@ def test_blocks_that_compute_with_their_number_are_refused_before_anything_is_me
         if hasattr(module, "scale_attn_by_inverse_layer_idx"):
             module.scale_attn_by_inverse_layer_idx = True
     model.config.scale_attn_by_inverse_layer_idx = True
+    mistakes = Mistakes()
+    state = RunState(loaded(THIRD, shrink=True), load_plugins(), skeleton=model)
+    Shrink().check(state, planned(model, THIRD, shrink=True), mistakes)
     with pytest.raises(UnsupportedModelError, match="shrink: the config of GPT2LMHeadModel cannot describe"):
-        planned(model, THIRD, shrink=True)
+        mistakes.raise_all()

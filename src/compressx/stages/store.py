@@ -1,4 +1,4 @@
-"""The journal of a run's finished blocks, from which an interrupted run resumes.
+"""Where a run keeps its finished blocks: in a journal on disk, from which an interrupted run resumes, or in memory.
 
 A block is finished when `state.json` lists it. That file is written last, after the block's weights, masks, report and
 matrices and the hidden states that enter the next block. Files of unfinished blocks are overwritten. The weights are
@@ -13,23 +13,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 from torch import Tensor
 
 from compressx.api.patterns import NM, Unstructured
 from compressx.api.record import AllocationReport, BlockReport
-from compressx.masks.file import MaskEntry, join_masks, read_masks, write_masks
+from compressx.masks.file import MaskEntry, PackedMasks, join_masks, read_masks, write_masks
+from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access
 from compressx.models.hidden import Keep, Streams, in_memory
 from compressx.models.shards import each, read, write
-from compressx.pipeline.finished_block import FinishedBlock, block_from_dict, block_to_dict, pooled
+from compressx.report.figures import Matrices
+from compressx.report.plots import Pooled
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import BLOCKS, STATE, atomic_write, os_errors_named
 from compressx.runtime.ranks import ALONE, Ranks
@@ -56,6 +58,100 @@ _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What data of other types than a run has written gives while it is read."""
 
 
+class Store(Protocol):
+    """The finished blocks of a run.
+
+    Attributes:
+        finished: names of the finished blocks, in order.
+        allocated: the sparsities that an allocation chose, or None before that.
+        scores: of decoder blocks that may be dropped, by name; empty before they are measured.
+        blocks: a folder for large temporary files.
+    """
+
+    finished: list[str]
+    allocated: Allocated | None
+    scores: Mapping[str, float]
+    blocks: Path
+
+    def allocate(self, allocated: Allocated) -> None:
+        """Keep an allocation."""
+
+    def score(self, scores: Mapping[str, float]) -> None:
+        """Keep the scores of decoder blocks."""
+
+    def recording(self, access: Access) -> AbstractContextManager[None]:
+        """Return a context manager within which blocks are added; at its end all are kept."""
+
+    def add(
+        self, access: Access, report: BlockReport, matrices: Sequence[Matrices], masks: Mapping[str, MaskEntry],
+        streams: Streams,
+    ) -> None:  # fmt: skip
+        """Keep a pruned block: its report, what is drawn of it, its masks, and the next block's hidden states."""
+
+    def restore(self, access: Access, keep: Keep) -> tuple[list[BlockReport], list[Matrices], Streams]:
+        """Return to the state after the last finished block."""
+
+    def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
+        """Return the masks of a finished block."""
+
+    def finish(self) -> None:
+        """Join the masks of all blocks, once all are finished."""
+
+    def masks(self) -> MaskSet:
+        """Return the masks of all blocks, once they are joined."""
+
+
+class InMemoryStore:
+    """The finished blocks of a run that cannot be resumed.
+
+    Args:
+        blocks: a folder for large temporary files.
+    """
+
+    def __init__(self, blocks: Path) -> None:
+        self.blocks = blocks
+        self.finished: list[str] = []
+        self.allocated: Allocated | None = None
+        self.scores: Mapping[str, float] = {}
+        self._masks: list[PackedMasks] = []
+
+    def allocate(self, allocated: Allocated) -> None:
+        """Keep an allocation."""
+        self.allocated = allocated
+
+    def score(self, scores: Mapping[str, float]) -> None:
+        """Keep the scores of decoder blocks."""
+        self.scores = scores
+
+    @contextmanager
+    def recording(self, access: Access) -> Iterator[None]:  # noqa: ARG002 - nothing is written
+        """Do nothing: the blocks are in memory."""
+        yield
+
+    def add(
+        self, access: Access, report: BlockReport, matrices: Sequence[Matrices], masks: Mapping[str, MaskEntry],  # noqa: ARG002 - the weights are in the model
+        streams: Streams,  # noqa: ARG002 - nothing is resumed
+    ) -> None:  # fmt: skip
+        """Keep the masks of a block."""
+        self.finished.append(report.fqn)
+        self._masks.append(PackedMasks.of(masks))
+
+    def restore(self, access: Access, keep: Keep) -> tuple[list[BlockReport], list[Matrices], Streams]:  # noqa: ARG002 - nothing is resumed
+        """Return nothing: every run is a new one."""
+        return [], [], Streams(())
+
+    def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
+        """Return the masks of a finished block."""
+        return self._masks[self.finished.index(fqn)]
+
+    def finish(self) -> None:
+        """Do nothing: the masks are in memory."""
+
+    def masks(self) -> MaskSet:
+        """Return the masks of all finished blocks."""
+        return MaskSet(PackedMasks.joined(self._masks))
+
+
 class Journal:
     """The finished blocks of one run.
 
@@ -76,6 +172,7 @@ class Journal:
         self.timing = timing or Timing("prune")
         self.state = folder / STATE
         self.blocks = folder / BLOCKS
+        self._joined = folder / "masks.safetensors"
         self.fingerprint = fingerprint
         self.finished: list[str] = []
         self.allocated: Allocated | None = None
@@ -117,7 +214,10 @@ class Journal:
         access.written()
         self._tidy(access)
 
-    def add(self, access: Access, block: FinishedBlock, masks: Mapping[str, MaskEntry], streams: Streams) -> None:
+    def add(
+        self, access: Access, report: BlockReport, matrices: Sequence[Matrices], masks: Mapping[str, MaskEntry],
+        streams: Streams,
+    ) -> None:  # fmt: skip
         """Record a block while its weights are loaded; it counts as finished once hidden states are written, too.
 
         They are written after the first block, and again when that takes at most `SHARE` of the time that has passed.
@@ -126,7 +226,8 @@ class Journal:
 
         Args:
             access: the model.
-            block: its report and matrices.
+            report: of the block.
+            matrices: to be drawn of it.
             masks: masks of its linears, by name.
             streams: hidden states that enter the next block; empty when none does, and then the block is finished.
 
@@ -134,12 +235,12 @@ class Journal:
             ArtifactError: a file of this block or the one before cannot be written; it then does not count as finished.
         """
         self._tidy(access)
-        fqn = block.report.fqn
+        fqn = report.fqn
         if self.ranks.first:
             write_masks(self._file(fqn, "masks.safetensors"), masks)
-            images = {f"{i}.{j}": p for i, m in enumerate(block.matrices) for j, p in enumerate(pooled(m))}
+            images = {f"{i}.{j}": p for i, m in enumerate(matrices) for j, p in enumerate(_pooled(m))}
             write(self._file(fqn, "matrices.safetensors"), {name: p.values for name, p in images.items()})
-            atomic_write(self._file(fqn, "json"), json.dumps(block_to_dict(block)).encode())
+            atomic_write(self._file(fqn, "json"), json.dumps(_block_to_dict(report, matrices)).encode())
         self.finished.append(fqn)
         named = {"dense": streams.dense, "pruned": streams.pruned}
         states = {f"{name}.{i:06d}": state for name, some in named.items() for i, state in enumerate(some)}
@@ -165,13 +266,13 @@ class Journal:
             earlier.unlink(missing_ok=True)
         self._untidy = False
 
-    def restore(self, access: Access, keep: Keep = in_memory) -> tuple[list[FinishedBlock], Streams]:
-        """Load the weights of all finished blocks into the model; return the blocks and the hidden states.
+    def restore(self, access: Access, keep: Keep = in_memory) -> tuple[list[BlockReport], list[Matrices], Streams]:
+        """Load the weights of all finished blocks into the model; return reports, matrices and the hidden states.
 
         Raises:
             ArtifactError: a damaged or missing file.
         """
-        blocks = []
+        reports, matrices = [], []
         for fqn in self.finished:
             if self.ranks.first:  # all processes have finished this block
                 access.read(fqn, self.blocks)
@@ -181,16 +282,17 @@ class Journal:
                     data = json.loads(path.read_text(encoding="utf-8"))
                 tensors = read(self._file(fqn, "matrices.safetensors"))
                 read_masks(self._file(fqn, "masks.safetensors"))  # fail now on a damaged file, not at the end
-                blocks.append(block_from_dict(data, tensors))
-                _REPORT.validate_python(dataclasses.asdict(blocks[-1].report))
+                report, images = _block_from_dict(data, tensors)
             except _DAMAGE as error:
                 raise _damaged(path, error) from error
+            reports.append(report)
+            matrices += images
         states: dict[str, list[Tensor]] = {"dense": [], "pruned": []}
         for name, state in each(path := self._states(len(self.finished))):
             if (stream := name.partition(".")[0]) not in states:
                 raise _damaged(path, f"it holds {name!r}")
             states[stream].append(keep(state.to(access.device)))
-        return blocks, Streams(**states)
+        return reports, matrices, Streams(**states)
 
     def masks_of(self, fqn: str) -> Mapping[str, MaskEntry]:
         """Return the masks of a finished block.
@@ -200,13 +302,17 @@ class Journal:
         """
         return read_masks(self._file(fqn, "masks.safetensors"))
 
-    def save_masks(self, path: Path) -> None:
-        """Write the masks of all finished blocks to one file.
+    def finish(self) -> None:
+        """Write the masks of all finished blocks to `masks.safetensors` in the run's folder.
 
         Raises:
             ArtifactError: as `join_masks`.
         """
-        join_masks(path, [self._file(fqn, "masks.safetensors") for fqn in self.finished])
+        join_masks(self._joined, [self._file(fqn, "masks.safetensors") for fqn in self.finished])
+
+    def masks(self) -> MaskSet:
+        """Return the masks that `finish` wrote."""
+        return MaskSet.load(self._joined)
 
     def _open(self) -> None:
         try:
@@ -281,3 +387,32 @@ def differing(name: str, was: Any, now: Any) -> Iterator[str]:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _pooled(matrices: Matrices) -> list[Pooled]:
+    """Return the images of some linears in the order in which they are stored."""
+    return [*matrices.images.values(), *([] if matrices.difference is None else [matrices.difference])]
+
+
+def _block_to_dict(report: BlockReport, drawn: Sequence[Matrices]) -> dict[str, Any]:
+    """Convert a block to plain data."""
+    matrices = [{"linears": m.linears, "names": [*m.images], "shapes": [p.shape for p in _pooled(m)]} for m in drawn]
+    return {**dataclasses.asdict(report), "matrices": matrices}
+
+
+def _block_from_dict(data: dict[str, Any], tensors: Mapping[str, Tensor]) -> tuple[BlockReport, list[Matrices]]:
+    """Make a block of what `_block_to_dict` returned.
+
+    Args:
+        data: plain data.
+        tensors: the pooled images; `i.j` is the j-th of the i-th matrices.
+
+    Raises:
+        ValueError, KeyError, TypeError: other data.
+    """
+    matrices = []
+    for i, one in enumerate(data["matrices"]):
+        stored = [Pooled(tensors[f"{i}.{j}"], tuple(shape)) for j, shape in enumerate(one["shapes"])]
+        images = dict(zip(one["names"], stored, strict=False))
+        matrices.append(Matrices(tuple(one["linears"]), images, stored[-1] if len(stored) > len(images) else None))
+    return _REPORT.validate_python({k: v for k, v in data.items() if k != "matrices"}), matrices

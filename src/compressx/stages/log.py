@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from compressx.api.names import in_short
-from compressx.api.record import AllocationReport, BlockReport, RunReport, shared
+from compressx.api.record import AllocationReport, BlockReport, RunReport, grouped
 from compressx.planning.plan import Plan
 from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.errors import CompressxError, printable
@@ -241,8 +241,10 @@ def _of_layers(report: BlockReport) -> Iterator[str]:
         figures = "  ".join(f"{k} {v:.4g}" for k, v in layer.info.items())
         yield (f"{layer.name}  {layer.pruner}  {layer.pattern}  sparsity {layer.sparsity:.4f}  "
                f"{layer.seconds:.2f} s  {figures}").rstrip()  # fmt: skip
-    for names, history in shared((layer.name, layer.history) for layer in report.layers):
-        yield f"{in_short(names)}  " + "; ".join(f"{name} {_curve(values)}" for name, values in history.items())
+    for layers, history in grouped((layer, layer.history) for layer in report.layers):
+        yield f"{in_short([x.name for x in layers])}  " + "; ".join(
+            f"{name} {_curve(values)}" for name, values in history.items()
+        )
     if report.reconstruction is not None:
         yield f"{report.fqn}  held-out error {_curve(report.reconstruction.history)}"
 

@@ -1,0 +1,114 @@
+"""The stage that chooses the sparsity of every linear where the recipe leaves it open."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from compressx.allocation.methods import Curves, allocate, windows_kept
+from compressx.allocation.units import check_allocation
+from compressx.api.names import kind_of
+from compressx.api.patterns import Structured
+from compressx.api.record import RunReport
+from compressx.planning.plan import Plan
+from compressx.recipe.allocation import Allocation, AttentionAware, DivergenceAllocation
+from compressx.report.section import Column, Section, count_of, table
+from compressx.runtime.errors import Mistakes, RecipeError
+from compressx.stages.state import RunState, Stage
+from compressx.stages.store import ALLOCATED, Allocated
+
+_SPARSITY = Column("sparsity", ".2%")
+
+
+class Allocate(Stage):
+    """Choose the sparsities on the calibration text of all processes; the first process measures."""
+
+    everywhere = True
+
+    def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
+        """Refuse to measure without text, and divergences on the windows that pruners see."""
+        calibration, allocation = state.recipe.calibration, state.recipe.allocation
+        if plan is not None:
+            with mistakes.collected(), state.loaded.at("allocation", "target"):
+                check_allocation(plan)
+        if plan is not None and allocation is not None and calibration is None:
+            mistakes.add(RecipeError(
+                f"{state.loaded.where('allocation')}: {allocation.method} measures {allocation.measures} on "
+                "calibration text, but the recipe has no calibration; add one, such as "
+                "calibration: {dataset: wikitext, samples: 32}"
+            ))  # fmt: skip
+        if isinstance(allocation, DivergenceAllocation | AttentionAware) and calibration and calibration.samples < 2:
+            mistakes.add(RecipeError(
+                f"{state.loaded.where('calibration', 'samples')}: calibration.samples is {calibration.samples}, but "
+                f"{allocation.method} at {state.loaded.where('allocation')} measures on windows that pruners do not "
+                "see; expected at least 2"
+            ))  # fmt: skip
+
+    def run(self, state: RunState) -> None:
+        """Choose, unless an interrupted run has."""
+        with state.loaded.at("allocation"):
+            if state.plan.allocation is not None:
+                _measured(state, state.plan.allocation)
+
+    def sections(self, report: RunReport) -> Iterator[Section]:
+        """Yield how sparsities were chosen, and every unit."""
+        if (chosen := report.allocation) is None:
+            return
+        note = (
+            f"{chosen.method}, by {chosen.unit}, target {chosen.target:.2%}: {chosen.zeros} zeros of "
+            f"{chosen.weights} weights."
+        )
+        if any(unit.divergence is not None for unit in chosen.units):
+            note += (
+                " The divergence is that of the model's predictions from the dense model's when these linears alone "
+                "are pruned, estimated to second order on held-out text, in nats, the mean over tokens; the sum was "
+                "made least."
+            )
+        if any(unit.outliers is not None for unit in chosen.units):
+            note += (
+                " Outliers are the fraction of weights whose size times the norm of their input feature is far above "
+                "the block's mean."
+            )
+        divergence, outliers = Column("predicted divergence", ".3g"), Column("outliers", ".3%")
+        rows = [
+            (unit.block or "outside", ", ".join(dict.fromkeys(map(kind_of, unit.linears))), unit.pruner, unit.sparsity,
+             unit.divergence, unit.outliers)
+            for unit in chosen.units
+        ]  # fmt: skip
+        found = table(["block", "linears", "pruner", _SPARSITY, divergence, outliers], rows)
+        yield Section("Allocation", note, found, brief=count_of(rows, "unit"))
+
+
+def _measured(state: RunState, settings: Allocation) -> None:
+    store, ranks = state.store, state.ranks
+    if store.allocated is None:
+        allocated = None
+        state.report_progress("allocate", 0, 1)
+        if ranks.first:
+            batches = state.batches
+            keep = state.keep("allocation", windows_kept(state.plan, settings, sum(map(len, batches))))
+            try:
+                final, report = allocate(
+                    state.calibrated, state.plan, settings, batches, state.sensitivities.linears,
+                    progress=partial(state.report_progress, "allocate"), keep=keep,
+                    remembered=partial(_remembered, state),
+                )  # fmt: skip
+            finally:
+                shutil.rmtree(store.blocks / "allocation", ignore_errors=True)
+            chosen = {x.name: x.pattern for x in final.linears if not isinstance(x.pattern, Structured)}
+            allocated = Allocated(chosen, report)
+        received = ranks.broadcast({} if allocated is None else dataclasses.asdict(allocated))
+        store.allocate(ALLOCATED.validate_python(received) if allocated is None else allocated)
+    assert store.allocated is not None  # noqa: S101 - set above
+    state.allocation = store.allocated.report
+    state.plan = state.plan.allocated(store.allocated.patterns)
+    state.log.allocation(state.allocation)
+
+
+def _remembered(state: RunState, curves: Callable[[], Curves]) -> Curves:
+    """Return cached measurements of the same model, text and rules, whatever the target, or measure."""
+    measuring = {k: v for k, v in state.inputs.get("allocation", {}).items() if k != "target"}
+    key = {**state.inputs, "allocation": measuring, "reconstruct_block": None}
+    return state.cached(key, curves, "allocations", dict[str, list[list[float]]])

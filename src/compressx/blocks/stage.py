@@ -1,0 +1,193 @@
+"""The stages that score decoder blocks, measure sensitivities, and prune block by block."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+
+from compressx._version import __version__
+from compressx.api.names import kind_of
+from compressx.api.patterns import allocated_form
+from compressx.api.pruner import Block
+from compressx.api.record import BlockReport, LayerReport, RunReport, total_sparsity
+from compressx.blocks.depth import refuse_needed, score_blocks
+from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
+from compressx.blocks.prune import hold_routers, prune_model
+from compressx.models.architecture import survey, text_config
+from compressx.models.hidden import Streams
+from compressx.planning.plan import Plan
+from compressx.report import figures
+from compressx.report.section import Column, Section, Value, count_of, number_of, shaded, table
+from compressx.runtime.errors import Mistakes
+from compressx.runtime.ranks import refuse_few_windows
+from compressx.stages.state import RunState, Stage
+
+_SECONDS = Column("seconds", ".1f")
+_SPARSITY = Column("sparsity", ".2%")
+
+
+class ScoreBlocks(Stage):
+    """Choose the decoder blocks that go, on the dense model, if a rule drops some."""
+
+    everywhere = True
+
+    def run(self, state: RunState) -> None:
+        """Score the blocks, unless an interrupted run has."""
+        depth, store, ranks = state.plan.depth, state.store, state.ranks
+        if depth is None:
+            return
+        if not store.scores:
+            state.report_progress("calibrate", 0, 1)
+            mine, folder = state.mine, f"depth-{ranks.rank}"
+            with state.loaded.at("prune", depth.rule.index):
+                scores = score_blocks(
+                    state.calibrated, depth, mine, state.keep(folder, sum(map(len, mine))), ranks,
+                    lambda i, n: state.report_progress("calibrate", i, n, "blocks scored"),
+                )  # fmt: skip
+            shutil.rmtree(store.blocks / folder, ignore_errors=True)
+            store.score(ranks.broadcast(scores))
+        state.plan = state.plan.scored(store.scores)
+        with state.loaded.at("prune", depth.rule.index):
+            refuse_needed(state.access.model, state.plan.dropped)
+        state.note(f"dropped blocks: {', '.join(state.plan.dropped)}")
+
+
+class Sensitivities(Stage):
+    """Measure mean squared gradients of the dense model's loss, if a block that is not yet pruned needs them."""
+
+    everywhere = True
+
+    def run(self, state: RunState) -> None:
+        """Measure them on this process's text; all processes get the mean over all text."""
+        plan, state.sensitivities = state.plan, FisherDiagonal()
+        wanted = plan.sensitive or plan.reconstruct_block is not None
+        if not wanted or len(state.store.finished) == plan.pieces:
+            return
+        state.report_progress("calibrate", 0, 1)
+        state.sensitivities = fisher_diagonal(
+            state.calibrated, survey(state.access.model), plan.sensitive, state.mine, state.ranks,
+            progress=lambda i, n: state.report_progress("calibrate", i, n),
+        )  # fmt: skip
+
+
+class Prune(Stage):
+    """Prune the blocks that an interrupted run has not finished, and record each."""
+
+    everywhere = True
+
+    def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
+        """Refuse fewer calibration windows than processes, if the plan calibrates."""
+        calibration = state.recipe.calibration
+        if plan is not None and plan.needs_calibration and calibration is not None:
+            with mistakes.collected(), state.loaded.at("calibration"):
+                refuse_few_windows(calibration.samples, state.ranks.size)
+
+    def run(self, state: RunState) -> None:
+        """Prune; the plan is final."""
+        plan, store, total = state.plan, state.store, state.plan.pieces
+        mine = state.mine
+        streams = 1 if plan.reconstruct_block is None else 2  # dense and pruned
+        keep = state.keep(f"hidden-{state.ranks.rank}", sum(map(len, mine)) * streams)
+        resumed, note = None, ""
+        if store.finished:
+            state.report_progress("load", 2, 2)
+            state.blocks, state.matrices, states = store.restore(state.access, keep)
+            _hold_finished_routers(state)
+            resumed = store.finished[-1], states
+            note = f"resumed after {resumed[0] or 'the linears outside the blocks'}, {len(state.blocks)} of {total}"
+        state.report_progress("prune", len(state.blocks), total, note)
+        with store.recording(state.access):
+            for block in prune_model(state.calibrated, plan, mine, resumed, keep, state.ranks, state.sensitivities):
+                state.blocks.append(block.report)
+                state.matrices += (drawn := figures.matrices(block.report.layers, block.images))
+                # After the last block no states are needed, and those of earlier ones are deleted.
+                streams_left = block.streams if len(state.blocks) < total else Streams(())
+                store.add(state.access, block.report, drawn, block.masks, streams_left)
+                _report(state, block.report, total)
+                del block, streams_left  # frees the masks, which are on disk
+        if state.ranks.first:
+            state.report_progress("save", 0, 1)
+            store.finish()
+        _describe(state)
+
+    def sections(self, report: RunReport) -> Iterator[Section]:
+        """Yield what was pruned: by kind of linear, by block, and what that did to each block's output."""
+        yield from by_module(report)
+        yield from _heat(report)
+        yield from _blocks(report)
+
+
+def _report(state: RunState, report: BlockReport, total: int) -> None:
+    """Log a pruned block, and report it to the progress bar and to plugins."""
+    state.log.block(report, len(state.blocks), total)
+    state.report_progress("prune", len(state.blocks), total)
+    if state.ranks.first:
+        state.plugins.manager.hook.compressx_block_pruned(report=report)
+
+
+def _describe(state: RunState) -> None:
+    """Write the sparsity into the model's config, where transformers keeps it as the attribute `compressx`."""
+    layers = [layer for block in state.blocks for layer in block.layers]
+    forms = [allocated_form(x.pattern) if state.allocation else x.pattern for x in layers]
+    state.access.model.config.compressx = {
+        "version": __version__,
+        "sparsity": total_sparsity(layers),
+        "patterns": list(dict.fromkeys(forms)),
+        "pruners": list(dict.fromkeys(layer.pruner for layer in layers)),
+    }
+
+
+def _hold_finished_routers(state: RunState) -> None:
+    """Let the routers of finished blocks leave out the experts that are dropped."""
+    found, config = survey(state.access.model), text_config(state.access.model)
+    for index, (fqn, module) in enumerate(found.blocks.items()):
+        if fqn in state.store.finished:
+            masks = {name: entry.keep for name, entry in state.store.masks_of(fqn).items()}
+            linears = {name: found.linears[name] for name in masks}
+            hold_routers(Block(index, fqn, module, linears, (), config), state.plan.asked(fqn), masks)
+
+
+def by_module(report: RunReport) -> Iterator[Section]:
+    """Yield a row for each kind of linear, pruner and pattern.
+
+    Allocated sparsities, which differ from linear to linear, are one pattern: `allocated row`, or `allocated N:4`.
+    """
+    groups: dict[tuple[str, str, str], list[LayerReport]] = defaultdict(list)
+    for layer in report.layers:
+        pattern = allocated_form(layer.pattern) if report.allocation else layer.pattern
+        groups[kind_of(layer.name), layer.pruner, pattern].append(layer)
+    rows = [(*key, len(some), total_sparsity(some), sum(x.seconds for x in some)) for key, some in groups.items()]
+    found = table(["module", "pruner", "pattern", Column("layers", "d"), _SPARSITY, _SECONDS], rows)
+    if rows:
+        yield Section("By module", table=found)
+
+
+def _heat(report: RunReport) -> Iterator[Section]:
+    """Yield a row for each block and a column for each kind of linear; experts are averaged."""
+    kinds = list(dict.fromkeys(kind_of(layer.name) for layer in report.layers))
+    rows: list[list[Value]] = []
+    for block in report.blocks:
+        alike: dict[str, list[LayerReport]] = defaultdict(list)
+        for layer in block.layers:
+            alike[kind_of(layer.name)].append(layer)
+        rows.append([number_of(block), *(total_sparsity(alike[k]) if k in alike else None for k in kinds)])
+    found = table(["block", *(Column(kind, ".1%", "heat") for kind in kinds)], rows)
+    if rows:
+        yield shaded("Sparsity by layer and module", "", found, count_of(rows, "block"))
+
+
+def _blocks(report: RunReport) -> Iterator[Section]:
+    """Yield what pruning did to each block's output, and how long it took."""
+    error, seconds = Column("output error", "#.3g", "bar"), Column("seconds", ".1f", "bar")
+    rows = [(number_of(x), len(x.layers), total_sparsity(x.layers), x.output_error, x.seconds) for x in report.blocks]
+    if not rows:
+        return
+    yield Section(
+        "By block",
+        "Output error: what a block's pruning alone changes in its output, squared and relative, large channels "
+        "counting less, the mean over the first tokens of the calibration text, before any reconstruction. Seconds: "
+        "observing, pruning, reconstructing.",
+        table(["block", Column("linears", "d"), _SPARSITY, error, seconds], rows),
+        brief=count_of(rows, "block"),
+    )

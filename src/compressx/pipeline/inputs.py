@@ -1,0 +1,232 @@
+"""The first stage: text is read, the model is opened, and what decides the result is recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, get_args
+
+import torch
+from pydantic import conint, conlist
+from torch import Tensor
+
+from compressx.api.record import Arithmetic
+from compressx.data.chat import require_template
+from compressx.data.documents import UnreachableError, check_dataset
+from compressx.data.windows import Generated, fingerprint, read_calibration
+from compressx.evaluation.evaluators import read_evaluators
+from compressx.models.access import Access, config_fingerprint, weights_fingerprint
+from compressx.models.architecture import text_config
+from compressx.models.arithmetic import choose
+from compressx.models.generate import check_ids, first_token, generate
+from compressx.models.streaming import StreamedModel, open_model
+from compressx.planning.plan import Plan
+from compressx.recipe.document import Step
+from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.sources import ComputeDtype, Generate
+from compressx.runtime.code import code_versions
+from compressx.runtime.errors import Mistakes, RecipeError
+from compressx.stages.state import RunState, Stage
+from compressx.stages.store import Journal, recorded_dtype
+from compressx.training.finetune import training_windows
+
+
+class Inputs(Stage):
+    """Read every text, open the model, choose the arithmetic, and open the journal."""
+
+    everywhere = True
+
+    def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:  # noqa: ARG002 - of the recipe
+        """Refuse datasets that cannot be read, and windows that cannot be drawn."""
+        loaded = state.loaded
+        for place, dataset in state.recipe.datasets().items():
+            with mistakes.collected(), loaded.at(*place):
+                if check_dataset(dataset) and state.tokenizer is not None:
+                    require_template(state.tokenizer)
+                if dataset.generate is not None and state.tokenizer is not None:
+                    first_token(state.tokenizer, state.skeleton)
+        mistakes.add(*_window_mistakes(loaded))
+        if state.recipe.model.streaming is True:
+            with mistakes.collected():
+                _refuse_streamed(loaded)
+
+    def run(self, state: RunState) -> None:
+        """Read and open; the weights come last, or when text is to be generated with them."""
+        state.report_progress("calibrate", 0, 1)
+        read_all(state, partial(_generated, state), evaluated=state.ranks.first)
+        state.report_progress("load", 1, 2)
+        state.access = state.open()
+        choose_arithmetic(state)
+        if state.folder is None:
+            return
+        state.inputs = state.ranks.broadcast(_inputs(state) if state.ranks.first else {})
+        state.store = Journal(state.folder, state.inputs, state.ranks, state.timing)
+
+
+def opened(state: RunState) -> Access:
+    """Open the model of the recipe, and name what nothing reads of its files."""
+    assert state.checkpoint is not None  # noqa: S101 - found by the checks
+    with state.loaded.at("model"):
+        access = open_model(state.checkpoint, state.recipe.model.streaming, state.device)
+    if isinstance(access, StreamedModel):
+        _refuse_streamed(state.loaded)
+    if unread := access.model.unread:
+        state.log.write(
+            logging.WARNING, f"nothing reads {', '.join(unread[:3])} of the checkpoint"
+            + (f", nor {len(unread) - 3} others" if unread[3:] else "") + "; report.json names all",
+        )  # fmt: skip
+    return access
+
+
+def read_all(state: RunState, generated: Generated, *, evaluated: bool = True) -> None:
+    """Read every text of a recipe into the state, and check that there is enough and that the model knows its tokens.
+
+    Args:
+        state: calibration windows that are there already are taken as they are.
+        generated: as for `read_calibration`.
+        evaluated: whether to read evaluation text.
+
+    Raises:
+        CalibrationError: text that cannot be read, is too short, or has tokens that the model does not know.
+    """
+    loaded, recipe, model, tokenizer, mistakes = state.loaded, state.recipe, state.skeleton, state.tokenizer, Mistakes()
+    if recipe.evaluate is not None and evaluated:
+        with mistakes.collected(UnreachableError), loaded.at("evaluate"):
+            state.evaluators = read_evaluators(recipe.evaluate, state.plugins, tokenizer, model)
+    if any(dataset.generate is not None for dataset in recipe.datasets().values()):
+        mistakes.raise_all()  # what the model generates can take hours
+    with mistakes.collected(UnreachableError):
+        read_calibration_text(state, generated)
+    if not mistakes or (recipe.finetune is not None and recipe.finetune.draw is not None):
+        with mistakes.collected(UnreachableError), loaded.at("finetune"):
+            state.training = training_windows(recipe, tokenizer, state.calibration, generated)
+            if state.training is not None:
+                check_ids(model, state.training, tokenizer, "the text")
+    mistakes.raise_all()
+
+
+def read_calibration_text(state: RunState, generated: Generated | None = None) -> None:
+    """Read the calibration windows, unless they are there; `generated` is as for `read_calibration`.
+
+    Raises:
+        CalibrationError: as `read_all`.
+    """
+    settings = state.recipe.calibration
+    with state.loaded.at("calibration"):
+        if state.calibration is None and settings is not None and state.plan.needs_calibration:
+            own = generated or partial(_generated, state)
+            state.calibration = read_calibration(settings.draw, state.tokenizer, own)
+        if state.calibration is not None:
+            check_ids(state.skeleton, state.calibration, state.tokenizer, "the text")
+
+
+def blank(settings: Generate, length: int) -> Tensor:
+    """Stand in for generated text where only its amount counts: int64 [samples, length], all 0."""
+    return torch.zeros(settings.samples, length, dtype=torch.int64)
+
+
+def _generated(state: RunState, settings: Generate, length: int) -> Tensor:
+    """Return the dense model's own text, int64 [samples, length].
+
+    It is written by the first process, cached on disk, and sent to the others.
+    """
+    access = state.open()
+
+    def compute() -> list[list[int]]:
+        ids = generate(
+            access.model, first, settings, length,
+            lambda i, n: state.report_progress("calibrate", i, n, "sequences generated"),
+        )  # fmt: skip
+        written: list[list[int]] = ids.tolist()
+        return written
+
+    sequences: list[list[int]] = []
+    if state.ranks.first:
+        first = first_token(state.tokenizer, access.model)
+        token = conint(ge=0, lt=text_config(access.model).vocab_size)
+        kind = conlist(conlist(token, min_length=length, max_length=length), min_length=settings.samples)
+        key = {
+            "settings": settings.model_dump(mode="json"),
+            "length": length,
+            "first": first,
+            "model": weights_fingerprint(access) if state.checkpoint is not None else "",
+            "config": config_fingerprint(access.model),
+            "device": access.device.type,
+            "versions": code_versions(),
+        }
+        sequences = state.cached(key, compute, "generated", kind)
+    return torch.tensor(state.ranks.broadcast(sequences))
+
+
+def choose_arithmetic(state: RunState) -> None:
+    """Choose the dtype of matrix products, which the recipe names from then on."""
+    recipe = state.recipe
+    if not state.plan.needs_calibration and recipe.finetune is None:
+        return
+    training = recipe.reconstruct_block is not None or recipe.finetune is not None
+    recorded = None if state.folder is None else recorded_dtype(state.folder)
+    if recipe.compute_dtype == "auto" and recorded is not None:
+        chosen = Arithmetic(recorded, "as in the interrupted run")
+    else:
+        chosen = choose(recipe.compute_dtype, state.access.model.dtype, state.device, training=training)
+    # The processes' rates differ.
+    state.arithmetic = chosen = Arithmetic(**state.ranks.broadcast(dataclasses.asdict(chosen)))
+    state.note(f"compute_dtype: {chosen}")
+    named = {"compute_dtype": chosen.dtype} if chosen.dtype in get_args(ComputeDtype) else {}
+    state.loaded = dataclasses.replace(state.loaded, recipe=recipe.model_copy(update=named))
+
+
+def _inputs(state: RunState) -> dict[str, Any]:
+    """Return everything that determines the pruned blocks, by names that appear in error messages."""
+    plan, access, windows = state.plan, state.access, state.calibration
+    used = {spec.name for rule in plan.rules for spec in (rule.pruner, rule.reconstructor) if spec is not None}
+    recipe = state.recipe.model_dump(mode="json", exclude_none=True)
+    plugins = [p for p in state.plugins.records if p.status == "loaded" and used & {*p.offers["pruners"]}]
+    return {
+        "model": weights_fingerprint(access),
+        "model config": config_fingerprint(access.model),
+        "prune": recipe["prune"],
+        "ignore": recipe.get("ignore"),
+        "compute_dtype": state.arithmetic and state.arithmetic.dtype,
+        "allocation": recipe.get("allocation"),
+        "reconstruct_block": recipe.get("reconstruct_block"),
+        "calibration tokens": None if windows is None else fingerprint(windows),
+        "calibration batch_size": None if windows is None else recipe["calibration"]["batch_size"],
+        "plugins": {p.name: f"{p.version or 'no version'}, code {p.code()}" for p in plugins},
+        "versions": code_versions(),
+        "device": access.device.type,
+        "deterministic": recipe["deterministic"],
+        "processes": state.ranks.size,
+    }
+
+
+def _window_mistakes(loaded: LoadedRecipe) -> Iterator[RecipeError]:
+    """Yield an error for each dataset without a window, and for fewer generated sequences than are drawn from them."""
+    for name, draw in loaded.recipe.draws().items():
+        places = [place for place in loaded.recipe.datasets() if place[0] == name]
+        for place, (source, weight), share in zip(places, draw.sources, draw.shares(), strict=True):
+            if share == 0:
+                yield RecipeError(
+                    f"{loaded.where(*place)}: weight {weight:g} gives this dataset none of the {draw.samples} windows; "
+                    f"raise its weight or {name}.samples, or remove it"
+                )
+            if source.generate is not None and source.generate.samples < share:
+                yield RecipeError(
+                    f"{loaded.where(*place, 'generate')}: {share} windows are drawn from {source.generate.samples} "
+                    f"generated sequences; expected generate.samples of {share} or more"
+                )
+
+
+def _refuse_streamed(loaded: LoadedRecipe) -> None:
+    """Refuse to fine-tune, or generate text with, a model whose weights are streamed from disk."""
+    needs: list[tuple[tuple[Step, ...], str]] = [(("finetune",), "fine-tuning")] if loaded.recipe.finetune else []
+    needs += [((*at, "generate"), "generating text") for at, x in loaded.recipe.datasets().items() if x.generate]
+    for place, what in needs:
+        given = loaded.recipe.model.streaming
+        why = "which finds the model too large for the free memory" if given == "auto" else "which keeps them on disk"
+        raise RecipeError(
+            f"{loaded.where(*place)}: {what} needs all weights in memory, and model.streaming is {str(given).lower()} "
+            f"at {loaded.where('model', 'streaming')}, {why}; set it to false, or remove {place[-1]}"
+        )

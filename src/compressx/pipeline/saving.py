@@ -1,0 +1,146 @@
+"""The stage that fills the output folder, and the checks of that folder."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import shutil
+import tempfile
+from pathlib import Path
+
+from compressx.data.documents import local_files
+from compressx.models.checkpoint import Checkpoint, keep_settings
+from compressx.models.export import check_output, not_written, room_for, save_model
+from compressx.pipeline.sizes import disk_bytes
+from compressx.planning.plan import Plan
+from compressx.recipe.document import path_text
+from compressx.recipe.schema import LoadedRecipe, Recipe, load_recipe
+from compressx.recipe.sources import ModelSource
+from compressx.runtime.errors import ArtifactError, CalibrationError, CompressxError, Mistakes
+from compressx.stages.state import RunState, Stage
+from compressx.stages.store import differing
+
+
+class Save(Stage):
+    """Write the model to the output folder, if there is one."""
+
+    def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
+        """Refuse an output folder that cannot be written, must not be replaced or has no room."""
+        if state.checkpoint is None and state.skeleton is not None:  # in memory
+            return
+        loaded, output = state.loaded, state.recipe.output
+        with mistakes.collected(), loaded.at("output"):
+            check_output(output, replace=state.replace)
+            is_finished(loaded, replace=state.replace)
+        if state.checkpoint is None:
+            return
+        if state.tokenizer is not None:
+            with mistakes.collected(), loaded.at("model"):
+                check_saving(state, state.checkpoint)
+        with mistakes.collected(), loaded.at("output"):
+            _refuse_overwriting(state.recipe, state.checkpoint)
+            if plan is not None:
+                _check_space(state, plan)
+
+    def run(self, state: RunState) -> None:
+        """Save, unless a smaller model is written in place of this one."""
+        folder, checkpoint = state.folder, state.checkpoint
+        if folder is None or checkpoint is None:
+            return
+        if not state.recipe.shrink:  # which has written a smaller one
+            (folder / "units.json").unlink(missing_ok=True)  # of an interrupted run whose recipe had it
+            shutil.rmtree(folder / "model", ignore_errors=True)
+            state.access.save(state.tokenizer, state.store.blocks, folder / "model")
+        copied, left = (", ".join(map(ascii, names)) for names in keep_settings(checkpoint, folder / "model"))
+        for verb, names in (("copied", copied), ("left out", left)):
+            if names:
+                state.note(f"model: {verb} {names} of {checkpoint.location}")
+
+
+def check_saving(state: RunState, checkpoint: Checkpoint) -> None:
+    """Save everything but weights to a temporary folder, as the end of a run does.
+
+    Raises:
+        ArtifactError: values that transformers loads and does not save, or a file that cannot be read.
+    """
+    model = copy.copy(state.skeleton)
+    model.config = copy.deepcopy(model.config)  # saving changes it
+    with tempfile.TemporaryDirectory(prefix="compressx-") as folder:
+        save_model(model, state.tokenizer, Path(folder) / "model", {})
+        keep_settings(checkpoint, Path(folder) / "model")
+
+
+def _refuse_overwriting(recipe: Recipe, checkpoint: Checkpoint) -> None:
+    """Refuse an output folder that holds the input model, packed or not, the teacher of fine-tuning, or text.
+
+    Raises:
+        ArtifactError: names the folder.
+    """
+    held = [("input model", Path(checkpoint.location)), ("input model", recipe.model.path)]
+    if recipe.finetune is not None and isinstance(recipe.finetune.teacher, ModelSource):
+        held.append(("teacher of finetune", recipe.finetune.teacher.path))
+    for place, dataset in recipe.datasets().items():
+        with contextlib.suppress(CalibrationError):  # which `check_datasets` reports
+            held += [(f"text of {path_text(place)}", file) for file in local_files(dataset)]
+    output = recipe.output.expanduser().resolve()
+    for what, path in held:
+        if path is not None and (model := path.expanduser()).exists() and model.resolve().is_relative_to(output):
+            raise ArtifactError(f"output {recipe.output} would overwrite the {what}; name another folder")
+
+
+def is_finished(
+    loaded: LoadedRecipe, advice: str = "choose another output, or replace it with --replace", *, replace: bool = False
+) -> bool:
+    """Return whether the output folder holds a finished run of a recipe.
+
+    Raises:
+        ArtifactError: it holds one of another recipe, and not `replace`; the message ends with the advice.
+    """
+    changed = _changed(loaded)
+    if changed and not replace:
+        raise ArtifactError(f"{loaded.recipe.output} was written by another recipe ({'; '.join(changed)}); {advice}")
+    return changed == []
+
+
+def earlier_run(loaded: LoadedRecipe) -> str:
+    """Describe the finished run that a run of a recipe replaces, and what else is in its folder; empty without one."""
+    if (changed := _changed(loaded)) is None:
+        return ""
+    whose = f"of another recipe ({'; '.join(changed)})" if changed else "of the same recipe"
+    with_it = f", and with it {others}" if (others := not_written(loaded.recipe.output)) else ""
+    return f"the finished run in {loaded.recipe.output}, {whose}{with_it}"
+
+
+def _changed(loaded: LoadedRecipe) -> list[str] | None:
+    """Name values, three at most, in which the recipe of the finished run in the output differs; None without one."""
+    recipe = loaded.recipe
+    written = recipe.output.expanduser() / "recipe.yaml"
+    if not written.is_file():
+        return None
+    # `output` may be written differently there, such as a relative path; `auto` is there as what was taken.
+    known = {"output": recipe.output} | ({"compute_dtype": "auto"} if recipe.compute_dtype == "auto" else {})
+    try:
+        earlier = load_recipe(written).recipe.model_copy(update=known)
+    except CompressxError as error:
+        return [str(error).partition("\n")[0]]
+    was, now = (x.model_dump(mode="json", by_alias=True, exclude_none=True) for x in (earlier, recipe))
+    lines = [line for key in {**now, **was} for line in differing(key, was.get(key), now.get(key))]
+    return [*lines[:3], f"and {len(lines) - 3} more"] if len(lines) > 3 else lines
+
+
+def _check_space(state: RunState, plan: Plan) -> None:
+    """Refuse an output for which the disk has no room. What earlier runs left for the same output counts as free.
+
+    Raises:
+        ArtifactError: names all sizes in bytes.
+    """
+    throughout, beside = disk_bytes(state.recipe, plan, state.skeleton, state.dtype.itemsize)
+    needed, output = sum(throughout.values()) + max(beside.values()), state.recipe.output
+    folder, free = room_for(output)
+    if free < needed:
+        listed = ", ".join(f"{name} {size}" for name, size in throughout.items())
+        *some, last = (f"{name} {size}" for name, size in beside.items())
+        raise ArtifactError(
+            f"output {output} needs {needed} bytes: {listed}, and the largest of {', '.join(some)}, and {last}; "
+            f"{folder} has {free} bytes free. Free some space there, or choose another disk"
+        )

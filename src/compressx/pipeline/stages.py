@@ -1,0 +1,75 @@
+"""The stages of a run in their order, and what goes through all of them: the checks, the walk, the report."""
+
+from __future__ import annotations
+
+from compressx.allocation.stage import Allocate
+from compressx.api.record import RunReport
+from compressx.blocks.stage import Prune, ScoreBlocks, Sensitivities
+from compressx.evaluation.stage import EvaluateDense, EvaluatePruned
+from compressx.models.architecture import find_blocks, refuse_prepared
+from compressx.models.checkpoint import find_checkpoint
+from compressx.models.loading import load_skeleton, load_tokenizer
+from compressx.pipeline.inputs import Inputs
+from compressx.pipeline.saving import Save
+from compressx.planning.make import check_rules, make_plan
+from compressx.prompts.stage import SelectTokens
+from compressx.recipe.parts import parts_of
+from compressx.report.contents import details, head, of_run
+from compressx.report.section import Section
+from compressx.runtime.errors import Mistakes
+from compressx.shrink.stage import Shrink
+from compressx.stages.state import RunState, Stage
+from compressx.training.stage import Finetune, ReconstructBlock
+
+STAGES: tuple[Stage, ...] = (
+    Inputs(), SelectTokens(), EvaluateDense(), ScoreBlocks(), Sensitivities(), Allocate(), Prune(), ReconstructBlock(),
+    EvaluatePruned(saved=False), Finetune(), Shrink(), Save(), EvaluatePruned(saved=True),
+)  # fmt: skip
+"""To add a stage, write a class with those methods of `Stage` that it needs in its feature's package, and name it."""
+
+
+def prepare(state: RunState) -> None:
+    """Check a recipe as far as possible without loading weights, and plan it.
+
+    Args:
+        state: with the skeleton if the model is in memory; receives it, the tokenizer and the plan.
+
+    Raises:
+        CompressxError: everything that is wrong, a line for each mistake.
+    """
+    mistakes, plan = Mistakes(), None
+    if state.skeleton is None:
+        _find_model(state, mistakes)
+    if state.skeleton is None:
+        check_rules(parts_of(state.loaded), state.plugins, None, mistakes)
+    else:
+        with mistakes.collected():
+            refuse_prepared(state.skeleton, "pruned")
+            plan = make_plan(state.loaded, state.plugins, state.skeleton)
+    for stage in STAGES:
+        stage.check(state, plan, mistakes)
+    mistakes.raise_all()
+    assert plan is not None  # noqa: S101 - otherwise there is a mistake
+    state.plan = plan
+
+
+def _find_model(state: RunState, mistakes: Mistakes) -> None:
+    with mistakes.collected(), state.loaded.at("model"):
+        checkpoint = find_checkpoint(state.recipe.model)
+        skeleton = load_skeleton(checkpoint)
+        find_blocks(skeleton)
+        state.checkpoint, state.skeleton = checkpoint, skeleton
+        state.tokenizer = load_tokenizer(checkpoint)
+
+
+def walk(state: RunState) -> None:
+    """Run every stage."""
+    for stage in STAGES:
+        if stage.everywhere or state.ranks.first:
+            stage.run(state)
+
+
+def sections(report: RunReport, recipe: str = "") -> tuple[Section, ...]:
+    """Return every section of a report that there is something for; the first is the head."""
+    of_stages = (section for stage in STAGES for section in stage.sections(report))
+    return (*head(report), *of_stages, *of_run(report), *details(report, recipe))

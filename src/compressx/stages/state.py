@@ -1,0 +1,207 @@
+"""What the stages of a run share, and what a stage is. `compressx.pipeline.run.STAGES` is their order."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from compressx.api.record import AllocationReport, Arithmetic, BlockReport, FinetuneReport, RunReport
+from compressx.models.access import Access
+from compressx.models.architecture import text_config
+from compressx.models.checkpoint import Checkpoint
+from compressx.models.hidden import InFiles, Keep, in_memory
+from compressx.models.loading import dtype_of
+from compressx.planning.plan import Plan
+from compressx.plugins.manager import Plugins
+from compressx.recipe.schema import LoadedRecipe, Recipe
+from compressx.report.figures import Matrices
+from compressx.report.section import Section
+from compressx.runtime.cache import cached
+from compressx.runtime.errors import Mistakes
+from compressx.runtime.ranks import ALONE, Ranks
+from compressx.runtime.timing import Timing
+from compressx.stages.log import RunLog
+from compressx.stages.store import Store
+
+StageName: TypeAlias = Literal[
+    "load", "calibrate", "evaluate dense", "allocate", "prune", "evaluate pruned", "finetune", "save",
+    "evaluate finetuned", "evaluate",
+]  # fmt: skip
+"""Also the names under `seconds` in the report; the last is that of `compressx eval`."""
+Progress: TypeAlias = Callable[[StageName, int, int, str], None]
+"""Called with the stage, the steps done, the total, and a note such as the loss, or an empty string."""
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(eq=False)
+class RunState:
+    """A run: its recipe and environment, what its checks found, and what its stages have done so far.
+
+    Attributes:
+        loaded: the recipe.
+        plugins: the loaded plugins.
+        device: where the model runs.
+        ranks: the processes.
+        log: the run's.
+        timing: seconds of each stage.
+        progress: the progress callback; None on all processes but the first.
+        measured: whether the machine's memory is checked; `plan` may be for another machine.
+        replace: whether the output may replace another recipe's finished run.
+        checkpoint: where the weights are; None of a model that is in memory.
+        skeleton: the transformers model without its weights, or the one in memory; None before it is found.
+        tokenizer: the model's.
+        plan: what becomes of every linear; allocation and dropped blocks are filled in as they are chosen.
+        open: returns the model with its weights; called when they are needed, at the latest before pruning.
+        access: the model with its weights.
+        dense: returns the dense model, to train towards; `access` may be pruned by then.
+        folder: the output folder that is filled; None of a run in memory.
+        inputs: everything that decides the pruned blocks, by name, in JSON types; empty of a run in memory.
+        store: where finished blocks are kept.
+        calibration: token ids, int64 [windows, tokens], or None.
+        training: likewise, to fine-tune on.
+        evaluators: those of the recipe, each an `evaluation.evaluators.ReadyEvaluator` with its text.
+        arithmetic: dtype of matrix products where blocks are run or trained; None before it is chosen, and where none
+            are.
+        sensitivities: mean squared gradients of the dense model's loss, a `blocks.fisher.FisherDiagonal`.
+        blocks: reports of the finished blocks.
+        matrices: of the finished blocks, to be drawn.
+        allocation: how sparsities were chosen, or None.
+        evaluation: figures of the models `dense`, `pruned` and `finetuned`.
+        finetuned: how the survivors were trained, or None.
+        shrink: see `RunReport.shrink`.
+        report: of the finished run.
+    """
+
+    loaded: LoadedRecipe
+    plugins: Plugins
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    ranks: Ranks = ALONE
+    log: RunLog = field(default_factory=lambda: RunLog(first=False))
+    timing: Timing = field(default_factory=lambda: Timing("load"))
+    progress: Progress | None = None
+    measured: bool = True
+    replace: bool = False
+    checkpoint: Checkpoint | None = None
+    skeleton: Any = None
+    tokenizer: Any = None
+    plan: Plan = field(init=False)
+    open: Callable[[], Access] = field(init=False)
+    dense: Callable[[], Any] = field(init=False)
+    access: Access = field(init=False)
+    folder: Path | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    store: Store = field(init=False)
+    calibration: Tensor | None = None
+    training: Tensor | None = None
+    evaluators: tuple[Any, ...] = ()
+    arithmetic: Arithmetic | None = None
+    sensitivities: Any = None
+    blocks: list[BlockReport] = field(default_factory=list)
+    matrices: list[Matrices] = field(default_factory=list)
+    allocation: AllocationReport | None = None
+    evaluation: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    finetuned: FinetuneReport | None = None
+    shrink: Mapping[str, Any] = field(default_factory=dict)
+    report: RunReport | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe's values."""
+        return self.loaded.recipe
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that the weights are loaded in."""
+        return self.skeleton.dtype if self.checkpoint is None else dtype_of(self.checkpoint, self.skeleton.config)
+
+    @property
+    def products(self) -> torch.dtype | None:
+        """Dtype of matrix products where blocks are run or trained; None: that of the weights."""
+        return None if self.arithmetic is None else getattr(torch, self.arithmetic.dtype)
+
+    @property
+    def calibrated(self) -> Access:
+        """The model, with the blocks' products in the dtype of the run's arithmetic."""
+        return dataclasses.replace(self.access, products=self.products)  # type: ignore[type-var]
+
+    @property
+    def batches(self) -> Sequence[Tensor]:
+        """Calibration token ids of all processes, each [batch, tokens]; none without text."""
+        return self._batches(self.calibration)
+
+    @property
+    def mine(self) -> Sequence[Tensor]:
+        """This process's share of the calibration token ids, in batches."""
+        return self._batches(None if self.calibration is None else self.ranks.share(self.calibration))
+
+    def _batches(self, windows: Tensor | None) -> Sequence[Tensor]:
+        settings = self.recipe.calibration
+        return () if settings is None or windows is None else torch.split(windows, settings.batch_size)
+
+    def keep(self, name: str, windows: int) -> Keep:
+        """Choose where to keep hidden states of that many windows: in files if they exceed the recipe's limit."""
+        settings, model = self.recipe.calibration, self.access.model
+        if settings is None or settings.memory_limit is None:
+            return in_memory
+        size = windows * settings.sequence_length * text_config(model).hidden_size * model.dtype.itemsize
+        return InFiles(self.store.blocks / name) if size > settings.memory_limit else in_memory
+
+    def cached(self, key: Mapping[str, Any], compute: Callable[[], _Value], folder: str, kind: Any) -> _Value:
+        """Do as `runtime.cache.cached`, but for a model that only exists in memory.
+
+        It may compute something else than its weights and config say.
+        """
+        return cached(key, compute, folder, kind) if self.checkpoint is not None else compute()
+
+    def report_progress(self, stage: StageName, done: int, total: int, note: str = "") -> None:
+        """Say how far a stage is; another stage than before begins with that, on the clock and in the log."""
+        self.timing.enter(stage)
+        if self.progress is not None:
+            self.progress(stage, done, total, note)
+        self.log.step(stage, done, total, note)
+
+    def report_figures(self, name: str, figures: Mapping[str, Any]) -> None:
+        """Write what was measured of a model to the log."""
+        self.log.figures(f"evaluate {name}", figures)
+
+    def note(self, text: str) -> None:
+        """Write a line to the log."""
+        self.log.write(logging.INFO, text)
+
+
+class Stage:
+    """A stage of a run. What a stage has nothing to do with in a recipe, it leaves alone.
+
+    Attributes:
+        everywhere: whether every process runs it; otherwise the first alone.
+    """
+
+    everywhere = False
+
+    def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
+        """Refuse what can be refused before weights are loaded.
+
+        Args:
+            state: with the skeleton and the tokenizer, if the model was found.
+            plan: None if none could be made.
+            mistakes: collects the errors.
+        """
+
+    def memory(self, state: RunState) -> Mapping[str, int]:  # noqa: ARG002 - nothing by default
+        """Return the bytes that the stage holds at the same time beside the weights, by what they hold."""
+        return {}
+
+    def run(self, state: RunState) -> None:
+        """Do the work."""
+
+    def sections(self, report: RunReport) -> Iterator[Section]:  # noqa: ARG002 - nothing by default
+        """Yield the stage's part of the report."""
+        return iter(())

@@ -1,0 +1,267 @@
+"""The stages that train: each block's survivors as it is pruned, and the whole model's afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compressx.api.record import FinetuneReport, RunReport
+from compressx.data.windows import fingerprint
+from compressx.models.access import InMemory, weights_fingerprint
+from compressx.models.architecture import find_blocks, survey, text_config
+from compressx.models.capture import skipped
+from compressx.models.checkpoint import find_checkpoint
+from compressx.models.loading import load_skeleton
+from compressx.models.streaming import open_model
+from compressx.planning.plan import Plan
+from compressx.planning.targets import matching_planned
+from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.sources import ModelSource
+from compressx.recipe.training import Finetune as Settings
+from compressx.report.section import Column, Section, count_of, number_of, table
+from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError
+from compressx.stages.state import RunState, Stage
+from compressx.training.finetune import finetune
+from compressx.training.memory import refuse_large_finetuning
+from compressx.training.schedule import total_steps
+
+_SECONDS = Column("seconds", ".1f")
+
+
+class ReconstructBlock(Stage):
+    """Train each block's survivors. The work is done block by block, by `blocks.prune.prune_model`."""
+
+    def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
+        """Refuse training without text, without a block, or with steps that cannot be shared."""
+        if state.recipe.reconstruct_block is None:
+            return
+        if plan is not None and state.recipe.calibration is None:
+            mistakes.add(RecipeError(
+                f"{state.loaded.where('reconstruct_block')}: blocks are trained on calibration text, but the recipe "
+                "has no calibration; add one, such as calibration: {dataset: wikitext, samples: 128}"
+            ))  # fmt: skip
+        if plan is not None and not any(linear.block for linear in plan.linears):
+            mistakes.add(RecipeError(
+                f"{state.loaded.where('reconstruct_block')}: it has no effect: all linears that the rules match are "
+                "outside the decoder blocks; leave it out"
+            ))  # fmt: skip
+        for refuse in (refuse_nothing_held_out, refuse_uneven_steps):
+            with mistakes.collected():
+                refuse(state.loaded, state.ranks.size)
+
+    def sections(self, report: RunReport) -> Iterator[Section]:
+        """Yield what training did to the error of each block's output."""
+        rows = [
+            (number_of(block), x.before, x.after, f"{x.history.index(x.after)} of {len(x.history) - 1}", x.seconds)
+            for block in report.blocks
+            if (x := block.reconstruction) is not None
+        ]
+        if rows:
+            before, after = Column("before", ".4g"), Column("after", ".4g")
+            yield Section(
+                "Block reconstruction",
+                "Squared relative error of each block's output on calibration text that was held out, before and "
+                "after its survivors were trained: what the pruned blocks give against what the dense ones gave, "
+                "channels counting as the model's loss reacts to them, the mean over tokens.",
+                table(["block", before, after, Column("best pass", "s"), _SECONDS], rows),
+                brief=count_of(rows, "block"),
+            )
+
+
+class Finetune(Stage):
+    """Train the survivors of the whole model, or adapters, with the masks held."""
+
+    def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
+        """Refuse training without text or PEFT, a teacher that does not fit, and what the memory cannot hold."""
+        loaded, settings, skeleton = state.loaded, state.recipe.finetune, state.skeleton
+        if settings is None or skeleton is None:
+            return
+        mistakes.add(*_mistakes(loaded, settings, skeleton))
+        if isinstance(settings.teacher, ModelSource):
+            text = settings.draw or state.recipe.calibration
+            with mistakes.collected(), loaded.at("finetune", "teacher"):
+                _check_teacher(settings.teacher, None if text is None else text.sequence_length, skeleton)
+        if plan is None:
+            return
+        with mistakes.collected():
+            _check_adapters(loaded, settings, skeleton, [linear.name for linear in plan.linears])
+        if state.measured:
+            with mistakes.collected():
+                refuse_large_finetuning(
+                    loaded, plan, skeleton, state.dtype, state.device, present=state.checkpoint is None
+                )
+
+    def run(self, state: RunState) -> None:
+        """Train, from the checkpoint of an interrupted run if there is one."""
+        settings, windows = state.recipe.finetune, state.training
+        if settings is None or windows is None:
+            return
+
+        def progress(done: int, total: int, loss: float) -> None:
+            state.report_progress("finetune", done, total, f"loss {loss:.4g}")
+
+        state.report_progress("finetune", 0, total_steps(settings, 0, 0.0))
+        with state.loaded.at("finetune"):
+            teacher = _teacher(settings, state)
+            checkpoint = None
+            if state.folder is not None:
+                name = _fingerprint(settings, windows, teacher, state.products)
+                checkpoint = _checkpoint(state.store.blocks, name)
+            model = state.access.model
+            blocks = find_blocks(model)
+            with skipped({fqn: blocks[fqn] for fqn in state.plan.dropped}):  # they would take as long as the others
+                state.finetuned = finetune(
+                    model, state.store.masks(), windows, settings, teacher=teacher, products=state.products,
+                    checkpoint=checkpoint, progress=progress, tell=state.note,
+                )  # fmt: skip
+
+    def sections(self, report: RunReport) -> Iterator[Section]:
+        """Yield the loss on held-out text."""
+        if (tuned := report.finetune) is not None:
+            rows = [(x.step, x.seconds / 60, x.loss) for x in tuned.held_out]
+            columns = [Column("steps", "d"), Column("minutes", ".1f"), Column("held-out loss", ".4g")]
+            yield Section("Fine-tuning", summary(tuned), table(columns, rows))
+
+
+def summary(tuned: FinetuneReport) -> str:
+    """Return how a model was fine-tuned, in one sentence."""
+    count, tokens = tuned.windows
+    taught_by = "the dense model" if tuned.teacher == "dense" else tuned.teacher
+    loss = "next-token loss" if tuned.teacher == "none" else f"divergence from {taught_by}"
+    first, last = tuned.losses[0], tuned.losses[-1]
+    measured = f"{first:.4g} at the first, {last:.4g} at the last"
+    if tuned.held_out:
+        kept = min(tuned.held_out, key=lambda x: x.loss)
+        measured = f"on held-out windows {tuned.held_out[0].loss:.4g} before, {kept.loss:.4g} after {kept.step} steps"
+    return (
+        f"{tuned.steps} steps on {count} windows of {tokens} tokens, {tuned.trained / 1e6:.3g} M numbers trained: "
+        f"{loss} {measured}."
+    )
+
+
+def _teacher(settings: Settings, state: RunState) -> Any | None:
+    """Return the model to train towards, if there is one."""
+    if isinstance(settings.teacher, ModelSource):
+        return open_model(find_checkpoint(settings.teacher), False, state.device).model
+    return state.dense() if settings.teacher == "dense" else None
+
+
+def _checkpoint(folder: Path, fingerprint: str) -> Path:
+    """Return the file for a training's checkpoint, and remove those of other trainings of the same pruned model."""
+    checkpoint = folder / f"finetune-{fingerprint}.safetensors"
+    for other in folder.glob("finetune-*.safetensors"):
+        if other != checkpoint:
+            other.unlink()
+    return checkpoint
+
+
+def _fingerprint(settings: Settings, windows: torch.Tensor, teacher: Any | None, products: torch.dtype | None) -> str:
+    """Return a hash that distinguishes checkpoints of different trainings of the same pruned model.
+
+    The dense model is the same for all of them, but another teacher may have changed where it is.
+    """
+    chosen = settings.model_dump_json(exclude={"checkpoint_every", "dataset", "samples", "sequence_length", "bos"})
+    taught = weights_fingerprint(InMemory(teacher)) if isinstance(settings.teacher, ModelSource) else ""
+    return hashlib.sha256(f"{chosen} {fingerprint(windows)} {taught} {products}".encode()).hexdigest()[:16]
+
+
+def _mistakes(loaded: LoadedRecipe, settings: Settings, skeleton: Any) -> Iterator[CompressxError]:
+    """Yield an error for fine-tuning without text or PEFT, and for one that the model does not support."""
+    recipe = loaded.recipe
+    draw = settings.draw
+    if draw is None and recipe.calibration is None:
+        yield RecipeError(
+            f"{loaded.where('finetune')}: no text to train on: the recipe has neither calibration nor "
+            "finetune.dataset; add one, such as finetune.dataset: wikitext"
+        )
+    if settings.lora is not None and find_spec("peft") is None:
+        yield RecipeError(
+            f"{loaded.where('finetune', 'lora')}: lora needs PEFT, which is not installed; pip install peft, "
+            "or remove lora to train the weights themselves"
+        )
+    if settings.gradient_checkpointing and not skeleton.supports_gradient_checkpointing:
+        yield UnsupportedModelError(
+            f"{loaded.where('finetune')}: {type(skeleton).__name__} does not support gradient checkpointing; set "
+            "finetune.gradient_checkpointing: false, which takes more memory"
+        )
+    positions = getattr(text_config(skeleton), "max_position_embeddings", None)
+    if draw is not None and positions is not None and draw.sequence_length > positions:
+        yield RecipeError(
+            f"{loaded.where('finetune', 'sequence_length')}: sequence_length {draw.sequence_length} is longer than the "
+            f"model's {positions} positions; set it to {positions} or less"
+        )
+
+
+def _check_teacher(source: ModelSource, tokens: int | None, skeleton: Any) -> None:
+    """Refuse a teacher whose predictions cannot be compared with the model's.
+
+    Raises:
+        CompressxError: no such model.
+        UnsupportedModelError: another vocabulary, or too few positions.
+    """
+    teacher = load_skeleton(find_checkpoint(source))
+    positions = getattr(text_config(teacher), "max_position_embeddings", None)
+    if tokens is not None and positions is not None and tokens > positions:
+        raise UnsupportedModelError(
+            f"the teacher has {positions} positions, and windows have {tokens} tokens; lower sequence_length, or "
+            "choose another teacher"
+        )
+    given, own = (text_config(model).vocab_size for model in (teacher, skeleton))
+    if given != own:
+        raise UnsupportedModelError(
+            f"the teacher has a vocabulary of {given} tokens and the model one of {own}; expected the same vocabulary"
+        )
+
+
+def refuse_nothing_held_out(loaded: LoadedRecipe, processes: int) -> None:
+    """Refuse block reconstruction that would have to evaluate on its training text.
+
+    Raises:
+        RecipeError: a process would get one calibration batch or less.
+    """
+    calibration, settings = loaded.recipe.calibration, loaded.recipe.reconstruct_block
+    if calibration is None or settings is None or calibration.samples // processes > calibration.batch_size:
+        return
+    each = f" for each of {processes} processes" if processes > 1 else ""
+    raise RecipeError(
+        f"{loaded.where('reconstruct_block')}: no batch is left to hold out: {calibration.samples} calibration windows "
+        f"are one batch of {calibration.batch_size}{each}; expected calibration.samples of "
+        f"{(calibration.batch_size + 1) * processes} or more, or a smaller calibration.batch_size"
+    )
+
+
+def refuse_uneven_steps(loaded: LoadedRecipe, processes: int) -> None:
+    """Refuse steps that are not a whole number of calibration batches on each process."""
+    calibration, settings = loaded.recipe.calibration, loaded.recipe.reconstruct_block
+    if calibration is None or settings is None or settings.batch_size % (calibration.batch_size * processes) == 0:
+        return
+    where = f"{loaded.where('reconstruct_block', 'batch_size')}: a step of {settings.batch_size} windows"
+    if processes == 1:
+        raise RecipeError(
+            f"{where} is not a whole number of calibration batches; expected a multiple of calibration.batch_size "
+            f"({calibration.batch_size})"
+        )
+    smaller, rest = divmod(settings.batch_size, processes)
+    raise RecipeError(
+        f"{where} cannot be shared by {processes} processes in calibration batches of {calibration.batch_size}; "
+        f"expected a multiple of {calibration.batch_size * processes}"
+        + ("" if rest else f", or calibration.batch_size: {smaller}")
+    )
+
+
+def _check_adapters(loaded: LoadedRecipe, settings: Settings, skeleton: Any, planned: Sequence[str]) -> None:
+    """Refuse a glob of `lora.targets` that matches no pruned linear, or fused experts."""
+    linears = survey(skeleton).linears
+    for index, target in enumerate(() if settings.lora is None else settings.lora.targets):
+        where = loaded.where("finetune", "lora", "targets", index)
+        for name in matching_planned(where, target, planned):
+            if name in linears and linears[name].expert is not None:
+                raise RecipeError(
+                    f"{where}: {target!r} matches {name}, one of several experts in one parameter, which cannot have "
+                    'an adapter; expected targets without experts, such as "*.q_proj", or no lora'
+                )
