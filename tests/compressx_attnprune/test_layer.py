@@ -64,6 +64,11 @@ def test_positions_added_to_the_scores_are_refused_before_weights_are_loaded(arc
         layer.check(block, both(block))
 
 
+def test_sinks_and_rotary_tables_of_one_entry_per_pair_are_the_models_own():
+    recorded = blocks.record("gpt-oss")
+    layer.verify(recorded.block, layer.describe(recorded.block), recorded.x)
+
+
 def test_attention_whose_sinks_go_elsewhere_is_refused_by_what_it_computes():
     recorded = blocks.record("gpt-oss")
     attention = replace(layer.describe(recorded.block), sinks=None)
