@@ -97,10 +97,9 @@ def alps(case: Case) -> Pair:
     """ALPS (arXiv 2406.07831), one threshold for a weight, as published, with the pruner's defaults."""
     x = case.layer.inputs.x.flatten(0, 1).double()
     metric = Metric.of((x.T @ x).float(), ALPSOptions().damping)
-    limits = ALPSOptions().model_dump(exclude={"damping"})
     pattern = Unstructured(case.sparsity, "layer")
     problems = (admm.Problem(w, metric, pattern) for w in case.layer.dense)
-    query, key = (admm.prune({"weight": problem}, **limits)["weight"].weight for problem in problems)
+    query, key = (admm.prune({"weight": problem})["weight"].weight for problem in problems)
     return query, key
 
 

@@ -25,7 +25,7 @@ _OFFLINE = "without network access, use local files ({text: PATH}, {json: PATH} 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 
 
-_OF_TEXT, _OF_TOKENS = 8, 80
+_OF_TOKENS = 80
 """Bytes of memory that a byte of text takes as documents, and where all of it is tokenized as one."""
 
 
@@ -67,14 +67,13 @@ _SHORT_NAMES = {
 }
 
 
-def documents(source: DatasetSource, purpose: Purpose, *, joined: bool = True) -> list[Document]:
+def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
     """Read the documents of a dataset.
 
     Args:
         source: `text` gives one document per file, `json` and `parquet` one per row, a hub dataset one per row,
             `python-docs` one per topic of `pydoc_data.topics`. Paths are relative to the working directory.
         purpose: selects the default split of a hub dataset (`train` or `test`) and the topics of `python-docs`.
-        joined: whether all are tokenized as one, so that fewer of them fit in memory.
 
     Returns:
         The documents in a fixed order, all of them text or all of them chats. Some may be empty, such as the blank
@@ -93,7 +92,7 @@ def documents(source: DatasetSource, purpose: Purpose, *, joined: bool = True) -
         described, found = "python-docs", _python_docs(purpose)
     else:
         described, found = f"dataset {source.name!r}", _hub_rows(source, purpose)
-    read, size, most = list[Document](), 0, free_main_memory() // (_OF_TOKENS if joined else _OF_TEXT)
+    read, size, most = list[Document](), 0, free_main_memory() // _OF_TOKENS
     for each in found:
         size += 64 + len(each if isinstance(each, str) else str(each))  # an empty document takes memory, too
         files.refuse_large(described, size, most, "name fewer files, or a part of them")

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compressx.data.chat import Document, hold_chats, rendered, rendered_one
+from compressx.data.chat import Document, hold_chats, rendered
 from compressx.data.documents import documents
 from compressx.recipe.sources import Bos, DatasetSource, Draw, Generate
 from compressx.runtime.errors import CalibrationError
@@ -123,7 +123,7 @@ def _drawn(source: DatasetSource, samples: int, draw: Draw, tokenizer: Any, gene
             raise ValueError("no model to generate text with")
         sequences = generated(source.generate, draw.sequence_length)
         return sequences[_order(len(sequences), draw.seed)[:samples]]
-    return windows_of(documents(source, "calibration", joined=draw.windows == "pack"), samples, draw, tokenizer)
+    return windows_of(documents(source, "calibration"), samples, draw, tokenizer)
 
 
 def windows_of(documents: Sequence[Document], samples: int, draw: Draw, tokenizer: Any) -> Tensor:
@@ -133,57 +133,12 @@ def windows_of(documents: Sequence[Document], samples: int, draw: Draw, tokenize
         CalibrationError: too little text, or a tokenizer without the required BOS token.
     """
     length, seed, bos = draw.sequence_length, draw.seed, beginning(tokenizer, draw.bos)
-    if draw.windows == "truncate":
-        return truncated_windows(documents, tokenizer, samples, length, seed, bos=bos)
     return calibration_windows(token_ids(documents, tokenizer), samples, length, seed, bos=bos)
 
 
 def _order(count: int, seed: int) -> Tensor:
     """Return a permutation that depends on the seed alone, int64 [count]."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-
-
-def truncated_windows(
-    documents: Sequence[Document], tokenizer: Any, samples: int, sequence_length: int, seed: int, *,
-    bos: int | None = None,
-) -> Tensor:  # fmt: skip
-    """Draw documents at random, without replacement, and cut each to one window; too short ones are skipped.
-
-    There is no padding: statistics, gradients and losses count every token of a window.
-
-    Args:
-        documents: text, tokenized with the tokenizer's own special tokens, or chats.
-        tokenizer: the model's.
-        samples: number of windows.
-        sequence_length: tokens in a window, BOS included.
-        seed: of the draw.
-        bos: as for `calibration_windows`.
-
-    Returns:
-        int64 [samples, sequence_length].
-
-    Raises:
-        CalibrationError: fewer documents that are long enough than samples.
-    """
-    chats = hold_chats(documents)
-    windows: list[Tensor] = []
-    longest = 0
-    for i in _order(len(documents), seed).tolist():
-        which = f"chat {i} of {len(documents)}"
-        text = rendered_one(documents[i], tokenizer, which) if chats else str(documents[i])
-        ids = _encoded(text, tokenizer, special=not chats)
-        if bos is not None and (len(ids) == 0 or ids[0] != bos):
-            ids = torch.cat([ids.new_tensor([bos]), ids])
-        longest = max(longest, len(ids))
-        if len(ids) >= sequence_length:
-            windows.append(ids[:sequence_length])
-        if len(windows) == samples:
-            return torch.stack(windows)
-    raise CalibrationError(
-        f"windows: truncate needs {samples} documents of {sequence_length} tokens or more; {len(windows)} of "
-        f"{len(documents)} are that long, and the longest has {longest} tokens; lower samples or sequence_length, "
-        "provide longer documents, or use windows: pack, which joins short ones"
-    )
 
 
 def calibration_windows(

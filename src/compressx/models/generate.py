@@ -33,14 +33,14 @@ def first_token(tokenizer: Any, model: Any) -> int:
 def generate(
     model: Any, first: int, settings: Generate, length: int, progress: Callable[[int, int], None] = lambda _i, _n: None
 ) -> Tensor:
-    """Sample sequences from the model's predictions, unchanged but for the temperature.
+    """Sample sequences from the model's unchanged predictions.
 
     A sequence goes on after an end-of-text token, as packed training text does, so that all have the same length.
 
     Args:
         model: a transformers causal language model in evaluation mode, with all weights in memory.
         first: the first token of each sequence, from `first_token`.
-        settings: number of sequences, temperature, seed and batch size.
+        settings: number of sequences, seed and batch size.
         length: tokens in a sequence, the first included.
         progress: called with the number of sequences done and their total.
 
@@ -52,9 +52,7 @@ def generate(
     """
     from transformers import GenerationConfig
 
-    sampling = GenerationConfig(
-        do_sample=True, temperature=settings.temperature, top_k=0, top_p=1.0, max_new_tokens=length - 1
-    )
+    sampling = GenerationConfig(do_sample=True, top_k=0, top_p=1.0, max_new_tokens=length - 1)
     own = model.generation_config
     model.generation_config = GenerationConfig()  # `generate` would fill in the model's top-k, end tokens and so on
     devices = [model.device] if model.device.type == "cuda" else []
@@ -72,8 +70,7 @@ def generate(
         if "probability tensor" not in str(error):
             raise
         raise CalibrationError(
-            f"generate: the model's probabilities are not finite at temperature {settings.temperature}; raise the "
-            "temperature, or check the model's weights"
+            "generate: the model's probabilities are not finite; check the model's weights"
         ) from error
     finally:
         model.generation_config = own

@@ -175,7 +175,6 @@ def _decided(calibration: Tensor | Sequence[Document] | None) -> Mapping[str, An
         "dataset": "given/text",
         "samples": windows,
         "sequence_length": length,
-        "windows": "pack",
         "seed": 0,
         "bos": False,
     }

@@ -35,16 +35,6 @@ class ALPSOptions(BaseModel):
         gt=0,
         description="added to the Hessian's diagonal, as a fraction of its mean; more trusts the calibration less",
     )
-    penalty: float = Field(
-        0.1,
-        gt=0,
-        description="ADMM's first penalty on leaving the budget, against a Hessian of unit diagonal; lower takes more "
-        "steps for somewhat better masks",
-    )
-    steps: int = Field(300, ge=0, description="of ADMM at most; it stops when the mask settles")
-    solver_steps: int = Field(
-        100, ge=0, description="of the conjugate gradient on the mask at most; it stops when every row is solved"
-    )
 
 
 def metric_of(block: Block, name: str, hessian: Hessian, damping: float) -> Metric:
@@ -102,10 +92,9 @@ class ALPS:
         prepared: Mapping[str, Metric],
     ) -> dict[str, PruneResult]:  # fmt: skip
         """Solve each linear."""
-        limits = self.options.model_dump(exclude={"damping"})
         results: dict[str, PruneResult] = {}
         for name, metric in prepared.items():
-            results |= results_of({name: Problem(block.linears[name].weight, metric, patterns[name])}, **limits)
+            results |= results_of({name: Problem(block.linears[name].weight, metric, patterns[name])})
         return results
 
 
@@ -121,6 +110,5 @@ def compressx_pruners() -> list[PrunerSpec]:
             separable=True,
             groups=("layer", "row"),
             reconstructs=True,
-            selecting_options=("steps", "penalty"),
         )
     ]

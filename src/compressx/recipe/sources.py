@@ -25,8 +25,6 @@ from compressx.recipe.validation import Strict, conflict
 ComputeDtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
 Streaming: TypeAlias = Literal["auto"] | StrictBool
 Bos: TypeAlias = Literal["auto"] | StrictBool
-Windows: TypeAlias = Literal["pack", "truncate"]
-"""How documents become windows: joined and cut, or one window from the beginning of each that is long enough."""
 
 
 def _exactly_one(values: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -38,17 +36,6 @@ def _exactly_one(values: dict[str, Any], names: tuple[str, ...]) -> None:
 def _only_with(values: dict[str, Any], owner: str, names: tuple[str, ...]) -> None:
     if values.get(owner) is None and (stray := [n for n in names if values.get(n) is not None]):
         raise conflict(f"{' and '.join(stray)} only goes with {owner}", stray)
-
-
-def refuse_dtype(cls: type, values: Any) -> Any:  # noqa: ARG001 - pydantic takes it for a class method by its name
-    """Say where the key `dtype` of a section went."""
-    if isinstance(values, Mapping) and "dtype" in values:
-        raise conflict(
-            f"dtype is one key of the whole recipe now; write compute_dtype: {values['dtype']} beside model, or leave "
-            "it out: auto measures this machine",
-            ["dtype"],
-        )
-    return values
 
 
 _VERSION = r"^([0-9]+!)?[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[0-9a-z]+(\.[0-9a-z]+)*)?$"
@@ -100,7 +87,6 @@ class Generate(Strict):
     """Text that the dense model itself writes, from BOS on: independent sequences, each as long as a window."""
 
     samples: StrictInt = Field(128, ge=1, description="sequences to generate, from which windows are drawn")
-    temperature: StrictFloat = Field(1.0, gt=0, allow_inf_nan=False, description="divides the logits")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the sampled tokens")
     batch_size: StrictInt = Field(16, ge=1, description="sequences generated at a time; affects the result")
 
@@ -164,7 +150,6 @@ class Draw:
         sequence_length: tokens in a window, BOS included.
         seed: of the draw; the same seed gives the same windows in the same order.
         bos: whether windows begin with BOS.
-        windows: how documents become windows.
     """
 
     sources: Sequence[tuple[DatasetSource, float]]
@@ -172,7 +157,6 @@ class Draw:
     sequence_length: int = 2048
     seed: int = 0
     bos: Bos = "auto"
-    windows: Windows = "pack"
 
     def shares(self) -> list[int]:
         """Return the number of windows from each source: in proportion to weights, rounded by largest remainder."""
@@ -239,11 +223,6 @@ class Calibration(Strict):
     datasets: DatasetsField | None = Field(None, description="several sources of text, mixed by their weights")
     samples: StrictInt = Field(128, ge=1, description="windows drawn")
     sequence_length: StrictInt = Field(2048, ge=2, description="tokens in a window")
-    windows: Windows = Field(
-        "pack",
-        description="pack: documents are joined and cut into windows; truncate: one window from the beginning of each "
-        "document that is long enough",
-    )
     bos: Bos = Field("auto", description="begin each window with the tokenizer's BOS token; auto: for Gemma only")
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw")
     batch_size: StrictInt = Field(
@@ -254,7 +233,6 @@ class Calibration(Strict):
         description="size, such as 4GB, above which hidden states (and the gradients of an allocation) are kept in "
         "files beside the output; null keeps them in memory",
     )
-    _dtype = model_validator(mode="before")(refuse_dtype)
 
     @model_validator(mode="after")
     def _some_text(self) -> Calibration:
@@ -266,4 +244,4 @@ class Calibration(Strict):
     def draw(self) -> Draw:
         """The draw of the windows."""
         sources = weighted(self.dataset, self.datasets)
-        return Draw(sources, self.samples, self.sequence_length, self.seed, self.bos, self.windows)
+        return Draw(sources, self.samples, self.sequence_length, self.seed, self.bos)

@@ -12,8 +12,6 @@ from compressx.recipe.sources import (
     DatasetsField,
     Draw,
     ModelSource,
-    Windows,
-    refuse_dtype,
     weighted,
 )
 from compressx.recipe.validation import Strict, conflict
@@ -32,8 +30,6 @@ class ReconstructBlock(Strict):
         "then falls as a cosine",
     )
     batch_size: StrictInt = Field(4, ge=1, description="windows per step; a multiple of calibration.batch_size")
-    norms: StrictBool = Field(False, description="train the gains of the block's norms")
-    biases: StrictBool = Field(True, description="train the block's biases")
     held_out: StrictFloat = Field(
         0.0625,
         gt=0,
@@ -41,9 +37,6 @@ class ReconstructBlock(Strict):
         description="fraction of the calibration batches, rounded up, that are not trained on and decide which weights "
         "are kept",
     )
-    seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the order of the text")
-
-    _dtype = model_validator(mode="before")(refuse_dtype)
 
 
 _TEACHERS = ("dense", "none")
@@ -57,7 +50,7 @@ def _known_teacher(value: object) -> object:
 
 Teacher = Annotated[Literal["dense", "none"] | ModelSource, BeforeValidator(_known_teacher)]
 
-_DRAWING = ("samples", "sequence_length", "bos", "windows")
+_DRAWING = ("samples", "sequence_length", "bos")
 """Keys about the windows of `dataset` or `datasets`, by their names in `Draw`, which has their defaults."""
 
 
@@ -65,9 +58,6 @@ class Lora(Strict):
     """LoRA adapters, trained under the masks in place of the weights, and merged into them."""
 
     rank: StrictInt = Field(16, ge=1, description="rank of each adapter")
-    alpha: StrictInt | None = Field(
-        None, ge=1, description="an adapter's product is multiplied by alpha / rank; twice the rank when absent"
-    )
     targets: list[str] = Field(["*"], min_length=1, description="globs over names of pruned linears")
 
 
@@ -89,7 +79,6 @@ class Finetune(Strict):
         description="dense: distillation from the recipe's model as it was; none: next-token prediction; another model "
         "with the same vocabulary, such as {path: FOLDER}, if the recipe's is pruned already",
     )
-    temperature: StrictFloat = Field(1.0, gt=0, description="divides the logits of both models; only with a teacher")
     norms: StrictBool = Field(False, description="train the gains of norms")
     biases: StrictBool = Field(False, description="train biases")
     lora: Lora | None = Field(
@@ -104,7 +93,6 @@ class Finetune(Strict):
     bos: Bos | None = Field(
         None, description="begin each window of `dataset` with the tokenizer's BOS token; auto when absent"
     )
-    windows: Windows | None = Field(None, description="how documents become windows, as in calibration; default pack")
     batch_size: StrictInt = Field(4, ge=1, description="windows per step")
     held_out: StrictInt = Field(
         8,
@@ -121,8 +109,6 @@ class Finetune(Strict):
     checkpoint_every: StrictInt = Field(
         50, ge=1, description="steps between checkpoints from which an interrupted run resumes"
     )
-
-    _dtype = model_validator(mode="before")(refuse_dtype)
 
     @property
     def total_steps(self) -> int:
@@ -147,8 +133,6 @@ class Finetune(Strict):
         stray = [n for n in _DRAWING if getattr(self, n) is not None]
         if not weighted(self.dataset, self.datasets) and stray:
             raise conflict(f"{' and '.join(stray)} only goes with dataset; calibration has its own", stray)
-        if self.teacher == "none" and self.temperature != 1.0:
-            raise conflict("temperature only goes with teacher: dense", ["temperature"])
         if self.minutes is not None and self.steps is not None:
             raise conflict("minutes takes the place of steps; remove one of them", ["minutes", "steps"])
         return self

@@ -27,15 +27,12 @@ _AT_ONCE_ON_ACCELERATOR = 2**26
 """The same where a chunk is a few kernel launches: 256 MiB."""
 
 
-def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, *, rows: int | None = None) -> Tensor:
-    """Return T^2 KL(softmax(teacher / T) || softmax(student / T)), the mean over rows.
-
-    Hinton et al. (arXiv 1503.02531, section 2). The factor T^2 keeps the gradient's scale independent of T.
+def distillation_loss(student: Tensor, teacher: Tensor, *, rows: int | None = None) -> Tensor:
+    """Return KL(softmax(teacher) || softmax(student)), the mean over rows (Hinton et al., arXiv 1503.02531, T = 1).
 
     Args:
         student: logits [n, vocabulary], which receive the gradient.
         teacher: logits [n, vocabulary], constants, on the same device.
-        temperature: T.
         rows: rows computed at a time.
 
     Returns:
@@ -43,16 +40,13 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0
     """
 
     def summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # With p and q the teacher's and the student's probabilities, the loss is T^2 sum p (log p - log q) and its
-        # gradient T (q - p).
+        # With p and q the teacher's and the student's probabilities, the loss is sum p (log p - log q) and its gradient
+        # q - p.
         wanted = targets.to(logits.dtype, copy=True)
-        if temperature != 1.0:
-            wanted.div_(temperature)
-            logits.div_(temperature)
         wanted, predicted = wanted.log_softmax(dim=-1), logits.log_softmax(dim=-1)
         p = torch.exp(wanted)
         loss = torch.dot(p.flatten(), wanted.sub_(predicted).flatten())
-        return loss * temperature**2, predicted.exp_().sub_(p).mul_(temperature)
+        return loss, predicted.exp_().sub_(p)
 
     return _mean(student, teacher, len(student), summed, rows)
 

@@ -225,7 +225,7 @@ class _Steps:
             return next_token_loss(logits, batch)
         with torch.no_grad(), products_in(self.products, self.teacher, self.device, cache=True):
             target = self.teacher(batch, use_cache=False).logits
-        return distillation_loss(logits.flatten(0, 1), target.flatten(0, 1), self.settings.temperature)
+        return distillation_loss(logits.flatten(0, 1), target.flatten(0, 1))
 
     def _state(self) -> dict[str, Tensor]:
         """Return the content of a checkpoint: weights, optimizer state, and what was measured so far."""

@@ -77,7 +77,7 @@ def reconstruct(
     module = model.get_submodule(fqn)
     held_out = min(math.ceil(len(passages) * settings.held_out), len(passages) - 1)
     seen, unseen = passages[:-held_out], passages[-held_out:]
-    with trainable(model, module, MaskSet(masks), norms=settings.norms, biases=settings.biases) as parameters:
+    with trainable(model, module, MaskSet(masks), norms=False, biases=True) as parameters:
         weights = channel_weights((p.target for p in passages), ranks) if channels is None else channels
         trained = _Trained(parameters, settings, weights)
         best, errors = [p.detach().clone() for p in trained.parameters], [trained.error(unseen, ranks)]
@@ -111,7 +111,7 @@ class _Trained:
         ]
         optimizer = torch.optim.Adam(groups, betas=_BETAS)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / steps))
-        generator = torch.Generator().manual_seed(settings.seed)
+        generator = torch.Generator().manual_seed(0)
         for number in range(settings.passes):
             drawn = torch.randperm(len(passages), generator=generator).tolist()
             for i in range(per_pass):

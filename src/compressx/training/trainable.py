@@ -65,7 +65,7 @@ def adapted(
     Args:
         model: a transformers model, pruned; in float32 inside the `with`, as with `trainable`.
         masks: by name in the model.
-        lora: rank, alpha and targets of the adapters.
+        lora: rank and targets of the adapters, whose alpha is twice the rank.
         seed: of the adapters' first values.
         norms: whether to train the gains of norms too.
         biases: whether to train biases too, of norms and linears.
@@ -117,8 +117,7 @@ def _adapters(model: Any, masks: MaskSet, lora: Lora, seed: int) -> Iterator[Non
     transposed = not isinstance(model.get_submodule(names[0]), nn.Linear)
     with torch.random.fork_rng(devices=[]), quiet_libraries():
         torch.manual_seed(seed % 2**63)
-        alpha = 2 * lora.rank if lora.alpha is None else lora.alpha
-        config = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=names, fan_in_fan_out=transposed)
+        config = LoraConfig(r=lora.rank, lora_alpha=2 * lora.rank, target_modules=names, fan_in_fan_out=transposed)
         peft_model = get_peft_model(model, config)
     try:
         mask_adapters(peft_model, masks)

@@ -31,7 +31,6 @@ from compressx.data.windows import (
     fingerprint,
     read_calibration,
     token_ids,
-    truncated_windows,
 )
 from compressx.recipe.sources import DatasetSource, Draw
 from compressx.runtime.errors import CalibrationError
@@ -268,9 +267,9 @@ CHATS = [
 class TestHostileFiles:
     """What a stranger's file can be: each fails in one line that names it, before memory is exhausted."""
 
-    def refused(self, purpose: str = "calibration", *, joined: bool = True, **given: Any) -> str:
+    def refused(self, purpose: str = "calibration", **given: Any) -> str:
         with pytest.raises(CalibrationError) as caught:
-            documents(source(**given), purpose, joined=joined)
+            documents(source(**given), purpose)
         assert str(caught.value).isprintable()
         return str(caught.value)
 
@@ -300,7 +299,6 @@ class TestHostileFiles:
             "json 'a.jsonl.gz': 40019 bytes of text or more, and there is free memory for 40000; name fewer files, "
             "or a part of them"
         )
-        assert self.refused(json="a.jsonl.gz", joined=False).startswith("json 'a.jsonl.gz': 400007 bytes of")
 
     def test_a_group_of_rows_of_a_small_parquet_file_is_not_read_as_a_whole(self, project, little_memory) -> None:
         rows = pyarrow.table({"text": ["a" * 1000] * 20_000})
@@ -426,8 +424,6 @@ class TestChats:
         instructed.chat_template = "{{ raise_exception('no system role') }}"
         with pytest.raises(CalibrationError, match=r"^chat 0 of 2 \(roles user, assistant\).*no system role"):
             token_ids(CHATS, instructed)
-        with pytest.raises(CalibrationError, match=r"^chat (1 of 2 \(roles user|0 of 2 \(roles user, assistant)\)"):
-            truncated_windows([CHATS[0], CHATS[1]], instructed, 1, 8, 0)
         instructed.chat_template = None
         with pytest.raises(CalibrationError, match="tokenizer has no chat template; use an instruct model, or text"):
             token_ids(CHATS, instructed)
@@ -681,25 +677,6 @@ class TestWindows:
         told = "9 is longer than the model's 8 positions; set evaluate.token_perplexity.sequence_length to 8 or less"
         with pytest.raises(CalibrationError, match=told):
             evaluation_windows(ids, 1, 9, max_positions=8)
-
-
-class TestTruncated:
-    def test_a_window_is_the_beginning_of_one_document_and_short_documents_are_skipped(self, tokenizer: Any) -> None:
-        read = ["one", "\n\n".join(["two"] * 5), "\n\n".join(["three"] * 9), ""]
-        windows = truncated_windows(read, tokenizer, 2, 4, seed=0)
-        assert sorted(windows.tolist()) == [[0, 3, 1, 3], [0, 4, 1, 4]]
-        assert torch.equal(windows, truncated_windows(read, tokenizer, 2, 4, seed=0))
-        assert len({truncated_windows(read, tokenizer, 1, 4, seed=s)[0, 1].item() for s in range(9)}) == 2
-
-    def test_a_bos_token_is_put_before_a_document_that_has_none(self, tokenizer: Any) -> None:
-        with_own = truncated_windows(["one\n\ntwo"], tokenizer, 1, 3, 0, bos=0)
-        tokenizer.backend_tokenizer.post_processor = None
-        assert truncated_windows(["one\n\ntwo"], tokenizer, 1, 3, 0, bos=0).tolist() == with_own.tolist() == [[0, 2, 1]]
-
-    def test_too_few_long_documents_are_counted(self, tokenizer: Any) -> None:
-        told = "needs 2 documents of 4 tokens or more; 1 of 2 are that long, .*use windows"
-        with pytest.raises(CalibrationError, match=told):
-            truncated_windows(["one", "one\n\ntwo\n\none"], tokenizer, 2, 4, seed=0)
 
 
 class TestSeveralSources:

@@ -78,19 +78,6 @@ def test_a_models_own_text_is_not_evaluated_on(model) -> None:
         plan(recipe(model, evaluate=evaluate))
 
 
-def test_several_sources_and_truncated_documents_reach_the_pruners(model, project) -> None:
-    for folder, word, words in (("long", "w1", 40), ("short", "w2", 20)):
-        Path(folder).mkdir()
-        for i in range(8):
-            Path(folder, f"{i}.txt").write_text(" ".join([word] * words))
-    long, short = {"text": "long/*.txt"}, {"text": "short/*.txt"}
-    given = with_text(model, [{**long, "weight": 3.0}, short], windows="truncate")
-    with pytest.raises(CalibrationError, match=r"datasets\[1\]: windows: truncate needs 2 documents of 32 tokens"):
-        run(given)
-    given["calibration"]["sequence_length"] = 16
-    assert run(given).sparsity == pytest.approx(0.5, abs=0.01)
-
-
 @pytest.mark.parametrize("name", ["wikitext", "org/nothing"])
 def test_a_hub_that_cannot_be_reached_is_told_once_and_before_weights_are_loaded(model, monkeypatch, name) -> None:
     monkeypatch.setattr("compressx.pipeline.inputs.open_model", lambda *_: pytest.fail("weights were loaded"))
@@ -228,9 +215,7 @@ class TestGenerated:
         with pytest.raises(AgainError):
             run(given)
 
-    @pytest.mark.parametrize(
-        "changed", [{"samples": 9}, {"seed": 4}, {"temperature": 0.9}, {"batch_size": 3}], ids=lambda x: next(iter(x))
-    )
+    @pytest.mark.parametrize("changed", [{"samples": 9}, {"seed": 4}, {"batch_size": 3}], ids=lambda x: next(iter(x)))
     def test_every_setting_gives_other_text(self, model, monkeypatch, changed) -> None:
         given = with_text(model, self.GENERATE)
         run(given)

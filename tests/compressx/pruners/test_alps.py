@@ -53,9 +53,6 @@ def test_the_report_has_the_output_error_and_how_it_was_reached():
     assert result.info["linear_error"] == pytest.approx(output_error(block, result, x), rel=1e-3)
     assert 3 <= result.info["steps"] <= 300
     assert 0 <= result.info["solver_residual"] <= 0.01
-    limited = prune("alps", block, NM(2, 4), x, steps=2, solver_steps=1)["fc"]
-    assert (limited.info["steps"], limited.info["solver_steps"]) == (2, 1)
-    assert limited.info["linear_error"] > result.info["linear_error"]
 
 
 def test_linears_with_one_input_share_its_scaled_hessian_and_come_out_as_apart(monkeypatch):
@@ -94,7 +91,7 @@ def plugins():
 
 
 def test_a_recipe_prunes_every_linear_of_a_model_to_the_planned_sparsity(recipe, plugins):
-    asked = recipe(pruner="alps", sparsity=0.6, options={"penalty": 0.05, "steps": 60})
+    asked = recipe(pruner="alps", sparsity=0.6)
     planned = compressx.plan(asked, plugins=plugins)
     assert {x.pattern for x in planned.linears} == {Unstructured(0.6, "layer")}
     report = compressx.run(asked, plugins=plugins)
@@ -112,9 +109,7 @@ def test_a_recipe_takes_the_mask_of_one_and_the_weights_of_alps(recipe, plugins)
     assert {x.info["steps"] for x in report.layers} == {0.0}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), [({"penalty": 0}, "penalty"), ({"iterations": 5}, "iterations"), ({"steps": -1}, "steps")]
-)
+@pytest.mark.parametrize(("options", "message"), [({"damping": 0}, "damping"), ({"iterations": 5}, "iterations")])
 def test_an_option_that_is_unknown_or_out_of_range_is_refused_while_planning(options, message, recipe, plugins):
     with pytest.raises(RecipeError, match=message):
         compressx.plan(recipe(pruner="alps", sparsity=0.5, options=options), plugins=plugins)

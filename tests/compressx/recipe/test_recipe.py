@@ -172,15 +172,6 @@ def test_a_misspelt_key_names_the_nearest_valid_one() -> None:
     )
 
 
-def test_a_dtype_of_products_in_a_section_says_where_it_belongs() -> None:
-    for section in ("calibration", "finetune", "reconstruct_block"):
-        given = f"{section}={{dtype: bfloat16, dataset: c4}}"
-        assert refusal(GOOD, given) == (
-            f"--set {given}: {section}: dtype is one key of the whole recipe now; write compute_dtype: bfloat16 beside "
-            "model, or leave it out: auto measures this machine"
-        )
-
-
 def test_the_dtype_of_products_is_one_of_three() -> None:
     assert load(GOOD).recipe.compute_dtype == "auto"
     assert load(GOOD, "compute_dtype=bfloat16").recipe.compute_dtype == "bfloat16"
@@ -586,7 +577,7 @@ def test_an_override_changes_only_the_alias_it_names() -> None:
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [("calibration.samplse=8", "unknown key 'samplse' in calibration; did you mean 'samples'? valid: batch_size, "
-                               "bos, dataset, datasets, memory_limit, samples, seed, sequence_length, windows"),
+                               "bos, dataset, datasets, memory_limit, samples, seed, sequence_length"),
      ("prune.0.sparsity=4", "prune[0].sparsity is 4; expected less than 1: fraction of zeros in [0, 1); 0.5 is 50%"),
      ("prune[0].sparsity=4", "prune[0].sparsity is 4; expected less than 1: fraction of zeros in [0, 1); 0.5 is 50%"),
      ("prune[-1].sparsity=0.4", "prune takes an index from 0 to 1; got '-1'"),

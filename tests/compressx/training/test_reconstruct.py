@@ -103,10 +103,10 @@ def test_every_architecture_comes_nearer_to_its_dense_output_and_keeps_its_zeros
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_a_bfloat16_model_is_trained_in_float32_and_its_error_is_that_of_the_rounded_weights(architecture):
     model = tiny_model(architecture, dtype=torch.bfloat16)
-    settings = SETTINGS.model_copy(update={"norms": True})
-    first, *_ = pruned = list(prune_model(InMemory(model), planned(model, settings=settings), batches(2)))
+    settings = SETTINGS.model_copy(update={"passes": 40, "learning_rate": 0.001})
+    first, *_ = list(prune_model(InMemory(model), planned(model, settings=settings), batches(2)))
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
-    assert all(b.report.reconstruction.after < b.report.reconstruction.before for b in pruned)
+    assert first.report.reconstruction.after < first.report.reconstruction.before
     dense, exact = tiny_model(architecture, dtype=torch.bfloat16), model.float()
     states, calls = capture_calls(dense, survey(dense).blocks, batches(2))
     fqn = first.report.fqn
@@ -231,18 +231,16 @@ def test_steps_far_below_the_resolution_of_bfloat16_add_up():
     assert first.report.reconstruction.after < 0.998 * first.report.reconstruction.before
 
 
-def test_only_the_survivors_norms_and_biases_that_were_asked_for_change():
-    for norms, biases in [(False, False), (True, False), (False, True)]:
-        model, untouched = tiny_model("qwen2"), tiny_model("qwen2")
-        settings = ReconstructBlock(passes=1, learning_rate=0.03, norms=norms, biases=biases)
-        list(prune_model(InMemory(model), planned(model, settings=settings, only=".1.self_attn.q_proj"), batches(2)))
-        before = dict(untouched.named_parameters())
-        changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
-        expected = {"model.layers.1.self_attn.q_proj.weight"}
-        expected |= {f"model.layers.1.{n}_layernorm.weight" for n in ("input", "post_attention")} if norms else set()
-        expected |= {f"model.layers.1.self_attn.{n}_proj.bias" for n in "qkv"} if biases else set()
-        # A key's bias adds the same to all scores of a query, so the softmax does not see it... but for rotation.
-        assert changed == expected
+def test_only_the_survivors_and_biases_change():
+    model, untouched = tiny_model("qwen2"), tiny_model("qwen2")
+    settings = ReconstructBlock(passes=1, learning_rate=0.03)
+    list(prune_model(InMemory(model), planned(model, settings=settings, only=".1.self_attn.q_proj"), batches(2)))
+    before = dict(untouched.named_parameters())
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    # A key's bias adds the same to all scores of a query, so the softmax does not see it... but for rotation.
+    assert changed == {
+        f"model.layers.1.self_attn.{n}" for n in ("q_proj.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias")
+    }
 
 
 def test_weights_are_those_from_before_when_training_makes_the_held_out_error_worse():
@@ -294,15 +292,13 @@ def test_an_error_while_training_leaves_an_ordinary_model_behind():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_order_others():
+def test_training_twice_gives_the_same_weights():
     weights = []
-    for seed in (0, 0, 1):
+    for _ in range(2):
         model = tiny_model("llama")
-        settings = SETTINGS.model_copy(update={"seed": seed})
-        list(prune_model(InMemory(model), planned(model, settings=settings), batches(2)))
+        list(prune_model(InMemory(model), planned(model, settings=SETTINGS), batches(2)))
         weights.append(model.model.layers[0].mlp.up_proj.weight.clone())
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
+    assert torch.equal(*weights)
 
 
 @pytest.mark.slow
