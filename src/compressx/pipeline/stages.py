@@ -13,7 +13,6 @@ from compressx.pipeline.inputs import Inputs
 from compressx.pipeline.saving import Save
 from compressx.planning.make import check_rules, make_plan
 from compressx.prompts.stage import SelectTokens
-from compressx.recipe.parts import parts_of
 from compressx.report.contents import details, head, of_run
 from compressx.report.section import Section
 from compressx.runtime.errors import Mistakes
@@ -41,7 +40,7 @@ def prepare(state: RunState) -> None:
     if state.skeleton is None:
         _find_model(state, mistakes)
     if state.skeleton is None:
-        check_rules(parts_of(state.loaded), state.plugins, None, mistakes)
+        check_rules(state.loaded, state.plugins, None, mistakes)
     else:
         with mistakes.collected():
             refuse_prepared(state.skeleton, "pruned")

@@ -21,7 +21,6 @@ from compressx.planning.targets import Assigned, match_targets, targeted_by
 from compressx.planning.text import text_mistakes
 from compressx.plugins.kinds import PRUNER
 from compressx.plugins.manager import Plugins
-from compressx.recipe.parts import Parts, parts_of
 from compressx.recipe.schema import LoadedRecipe
 from compressx.recipe.validation import validate_options
 from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError, blamed_on
@@ -43,7 +42,7 @@ def make_plan(loaded: LoadedRecipe, plugins: Plugins, skeleton: torch.nn.Module)
     """
     architecture = survey(skeleton)
     mistakes = Mistakes()
-    rules = tuple(check_rules(parts_of(loaded), plugins, architecture, mistakes))
+    rules = tuple(check_rules(loaded, plugins, architecture, mistakes))
     mistakes.raise_all()
     units = units_of_rules(loaded, architecture, skeleton, mistakes)
     mistakes.raise_all()
@@ -108,26 +107,28 @@ def _skipped(architecture: Architecture, assigned: Assigned) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if name not in assigned.taken}
 
 
-def check_rules(parts: Parts, plugins: Plugins, found: Architecture | None, mistakes: Mistakes) -> list[PlannedRule]:
+def check_rules(
+    loaded: LoadedRecipe, plugins: Plugins, found: Architecture | None, mistakes: Mistakes
+) -> list[PlannedRule]:
     """Check each rule by itself: its pruners, their options and, in a known model, its targets.
 
     Returns:
         The rules without a mistake in pruners and options.
     """
     planned = []
-    for index, rule in parts.rules.items():
+    for index, rule in enumerate(loaded.recipe.prune):
         with mistakes.collected():
-            planned.append(_plan_rule(parts, plugins, index))
+            planned.append(_plan_rule(loaded, plugins, index))
         for position, target in enumerate(rule.targets):
             if found is None:
                 break
             with mistakes.collected():
-                targeted_by(parts, ("prune", index, "targets", position), target, found)
+                targeted_by(loaded, ("prune", index, "targets", position), target, found)
     return planned
 
 
-def _plan_rule(loaded: Parts, plugins: Plugins, index: int) -> PlannedRule:
-    rule = loaded.rules[index]
+def _plan_rule(loaded: LoadedRecipe, plugins: Plugins, index: int) -> PlannedRule:
+    rule = loaded.recipe.prune[index]
     with loaded.at("prune", index, "pruner"):
         spec = plugins.find(PRUNER, rule.pruner)
     options = validate_options(spec.options, rule.options, lambda *at: loaded.where("prune", index, "options", *at))
