@@ -30,10 +30,7 @@ from compressx.cli.common import (
               "repeated.")  # fmt: skip
 @click.option("--tasks", metavar="TASK,TASK", help="Tasks of lm-evaluation-harness: names, or paths of YAML files.")
 @click.option("--limit", help="Documents per task.")
-@click.option("--num-fewshot", help="Solved examples before each question.")
-@click.option("--apply-chat-template", is_flag=True, default=None, help="Use the tokenizer's chat template.")
 @click.option("--trust-task-code", is_flag=True, default=None, help="Run Python code that task files bring.")
-@click.option("--batch-size", help="Requests per forward pass, or auto.")
 @dtype_option
 @revision_option
 @trust_option
