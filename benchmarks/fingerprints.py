@@ -24,7 +24,7 @@ QUERY_KEY = {"llama": ["*.q_proj", "*.k_proj"], "mixtral": ["*.q_proj", "*.k_pro
 ALL = {"targets": ["*"]}
 LEFT_OUT = {
     "seconds", "peak_memory_bytes", "peak_gpu_memory_bytes", "versions", "plugins", "model", "compressx", "figures",
-    "date", "command", "hardware", "calibration", "arithmetic",
+    "date", "command", "exports", "hardware", "calibration", "arithmetic",
 }  # fmt: skip
 
 

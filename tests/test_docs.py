@@ -234,7 +234,7 @@ def test_every_public_name_is_in_the_page_of_the_python_api():
         shown |= {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
     public = {*compressx.__all__, *masks.__all__, *testing.__all__} - {"__version__"}
 
-    assert {"run", "prune", "MaskSet", "check_pruner"} <= public
+    assert {"run", "prune", "MaskSet", "check_plugin"} <= public
     assert public - shown - _code_spans(page) - _code_spans(_WRITE_MD) == set()
 
 

@@ -15,6 +15,7 @@ from compressx.api.hooks import hookimpl
 if TYPE_CHECKING:
     from compressx.api.depth import DepthPruner, StreamStatistic
     from compressx.api.evaluator import EvaluatedModel, Evaluator, EvaluatorSpec, ReadingEvaluator
+    from compressx.api.exporter import Exporter, ExporterSpec, FinishedModel
     from compressx.api.lowest import drop_lowest
     from compressx.api.patterns import (
         NM,
@@ -64,6 +65,7 @@ _HOME = {
                "UnsupportedModelError"],
     "api.depth": ["DepthPruner", "StreamStatistic"],
     "api.evaluator": ["EvaluatedModel", "Evaluator", "EvaluatorSpec", "ReadingEvaluator"],
+    "api.exporter": ["Exporter", "ExporterSpec", "FinishedModel"],
     "api.lowest": ["drop_lowest"],
     "api.patterns": ["NM", "FixedMask", "Pattern", "Structured", "Unstructured", "competing", "count_dropped",
                  "keep_mask", "keep_masks"],
@@ -100,7 +102,10 @@ __all__ = [
     "EvaluatedModel",
     "Evaluator",
     "EvaluatorSpec",
+    "Exporter",
+    "ExporterSpec",
     "FeatureNorms",
+    "FinishedModel",
     "FixedMask",
     "Hessian",
     "LayerReport",

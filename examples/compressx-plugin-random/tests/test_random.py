@@ -2,7 +2,7 @@ import torch
 from compressx_plugin_random import Options, RandomPruner, compressx_pruners
 
 from compressx import Block, Linear, Unstructured, load_plugins
-from compressx.testing import check_pruner
+from compressx.testing import check_plugin
 
 (SPEC,) = compressx_pruners()
 
@@ -14,7 +14,7 @@ def mask(seed: int) -> torch.Tensor:
 
 
 def test_the_pruner_keeps_every_promise():
-    check_pruner(SPEC)
+    check_plugin(SPEC)
 
 
 def test_another_seed_gives_another_mask():

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compressx.api.evaluator import EvaluatorSpec
+    from compressx.api.exporter import ExporterSpec
     from compressx.api.pruner import PrunerSpec
     from compressx.api.record import BlockReport, RunReport
     from compressx.api.selector import TokenSelectorSpec
@@ -36,6 +37,11 @@ def compressx_token_selectors() -> Iterable[TokenSelectorSpec]:  # type: ignore[
 @hookspec
 def compressx_evaluators() -> Iterable[EvaluatorSpec]:  # type: ignore[empty-body]
     """Offer evaluators, which measure models. Names must be unique over all plugins."""
+
+
+@hookspec
+def compressx_exporters() -> Iterable[ExporterSpec]:  # type: ignore[empty-body]
+    """Offer exporters, which write models in other formats. Names must be unique over all plugins."""
 
 
 @hookspec

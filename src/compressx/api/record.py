@@ -217,6 +217,7 @@ class RunReport:
         shrink: of the smaller model that was written, `parameters` before and after, `config`, the numbers before and
             after by name, and `difference` from the pruned model, relative: the largest of what embeddings, each block
             and the head compute; empty without `shrink`.
+        exports: `format`, `folder` and `bytes` of each format in which the model was written.
         unread: tensors of the checkpoint, and keys of a GGUF file, that nothing reads: they are not in the result.
     """
 
@@ -241,6 +242,7 @@ class RunReport:
     shrink: Mapping[str, Any] = field(default_factory=dict)
     peak_gpu_memory_bytes: int = 0
     unread: tuple[str, ...] = ()
+    exports: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def layers(self) -> tuple[LayerReport, ...]:

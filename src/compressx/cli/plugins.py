@@ -31,20 +31,21 @@ def plugins(context: click.Context, as_json: bool) -> None:
 
 @plugins.command("new", epilog="Example: compressx plugins new my-pruner --folder work")
 @click.argument("name")
-@click.option("--kind", type=click.Choice(["pruner", "structured", "selector"]), default="pruner", show_default=True,
-              help="What it offers: a pruner of weights, one of whole units, or a token selector.")  # fmt: skip
+@click.option("--kind", type=click.Choice(["pruner", "structured", "selector", "evaluator", "exporter"]),
+              default="pruner", show_default=True,
+              help="What it offers; structured is a pruner of whole units.")  # fmt: skip
 @click.option("--folder", type=PATH, default=Path(), help="Folder to create it in; by default the current one.")
 @click.pass_obj
 @errors_for_users
 def plugins_new(host: Host, name: str, kind: str, folder: Path) -> None:
-    """Write a plugin package compressx-NAME with a working pruner, or token selector, called NAME, and its tests."""
+    """Write a plugin package compressx-NAME with a working example called NAME of a kind, and its tests."""
     from compressx.plugins.scaffold import check_name, new_plugin
     from compressx.runtime.errors import PluginError
 
     check_name(name)
     loaded = host.plugins()
     if any(name in offered for offered in loaded.offers.values()) or any(name == r.name for r in loaded.records):
-        raise PluginError(f"a plugin, pruner or token selector {name!r} exists already; choose another name")
+        raise PluginError(f"{name!r} exists already, as a plugin or in one; choose another name")
     written = new_plugin(name, folder, kind)
     where = written if written.is_absolute() else f"./{written.as_posix()}"  # pip takes a bare name for a PyPI project
     click.echo(f"wrote {written}; next:\n  pip install -e {shlex.quote(str(where))}\n  compressx plugins check {name}")
@@ -64,7 +65,7 @@ def plugins_new(host: Host, name: str, kind: str, folder: Path) -> None:
 def plugins_check(
     host: Host, name: str, options: tuple[str, ...], architectures: tuple[str, ...], verbose: bool
 ) -> None:
-    """Run the conformance checks on all that the plugin NAME offers, or on the pruner or token selector NAME.
+    """Run the conformance checks on all that the plugin NAME offers, or on what is called NAME.
 
     Exits with 1 on failure.
     """

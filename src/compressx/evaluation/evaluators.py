@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import torch
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
 
-from compressx.api.evaluator import EvaluatedModel, Evaluator, Figures, ReadingEvaluator
+from compressx.api.evaluator import EvaluatedModel, Evaluator, EvaluatorSpec, Figures, ReadingEvaluator
 from compressx.models.access import Access, config_fingerprint
 from compressx.models.blockwise import evaluation_mode
 from compressx.plugins.kinds import EVALUATOR
@@ -79,9 +80,9 @@ def with_evaluators(loaded: LoadedRecipe, plugins: Plugins) -> LoadedRecipe:
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"evaluate": options_of(loaded, plugins)}))
 
 
-def _built(name: str, options: BaseModel, plugins: Plugins) -> Evaluator:
-    with blamed_on(f"build of evaluator {name!r} failed"):
-        return plugins.find(EVALUATOR, name).build(options)
+def _built(spec: EvaluatorSpec, options: BaseModel) -> Evaluator:
+    with blamed_on(f"build of evaluator {spec.name!r} failed"):
+        return spec.build(options)
 
 
 def check_evaluators(
@@ -110,7 +111,7 @@ def check_evaluators(
                     yield
 
         with at():
-            evaluator = _built(name, options, plugins)
+            evaluator = _built(plugins.find(EVALUATOR, name), options)
             if isinstance(evaluator, ReadingEvaluator):
                 with blamed_on(f"check of evaluator {name!r} failed"):
                     evaluator.check(model, tokenizer, at)
@@ -147,7 +148,7 @@ class ReadyEvaluator:
         Raises:
             PluginError: it failed, or returned something else than figures.
         """
-        with blamed_on(f"evaluator {self.name!r}"), evaluation_mode(model.access.model):
+        with blamed_on(f"evaluator {self.name!r}"), evaluation_mode(model.access.model), torch.no_grad():
             figures = self.evaluator.evaluate(replace(model, text=self.text))
         try:
             return TypeAdapter(_FIGURES).validate_python(figures)
@@ -155,7 +156,7 @@ class ReadyEvaluator:
             wrong = error.errors()[0]
             raise PluginError(
                 f"evaluator {self.name!r} returned {one_line(repr(wrong['input'])):.80} under "
-                f"{'.'.join(map(str, wrong['loc'][:2])) or 'no name'}; expected figures by name: numbers, or mappings "
+                f"{', '.join(map(str, wrong['loc'][:1])) or 'no name'}; expected figures by name: numbers, or mappings "
                 "of numbers and texts"
             ) from None
 
@@ -167,14 +168,21 @@ def read_evaluators(settings: Options, plugins: Plugins, tokenizer: Any, model: 
         CalibrationError: text that cannot be read, is too short, or has tokens that the model lacks.
         PluginError: an evaluator that fails.
     """
-    ready = []
-    for name, options in settings.items():
-        evaluator, text = _built(name, options, plugins), None
-        if isinstance(evaluator, ReadingEvaluator):
-            with blamed_on(f"read of evaluator {name!r} failed"):
-                text = evaluator.read(model, tokenizer)
-        ready.append(ReadyEvaluator(name, options, evaluator, text, plugins.code_of(EVALUATOR, name)))
-    return tuple(ready)
+    return tuple(
+        ready(plugins.find(EVALUATOR, name), options, tokenizer, model, plugins.code_of(EVALUATOR, name))
+        for name, options in settings.items()
+    )
+
+
+def ready(
+    spec: EvaluatorSpec, options: BaseModel, tokenizer: Any, model: Any, code: str | None = None
+) -> ReadyEvaluator:  # fmt: skip
+    """Build an evaluator and let it read its text."""
+    evaluator, text = _built(spec, options), None
+    if isinstance(evaluator, ReadingEvaluator):
+        with blamed_on(f"read of evaluator {spec.name!r} failed"):
+            text = evaluator.read(model, tokenizer)
+    return ReadyEvaluator(spec.name, options, evaluator, text, code)
 
 
 def evaluate(

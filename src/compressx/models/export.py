@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
+from pydantic import BaseModel
 from torch import Tensor
 
+from compressx.api.exporter import ExporterSpec, FinishedModel
+from compressx.api.hooks import hookimpl
 from compressx.models.architecture import refuse_prepared
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import BLOCKS, STATE, os_errors_named, sync, sync_tree
@@ -21,7 +24,7 @@ from compressx.runtime.quiet import quiet_libraries
 
 _WRITTEN = frozenset((
     "model", "masks.safetensors", "units.json", "recipe.yaml", "plan.json", "report.json", "report.html", "report.md",
-    "plots", "run.log", STATE, BLOCKS, ".DS_Store",
+    "plots", "run.log", "exports", STATE, BLOCKS, ".DS_Store",
 ))  # fmt: skip
 """What a run, or a Mac that shows it, writes into an output folder; what else is there is somebody's own."""
 
@@ -289,3 +292,26 @@ def _remove(folder: Path) -> None:
         folder.unlink()
     else:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class SafetensorsOptions(BaseModel):
+    """There are none."""
+
+
+class SafetensorsExporter:
+    """Writes what a run has written for itself."""
+
+    def __init__(self, options: SafetensorsOptions) -> None:
+        pass
+
+    def export(self, model: FinishedModel, folder: Path) -> None:
+        """Copy the model, unless it is there already."""
+        if folder != model.folder:
+            shutil.copytree(model.folder, folder, dirs_exist_ok=True)
+
+
+@hookimpl
+def compressx_exporters() -> list[ExporterSpec]:
+    """Offer the exporter to recipes."""
+    summary = "dense, with zeros, as transformers loads it"
+    return [ExporterSpec("safetensors", summary, SafetensorsOptions, SafetensorsExporter)]

@@ -18,6 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pydantic import BaseModel, Field
+
+from compressx.api.exporter import ExporterSpec, FinishedModel
+from compressx.api.hooks import hookimpl
 from compressx.models.export import model_folder, output_folder, room_for
 from compressx.models.packed import PackedFile, PackedTensor, pack_file
 from compressx.models.shards import check_files, files_in
@@ -94,20 +98,28 @@ def pack_folder(source: Path, output: Path, *, compress: bool = True, progress: 
     """
     if is_packed(source):
         raise ArtifactError(f"{source} is packed already; compressx unpack restores it")
-    model = model_folder(source)
+    plain = _plain_files(model_folder(source))
+    with _resumed(source, output, {"pack": str(source.resolve()), "compress": compress}) as building:
+        _pack(plain, source, building, compress, progress)
+    return sizes_of(output)
+
+
+def _pack(plain: list[Path], source: Path, building: Path, compress: bool, progress: Progress | None = None) -> None:
+    """Fill a folder with the packed files of another one."""
+    _copy(source, building, {*plain}, _PLAIN, _PACKED)
+    for path, target in _each(plain, source, building, _PLAIN, _PACKED, progress):
+        if not _is_pair(target, path):
+            pack_file(path, target, compress=compress)
+
+
+def _plain_files(model: Path) -> list[Path]:
+    """Return the weight files of a model's folder; refuse a pickle beside them."""
     if pickles := sorted(path.name for pattern in _PICKLES for path in model.glob(pattern)):
         raise ArtifactError(
             f"{model} also holds {pickles[0]}, a pickle checkpoint, which would stay as large as it is; remove it, or "
             "move it away"
         )
-    plain = [model / name for name in check_files(model)]
-    purpose = {"pack": str(source.resolve()), "compress": compress}
-    with _resumed(source, output, purpose) as building:
-        _copy(source, building, {*plain}, _PLAIN, _PACKED)
-        for path, target in _each(plain, source, building, _PLAIN, _PACKED, progress):
-            if not _is_pair(target, path):
-                pack_file(path, target, compress=compress)
-    return sizes_of(output)
+    return [model / name for name in check_files(model)]
 
 
 def unpack_folder(source: Path, output: Path, *, progress: Progress | None = None) -> Sizes:
@@ -287,3 +299,26 @@ def _resumed(source: Path, output: Path, purpose: Mapping[str, Any]) -> Iterator
                 "continue with it, or name another output with -o"
             )
         yield building
+
+
+class PackedOptions(BaseModel):
+    """How files are packed."""
+
+    compress: bool = Field(True, description="compress masks and exponents; false: nothing but bit masks and values")
+
+
+class PackedExporter:
+    """Writes what `compressx pack` does."""
+
+    def __init__(self, options: PackedOptions) -> None:
+        self.options = options
+
+    def export(self, model: FinishedModel, folder: Path) -> None:
+        """Pack the weight files and copy the others."""
+        _pack(_plain_files(model.folder), model.folder, folder, self.options.compress)
+
+
+@hookimpl
+def compressx_exporters() -> list[ExporterSpec]:
+    """Offer the exporter to recipes."""
+    return [ExporterSpec("packed", "without zeros, as `compressx pack` writes it", PackedOptions, PackedExporter)]

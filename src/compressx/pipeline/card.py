@@ -73,7 +73,9 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
             "Training makes zeros nonzero again, unless the masks are held. `compressx apply masks.safetensors TRAINED "
             "--output SPARSE` sets them to zero again; `masks.safetensors` is in the folder of the run.",
         )
-    values: dict[str, Any] = loaded.recipe.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"output"})
+    values: dict[str, Any] = loaded.recipe.model_dump(
+        mode="json", by_alias=True, exclude_none=True, exclude={"output", "export"}
+    )
     note = "Save it as `recipe.yaml`, add `output: FOLDER`, and run `compressx run recipe.yaml`."
     yield Section("Recipe", note, text=dump_yaml(values), language="yaml")
 

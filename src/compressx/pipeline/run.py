@@ -22,6 +22,7 @@ from compressx.models.access import Device, device_for
 from compressx.models.export import check_unfinished, output_folder, unfinished
 from compressx.models.streaming import open_model
 from compressx.pipeline.card import card
+from compressx.pipeline.exporting import written
 from compressx.pipeline.inputs import opened
 from compressx.pipeline.room import memory_advised
 from compressx.pipeline.saving import earlier_run, is_finished
@@ -199,16 +200,17 @@ def _write_reports(state: RunState, folder: Path) -> RunReport:
     state.report_progress("save", 0, 1)
     shutil.rmtree(folder / "plots", ignore_errors=True)  # left incomplete by an interrupted run
     report = report_of(state, figures.draw(state.blocks, state.matrices, folder / "plots", state.finetuned))
+    assert state.checkpoint is not None  # noqa: S101 - found by the checks
+    atomic_write(folder / "model/README.md", card(state.loaded, state.plan, report, state.checkpoint).encode())
+    report = dataclasses.replace(report, exports=tuple(written(state, folder)))
     recipe = state.loaded.to_yaml()
     shown = [*sections(report, recipe)]
-    assert state.checkpoint is not None  # noqa: S101 - found by the checks
     for name, text in {
         "recipe.yaml": recipe,
         "plan.json": json.dumps(state.plan.to_dict(), indent=1) + "\n",
         "report.md": markdown.page(shown),
         "report.html": html.page(shown, folder),
         "report.json": report.to_json(),
-        "model/README.md": card(state.loaded, state.plan, report, state.checkpoint),
     }.items():
         atomic_write(folder / name, text.encode())
     state.report_progress("save", 1, 1)

@@ -9,6 +9,7 @@ from compressx.evaluation.stage import EvaluateDense, EvaluatePruned
 from compressx.models.architecture import find_blocks, refuse_prepared
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_skeleton, load_tokenizer
+from compressx.pipeline.exporting import Export
 from compressx.pipeline.inputs import Inputs
 from compressx.pipeline.saving import Save
 from compressx.planning.make import check_rules, make_plan
@@ -22,7 +23,7 @@ from compressx.training.stage import Finetune, ReconstructBlock
 
 STAGES: tuple[Stage, ...] = (
     Inputs(), SelectTokens(), EvaluateDense(), ScoreBlocks(), Sensitivities(), Allocate(), Prune(), ReconstructBlock(),
-    EvaluatePruned(saved=False), Finetune(), Shrink(), Save(), EvaluatePruned(saved=True),
+    EvaluatePruned(saved=False), Finetune(), Shrink(), Save(), EvaluatePruned(saved=True), Export(),
 )  # fmt: skip
 """To add a stage, write a class with those methods of `Stage` that it needs in its feature's package, and name it."""
 

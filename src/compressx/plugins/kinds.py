@@ -6,6 +6,7 @@ A new kind needs a hook in `compressx.api.hooks`, a spec class in `compressx.api
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
@@ -13,6 +14,7 @@ from typing import Any, Generic, TypeVar, get_args
 from pydantic import BaseModel
 
 from compressx.api.evaluator import EvaluatorSpec
+from compressx.api.exporter import ExporterSpec
 from compressx.api.patterns import Group
 from compressx.api.pruner import PrunerSpec
 from compressx.api.selector import TokenSelectorSpec
@@ -86,8 +88,14 @@ def _check_selector(spec: TokenSelectorSpec) -> None:
         raise TypeError(f"token selector {spec.name!r} has needles {spec.needles!r:.80}, which is not callable")
 
 
+def _check_exporter(spec: ExporterSpec) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", spec.name):
+        raise TypeError(f"exporter {spec.name!r} names no folder; expected letters, digits, _, . and -")
+
+
 PRUNER = Kind("pruner", "pruners", PrunerSpec, _check_pruner)
 TOKEN_SELECTOR = Kind("token selector", "token_selectors", TokenSelectorSpec, _check_selector)
 EVALUATOR = Kind("evaluator", "evaluators", EvaluatorSpec)
+EXPORTER = Kind("exporter", "exporters", ExporterSpec, _check_exporter)
 
-KINDS: tuple[Kind[Any], ...] = (PRUNER, TOKEN_SELECTOR, EVALUATOR)
+KINDS: tuple[Kind[Any], ...] = (PRUNER, TOKEN_SELECTOR, EVALUATOR, EXPORTER)

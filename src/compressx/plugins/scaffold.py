@@ -1,4 +1,4 @@
-"""Create a new plugin package: a working pruner or token selector, its tests, and its entry point."""
+"""Create a new plugin package: a working example of a kind, its tests, and its entry point."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from compressx.plugins.kinds import PRUNER, TOKEN_SELECTOR, Kind
+from compressx.plugins.kinds import EVALUATOR, EXPORTER, PRUNER, TOKEN_SELECTOR, Kind
 from compressx.runtime.errors import ArtifactError, PluginError
 from compressx.runtime.files import atomic_write
 
@@ -20,6 +20,8 @@ KINDS: dict[str, tuple[Kind[Any], tuple[str, ...]]] = {
     "pruner": (PRUNER, ("shared", "pruner")),
     "structured": (PRUNER, ("shared", "pruner", "structured")),
     "selector": (TOKEN_SELECTOR, ("shared", "selector")),
+    "evaluator": (EVALUATOR, ("shared", "evaluator")),
+    "exporter": (EXPORTER, ("shared", "exporter")),
 }
 """What it offers, and its folders; a file of a later one replaces that of an earlier one."""
 
@@ -38,7 +40,7 @@ def check_name(name: str) -> None:
 
 
 def new_plugin(name: str, parent: Path, kind: str = "pruner") -> Path:
-    """Write a plugin package `compressx-NAME` with a working pruner, of weights or of units, or token selector NAME.
+    """Write a plugin package `compressx-NAME` with a working example NAME of a kind.
 
     Args:
         name: of the plugin and of what it offers.

@@ -9,9 +9,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, Field, StrictBool
+from pydantic import BaseModel, BeforeValidator, Field, StrictBool
 from pydantic.errors import PydanticInvalidForJsonSchema
 
 from compressx.recipe.allocation import AllocationField
@@ -22,6 +22,20 @@ from compressx.recipe.sources import Calibration, ComputeDtype, DatasetSource, D
 from compressx.recipe.training import Finetune, ReconstructBlock
 from compressx.recipe.validation import Strict, validated
 from compressx.runtime.errors import RecipeError
+
+
+def _format_from_text(value: object) -> object:
+    return {"format": value} if isinstance(value, str) else value
+
+
+class ExportFormat(Strict):
+    """A format to write."""
+
+    format: str = Field(description="name of the exporter")
+    options: dict[str, Any] = Field(default_factory=dict, description="the exporter's own options")
+
+
+FormatField = Annotated[ExportFormat, BeforeValidator(_format_from_text, json_schema_input_type=str | ExportFormat)]
 
 
 class Recipe(Strict):
@@ -78,6 +92,15 @@ class Recipe(Strict):
         description="which tokens of a long prompt the pruned model reads: in evaluate.needle and in lm_eval's tasks "
         "that generate text, and by default in compressx generate",
         examples=[{"selector": "retrieval-heads", "keep": 0.125}],
+    )
+    export: list[
+        Annotated[ExportFormat, BeforeValidator(_format_from_text, json_schema_input_type=str | ExportFormat)]
+    ] = Field(
+        default=[ExportFormat(format="safetensors")],
+        min_length=1,
+        description="formats in which the pruned model is written: safetensors into the folder model, others into a "
+        "folder of their name in exports",
+        examples=[["safetensors", "packed"]],
     )
     deterministic: StrictBool = Field(
         False, description="take deterministic algorithms, for the same result on a GPU each time; slower"
@@ -209,6 +232,7 @@ _ARGUMENT = "the argument calibration"
 _NOT_IN_MEMORY = {
     "model": "the model is the one that is passed to prune; leave it out, or call compressx.run",
     "output": "a model in memory is pruned without writing files; leave it out, or call compressx.run",
+    "export": "a model in memory is not written; leave it out, or call compressx.run",
     "shrink": "the smaller model is written to an output folder; leave it out, or call compressx.run",
 }
 
@@ -263,6 +287,7 @@ def json_schema(offers: Mapping[str, Models]) -> dict[str, Any]:
     definitions = schema["$defs"]
     _add_options(definitions, "pruner", ("Rule", "Reconstruction"), offers.get("pruners", {}))
     _add_options(definitions, "selector", ("SelectTokens",), offers.get("token_selectors", {}))
+    _add_options(definitions, "format", ("ExportFormat",), offers.get("exporters", {}))
     evaluators = {
         name: {"anyOf": [{"$ref": _defined(definitions, "evaluator", name, model)}, {"type": "null"}]}
         for name, model in offers.get("evaluators", {}).items()

@@ -10,20 +10,20 @@ import torch
 from pydantic import BaseModel
 
 from compressx.api.patterns import Asked
-from compressx.api.pruner import PrunerSpec, Statistic
-from compressx.api.selector import TokenSelectorSpec
+from compressx.api.pruner import Statistic
 from compressx.recipe.validation import validate_options
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.testing import agreement, answers, depth, untouched
 from compressx.testing.subject import NoSuchPromiseError, Subject, Whole, expect
 
 
-def validated_options(spec: PrunerSpec | TokenSelectorSpec, given: Mapping[str, Any]) -> BaseModel:
+def validated_options(spec: Any, given: Mapping[str, Any]) -> BaseModel:
     """Validate options as a recipe's are."""
-    return validate_options(spec.options, given, lambda *loc: ".".join(["options", *map(str, loc)]))
+    model: type[BaseModel] = spec.options
+    return validate_options(model, given, lambda *loc: ".".join(["options", *map(str, loc)]))
 
 
-def options_round_trip(spec: PrunerSpec | TokenSelectorSpec, given: Mapping[str, Any]) -> None:
+def options_round_trip(spec: Any, given: Mapping[str, Any]) -> None:
     """Check that options, written as JSON, are read back as they were."""
     options = validated_options(spec, given)
     again = validated_options(spec, options.model_dump(mode="json", by_alias=True))

@@ -1,4 +1,4 @@
-"""What plugins promise, as checks that anyone's pruner or token selector can be put through.
+"""What plugins promise, as checks that anything a plugin offers can be put through.
 
 Each check runs on a tiny random model of each architecture, on the path that a run takes: the host observes, asks, and
 refuses what breaks the contract. What a plugin may refuse it has to refuse at first, a pruner in `PrunerSpec.check`,
@@ -16,9 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel
 
-from compressx.api.pruner import PrunerSpec
-from compressx.api.selector import TokenSelectorSpec
-from compressx.plugins.kinds import PRUNER, TOKEN_SELECTOR, Kind
+from compressx.plugins.kinds import EVALUATOR, EXPORTER, PRUNER, TOKEN_SELECTOR, Kind
 from compressx.runtime.errors import (
     CompressxError,
     PluginError,
@@ -29,6 +27,7 @@ from compressx.runtime.errors import (
 )  # fmt: skip
 from compressx.testing.checks import CHECKS, options_round_trip, plans, validated_options
 from compressx.testing.models import TINY_CONFIGS
+from compressx.testing.saved import EVALUATOR_CHECKS, EXPORTER_CHECKS, SavedSubject, measures, writes
 from compressx.testing.selectors import SELECTOR_CHECKS, SelectorSubject, asks
 from compressx.testing.subject import NoSuchPromiseError, RefusedError, Subject
 from compressx.testing.surroundings import kept
@@ -73,7 +72,7 @@ def by_cause(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
 
 
 class ConformanceError(AssertionError):
-    """A pruner or token selector that breaks its contract; the message lists every check that failed."""
+    """Something that breaks its contract; the message lists every check that failed."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,8 @@ class _Kit:
 _KITS = (
     _Kit(PRUNER, Subject, ("plans without weights", plans), CHECKS),
     _Kit(TOKEN_SELECTOR, SelectorSubject, ("asks for scores that are there", asks), SELECTOR_CHECKS),
+    _Kit(EVALUATOR, SavedSubject, ("measures a model", measures), EVALUATOR_CHECKS),
+    _Kit(EXPORTER, SavedSubject, ("writes a model", writes), EXPORTER_CHECKS),
 )
 
 
@@ -114,41 +115,19 @@ def known_architectures(names: Sequence[str]) -> Sequence[str]:
     return names or ARCHITECTURES
 
 
-def check_pruner(
-    spec: PrunerSpec, *, options: Mapping[str, Any] | None = None, architectures: Sequence[str] = ARCHITECTURES
+def check_plugin(
+    spec: Any, *, options: Mapping[str, Any] | None = None, architectures: Sequence[str] = ARCHITECTURES
 ) -> None:
-    """Put a pruner through every check; for its author's tests.
+    """Put what a plugin offers through every check; for its author's tests.
 
     Args:
-        spec: what the plugin offers.
+        spec: a `PrunerSpec`, `TokenSelectorSpec`, `EvaluatorSpec` or `ExporterSpec`.
         options: as a recipe would give them; needed when some have no default.
         architectures: keys of `TINY_CONFIGS`. One at least has to be accepted.
 
     Raises:
-        ConformanceError: a check that failed, or no architecture that the pruner accepts.
+        ConformanceError: a check that failed, or no architecture that is accepted.
     """
-    _expect_no_failure(spec, options, architectures)
-
-
-def check_selector(
-    spec: TokenSelectorSpec, *, options: Mapping[str, Any] | None = None, architectures: Sequence[str] = ARCHITECTURES
-) -> None:
-    """Put a token selector through every check; for its author's tests.
-
-    Args:
-        spec: what the plugin offers.
-        options: as a user would give them; needed when some have no default.
-        architectures: keys of `TINY_CONFIGS`. One at least has to be accepted.
-
-    Raises:
-        ConformanceError: a check that failed, or no architecture that the selector accepts.
-    """
-    _expect_no_failure(spec, options, architectures)
-
-
-def _expect_no_failure(
-    spec: PrunerSpec | TokenSelectorSpec, options: Mapping[str, Any] | None, architectures: Sequence[str]
-) -> None:
     outcomes = conformance(spec, options=options, architectures=architectures)
     if failed := [o for o in outcomes if o.status == "failed"]:
         lines = [f"  {x[0]}" + (f" [and {len(x) - 1} more for this cause]" if x[1:] else "") for x in by_cause(failed)]
@@ -157,10 +136,10 @@ def _expect_no_failure(
 
 
 def conformance(
-    spec: PrunerSpec | TokenSelectorSpec, *, options: Mapping[str, Any] | None = None,
+    spec: Any, *, options: Mapping[str, Any] | None = None,
     architectures: Sequence[str] = ARCHITECTURES,
 ) -> Iterator[Outcome]:  # fmt: skip
-    """Put a pruner or token selector through every check, one after the other.
+    """Put what a plugin offers through every check, one after the other.
 
     Args:
         spec: what the plugin offers.

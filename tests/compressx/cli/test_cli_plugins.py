@@ -118,10 +118,10 @@ def test_a_mistake_is_named():
         (["check", "attnprune", "--set", "modus=joint"], "--set modus: unknown option 'modus'; did you mean 'mode'?"),
         (["check", "attnprune", "--set", "mode"], "expected KEY"),
         (["new", "Not A Name"], "invalid plugin name 'Not A Name'"),
-        (["check", "snapvk"], "evaluator 'snapvk'; did you mean 'snapkv'?"),
+        (["check", "snapvk"], "evaluator or exporter 'snapvk'; did you mean 'snapkv'?"),
         (["check", "snapkv", "--set", "blok=1"], "--set blok: unknown option 'blok'; did you mean 'block'?"),
-        (["new", "wanda"], "a plugin, pruner or token selector 'wanda' exists already"),
-        (["new", "random"], "a plugin, pruner or token selector 'random' exists already"),
+        (["new", "wanda"], "'wanda' exists already"),
+        (["new", "random"], "'random' exists already"),
         (["new", "mine", "--kind", "selektor"], "'selektor' is not one of 'pruner', 'structured', 'selector'"),
     ):
         assert complaint in refused("plugins", *arguments)

@@ -77,7 +77,8 @@ class Reacting:
 
 
 def offering(plugins: Plugins, spec: compressx.PrunerSpec) -> Plugins:
-    return dataclasses.replace(plugins, offers={"pruners": {**plugins.offers["pruners"], spec.name: spec}})
+    pruners = {**plugins.offers["pruners"], spec.name: spec}
+    return dataclasses.replace(plugins, offers={**plugins.offers, "pruners": pruners})
 
 
 def test_a_pruner_that_reads_sensitivities_alone_is_given_text(model, plugins):

@@ -19,7 +19,7 @@ from compressx.cli.plugins import plugins_new
 from compressx.plugins.kinds import TOKEN_SELECTOR
 from compressx.plugins.scaffold import KINDS, new_plugin
 from compressx.runtime.errors import ArtifactError
-from compressx.testing import check_selector, tiny_model, tiny_tokens
+from compressx.testing import check_plugin, tiny_model, tiny_tokens
 
 GUIDE = Path(__file__).parents[3] / "docs/write-a-selector.md"
 
@@ -47,10 +47,10 @@ def package(project: Path, kind: str) -> Iterator[Path]:
 
 def test_a_new_package_offers_one_thing_of_its_name_and_says_so_in_its_metadata(package: Path, kind: str) -> None:
     (record,) = [r for r in load_plugins().records if r.name == "my-own"]
-    key = "token_selectors" if kind == "selector" else "pruners"
-    assert {key: names for key, names in record.offers.items() if names} == {key: ("my-own",)}
+    offered = KINDS[kind][0]
+    assert {key: names for key, names in record.offers.items() if names} == {offered.key: ("my-own",)}
     metadata = (package / "pyproject.toml").read_text()
-    assert f'description = "A {"token selector" if kind == "selector" else "pruner"} for compressx"' in metadata
+    assert f'description = "compressx plugin: the {offered.name} my-own"' in metadata
     assert '\nmy-own = "compressx_my_own"\n' in metadata
 
 
@@ -128,7 +128,7 @@ def test_the_other_programs_of_the_guide_run_and_what_they_define_keeps_every_pr
     for program in programs:
         exec(program, names)  # noqa: S102 - our own page
     assert names["short"].input_ids.shape == (2, 36), "by default the first four and the last 32 tokens are kept"
-    check_selector(names["spec"], architectures=["llama"])
+    check_plugin(names["spec"], architectures=["llama"])
     names["test_the_selector_keeps_every_promise"]()
 
 

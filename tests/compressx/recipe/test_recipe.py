@@ -167,8 +167,8 @@ def test_a_dict_has_paths_for_places() -> None:
 def test_a_misspelt_key_names_the_nearest_valid_one() -> None:
     assert refusal(GOOD + "evalute: null\n") == (
         "r.yaml:10:1: unknown key 'evalute'; did you mean 'evaluate'? "
-        "valid: allocation, calibration, compute_dtype, deterministic, evaluate, finetune, ignore, model, output, "
-        "prune, reconstruct_block, select_tokens and 1 more"
+        "valid: allocation, calibration, compute_dtype, deterministic, evaluate, export, finetune, ignore, model, "
+        "output, prune, reconstruct_block and 2 more"
     )
 
 

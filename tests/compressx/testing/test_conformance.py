@@ -12,7 +12,7 @@ from tests.compressx.testing.promises import broken_promise
 from torch import nn
 
 from compressx import FeatureNorms, Hessian, PruneResult, PrunerSpec, UnsupportedModelError, keep_mask, keep_masks
-from compressx.testing import ConformanceError, check_pruner, conformance
+from compressx.testing import ConformanceError, check_plugin, conformance
 from compressx.testing.checks import CHECKS
 from compressx.testing.conformance import Outcome, _outcome, by_cause
 from compressx.testing.subject import Subject
@@ -21,7 +21,7 @@ from compressx.testing.subject import Subject
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "other"), list(zip(BUILT_IN, itertools.cycle(["gpt2", "gemma3", "mixtral"]))))
 def test_every_pruner_that_is_shipped_keeps_its_promises(name, other):
-    check_pruner(BUILT_IN[name], architectures=["mixtral" if "experts" in BUILT_IN[name].units else other])
+    check_plugin(BUILT_IN[name], architectures=["mixtral" if "experts" in BUILT_IN[name].units else other])
 
 
 class Options(BaseModel):
@@ -363,7 +363,7 @@ def test_what_a_check_says_stands_in_the_error_with_pruner_and_architecture():
     with pytest.raises(
         ConformanceError, match=r"pruner 'mine' fails 1 checks:\n  leaves the process as it is \(llama\): "
     ):
-        check_pruner(spec(PrintsWhilePlanning), architectures=["llama"])
+        check_plugin(spec(PrintsWhilePlanning), architectures=["llama"])
 
 
 class Strict(BaseModel):
@@ -540,4 +540,4 @@ def test_what_a_pruner_does_to_its_process_is_undone_after_each_check_and_nothin
 
 def test_an_architecture_that_is_none_is_the_callers_mistake():
     with pytest.raises(UnsupportedModelError, match="no tiny model 'lama'; did you mean 'llama'"):
-        check_pruner(spec(), architectures=["lama"])
+        check_plugin(spec(), architectures=["lama"])

@@ -12,17 +12,17 @@ from tests.compressx.built_in import SELECTORS
 
 from compressx import AttentionRows, TokenSelectorSpec, UnsupportedModelError
 from compressx.numerics.tokens import attention_mass, highest, pooled
-from compressx.testing import ConformanceError, check_selector, conformance
+from compressx.testing import ConformanceError, check_plugin, conformance
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SELECTORS)
 def test_every_selector_that_is_shipped_keeps_its_promises(name: str) -> None:
-    check_selector(SELECTORS[name])
+    check_plugin(SELECTORS[name])
 
 
 def test_so_do_several_heads_with_more_queries_than_a_prompt_has_tokens() -> None:
-    check_selector(SELECTORS["retrieval-heads"], options={"heads": 3, "queries": 100}, architectures=["llama"])
+    check_plugin(SELECTORS["retrieval-heads"], options={"heads": 3, "queries": 100}, architectures=["llama"])
 
 
 class Options(BaseModel):
@@ -195,7 +195,7 @@ def test_an_error_names_the_line_of_the_selector() -> None:
     with pytest.raises(
         ConformanceError, match=r"token selector 'mine' fails 3 checks:\n.*test_selectors.py, line \d+\)"
     ):
-        check_selector(spec(answering(causal_alone)), architectures=["llama"])
+        check_plugin(spec(answering(causal_alone)), architectures=["llama"])
 
 
 def refuses(rows, facts):
@@ -219,7 +219,7 @@ def test_a_model_that_cannot_be_read_is_refused_and_one_has_to_be_accepted(broke
 
 
 def test_a_selector_that_reads_no_attention_is_accepted_by_every_model() -> None:
-    check_selector(SELECTORS["recent"], architectures=["mistral", "bloom"])
+    check_plugin(SELECTORS["recent"], architectures=["mistral", "bloom"])
 
 
 class Doubled(BaseModel):

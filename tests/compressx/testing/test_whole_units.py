@@ -12,7 +12,7 @@ from tests.compressx.testing.promises import broken_promise
 from torch import Tensor
 
 from compressx import FeatureNorms, PruneResult, PrunerSpec, Structured, keep_masks
-from compressx.testing import check_pruner, conformance
+from compressx.testing import check_plugin, conformance
 
 UNITS = ("neurons", "kv-groups")
 
@@ -78,7 +78,7 @@ def test_a_pruner_of_weights_and_units_is_asked_for_both():
         seen.update(p.unit if isinstance(p, Structured) else type(p).__name__ for p in patterns.values())
         return results
 
-    check_pruner(spec(changing(watch), groups=("row",), nm=True), architectures=["llama"])
+    check_plugin(spec(changing(watch), groups=("row",), nm=True), architectures=["llama"])
     assert seen == {"Unstructured", "NM", *UNITS}
 
 

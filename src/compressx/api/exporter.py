@@ -1,0 +1,55 @@
+"""What an exporter is given: the contract between the host and plugins that write models in other formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from compressx.masks.maskset import MaskSet
+    from compressx.models.access import Access
+
+
+@dataclass(frozen=True, eq=False)
+class FinishedModel:
+    """A pruned model to write; nothing of it, and no file of its folder, may be changed.
+
+    Attributes:
+        folder: the model as transformers reads it: config, tokenizer, and weights with zeros as dense safetensors.
+        access: its weights, in memory or streamed from disk; `access.model` is the transformers model.
+        tokenizer: its tokenizer.
+        masks: which weights are kept, by the names of linears.
+    """
+
+    folder: Path
+    access: Access
+    tokenizer: Any
+    masks: MaskSet
+
+
+class Exporter(Protocol):
+    """Writes models in one format."""
+
+    def export(self, model: FinishedModel, folder: Path) -> None:
+        """Write a model into `folder`, which is new and empty, and nowhere else."""
+
+
+@dataclass(frozen=True)
+class ExporterSpec:
+    """How a plugin offers an exporter to recipes.
+
+    Attributes:
+        name: what a recipe writes after `format:`, and the folder below `exports` that is written.
+        summary: one line for people.
+        options: pydantic model of the recipe's `options:`; unknown options are refused whatever its own config says.
+        build: makes the exporter from validated options.
+    """
+
+    name: str
+    summary: str
+    options: type[BaseModel]
+    build: Callable[[Any], Exporter]

@@ -1,0 +1,170 @@
+"""What evaluators and exporters promise, on a tiny model that is saved with its tokenizer; each check raises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from compressx.api.evaluator import EvaluatedModel, EvaluatorSpec, Figures
+from compressx.api.exporter import ExporterSpec, FinishedModel
+from compressx.evaluation.evaluators import ready
+from compressx.masks.file import MaskEntry, weight_sha256
+from compressx.masks.maskset import MaskSet
+from compressx.models.access import InMemory
+from compressx.models.architecture import survey
+from compressx.runtime.errors import CompressxError, PluginError, blamed_on
+from compressx.runtime.quiet import quiet_libraries
+from compressx.testing.models import save_tiny_model
+from compressx.testing.subject import RefusedError, expect
+from compressx.testing.surroundings import kept, reseed
+from compressx.testing.untouched import Snapshot
+
+
+@dataclass(frozen=True)
+class SavedSubject:
+    """An evaluator or exporter, with its options and the name of a tiny model."""
+
+    spec: Any
+    options: BaseModel
+    architecture: str
+
+
+@contextmanager
+def _finished(subject: SavedSubject) -> Iterator[FinishedModel]:
+    """Yield a new tiny model, half of whose weights are zero, in the folder `model` of an empty folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with TemporaryDirectory(prefix="compressx-") as place, quiet_libraries():
+        folder = save_tiny_model(Path(place) / "model", subject.architecture)
+        access = InMemory(AutoModelForCausalLM.from_pretrained(folder).eval())
+        masks = MaskSet({
+            name: MaskEntry(linear.weight > 0, "50% layer", "random", weight_sha256(linear.weight))
+            for name, linear in survey(access.model).linears.items()
+        })  # fmt: skip
+        masks.apply(access.model)
+        access.model.save_pretrained(folder)
+        yield FinishedModel(folder, access, AutoTokenizer.from_pretrained(folder), masks)
+
+
+def _figures(subject: SavedSubject, found: FinishedModel) -> Figures:
+    spec: EvaluatorSpec = subject.spec
+    evaluator = ready(spec, subject.options, found.tokenizer, found.access.model)
+    return evaluator.evaluate(EvaluatedModel(found.access, found.tokenizer))
+
+
+def measures(subject: SavedSubject) -> None:
+    """Measure a model; one that it says it cannot measure is refused."""
+    try:
+        with _finished(subject) as found:
+            figures = _figures(subject, found)
+    except CompressxError as refusal:
+        if isinstance(refusal, PluginError):
+            raise
+        raise RefusedError(str(refusal)) from refusal
+    expect(bool(figures), "evaluate returned no figure")
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{name}.{key}".removeprefix("."))
+    elif isinstance(value, list):
+        for row in value:
+            yield from _numbers(row, name)
+    elif isinstance(value, int | float):
+        yield name, value
+
+
+def _finite(subject: SavedSubject) -> None:
+    with _finished(subject) as found:
+        figures = _numbers(_figures(subject, found))
+    wrong = [f"{name} is {value}" for name, value in figures if not math.isfinite(value)]
+    expect(not wrong, f"{', '.join(wrong)}; raise a CalibrationError that says why it cannot be measured")
+
+
+def _deterministic(subject: SavedSubject) -> None:
+    answers = []
+    for seed in (0, 1):
+        with _finished(subject) as found, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            answers.append(_figures(subject, found))
+    expect(answers[0] == answers[1], f"with other global seeds it measured {answers[1]}, before {answers[0]}")
+
+
+def _export(subject: SavedSubject, found: FinishedModel) -> Path:
+    spec: ExporterSpec = subject.spec
+    folder = found.folder.parent / "exports" / spec.name
+    folder.mkdir(parents=True)
+    with blamed_on(f"exporter {spec.name!r}"):
+        spec.build(subject.options).export(found, folder)
+    return folder
+
+
+def writes(subject: SavedSubject) -> None:
+    """Write a model; one that it says it cannot write is refused."""
+    try:
+        with _finished(subject) as found:
+            folder = _export(subject, found)
+            expect(any(path.is_file() for path in folder.rglob("*")), "export wrote no file into its folder")
+    except CompressxError as refusal:
+        if isinstance(refusal, PluginError):
+            raise
+        raise RefusedError(str(refusal)) from refusal
+
+
+def _inside(subject: SavedSubject) -> None:
+    """Compare the files beside the folder before and after."""
+    with _finished(subject) as found:
+
+        def others(but: Path) -> dict[str, bytes]:
+            place = found.folder.parent
+            files = (path for path in place.rglob("*") if path.is_file() and not path.is_relative_to(but))
+            return {path.relative_to(place).as_posix(): path.read_bytes() for path in files}
+
+        before = others(found.folder.parent / "exports" / subject.spec.name)
+        now = others(_export(subject, found))
+    changed = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
+    expect(not changed, f"outside its folder it changed {', '.join(changed[:3])}; write into `folder` alone")
+
+
+def _untouched(use: Callable[[SavedSubject, FinishedModel], object]) -> Callable[[SavedSubject], None]:
+    def check(subject: SavedSubject) -> None:
+        with _finished(subject) as found:
+            before = Snapshot(found.access.model)
+            use(subject, found)
+            before.expect_same()
+
+    return check
+
+
+def _process(use: Callable[[SavedSubject, FinishedModel], object]) -> Callable[[SavedSubject], None]:
+    def check(subject: SavedSubject) -> None:
+        with _finished(subject) as found:
+            reseed()
+            with kept() as changes:
+                use(subject, found)
+                told = changes()
+        expect(not told, "; ".join(told))
+
+    return check
+
+
+EVALUATOR_CHECKS: Mapping[str, Callable[[SavedSubject], None]] = {
+    "figures are finite": _finite,
+    "deterministic": _deterministic,
+    "leaves the model as it is": _untouched(_figures),
+    "leaves the process as it is": _process(_figures),
+}
+EXPORTER_CHECKS: Mapping[str, Callable[[SavedSubject], None]] = {
+    "writes only into its folder": _inside,
+    "leaves the model as it is": _untouched(_export),
+    "leaves the process as it is": _process(_export),
+}
