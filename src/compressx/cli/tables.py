@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from compressx.api.evaluator import Figures
     from compressx.evaluation.saved import Applied
     from compressx.masks.inspect import Inspected, Inspection
-    from compressx.pipeline.sizes import Sizes
+    from compressx.pipeline.sizes import RunSizes
     from compressx.pipeline.timed import RunTime
     from compressx.planning.plan import Plan
     from compressx.plugins.record import PluginRecord
@@ -71,7 +71,7 @@ def of_plan(plan: Plan, *, every: bool = False) -> Iterator[Section]:
         )
 
 
-def of_sizes(sizes: Sizes) -> Iterator[Section]:
+def of_sizes(sizes: RunSizes) -> Iterator[Section]:
     """Yield the memory of each stage of a run and its disk, by part."""
     for stage, parts in sizes.memory.items():
         yield Section(note=f"memory to {stage}: at least {_bytes(parts)}")

@@ -31,7 +31,7 @@ _TRAINED = 5 * 4
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RunSizes:
     """What a run holds at least, in bytes.
 
     Attributes:
@@ -47,7 +47,7 @@ class Sizes:
         return {"memory_bytes": {stage: dict(parts) for stage, parts in self.memory.items()}, "disk_bytes": self.disk}
 
 
-def sizes_of(state: RunState) -> Sizes:
+def sizes_of(state: RunState) -> RunSizes:
     """Return what a planned run will hold on its device, at least."""
     recipe, planned, skeleton, device = state.recipe, state.plan, state.skeleton, state.device
     checkpoint, itemsize = state.checkpoint, state.dtype.itemsize
@@ -70,7 +70,7 @@ def sizes_of(state: RunState) -> Sizes:
         memory["finetune"] = finetuning_bytes(recipe, tuning, planned, skeleton, itemsize, teacher)
     throughout, beside = disk_bytes(*inputs)
     largest = max(beside, key=lambda part: beside[part])
-    return Sizes(memory, {**throughout, largest: beside[largest]})
+    return RunSizes(memory, {**throughout, largest: beside[largest]})
 
 
 def weight_bytes(skeleton: Any, itemsize: int, *, streamed: bool) -> dict[str, int]:

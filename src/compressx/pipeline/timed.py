@@ -33,7 +33,7 @@ from compressx.stages.state import Progress, RunState
 from compressx.stages.store import InMemoryStore
 
 _BEFORE = 2
-"""Dense blocks that the text passes before the block that is timed: later inputs take solvers as many steps."""
+"""Dense blocks that the text passes before the block that is timed, whichever that is: enough for plausible inputs."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RunTime:
 
     @property
     def total(self) -> float:
-        """Seconds of all state."""
+        """Seconds of all stages."""
         return sum(self.seconds.values())
 
     def to_dict(self) -> dict[str, Any]:

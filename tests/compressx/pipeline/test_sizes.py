@@ -16,7 +16,7 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import capture, each_block, passes
 from compressx.pipeline.run import loaded_recipe
-from compressx.pipeline.sizes import Sizes, sizes_of
+from compressx.pipeline.sizes import RunSizes, sizes_of
 from compressx.pipeline.stages import prepare
 from compressx.plugins.manager import load_plugins
 from compressx.stages.state import RunState
@@ -29,7 +29,7 @@ STATES = 8 * 32 * 64 * 4
 """Bytes of the hidden states of the calibration text."""
 
 
-def planned(folder: Path, *rules: Any, **sections: Any) -> tuple[Any, Any, Sizes]:
+def planned(folder: Path, *rules: Any, **sections: Any) -> tuple[Any, Any, RunSizes]:
     plugins = load_plugins()
     state = RunState(loaded_recipe(recipe(folder, *rules) | sections, (), plugins), plugins, measured=False)
     prepare(state)
