@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressx.evaluation.bench import Asked, bench
+from compressx.evaluation.bench import BenchSettings, bench
 from compressx.evaluation.saved import source_of
 from compressx.masks.tensor_cores import check_device
 from compressx.models.architecture import survey
@@ -84,7 +84,7 @@ def speeds(
         model.save_pretrained(folder / name)
     sources = [source_of(str(folder / name)) for name in ("dense", "2of4")]
     for batch in batches:
-        asked = Asked(lengths, batch, device=str(device), semi_structured=device.type == "cuda")
+        asked = BenchSettings(lengths, batch, device=str(device), semi_structured=device.type == "cuda")
         found = bench(sources, asked)
         for length in lengths:
             for measured in found.models:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from compressx._version import __version__
 from compressx.api.hooks import hookimpl
+from compressx.runtime.version import __version__
 
 if TYPE_CHECKING:
-    from compressx.api.depth import DepthPruner, StreamStatistic
     from compressx.api.evaluator import EvaluatedModel, Evaluator, EvaluatorSpec, ReadingEvaluator
     from compressx.api.exporter import Exporter, ExporterSpec, FinishedModel
     from compressx.api.lowest import drop_lowest
@@ -32,12 +31,14 @@ if TYPE_CHECKING:
     from compressx.api.pruner import (
         Block,
         BlockCall,
+        DepthPruner,
         Linear,
         PreparingPruner,
         Pruner,
         PruneResult,
         PrunerSpec,
         Statistic,
+        StreamStatistic,
     )
     from compressx.api.record import BlockReport, LayerReport, RunReport
     from compressx.api.routed import RoutedStatistic
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
 _HOME = {
     "runtime.errors": ["ArtifactError", "CalibrationError", "CompressxError", "PluginError", "RecipeError",
                "UnsupportedModelError"],
-    "api.depth": ["DepthPruner", "StreamStatistic"],
     "api.evaluator": ["EvaluatedModel", "Evaluator", "EvaluatorSpec", "ReadingEvaluator"],
     "api.exporter": ["Exporter", "ExporterSpec", "FinishedModel"],
     "api.lowest": ["drop_lowest"],
@@ -71,8 +71,8 @@ _HOME = {
                  "keep_mask", "keep_masks"],
     "api.projections": ["Projections", "Rows", "find_projections", "head_size"],
     "plugins.manager": ["Plugins", "load_plugins"],
-    "api.pruner": ["Block", "BlockCall", "Linear", "PreparingPruner", "PruneResult", "Pruner", "PrunerSpec",
-               "Statistic"],
+    "api.pruner": ["Block", "BlockCall", "DepthPruner", "Linear", "PreparingPruner", "PruneResult", "Pruner",
+               "PrunerSpec", "Statistic", "StreamStatistic"],
     "api.record": ["BlockReport", "LayerReport", "RunReport"],
     "api.routed": ["RoutedStatistic"],
     "models.units": ["find_units"],

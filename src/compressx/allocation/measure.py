@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class UnitCurve:
     """What the sparsities of one unit cost, each measured with everything else dense.
 
     Attributes:
@@ -63,7 +63,7 @@ def measure(
     access: Access, units: Sequence[Unit], seen: Sequence[Tensor], held_out: Sequence[Tensor],
     sparsities: Sequence[float], sensitivities: Mapping[str, Tensor] = MappingProxyType({}),
     keep: Keep = in_memory, progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> Iterator[tuple[Measured, ...]]:  # fmt: skip
+) -> Iterator[tuple[UnitCurve, ...]]:  # fmt: skip
     """Measure every unit in the decoder blocks. Weights are restored to the bit afterwards, also after an error.
 
     Args:
@@ -92,7 +92,7 @@ def measure(
     output_gradients = gradients(access, survey(access.model), blocks, held_out, keep, progress)
     learnt = len(seen)
 
-    def visit(dense: _Dense) -> tuple[Measured, ...]:
+    def visit(dense: _Dense) -> tuple[UnitCurve, ...]:
         mine = [u for u in units if u.block == dense.block.fqn]
         by_rule: dict[PlannedRule, list[str]] = {}
         for linear in (x for u in mine for x in u.linears):
@@ -206,7 +206,7 @@ def _measure(
     linears: Mapping[str, Linear],
     ask: Callable[[Patterns], Iterator[tuple[str, Decision]]],
     stream: _Stream,
-) -> Measured:
+) -> UnitCurve:
     """Prune a unit to one sparsity after the other, each time from its dense weights."""
     found: dict[float, float] = {}
     for wanted in sparsities:
@@ -222,7 +222,7 @@ def _measure(
                 f"{unit.block}: with {unit.linears[0].name} at sparsity {sparsity} ({unit.label}) the divergence "
                 "of the predictions is not finite; leave that sparsity out of allocation.sparsities"
             )
-    return Measured(unit, tuple(found), tuple(found.values()))
+    return UnitCurve(unit, tuple(found), tuple(found.values()))
 
 
 @contextmanager

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from compressx.models.access import Access
-    from compressx.prompts.selection import Selection
 
 Figures: TypeAlias = Mapping[str, float | Mapping[str, float | str | list[dict[str, float]]]]
 """What is measured, by name, as in `report.json`: a number, or a mapping of numbers, texts and tables."""
@@ -37,10 +35,10 @@ class EvaluatedModel:
         progress: called with the steps done and their total.
     """
 
-    access: Access
+    access: Any
     tokenizer: Any
     text: Any = None
-    selection: Callable[[], Selection] | None = None
+    selection: Callable[[], Any] | None = None
     progress: Callable[[int, int], None] = _nothing
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressx.api.depth import DepthPruner, StreamStatistic
-from compressx.api.pruner import Block, PruneResult
+from compressx.api.pruner import Block, DepthPruner, PruneResult, StreamStatistic
 from compressx.blocks.exchange import reduce_
 from compressx.blocks.observe import unchanged
 from compressx.models.access import Access

@@ -6,7 +6,6 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 
-from compressx._version import __version__
 from compressx.api.names import kind_of
 from compressx.api.patterns import allocated_form
 from compressx.api.pruner import Block
@@ -21,6 +20,7 @@ from compressx.report import figures
 from compressx.report.section import Column, Section, Value, count_of, number_of, shaded, table
 from compressx.runtime.errors import Mistakes
 from compressx.runtime.ranks import refuse_few_windows
+from compressx.runtime.version import __version__
 from compressx.stages.state import RunState, Stage
 
 _SECONDS = Column("seconds", ".1f")

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import click
 
-from compressx._version import __version__
 from compressx.cli.bench import bench
 from compressx.cli.common import Host
 from compressx.cli.files import pack, unpack
@@ -18,6 +17,7 @@ from compressx.cli.models import apply, evaluate, init, inspect
 from compressx.cli.plugins import plugins
 from compressx.cli.prompts import generate
 from compressx.cli.runs import compare, plan, run, schema, sweep
+from compressx.runtime.version import __version__
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog="Example: compressx init ./my-model")

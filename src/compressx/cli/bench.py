@@ -41,7 +41,7 @@ def bench(
     are compared. Each is loaded in a process of its own, so memory is measured for each.
     """
     from compressx.cli import terminal
-    from compressx.evaluation.bench import Asked
+    from compressx.evaluation.bench import BenchSettings
     from compressx.evaluation.bench import bench as timed
     from compressx.evaluation.saved import source_of
     from compressx.report.speeds import Length
@@ -49,7 +49,7 @@ def bench(
 
     read, written = _numbers("--prompt-tokens", prompts or ("512",)), _numbers("--new-tokens", news)
     lengths = [Length(p, n) for p in read for n in written]
-    asked = Asked(tuple(lengths), batch, rounds, seed, device, threads, semi_structured, fit=not prompts)
+    asked = BenchSettings(tuple(lengths), batch, rounds, seed, device, threads, semi_structured, fit=not prompts)
     asked.check()
     if output is not None:
         with os_errors_named("write", output):  # before the minutes that timing takes

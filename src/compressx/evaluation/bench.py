@@ -25,7 +25,7 @@ from compressx.models.loading import load_skeleton
 from compressx.models.packed_folder import is_packed, sizes_of
 from compressx.models.shards import files_of
 from compressx.recipe.sources import ModelSource
-from compressx.report.speeds import STAGES, Bench, Length, Measured, Stage
+from compressx.report.speeds import STAGES, Bench, Length, ModelSpeed, Stage
 from compressx.runtime import errors
 from compressx.runtime.errors import CompressxError, OutOfMemoryError, RecipeError, UnsupportedModelError
 from compressx.runtime.rates import rates
@@ -50,7 +50,7 @@ Start: TypeAlias = Callable[[Task], AbstractContextManager[Worker]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class BenchSettings:
     """What is measured of every model.
 
     Attributes:
@@ -158,7 +158,7 @@ def process(task: Task) -> Iterator[Process]:
 
 
 def bench(
-    sources: Sequence[ModelSource], asked: Asked, *, start: Start = process, progress: Progress = lambda _: None
+    sources: Sequence[ModelSource], asked: BenchSettings, *, start: Start = process, progress: Progress = lambda _: None
 ) -> Bench:
     """Time models in turn: in every round and for every length one model after the other.
 
@@ -190,13 +190,13 @@ def bench(
             )
         seconds = _rounds(workers, names, asked, loaded, progress)
     models = [
-        Measured(name=name, seconds=measured, file_bytes=file_bytes(source, checkpoint), **found)
+        ModelSpeed(name=name, seconds=measured, file_bytes=file_bytes(source, checkpoint), **found)
         for name, measured, found, source, checkpoint in zip(names, seconds, loaded, sources, checkpoints, strict=True)
     ]
     return Bench(tuple(models), asked.batch, min(below), asked.seed, rates(device).copy)
 
 
-def _fitted(asked: Asked, names: Sequence[str], skeletons: Sequence[Any]) -> Asked:
+def _fitted(asked: BenchSettings, names: Sequence[str], skeletons: Sequence[Any]) -> BenchSettings:
     """Shorten prompts that may be shortened to what the models have positions for, and refuse what is too long."""
     for name, skeleton in zip(names, skeletons, strict=True):
         positions = getattr(text_config(skeleton), "max_position_embeddings", None)
@@ -210,7 +210,11 @@ def _fitted(asked: Asked, names: Sequence[str], skeletons: Sequence[Any]) -> Ask
 
 
 def _rounds(
-    workers: Sequence[Worker], names: Sequence[str], asked: Asked, loaded: Sequence[dict[str, Any]], progress: Progress
+    workers: Sequence[Worker],
+    names: Sequence[str],
+    asked: BenchSettings,
+    loaded: Sequence[dict[str, Any]],
+    progress: Progress,
 ) -> list[dict[Length, dict[Stage, list[float]]]]:
     """Return the seconds of every model, by length and stage; the peaks of memory are added to what was `loaded`."""
     seconds: list[dict[Length, dict[Stage, list[float]]]] = [

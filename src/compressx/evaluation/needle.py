@@ -43,7 +43,7 @@ class NeedleGrid(Strict):
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class NeedlePrompt:
     """A prompt of the grid.
 
     Attributes:
@@ -109,14 +109,14 @@ def needle_figures(
     }  # fmt: skip
 
 
-def grid(tokenizer: Any, hay: Tensor, settings: NeedleGrid) -> Iterator[Asked]:
+def grid(tokenizer: Any, hay: Tensor, settings: NeedleGrid) -> Iterator[NeedlePrompt]:
     """Yield every prompt of a grid; each begins elsewhere in the text if it can, and equally in every run."""
     depths = [i / (settings.depths - 1) for i in range(settings.depths)] if settings.depths > 1 else [0.5]
     for length in settings.lengths:
         for i, depth in enumerate(depths):
             for j, fact in enumerate(MEASURING[: settings.needles]):
                 start = (i * settings.needles + j) * 1009
-                yield Asked(length, depth, hidden(tokenizer, hay, fact, length, depth, start=start))
+                yield NeedlePrompt(length, depth, hidden(tokenizer, hay, fact, length, depth, start=start))
 
 
 def _mean(values: Sequence[float]) -> float:

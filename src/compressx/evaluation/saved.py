@@ -43,7 +43,7 @@ _SOURCE: TypeAdapter[ModelSource] = TypeAdapter(ModelField)
 _DEFAULT: Mapping[str, Any] = {"token_perplexity": {"dataset": "wikitext", "sequence_length": 2048}}
 
 
-class _Section(Strict):
+class _EvaluateOptions(Strict):
     evaluate: dict[str, Any]
     select_tokens: SelectTokens | None = None
 
@@ -78,7 +78,7 @@ def measures(
         CalibrationError: a local text file that does not exist.
     """
     for key in (assignment.partition("=")[0] for assignment in overrides):
-        if (first := steps_of(key)[0]) not in (read := _Section.model_fields):
+        if (first := steps_of(key)[0]) not in (read := _EvaluateOptions.model_fields):
             told = f"{nearest(first, read)}it reads evaluate.KEY and select_tokens.KEY"
             raise RecipeError(f"--set {one_line(key):.80}: eval does not read it; {told}, and measures MODEL")
     if recipe is not None:
@@ -91,7 +91,7 @@ def measures(
         for assignment in overrides:
             root = override(root, assignment, long_form=long_form)
         placed = Placed(root)
-        selecting = validated(_Section, root.plain(), root.where).select_tokens
+        selecting = validated(_EvaluateOptions, root.plain(), root.where).select_tokens
     settings, offered = options_of(placed, plugins), plugins.offers[EVALUATOR.key]
     if not settings:
         raise RecipeError(f"{recipe or '--set'}: evaluate is empty; give it {', '.join(offered)}, or several of them")

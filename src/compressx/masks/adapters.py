@@ -14,7 +14,7 @@ The masks must not be held by `MaskSet.to_torch_ao`: PEFT freezes the weights an
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from compressx.runtime.errors import ArtifactError, did_you_mean
 
 if TYPE_CHECKING:
     from compressx.api.pruner import Linear
-    from compressx.masks.maskset import MaskSet
+    from compressx.masks.file import MaskEntry
 
 
 class Merged(NamedTuple):
@@ -42,7 +42,7 @@ class Merged(NamedTuple):
     outside: float
 
 
-def mask_adapters(model: Any, masks: MaskSet) -> None:
+def mask_adapters(model: Any, masks: Mapping[str, MaskEntry]) -> None:
     """Apply masks to the updates of a model's LoRA adapters, in place, for training, merging and inference.
 
     The adapters' files are not changed by it: call it again after loading them.
@@ -81,7 +81,7 @@ def mask_adapters(model: Any, masks: MaskSet) -> None:
         layer.lora_variant.update(dict.fromkeys(layer.lora_A, _MaskedUpdate()))
 
 
-def merge_adapters(model: Any, masks: MaskSet) -> Merged:
+def merge_adapters(model: Any, masks: Mapping[str, MaskEntry]) -> Merged:
     """Merge a model's active adapters into its weights, under the masks, in place.
 
     Any adapter that PEFT can merge is accepted, also one that was trained without `mask_adapters`; then a part of its
@@ -142,7 +142,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name.replace(".base_layer", ""), module  # adapters of fused experts are nested
 
 
-def _adapted(model: Any, masks: MaskSet) -> list[tuple[str, tuple[Any, list[Linear]]]]:
+def _adapted(model: Any, masks: Mapping[str, MaskEntry]) -> list[tuple[str, tuple[Any, list[Linear]]]]:
     """Return each layer of PEFT with the masked linears under it; check the weights and masks."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else None
     layers = [] if base is None else [*_layers(base)]

@@ -67,7 +67,7 @@ class _StoredMask(BaseModel):
     sha256: str = Field(pattern=_HEX_SHA256)
 
 
-class _Header(BaseModel):
+class _MasksHeader(BaseModel):
     """The JSON under the metadata key `compressx`; one key, because safetensors writes several in no fixed order."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -110,7 +110,7 @@ def _write(
         stored: the metadata of each mask, in order.
         packed: returns the bits in the same order; called twice, because the header has their digest.
     """
-    header = _Header(digest=_digest(stored, packed()), masks=dict(stored))
+    header = _MasksHeader(digest=_digest(stored, packed()), masks=dict(stored))
     described: dict[str, Any] = {"__metadata__": {"compressx": header.model_dump_json()}}
     end = 0
     for name, mask in stored.items():
@@ -256,14 +256,14 @@ def _digest(stored: Mapping[str, _StoredMask], packed: Iterable[Mapping[str, Ten
     return digest.hexdigest()
 
 
-def _read_header(path: Path, metadata: Mapping[str, str] | None) -> _Header:
+def _read_header(path: Path, metadata: Mapping[str, str] | None) -> _MasksHeader:
     text = (metadata or {}).get("compressx")
     if text is None:
         raise ArtifactError(f"{path} is a safetensors file, but not a masks file: its metadata has no key 'compressx'")
-    return validated(path, text, _Header)
+    return validated(path, text, _MasksHeader)
 
 
-def _read_bits(path: Path, file: Any, header: _Header) -> dict[str, Tensor]:
+def _read_bits(path: Path, file: Any, header: _MasksHeader) -> dict[str, Tensor]:
     """Read each mask's packed bits; check names, dtypes and lengths against the header."""
     found, expected = set(file.keys()), {f"{name}.mask" for name in header.masks}
     if odd := sorted(found ^ expected):

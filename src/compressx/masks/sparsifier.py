@@ -19,7 +19,7 @@ from compressx.numerics.masked import zeroed
 from compressx.runtime.errors import ArtifactError
 
 
-class _Selected(torch.autograd.Function):
+class _SelectEntries(torch.autograd.Function):
     """`zeroed` with gradients: `torch.where` took 40% of the time of training a block on a CPU."""
 
     generate_vmap_rule = True
@@ -46,7 +46,7 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
     """Return `x` (of the mask's shape) with zeros, and zero gradients, where the mask is False."""
     if torch.compiler.is_compiling():  # which takes no function with a `jvp`, and fuses this
         return torch.where(mask, x, 0.0)
-    selected: Tensor = _Selected.apply(x, mask)  # type: ignore[no-untyped-call]
+    selected: Tensor = _SelectEntries.apply(x, mask)  # type: ignore[no-untyped-call]
     return selected
 
 

@@ -91,7 +91,7 @@ def products_in(
     matrices = {p.dtype for p in part.parameters() if p.dim() >= 2 and p.dtype.is_floating_point}
     narrow = matrices & {*_NARROW}
     if dtype is not None and narrow and dtype not in narrow:
-        return _Converted(dtype)
+        return _ConvertedProducts(dtype)
     if dtype is None or dtype == torch.float32 or dtype in matrices:
         return nullcontext()  # not a disabled autocast, which would end the caller's
     return _caching(device.type, dtype) if cache else torch.autocast(device.type, dtype, cache_enabled=False)
@@ -112,7 +112,7 @@ def _caching(device_type: str, dtype: torch.dtype) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-class _Converted(TorchFunctionMode):
+class _ConvertedProducts(TorchFunctionMode):
     """Computes products of 16-bit factors in another dtype, and returns them in the factors'.
 
     A product whose result is to be wider is left alone: a Hessian's is float32, and would come back in 16 bits.

@@ -20,7 +20,7 @@ _MOST_READS = 8_000_000
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file.
 
     Attributes:
@@ -40,7 +40,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Contents:
+class GGUFHeader:
     """What reading a file has to go through.
 
     Attributes:
@@ -51,7 +51,7 @@ class Contents:
 
     size: int
     entries: int
-    tensors: tuple[Stored, ...]
+    tensors: tuple[StoredTensor, ...]
 
     @property
     def quantized(self) -> int:
@@ -84,11 +84,11 @@ def close(path: Path) -> None:
     _parsed.cache_clear()
 
 
-def contents_of(path: Path) -> Contents:
+def contents_of(path: Path) -> GGUFHeader:
     """Count what is in a file."""
     parsed = _reader(path)
-    tensors = tuple(Stored(int(x.n_elements), int(x.n_bytes), x.tensor_type.name) for x in parsed.tensors)
-    return Contents(path.stat().st_size, sum(len(field.data) for field in parsed.fields.values()), tensors)
+    tensors = tuple(StoredTensor(int(x.n_elements), int(x.n_bytes), x.tensor_type.name) for x in parsed.tensors)
+    return GGUFHeader(path.stat().st_size, sum(len(field.data) for field in parsed.fields.values()), tensors)
 
 
 def values_of(path: Path) -> Mapping[str, Any]:

@@ -38,7 +38,7 @@ from compressx.runtime.files import os_errors_named, written_whole
 from compressx.runtime.metadata import one_by_one, validated
 
 
-class _Stored(BaseModel):
+class _StoredPiece(BaseModel):
     """The metadata of one tensor."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -54,14 +54,14 @@ class _Metadata(BaseModel):
     version: Literal[1] = 1
     digest: str = Field(pattern="^[0-9a-f]{64}$")
     header: str
-    tensors: Annotated[dict[str, _Stored], WrapValidator(one_by_one)]
+    tensors: Annotated[dict[str, _StoredPiece], WrapValidator(one_by_one)]
 
 
 class _Entry(NamedTuple):
     """A tensor of the original, and what is stored of it: the bytes from `begin` to `end` after the header."""
 
     tensor: TensorBytes
-    stored: _Stored
+    stored: _StoredPiece
     begin: int
     end: int
 
@@ -212,7 +212,7 @@ def pack_file(source: Path, target: Path, *, compress: bool = True) -> None:
                 kept, streams = encode(elements, compress=compress)
                 out.writelines(streams)
                 pieces.append([kept, *map(len, streams)])
-            stored = _Stored(sha256=digest.hexdigest(), pieces=None if pieces == _as_it_is(tensor) else pieces)
+            stored = _StoredPiece(sha256=digest.hexdigest(), pieces=None if pieces == _as_it_is(tensor) else pieces)
             entries.append(_Entry(tensor, stored, begin, out.tell() - 8 - room))
         header = _header_of(text, entries)
         assert len(header) <= room, f"{target}: the header takes {len(header)} bytes of {room}"  # noqa: S101
@@ -228,7 +228,7 @@ def _room(original: str, tensors: Sequence[TensorBytes]) -> int:
     entries = []
     for tensor in tensors:
         pieces = [[n, mask_bytes(n), *[n] * tensor.unit] for n in tensor.pieces]
-        entries.append(_Entry(tensor, _Stored(sha256="0" * 64, pieces=pieces), tensor.begin, tensor.end))
+        entries.append(_Entry(tensor, _StoredPiece(sha256="0" * 64, pieces=pieces), tensor.begin, tensor.end))
     length = len(_header_of(original, entries)) + len(original)
     return length + -length % 8
 
@@ -249,7 +249,7 @@ def _as_it_is(tensor: TensorBytes) -> list[list[int]]:
     return [[elements, elements * tensor.unit] for elements in tensor.pieces]
 
 
-def _digest(original: str, tensors: Mapping[str, _Stored]) -> str:
+def _digest(original: str, tensors: Mapping[str, _StoredPiece]) -> str:
     described = json.dumps([original, {name: stored.model_dump() for name, stored in tensors.items()}])
     return hashlib.sha256(described.encode()).hexdigest()
 

@@ -59,7 +59,7 @@ class Problem:
 
 
 @dataclass(frozen=True, eq=False)
-class Solution:
+class MaskedSolution:
     """A pruned weight.
 
     Attributes:
@@ -81,7 +81,7 @@ class Solution:
 
 def prune(
     problems: Mapping[str, Problem], *, penalty: float = 0.1, steps: int = 300, solver_steps: int = 100
-) -> dict[str, Solution]:  # fmt: skip
+) -> dict[str, MaskedSolution]:  # fmt: skip
     """Prune linears that compete for their zeros, or one.
 
     The damped error is never above that of dropping what is cheapest to drop, the start of ADMM: with nearly
@@ -133,7 +133,7 @@ def prune(
         change = result - targets[name]
         (_, lost), (_, whole) = x.metric.squares(change, targets[name])
         weight = zeroed(x.dense + change / x.metric.scale, keep[name])
-        found[name] = Solution(keep[name], weight, lost / whole if whole else 0.0, taken, needed, residual)
+        found[name] = MaskedSolution(keep[name], weight, lost / whole if whole else 0.0, taken, needed, residual)
     return found
 
 

@@ -25,7 +25,7 @@ ROUND = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Solution:
+class RemovedUnits:
     """Which units stay, and the weight without the others.
 
     Attributes:
@@ -44,7 +44,7 @@ class Solution:
 def remove_units(
     weight: Tensor, hessian: Callable[[], Tensor], unit: Tensor, dropped: int, *, damping: float = 0.01,
     candidates: int = CANDIDATES, columns: int = ROUND,
-) -> Solution:  # fmt: skip
+) -> RemovedUnits:  # fmt: skip
     """Remove units of a weight's columns one after the other, and solve for the columns that stay.
 
     The Hessian is scaled to a unit diagonal before it is damped: activations differ by orders of magnitude, and one
@@ -84,7 +84,7 @@ def remove_units(
     kept = keep[unit.to(weight.device)]
     new, error = solve(w, scaled(), kept, used)
     moved = weight.to(w.dtype) + (new - w) / scale
-    return Solution(keep, torch.where(kept, moved, 0.0), error, used)
+    return RemovedUnits(keep, torch.where(kept, moved, 0.0), error, used)
 
 
 def _squared(factor: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressx._version import __version__
 from compressx.api.record import RunReport
 from compressx.data.chat import Document, given
 from compressx.data.windows import windows_of
@@ -37,6 +36,7 @@ from compressx.runtime.determinism import deterministic, torchs_own_modes
 from compressx.runtime.errors import ArtifactError, CalibrationError, CompressxError, UnsupportedModelError
 from compressx.runtime.machine import machine
 from compressx.runtime.timing import forget_peaks
+from compressx.runtime.version import __version__
 from compressx.stages.log import run_log
 from compressx.stages.state import Progress, RunState
 from compressx.stages.store import InMemoryStore

@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from compressx._version import __version__
 from compressx.api.record import RunReport, total_sparsity
 from compressx.evaluation.evaluators import with_evaluators
 from compressx.models.access import Device, device_for
@@ -41,6 +40,7 @@ from compressx.runtime.files import atomic_write
 from compressx.runtime.machine import command, machine
 from compressx.runtime.ranks import Ranks, joined_ranks
 from compressx.runtime.timing import Timing, forget_peaks, peak_gpu_bytes, peak_resident_bytes
+from compressx.runtime.version import __version__
 from compressx.stages.log import run_log
 from compressx.stages.state import Progress, RunState
 

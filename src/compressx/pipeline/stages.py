@@ -13,17 +13,18 @@ from compressx.pipeline.exporting import Export
 from compressx.pipeline.inputs import Inputs
 from compressx.pipeline.saving import Save
 from compressx.planning.make import check_rules, make_plan
-from compressx.prompts.stage import SelectTokens
+from compressx.prompts.stage import TokenSelection
 from compressx.report.contents import details, head, of_run
 from compressx.report.section import Section
 from compressx.runtime.errors import Mistakes
 from compressx.shrink.stage import Shrink
 from compressx.stages.state import RunState, Stage
-from compressx.training.stage import Finetune, ReconstructBlock
+from compressx.training.stage import BlockReconstruction, FineTuning
 
 STAGES: tuple[Stage, ...] = (
-    Inputs(), SelectTokens(), EvaluateDense(), ScoreBlocks(), Sensitivities(), Allocate(), Prune(), ReconstructBlock(),
-    EvaluatePruned(saved=False), Finetune(), Shrink(), Save(), EvaluatePruned(saved=True), Export(),
+    Inputs(), TokenSelection(), EvaluateDense(), ScoreBlocks(), Sensitivities(), Allocate(), Prune(),
+    BlockReconstruction(), EvaluatePruned(saved=False), FineTuning(), Shrink(), Save(), EvaluatePruned(saved=True),
+    Export(),
 )  # fmt: skip
 """To add a stage, write a class with those methods of `Stage` that it needs in its feature's package, and name it."""
 

@@ -23,7 +23,7 @@ from compressx.stages.state import Progress, RunState
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
+class SweepRun:
     """One combination of values.
 
     Attributes:
@@ -67,7 +67,7 @@ class Cell:
 
 def grid(
     recipe: Path, axes: Sequence[str], overrides: Sequence[str], output: Path | None, plugins: Plugins
-) -> list[Cell]:
+) -> list[SweepRun]:
     """Make a recipe for every combination of values; the last axis varies fastest.
 
     Args:
@@ -97,11 +97,11 @@ def grid(
     cells = []
     for one, name in zip(given, names, strict=True):
         own = [*overrides, f"output={json.dumps(str(output.expanduser() / name))}"]
-        cells.append(Cell(one, with_evaluators(load_recipe(recipe, own, one), plugins)))
+        cells.append(SweepRun(one, with_evaluators(load_recipe(recipe, own, one), plugins)))
     return cells
 
 
-def check(cells: Iterable[Cell], plugins: Plugins) -> None:
+def check(cells: Iterable[SweepRun], plugins: Plugins) -> None:
     """Check every combination, including the amount of text, before weights are loaded.
 
     Raises:

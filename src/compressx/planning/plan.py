@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from compressx.api.depth import DepthPruner
 from compressx.api.lowest import drop_lowest
 from compressx.api.patterns import Asked, Structured, allocated_form
-from compressx.api.pruner import AnyPruner, PrunerSpec
+from compressx.api.pruner import AnyPruner, DepthPruner, PrunerSpec
 from compressx.recipe.allocation import Allocation
 from compressx.recipe.training import ReconstructBlock
 from compressx.runtime.errors import PluginError, blamed_on

@@ -22,7 +22,6 @@ from typing import Any, TypeAlias
 import pluggy
 from packaging.specifiers import SpecifierSet
 
-from compressx._version import __version__
 from compressx.api import hooks
 from compressx.plugins import kinds
 from compressx.plugins.discovery import GROUP, blocked_names, discover
@@ -30,6 +29,7 @@ from compressx.plugins.file import PluginsFile, read_plugins_file
 from compressx.plugins.kinds import Kind, Spec, check_spec
 from compressx.plugins.record import PluginRecord
 from compressx.runtime.errors import CompressxError, PluginError, did_you_mean
+from compressx.runtime.version import __version__
 
 Offers: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Specs by `Kind.key` and name."""

@@ -11,7 +11,7 @@ from compressx.runtime.errors import Mistakes
 from compressx.stages.state import RunState, Stage
 
 
-class SelectTokens(Stage):
+class TokenSelection(Stage):
     """Check the token selector; it is built where prompts are read."""
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:  # noqa: ARG002 - of the model

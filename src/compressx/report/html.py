@@ -28,7 +28,7 @@ _LONG = 12
 
 
 @dataclass(frozen=True)
-class _Cell:
+class _TableCell:
     """A cell: its text, its class (`text`, or its column's look), and how much of it is shaded, in percent."""
 
     text: str
@@ -37,7 +37,7 @@ class _Cell:
 
 
 @dataclass(frozen=True)
-class _Figure:
+class _PageFigure:
     """A figure within the page: an SVG as markup, or a PNG as a data URI."""
 
     caption: str
@@ -56,9 +56,9 @@ class _Shown:
     """A section as the page shows it."""
 
     section: Section
-    header: list[_Cell]
-    rows: list[list[_Cell]]
-    figures: list[_Figure]
+    header: list[_TableCell]
+    rows: list[list[_TableCell]]
+    figures: list[_PageFigure]
 
     @property
     def looks(self) -> str:
@@ -85,7 +85,7 @@ def page(sections: Sequence[Section], folder: Path) -> str:
     head, *others = (
         _Shown(
             section,
-            [_Cell(column.name, _kind(column), None) for column in section.table.columns],
+            [_TableCell(column.name, _kind(column), None) for column in section.table.columns],
             _cells(section.table),
             [_figure(next(numbers), figure, folder) for figure in section.figures],
         )
@@ -107,10 +107,13 @@ def _template() -> Any:
     return environment.get_template("report.html.jinja")
 
 
-def _cells(table: Table) -> list[list[_Cell]]:
+def _cells(table: Table) -> list[list[_TableCell]]:
     shares = [_shares(column, [row[i] for row in table.rows]) for i, column in enumerate(table.columns)]
     return [
-        [_Cell(text, _kind(column), share[i]) for text, column, share in zip(row, table.columns, shares, strict=True)]
+        [
+            _TableCell(text, _kind(column), share[i])
+            for text, column, share in zip(row, table.columns, shares, strict=True)
+        ]
         for i, row in enumerate(table.texts)
     ]
 
@@ -126,13 +129,13 @@ def _shares(column: Column, values: Sequence[Value]) -> list[float | None]:
     return [None if x is None else 100 * x / whole for x in numbers]
 
 
-def _figure(number: int, figure: Mapping[str, str], folder: Path) -> _Figure:
+def _figure(number: int, figure: Mapping[str, str], folder: Path) -> _PageFigure:
     path = folder / figure["file"]
     with os_errors_named("read", path):
         content = path.read_bytes()
     if path.suffix == ".svg":
-        return _Figure(figure["caption"], svg=_inline(content.decode(), f"f{number}-"))
-    return _Figure(figure["caption"], data="data:image/png;base64," + base64.b64encode(content).decode())
+        return _PageFigure(figure["caption"], svg=_inline(content.decode(), f"f{number}-"))
+    return _PageFigure(figure["caption"], data="data:image/png;base64," + base64.b64encode(content).decode())
 
 
 def _inline(svg: str, prefix: str) -> Any:

@@ -56,7 +56,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ModelSpeed:
     """One model.
 
     Attributes:
@@ -97,7 +97,7 @@ class Bench:
         copy_rate: bytes/s of a copy within the device's memory, read plus written; on a CPU by one thread.
     """
 
-    models: tuple[Measured, ...]
+    models: tuple[ModelSpeed, ...]
     batch: int
     below: int
     seed: int
@@ -113,16 +113,16 @@ class Bench:
         """How often."""
         return len(self.models[0].seconds[self.lengths[0]]["prefill"])
 
-    def rate(self, model: Measured, length: Length, stage: Stage) -> Spread:
+    def rate(self, model: ModelSpeed, length: Length, stage: Stage) -> Spread:
         """Return tokens per second, of all sequences together."""
         return Spread.of([self.batch * length.tokens(stage) / s for s in model.seconds[length][stage]])
 
-    def ratio(self, model: Measured, length: Length, stage: Stage) -> Spread:
+    def ratio(self, model: ModelSpeed, length: Length, stage: Stage) -> Spread:
         """Return how many times as fast as the first model it was, each round compared with its own."""
         first = self.models[0].seconds[length][stage]
         return Spread.of([a / b for a, b in zip(first, model.seconds[length][stage], strict=True)])
 
-    def read_rate(self, model: Measured, length: Length) -> float | None:
+    def read_rate(self, model: ModelSpeed, length: Length) -> float | None:
         """Return the bytes of weights that were read in a second of decoding, at the median rate."""
         if model.read_bytes is None:
             return None
@@ -133,7 +133,7 @@ class Bench:
         settings = {"batch": self.batch, "rounds": self.rounds, "ids_below": self.below, "seed": self.seed}
         return {**settings, "copy_rate": self.copy_rate, "models": [self._of(model) for model in self.models]}
 
-    def _of(self, model: Measured) -> dict[str, Any]:
+    def _of(self, model: ModelSpeed) -> dict[str, Any]:
         plain = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.name != "seconds"}
         speeds = [
             {"prompt": length.prompt, "new": length.new, "read_rate": self.read_rate(model, length), **{
@@ -179,7 +179,7 @@ class Bench:
             self._row(model, length, stage) for length in self.lengths for stage in STAGES for model in self.models
         ])  # fmt: skip
 
-    def _row(self, model: Measured, length: Length, stage: Stage) -> list[Value]:
+    def _row(self, model: ModelSpeed, length: Length, stage: Stage) -> list[Value]:
         rate = self.rate(model, length, stage)
         shown = f"{rate:,.0f}" if rate.median >= 100 else f"{rate:.1f}"
         read = self.read_rate(model, length) if stage == "decode" else None
@@ -216,6 +216,6 @@ class Bench:
         })  # fmt: skip
         return written
 
-    def _bar(self, model: Measured, length: Length, stage: Stage) -> tuple[float, float, float]:
+    def _bar(self, model: ModelSpeed, length: Length, stage: Stage) -> tuple[float, float, float]:
         rate = self.rate(model, length, stage)
         return rate.least, rate.median, rate.most

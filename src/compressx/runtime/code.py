@@ -9,7 +9,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from compressx._version import __version__
+from compressx.runtime.version import __version__
 
 
 def code_digest(package: str) -> str:

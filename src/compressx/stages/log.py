@@ -44,7 +44,7 @@ _EVERY = 30.0
 _UNLIMITED = 2**31
 
 
-class _Parts(logging.Handler):
+class _Forwarding(logging.Handler):
     """Passes lines on that parts of compressx log by themselves, such as `runtime.cache`, to the files of a run."""
 
     def __init__(self, log: RunLog) -> None:
@@ -187,7 +187,7 @@ def run_log(*, first: bool, file: Path | None) -> Iterator[RunLog]:
         show(message, category, *place, **more)
 
     libraries = [logging.getLogger(name) for name in _LIBRARIES] if first else []
-    parts = _Parts(log)
+    parts = _Forwarding(log)
     try:
         if first:
             LOG.addHandler(parts)

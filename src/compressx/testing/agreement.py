@@ -14,7 +14,7 @@ from compressx.blocks.observe import Observed
 from compressx.blocks.select import Kept, Stats, write
 from compressx.testing.models import tiny_tokens
 from compressx.testing.subject import Claim, NoSuchPromiseError, Scene, Subject, Whole, expect
-from compressx.testing.untouched import Contents
+from compressx.testing.untouched import StatisticTensors
 
 SAME = 0.98
 """Fraction of mask bits that may not change with the order of sums: near ties change sides, nothing else does."""
@@ -40,7 +40,7 @@ def repeatable(subject: Subject) -> None:
     """Ask for other sparsities in between, and compare the statistics bit for bit."""
     scene = subject.scene()
     stats = subject.gathered(scene)
-    before = {name: [Contents(x.statistic) for x in of.values()] for name, of in stats.items()}
+    before = {name: [StatisticTensors(x.statistic) for x in of.values()] for name, of in stats.items()}
     sensitivities = {name: tensor.clone() for name, tensor in scene.block.sensitivities.items()}
     first = {pattern: subject.decided(scene, pattern, stats) for pattern in subject.few}
     for pattern, results in first.items():

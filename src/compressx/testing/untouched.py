@@ -67,7 +67,7 @@ def process(subject: Subject) -> None:
     expect(not found, "; ".join(found))
 
 
-class Contents:
+class StatisticTensors:
     """What a statistic has gathered: a copy of its tensors, those of its attributes too."""
 
     def __init__(self, of: Statistic) -> None:

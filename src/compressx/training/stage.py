@@ -33,7 +33,7 @@ from compressx.training.schedule import total_steps
 _SECONDS = Column("seconds", ".1f")
 
 
-class ReconstructBlock(Stage):
+class BlockReconstruction(Stage):
     """Train each block's survivors. The work is done block by block, by `blocks.prune.prune_model`."""
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
@@ -73,7 +73,7 @@ class ReconstructBlock(Stage):
             )
 
 
-class Finetune(Stage):
+class FineTuning(Stage):
     """Train the survivors of the whole model, or adapters, with the masks held."""
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:

@@ -11,7 +11,7 @@ from tests.compressx.blocks.test_prune import Spy, answering, by_magnitude, spec
 
 from compressx import PluginError, PrunerSpec
 from compressx.allocation import methods as allocators
-from compressx.allocation.measure import Measured, measure, measure_outliers
+from compressx.allocation.measure import UnitCurve, measure, measure_outliers
 from compressx.allocation.units import units_of
 from compressx.api.patterns import NM, Unstructured, keep_mask
 from compressx.blocks.fisher import fisher_diagonal, gradients
@@ -58,7 +58,7 @@ def mixed(model: Any) -> Plan:
     return plan(model, (attention, "joint", ATTENTION), (rule(1, SPECS["sparsegpt"]), "layer", REST))
 
 
-def measured(model: Any, planned: Plan, *sparsities: float, kind: Any = "rule", fisher: Any = None) -> list[Measured]:
+def measured(model: Any, planned: Plan, *sparsities: float, kind: Any = "rule", fisher: Any = None) -> list[UnitCurve]:
     units, given = units_of(planned, kind), () if fisher is None else (fisher.linears,)
     return [m for block in measure(InMemory(model), units, BATCHES, BATCHES, sparsities, *given) for m in block]
 
@@ -198,7 +198,7 @@ def test_units_are_the_linears_of_one_rule_in_one_block() -> None:
     assert len({m.divergences for m in got}) == len(got) == 6
 
 
-def assert_divergences_of_blocks_pruned_alone(got: list[Measured], planned: Plan, fisher: Any = None) -> None:
+def assert_divergences_of_blocks_pruned_alone(got: list[UnitCurve], planned: Plan, fisher: Any = None) -> None:
     """Compare with what `prune_model` leaves, asked to prune one block alone to the same sparsity."""
     for index, unit in enumerate(got):
         model = tiny_model("llama")

@@ -14,7 +14,7 @@ from tests.compressx.evaluation.benched import inside
 from tests.compressx.saved import save_tiny
 
 from compressx.evaluation import bench as benching
-from compressx.evaluation.bench import Asked
+from compressx.evaluation.bench import BenchSettings
 from compressx.report.speeds import Length
 
 
@@ -64,13 +64,13 @@ def test_every_prompt_is_combined_with_every_new_and_all_options_are_passed_on(w
     seen: list[Any] = []
     original = benching.bench
     monkeypatch.setattr(benching, "bench", lambda sources, asked, **_: seen.append((sources, asked)) or original(
-        sources[:1], Asked((Length(2, 2),), rounds=1), start=inside))  # fmt: skip
+        sources[:1], BenchSettings((Length(2, 2),), rounds=1), start=inside))  # fmt: skip
     printed("bench", "model", "model", "--prompt-tokens", "4, 8", "--prompt-tokens", "8", "--new-tokens", "2,3",
             "--batch", "3", "--rounds", "4", "--seed", "6", "--threads", "1",
             "--dtype", "bfloat16", "--device", "cpu")  # fmt: skip
     [(sources, asked)] = seen
     lengths = (Length(4, 2), Length(4, 3), Length(8, 2), Length(8, 3))
-    assert asked == Asked(lengths, batch=3, rounds=4, seed=6, device="cpu", threads=1)
+    assert asked == BenchSettings(lengths, batch=3, rounds=4, seed=6, device="cpu", threads=1)
     assert [(str(s.path), s.dtype) for s in sources] == [("model", "bfloat16")] * 2
 
 

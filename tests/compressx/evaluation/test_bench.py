@@ -19,7 +19,7 @@ from tests.compressx.saved import save_tiny
 from compressx import ArtifactError, CalibrationError, CompressxError, RecipeError, UnsupportedModelError
 from compressx.evaluation import bench as benching
 from compressx.evaluation import speed
-from compressx.evaluation.bench import Asked, bench, file_bytes, process
+from compressx.evaluation.bench import BenchSettings, bench, file_bytes, process
 from compressx.evaluation.saved import source_of
 from compressx.evaluation.speed import Task
 from compressx.models.checkpoint import Checkpoint
@@ -72,7 +72,7 @@ def sources(folder: Path, *names: str) -> list[Any]:
 
 def test_models_take_turns_in_every_round_and_the_first_round_does_not_count(folder: Path) -> None:
     log: list[Any] = []
-    found = bench(sources(folder, "llama", "gpt2"), Asked((SHORT, LONG), rounds=2), start=told(log))
+    found = bench(sources(folder, "llama", "gpt2"), BenchSettings((SHORT, LONG), rounds=2), start=told(log))
     names = [str(folder / name) for name in ("llama", "gpt2")]
     one = [(name, length.prompt, length.new) for length in (SHORT, LONG) for name in names]
     assert log == one * 3
@@ -88,7 +88,7 @@ def test_the_same_ids_are_given_to_models_of_different_vocabularies(folder: Path
     monkeypatch.setattr(speed, "timed", lambda _model, ids, _new: seen.append(ids) or (seconds, ids))
     sizes = iter((90, 40))
     monkeypatch.setattr(benching, "vocabulary", lambda _: next(sizes))
-    found = bench(sources(folder, "llama", "gpt2"), Asked((SHORT, LONG), batch=3, rounds=1), start=inside)
+    found = bench(sources(folder, "llama", "gpt2"), BenchSettings((SHORT, LONG), batch=3, rounds=1), start=inside)
     assert found.below == 40
     assert max(int(ids.max()) for ids in seen) < 40
     assert [tuple(ids.shape) for ids in seen] == [(3, 4), (3, 4), (3, 8), (3, 8)] * 2
@@ -96,14 +96,14 @@ def test_the_same_ids_are_given_to_models_of_different_vocabularies(folder: Path
 
 
 def test_real_models_are_measured(folder: Path) -> None:
-    llama, gpt2 = bench(sources(folder, "llama", "gpt2"), Asked((SHORT,), rounds=2), start=inside).models
+    llama, gpt2 = bench(sources(folder, "llama", "gpt2"), BenchSettings((SHORT,), rounds=2), start=inside).models
     assert (llama.parameters, gpt2.parameters) == (108992, 166464)
     assert all(len(m.seconds[SHORT][stage]) == 2 for m in (llama, gpt2) for stage in ("prefill", "decode"))
     assert all(s > 0 for m in (llama, gpt2) for each in m.seconds[SHORT].values() for s in each)
 
 
 def test_a_model_given_twice_gets_a_number(folder: Path) -> None:
-    found = bench(sources(folder, "llama", "gpt2", "llama"), Asked((SHORT,), rounds=1), start=told([]))
+    found = bench(sources(folder, "llama", "gpt2", "llama"), BenchSettings((SHORT,), rounds=1), start=told([]))
     assert [m.name for m in found.models] == [str(folder / name) for name in ("llama", "gpt2", "llama (2)")]
 
 
@@ -114,7 +114,7 @@ def test_the_file_is_the_safetensors_of_a_folder_the_packed_ones_or_the_gguf(
     weights = folder / "llama" / "model.safetensors"
     pack_folder(folder / "llama", tmp_path / "packed")
     packed = source_of(str(tmp_path / "packed"))
-    plain, small = bench([*sources(folder, "llama"), packed], Asked((SHORT,), rounds=1), start=inside).models
+    plain, small = bench([*sources(folder, "llama"), packed], BenchSettings((SHORT,), rounds=1), start=inside).models
     assert plain.file_bytes == weights.stat().st_size
     assert small.file_bytes == (tmp_path / "packed" / "model.packed.safetensors").stat().st_size < plain.file_bytes
     assert small.weight_bytes == plain.weight_bytes
@@ -145,33 +145,36 @@ def unstarted(_: Task) -> Any:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (Asked((SHORT,), rounds=0), "--rounds 0: expected at least 1"),
-        (Asked((SHORT,), batch=0), "--batch 0: expected at least 1"),
-        (Asked((SHORT,), threads=0), "--threads 0: expected at least 1"),
-        (Asked((SHORT, Length(0, 2))), "--prompt-tokens 0: expected at least 1"),
-        (Asked((SHORT, Length(1, 1))), "--new-tokens 1: expected at least 2; the first new token belongs to prefill"),
+        (BenchSettings((SHORT,), rounds=0), "--rounds 0: expected at least 1"),
+        (BenchSettings((SHORT,), batch=0), "--batch 0: expected at least 1"),
+        (BenchSettings((SHORT,), threads=0), "--threads 0: expected at least 1"),
+        (BenchSettings((SHORT, Length(0, 2))), "--prompt-tokens 0: expected at least 1"),
+        (
+            BenchSettings((SHORT, Length(1, 1))),
+            "--new-tokens 1: expected at least 2; the first new token belongs to prefill",
+        ),
     ],
 )
-def test_a_number_that_is_too_small_is_refused(folder: Path, asked: Asked, said: str) -> None:
+def test_a_number_that_is_too_small_is_refused(folder: Path, asked: BenchSettings, said: str) -> None:
     with pytest.raises(RecipeError, match=f"^{said}$"):
         bench(sources(folder, "llama"), asked, start=unstarted)
 
 
 def test_what_a_model_has_no_positions_for_is_refused_before_any_is_loaded(folder: Path) -> None:
     with pytest.raises(CalibrationError, match=r"gpt2: --prompt-tokens 120, --new-tokens 9: a prompt of .* 128 pos"):
-        bench(sources(folder, "gpt2"), Asked((SHORT, Length(120, 9))), start=unstarted)
-    bench(sources(folder, "gpt2"), Asked((Length(120, 8),), rounds=1), start=told([]))
+        bench(sources(folder, "gpt2"), BenchSettings((SHORT, Length(120, 9))), start=unstarted)
+    bench(sources(folder, "gpt2"), BenchSettings((Length(120, 8),), rounds=1), start=told([]))
 
 
 def test_a_model_that_is_not_there_is_refused_before_any_is_loaded(folder: Path) -> None:
     with pytest.raises(ArtifactError, match="gone does not exist"):
-        bench(sources(folder, "llama", "gone"), Asked((SHORT,)), start=unstarted)
+        bench(sources(folder, "llama", "gone"), BenchSettings((SHORT,)), start=unstarted)
 
 
 def test_two_four_is_refused_on_a_cpu_and_where_no_model_is(folder: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="2:4 products need an NVIDIA GPU, and the model is on cpu"):
-        bench(sources(folder, "llama"), Asked((SHORT,), device="cpu", semi_structured=True), start=unstarted)
-    asked = Asked((SHORT,), rounds=1, semi_structured=True)
+        bench(sources(folder, "llama"), BenchSettings((SHORT,), device="cpu", semi_structured=True), start=unstarted)
+    asked = BenchSettings((SHORT,), rounds=1, semi_structured=True)
     with pretended_accelerator():
         with pytest.raises(UnsupportedModelError, match=r"--semi-structured: no linear of .*llama is 2:4; prune one"):
             bench(sources(folder, "llama"), asked, start=told([]))

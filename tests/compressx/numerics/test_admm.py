@@ -9,18 +9,18 @@ from torch import Tensor
 
 from compressx.api.patterns import NM, FixedMask, Unstructured, keep_mask, keep_masks, zeros_in
 from compressx.numerics import admm
-from compressx.numerics.admm import Problem, Solution, prune, select
+from compressx.numerics.admm import MaskedSolution, Problem, prune, select
 from compressx.numerics.least_squares import Metric, solve
 from compressx.numerics.obs import NotPositiveDefiniteError, inverse_cholesky, sweep
 
 PATTERNS = [Unstructured(0.5, "layer"), Unstructured(0.6, "row"), Unstructured(0.7, "layer"), NM(2, 4)]
 
 
-def pruned(weight: Tensor, hessian: Tensor, pattern, **options) -> Solution:
+def pruned(weight: Tensor, hessian: Tensor, pattern, **options) -> MaskedSolution:
     return alone(weight, Metric.of(hessian.clone(), 0.01), pattern, **options)
 
 
-def alone(weight: Tensor, metric: Metric, pattern, **options) -> Solution:
+def alone(weight: Tensor, metric: Metric, pattern, **options) -> MaskedSolution:
     """Prune one linear."""
     return prune({"fc": Problem(weight, metric, pattern)}, **options)["fc"]
 

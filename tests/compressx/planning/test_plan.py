@@ -25,7 +25,7 @@ from compressx.recipe.schema import load_recipe, recipe_from_dict
 from compressx.runtime.errors import CompressxError, Mistakes, PluginError, RecipeError, UnsupportedModelError
 from compressx.stages.state import RunState
 from compressx.testing import tiny_model
-from compressx.training.stage import Finetune, ReconstructBlock
+from compressx.training.stage import BlockReconstruction, FineTuning
 
 CALIBRATION = "calibration: {dataset: {text: calibration.txt}, samples: 4, sequence_length: 32}"
 PER_BLOCK = 7  # linears in a block of the tiny llama
@@ -50,7 +50,7 @@ def planned(plugins: Plugins) -> Any:
             skeleton = tiny_model(model)
         state = RunState(load_recipe(Path("r.yaml")), plugins, skeleton=skeleton, measured=False)
         made, mistakes = make_plan(state.loaded, plugins, skeleton), Mistakes()
-        for stage in (Allocate(), ReconstructBlock(), Finetune()):
+        for stage in (Allocate(), BlockReconstruction(), FineTuning()):
             stage.check(state, made, mistakes)
         mistakes.raise_all()
         return made

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 from tests.compressx.report.test_plots import texts
 
-from compressx.report.speeds import Bench, Length, Measured, Spread
+from compressx.report.speeds import Bench, Length, ModelSpeed, Spread
 
 LENGTH, OTHER = Length(100, 11), Length(10, 3)
 FIRST = {"prefill": [1.0, 2.0, 9.0], "decode": [2.0, 2.0, 2.0]}
 SECOND = {"prefill": [4.0, 1.0, 3.0], "decode": [1.0, 4.0, 0.5]}
 
 
-def model(name: str, seconds: Any, **changes: Any) -> Measured:
+def model(name: str, seconds: Any, **changes: Any) -> ModelSpeed:
     facts: dict[str, Any] = {
         "machine": "a machine", "dtype": "bfloat16", "parameters": 3_000_000, "two_four": 0, "file_bytes": 6_100_000,
         "weight_bytes": 6_000_000, "read_bytes": 5_000_000,
         "memory_bytes": {"before": 200_000_000, "load": 400_000_000, "run": 300_000_000},
     }  # fmt: skip
-    return Measured(name=name, seconds={LENGTH: seconds, OTHER: seconds}, **{**facts, **changes})
+    return ModelSpeed(name=name, seconds={LENGTH: seconds, OTHER: seconds}, **{**facts, **changes})
 
 
 @pytest.fixture
