@@ -39,7 +39,7 @@ class Waiting:
         return FeatureNorms(block.linears[name].in_features)
 
     def prune(self, block, patterns, stats):
-        if block.index == 1 and os.environ["RANK"] == "3" and os.environ["ENDS"] == "itself":
+        if block.index == 1 and os.environ["RANK"] == "1" and os.environ["ENDS"] == "itself":
             for _ in range(1200):  # the first process writes it in the background
                 if list(Path().glob(".out.partial-*/state.json")):
                     break
@@ -89,7 +89,7 @@ def test_four_processes_write_the_masks_of_one_and_print_once(work: Path) -> Non
 
 @pytest.mark.slow
 def test_a_mistake_is_told_once_and_its_status_returned(work: Path) -> None:
-    process = start("run", "r.yaml", "--processes", "3", "--set", "prune.0.pruner=sparsegtp")
+    process = start("run", "r.yaml", "--processes", "2", "--set", "prune.0.pruner=sparsegtp")
     out, errors = process.communicate(timeout=300)
     assert (process.returncode, out) == (2, "")
     assert errors.count("did you mean 'sparsegpt'?") == 1
@@ -99,14 +99,14 @@ def test_a_mistake_is_told_once_and_its_status_returned(work: Path) -> None:
 @pytest.mark.slow
 def test_a_process_that_is_killed_ends_all_within_seconds_and_the_run_can_be_resumed(work: Path) -> None:
     (work / "r.yaml").write_text(RECIPE.replace("PRUNER", "waiting"))
-    process = start("--plugin", "waiting", "run", "r.yaml", "--processes", "4", ENDS="itself")
+    process = start("--plugin", "waiting", "run", "r.yaml", "--processes", "2", ENDS="itself")
     out, errors = process.communicate(timeout=300)
     assert process.returncode == 1, errors
-    assert "error: process 3 was ended by SIGKILL, so all ended" in errors
+    assert "error: process 1 was ended by SIGKILL, so all ended" in errors
     assert "Traceback" not in errors
     assert "written to" not in out
     assert len(list(work.glob(".out.partial-*/state.json"))) == 1
-    process = start("--plugin", "waiting", "run", "r.yaml", "--processes", "4", "--resume", ENDS="by itself")
+    process = start("--plugin", "waiting", "run", "r.yaml", "--processes", "2", "--resume", ENDS="by itself")
     out, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert "resumed after model.layers.0" in errors
