@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 
 from compressx.allocation.methods import Curves, allocate, windows_kept
 from compressx.allocation.units import check_allocation
-from compressx.api.names import kind_of
+from compressx.api.names import in_short, kind_of
 from compressx.api.patterns import Structured
 from compressx.api.record import RunReport
 from compressx.planning.plan import Plan
@@ -51,6 +52,11 @@ class Allocate(Stage):
         with state.loaded.at("allocation"):
             if state.plan.allocation is not None:
                 _measured(state, state.plan.allocation)
+
+    def sentences(self, report: RunReport) -> Iterator[str]:
+        """Say which method chose the sparsities."""
+        if report.allocation is not None:
+            yield f"The sparsities were chosen by the method `{report.allocation.method}`."
 
     def sections(self, report: RunReport) -> Iterator[Section]:
         """Yield how sparsities were chosen, and every unit."""
@@ -102,9 +108,12 @@ def _measured(state: RunState, settings: Allocation) -> None:
         received = ranks.broadcast({} if allocated is None else dataclasses.asdict(allocated))
         store.allocate(ALLOCATED.validate_python(received) if allocated is None else allocated)
     assert store.allocated is not None  # noqa: S101 - set above
-    state.allocation = store.allocated.report
+    report = state.results["allocation"] = store.allocated.report
     state.plan = state.plan.allocated(store.allocated.patterns)
-    state.log.allocation(state.allocation)
+    for unit in report.units:
+        expected = "" if unit.divergence is None else f", predicted divergence {unit.divergence:.3g}"
+        line = f"{in_short(unit.linears)}: {unit.pruner}, sparsity {unit.sparsity:.2%}{expected}"
+        state.log.write(logging.DEBUG, line)
 
 
 def _remembered(state: RunState, curves: Callable[[], Curves]) -> Curves:

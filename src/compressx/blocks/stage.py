@@ -16,12 +16,13 @@ from compressx.blocks.prune import hold_routers, prune_model
 from compressx.models.architecture import survey, text_config
 from compressx.models.hidden import Streams
 from compressx.planning.plan import Plan
+from compressx.recipe.schema import Recipe
 from compressx.report import figures
 from compressx.report.section import Column, Section, Value, count_of, number_of, shaded, table
 from compressx.runtime.errors import Mistakes
 from compressx.runtime.ranks import refuse_few_windows
 from compressx.runtime.version import __version__
-from compressx.stages.state import RunState, Stage
+from compressx.stages.state import RunState, Stage, lower
 
 _SECONDS = Column("seconds", ".1f")
 _SPARSITY = Column("sparsity", ".2%")
@@ -75,6 +76,14 @@ class Prune(Stage):
     """Prune the blocks that an interrupted run has not finished, and record each."""
 
     everywhere = True
+    names = ("calibrate", "allocate", "prune")
+
+    def advice(self, recipe: Recipe) -> Iterator[str]:
+        """Yield the values that decide how much of the text is held at a time."""
+        if recipe.calibration is not None:
+            yield from lower(recipe.calibration, "calibration", "batch_size", "samples", "sequence_length")
+            if recipe.calibration.memory_limit is None:
+                yield "set calibration.memory_limit: 4GB"
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
         """Refuse fewer calibration windows than processes, if the plan calibrates."""
@@ -129,7 +138,7 @@ def _report(state: RunState, report: BlockReport, total: int) -> None:
 def _describe(state: RunState) -> None:
     """Write the sparsity into the model's config, where transformers keeps it as the attribute `compressx`."""
     layers = [layer for block in state.blocks for layer in block.layers]
-    forms = [allocated_form(x.pattern) if state.allocation else x.pattern for x in layers]
+    forms = [allocated_form(x.pattern) if state.recipe.allocation else x.pattern for x in layers]
     state.access.model.config.compressx = {
         "version": __version__,
         "sparsity": total_sparsity(layers),

@@ -12,10 +12,11 @@ from compressx.evaluation.evaluators import check_evaluators, evaluate
 from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.planning.plan import Plan
 from compressx.prompts.stage import selecting_of
+from compressx.recipe.schema import Recipe
 from compressx.report.contents import evaluation
 from compressx.report.section import Column, Section, count_of, shaded, table
 from compressx.runtime.errors import Mistakes
-from compressx.stages.state import RunState, Stage, StageName
+from compressx.stages.state import RunState, Stage, StageName, lower
 
 
 class EvaluateDense(Stage):
@@ -25,6 +26,13 @@ class EvaluateDense(Stage):
         """Let the evaluators refuse what they cannot measure."""
         settings = state.recipe.evaluate or {}
         check_evaluators(settings, state.plugins, state.skeleton, state.tokenizer, mistakes, state.loaded)
+
+    names = ("evaluate dense", "evaluate pruned", "evaluate finetuned")
+
+    def advice(self, recipe: Recipe) -> Iterator[str]:
+        """Yield the values of each evaluator that decide its memory."""
+        for name, options in (recipe.evaluate or {}).items():
+            yield from lower(options, f"evaluate.{name}", "batch_size", "sequence_length")
 
     def run(self, state: RunState) -> None:
         """Measure."""

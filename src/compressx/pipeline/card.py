@@ -11,13 +11,13 @@ from compressx.api.record import RunReport
 from compressx.blocks.stage import by_module
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.license import license_of
+from compressx.pipeline.stages import STAGES
 from compressx.planning.plan import Plan
 from compressx.recipe.document import dump_yaml, flow
 from compressx.recipe.schema import LoadedRecipe
 from compressx.report import markdown
 from compressx.report.contents import evaluation, model_name
 from compressx.report.section import Section, Table
-from compressx.training.stage import summary
 
 _USE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,8 +58,14 @@ def _sections(loaded: LoadedRecipe, plan: Plan, report: RunReport) -> Iterator[S
         )
     else:
         yield Section(name, f"{linked} as it is, measured by compressx {report.compressx}. Nothing is pruned.")
+    done = " ".join(line for stage in STAGES for line in stage.sentences(report))
     for method in by_module(report):
-        yield replace(method, title="Method", note=" ".join(_method(report)), table=_without(method.table, "seconds"))
+        yield replace(
+            method,
+            title="Method",
+            note=done,
+            table=_without(method.table, "seconds"),
+        )
     for measured in evaluation(report):
         yield replace(measured, note="On the texts of the recipe's `evaluate` section, below.")
     if (text := loaded.recipe.calibration) is not None and plan.needs_calibration:
@@ -95,16 +101,6 @@ def _became(report: RunReport) -> str:
         f"{after:,} parameters instead of {before:,} ({numbers}). {pruned} were pruned; what goes whole is left out of "
         "this model, which is an ordinary one that transformers loads."
     )
-
-
-def _method(report: RunReport) -> Iterator[str]:
-    """Yield what was done beside pruning, a sentence each."""
-    if (chosen := report.allocation) is not None:
-        yield f"The sparsities were chosen by the method `{chosen.method}`."
-    if any(block.reconstruction is not None for block in report.blocks):
-        yield "After it was pruned, each block's surviving weights were trained towards the dense block's output."
-    if report.finetune is not None:
-        yield f"The surviving weights were fine-tuned with masks held: {summary(report.finetune)}"
 
 
 def _without(table: Table, name: str) -> Table:

@@ -25,9 +25,8 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import refuse_prepared
 from compressx.models.blockwise import evaluation_mode
 from compressx.models.generate import check_ids
-from compressx.pipeline.room import memory_advised
 from compressx.pipeline.run import report_of
-from compressx.pipeline.stages import prepare, walk
+from compressx.pipeline.stages import memory_advised, prepare, walk
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.schema import recipe_in_memory
 from compressx.runtime.allocator import freed_memory_kept
@@ -40,6 +39,7 @@ from compressx.runtime.version import __version__
 from compressx.stages.log import run_log
 from compressx.stages.state import Progress, RunState
 from compressx.stages.store import InMemoryStore
+from compressx.training.stage import learns_from_dense
 
 _DENSE_STAGES = ("load", "calibrate", "evaluate dense", "allocate")
 """The stages that leave the model's weights as they were."""
@@ -124,13 +124,11 @@ def prune(
 
 def _pruned(state: RunState, model: Any, work: Any) -> PrunedModel:
     """Go through the stages of a run, with `work`: the dense model or a copy of it."""
-    tuning = state.recipe.finetune
-    # Training towards the dense model needs it beside the pruned one.
-    dense = deepcopy(model) if tuning is not None and tuning.teacher == "dense" and work is model else model
+    dense = deepcopy(model) if learns_from_dense(state.recipe) and work is model else model
     state.open, state.dense = lambda: InMemory(work), lambda: dense
     walk(state)
     masks = state.store.masks()
-    if state.finetuned is None and not masks.verify(work):
+    if not masks.verify(work):
         raise ArtifactError("weights that masks drop are not zero after pruning; look for hooks that write to them")
     report = report_of(state)
     state.log.finished(report)

@@ -23,9 +23,8 @@ from compressx.models.streaming import open_model
 from compressx.pipeline.card import card
 from compressx.pipeline.exporting import written
 from compressx.pipeline.inputs import opened
-from compressx.pipeline.room import memory_advised
 from compressx.pipeline.saving import earlier_run, is_finished
-from compressx.pipeline.stages import prepare, sections, walk
+from compressx.pipeline.stages import memory_advised, prepare, sections, walk
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.document import from_python
@@ -199,7 +198,8 @@ def _write_reports(state: RunState, folder: Path) -> RunReport:
     """Draw the figures, and write the report, the plan, the recipe and the model card."""
     state.report_progress("save", 0, 1)
     shutil.rmtree(folder / "plots", ignore_errors=True)  # left incomplete by an interrupted run
-    report = report_of(state, figures.draw(state.blocks, state.matrices, folder / "plots", state.finetuned))
+    report = report_of(state)
+    report = dataclasses.replace(report, figures=figures.draw(report, state.matrices, folder / "plots"))
     assert state.checkpoint is not None  # noqa: S101 - found by the checks
     atomic_write(folder / "model/README.md", card(state.loaded, state.plan, report, state.checkpoint).encode())
     report = dataclasses.replace(report, exports=tuple(written(state, folder)))
@@ -218,7 +218,7 @@ def _write_reports(state: RunState, folder: Path) -> RunReport:
     return report
 
 
-def report_of(state: RunState, drawn: tuple[Mapping[str, str], ...] = ()) -> RunReport:
+def report_of(state: RunState) -> RunReport:
     """Return the report of a finished run."""
     blocks, calibration = tuple(state.blocks), state.recipe.calibration
     loaded = [p for p in state.plugins.records if p.status == "loaded"]
@@ -234,9 +234,6 @@ def report_of(state: RunState, drawn: tuple[Mapping[str, str], ...] = ()) -> Run
         peak_gpu_memory_bytes=peak_gpu_bytes(),
         plugins=tuple({x: getattr(p, x) for x in ("name", "version", "source", "module")} for p in loaded),
         versions=library_versions(),
-        figures=drawn,
-        allocation=state.allocation,
-        finetune=state.finetuned,
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         command=command(),
         hardware=machine(state.device),
@@ -244,6 +241,6 @@ def report_of(state: RunState, drawn: tuple[Mapping[str, str], ...] = ()) -> Run
         if calibration is None
         else calibration.model_dump(include={"samples", "sequence_length", "seed"}),
         arithmetic=state.arithmetic,
-        shrink=state.shrink,
         unread=getattr(state.access.model, "unread", ()),
+        **state.results,
     )

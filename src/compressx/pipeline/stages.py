@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from compressx.allocation.stage import Allocate
 from compressx.api.record import RunReport
 from compressx.blocks.stage import Prune, ScoreBlocks, Sensitivities
@@ -16,7 +19,7 @@ from compressx.planning.make import check_rules, make_plan
 from compressx.prompts.stage import TokenSelection
 from compressx.report.contents import details, head, of_run
 from compressx.report.section import Section
-from compressx.runtime.errors import Mistakes
+from compressx.runtime.errors import Mistakes, OutOfMemoryError, memory_named
 from compressx.shrink.stage import Shrink
 from compressx.stages.state import RunState, Stage
 from compressx.training.stage import BlockReconstruction, FineTuning
@@ -74,3 +77,27 @@ def sections(report: RunReport, recipe: str = "") -> tuple[Section, ...]:
     """Return every section of a report that there is something for; the first is the head."""
     of_stages = (section for stage in STAGES for section in stage.sections(report))
     return (*head(report), *of_stages, *of_run(report), *details(report, recipe))
+
+
+@contextlib.contextmanager
+def memory_advised(state: RunState, *, streams: bool = True) -> Iterator[None]:
+    """Name the stage in the error of memory that ran out, and the keys of the recipe to change.
+
+    Args:
+        state: of the run.
+        streams: whether the model can be streamed from disk.
+
+    Raises:
+        OutOfMemoryError: in place of the errors of torch, numpy and Python.
+    """
+    try:
+        with memory_named("an array"):
+            yield
+    except OutOfMemoryError as error:
+        name, recipe, source = state.timing.stage, state.recipe, state.recipe.model
+        advice = [line for stage in STAGES if name in stage.names for line in stage.advice(recipe)]
+        gguf = source.package is not None or (source.path is not None and source.path.suffix == ".gguf")
+        if streams and not recipe.finetune and source.streaming is not True and not gguf:
+            advice.append("set model.streaming: true")
+        what = ", or ".join(advice) or "free some memory, or use a machine with more"
+        raise OutOfMemoryError(f"{name}: {error}; {what}") from error

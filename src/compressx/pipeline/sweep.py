@@ -113,7 +113,8 @@ def check(cells: Iterable[SweepRun], plugins: Plugins) -> None:
             continue
         state = RunState(cell.loaded, plugins, measured=False)
         prepare(state)
-        named = cell.loaded.recipe.model_dump_json(include={"model", "calibration", "finetune", "evaluate"})
+        recipe = cell.loaded.recipe
+        named = f"{recipe.model} {recipe.datasets()} {recipe.draws()} {recipe.evaluate}"
         if (texts := f"{state.plan.needs_calibration} {named}") in counted:
             continue
         try:

@@ -21,7 +21,7 @@ from compressx.models.blockwise import advance, capture, each_block
 from compressx.models.hidden import Streams
 from compressx.models.shards import OUTSIDE
 from compressx.pipeline.inputs import choose_arithmetic, opened, read_calibration_text
-from compressx.pipeline.room import memory_advised
+from compressx.pipeline.stages import memory_advised
 from compressx.planning.plan import Plan
 from compressx.recipe.schema import Recipe
 from compressx.runtime.allocator import freed_memory_kept

@@ -18,7 +18,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from compressx.api.names import in_short, kind_of
-from compressx.api.record import BlockReport, FinetuneReport, LayerReport, grouped
+from compressx.api.record import BlockReport, FinetuneReport, LayerReport, RunReport, grouped
 from compressx.report import plots
 from compressx.report.plots import Pooled
 from compressx.runtime.files import os_errors_named
@@ -64,16 +64,13 @@ def matrices(layers: Iterable[LayerReport], images: Mapping[str, Mapping[str, Te
     return tuple(kept)
 
 
-def draw(
-    blocks: Sequence[BlockReport], kept: Sequence[Matrices], folder: Path, tuned: FinetuneReport | None = None
-) -> tuple[Mapping[str, str], ...]:
+def draw(report: RunReport, kept: Sequence[Matrices], folder: Path) -> tuple[Mapping[str, str], ...]:
     """Draw every figure that there is something for.
 
     Args:
-        blocks: every pruned block, in the order of the model.
-        kept: what `matrices` returned for them.
+        report: of the run.
+        kept: what `matrices` returned for its blocks.
         folder: where the files go; made when there is a figure, else left alone, and then matplotlib is not imported.
-        tuned: how the model was fine-tuned.
 
     Returns:
         For each figure, in the order of the report, its `file` (relative to the folder's parent) and `caption`.
@@ -81,8 +78,10 @@ def draw(
     Raises:
         ArtifactError: when a file cannot be written.
     """
+    blocks = report.blocks
     figures = [
-        *_losses(tuned), *_reconstructions(blocks), *_families(blocks), *_histories(blocks), *map(_heat_maps, kept),
+        *_losses(report.finetune), *_reconstructions(blocks), *_families(blocks), *_histories(blocks),
+        *map(_heat_maps, kept),
     ]  # fmt: skip
     written: dict[str, Mapping[str, str]] = {}
     for figure in figures:

@@ -80,7 +80,7 @@ class Shrink(Stage):
             place = replace(state.checkpoint.at(folder / "model"), gguf_file=None)
             saved, differs = _compare(access, made, place)
             atomic_write(folder / "units.json", (json.dumps(_units(kept, made, plan)) + "\n").encode())
-            state.shrink = {
+            state.results["shrink"] = {
                 "parameters": [_parameters(x.model) for x in (access, saved)],
                 "config": {name: [*numbers] for name, numbers in made.numbers.items()},
                 "difference": differs,

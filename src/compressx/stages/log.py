@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from compressx.api.names import in_short
-from compressx.api.record import AllocationReport, BlockReport, RunReport, grouped
+from compressx.api.record import BlockReport, RunReport, grouped
 from compressx.planning.plan import Plan
 from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.errors import CompressxError, printable
@@ -153,12 +153,6 @@ class RunLog:
             self.write(logging.DEBUG, f"not pruned: {name}: {reason}")
         if plan.warning:
             self.write(logging.WARNING, plan.warning)
-
-    def allocation(self, report: AllocationReport) -> None:
-        """Write the sparsity of every unit, with the divergence that is predicted for it."""
-        for unit in report.units:
-            cost = "" if unit.divergence is None else f", predicted divergence {unit.divergence:.3g}"
-            self.write(logging.DEBUG, f"{in_short(unit.linears)}: {unit.pruner}, sparsity {unit.sparsity:.2%}{cost}")
 
     def _line(self, *fields: str) -> None:
         self.told = time.perf_counter()

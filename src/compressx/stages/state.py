@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from compressx.api.record import AllocationReport, Arithmetic, BlockReport, FinetuneReport, RunReport
+from compressx.api.record import Arithmetic, BlockReport, RunReport
 from compressx.models.access import Access
 from compressx.models.architecture import text_config
 from compressx.models.checkpoint import Checkpoint
@@ -58,7 +58,7 @@ class RunState:
         checkpoint: where the weights are; None of a model that is in memory.
         skeleton: the transformers model without its weights, or the one in memory; None before it is found.
         tokenizer: the model's.
-        plan: what becomes of every linear; allocation and dropped blocks are filled in as they are chosen.
+        plan: what becomes of every linear; sparsities and dropped blocks are filled in as they are chosen.
         open: returns the model with its weights; called when they are needed, at the latest before pruning.
         access: the model with its weights.
         dense: returns the dense model, to train towards; `access` may be pruned by then.
@@ -73,10 +73,8 @@ class RunState:
         sensitivities: mean squared gradients of the dense model's loss, a `blocks.fisher.FisherDiagonal`.
         blocks: reports of the finished blocks.
         matrices: of the finished blocks, to be drawn.
-        allocation: how sparsities were chosen, or None.
-        evaluation: figures of the models `dense`, `pruned` and `finetuned`.
-        finetuned: how the survivors were trained, or None.
-        shrink: see `RunReport.shrink`.
+        evaluation: figures of the dense, the pruned and the trained model, by name.
+        results: what stages report of their features, by field of `RunReport`.
         report: of the finished run.
     """
 
@@ -106,10 +104,8 @@ class RunState:
     sensitivities: Any = None
     blocks: list[BlockReport] = field(default_factory=list)
     matrices: list[Matrices] = field(default_factory=list)
-    allocation: AllocationReport | None = None
     evaluation: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    finetuned: FinetuneReport | None = None
-    shrink: Mapping[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
     report: RunReport | None = None
 
     @property
@@ -182,9 +178,11 @@ class Stage:
 
     Attributes:
         everywhere: whether every process runs it; otherwise the first alone.
+        names: what `advice` is about.
     """
 
     everywhere = False
+    names: tuple[StageName, ...] = ()
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
         """Refuse what can be refused before weights are loaded.
@@ -202,6 +200,21 @@ class Stage:
     def run(self, state: RunState) -> None:
         """Do the work."""
 
+    def advice(self, recipe: Recipe) -> Iterator[str]:  # noqa: ARG002 - nothing by default
+        """Yield what takes less memory, such as `set model.streaming: true`."""
+        return iter(())
+
     def sections(self, report: RunReport) -> Iterator[Section]:  # noqa: ARG002 - nothing by default
         """Yield the stage's part of the report."""
         return iter(())
+
+    def sentences(self, report: RunReport) -> Iterator[str]:  # noqa: ARG002 - nothing by default
+        """Yield a sentence for the model card if the stage did something to the weights."""
+        return iter(())
+
+
+def lower(settings: object, section: str, *names: str) -> Iterator[str]:
+    """Yield advice to lower some values of a section, where they are not 1."""
+    for name in names:
+        if (value := getattr(settings, name, None)) not in {None, 1}:
+            yield f"lower {section}.{name} ({value})"

@@ -43,7 +43,7 @@ SHARE = 0.03
 
 @dataclass(frozen=True)
 class Allocated:
-    """The sparsities that an allocation chose, and its report."""
+    """The sparsities that were chosen, and the report of that."""
 
     patterns: Mapping[str, Unstructured | NM]
     report: AllocationReport
@@ -63,7 +63,7 @@ class Store(Protocol):
 
     Attributes:
         finished: names of the finished blocks, in order.
-        allocated: the sparsities that an allocation chose, or None before that.
+        allocated: the sparsities that were chosen, or None before that.
         scores: of decoder blocks that may be dropped, by name; empty before they are measured.
         blocks: a folder for large temporary files.
     """
@@ -74,7 +74,7 @@ class Store(Protocol):
     blocks: Path
 
     def allocate(self, allocated: Allocated) -> None:
-        """Keep an allocation."""
+        """Keep the chosen sparsities."""
 
     def score(self, scores: Mapping[str, float]) -> None:
         """Keep the scores of decoder blocks."""
@@ -116,7 +116,7 @@ class InMemoryStore:
         self._masks: list[PackedMasks] = []
 
     def allocate(self, allocated: Allocated) -> None:
-        """Keep an allocation."""
+        """Keep the chosen sparsities."""
         self.allocated = allocated
 
     def score(self, scores: Mapping[str, float]) -> None:
@@ -185,7 +185,7 @@ class Journal:
             left.unlink(missing_ok=True)
 
     def allocate(self, allocated: Allocated) -> None:
-        """Record an allocation."""
+        """Record the chosen sparsities."""
         self.allocated = allocated
         self._write()
 

@@ -20,12 +20,12 @@ from compressx.models.loading import load_skeleton
 from compressx.models.streaming import open_model
 from compressx.planning.plan import Plan
 from compressx.planning.targets import matching_planned
-from compressx.recipe.schema import LoadedRecipe
+from compressx.recipe.schema import LoadedRecipe, Recipe
 from compressx.recipe.sources import ModelSource
 from compressx.recipe.training import Finetune as Settings
 from compressx.report.section import Column, Section, count_of, number_of, table
 from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError
-from compressx.stages.state import RunState, Stage
+from compressx.stages.state import RunState, Stage, lower
 from compressx.training.finetune import finetune
 from compressx.training.memory import refuse_large_finetuning
 from compressx.training.schedule import total_steps
@@ -54,6 +54,11 @@ class BlockReconstruction(Stage):
             with mistakes.collected():
                 refuse(state.loaded, state.ranks.size)
 
+    def sentences(self, report: RunReport) -> Iterator[str]:
+        """Say that the blocks were trained."""
+        if any(block.reconstruction is not None for block in report.blocks):
+            yield "After it was pruned, each block's surviving weights were trained towards the dense block's output."
+
     def sections(self, report: RunReport) -> Iterator[Section]:
         """Yield what training did to the error of each block's output."""
         rows = [
@@ -75,6 +80,8 @@ class BlockReconstruction(Stage):
 
 class FineTuning(Stage):
     """Train the survivors of the whole model, or adapters, with the masks held."""
+
+    names = ("finetune",)
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
         """Refuse training without text or PEFT, a teacher that does not fit, and what the memory cannot hold."""
@@ -115,20 +122,39 @@ class FineTuning(Stage):
             model = state.access.model
             blocks = find_blocks(model)
             with skipped({fqn: blocks[fqn] for fqn in state.plan.dropped}):  # they would take as long as the others
-                state.finetuned = finetune(
+                state.results["finetune"] = finetune(
                     model, state.store.masks(), windows, settings, teacher=teacher, products=state.products,
                     checkpoint=checkpoint, progress=progress, tell=state.note,
                 )  # fmt: skip
+
+    def advice(self, recipe: Recipe) -> Iterator[str]:
+        """Yield the values that decide what a step holds, and what takes the place of weights and teacher."""
+        if (settings := recipe.finetune) is None:
+            return
+        yield from lower(settings, "finetune", "batch_size", "sequence_length")
+        if settings.draw is None:
+            yield from lower(recipe.calibration, "calibration", "sequence_length")
+        if settings.lora is None:
+            yield "set finetune.lora: {rank: 16}"
+        if not settings.gradient_checkpointing:
+            yield "set finetune.gradient_checkpointing: true"
+        if settings.teacher != "none":
+            yield "set finetune.teacher: none"
+
+    def sentences(self, report: RunReport) -> Iterator[str]:
+        """Say how the model was trained."""
+        if report.finetune is not None:
+            yield f"The surviving weights were fine-tuned with masks held: {_summary(report.finetune)}"
 
     def sections(self, report: RunReport) -> Iterator[Section]:
         """Yield the loss on held-out text."""
         if (tuned := report.finetune) is not None:
             rows = [(x.step, x.seconds / 60, x.loss) for x in tuned.held_out]
             columns = [Column("steps", "d"), Column("minutes", ".1f"), Column("held-out loss", ".4g")]
-            yield Section("Fine-tuning", summary(tuned), table(columns, rows))
+            yield Section("Fine-tuning", _summary(tuned), table(columns, rows))
 
 
-def summary(tuned: FinetuneReport) -> str:
+def _summary(tuned: FinetuneReport) -> str:
     """Return how a model was fine-tuned, in one sentence."""
     count, tokens = tuned.windows
     taught_by = "the dense model" if tuned.teacher == "dense" else tuned.teacher
@@ -142,6 +168,11 @@ def summary(tuned: FinetuneReport) -> str:
         f"{tuned.steps} steps on {count} windows of {tokens} tokens, {tuned.trained / 1e6:.3g} M numbers trained: "
         f"{loss} {measured}."
     )
+
+
+def learns_from_dense(recipe: Recipe) -> bool:
+    """Return whether the recipe's dense model is needed after it was pruned."""
+    return recipe.finetune is not None and recipe.finetune.teacher == "dense"
 
 
 def _teacher(settings: Settings, state: RunState) -> Any | None:

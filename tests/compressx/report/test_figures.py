@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from compressx.api.record import BlockReport, LayerReport
+from compressx.api.record import BlockReport, LayerReport, RunReport
 from compressx.report import figures, plots
 
 
 def layer(name: str, info: Mapping[str, float] | None = None, history: Any = None, pruner: str = "mine") -> LayerReport:
     return LayerReport(name, pruner, "50% row", (4, 4), 0.5, 0.5, 1.0, info or {}, history or {})
+
+
+def report(blocks: list[BlockReport]) -> RunReport:
+    return RunReport("0", {}, 0.5, tuple(blocks), (), {}, {}, 0)
 
 
 def pair(index: int, info: Mapping[str, float] | None = None, history: Any = None) -> BlockReport:
@@ -42,7 +46,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
 
 def test_a_family_has_a_line_for_each_member_and_counts_what_linears_share_once(tmp_path: Path, drawn: Any) -> None:
     blocks = [pair(i, {"error": 0.1 * i, "error.wanda": 0.2 * i, "damping": 0.01}) for i in (1, 2, 5)]
-    written = figures.draw(blocks, [], tmp_path / "plots")
+    written = figures.draw(report(blocks), [], tmp_path / "plots")
     [(file, given)] = drawn.items()
     assert file == "layers_error.svg"
     assert given["quantity"] == "error"
@@ -55,7 +59,7 @@ def test_a_family_has_a_line_for_each_member_and_counts_what_linears_share_once(
 def test_kinds_have_a_panel_each_and_experts_stand_side_by_side(tmp_path: Path, drawn: Any) -> None:
     names = ["m.0.up_proj", *(f"m.0.experts.down_proj.{i}" for i in range(2))]
     layers = tuple(layer(name, {"e": float(i), "e.b": 9.0}) for i, name in enumerate(names))
-    figures.draw([BlockReport(3, "m.0", layers, 1.0)], [], tmp_path / "plots")
+    figures.draw(report([BlockReport(3, "m.0", layers, 1.0)]), [], tmp_path / "plots")
     panels = drawn["layers_e.svg"]["panels"]
     assert panels["up_proj"]["mine"] == ([3], [0.0])
     assert panels["down_proj"]["mine"] == ([3.0, 3.5], [1.0, 2.0])
@@ -66,7 +70,7 @@ def test_curves_have_a_panel_for_each_block_or_for_each_linear_of_a_kind(tmp_pat
     experts = tuple(layer(f"m.2.experts.up.{i}", history={"loss": (float(i),)}) for i in range(2))
     head = BlockReport(3, "", (layer("lm_head", history={"loss": (5.0,)}),), 1.0)
     blocks = [*(pair(i, history=h) for i, h in enumerate(histories)), BlockReport(2, "m.2", experts, 1.0), head]
-    written = figures.draw(blocks, [], tmp_path / "plots")
+    written = figures.draw(report(blocks), [], tmp_path / "plots")
     panels = {name: given["panels"] for name, given in drawn.items()}
     assert panels["steps_q_proj_k_proj.svg"] == dict(zip(["m.layers.0", "m.layers.1"], histories, strict=True))
     assert list(panels["steps_up.svg"]) == ["m.2\nexperts.up.0", "m.2\nexperts.up.1"]
@@ -94,7 +98,7 @@ def test_matrices_are_drawn_for_each_object_and_the_caption_says_what_was_done(t
     large, small = torch.rand(200, 200), torch.rand(4, 4)
     images = {"m.0.q": {"dense": small, "pruned": small}, "m.1.q": {"dense": large}}
     kept = figures.matrices(map(layer, images), images)
-    written = figures.draw([], kept, tmp_path / "plots")
+    written = figures.draw(report([]), kept, tmp_path / "plots")
     assert list(drawn) == ["matrices_m.0.q.png", "matrices_m.1.q.png"]
     assert [f["caption"] for f in written] == [
         "`m.0.q`: dense, pruned, and their absolute difference.",
@@ -105,7 +109,7 @@ def test_matrices_are_drawn_for_each_object_and_the_caption_says_what_was_done(t
 
 def test_file_names_take_what_plugins_call_things_and_never_clash(tmp_path: Path, drawn: Any) -> None:
     info = {name: 1.0 for family in ("a/b", "a b", "a?b") for name in (family, f"{family}.x")}
-    written = figures.draw([pair(0, info)], [], tmp_path / "plots")
+    written = figures.draw(report([pair(0, info)]), [], tmp_path / "plots")
     names = [f"layers_a_b{end}.svg" for end in ("", "_2", "_3")]
     assert [f["file"] for f in written] == [f"plots/{name}" for name in names]
     assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == sorted(names)

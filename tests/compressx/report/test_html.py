@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,15 @@ def run_in(folder: Path) -> RunReport:
         )
         image = torch.rand(64, 64, generator=torch.Generator().manual_seed(index))
         images = {"dense": image, "pruned": image.sqrt()}
-        kept += figures.matrices({layers[0].name: images, layers[1].name: images} if index < 2 else {})
+        if index < 2:
+            of = layers[0].name
+            pair = [replace(layer, group=of) for layer in layers[:2]]
+            kept += figures.matrices(pair, {layer.name: images for layer in pair})
     units = tuple(
         UnitReport(r.fqn, "sparsegpt", tuple(x.name for x in r.layers), 1000, 0.5, 0.01, (0.3, 0.5), (0.1, 0.2))
         for r in reports
     )
-    return RunReport(
+    made = RunReport(
         compressx="0.1.0",
         model={"path": "/somewhere/a-folder-with-a-name-that-is-long-enough-to-need-more-than-one-line-on-a-phone"},
         sparsity=total_sparsity(layer for report in reports for layer in report.layers),
@@ -66,10 +70,10 @@ def run_in(folder: Path) -> RunReport:
         peak_memory_bytes=2**31,
         plugins=({"name": "wanda", "version": None, "source": "entry point", "module": "compressx.pruners.wanda"},),
         versions={"torch": "2.13.0"},
-        figures=figures.draw(reports, kept, folder / "plots"),
         allocation=AllocationReport("divergence", 0.5, "block", 1000, 500, units),
         finetune=FinetuneReport("dense", 1000, 2, (16, 64), (2.0, 1.0)),
     )
+    return replace(made, figures=figures.draw(made, kept, folder / "plots"))
 
 
 @pytest.fixture(scope="module")
