@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from compressx.allocation.methods import Curves, allocate, windows_kept
@@ -13,6 +13,7 @@ from compressx.allocation.units import check_allocation
 from compressx.api.names import in_short, kind_of
 from compressx.api.patterns import Structured
 from compressx.api.record import RunReport
+from compressx.blocks.stage import statistics_bytes
 from compressx.planning.plan import Plan
 from compressx.recipe.allocation import Allocation, AttentionAware, DivergenceAllocation
 from compressx.report.section import Column, Section, count_of, table
@@ -26,6 +27,7 @@ _SPARSITY = Column("sparsity", ".2%")
 class Allocate(Stage):
     """Choose the sparsities on the calibration text of all processes; the first process measures."""
 
+    during = "allocate"
     everywhere = True
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
@@ -46,6 +48,15 @@ class Allocate(Stage):
                 f"{allocation.method} at {state.loaded.where('allocation')} measures on windows that pruners do not "
                 "see; expected at least 2"
             ))  # fmt: skip
+
+    def memory(self, state: RunState) -> Mapping[str, int]:
+        """Return the bytes of hidden states, of gradients, both if in memory, and of a block's statistics."""
+        text, settings = state.recipe.calibration, state.plan.allocation
+        if text is None or settings is None:
+            return {}
+        states = state.hidden_bytes(windows_kept(state.plan, settings, text.samples))
+        parts = {} if state.in_files(states) else {"hidden states and gradients": states}
+        return {**parts, **statistics_bytes(state)}
 
     def run(self, state: RunState) -> None:
         """Choose, unless an interrupted run has."""

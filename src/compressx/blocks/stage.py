@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from compressx.api.names import kind_of
 from compressx.api.patterns import allocated_form
-from compressx.api.pruner import Block
+from compressx.api.pruner import AnyPruner, Block, Linear, Statistic, statistic_of
 from compressx.api.record import BlockReport, LayerReport, RunReport, total_sparsity
 from compressx.blocks.depth import refuse_needed, score_blocks
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
+from compressx.blocks.hooks import inputs_watched
+from compressx.blocks.observe import is_routed
 from compressx.blocks.prune import hold_routers, prune_model
-from compressx.models.architecture import survey, text_config
+from compressx.models.architecture import find_blocks, survey, text_config
 from compressx.models.hidden import Streams
 from compressx.planning.plan import Plan
 from compressx.recipe.schema import Recipe
@@ -57,13 +65,21 @@ class ScoreBlocks(Stage):
 class Sensitivities(Stage):
     """Measure mean squared gradients of the dense model's loss, if a block that is not yet pruned needs them."""
 
+    during = "calibrate"
     everywhere = True
+
+    def memory(self, state: RunState) -> Mapping[str, int]:
+        """Return the bytes of one batch's hidden states between all blocks, through which a gradient goes back."""
+        text = state.recipe.calibration
+        if text is None or not _measured(state.plan):
+            return {}
+        windows = min(text.batch_size, text.samples) * (1 + len(find_blocks(state.skeleton)))
+        return {"hidden states between all blocks": state.hidden_bytes(windows)}
 
     def run(self, state: RunState) -> None:
         """Measure them on this process's text; all processes get the mean over all text."""
         plan, state.sensitivities = state.plan, FisherDiagonal()
-        wanted = plan.sensitive or plan.reconstruct_block is not None
-        if not wanted or len(state.store.finished) == plan.pieces:
+        if not _measured(plan) or len(state.store.finished) == plan.pieces:
             return
         state.report_progress("calibrate", 0, 1)
         state.sensitivities = fisher_diagonal(
@@ -75,6 +91,7 @@ class Sensitivities(Stage):
 class Prune(Stage):
     """Prune the blocks that an interrupted run has not finished, and record each."""
 
+    during = "prune"
     everywhere = True
     names = ("calibrate", "allocate", "prune")
 
@@ -92,12 +109,19 @@ class Prune(Stage):
             with mistakes.collected(), state.loaded.at("calibration"):
                 refuse_few_windows(calibration.samples, state.ranks.size)
 
+    def memory(self, state: RunState) -> Mapping[str, int]:
+        """Return the bytes of the hidden states between two blocks, if in memory, and of one block's statistics."""
+        text = state.recipe.calibration
+        if text is None or not state.plan.needs_calibration:
+            return {}
+        states = state.hidden_bytes(state.plan.streams * text.samples)
+        return {**({} if state.in_files(states) else {"hidden states": states}), **statistics_bytes(state)}
+
     def run(self, state: RunState) -> None:
         """Prune; the plan is final."""
         plan, store, total = state.plan, state.store, state.plan.pieces
         mine = state.mine
-        streams = 1 if plan.reconstruct_block is None else 2  # dense and pruned
-        keep = state.keep(f"hidden-{state.ranks.rank}", sum(map(len, mine)) * streams)
+        keep = state.keep(f"hidden-{state.ranks.rank}", sum(map(len, mine)) * plan.streams)
         resumed, note = None, ""
         if store.finished:
             state.report_progress("load", 2, 2)
@@ -125,6 +149,78 @@ class Prune(Stage):
         yield from by_module(report)
         yield from _heat(report)
         yield from _blocks(report)
+
+
+def _measured(plan: Plan) -> bool:
+    """Return whether a plan needs mean squared gradients."""
+    return bool(plan.sensitive) or plan.reconstruct_block is not None
+
+
+def statistics_bytes(state: RunState) -> dict[str, int]:
+    """Return the bytes of the statistics of the largest block, of whatever pruners.
+
+    Statistics are made and updated on the meta device, where tensors have no numbers; of one that cannot be updated
+    there, what it has when it is made is counted. Linears that the model gives the same input share one.
+    """
+    text, planned, skeleton = state.recipe.calibration, state.plan, state.skeleton
+    if text is None or not planned.needs_calibration or not planned.linears:
+        return {}
+    blocks = find_blocks(skeleton)
+    fqn = max(blocks, key=lambda name: sum(x.weights for x in planned.linears if x.block == name))
+    linears = survey(skeleton).inside(fqn)
+    block = Block(list(blocks).index(fqn), fqn, blocks[fqn], linears, (), text_config(skeleton))
+    windows = (text.samples, text.sequence_length)
+    inputs, size = _inputs(skeleton, linears, text.sequence_length), 0
+    with torch.device("meta"):
+        fresh: dict[str, list[Statistic]] = {}  # by input
+        for plugin, pruner, name in _pruners(planned, fqn):
+            statistic, seen = statistic_of(plugin, pruner, block, name), fresh.setdefault(inputs[name], [])
+            if statistic is not None and statistic not in seen:
+                seen.append(statistic)
+                size += _size(statistic, (*windows, linears[name].in_features), skeleton.dtype)
+    return {"statistics of the largest block": size} if size else {}
+
+
+def _pruners(planned: Plan, fqn: str) -> Iterator[tuple[str, AnyPruner, str]]:
+    """Yield the pruners of a block, each with its plugin's name and a linear that it is asked about."""
+    built = planned.build()
+    for rule, patterns in planned.asked(fqn).items():
+        for spec, pruner in zip((rule.pruner, rule.reconstructor), built[rule], strict=True):
+            if spec is not None and pruner is not None:
+                yield from ((spec.name, pruner, name) for name in patterns)
+
+
+def _inputs(skeleton: Any, linears: Mapping[str, Linear], length: int) -> dict[str, str]:
+    """Return for each linear the first linear that has the same input; itself, where the model cannot say so."""
+    first: list[tuple[Tensor, str]] = []
+    found = {name: name for name in linears}
+
+    def take(name: str, x: Tensor) -> None:
+        found[name] = next((other for seen, other in first if seen is x), name)
+        first.append((x, found[name]))
+
+    # Without a mask most models look at numbers, which the meta device has not; with one some do not run. Routers
+    # always look at numbers: what was seen before them counts.
+    for extra in ({"attention_mask": torch.zeros(1, 1, length, length, device="meta")}, {}):
+        with suppress(Exception), torch.no_grad(), inputs_watched(linears, take):
+            skeleton(torch.zeros(1, length, dtype=torch.int64, device="meta"), use_cache=False, **extra)
+        if first:
+            break
+    return found
+
+
+def _size(statistic: Statistic, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the bytes of a copy of a statistic after inputs of a shape."""
+    statistic = copy.copy(statistic)  # the one that is compared with others stays fresh
+    with suppress(Exception):  # one of a third party may look at numbers
+        if not is_routed(statistic):
+            statistic.update(torch.empty(shape, dtype=dtype))
+        return _total(x for x, _ in statistic.tensors().values())
+    return _total(x for x in vars(statistic).values() if isinstance(x, Tensor))
+
+
+def _total(tensors: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _report(state: RunState, report: BlockReport, total: int) -> None:

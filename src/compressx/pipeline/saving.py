@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 
 from compressx.data.documents import local_files
+from compressx.models.architecture import find_blocks
 from compressx.models.checkpoint import Checkpoint, keep_settings
 from compressx.models.export import check_output, not_written, room_for, save_model
-from compressx.pipeline.sizes import disk_bytes
 from compressx.planning.plan import Plan
 from compressx.recipe.document import path_text
 from compressx.recipe.schema import LoadedRecipe, Recipe, load_recipe
@@ -19,6 +19,7 @@ from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, CalibrationError, CompressxError, Mistakes
 from compressx.stages.state import RunState, Stage
 from compressx.stages.store import differing
+from compressx.training.stage import CHECKPOINT, trained_weights
 
 
 class Save(Stage):
@@ -134,7 +135,7 @@ def _check_space(state: RunState, plan: Plan) -> None:
     Raises:
         ArtifactError: names all sizes in bytes.
     """
-    throughout, beside = disk_bytes(state.recipe, plan, state.skeleton, state.dtype.itemsize)
+    throughout, beside = disk_bytes(state, plan)
     needed, output = sum(throughout.values()) + max(beside.values()), state.recipe.output
     folder, free = room_for(output)
     if free < needed:
@@ -144,3 +145,25 @@ def _check_space(state: RunState, plan: Plan) -> None:
             f"output {output} needs {needed} bytes: {listed}, and the largest of {', '.join(some)}, and {last}; "
             f"{folder} has {free} bytes free. Free some space there, or choose another disk"
         )
+
+
+def disk_bytes(state: RunState, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what a run needs on its output's disk throughout, and parts of which it needs the largest beside that.
+
+    Throughout: finished blocks, and their masks twice. Beside that: hidden states, with those of an earlier block and
+    those that `memory_limit` keeps in files; two checkpoints of fine-tuning; at the end the model, with the last one.
+    """
+    recipe, itemsize = state.recipe, state.dtype.itemsize
+    whole = itemsize * sum(p.numel() for p in state.skeleton.parameters())
+    blocks = [block for fqn, block in find_blocks(state.skeleton).items() if plan.in_block(fqn)]
+    finished = itemsize * sum(p.numel() for block in blocks for p in block.parameters())
+    masks = 2 * sum(x.weights for x in plan.linears) // 8
+    states = 0
+    if recipe.calibration is not None and plan.needs_calibration:
+        once = state.hidden_bytes(plan.streams * recipe.calibration.samples)
+        states = once * (3 if state.in_files(once) else 2)
+    tuned = 0 if recipe.finetune is None else CHECKPOINT * trained_weights(recipe.finetune, plan)
+    return (
+        {"finished blocks": finished, "masks": masks},
+        {"hidden states": states, "two checkpoints of fine-tuning": 2 * tuned, "one with the model": tuned + whole},
+    )

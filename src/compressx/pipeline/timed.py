@@ -188,8 +188,7 @@ def _prune_once(state: RunState, fqn: str) -> float:
     access, batches, planned = state.calibrated, state.batches, state.plan
     found = survey(access.model)
     before = [*found.blocks, OUTSIDE][: [*found.blocks, OUTSIDE].index(fqn)]
-    streams = 1 if planned.reconstruct_block is None else 2
-    keep = state.keep(f"hidden-{fqn}", sum(map(len, batches)) * streams)
+    keep = state.keep(f"hidden-{fqn}", sum(map(len, batches)) * planned.streams)
     states, calls = capture(access, found, batches, keep)
     finished = None
     if before and resumable(access.model, calls):

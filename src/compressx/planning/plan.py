@@ -226,6 +226,11 @@ class Plan:
         return len({x.block for x in self.linears})
 
     @property
+    def streams(self) -> int:
+        """How many hidden states of each token are held between blocks: pruned ones, and dense ones to train with."""
+        return 1 if self.reconstruct_block is None else 2
+
+    @property
     def sensitive(self) -> set[str]:
         """The names of the linears in blocks whose sensitivities a pruner reads."""
         return {x.name for x in self.linears if x.block and x.rule.reads_sensitivities}

@@ -143,12 +143,18 @@ class RunState:
         return () if settings is None or windows is None else torch.split(windows, settings.batch_size)
 
     def keep(self, name: str, windows: int) -> Keep:
-        """Choose where to keep hidden states of that many windows: in files if they exceed the recipe's limit."""
-        settings, model = self.recipe.calibration, self.access.model
-        if settings is None or settings.memory_limit is None:
-            return in_memory
-        size = windows * settings.sequence_length * text_config(model).hidden_size * model.dtype.itemsize
-        return InFiles(self.store.blocks / name) if size > settings.memory_limit else in_memory
+        """Choose where to keep hidden states of that many windows."""
+        return InFiles(self.store.blocks / name) if self.in_files(self.hidden_bytes(windows)) else in_memory
+
+    def hidden_bytes(self, windows: int) -> int:
+        """Return the bytes of hidden states of that many calibration windows between two blocks; 0 without text."""
+        settings, width = self.recipe.calibration, text_config(self.skeleton).hidden_size
+        return 0 if settings is None else windows * settings.sequence_length * width * self.dtype.itemsize
+
+    def in_files(self, size: int) -> bool:
+        """Return whether hidden states of a size are kept in files: they exceed the recipe's limit."""
+        limit = None if self.recipe.calibration is None else self.recipe.calibration.memory_limit
+        return limit is not None and size > limit
 
     def cached(self, key: Mapping[str, Any], compute: Callable[[], _Value], folder: str, kind: Any) -> _Value:
         """Do as `runtime.cache.cached`, but for a model that only exists in memory.
@@ -177,10 +183,12 @@ class Stage:
     """A stage of a run. What a stage has nothing to do with in a recipe, it leaves alone.
 
     Attributes:
+        during: the work in which it holds `memory`.
         everywhere: whether every process runs it; otherwise the first alone.
         names: what `advice` is about.
     """
 
+    during: StageName = "load"
     everywhere = False
     names: tuple[StageName, ...] = ()
 
@@ -194,7 +202,11 @@ class Stage:
         """
 
     def memory(self, state: RunState) -> Mapping[str, int]:  # noqa: ARG002 - nothing by default
-        """Return the bytes that the stage holds at the same time beside the weights, by what they hold."""
+        """Return the bytes that it holds on its device at the same time, by what they hold; with the plan, no weights.
+
+        Of the model's own weights only those that it holds in another dtype, as `weights`. Not counted: the activations
+        of one batch, and what a pruner computes with.
+        """
         return {}
 
     def run(self, state: RunState) -> None:

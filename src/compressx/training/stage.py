@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,24 +18,32 @@ from compressx.models.architecture import find_blocks, survey, text_config
 from compressx.models.capture import skipped
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_skeleton
-from compressx.models.streaming import open_model
+from compressx.models.streaming import free_memory, open_model
 from compressx.planning.plan import Plan
 from compressx.planning.targets import matching_planned
+from compressx.recipe.rules import matches
 from compressx.recipe.schema import LoadedRecipe, Recipe
 from compressx.recipe.sources import ModelSource
-from compressx.recipe.training import Finetune as Settings
+from compressx.recipe.training import Finetune, Lora
 from compressx.report.section import Column, Section, count_of, number_of, table
 from compressx.runtime.errors import CompressxError, Mistakes, RecipeError, UnsupportedModelError
 from compressx.stages.state import RunState, Stage, lower
 from compressx.training.finetune import finetune
-from compressx.training.memory import refuse_large_finetuning
-from compressx.training.schedule import total_steps
+from compressx.training.schedule import split_windows, total_steps
 
 _SECONDS = Column("seconds", ".1f")
+
+_WIDE = 4
+"""Bytes of a float32: weights are trained in it, whatever their dtype."""
+
+CHECKPOINT = 4 * _WIDE
+"""Bytes of a trained weight in a checkpoint: its value, two moments and its best value."""
 
 
 class BlockReconstruction(Stage):
     """Train each block's survivors. The work is done block by block, by `blocks.prune.prune_model`."""
+
+    during = "prune"
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
         """Refuse training without text, without a block, or with steps that cannot be shared."""
@@ -59,6 +68,17 @@ class BlockReconstruction(Stage):
         if any(block.reconstruction is not None for block in report.blocks):
             yield "After it was pruned, each block's surviving weights were trained towards the dense block's output."
 
+    def memory(self, state: RunState) -> Mapping[str, int]:
+        """Return the bytes of the largest block while it is trained: all its weights in float32, and Adam's state."""
+        plan = state.plan
+        if plan.reconstruct_block is None:
+            return {}
+        blocks = find_blocks(state.skeleton)
+        trained = max(sum(x.weights for x in plan.linears if x.block == fqn) for fqn in blocks)
+        largest = max(sum(p.numel() for p in block.parameters()) for block in blocks.values())
+        # Of a trained weight: itself, its gradient, two moments, its best value.
+        return {"training a block": _WIDE * (5 * trained + max(largest - trained, 0))}
+
     def sections(self, report: RunReport) -> Iterator[Section]:
         """Yield what training did to the error of each block's output."""
         rows = [
@@ -81,6 +101,7 @@ class BlockReconstruction(Stage):
 class FineTuning(Stage):
     """Train the survivors of the whole model, or adapters, with the masks held."""
 
+    during = "finetune"
     names = ("finetune",)
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
@@ -102,6 +123,14 @@ class FineTuning(Stage):
                 refuse_large_finetuning(
                     loaded, plan, skeleton, state.dtype, state.device, present=state.checkpoint is None
                 )
+
+    def memory(self, state: RunState) -> Mapping[str, int]:
+        """Return the bytes that it takes, the model's own in float32 with them."""
+        recipe, skeleton = state.recipe, state.skeleton
+        if (tuning := recipe.finetune) is None:
+            return {}
+        teacher = teacher_weights(tuning, skeleton)
+        return finetuning_bytes(recipe, tuning, state.plan, skeleton, state.dtype.itemsize, teacher)
 
     def run(self, state: RunState) -> None:
         """Train, from the checkpoint of an interrupted run if there is one."""
@@ -175,7 +204,97 @@ def learns_from_dense(recipe: Recipe) -> bool:
     return recipe.finetune is not None and recipe.finetune.teacher == "dense"
 
 
-def _teacher(settings: Settings, state: RunState) -> Any | None:
+def trained_weights(settings: Finetune, planned: Plan) -> int:
+    """Count the weights that fine-tuning trains, dropped ones included; without gains of norms and biases."""
+    if settings.lora is None:
+        return sum(x.weights for x in planned.linears)
+    adapted = [x for x in planned.linears if any(matches(target, x.name) for target in settings.lora.targets)]
+    return settings.lora.rank * sum(sum(x.shape) for x in adapted)
+
+
+def teacher_weights(settings: Finetune, skeleton: Any) -> int:
+    """Count the weights of the model that fine-tuning learns from; 0 without one."""
+    if isinstance(settings.teacher, ModelSource):
+        skeleton = load_skeleton(find_checkpoint(settings.teacher))
+    return 0 if settings.teacher == "none" else sum(p.numel() for p in skeleton.parameters())
+
+
+def finetuning_bytes(
+    recipe: Recipe, settings: Finetune, planned: Plan, skeleton: Any, itemsize: int, teacher: int
+) -> dict[str, int]:
+    """Return the bytes that fine-tuning takes at the same time, by part; a lower bound, without most activations.
+
+    Args:
+        recipe: the recipe.
+        settings: its `finetune` section.
+        planned: its plan.
+        skeleton: the model without its weights.
+        itemsize: bytes of one weight as the model is loaded.
+        teacher: number of weights of the teacher; 0 without.
+    """
+    draw, calibration = settings.draw, recipe.calibration
+    drawn = (draw.samples, draw.sequence_length) if draw is not None else (0, 0)
+    if draw is None and calibration is not None:
+        drawn = (calibration.samples, calibration.sequence_length)
+    held_out = split_windows(drawn[0], settings.held_out)[1]
+    trained = trained_weights(settings, planned)
+    logits = settings.batch_size * drawn[1] * text_config(skeleton).vocab_size
+    adapters = 0 if settings.lora is None else trained
+    parts = {
+        "weights": _WIDE * (sum(p.numel() for p in skeleton.parameters()) + adapters),
+        "gradients": _WIDE * trained,
+        "moments": 2 * _WIDE * trained,
+        "best weights": _WIDE * trained if held_out else 0,
+        "masks": sum(x.weights for x in planned.linears),
+        "teacher": itemsize * teacher,
+        "logits": 2 * logits * (3 if teacher else 2),  # both models' and their gradient, of two bytes each or more
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def refuse_large_finetuning(
+    loaded: LoadedRecipe, planned: Plan, skeleton: Any, dtype: torch.dtype, device: torch.device, *,
+    present: bool = False,
+) -> None:  # fmt: skip
+    """Refuse fine-tuning that cannot fit in the free memory, before anything is pruned; a `present` model is in it.
+
+    Raises:
+        RecipeError: with the bytes by part, the free memory, and what takes less.
+    """
+    recipe, settings = loaded.recipe, loaded.recipe.finetune
+    if settings is None:
+        return
+    own, teacher = sum(p.numel() for p in skeleton.parameters()), teacher_weights(settings, skeleton)
+
+    def needed(settings: Finetune, teacher: int = teacher) -> dict[str, int]:
+        return finetuning_bytes(recipe, settings, planned, skeleton, dtype.itemsize, teacher)
+
+    parts, free = needed(settings), free_memory(device) + (own * dtype.itemsize if present else 0)
+    if device.type == "cpu" and (others := int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1):
+        parts["models of the other processes"] = others * own * dtype.itemsize
+    total = sum(parts.values())
+    if total <= free:
+        return
+    smaller = {}
+    if settings.lora is None:
+        smaller["finetune.lora: {rank: 16}"] = needed(settings.model_copy(update={"lora": Lora()}))
+    if teacher:
+        smaller["finetune.teacher: none"] = needed(settings, 0)
+    if settings.batch_size > 1:
+        smaller["finetune.batch_size: 1"] = needed(settings.model_copy(update={"batch_size": 1}))
+    advice = ", ".join(f"{key} ({_gb(sum(sizes.values()))})" for key, sizes in smaller.items())
+    by_part = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
+    raise RecipeError(
+        f"{loaded.where('finetune')}: fine-tuning needs at least {_gb(total)} of memory ({by_part}), but {device} has "
+        f"{_gb(free)}. Less is needed by {advice or 'a smaller model'}; or remove finetune"
+    )
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"
+
+
+def _teacher(settings: Finetune, state: RunState) -> Any | None:
     """Return the model to train towards, if there is one."""
     if isinstance(settings.teacher, ModelSource):
         return open_model(find_checkpoint(settings.teacher), False, state.device).model
@@ -191,7 +310,7 @@ def _checkpoint(folder: Path, fingerprint: str) -> Path:
     return checkpoint
 
 
-def _fingerprint(settings: Settings, windows: torch.Tensor, teacher: Any | None, products: torch.dtype | None) -> str:
+def _fingerprint(settings: Finetune, windows: torch.Tensor, teacher: Any | None, products: torch.dtype | None) -> str:
     """Return a hash that distinguishes checkpoints of different trainings of the same pruned model.
 
     The dense model is the same for all of them, but another teacher may have changed where it is.
@@ -201,7 +320,7 @@ def _fingerprint(settings: Settings, windows: torch.Tensor, teacher: Any | None,
     return hashlib.sha256(f"{chosen} {fingerprint(windows)} {taught} {products}".encode()).hexdigest()[:16]
 
 
-def _mistakes(loaded: LoadedRecipe, settings: Settings, skeleton: Any) -> Iterator[CompressxError]:
+def _mistakes(loaded: LoadedRecipe, settings: Finetune, skeleton: Any) -> Iterator[CompressxError]:
     """Yield an error for fine-tuning without text or PEFT, and for one that the model does not support."""
     recipe = loaded.recipe
     draw = settings.draw
@@ -285,7 +404,7 @@ def refuse_uneven_steps(loaded: LoadedRecipe, processes: int) -> None:
     )
 
 
-def _check_adapters(loaded: LoadedRecipe, settings: Settings, skeleton: Any, planned: Sequence[str]) -> None:
+def _check_adapters(loaded: LoadedRecipe, settings: Finetune, skeleton: Any, planned: Sequence[str]) -> None:
     """Refuse a glob of `lora.targets` that matches no pruned linear, or fused experts."""
     linears = survey(skeleton).linears
     for index, target in enumerate(() if settings.lora is None else settings.lora.targets):

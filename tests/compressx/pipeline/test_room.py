@@ -20,8 +20,8 @@ from compressx.recipe.schema import Recipe
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import OutOfMemoryError, RecipeError
 from compressx.testing import tiny_model, tiny_tokens
-from compressx.training import memory as room
-from compressx.training.memory import finetuning_bytes
+from compressx.training import stage as room
+from compressx.training.stage import finetuning_bytes
 
 NO_GPU_MEMORY = torch.OutOfMemoryError(
     "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 1 has a total capacity of 79.15 GiB of which 1.50 GiB is "
