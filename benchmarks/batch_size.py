@@ -29,8 +29,7 @@ from compressx.blocks.observe import Observed, observe
 from compressx.evaluation.token_perplexity import token_perplexity
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
-from compressx.models.blockwise import capture, each_block, passes
-from compressx.models.capture import run_around
+from compressx.models.blockwise import capture, each_block, passes, run_around
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.loading import load_model, load_tokenizer
 

@@ -92,9 +92,9 @@ def by_compressx(given: argparse.Namespace, method: str) -> list[dict[str, Any]]
 
 def by_kvpress(given: argparse.Namespace, method: str, python: str, folder: Path) -> list[dict[str, Any]]:
     """Answer every prompt with a press of kvpress."""
-    from compressx.models.export import save_model
     from compressx.models.generate import readable
     from compressx.models.loading import load_model, load_tokenizer
+    from compressx.models.shards import save_model
 
     found = checkpoint(given.model, given.dtype)
     tokenizer, saved = load_tokenizer(found), folder / "model"

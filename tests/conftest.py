@@ -129,10 +129,10 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every machine multiply all dtypes alike, so that `compute_dtype: auto` keeps that of the weights."""
-    from compressx.runtime import rates
+    from compressx.runtime import machine
 
-    alike = rates.Rates(dict.fromkeys(("float32", "bfloat16", "float16"), 1e9), 1e9)
-    monkeypatch.setattr(rates, "_measured", lambda _: alike)
+    alike = machine.Rates(dict.fromkeys(("float32", "bfloat16", "float16"), 1e9), 1e9)
+    monkeypatch.setattr(machine, "_measured", lambda _: alike)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from compressx.api.hooks import hookimpl
-from compressx.runtime.version import __version__
+from compressx.runtime.code import __version__
 
 if TYPE_CHECKING:
     from compressx.api.evaluator import EvaluatedModel, Evaluator, EvaluatorSpec, ReadingEvaluator

@@ -29,8 +29,7 @@ from compressx.blocks.observe import Observed, observe, refuse_missed
 from compressx.blocks.select import Decision, Kept, decide_all, gather, write
 from compressx.models.access import Access
 from compressx.models.architecture import survey
-from compressx.models.blockwise import Run, advance, capture, each_block, passes
-from compressx.models.hidden import Keep, in_memory
+from compressx.models.blockwise import Keep, Run, advance, capture, each_block, in_memory, passes
 from compressx.planning.plan import PlannedRule
 from compressx.runtime.errors import CalibrationError
 from compressx.runtime.finite import refuse_damage

@@ -16,7 +16,7 @@ from compressx.allocation.spread import Curve, cheapest
 from compressx.allocation.units import Unit, spread, units_of, zeros_of
 from compressx.api.record import AllocationReport, UnitReport
 from compressx.models.access import Access
-from compressx.models.hidden import Keep, in_memory
+from compressx.models.blockwise import Keep, in_memory
 from compressx.planning.plan import Plan
 from compressx.recipe.allocation import (
     OUTLIER_THRESHOLD,

@@ -16,8 +16,7 @@ from compressx.blocks.exchange import reduce_
 from compressx.blocks.observe import unchanged
 from compressx.models.access import Access
 from compressx.models.architecture import find_blocks, survey, text_config
-from compressx.models.blockwise import Run, capture, each_block
-from compressx.models.hidden import Keep, in_memory
+from compressx.models.blockwise import Keep, Run, capture, each_block, in_memory
 from compressx.planning.plan import PlannedDepth
 from compressx.runtime.errors import PluginError, UnsupportedModelError, blamed_on
 from compressx.runtime.finite import finite, refuse_damage

@@ -34,7 +34,7 @@ def combine(ranks: Ranks, statistic: Statistic, fresh: Callable[[], Statistic | 
     merged = fresh()
     assert merged is not None  # noqa: S101 - `statistic` was created the same way
     for tensor in joined:
-        for part in ranks.gathered(tensor):
+        for part in ranks.gather_tensors(tensor):
             merged.update(part)
     return merged
 

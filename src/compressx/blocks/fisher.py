@@ -23,10 +23,7 @@ from compressx.blocks.sensitivity import SquaredGradients
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
 from compressx.models.arithmetic import products_in
-from compressx.models.blockwise import capture, each_block
-from compressx.models.capture import run_around
-from compressx.models.handed import Backwards
-from compressx.models.hidden import Keep, in_memory
+from compressx.models.blockwise import Backwards, Keep, capture, each_block, in_memory, run_around
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import StreamedModel, free_memory, local_processes
 from compressx.numerics.output_error import shares_of

@@ -26,12 +26,21 @@ from compressx.blocks.select import Built, ByRule, Decision, decide_all, gather,
 from compressx.masks.file import MaskEntry, WeightHashes
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, survey, text_config
-from compressx.models.blockwise import Run, advance, capture, each_block, passes
-from compressx.models.capture import run_around
-from compressx.models.handed import apart, handed_on
-from compressx.models.hidden import Keep, Streams, in_memory
-from compressx.models.routing import leave_out
+from compressx.models.blockwise import (
+    Keep,
+    Run,
+    Streams,
+    advance,
+    capture,
+    copy_shared_states,
+    each_block,
+    in_memory,
+    passes,
+    run_around,
+    shared_states,
+)
 from compressx.models.shards import OUTSIDE
+from compressx.models.units import leave_out
 from compressx.numerics.output_error import channel_weights, relative_errors
 from compressx.planning.plan import Plan, PlannedRule
 from compressx.runtime.errors import UnsupportedModelError, memory_named
@@ -91,7 +100,7 @@ def prune_model(
     last = max((i for i, fqn in enumerate(order) if plan.in_block(fqn)), default=-1)
     before = sum(ranks.all_gather(sum(len(ids) for ids in batches))[: ranks.rank])
     copies: dict[int, Any] = {}
-    dense = {fqn: [apart(call, copies) for call in made] for fqn, made in calls.items()}
+    dense = {fqn: [copy_shared_states(call, copies) for call in made] for fqn, made in calls.items()}
     pruning = _Pruning(access.model, plan, plan.build(), ranks, before, fisher or FisherDiagonal(), last, dense)
     started = time.perf_counter()
     for block, runs in each_block(access, found, calls, list(found.blocks)[start : last + 1]):
@@ -131,7 +140,7 @@ def resumable(model: Any, calls: Mapping[str, Sequence[BlockCall]]) -> bool:
     """Return whether a later block can be pruned without running the ones before it, given its inputs."""
     # A Gemma 4 none of whose blocks uses keys and values of earlier ones passes the same object.
     shared = getattr(text_config(model), "num_kv_shared_layers", None) != 0
-    return not (shared and any(map(handed_on, chain(*calls.values()))))
+    return not (shared and any(map(shared_states, chain(*calls.values()))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +182,7 @@ class _Pruning:
         dropped = block.fqn in self.plan.dropped
         if self.plan.reconstruct_block and layers and not dropped:
             # Apart, or keys and values for later blocks would hold the graphs of the training's last steps.
-            trained = [run.apart for run in runs]
+            trained = [run.isolated for run in runs]
             passages = [Passage(*x) for x in zip(streams.pruned, streams.dense, trained, strict=True)]
             channels = self.fisher.channels.get(block.fqn)
             with memory_named(f"training {block.fqn}"):

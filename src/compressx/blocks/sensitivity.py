@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compressx.api.pruner import Linear
 from compressx.blocks.hooks import outputs_watched
-from compressx.models.handed import Backwards
+from compressx.models.blockwise import Backwards
 from compressx.runtime.errors import CalibrationError, UnsupportedModelError
 from compressx.runtime.finite import all_finite
 from compressx.runtime.ranks import ALONE, Ranks

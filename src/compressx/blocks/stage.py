@@ -22,14 +22,14 @@ from compressx.blocks.hooks import inputs_watched
 from compressx.blocks.observe import is_routed
 from compressx.blocks.prune import hold_routers, prune_model
 from compressx.models.architecture import find_blocks, survey, text_config
-from compressx.models.hidden import Streams
+from compressx.models.blockwise import Streams
 from compressx.planning.plan import Plan
 from compressx.recipe.schema import Recipe
 from compressx.report import figures
 from compressx.report.section import Column, Section, Value, count_of, number_of, shaded, table
+from compressx.runtime.code import __version__
 from compressx.runtime.errors import Mistakes
 from compressx.runtime.ranks import refuse_few_windows
-from compressx.runtime.version import __version__
 from compressx.stages.state import RunState, Stage, lower
 
 _SECONDS = Column("seconds", ".1f")

@@ -17,7 +17,7 @@ from compressx.cli.models import apply, evaluate, init, inspect
 from compressx.cli.plugins import plugins
 from compressx.cli.prompts import generate
 from compressx.cli.runs import compare, plan, run, schema, sweep
-from compressx.runtime.version import __version__
+from compressx.runtime.code import __version__
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog="Example: compressx init ./my-model")

@@ -86,7 +86,7 @@ def generate(
 
 def _prompt(file: Path | None, prompt: str | None) -> str:
     """Return the prompt that one of the options gives."""
-    from compressx.data import files
+    from compressx.data.documents import read_text
     from compressx.runtime.errors import RecipeError
 
     if file is None and prompt is None:
@@ -102,7 +102,7 @@ def _prompt(file: Path | None, prompt: str | None) -> str:
         except UnicodeDecodeError as error:
             raise RecipeError(f"{name} is not UTF-8 ({error.reason})") from error
     else:
-        name, text = f"--prompt-file {file}", files.text(file)
+        name, text = f"--prompt-file {file}", read_text(file)
     if not text.strip():
         raise RecipeError(f"{name} is empty; expected a text")
     return text

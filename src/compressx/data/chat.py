@@ -88,7 +88,7 @@ def _renamed(message: Any) -> Any:
     return {"role": _SENDERS.get(sender, sender), "content": message.get("value")}
 
 
-def given(value: str | Sequence[Document], name: str) -> list[Document]:
+def checked_documents(value: str | Sequence[Document], name: str) -> list[Document]:
     """Return the documents that a caller passes as an argument; a text alone is one.
 
     Raises:

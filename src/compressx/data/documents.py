@@ -2,21 +2,182 @@
 
 from __future__ import annotations
 
+import bz2
+import glob
+import gzip
 import hashlib
+import json
+import lzma
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import IO, Any, Literal, TypeAlias
 from unittest.mock import patch
 
-from compressx.data import files
 from compressx.data.chat import Document, document, field_among, hold_chats
 from compressx.recipe.sources import DatasetSource
-from compressx.runtime.errors import CalibrationError, did_you_mean
+from compressx.runtime.errors import CalibrationError, did_you_mean, nearest
 from compressx.runtime.machine import free_main_memory
 from compressx.runtime.quiet import quiet_libraries
+
+Rows: TypeAlias = Iterator[tuple[str, Mapping[str, Any]]]
+"""The rows of files, each with its place for messages."""
+
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+"""What Python itself decompresses while it is read."""
+_COMPRESSED = (*_OPENERS, ".zst", ".zip")
+
+_OF_ONE_PIECE = 32
+"""Bytes of memory that a byte of a line, or of a file that is read whole, can take: JSON of `[],[],` takes 21."""
+
+_SUFFIXES = {"text": "txt", "json": "jsonl", "parquet": "parquet"}
+
+
+def matching(pattern: str, key: str) -> list[Path]:
+    """Return the files that match a path or glob, sorted.
+
+    Args:
+        pattern: relative to the working directory.
+        key: of the recipe: `text`, `json` or `parquet`.
+
+    Raises:
+        CalibrationError: no file matches, the pattern names a folder, or a file is of another kind by its name.
+    """
+    expanded = Path(pattern).expanduser()
+    if expanded.is_file():  # before globbing: a file name may contain brackets
+        return _plain([expanded], key)
+    paths = sorted(Path(p) for p in glob.glob(str(expanded), recursive=True) if Path(p).is_file())  # noqa: PTH207 - ** and absolute patterns
+    if not paths and expanded.is_dir():
+        inside = str(Path(pattern) / f"**/*.{_SUFFIXES[key]}")
+        raise CalibrationError(f"{key}: {pattern!r} is a folder; name the files in it, such as {inside!r}")
+    if not paths:
+        beside = nearest(expanded.name, [p.name for p in expanded.parent.glob("*")])
+        raise CalibrationError(f"{key}: no file matches {pattern!r}; {beside}looked in {Path.cwd()}")
+    return _plain(paths, key)
+
+
+def _plain(paths: list[Path], key: str) -> list[Path]:
+    """Refuse files of another kind: of rows as `text`, braces, quotes and names of fields would be calibrated on."""
+    rows = {".jsonl": "json", ".parquet": "parquet"}
+    for path in paths:
+        outer = path.suffix.lower()
+        if outer in _COMPRESSED and (outer not in _OPENERS or key == "parquet"):
+            raise CalibrationError(f"{key}: {path} is compressed; decompress it first")
+        if suffix(path) in (".csv", ".tsv"):
+            raise CalibrationError(
+                f"{key}: {path} holds rows of fields; convert it, such as with pandas' read_csv and to_parquet, and "
+                "write {parquet: FILE, field: COLUMN}"
+            )
+        other = rows.get(suffix(path), key)
+        if other != key:
+            raise CalibrationError(f"{key}: {path} holds rows of fields; write {{{other}: {path}}} for them")
+    return paths
+
+
+def suffix(path: Path) -> str:
+    """Return how a file's name ends, in lower case: `.jsonl` for `a.jsonl` and for `a.jsonl.gz`."""
+    return (path.with_suffix("") if path.suffix.lower() in _OPENERS else path).suffix.lower()
+
+
+def read_text(path: Path) -> str:
+    """Read a text file with LF line ends: CR LF changes tokens, and lowers perplexity on WikiText-2 by 3%."""
+    return _decoded(path, _bytes(path)).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_rows(path: Path, key: str, columns: list[str] | None = None) -> Rows:
+    """Read the rows of a `json` or `parquet` file, one after the other.
+
+    Args:
+        path: the file.
+        key: of the recipe.
+        columns: the columns of a parquet file to read; None reads all.
+
+    Raises:
+        CalibrationError: a file that cannot be read or parsed, or a row that is no object; with its place.
+    """
+    found = _json_rows(path) if key == "json" else _parquet_rows(path, columns)
+    for where, row in found:
+        if not isinstance(row, dict):
+            raise CalibrationError(f"{where}: expected a JSON object, got {type(row).__name__}")
+        yield where, row
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, decompressed if its name says that it is compressed."""
+    try:
+        with _OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # damaged archives have no strerror
+        raise CalibrationError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def refuse_large(what: object, size: int, most: int, advice: str) -> None:
+    """Refuse text of more bytes than there is memory for, such as what a small archive expands to."""
+    if size > most:
+        raise CalibrationError(f"{what}: {size} bytes of text or more, and there is free memory for {most}; {advice}")
+
+
+def _bytes(path: Path) -> bytes:
+    most = free_main_memory() // _OF_ONE_PIECE
+    with _opened(path) as file:
+        content = file.read(most + 1)
+    refuse_large(path, len(content), most, "use a part of it, or JSON lines, which are read one by one")
+    return content
+
+
+def _decoded(path: Path, content: bytes, start: int = 0) -> str:
+    """Decode part of a file that begins at byte `start`."""
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise CalibrationError(
+            f"{path}: not UTF-8 at byte {start + error.start} ({error.object[error.start]:#04x}, {error.reason}); "
+            "convert it, for example with iconv -t utf-8"
+        ) from error
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the items of an array, or the lines of any other file, which are read one at a time."""
+    with _opened(path) as file:
+        if file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            items: list[Any] = _json(_decoded(path, _bytes(path)), path, 1)
+            yield from ((f"{path}[{i}]", item) for i, item in enumerate(items))
+            return
+        start, most = file.seek(0), free_main_memory() // _OF_ONE_PIECE
+        for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), start=1):
+            refuse_large(f"{path}:{number}", len(line), most, "expected one object per line")
+            if text := _decoded(path, line, start).strip():
+                yield f"{path}:{number}", _json(text, path, number)
+            start += len(line)
+
+
+def _json(text: str, path: Path, line: int) -> Any:
+    """Return what JSON that begins at a line of a file says."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and a thousand brackets
+        where = f"{path}:{line + getattr(error, 'lineno', 1) - 1}"
+        raise CalibrationError(
+            f"{where}: not JSON ({error}); expected one object per line, or one array of objects"
+        ) from error
+
+
+def _parquet_rows(path: Path, columns: list[str] | None) -> Iterator[tuple[str, Any]]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:  # datasets would decode all rows of a group at once
+            batches = file.iter_batches(batch_size=64, columns=columns)
+            yield from ((f"{path} row {i}", row) for i, row in enumerate(row for x in batches for row in x.to_pylist()))
+    except (ArrowException, OSError, ValueError) as error:
+        reason = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
+        raise CalibrationError(f"{path}: not a readable parquet file ({reason})") from error
+
 
 Purpose: TypeAlias = Literal["calibration", "evaluation"]
 
@@ -85,7 +246,7 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
     _check_keys(source)
     found: Iterable[Document]
     if source.text is not None:
-        described, found = f"text {source.text!r}", map(files.text, files.matching(source.text, "text"))
+        described, found = f"text {source.text!r}", map(read_text, matching(source.text, "text"))
     elif (key := _rows_key(source)) is not None:
         described, found = f"{key} {_pattern(source, key)!r}", _of_rows(source, key)
     elif source.name == "python-docs":
@@ -95,7 +256,7 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
     read, size, most = list[Document](), 0, free_main_memory() // _OF_TOKENS
     for each in found:
         size += 64 + len(each if isinstance(each, str) else str(each))  # an empty document takes memory, too
-        files.refuse_large(described, size, most, "name fewer files, or a part of them")
+        refuse_large(described, size, most, "name fewer files, or a part of them")
         read.append(each)
     if not any(d.strip() if isinstance(d, str) else d for d in read):
         raise CalibrationError(f"{described} has no text for {purpose}: all of its {len(read)} documents are empty")
@@ -130,7 +291,7 @@ def check_dataset(source: DatasetSource) -> bool:
     """
     for key in ("text", "json", "parquet"):
         if (pattern := _pattern(source, key)) is not None:
-            paths = files.matching(pattern, key)
+            paths = matching(pattern, key)
             if not any(path.stat().st_size for path in paths):
                 empty = "the file is empty" if len(paths) == 1 else f"all {len(paths)} files are empty"
                 raise CalibrationError(f"{key}: {pattern!r} has no text: {empty}")
@@ -145,10 +306,10 @@ def local_files(source: DatasetSource) -> list[Path]:
     """Return the local files that a dataset is read from; none for one of the hub or of a package.
 
     Raises:
-        CalibrationError: as `files.matching`.
+        CalibrationError: as `matching`.
     """
     patterns = {key: _pattern(source, key) for key in ("text", "json", "parquet")}
-    return [path for key, pattern in patterns.items() if pattern is not None for path in files.matching(pattern, key)]
+    return [path for key, pattern in patterns.items() if pattern is not None for path in matching(pattern, key)]
 
 
 def _pattern(source: DatasetSource, key: str) -> str | None:
@@ -163,8 +324,8 @@ def _rows_key(source: DatasetSource) -> str | None:
 def _of_rows(source: DatasetSource, key: str) -> Iterator[Document]:
     """Yield the document of each row of the files; the first row decides the field."""
     field = None
-    for path in files.matching(_pattern(source, key) or "", key):
-        for where, row in files.rows(path, key, None if field is None else [field]):
+    for path in matching(_pattern(source, key) or "", key):
+        for where, row in read_rows(path, key, None if field is None else [field]):
             field = field or field_among(row, source.field, where)
             yield document(row, field, where)
 
@@ -174,8 +335,8 @@ def _check_name(name: str) -> None:
     path = Path(name).expanduser()
     if name in short or (name and path.is_dir()):
         return
-    key = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(files.suffix(path), "text")
-    if path.is_file() or name.startswith((".", "/", "~")) or files.suffix(path) in (".txt", ".json", ".jsonl"):
+    key = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(suffix(path), "text")
+    if path.is_file() or name.startswith((".", "/", "~")) or suffix(path) in (".txt", ".json", ".jsonl"):
         what = "file" if path.is_file() else "path"
         raise CalibrationError(f"dataset {name!r} is a {what}, not the name of a dataset; write {{{key}: {name}}}")
     if not _HUB_ID.fullmatch(name):  # which all datasets have, the old ones too: stanfordnlp/imdb

@@ -28,7 +28,7 @@ from compressx.recipe.sources import ModelSource
 from compressx.report.speeds import STAGES, Bench, Length, ModelSpeed, Stage
 from compressx.runtime import errors
 from compressx.runtime.errors import CompressxError, OutOfMemoryError, RecipeError, UnsupportedModelError
-from compressx.runtime.rates import rates
+from compressx.runtime.machine import rates
 
 _log = logging.getLogger(__name__)
 

@@ -24,8 +24,9 @@ from compressx.masks.maskset import Deviation, MaskSet
 from compressx.models.access import Access, Device, device_for
 from compressx.models.architecture import survey
 from compressx.models.checkpoint import find_checkpoint, keep_settings
-from compressx.models.export import output_folder, save_model
+from compressx.models.export import output_folder
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
+from compressx.models.shards import save_model
 from compressx.models.streaming import open_model
 from compressx.plugins.kinds import EVALUATOR
 from compressx.plugins.manager import Plugins
@@ -35,9 +36,9 @@ from compressx.recipe.schema import load_recipe
 from compressx.recipe.selecting import SelectTokens
 from compressx.recipe.sources import ModelField, ModelSource, datasets_in, long_form
 from compressx.recipe.validation import Strict, validated
-from compressx.runtime.allocator import freed_memory_kept
 from compressx.runtime.errors import ArtifactError, Mistakes, RecipeError, nearest, one_line
 from compressx.runtime.files import os_errors_named
+from compressx.runtime.modes import freed_memory_kept
 
 _SOURCE: TypeAdapter[ModelSource] = TypeAdapter(ModelField)
 _DEFAULT: Mapping[str, Any] = {"token_perplexity": {"dataset": "wikitext", "sequence_length": 2048}}

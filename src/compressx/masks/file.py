@@ -22,8 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, WrapValidator
 from torch import Tensor
 
 from compressx.runtime.errors import ArtifactError, one_line
-from compressx.runtime.files import os_errors_named, regular, written_whole
-from compressx.runtime.metadata import one_by_one, validated
+from compressx.runtime.files import one_by_one, os_errors_named, regular, validated, written_whole
 from compressx.runtime.transfer import begin_to_host
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compressx.masks.file import MaskEntry, read_masks
-from compressx.masks.maskset import told_shrunk
+from compressx.masks.maskset import shrunk_note
 from compressx.models.access import Access
 from compressx.models.architecture import survey
 from compressx.models.checkpoint import find_checkpoint
@@ -135,7 +135,7 @@ def inspect(source: ModelSource, masks: Path | None = None) -> Inspection:
     """
     access = open_model(find_checkpoint(source), source.streaming, torch.device("cpu"))
     path = None if source.path is None else source.path.expanduser()
-    if masks is None and path is not None and not told_shrunk(access.model):
+    if masks is None and path is not None and not shrunk_note(access.model):
         above = path.parent if path.name else path.resolve().parent  # of `.` the parent has no name of its own
         beside = [path, *([above] if path.resolve().name == "model" else [])]
         masks = next((p / "masks.safetensors" for p in beside if (p / "masks.safetensors").is_file()), None)
@@ -143,7 +143,7 @@ def inspect(source: ModelSource, masks: Path | None = None) -> Inspection:
     try:
         found = tuple(_inspected(access, source, entries))
     except _OtherModelError as error:
-        told = told_shrunk(access.model) or "; give this model's masks with --masks"
+        told = shrunk_note(access.model) or "; give this model's masks with --masks"
         raise ArtifactError(f"{masks}: {error}{told}") from None
     packed = sizes_of(path) if path is not None and is_packed(path) else None
     name = str(source.path or source.id or source.package)

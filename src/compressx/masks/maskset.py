@@ -205,13 +205,13 @@ class MaskSet(Mapping[str, MaskEntry]):
         weights = {x.name: x for n, m in model.named_modules(remove_duplicate=False) for x in _weights_of(n, m)}
         for name, entry in self.items():
             if name not in weights:
-                hint = did_you_mean(name, weights) + told_shrunk(model)
+                hint = did_you_mean(name, weights) + shrunk_note(model)
                 raise ArtifactError(f"there is a mask for {name!r}, which {type(model).__name__} does not have; {hint}")
             weight = weights[name].weight
             if weight.shape != entry.keep.shape:
                 raise ArtifactError(
                     f"{name}: the mask is {[*entry.keep.shape]} [out_features, in_features], the weight "
-                    f"{[*weight.shape]}; the masks were made for another model{told_shrunk(model)}"
+                    f"{[*weight.shape]}; the masks were made for another model{shrunk_note(model)}"
                 )
             if unlike := told_unlike(entry.keep, entry.pattern):
                 raise ArtifactError(f"{name}: its mask is called {entry.pattern}, but is none: {unlike}; make it anew")
@@ -301,7 +301,7 @@ def _weights_of(name: str, module: nn.Module) -> list[Linear]:
     return linears_of(name, module) or ([Linear(name, module)] if matrix else [])
 
 
-def told_shrunk(model: Any) -> str:
+def shrunk_note(model: Any) -> str:
     """Return that a model is what a run with `shrink` has left, to be added to a message; empty if it is not."""
     numbers = (getattr(model.config, "compressx", None) or {}).get("shrunk")
     if not numbers:

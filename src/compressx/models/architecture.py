@@ -117,7 +117,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         raise UnsupportedModelError(
             f"{type(model).__name__}: expected one list of {count}decoder blocks (config.num_hidden_layers{lacks}), "
             f"found {len(fitting)}; module lists in the model: {found}"
-            f"{_told_depth(config, {} if fitting else outermost)}. compressx prunes decoder-only language models"
+            f"{_depth_hint(config, {} if fitting else outermost)}. compressx prunes decoder-only language models"
         )
     ((name, modules),) = fitting.items()
     return {f"{name}.{i}": module for i, module in enumerate(modules)}
@@ -166,7 +166,7 @@ def _classes(value: object) -> set[str]:
     return {cls.__name__ for cls in type(value).__mro__}
 
 
-def _told_depth(config: Any, lists: Mapping[str, nn.ModuleList]) -> str:
+def _depth_hint(config: Any, lists: Mapping[str, nn.ModuleList]) -> str:
     """Return the line that names a config's number of blocks, for a message; empty if it has none that fits a list."""
     numbers = [(key, value) for key, value in vars(config).items() if type(value) is int]
     fitting = [(key, name) for name, blocks in lists.items() for key, value in numbers if value == len(blocks)]

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from compressx.api.record import Arithmetic
 from compressx.recipe.sources import ComputeDtype
-from compressx.runtime.rates import name_of, rates
+from compressx.runtime.machine import name_of, rates
 
 WORTHWHILE = 1.5
 """How many times as fast as the weights' own dtype another one has to be: blocks do more than products."""

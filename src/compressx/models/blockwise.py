@@ -1,36 +1,335 @@
 """The loop over decoder blocks, for models in memory and for streamed ones.
 
-Hidden states are captured at the first block (`capture`), run through each block (`each_block`, `advance`), and passed
-to the rest of the model (`capture.run_around`).
+A model's forward computes embeddings, rotary tables and masks, and calls each block with them. `capture` runs it once
+per batch with every block replaced by one that records its arguments and returns its input. The hidden states are then
+run through each block alone (`each_block`, `advance`), and passed to the rest of the model (`run_around`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import os
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from compressx.api.pruner import Block, BlockCall
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
 from compressx.models.arithmetic import products_in
-from compressx.models.capture import capture_calls, replay
-from compressx.models.handed import apart
-from compressx.models.hidden import Keep, in_memory
 from compressx.models.shards import OUTSIDE
+from compressx.runtime.errors import UnsupportedModelError
+from compressx.runtime.files import os_errors_named
 from compressx.runtime.finite import first_damaged, looks_finite, not_finite
-from compressx.runtime.transfer import to_device, written_behind
+from compressx.runtime.transfer import to_device, to_host, written_behind
+
+Keep: TypeAlias = Callable[[Tensor], Tensor]
+"""Stores the hidden states of one batch; returns a persistent, writable tensor of the same values."""
+
+
+@dataclass(frozen=True, eq=False)
+class Streams:
+    """The hidden states between two blocks, one [batch, tokens, width] for each calibration batch.
+
+    Attributes:
+        pruned: output of the pruned blocks.
+        dense: output of the dense blocks if blocks are reconstructed, else empty.
+    """
+
+    pruned: Sequence[Tensor]
+    dense: Sequence[Tensor] = ()
+
+
+def in_memory(states: Tensor) -> Tensor:
+    """Keep the tensor itself."""
+    return states
+
+
+@dataclass
+class InFiles:
+    """Keeps each batch in a memory-mapped file, so that the kernel can evict its pages.
+
+    Attributes:
+        folder: for the files; created if missing.
+    """
+
+    folder: Path
+    _count: int = field(default=0, init=False)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Return a copy in a file, on the CPU.
+
+        Raises:
+            ArtifactError: not enough disk space. It is reserved first, because writing to a mapped file on a full disk
+                kills the process.
+        """
+        path = self.folder / f"{self._count}.states"
+        self._count += 1
+        with os_errors_named("write", path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with path.open("w+b") as file:
+                _reserve(file.fileno(), max(1, states.numel() * states.element_size()))
+        mapped = torch.from_file(str(path), shared=True, size=states.numel(), dtype=states.dtype)
+        return mapped.view(states.shape).copy_(to_host(states))
+
+
+def _reserve(file: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:  # macOS
+        os.truncate(file, size)
+
+
+class _Output(Tensor):
+    """Output of a replaced block, usable as a tensor or as a tuple whose first item is the tensor."""
+
+    alone: Tensor
+    # Operations on it return plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        raise UnsupportedModelError(
+            "the model unpacks the output of its blocks; supported are models that use it whole or index it with [0]"
+        )
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.alone if isinstance(index, int) else self.alone[index]
+
+
+class _AllBlocksReachedError(Exception):
+    """Stops the model's forward once the last block has been called."""
+
+
+def capture_calls(
+    model: nn.Module, blocks: Mapping[str, nn.Module], batches: Sequence[Tensor], keep: Keep = in_memory
+) -> tuple[list[Tensor], dict[str, list[BlockCall]]]:
+    """Record the hidden states before the first block, and each block's further arguments.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        blocks: its decoder blocks in order, by fully qualified name.
+        batches: token ids, each [batch, tokens].
+        keep: how to store the hidden states.
+
+    Returns:
+        The input of block 0, [batch, tokens, width] for each batch; and for each block, one call per batch. Equal
+        tensors (rotary tables, masks) are one object for all batches and blocks.
+
+    Raises:
+        UnsupportedModelError: a block is not called exactly once, in order, on the previous block's output.
+    """
+    states: list[Tensor] = []
+    calls: dict[str, list[BlockCall]] = {fqn: [] for fqn in blocks}
+    known: list[Tensor] = []
+    order = list(blocks)
+    for batch in batches:
+        reached: list[str] = []
+        passed: list[Tensor] = []
+
+        def record(
+            fqn: str, hidden: Tensor, call: BlockCall, reached: list[str] = reached, passed: list[Tensor] = passed
+        ) -> Tensor:
+            if reached and not _same(hidden, passed[-1]):
+                raise UnsupportedModelError(
+                    f"{fqn}: the model changes the hidden states between {reached[-1]} and this block, so blocks "
+                    "cannot be pruned one at a time"
+                )
+            if hidden.dim() != 3:
+                raise UnsupportedModelError(
+                    f"{fqn} takes hidden states {[*hidden.shape]}, expected [batch, tokens, width]; a model with "
+                    "several residual streams can only be pruned without calibration, such as by magnitude"
+                )
+            reached.append(fqn)
+            passed.append(hidden)
+            calls[fqn].append(BlockCall(_shared(call.args, known), _shared(dict(call.kwargs), known)))
+            if fqn == order[-1]:
+                raise _AllBlocksReachedError
+            return hidden
+
+        with replaced_forwards(blocks, record), torch.no_grad(), contextlib.suppress(_AllBlocksReachedError):
+            model(batch, use_cache=False)
+        if reached != order:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: expected its {len(order)} blocks to be called once each, in order; "
+                f"called: {', '.join(reached) or 'none'}"
+            )
+        states.append(keep(passed[0]))
+    return states, calls
+
+
+def replay(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:
+    """Run one block on hidden states [batch, tokens, width] with recorded arguments.
+
+    For float32 hidden states, tensors of fewer bits among the arguments (ALiBi, additive masks) are converted to
+    float32 too, unless autocast is enabled.
+    """
+    if hidden.dtype == torch.float32 and not torch.is_autocast_enabled(hidden.device.type):
+        call = BlockCall(_in_float32(call.args), _in_float32(dict(call.kwargs)))
+    output = block(hidden, *call.args, **call.kwargs)
+    result: Tensor = output[0] if isinstance(output, tuple | list) else output
+    return result
+
+
+def run_around(model: Any, blocks: Mapping[str, nn.Module], ids: Tensor, state: Tensor) -> Any:
+    """Run a model on token ids with its blocks skipped and `state` as the last block's output."""
+    first = next(iter(blocks))
+    with replaced_forwards(blocks, lambda fqn, hidden, _: state if fqn == first else hidden):
+        return model(ids, use_cache=False)
+
+
+@contextlib.contextmanager
+def skipped(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Pass hidden states by blocks that add nothing to them, within a `with`, also in training."""
+    with replaced_forwards(blocks, lambda _fqn, hidden, _call: hidden):
+        yield
+
+
+@contextlib.contextmanager
+def replaced_forwards(
+    blocks: Mapping[str, nn.Module], forward: Callable[[str, Tensor, BlockCall], Tensor]
+) -> Iterator[None]:
+    """Replace the forward of every block by `forward(fqn, hidden_states, call)` within a `with`."""
+
+    def stand_in(fqn: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            hidden, further = (kwargs.pop("hidden_states"), args) if "hidden_states" in kwargs else (args[0], args[1:])
+            if isinstance(hidden, _Output):
+                hidden = hidden.alone
+            result = forward(fqn, hidden, BlockCall(further, kwargs))
+            output = result.as_subclass(_Output)
+            output.alone = result
+            return output
+
+        return run
+
+    own = {fqn: vars(module)["forward"] for fqn, module in blocks.items() if "forward" in vars(module)}
+    try:
+        for fqn, module in blocks.items():
+            module.forward = stand_in(fqn)
+        yield
+    finally:
+        for fqn, module in blocks.items():
+            vars(module).pop("forward", None)
+            if fqn in own:
+                module.forward = own[fqn]
+
+
+def _same(hidden: Tensor, passed: Tensor) -> bool:
+    """Return whether hidden states are what the block before put out, or all of it under another name."""
+    return hidden is passed or (
+        hidden.data_ptr() == passed.data_ptr()
+        and (hidden.shape, hidden.stride(), hidden.dtype) == (passed.shape, passed.stride(), passed.dtype)
+    )
+
+
+def _in_float32(value: Any) -> Any:
+    """Convert float16 and bfloat16 tensors in a nested value to float32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    if isinstance(value, tuple | list):
+        return type(value)(map(_in_float32, value))
+    return {k: _in_float32(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _shared(value: Any, known: list[Tensor]) -> Any:
+    """Replace tensors by equal ones in `known`: rotary tables and masks repeat for batches of one shape."""
+    if isinstance(value, Tensor):
+        if any(other is value for other in known):
+            return value
+        for other in known:
+            if other.shape == value.shape and other.dtype == value.dtype and torch.equal(other, value):
+                return other
+        known.append(value)
+        return value
+    if isinstance(value, tuple | list):
+        return type(value)(_shared(v, known) for v in value)
+    if isinstance(value, dict):
+        return {k: _shared(v, known) for k, v in value.items()}
+    return value
+
+
+def copy_shared_states(call: BlockCall, copies: dict[int, Any] | None = None) -> BlockCall:
+    """Return a call with copies of its `shared_states`; the tensors there are the same.
+
+    Args:
+        call: of a block.
+        copies: by id of the original, so that several blocks' calls are given the same copy.
+    """
+    made = {} if copies is None else copies
+
+    def own(value: Any) -> Any:
+        return made.setdefault(id(value), copy.copy(value)) if isinstance(value, UserDict) else value
+
+    return BlockCall(tuple(map(own, call.args)), {name: own(value) for name, value in call.kwargs.items()})
+
+
+def shared_states(call: BlockCall) -> list[UserDict[Any, tuple[Tensor, ...]]]:
+    """Return what a model's blocks share beside hidden states: keys and values that later blocks of Gemma 4 use again.
+
+    It is in a `UserDict` among a block's arguments, the same object for all blocks of a batch.
+    """
+    return [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, UserDict)]
+
+
+class Backwards:
+    """Blocks gone through from last to first, with the gradients that reach their `shared_states`.
+
+    A block that reads them is a function of them. The gradients of all that read are added up, and go on into the block
+    that wrote.
+    """
+
+    def __init__(self, call: BlockCall) -> None:
+        self._kept = shared_states(call)
+        self._leaves: list[dict[Any, tuple[Tensor, ...]]] = [{} for _ in self._kept]
+        self._gradients: dict[int, Tensor] = {}  # by id of a leaf
+
+    def run(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run a block on its input, which requires a gradient."""
+        for kept, leaves in zip(self._kept, self._leaves, strict=True):
+            for key, tensors in [*kept.items()]:
+                if key not in leaves:
+                    leaves[key] = tuple(tensor.detach().requires_grad_(True) for tensor in tensors)
+                kept[key] = leaves[key]
+        return run(x)
+
+    def gradient(self, out: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
+        """Return the gradient of the input, of what `run` returned; with respect to activations only.
+
+        Args:
+            out: the block's output.
+            x: its input.
+            gradient: of the loss with respect to the output.
+        """
+        outputs, gradients = [out], [gradient.to(out.dtype)]
+        read: list[Tensor] = []
+        for kept, leaves in zip(self._kept, self._leaves, strict=True):
+            for key in [*leaves]:
+                if kept[key] is leaves[key]:
+                    read += leaves[key]
+                    continue
+                for written, leaf in zip(kept.pop(key), leaves.pop(key), strict=True):  # nothing before has it
+                    if (reached := self._gradients.pop(id(leaf), None)) is not None:
+                        outputs.append(written)
+                        gradients.append(reached)
+        entered, *of_read = torch.autograd.grad(outputs, [x, *read], gradients, allow_unused=bool(read))
+        for leaf, reached in zip(read, of_read, strict=True):
+            if reached is not None:
+                before = self._gradients.get(id(leaf))
+                self._gradients[id(leaf)] = reached if before is None else before + reached
+        return entered
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Runs a block, with its current weights, on the hidden states of one batch.
-
-    What the model's blocks hand one another beside the hidden states, such as the keys and values that later blocks of
-    Gemma 4 use again, is changed by it as in the model.
+    """Runs a block, with its current weights, on the hidden states of one batch; changes the `shared_states`.
 
     Attributes:
         module: the block.
@@ -47,9 +346,9 @@ class Run:
         with products_in(self.access.products, self.module, self.access.device):
             return replay(self.module, to_device(state, self.access.device), self.call)
 
-    def apart(self, state: Tensor) -> Tensor:
-        """Return the output, and leave what blocks hand one another as it is."""
-        return Run(self.module, self.access, apart(self.call))(state)
+    def isolated(self, state: Tensor) -> Tensor:
+        """Return the output, and leave `shared_states` as they are."""
+        return Run(self.module, self.access, copy_shared_states(self.call))(state)
 
 
 def capture(
@@ -92,12 +391,12 @@ def each_block(
 
 
 def passes(runs: Sequence[Run], states: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
-    """Bind each batch's hidden states to its run of a block, which changes nothing that other blocks are handed."""
-    return [partial(run.apart, state) for run, state in zip(runs, states, strict=True)]
+    """Bind each batch's hidden states to its run of a block, which leaves `shared_states` as they are."""
+    return [partial(run.isolated, state) for run, state in zip(runs, states, strict=True)]
 
 
 def advance(fqn: str, runs: Sequence[Run], states: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> None:
-    """Replace a block's input by its output, and change what the blocks after it are handed.
+    """Replace a block's input by its output, and change the `shared_states`.
 
     Args:
         fqn: the block's name.

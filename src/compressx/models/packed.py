@@ -24,18 +24,298 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, WrapValidator
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, WrapValidator, model_validator
 
-from compressx.models.pieces import MOST, Elements, contents, decode, encode, mask_bytes
-from compressx.models.tensor_bytes import Size, TensorBytes, layout_in, layout_of, opened, pieces_of, sha256_of
+from compressx.models.shards import OUTSIDE, of_file
 from compressx.runtime.errors import ArtifactError, one_line
-from compressx.runtime.files import os_errors_named, written_whole
-from compressx.runtime.metadata import one_by_one, validated
+from compressx.runtime.files import one_by_one, os_errors_named, validated, written_whole
+
+Elements: TypeAlias = NDArray[np.unsignedinteger[Any]]
+"""Little-endian integers of 1, 2, 4 or 8 bytes."""
+
+MOST = 1032
+"""Bytes that a byte of DEFLATE can become: 258 in two bits."""
+
+_SAMPLE = 2**16
+_WORTH = 7.9
+"""A stream is compressed if a sample of its bytes has at most this entropy, in bits a byte."""
+
+
+def dtype_of_size(size: int) -> np.dtype[Any]:
+    """Return the dtype of elements of so many bytes."""
+    return np.dtype(f"<u{size}")
+
+
+def mask_bytes(elements: int) -> int:
+    """Return the size of a mask: one bit an element."""
+    return -(-elements // 8)
+
+
+def encode(elements: Elements, *, compress: bool) -> tuple[int, list[bytes]]:
+    """Leave the zeros out, if their mask takes less than they do, and compress what is left.
+
+    Args:
+        elements: [elements].
+        compress: whether streams are compressed, and elements stored byte by byte for it.
+
+    Returns:
+        The number of stored elements, and the streams.
+    """
+    size, streams = elements.itemsize, []
+    stored = elements != 0
+    kept = int(np.count_nonzero(stored))
+    if mask_bytes(elements.size) < (elements.size - kept) * size:
+        mask = np.packbits(stored, bitorder="little")
+        streams.append(_deflated(mask) if compress else mask.tobytes())
+        elements = elements[stored]
+    kept = elements.size
+    if not compress:
+        return kept, [*streams, elements.tobytes()]
+    planes = _rotated(elements, 1).view(np.uint8).reshape(kept, size).T  # [size, kept], the lowest byte first
+    bytewise = [_deflated(np.ascontiguousarray(plane)) for plane in planes]
+    if sum(map(len, bytewise)) == kept * size:
+        bytewise = [elements.tobytes()]
+    return kept, [*streams, *bytewise]
+
+
+def contents(lengths: Sequence[int], *, kept: int, elements: int, size: int) -> list[int]:
+    """Return how long the streams of a piece become; none if they are not of it. For the arguments see `decode`."""
+    masks = [mask_bytes(elements)] if kept < elements else []
+    found = masks + {1: [kept * size], size: [kept] * size}.get(len(lengths) - len(masks), [])
+    fit = kept <= elements and len(lengths) == len(found)
+    return found if fit and all(x <= y <= MOST * x for x, y in zip(lengths, found, strict=True)) else []
+
+
+def decode(data: bytes, lengths: Sequence[int], *, kept: int, elements: int, size: int) -> Elements:
+    """Return what `encode` was given.
+
+    Args:
+        data: the streams, one after the other.
+        lengths: of the streams in bytes.
+        kept: number of stored elements.
+        elements: number of elements of the piece.
+        size: bytes of an element.
+
+    Returns:
+        [elements].
+
+    Raises:
+        ValueError: streams that `encode` did not return; says how.
+    """
+    if len(data) != sum(lengths):
+        raise ValueError(f"{sum(lengths)} bytes expected, {len(data)} found")
+    if not (wanted := contents(lengths, kept=kept, elements=elements, size=size)):
+        raise ValueError(f"there is a stream of another length than {kept} of {elements} elements take")
+    ends = np.cumsum(lengths)
+    streams = [_inflated(data[end - x : end], y) for end, x, y in zip(ends, lengths, wanted, strict=True)]
+    mask = streams.pop(0) if kept < elements else None
+    if len(streams) == 1:
+        values = np.frombuffer(streams[0], dtype_of_size(size))
+    else:
+        planes = [np.frombuffer(stream, np.uint8) for stream in streams]
+        values = _rotated(np.stack(planes, axis=1).view(dtype_of_size(size)).reshape(kept), 8 * size - 1)
+    if mask is None:
+        return values
+    stored = np.unpackbits(np.frombuffer(mask, np.uint8), count=elements, bitorder="little").view(bool)
+    if (bits := int(np.count_nonzero(stored))) != kept:
+        raise ValueError(f"{kept} elements are stored, {bits} in the mask")
+    whole = np.zeros(elements, dtype_of_size(size))
+    whole[stored] = values
+    return whole
+
+
+def _rotated(elements: Elements, bits: int) -> Elements:
+    """Rotate each element left; bytes stay as they are, since one byte holds sign and exponent anyway."""
+    width = 8 * elements.itemsize
+    if width == 8:
+        return elements
+    left, right = elements.dtype.type(bits), elements.dtype.type(width - bits)
+    return (elements << left) | (elements >> right)
+
+
+def _deflated(stream: NDArray[np.uint8]) -> bytes:
+    """Compress bytes, or return them as they are if that would not make them fewer."""
+    plain = stream.tobytes()
+    entropy = _entropy(stream[:: 1 + stream.size // _SAMPLE])
+    if entropy > _WORTH:
+        return plain
+    # Where bytes repeat, a Huffman code's least length of one bit would be too much.
+    strategy = zlib.Z_RLE if entropy < 0.5 else zlib.Z_HUFFMAN_ONLY
+    packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL + 1, strategy)
+    packed = packer.compress(plain) + packer.flush()
+    return packed if len(packed) < len(plain) else plain
+
+
+def _entropy(sample: NDArray[np.uint8]) -> float:
+    """Return the entropy of bytes, in bits a byte; 0 of none."""
+    counts = np.bincount(sample, minlength=256)
+    shares = counts[counts > 0] / max(1, sample.size)
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def _inflated(stream: bytes, length: int) -> bytes:
+    """Return the `length` bytes that `_deflated` was given."""
+    if len(stream) >= length:
+        plain = stream
+    else:
+        unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+        try:
+            plain = unpacker.decompress(stream, length + 1)
+        except zlib.error as error:
+            raise ValueError(str(error)) from error
+        if not unpacker.eof or unpacker.unused_data:
+            raise ValueError("a compressed stream has another end than its own")
+    if len(plain) != length:
+        raise ValueError(f"a stream of {length} bytes expected, {len(plain)} found")
+    return plain
+
+
+PIECE = 2**22
+"""Elements of a piece; a multiple of 8, so that masks of pieces end with a byte."""
+
+
+@dataclass(frozen=True)
+class TensorBytes:
+    """A tensor in a safetensors file.
+
+    Attributes:
+        name: in the file.
+        dtype: as safetensors writes it, such as `BF16`.
+        shape: of the tensor.
+        begin: its first byte after the header.
+        end: the byte after its last one.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return self.end - self.begin
+
+    @property
+    def unit(self) -> int:
+        """The bytes of an element; 1 if elements have not 1, 2, 4 or 8 bytes."""
+        size, rest = divmod(self.bytes, math.prod(self.shape) or 1)
+        return size if size in (1, 2, 4, 8) and not rest else 1
+
+    @property
+    def pieces(self) -> list[int]:
+        """The number of units in each piece."""
+        units = self.bytes // self.unit
+        return [min(PIECE, units - start) for start in range(0, units, PIECE)]
+
+
+Size = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Described(BaseModel):
+    """What a header says of a tensor."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    dtype: str = Field(pattern="^(BOOL|(BF|[CFIU])[0-9]{1,3}(_E[0-9]M[0-9](FNUZ)?)?)$")
+    shape: list[Size] = Field(max_length=64)
+    data_offsets: list[Size] = Field(min_length=2, max_length=2)
+
+
+class _Header(BaseModel):
+    """The header of a safetensors file, where metadata stand among the tensors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    metadata: dict[str, str] | None
+    tensors: Annotated[dict[str, _Described], WrapValidator(one_by_one)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _separate(cls, header: Any) -> Any:
+        return {"metadata": header.pop("__metadata__", None), "tensors": header} if isinstance(header, dict) else header
+
+
+class Layout(NamedTuple):
+    """A safetensors file: its header as text and the byte after it, its metadata, and its tensors in order of bytes."""
+
+    header: str
+    start: int
+    metadata: Mapping[str, str]
+    tensors: tuple[TensorBytes, ...]
+
+
+def layout_of(path: Path) -> Layout:
+    """Read the header of a safetensors file.
+
+    Raises:
+        ArtifactError: the file is missing, damaged or truncated.
+    """
+    of_file(path, OUTSIDE)  # the library's own checks: that the header is whole, and the tensors fill the file
+    with os_errors_named("read", path), path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length).decode()
+    return layout_in(header, path)
+
+
+def layout_in(header: str, path: Path) -> Layout:
+    """Read a header that `path` has; an `ArtifactError` refuses sizes that are not of shape and dtype, and gaps."""
+    read = validated(path, header, _Header)
+    found = [TensorBytes(n, x.dtype, tuple(x.shape), *x.data_offsets) for n, x in read.tensors.items()]
+    tensors = tuple(sorted(found, key=lambda tensor: (tensor.begin, tensor.end)))
+    for before, tensor in zip((0, *(x.end for x in tensors)), tensors, strict=False):
+        bits = re.search("[0-9]+", tensor.dtype)
+        if tensor.begin != before or 8 * tensor.bytes != int(bits[0] if bits else 8) * math.prod(tensor.shape):
+            raise ArtifactError(
+                f"{path} is damaged: its header gives {one_line(tensor.name)[:200]} bytes {tensor.begin} to "
+                f"{tensor.end}, expected those of {tensor.dtype} {str([*tensor.shape])[:80]} from {before} on"
+            )
+    return Layout(header, 8 + len(header.encode()), read.metadata or {}, tensors)
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file to read bytes.
+
+    Raises:
+        ArtifactError: it cannot be opened.
+    """
+    with os_errors_named("read", path):
+        return path.open("rb")
+
+
+def pieces_of(file: BinaryIO, start: int, tensor: TensorBytes) -> Iterator[Elements]:
+    """Yield the bytes of a tensor as integers, piece by piece.
+
+    Args:
+        file: the opened safetensors file.
+        start: the byte after its header.
+        tensor: one of the file.
+
+    Raises:
+        ArtifactError: the file cannot be read.
+    """
+    file.seek(start + tensor.begin)
+    for units in tensor.pieces:
+        with os_errors_named("read", Path(file.name)):
+            data = file.read(units * tensor.unit)
+        yield np.frombuffer(data, dtype_of_size(tensor.unit))
+
+
+def sha256_of(file: BinaryIO, start: int, tensor: TensorBytes) -> str:
+    """Return the sha256 of a tensor's bytes, hexadecimal; arguments and errors are those of `pieces_of`."""
+    digest = hashlib.sha256()
+    for piece in pieces_of(file, start, tensor):
+        digest.update(piece.data)
+    return digest.hexdigest()
 
 
 class _StoredPiece(BaseModel):

@@ -27,8 +27,7 @@ from compressx.models.packed import PackedFile, PackedTensor, pack_file
 from compressx.models.shards import check_files, files_in
 from compressx.runtime.cache import cache_folder
 from compressx.runtime.errors import ArtifactError, one_line
-from compressx.runtime.files import BLOCKS, STATE, atomic_write, os_errors_named, regular, sha256_of
-from compressx.runtime.locks import locked
+from compressx.runtime.files import BLOCKS, STATE, atomic_write, locked, os_errors_named, regular, sha256_of
 
 Progress: TypeAlias = Callable[[int, int, str], None]
 """Called with the number of finished weight files, their number, and the name of the next."""

@@ -15,12 +15,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
+from compressx.models.architecture import refuse_prepared
 from compressx.runtime.errors import ArtifactError, UnsupportedModelError, one_line
-from compressx.runtime.files import atomic_write, os_errors_named, regular, written_whole
+from compressx.runtime.files import atomic_write, os_errors_named, regular, sync_tree, written_whole
 from compressx.runtime.quiet import quiet_libraries
 
 OUTSIDE = ""
@@ -241,6 +243,55 @@ def each(path: Path) -> Iterator[tuple[str, Tensor]]:
         file = _opened(path, stack)
         for name in sorted(file.keys()):
             yield name, file.get_tensor(name)
+
+
+def save_model(model: Any, tokenizer: Any | None, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Save a pruned model in transformers' format: dense safetensors with zeros, config, tokenizer.
+
+    Args:
+        model: the transformers model, its masks squashed.
+        tokenizer: its tokenizer, or None.
+        folder: created if missing.
+        tensors: tensors to save, by their state dict names; None for all.
+
+    Raises:
+        ArtifactError: a prepared or quantized model, values that cannot be saved, or files that cannot be written.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+    from transformers import GenerationConfig
+
+    refuse_prepared(model)
+    if (quantization := getattr(model.config, "quantization_config", None)) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise ArtifactError(
+            f"{type(model).__name__} cannot be saved to {folder}: its config says that it is quantized "
+            f"({getattr(method, 'value', method)}), but its weights are dense; rebuild it from a config without "
+            "quantization_config"
+        )
+    with os_errors_named("write", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = getattr(model, "generation_config", None)
+        try:
+            # transformers refuses to save settings that it loads, and that their authors published.
+            with quiet_libraries(), patch.object(model, "generation_config", GenerationConfig(), create=True):
+                model.save_pretrained(folder, state_dict=None if tensors is None else dict(tensors))
+            if settings is not None and model.can_generate():
+                settings.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+        # A full disk raises SafetensorError.
+        except (SafetensorError, StrictDataclassError, ValueError, TypeError) as error:
+            raise ArtifactError(f"cannot save {type(model).__name__} to {folder}: {error}") from error
+        if tokenizer is not None:
+            try:
+                with quiet_libraries():
+                    tokenizer.save_pretrained(folder)
+            except OSError:
+                raise
+            except Exception as error:  # tokenizers raises a bare Exception for a full disk
+                raise ArtifactError(f"cannot save the tokenizer to {folder}: {error}") from error
+        for weights in folder.glob("*.safetensors"):
+            weights.chmod(folder.stat().st_mode & 0o666)  # safetensors writes 0600, which other users cannot read
+        sync_tree(folder)
 
 
 def join(folder: Path, parts: Sequence[Shards]) -> None:

@@ -2,34 +2,87 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from compressx.models import shards
-from compressx.models.access import Access, InMemory, block_file
-from compressx.models.ahead import ReadAhead, ranges
+from compressx.models.access import Access, InMemory, WriteBehind, block_file
 from compressx.models.architecture import find_blocks, survey, text_config
-from compressx.models.behind import WriteBehind
-from compressx.models.blockwise import capture, each_block
-from compressx.models.capture import run_around
+from compressx.models.blockwise import InFiles, capture, each_block, in_memory, run_around
 from compressx.models.checkpoint import Checkpoint, local_folder
-from compressx.models.export import save_model
-from compressx.models.hidden import InFiles, in_memory
 from compressx.models.loading import load_empty, load_model, load_offloaded, untie_own_head
-from compressx.models.shards import OUTSIDE, Shards
+from compressx.models.shards import OUTSIDE, Shards, save_model
 from compressx.recipe.sources import Streaming
-from compressx.runtime.allocator import return_freed_memory
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.machine import free_main_memory
+from compressx.runtime.modes import return_freed_memory
 from compressx.runtime.transfer import to_device, written_behind
+
+_CHUNK = 2**22
+"""Bytes of one read; a request of the disk is smaller."""
+
+
+class ReadAhead:
+    """Reads one block at a time, in a thread of its own, while the one before is worked on.
+
+    The bytes go into the system's file cache and nowhere else: the process needs no more memory, and the system can
+    have it back.
+    """
+
+    def __init__(self) -> None:
+        self._thread: Thread | None = None
+
+    def begin(self, shards: Shards, fqn: str) -> None:
+        """Begin to read a block, after the one before is read."""
+        self.end()
+        self._thread = Thread(target=_read, args=(shards, fqn), name="read ahead", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Wait until a block that was begun is read."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+def ranges(shards: Shards, fqn: str) -> Iterator[tuple[Path, int, int]]:
+    """Yield file, first byte and end of each tensor of a block, in the order of the files.
+
+    Raises:
+        OSError, ValueError, KeyError: a file that is missing or no safetensors file.
+    """
+    for file in sorted({shards.files[name] for name in shards.members[fqn]}):
+        path = shards.folder / file
+        with path.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > path.stat().st_size:
+                raise ValueError(f"{path} has a header of {length} bytes, more than the file")
+            header = json.loads(opened.read(length))
+        places = [header[name]["data_offsets"] for name in shards.members[fqn] if shards.files[name] == file]
+        yield from ((path, 8 + length + start, 8 + length + end) for start, end in sorted(places))
+
+
+def _read(shards: Shards, fqn: str) -> None:
+    buffer = memoryview(bytearray(_CHUNK))
+    with contextlib.suppress(OSError, ValueError, KeyError):  # loading the block says what is wrong
+        for path, start, end in ranges(shards, fqn):
+            with path.open("rb", buffering=0) as file:
+                file.seek(start)
+                left = end - start
+                while left > 0 and (count := file.readinto(buffer[:left])):
+                    left -= count
+
 
 _HIDDEN_SHARE = 0.25
 """Fraction of the free memory above which the hidden states of an evaluation are kept in files."""

@@ -34,7 +34,7 @@ def channel_weights(targets: Iterable[Tensor], ranks: Ranks = ALONE) -> Tensor:
         float32 [width], on the device of the targets.
     """
     sums = torch.stack([shares_of(x.float()).sum(dim=(0, 1), dtype=torch.float64) for x in targets]).sum(dim=0)
-    total = torch.stack(ranks.gathered(sums.cpu())).sum(dim=0)
+    total = torch.stack(ranks.gather_tensors(sums.cpu())).sum(dim=0)
     share = total / total.sum().clamp_min(1.0)
     # Bounds the weight of a channel that is always zero.
     return share.clamp_min(torch.finfo(torch.float32).eps).rsqrt().float().to(sums.device)

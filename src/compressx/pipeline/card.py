@@ -9,8 +9,7 @@ from typing import Any
 
 from compressx.api.record import RunReport
 from compressx.blocks.stage import by_module
-from compressx.models.checkpoint import Checkpoint
-from compressx.models.license import license_of
+from compressx.models.checkpoint import Checkpoint, license_of
 from compressx.pipeline.stages import STAGES
 from compressx.planning.plan import Plan
 from compressx.recipe.document import dump_yaml, flow

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from compressx.api.record import RunReport
-from compressx.data.chat import Document, given
+from compressx.data.chat import Document, checked_documents
 from compressx.data.windows import windows_of
 from compressx.evaluation.evaluators import with_evaluators
 from compressx.masks.adapters import has_adapters
@@ -29,13 +29,11 @@ from compressx.pipeline.run import report_of
 from compressx.pipeline.stages import memory_advised, prepare, walk
 from compressx.plugins.manager import Plugins, load_plugins
 from compressx.recipe.schema import recipe_in_memory
-from compressx.runtime.allocator import freed_memory_kept
-from compressx.runtime.code import library_versions
-from compressx.runtime.determinism import deterministic, torchs_own_modes
+from compressx.runtime.code import __version__, library_versions
 from compressx.runtime.errors import ArtifactError, CalibrationError, CompressxError, UnsupportedModelError
 from compressx.runtime.machine import machine
+from compressx.runtime.modes import deterministic, freed_memory_kept, torchs_own_modes
 from compressx.runtime.timing import forget_peaks
-from compressx.runtime.version import __version__
 from compressx.stages.log import run_log
 from compressx.stages.state import Progress, RunState
 from compressx.stages.store import InMemoryStore
@@ -185,7 +183,7 @@ def _take_text(state: RunState, calibration: Tensor | Sequence[Document] | None)
         check_ids(state.skeleton, windows := calibration.long().cpu(), None, "calibration")
         state.calibration = windows
     elif calibration is not None and settings is not None:
-        documents = given(calibration, "calibration")
+        documents = checked_documents(calibration, "calibration")
         state.calibration = windows_of(documents, settings.samples, settings.draw, state.tokenizer)
 
 

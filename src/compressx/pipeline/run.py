@@ -31,15 +31,13 @@ from compressx.recipe.document import from_python
 from compressx.recipe.schema import LoadedRecipe, load_recipe, recipe_from_source
 from compressx.report import figures, html, markdown
 from compressx.report.compare import read_report
-from compressx.runtime.allocator import freed_memory_kept
-from compressx.runtime.code import library_versions
-from compressx.runtime.determinism import deterministic, torchs_own_modes
+from compressx.runtime.code import __version__, library_versions
 from compressx.runtime.errors import RecipeError
 from compressx.runtime.files import atomic_write
 from compressx.runtime.machine import command, machine
+from compressx.runtime.modes import deterministic, freed_memory_kept, torchs_own_modes
 from compressx.runtime.ranks import Ranks, joined_ranks
 from compressx.runtime.timing import Timing, forget_peaks, peak_gpu_bytes, peak_resident_bytes
-from compressx.runtime.version import __version__
 from compressx.stages.log import run_log
 from compressx.stages.state import Progress, RunState
 

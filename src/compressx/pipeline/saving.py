@@ -11,7 +11,8 @@ from pathlib import Path
 from compressx.data.documents import local_files
 from compressx.models.architecture import find_blocks
 from compressx.models.checkpoint import Checkpoint, keep_settings
-from compressx.models.export import check_output, not_written, room_for, save_model
+from compressx.models.export import check_output, not_written, room_for
+from compressx.models.shards import save_model
 from compressx.planning.plan import Plan
 from compressx.recipe.document import path_text
 from compressx.recipe.schema import LoadedRecipe, Recipe, load_recipe

@@ -17,15 +17,13 @@ from compressx.allocation.methods import allocate, windows_kept
 from compressx.blocks.fisher import CHANNEL_WINDOWS, ROW_WINDOWS, FisherDiagonal, fisher_diagonal
 from compressx.blocks.prune import prune_model, resumable
 from compressx.models.architecture import survey
-from compressx.models.blockwise import advance, capture, each_block
-from compressx.models.hidden import Streams
+from compressx.models.blockwise import Streams, advance, capture, each_block
 from compressx.models.shards import OUTSIDE
 from compressx.pipeline.inputs import choose_arithmetic, opened, read_calibration_text
 from compressx.pipeline.stages import memory_advised
 from compressx.planning.plan import Plan
 from compressx.recipe.schema import Recipe
-from compressx.runtime.allocator import freed_memory_kept
-from compressx.runtime.determinism import deterministic, torchs_own_modes
+from compressx.runtime.modes import deterministic, freed_memory_kept, torchs_own_modes
 from compressx.runtime.ranks import ALONE
 from compressx.runtime.timing import Timing, forget_peaks, peak_gpu_bytes, peak_resident_bytes, synchronize
 from compressx.stages.log import run_log

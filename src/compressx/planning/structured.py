@@ -9,8 +9,7 @@ from compressx.api.patterns import count_dropped
 from compressx.api.pruner import Block
 from compressx.api.units import UnitKind, Units
 from compressx.models.architecture import Architecture, text_config
-from compressx.models.routing import router_of
-from compressx.models.units import find_units
+from compressx.models.units import find_units, router_of
 from compressx.planning.targets import Assigned
 from compressx.recipe.schema import LoadedRecipe
 from compressx.runtime.errors import Mistakes, RecipeError, UnsupportedModelError

@@ -28,8 +28,8 @@ from compressx.plugins.discovery import GROUP, blocked_names, discover
 from compressx.plugins.file import PluginsFile, read_plugins_file
 from compressx.plugins.kinds import Kind, Spec, check_spec
 from compressx.plugins.record import PluginRecord
+from compressx.runtime.code import __version__
 from compressx.runtime.errors import CompressxError, PluginError, did_you_mean
-from compressx.runtime.version import __version__
 
 Offers: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Specs by `Kind.key` and name."""

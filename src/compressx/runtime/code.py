@@ -1,4 +1,4 @@
-"""Which code made a result: digests of sources, and versions of libraries."""
+"""Which code made a result: the version, digests of sources, and versions of libraries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from compressx.runtime.version import __version__
+__version__ = "0.1.0"
 
 
 def code_digest(package: str) -> str:

@@ -1,16 +1,25 @@
-"""Atomic, durable file writes."""
+"""Files: written atomically and durably, locked, and their metadata checked."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from compressx.runtime.errors import ArtifactError
+from filelock import FileLock, Timeout
+
+from compressx.runtime.errors import ArtifactError, one_line
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 STATE = "state.json"
 BLOCKS = "blocks"
@@ -104,3 +113,91 @@ def sync_tree(folder: Path) -> None:
         for name in names:
             sync(Path(parent, name))
         sync(Path(parent))
+
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def locked(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
+    """Hold a lock file for the duration of a `with`; it is created at the start and removed at the end.
+
+    The kernel releases the lock however the process dies, so a file that is left behind does not matter.
+
+    Args:
+        path: the lock file, in an existing folder.
+        what: start of the message, such as `another run for output runs/mixed`.
+        wait: wait for whoever holds the lock, after saying so in the log.
+
+    Raises:
+        ArtifactError: another process, or another thread of this one, holds the lock, and `wait` is false; or the file
+            cannot be created or locked, or is no lock file.
+    """
+    _refuse_other_files(path)
+    # Where flock is missing filelock would take a file's existence for the lock, which a killed process leaves.
+    lock = FileLock(path, on_acquired=_sign, fallback_to_soft=False)
+    with os_errors_named("lock", path):
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            held = ArtifactError(f"{what} is active{_holder(path)}, and holds {path}; wait for it, or choose another")
+            if not wait:
+                raise held from None
+            _log.warning("waiting: %s", held)
+            lock.acquire(poll_interval=0.2)
+    try:
+        yield
+    finally:
+        if lock.is_locked:  # not in a forked child, which must not end its parent's lock
+            with suppress(OSError):
+                path.unlink()  # before the lock is released: afterwards it may be another's
+            lock.release()
+
+
+def _refuse_other_files(path: Path) -> None:
+    """Refuse what is no file of its own: its content will be replaced."""
+    with os_errors_named("lock", path), suppress(FileNotFoundError):
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise ArtifactError(f"{path} is not a lock file but a link, a folder or the like; look at it and remove it")
+
+
+def _sign(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+
+def _holder(path: Path) -> str:
+    with suppress(OSError):  # its holder may remove it meanwhile
+        if signed := path.read_bytes()[:200].decode(errors="replace").strip():
+            return f", by {signed}"
+    return ""
+
+
+_Form = TypeVar("_Form", bound="BaseModel")
+
+
+def one_by_one(values: Any, validate: Callable[[Any], Any]) -> Any:
+    """Validate values by name up to the first wrong one: pydantic's errors on all of a large file take gigabytes."""
+    if not isinstance(values, dict):
+        return validate(values)
+    return {name: found for item in values.items() for name, found in validate(dict([item])).items()}
+
+
+def validated(path: Path, text: str, form: type[_Form]) -> _Form:
+    """Return what the header of a file or its metadata say, JSON, in the form that they were written in.
+
+    Raises:
+        ArtifactError: they are something else; the message names the file and the place.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return form.model_validate_json(text)
+    except ValidationError as error:
+        first: Any = {"input": "long", **error.errors(include_input=len(text) < 2**20)[0]}
+        where = one_line(".".join(str(part) for part in first["loc"])[:200]) or "compressx"
+        raise ArtifactError(
+            f"{path}: {where} in its metadata is {str(first['input'])[:80]!r}: {first['msg']}; the file is damaged or "
+            "was written by another version of compressx"
+        ) from error

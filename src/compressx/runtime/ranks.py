@@ -78,7 +78,7 @@ class Ranks:
         """Return every process's plain data, by rank."""
         if self.size == 1:
             return [value]
-        return [cast("_Plain", _decoded(part)) for part in self.gathered(_encoded(value))]
+        return [cast("_Plain", _decoded(part)) for part in self.gather_tensors(_encoded(value))]
 
     def barrier(self) -> None:
         """Wait for all processes."""
@@ -103,7 +103,7 @@ class Ranks:
         if local is not tensor and source != self.rank:
             tensor.copy_(local)
 
-    def gathered(self, tensor: Tensor) -> list[Tensor]:
+    def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
         """Return every process's tensor, on this one's device; first dimensions may differ."""
         if self.size == 1:
             return [tensor]

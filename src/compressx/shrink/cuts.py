@@ -19,7 +19,7 @@ from compressx.api.pruner import Block
 from compressx.api.units import UnitKind, Units
 from compressx.models.architecture import Architecture, survey, text_config
 from compressx.models.loading import build_empty
-from compressx.models.routing import router_of, rows_of
+from compressx.models.units import router_of, rows_of
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.runtime.quiet import quiet_libraries
 from compressx.shrink.config import renumber

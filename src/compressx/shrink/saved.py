@@ -14,10 +14,8 @@ from compressx.api.pruner import Block
 from compressx.models import shards
 from compressx.models.access import Access, block_file
 from compressx.models.architecture import Architecture, survey
-from compressx.models.blockwise import capture, each_block
-from compressx.models.capture import replay, run_around
-from compressx.models.export import save_model
-from compressx.models.shards import OUTSIDE
+from compressx.models.blockwise import capture, each_block, replay, run_around
+from compressx.models.shards import OUTSIDE, save_model
 from compressx.models.streaming import StreamedModel
 from compressx.runtime.files import BLOCKS
 from compressx.shrink.cuts import Smaller, build_like

@@ -15,8 +15,8 @@ from torch import Tensor
 from compressx.api.record import Arithmetic, BlockReport, RunReport
 from compressx.models.access import Access
 from compressx.models.architecture import text_config
+from compressx.models.blockwise import InFiles, Keep, in_memory
 from compressx.models.checkpoint import Checkpoint
-from compressx.models.hidden import InFiles, Keep, in_memory
 from compressx.models.loading import dtype_of
 from compressx.planning.plan import Plan
 from compressx.plugins.manager import Plugins

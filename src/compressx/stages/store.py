@@ -28,7 +28,7 @@ from compressx.api.record import AllocationReport, BlockReport
 from compressx.masks.file import MaskEntry, PackedMasks, join_masks, read_masks, write_masks
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import Access
-from compressx.models.hidden import Keep, Streams, in_memory
+from compressx.models.blockwise import Keep, Streams, in_memory
 from compressx.models.shards import each, read, write
 from compressx.report.figures import Matrices
 from compressx.report.plots import Pooled

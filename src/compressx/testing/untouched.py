@@ -14,7 +14,7 @@ from compressx.blocks.fisher import fisher_diagonal
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
-from compressx.models.routing import reinstate
+from compressx.models.units import reinstate
 from compressx.testing.models import tiny_model, tiny_tokens
 from compressx.testing.subject import Claim, Subject, Whole, expect
 from compressx.testing.surroundings import kept, reseed

@@ -15,7 +15,7 @@ from compressx.api.record import FinetuneReport, RunReport
 from compressx.data.windows import fingerprint
 from compressx.models.access import InMemory, weights_fingerprint
 from compressx.models.architecture import find_blocks, survey, text_config
-from compressx.models.capture import skipped
+from compressx.models.blockwise import skipped
 from compressx.models.checkpoint import find_checkpoint
 from compressx.models.loading import load_skeleton
 from compressx.models.streaming import free_memory, open_model

@@ -17,7 +17,7 @@ from compressx.blocks.depth import score_blocks
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import find_blocks, survey
-from compressx.models.capture import replaced_forwards
+from compressx.models.blockwise import replaced_forwards
 from compressx.planning.plan import PlannedDepth
 from compressx.pruners.shortgpt import ShortGPT
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens

@@ -14,7 +14,7 @@ from compressx.api.patterns import Structured
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
-from compressx.models.routing import reinstate
+from compressx.models.units import reinstate
 from compressx.testing import tiny_tokens
 
 TOKENS = tiny_tokens()

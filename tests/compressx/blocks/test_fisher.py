@@ -13,8 +13,8 @@ from compressx import ArtifactError, UnsupportedModelError
 from compressx.blocks.fisher import _of_likelihood, divergences, drawn_labels, fisher_diagonal, gradients
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
+from compressx.models.blockwise import InFiles
 from compressx.models.checkpoint import Checkpoint
-from compressx.models.hidden import InFiles
 from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.runtime.ranks import Ranks
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens

@@ -13,9 +13,7 @@ from compressx.blocks.fisher import drawn_labels, gradients
 from compressx.blocks.prune import PrunedBlock, prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
-from compressx.models.blockwise import advance, capture, each_block, passes
-from compressx.models.capture import run_around
-from compressx.models.hidden import Streams
+from compressx.models.blockwise import Streams, advance, capture, each_block, passes, run_around
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import magnitude
 from compressx.recipe.training import ReconstructBlock

@@ -26,7 +26,7 @@ from compressx.blocks.prune import prune_model
 from compressx.masks.maskset import MaskSet
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
-from compressx.models.capture import capture_calls, replay
+from compressx.models.blockwise import capture_calls, replay
 from compressx.planning.plan import Plan, PlannedLinear, PlannedRule
 from compressx.pruners import alps, magnitude, sparsegpt, wanda
 from compressx.runtime.errors import CalibrationError

@@ -16,7 +16,7 @@ from compressx.blocks.fisher import gradients
 from compressx.blocks.prune import prune_model
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
-from compressx.models.hidden import InFiles
+from compressx.models.blockwise import InFiles
 from compressx.testing import tiny_model, tiny_tokens
 
 HALF = {"targets": ["*"], "pruner": "wanda", "sparsity": 0.5}

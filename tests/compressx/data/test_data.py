@@ -21,8 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressx.data import files
-from compressx.data.documents import UnreachableError, check_dataset, documents
+from compressx.data.documents import UnreachableError, check_dataset, documents, matching, read_rows
 from compressx.data.windows import (
     _encoded,
     beginning,
@@ -136,7 +135,7 @@ class TestWhatIsSeenWithoutReading:
     def test_a_file_of_another_kind_by_its_name_is_refused_before_it_is_read(self, name, key, told, project):
         (project / name).write_bytes(b"\x1f\x8b")
         with pytest.raises(CalibrationError, match=f"^{key}: {name} {told}"):
-            files.matching(name, key)
+            matching(name, key)
 
     def test_a_folder_is_refused_with_how_to_name_its_files(self, project: Path) -> None:
         (project / "corpus").mkdir()
@@ -276,8 +275,7 @@ class TestHostileFiles:
     @pytest.fixture
     def little_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Free memory of 3.2 MB, in which a piece may have 100,000 bytes, and text that is joined 40,000."""
-        for module in ("documents", "files"):
-            monkeypatch.setattr(f"compressx.data.{module}.free_main_memory", lambda: 3_200_000)
+        monkeypatch.setattr("compressx.data.documents.free_main_memory", lambda: 3_200_000)
 
     @pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
     @pytest.mark.parametrize(("name", "key"), [("a.txt", "text"), ("a.jsonl", "json"), ("a.json", "json")])
@@ -306,7 +304,7 @@ class TestHostileFiles:
         del rows
         assert Path("a.parquet").stat().st_size < 10_000
         before = pyarrow.total_allocated_bytes()
-        for number, _ in zip(range(3), files.rows(Path("a.parquet"), "parquet"), strict=False):
+        for number, _ in zip(range(3), read_rows(Path("a.parquet"), "parquet"), strict=False):
             assert pyarrow.total_allocated_bytes() - before < 1_000_000, number
         assert self.refused(parquet="a.parquet").startswith("parquet 'a.parquet': 40432 bytes of text or more")
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from compressx.models.access import InMemory, device_for, weights_fingerprint
+from compressx.models.blockwise import InFiles
 from compressx.models.checkpoint import Checkpoint
-from compressx.models.hidden import InFiles
 from compressx.models.loading import load_model
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import open_streamed

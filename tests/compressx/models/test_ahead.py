@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.compressx.models.test_streaming import saved
 
-from compressx.models import ahead, streaming
+from compressx.models import streaming
 from compressx.models.architecture import survey
 from compressx.models.blockwise import each_block
 from compressx.models.checkpoint import Checkpoint
@@ -35,7 +35,7 @@ def test_the_ranges_of_a_block_are_the_bytes_of_its_tensors_and_no_others(stream
         shards = streamed.source[fqn]
         tensors = {n: t for file in set(shards.files.values()) for n, t in each(shards.folder / file)}
         expected = sorted(tensors[n].numpy().tobytes() for n in shards.members[fqn])
-        read = [path.read_bytes()[start:end] for path, start, end in ahead.ranges(shards, fqn)]
+        read = [path.read_bytes()[start:end] for path, start, end in streaming.ranges(shards, fqn)]
         assert sorted(read) == expected
 
 
@@ -53,17 +53,17 @@ def test_all_bytes_are_read_whatever_the_size_of_a_read(streamed, monkeypatch):
         file = opened(path, *arguments, **options)
         return counted(file) if options.get("buffering") == 0 else file
 
-    monkeypatch.setattr(ahead, "_CHUNK", 1000)
+    monkeypatch.setattr(streaming, "_CHUNK", 1000)
     monkeypatch.setattr(Path, "open", recording)
     fqn = next(iter(streamed.blocks))
-    ahead._read(streamed.source[fqn], fqn)
+    streaming._read(streamed.source[fqn], fqn)
     assert sum(counts) == 4 * sum(t.numel() for t in streamed.model.get_submodule(fqn).parameters())
     assert max(counts) == 1000
 
 
 def test_a_block_that_is_most_of_the_free_memory_is_not_read_ahead(streamed, monkeypatch):
     begun: list[str] = []
-    monkeypatch.setattr(ahead, "_read", lambda _, fqn: begun.append(fqn))
+    monkeypatch.setattr(streaming, "_read", lambda _, fqn: begun.append(fqn))
     size = 4 * sum(p.numel() for p in next(iter(streamed.blocks.values())).parameters())
     monkeypatch.setattr(streaming, "free_memory", lambda *_: 2 * size - 2)
     visited(streamed)

@@ -15,8 +15,8 @@ from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.arithmetic import choose, products_in
 from compressx.models.blockwise import capture, each_block
-from compressx.runtime import rates as module
-from compressx.runtime.rates import Rates
+from compressx.runtime import machine as module
+from compressx.runtime.machine import Rates
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens
 
 CPU = torch.device("cpu")

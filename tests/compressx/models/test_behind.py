@@ -16,8 +16,7 @@ from tests.compressx.models.test_streaming import saved
 from torch import Tensor
 
 from compressx.models import shards
-from compressx.models.access import Access, InMemory, block_file
-from compressx.models.behind import WriteBehind
+from compressx.models.access import Access, InMemory, WriteBehind, block_file
 from compressx.models.checkpoint import Checkpoint
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import StreamedModel, open_streamed

@@ -10,10 +10,8 @@ from tests.accelerator import Counts, pretended_accelerator
 
 from compressx.models.access import Access, InMemory
 from compressx.models.architecture import survey
-from compressx.models.blockwise import advance, capture, each_block, passes
-from compressx.models.capture import run_around
+from compressx.models.blockwise import InFiles, advance, capture, each_block, in_memory, passes, run_around
 from compressx.models.checkpoint import Checkpoint
-from compressx.models.hidden import InFiles, in_memory
 from compressx.models.streaming import open_streamed
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.testing import TINY_CONFIGS, tiny_model, tiny_tokens

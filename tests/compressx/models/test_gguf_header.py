@@ -12,9 +12,8 @@ import torch
 from gguf import quants
 from tests.compressx.gguf_files import BLOCKS, INNER, LICENSE, WIDTH, write_gguf
 
-from compressx.models.checkpoint import Checkpoint, find_checkpoint
+from compressx.models.checkpoint import Checkpoint, find_checkpoint, license_of
 from compressx.models.gguf_header import values_of
-from compressx.models.license import license_of
 from compressx.models.loading import load_model
 from compressx.recipe.sources import ModelSource
 

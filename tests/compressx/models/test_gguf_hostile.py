@@ -20,9 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.compressx.gguf_files import BLOCKS, write_gguf
 
-from compressx.models.checkpoint import Checkpoint, find_checkpoint
+from compressx.models.checkpoint import Checkpoint, find_checkpoint, license_of
 from compressx.models.gguf_header import contents_of, values_of
-from compressx.models.license import license_of
 from compressx.models.loading import load_model, load_skeleton, load_tokenizer
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, CompressxError

@@ -19,9 +19,9 @@ from tests.compressx.hostile import masks_digest, packed_digest, parts, resealed
 from compressx.masks.file import MaskEntry, write_masks
 from compressx.masks.maskset import MaskSet
 from compressx.models.checkpoint import find_checkpoint
-from compressx.models.export import save_model
 from compressx.models.packed import PackedFile, pack_file
 from compressx.models.packed_folder import pack_folder, sizes_of, unpack_folder, unpacked
+from compressx.models.shards import save_model
 from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError
 from compressx.testing import save_tiny_model

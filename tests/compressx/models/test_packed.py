@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from compressx.models import packed, tensor_bytes
+from compressx.models import packed
 from compressx.models.packed import PackedFile, pack_file
 from compressx.runtime.errors import ArtifactError
 
@@ -65,7 +65,7 @@ def test_any_tensors_come_back_to_the_bit_with_their_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor], compress: bool, piece: int,
     metadata: dict[str, str] | None,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(tensor_bytes, "PIECE", piece)
+    monkeypatch.setattr(packed, "PIECE", piece)
     save_file(given, tmp_path / "model.safetensors", metadata)
     found = round_trip(tmp_path / "model.safetensors", compress=compress)
     stored = {name: tensor.numel() * tensor.element_size() for name, tensor in given.items()}
@@ -126,7 +126,7 @@ def test_what_does_not_become_smaller_is_not_touched(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compress: bool) -> None:
-    monkeypatch.setattr(tensor_bytes, "PIECE", 2**14)
+    monkeypatch.setattr(packed, "PIECE", 2**14)
     peaks = []
     for rows in (64, 2048):
         save_file({"weight": half_zero(rows, 1024)}, tmp_path / "model.safetensors")

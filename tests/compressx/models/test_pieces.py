@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressx.models.pieces import Elements, decode, dtype_of_size, encode, mask_bytes
+from compressx.models.packed import Elements, decode, dtype_of_size, encode, mask_bytes
 
 
 def back(elements: Elements, *, compress: bool) -> Elements:

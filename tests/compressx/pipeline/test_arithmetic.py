@@ -15,9 +15,9 @@ from compressx import prune
 from compressx.blocks import stage as pruning
 from compressx.masks.maskset import MaskSet
 from compressx.pipeline.run import run
-from compressx.runtime import rates
+from compressx.runtime import machine as module
 from compressx.runtime.errors import ArtifactError
-from compressx.runtime.rates import Rates
+from compressx.runtime.machine import Rates
 from compressx.testing import tiny_model
 
 TRAINED = {"reconstruct_block": {"passes": 1, "held_out": 0.5}}
@@ -33,7 +33,7 @@ def model(models):
 @pytest.fixture
 def machine(monkeypatch):
     """Return a function that decides how fast this machine is."""
-    return lambda products: monkeypatch.setattr(rates, "_measured", lambda _: Rates(products, 1e9))
+    return lambda products: monkeypatch.setattr(module, "_measured", lambda _: Rates(products, 1e9))
 
 
 def report(folder="out"):
@@ -73,7 +73,7 @@ def test_without_training_a_float32_model_is_pruned_alike_on_every_machine(model
 
 
 def test_a_run_that_multiplies_nothing_measures_nothing(model, monkeypatch):
-    monkeypatch.setattr(rates, "_measured", None)
+    monkeypatch.setattr(module, "_measured", None)
     magnitude = {"targets": ["*"], "pruner": "magnitude", "sparsity": 0.5}
     run({k: v for k, v in recipe(model, magnitude).items() if k != "calibration"})
     assert report()["arithmetic"] is None

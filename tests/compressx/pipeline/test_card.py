@@ -14,8 +14,7 @@ from tests.compressx.pipeline.runs import recipe
 from tests.compressx.saved import save_tiny
 from transformers import AutoModelForCausalLM
 
-from compressx.models.checkpoint import Checkpoint, find_checkpoint
-from compressx.models.license import license_of
+from compressx.models.checkpoint import Checkpoint, find_checkpoint, license_of
 from compressx.pipeline.card import card
 from compressx.pipeline.run import loaded_recipe, run
 from compressx.planning.plan import Plan

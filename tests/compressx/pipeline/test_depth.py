@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from compressx import UnsupportedModelError, prune
 from compressx.masks.maskset import MaskSet
 from compressx.models.architecture import find_blocks
-from compressx.models.capture import skipped
+from compressx.models.blockwise import skipped
 from compressx.pipeline.memory import PrunedModel
 from compressx.pipeline.run import run
 from compressx.testing import tiny_model, tiny_tokens

@@ -17,8 +17,8 @@ from tests.compressx.pipeline.runs import artifacts, leftovers, recipe, stopped
 from tests.compressx.processes import in_two, joined
 
 from compressx.api.record import BlockReport
-from compressx.models import behind, shards
-from compressx.models.hidden import Streams
+from compressx.models import access, shards
+from compressx.models.blockwise import Streams
 from compressx.models.shards import read
 from compressx.pipeline.run import run
 from compressx.runtime.errors import ArtifactError
@@ -296,7 +296,7 @@ class Killing:
 
     def __init__(self, patch: pytest.MonkeyPatch, after: int) -> None:
         self.left, self.before = after, ""
-        patch.setattr(behind, "Thread", AtOnce)
+        patch.setattr(access, "Thread", AtOnce)
         replace, unlink = Path.replace, Path.unlink
         patch.setattr(Path, "replace", lambda path, to: self.change(to) or replace(path, to))
         patch.setattr(Path, "unlink", lambda path, **how: self.remove(path) and unlink(path, **how))

@@ -19,8 +19,8 @@ from compressx.data.windows import read_calibration
 from compressx.masks.callback import MaskCallback
 from compressx.masks.maskset import MaskSet
 from compressx.models.checkpoint import find_checkpoint
-from compressx.models.export import save_model
 from compressx.models.loading import load_model, load_tokenizer
+from compressx.models.shards import save_model
 from compressx.pipeline.run import plan, run
 from compressx.plugins.manager import load_plugins
 from compressx.recipe.sources import DatasetSource, Draw, ModelSource

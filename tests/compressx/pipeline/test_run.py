@@ -26,7 +26,7 @@ from compressx.api.record import BlockReport, RunReport
 from compressx.blocks.fisher import FisherDiagonal
 from compressx.blocks.prune import prune_model
 from compressx.masks.maskset import MaskSet
-from compressx.models import hidden
+from compressx.models import blockwise
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.packed_folder import pack_folder
@@ -729,13 +729,13 @@ def test_tasks_of_the_harness_run_on_a_streamed_model(model):
 def in_files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of the hidden states and gradients that were kept in files."""
     kept: list[int] = []
-    real = hidden.InFiles.__call__
+    real = blockwise.InFiles.__call__
 
-    def counting(self: hidden.InFiles, states: torch.Tensor) -> torch.Tensor:
+    def counting(self: blockwise.InFiles, states: torch.Tensor) -> torch.Tensor:
         kept.append(states.numel() * states.element_size())
         return real(self, states)
 
-    monkeypatch.setattr(hidden.InFiles, "__call__", counting)
+    monkeypatch.setattr(blockwise.InFiles, "__call__", counting)
     return kept
 
 

@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from compressx.runtime import allocator
-from compressx.runtime.allocator import freed_memory_kept, return_freed_memory
+from compressx.runtime import modes
+from compressx.runtime.modes import freed_memory_kept, return_freed_memory
 
-GLIBC = allocator._glibc("mallopt") is not None
+GLIBC = modes._glibc("mallopt") is not None
 
 FAULTS = """
 import resource
 import psutil, torch
-from compressx.runtime.allocator import freed_memory_kept
+from compressx.runtime.modes import freed_memory_kept
 
 def fresh(megabytes, count):
     # Pages, as a share of all, of arrays that are asked for and freed again and again; the first rounds fill the heap.
@@ -48,7 +48,7 @@ def calls(monkeypatch) -> list[tuple[str | int, ...]]:
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     made: list[tuple[str | int, ...]] = []
-    monkeypatch.setattr(allocator, "_glibc", lambda name: lambda *values: made.append((name, *values)))
+    monkeypatch.setattr(modes, "_glibc", lambda name: lambda *values: made.append((name, *values)))
     return made
 
 
@@ -79,12 +79,12 @@ def test_the_first_run_sets_and_the_last_one_restores(calls):
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_other_systems_are_left_alone(system, monkeypatch):
     monkeypatch.setattr(sys, "platform", system)
-    monkeypatch.setattr(allocator.ctypes, "CDLL", None)
+    monkeypatch.setattr(modes.ctypes, "CDLL", None)
     with freed_memory_kept():
         return_freed_memory()
 
 
 def test_a_c_library_without_these_functions_is_left_alone(monkeypatch):
-    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: object())
+    monkeypatch.setattr(modes.ctypes, "CDLL", lambda _: object())
     with freed_memory_kept():
         return_freed_memory()

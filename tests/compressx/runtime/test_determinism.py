@@ -15,8 +15,8 @@ from tests.compressx.saved import save_tiny
 
 from compressx.pipeline.memory import prune
 from compressx.pipeline.run import run
-from compressx.runtime.determinism import deterministic
 from compressx.runtime.errors import CompressxError
+from compressx.runtime.modes import deterministic
 from compressx.testing import tiny_model, tiny_tokens
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:1")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from compressx.runtime import locks
+from compressx.runtime import files
 from compressx.runtime.errors import ArtifactError
-from compressx.runtime.locks import locked
+from compressx.runtime.files import locked
 
 
 def test_the_second_is_told_who_holds_the_lock_and_the_file_goes_with_the_lock(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_a_disk_too_full_for_the_lock_file_is_named_with_it(tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(locks.os, "write", full)
+        patched.setattr(files.os, "write", full)
         with (
             pytest.raises(ArtifactError, match=rf"cannot lock {tmp_path / 'lock'}: No space left on device; free some"),
             locked(tmp_path / "lock", "a run"),

@@ -52,7 +52,7 @@ def test_a_process_alone_tells_itself():
     assert ranks.first
     assert ranks.broadcast(PLAIN) is PLAIN
     assert ranks.all_gather(PLAIN) == [PLAIN]
-    assert ranks.gathered(tensor)[0] is tensor
+    assert ranks.gather_tensors(tensor)[0] is tensor
     ranks.all_reduce_(tensor)
     ranks.broadcast_(tensor, 0)
     ranks.barrier()
@@ -82,7 +82,7 @@ def collectives(ranks: Ranks) -> dict[str, Any]:
     else:
         ranks.broadcast_(received := torch.empty(4), 0)
         assert received.tolist() == [3.5] * 4
-    parts = ranks.gathered(torch.full((rank, 2), float(rank)).T.contiguous().T)
+    parts = ranks.gather_tensors(torch.full((rank, 2), float(rank)).T.contiguous().T)
     ranks.barrier()
     return {
         "total": total,

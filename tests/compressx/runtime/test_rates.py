@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from compressx.runtime import rates as module
-from compressx.runtime.rates import Rates, rates
+from compressx.runtime import machine as module
+from compressx.runtime.machine import Rates, rates
 
 CPU = torch.device("cpu")
 MEASURED = module._measured

@@ -16,8 +16,7 @@ from compressx.api.pruner import Block
 from compressx.api.units import UnitKind
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey, text_config
-from compressx.models.routing import leave_out
-from compressx.models.units import find_units
+from compressx.models.units import find_units, leave_out
 from compressx.runtime.errors import UnsupportedModelError
 from compressx.shrink.config import renumber
 from compressx.shrink.cuts import Kept, smaller

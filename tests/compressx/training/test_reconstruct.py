@@ -24,7 +24,7 @@ from compressx.masks.file import MaskEntry
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.arithmetic import products_in
-from compressx.models.capture import capture_calls, replay
+from compressx.models.blockwise import capture_calls, replay
 from compressx.numerics.output_error import channel_weights
 from compressx.recipe.sources import DatasetSource
 from compressx.recipe.training import ReconstructBlock
