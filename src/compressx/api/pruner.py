@@ -175,7 +175,7 @@ class Pruner(Protocol):
         Args:
             block: the block; others of its linears may be pruned already where `separable`.
             patterns: what each linear has to become, by name.
-            stats: the statistics that `observe` asked for, by name, filled; not to be changed, since allocation asks
+            stats: the statistics that `observe` asked for, by name, filled; not to be changed, since it may be asked
                 again with other patterns.
 
         Returns:
@@ -187,7 +187,7 @@ class Pruner(Protocol):
 class PreparingPruner(Protocol):
     """A `Pruner` that computes something from a statistic once, for all sparsities: the factor of a Hessian.
 
-    An allocation asks for the same linears at several sparsities, and linears with the same input share one statistic.
+    The same linears may be asked for at several sparsities, and linears with the same input share one statistic.
     """
 
     def observe(self, block: Block, name: str) -> Statistic | None:
@@ -217,7 +217,7 @@ class PreparingPruner(Protocol):
             patterns: as there.
             stats: as there.
             prepared: what `prepare` returned, by name. The host calls `prepare` when a value is first looked up. Unless
-                an allocation will ask again it holds one value at a time, and iterating yields linears that share one
+                it will ask again it holds one value at a time, and iterating yields linears that share one
                 in turn.
         """
 

@@ -133,7 +133,7 @@ def _entering(
             )
         return finished[1], calls
     states, calls = capture(access, found, batches, keep)
-    return Streams(states, [keep(x.clone()) for x in states] if plan.reconstruct_block else ()), calls
+    return Streams(states, [keep(x.clone()) for x in states] if plan.streams > 1 else ()), calls
 
 
 def resumable(model: Any, calls: Mapping[str, Sequence[BlockCall]]) -> bool:
@@ -171,7 +171,7 @@ class _Pruning:
     def inside(self, block: Block, runs: Sequence[Run], streams: Streams, started: float) -> PrunedBlock:
         """Prune and reconstruct a decoder block if the plan does, and advance the streams."""
         block = replace(block, sensitivities=self.fisher.linears)
-        if self.plan.reconstruct_block:
+        if self.plan.streams > 1:
             on_dense = [replace(run, call=call) for run, call in zip(runs, self.dense[block.fqn], strict=True)]
             advance(block.fqn, on_dense, streams.dense)
         observing = passes(runs, streams.pruned)

@@ -1,6 +1,6 @@
 """What a recipe's rules do in one block: gather statistics, ask the pruners, check their answers, write weights.
 
-Pruning decides once for each block; allocation asks again and again at other sparsities, and puts the weights back.
+Pruning decides once for each block; who measures sparsities asks again and again, and puts the weights back.
 """
 
 from __future__ import annotations

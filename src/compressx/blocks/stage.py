@@ -24,7 +24,6 @@ from compressx.blocks.prune import hold_routers, prune_model
 from compressx.models.architecture import find_blocks, survey, text_config
 from compressx.models.blockwise import Streams
 from compressx.planning.plan import Plan
-from compressx.recipe.schema import Recipe
 from compressx.report import figures
 from compressx.report.section import Column, Section, Value, count_of, number_of, shaded, table
 from compressx.runtime.code import __version__
@@ -71,7 +70,7 @@ class Sensitivities(Stage):
     def memory(self, state: RunState) -> Mapping[str, int]:
         """Return the bytes of one batch's hidden states between all blocks, through which a gradient goes back."""
         text = state.recipe.calibration
-        if text is None or not _measured(state.plan):
+        if text is None or not state.plan.reads_gradients:
             return {}
         windows = min(text.batch_size, text.samples) * (1 + len(find_blocks(state.skeleton)))
         return {"hidden states between all blocks": state.hidden_bytes(windows)}
@@ -79,7 +78,7 @@ class Sensitivities(Stage):
     def run(self, state: RunState) -> None:
         """Measure them on this process's text; all processes get the mean over all text."""
         plan, state.sensitivities = state.plan, FisherDiagonal()
-        if not _measured(plan) or len(state.store.finished) == plan.pieces:
+        if not plan.reads_gradients or len(state.store.finished) == plan.pieces:
             return
         state.report_progress("calibrate", 0, 1)
         state.sensitivities = fisher_diagonal(
@@ -95,11 +94,11 @@ class Prune(Stage):
     everywhere = True
     names = ("calibrate", "allocate", "prune")
 
-    def advice(self, recipe: Recipe) -> Iterator[str]:
+    def advice(self, state: RunState) -> Iterator[str]:
         """Yield the values that decide how much of the text is held at a time."""
-        if recipe.calibration is not None:
-            yield from lower(recipe.calibration, "calibration", "batch_size", "samples", "sequence_length")
-            if recipe.calibration.memory_limit is None:
+        if (text := state.recipe.calibration) is not None:
+            yield from lower(text, "calibration", "batch_size", "samples", "sequence_length")
+            if text.memory_limit is None:
                 yield "set calibration.memory_limit: 4GB"
 
     def check(self, state: RunState, plan: Plan | None, mistakes: Mistakes) -> None:
@@ -149,11 +148,6 @@ class Prune(Stage):
         yield from by_module(report)
         yield from _heat(report)
         yield from _blocks(report)
-
-
-def _measured(plan: Plan) -> bool:
-    """Return whether a plan needs mean squared gradients."""
-    return bool(plan.sensitive) or plan.reconstruct_block is not None
 
 
 def statistics_bytes(state: RunState) -> dict[str, int]:

@@ -185,7 +185,7 @@ def of_inspection(found: Inspection) -> Iterator[Section]:
 
 
 def _patterns(linears: Sequence[Inspected]) -> str:
-    """Name the patterns of some linears, three at most: an allocation gives each its own."""
+    """Name the patterns of some linears, three at most: each may have its own."""
     patterns = list(dict.fromkeys(x.pattern for x in linears))
     return ", ".join(patterns if len(patterns) <= 3 else [*patterns[:2], f"{len(patterns) - 2} others"])
 

@@ -12,7 +12,6 @@ from compressx.evaluation.evaluators import check_evaluators, evaluate
 from compressx.models.streaming import StreamedModel, open_streamed
 from compressx.planning.plan import Plan
 from compressx.prompts.stage import selecting_of
-from compressx.recipe.schema import Recipe
 from compressx.report.contents import evaluation
 from compressx.report.section import Column, Section, count_of, shaded, table
 from compressx.runtime.errors import Mistakes
@@ -29,9 +28,9 @@ class EvaluateDense(Stage):
 
     names = ("evaluate dense", "evaluate pruned", "evaluate finetuned")
 
-    def advice(self, recipe: Recipe) -> Iterator[str]:
+    def advice(self, state: RunState) -> Iterator[str]:
         """Yield the values of each evaluator that decide its memory."""
-        for name, options in (recipe.evaluate or {}).items():
+        for name, options in (state.recipe.evaluate or {}).items():
             yield from lower(options, f"evaluate.{name}", "batch_size", "sequence_length")
 
     def run(self, state: RunState) -> None:

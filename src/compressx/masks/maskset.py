@@ -302,7 +302,7 @@ def _weights_of(name: str, module: nn.Module) -> list[Linear]:
 
 
 def shrunk_note(model: Any) -> str:
-    """Return that a model is what a run with `shrink` has left, to be added to a message; empty if it is not."""
+    """Return that a model is the smaller one of a run, to be added to a message; empty if it is not."""
     numbers = (getattr(model.config, "compressx", None) or {}).get("shrunk")
     if not numbers:
         return ""

@@ -71,6 +71,16 @@ def check_output(target: Path, *, replace: bool = False) -> None:
             )
 
 
+def refuse_overwriting(target: Path, what: str, path: Path | None) -> None:
+    """Refuse an output folder that holds something that a run reads.
+
+    Raises:
+        ArtifactError: names the folder and `what` it holds.
+    """
+    if path is not None and (read := path.expanduser()).exists() and read.resolve().is_relative_to(_resolved(target)):
+        raise ArtifactError(f"output {target} would overwrite the {what}; name another folder")
+
+
 def not_written(target: Path) -> str:
     """Name what no run wrote into an output folder, at most three of them."""
     folder = _resolved(target)

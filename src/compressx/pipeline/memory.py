@@ -116,7 +116,7 @@ def prune(
                 _take_text(state, calibration)
                 changes_named = contextlib.nullcontext() if copy else _changes_named(state)
                 fixed = deterministic(loaded.recipe.deterministic, state.device)
-                with changes_named, fixed, memory_advised(state, streams=False):
+                with changes_named, fixed, memory_advised(state):
                     return _pruned(state, model, work)
 
 

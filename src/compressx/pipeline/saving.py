@@ -11,12 +11,11 @@ from pathlib import Path
 from compressx.data.documents import local_files
 from compressx.models.architecture import find_blocks
 from compressx.models.checkpoint import Checkpoint, keep_settings
-from compressx.models.export import check_output, not_written, room_for
+from compressx.models.export import check_output, not_written, refuse_overwriting, room_for
 from compressx.models.shards import save_model
 from compressx.planning.plan import Plan
 from compressx.recipe.document import path_text
 from compressx.recipe.schema import LoadedRecipe, Recipe, load_recipe
-from compressx.recipe.sources import ModelSource
 from compressx.runtime.errors import ArtifactError, CalibrationError, CompressxError, Mistakes
 from compressx.stages.state import RunState, Stage
 from compressx.stages.store import differing
@@ -73,21 +72,13 @@ def check_saving(state: RunState, checkpoint: Checkpoint) -> None:
 
 
 def _refuse_overwriting(recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """Refuse an output folder that holds the input model, packed or not, the teacher of fine-tuning, or text.
-
-    Raises:
-        ArtifactError: names the folder.
-    """
-    held = [("input model", Path(checkpoint.location)), ("input model", recipe.model.path)]
-    if recipe.finetune is not None and isinstance(recipe.finetune.teacher, ModelSource):
-        held.append(("teacher of finetune", recipe.finetune.teacher.path))
+    """Refuse an output folder that holds the input model, packed or not, or text."""
+    for path in (Path(checkpoint.location), recipe.model.path):
+        refuse_overwriting(recipe.output, "input model", path)
     for place, dataset in recipe.datasets().items():
-        with contextlib.suppress(CalibrationError):  # which `check_datasets` reports
-            held += [(f"text of {path_text(place)}", file) for file in local_files(dataset)]
-    output = recipe.output.expanduser().resolve()
-    for what, path in held:
-        if path is not None and (model := path.expanduser()).exists() and model.resolve().is_relative_to(output):
-            raise ArtifactError(f"output {recipe.output} would overwrite the {what}; name another folder")
+        with contextlib.suppress(CalibrationError):  # which `Inputs.check` reports
+            for file in local_files(dataset):
+                refuse_overwriting(recipe.output, f"text of {path_text(place)}", file)
 
 
 def is_finished(

@@ -80,12 +80,8 @@ def sections(report: RunReport, recipe: str = "") -> tuple[Section, ...]:
 
 
 @contextlib.contextmanager
-def memory_advised(state: RunState, *, streams: bool = True) -> Iterator[None]:
+def memory_advised(state: RunState) -> Iterator[None]:
     """Name the stage in the error of memory that ran out, and the keys of the recipe to change.
-
-    Args:
-        state: of the run.
-        streams: whether the model can be streamed from disk.
 
     Raises:
         OutOfMemoryError: in place of the errors of torch, numpy and Python.
@@ -94,10 +90,7 @@ def memory_advised(state: RunState, *, streams: bool = True) -> Iterator[None]:
         with memory_named("an array"):
             yield
     except OutOfMemoryError as error:
-        name, recipe, source = state.timing.stage, state.recipe, state.recipe.model
-        advice = [line for stage in STAGES if name in stage.names for line in stage.advice(recipe)]
-        gguf = source.package is not None or (source.path is not None and source.path.suffix == ".gguf")
-        if streams and not recipe.finetune and source.streaming is not True and not gguf:
-            advice.append("set model.streaming: true")
+        name = state.timing.stage
+        advice = [line for stage in reversed(STAGES) if name in stage.names for line in stage.advice(state)]
         what = ", or ".join(advice) or "free some memory, or use a machine with more"
         raise OutOfMemoryError(f"{name}: {error}; {what}") from error

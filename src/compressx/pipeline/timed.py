@@ -118,7 +118,7 @@ def _calibrate(state: RunState) -> float:
     """Measure gradients of two batches; return the seconds of all batches that a run measures."""
     names, batches = state.plan.sensitive, state.batches
     state.sensitivities = FisherDiagonal()
-    if not names and state.plan.reconstruct_block is None:
+    if not state.plan.reads_gradients:
         return 0.0
     state.report_progress("calibrate", 0, 1)
     found, clock = survey(state.access.model), list[float]()
@@ -193,7 +193,7 @@ def _prune_once(state: RunState, fqn: str) -> float:
         with torch.no_grad():
             for block, runs in each_block(access, found, calls, before[:_BEFORE]):
                 advance(block.fqn, runs, states)
-        dense = [keep(x.clone()) for x in states] if planned.reconstruct_block else ()
+        dense = [keep(x.clone()) for x in states] if planned.streams > 1 else ()
         finished = before[-1], Streams(states, dense)
     del states, calls
     pruned = next(prune_model(access, planned, batches, finished, keep, ALONE, state.sensitivities))

@@ -235,6 +235,11 @@ class Plan:
         """The names of the linears in blocks whose sensitivities a pruner reads."""
         return {x.name for x in self.linears if x.block and x.rule.reads_sensitivities}
 
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether gradients of the dense model's loss are measured, for pruners or for the training of blocks."""
+        return bool(self.sensitive) or self.streams > 1
+
     def allocated(self, patterns: Mapping[str, Asked]) -> Plan:
         """Return the final plan: every linear with the pattern that an allocation gave it, by name."""
         linears = tuple(replace(x, pattern=patterns[x.name]) for x in self.linears)

@@ -212,7 +212,7 @@ class Stage:
     def run(self, state: RunState) -> None:
         """Do the work."""
 
-    def advice(self, recipe: Recipe) -> Iterator[str]:  # noqa: ARG002 - nothing by default
+    def advice(self, state: RunState) -> Iterator[str]:  # noqa: ARG002 - nothing by default
         """Yield what takes less memory, such as `set model.streaming: true`."""
         return iter(())
 

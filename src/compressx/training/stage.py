@@ -17,6 +17,7 @@ from compressx.models.access import InMemory, weights_fingerprint
 from compressx.models.architecture import find_blocks, survey, text_config
 from compressx.models.blockwise import skipped
 from compressx.models.checkpoint import find_checkpoint
+from compressx.models.export import refuse_overwriting
 from compressx.models.loading import load_skeleton
 from compressx.models.streaming import free_memory, open_model
 from compressx.planning.plan import Plan
@@ -112,6 +113,8 @@ class FineTuning(Stage):
         mistakes.add(*_mistakes(loaded, settings, skeleton))
         if isinstance(settings.teacher, ModelSource):
             text = settings.draw or state.recipe.calibration
+            with mistakes.collected(), loaded.at("output"):
+                refuse_overwriting(state.recipe.output, "teacher of finetune", settings.teacher.path)
             with mistakes.collected(), loaded.at("finetune", "teacher"):
                 _check_teacher(settings.teacher, None if text is None else text.sequence_length, skeleton)
         if plan is None:
@@ -156,13 +159,13 @@ class FineTuning(Stage):
                     checkpoint=checkpoint, progress=progress, tell=state.note,
                 )  # fmt: skip
 
-    def advice(self, recipe: Recipe) -> Iterator[str]:
+    def advice(self, state: RunState) -> Iterator[str]:
         """Yield the values that decide what a step holds, and what takes the place of weights and teacher."""
-        if (settings := recipe.finetune) is None:
+        if (settings := state.recipe.finetune) is None:
             return
         yield from lower(settings, "finetune", "batch_size", "sequence_length")
         if settings.draw is None:
-            yield from lower(recipe.calibration, "calibration", "sequence_length")
+            yield from lower(state.recipe.calibration, "calibration", "sequence_length")
         if settings.lora is None:
             yield "set finetune.lora: {rank: 16}"
         if not settings.gradient_checkpointing:
