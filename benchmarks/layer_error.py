@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from compressx import NM, Block, Hessian, PrunerSpec, Unstructured
+from compressx.blocks.contract import answer_of
 from compressx.blocks.observe import Observed, observe
-from compressx.blocks.prepared import answer_of
 from compressx.blocks.select import Stats
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey

@@ -32,7 +32,7 @@ from torch import Tensor
 from compressx import Block, Linear, Unstructured
 from compressx.blocks.contract import Checksums
 from compressx.blocks.fisher import FisherDiagonal, divergences, fisher_diagonal, gradients
-from compressx.blocks.hooks import inputs_watched
+from compressx.blocks.observe import inputs_watched
 from compressx.blocks.select import decide, gather, write
 from compressx.data.windows import calibration_windows, token_ids
 from compressx.evaluation.token_perplexity import token_perplexity

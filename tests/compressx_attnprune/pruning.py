@@ -11,9 +11,8 @@ from tests.compressx_attnprune import blocks
 from compressx import NM, FixedMask, Pattern, PruneResult, Unstructured
 from compressx.api.patterns import keep_mask
 from compressx.api.pruner import Block
-from compressx.blocks.numbers import check_numbers
+from compressx.blocks.contract import answer_of, check_numbers
 from compressx.blocks.observe import Observed
-from compressx.blocks.prepared import answer_of
 from compressx_attnprune import plugin
 
 SPEC = plugin.compressx_pruners()[0]

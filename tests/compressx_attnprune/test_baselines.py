@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from compressx import NM, Block, FixedMask, Linear, Pattern, Pruner, PruneResult, Unstructured, keep_masks
+from compressx.blocks.contract import answer_of
 from compressx.blocks.observe import Observed
-from compressx.blocks.prepared import answer_of
 from compressx.pruners.sparsegpt import SparseGPT, SparseGPTOptions
 from compressx.pruners.wanda import Wanda
 from compressx_attnprune import baselines

@@ -15,8 +15,7 @@ from tests.compressx_attnprune.pruning import SEQUENCES, SPEC, asked, observed
 from torch import Tensor
 
 from compressx import FixedMask, Pattern, PruneResult, Structured, find_units
-from compressx.blocks.contract import _check_form
-from compressx.blocks.numbers import check_numbers
+from compressx.blocks.contract import _check_form, check_numbers
 from compressx.blocks.observe import Observed
 from compressx.blocks.select import write
 from compressx.numerics.obs import NotPositiveDefiniteError

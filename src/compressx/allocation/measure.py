@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -26,7 +25,7 @@ from compressx.api.pruner import Block, Linear
 from compressx.api.statistics import FeatureNorms
 from compressx.blocks.fisher import divergences, gradients
 from compressx.blocks.observe import Observed, observe, refuse_missed
-from compressx.blocks.select import Decision, Kept, decide_all, gather, write
+from compressx.blocks.select import Decision, Kept, decide_all, gather, restored, write
 from compressx.models.access import Access
 from compressx.models.architecture import survey
 from compressx.models.blockwise import Keep, Run, advance, capture, each_block, in_memory, passes
@@ -212,7 +211,7 @@ def _measure(
         sparsity, patterns = unit.at(wanted)
         if sparsity <= max(found, default=0.0):  # N:M cannot express every sparsity
             continue
-        with _restored([linears[x.name] for x in unit.linears]):
+        with restored(linears[x.name] for x in unit.linears):
             for name, decision in ask(patterns):
                 write(linears[name], decision.result)
             found[sparsity] = stream.divergence()
@@ -222,15 +221,3 @@ def _measure(
                 "of the predictions is not finite; leave that sparsity out of allocation.sparsities"
             )
     return UnitCurve(unit, tuple(found), tuple(found.values()))
-
-
-@contextmanager
-def _restored(linears: Sequence[Linear]) -> Iterator[None]:
-    """Put weights and biases back to the bit at the end, whatever happens."""
-    tensors = [x for linear in linears for x in (linear.weight, linear.bias) if x is not None]
-    kept = [x.clone() for x in tensors]
-    try:
-        yield
-    finally:
-        for tensor, dense in zip(tensors, kept, strict=True):
-            tensor.copy_(dense)

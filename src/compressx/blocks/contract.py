@@ -1,23 +1,28 @@
-"""The contract of `compressx.Pruner`: an answer that breaks it is refused."""
+"""Asking a pruner: what it prepared, its answer, and the contract of `compressx.Pruner`, which refuses a wrong one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from compressx.api.patterns import Pattern
-from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult
-from compressx.blocks.numbers import check_numbers, fetched
+from compressx.api.patterns import FixedMask, Pattern, Structured, competing, count_dropped, groups_of, zeros_in
+from compressx.api.pruner import AnyPruner, Block, Linear, PreparingPruner, PruneResult
 from compressx.blocks.observe import Observed
-from compressx.blocks.prepared import answer_of
-from compressx.runtime.errors import PluginError
-from compressx.runtime.finite import first_damaged
+from compressx.masks.file import MaskEntry
+from compressx.numerics.masked import kept_in_groups, told_misplaced, zeroed
+from compressx.runtime.errors import ArtifactError, PluginError, blamed_on
+from compressx.runtime.finite import all_finite, first_damaged
+from compressx.runtime.transfer import to_device
+
+_Key = TypeVar("_Key")
+_Found: TypeAlias = Mapping[tuple[str, str], int]
+"""Counts of what is wrong, by what is counted and the name of a linear, or of the module of units."""
 
 
 def ask(
@@ -152,7 +157,12 @@ def _check_form(who: str, linear: Linear, result: PruneResult) -> None:
     if result.weight is not None and (tuple(result.weight.shape) != shape or not result.weight.is_floating_point()):
         got = f"{result.weight.dtype} {list(result.weight.shape)}"
         raise PluginError(f"{who}: weight must be a float tensor {list(shape)}, got {got}")
-    _check_bias(who, linear, result.bias)
+    if (bias := result.bias) is not None:
+        if linear.bias is None:
+            raise PluginError(f"{who}: it returned a bias, but the linear has none; leave bias out")
+        if tuple(bias.shape) != shape[:1] or not bias.is_floating_point():
+            got = f"{bias.dtype} {list(bias.shape)}"
+            raise PluginError(f"{who}: bias must be a float tensor {[linear.out_features]}, got {got}")
     for part, tensor in (("keep", result.keep), ("weight", result.weight), ("bias", result.bias)):
         if tensor is not None and tensor.device != linear.weight.device:
             raise PluginError(
@@ -160,16 +170,6 @@ def _check_form(who: str, linear: Linear, result: PruneResult) -> None:
                 f"{linear.weight.device}; make new tensors with device=weight.device"
             )
     _check_shown(who, result.info, result.images, result.history)
-
-
-def _check_bias(who: str, linear: Linear, bias: Tensor | None) -> None:
-    if bias is None:
-        return
-    if linear.bias is None:
-        raise PluginError(f"{who}: it returned a bias, but the linear has none; leave bias out")
-    if tuple(bias.shape) != (linear.out_features,) or not bias.is_floating_point():
-        got = f"{bias.dtype} {list(bias.shape)}"
-        raise PluginError(f"{who}: bias must be a float tensor {[linear.out_features]}, got {got}")
 
 
 def _check_shown(
@@ -195,3 +195,182 @@ def _check_shown(
         for step, value in enumerate(values, start=1):
             if not isinstance(value, Real) or not math.isfinite(value):
                 raise PluginError(f"{who}: history {name!r} must be finite numbers, got {value!r} at step {step}")
+
+
+def fetched(numbers: Mapping[_Key, Tensor]) -> dict[_Key, int]:
+    """Return whole numbers from the device of the first, in one transfer: the host waits for each."""
+    if not numbers:
+        return {}
+    device = next(iter(numbers.values())).device
+    values = torch.stack([x.to(device, torch.int64) for x in numbers.values()])
+    return dict(zip(numbers, values.tolist(), strict=True))
+
+
+def check_numbers(
+    plugin: str, block: Block, patterns: Mapping[str, Pattern], results: Mapping[str, PruneResult]
+) -> None:
+    """Refuse masks with other zeros than the patterns', or other masks than were fixed, and weights that are none.
+
+    Raises:
+        PluginError: the message names plugin and linear, or the module of units.
+    """
+    # Of a mask that was fixed, too: a pruner could change it in place.
+    chosen = {n: p.chosen_as if isinstance(p, FixedMask) else p for n, p in patterns.items()}
+    structured = {p.units.fqn: p for p in chosen.values() if isinstance(p, Structured)}
+    asked: dict[tuple[str, str], Tensor] = {}
+    for name, result in results.items():
+        dtype = block.linears[name].weight.dtype
+        asked |= {(what, name): x for what, x in _counted(patterns[name], result, dtype).items()}
+    for fqn, pattern in structured.items():
+        asked |= {(what, fqn): x for what, x in _counted_units(pattern, results).items()}
+    found = fetched(asked)
+    for name, result in results.items():
+        dtype = block.linears[name].weight.dtype
+        _check_linear(f"pruner {plugin!r} on {name}", name, patterns[name], result, dtype, found)
+    for fqn, pattern in structured.items():
+        _check_units(f"pruner {plugin!r} on {fqn}", pattern, found)
+    if joint := competing(chosen):
+        _check_joint_total(f"pruner {plugin!r} on {block.fqn}", {n: chosen[n] for n in joint}, results, found)
+
+
+def refuse_lost_zeros(block: Block, masks: Mapping[str, MaskEntry]) -> None:
+    """Refuse weights of a block that has run again, or was trained, and that are not zero where its masks drop them.
+
+    Raises:
+        ArtifactError: the message names a linear.
+    """
+    weights = {name: block.linears[name].weight for name in masks}
+    lost = fetched({n: torch.count_nonzero((x != 0) > to_device(masks[n].keep, x.device)) for n, x in weights.items()})
+    for name, count in lost.items():
+        if count:
+            raise ArtifactError(
+                f"{name}: {count} weights that its mask drops are not zero after pruning; look for hooks that write it"
+            )
+
+
+def _counted(pattern: Pattern, result: PruneResult, dtype: torch.dtype) -> dict[str, Tensor]:
+    asked = {}
+    if isinstance(pattern, FixedMask):
+        asked["others"], pattern = (result.keep != pattern.keep).sum(), pattern.chosen_as
+    if groups := groups_of(pattern, result.keep.shape[1]):
+        least, most = kept_in_groups(result.keep, groups[0]).aminmax()
+        asked["misplaced"] = (least != groups[1]) | (most != groups[1])
+    else:
+        asked["zeros"] = result.keep.numel() - torch.count_nonzero(result.keep)  # a sixth of the time of a sum
+    if result.weight is not None:
+        asked["finite"] = _written(result, dtype).sum(dtype=torch.float32).isfinite()
+    if result.bias is not None:
+        asked["finite bias"] = result.bias.to(dtype).isfinite().all()
+    return asked
+
+
+def _written(result: PruneResult, dtype: torch.dtype) -> Tensor:
+    """Return the new weights as they will be written: float16 has no numbers above 65504."""
+    assert result.weight is not None  # noqa: S101 - checked by the callers
+    return zeroed(result.weight, result.keep).to(dtype)
+
+
+def _check_linear(
+    who: str, name: str, pattern: Pattern, result: PruneResult, dtype: torch.dtype, found: _Found
+) -> None:  # fmt: skip
+    if isinstance(pattern, FixedMask):
+        if found["others", name]:
+            raise PluginError(f"{who}: a reconstructing pruner must return the mask that it was given")
+        pattern = pattern.chosen_as
+    if groups := groups_of(pattern, result.keep.shape[1]):
+        if found["misplaced", name]:
+            raise PluginError(f"{who}: pattern {pattern} means that {told_misplaced(result.keep, *groups)}")
+    elif (expected := zeros_in(pattern, *result.keep.shape)) not in (None, zeros := found["zeros", name]):
+        raise PluginError(f"{who}: pattern {pattern} means {expected} zeros of {result.keep.numel()}, got {zeros}")
+    # A sum that is not finite may have overflowed.
+    if result.weight is not None and not found["finite", name] and not all_finite(_written(result, dtype)):
+        raise PluginError(f"{who}: it returned weights that are NaN or infinite in the model's {dtype}")
+    if not found.get(("finite bias", name), True):
+        raise PluginError(f"{who}: it returned a bias that is NaN or infinite in the model's {dtype}")
+
+
+def _counted_units(pattern: Structured, results: Mapping[str, PruneResult]) -> dict[str, Tensor]:
+    """Count the weights whose masks differ from those of their unit, and the units that go."""
+    units = pattern.units
+    masks = {n: results[n].keep for n in units.owners}
+    kept = units.kept(masks)
+    whole = units.masks(kept, {n: (len(x), x.shape[1]) for n, x in masks.items()})
+    return {"torn": torch.stack([(whole[n] != x).sum() for n, x in masks.items()]).sum(), "dropped": (~kept).sum()}
+
+
+def _check_units(who: str, pattern: Structured, found: _Found) -> None:
+    """Refuse masks that keep parts of units, or another number of them."""
+    units = pattern.units
+    if torn := found["torn", units.fqn]:
+        raise PluginError(
+            f"{who}: {units.kind} go or stay whole, in all of {', '.join(units.owners)}, but {torn} weights are "
+            "dropped of units that are kept; make the masks by compressx.keep_masks or pattern.units.masks"
+        )
+    if (dropped := found["dropped", units.fqn]) != pattern.dropped:
+        raise PluginError(
+            f"{who}: pattern {pattern} means that {pattern.dropped} of {units.count} units go, got {dropped}"
+        )
+
+
+def _check_joint_total(
+    who: str, joint: Mapping[str, Pattern], results: Mapping[str, PruneResult], found: _Found
+) -> None:
+    """Refuse another number of zeros over all linears that share a budget."""
+    pattern, zeros = next(iter(joint.values())), sum(found["zeros", name] for name in joint)
+    expected = count_dropped(pattern.sparsity, sum(results[name].keep.numel() for name in joint))
+    if zeros != expected:
+        raise PluginError(f"{who}: {pattern} means {expected} zeros over {', '.join(joint)}, got {zeros}")
+
+
+def answer_of(
+    plugin: str, pruner: AnyPruner, block: Block, patterns: Mapping[str, Pattern], observed: Mapping[str, Observed],
+    kept: dict[Observed, Any] | None = None,
+) -> Any:  # fmt: skip
+    """Call a pruner's `prune`; what it returns is not looked at. Without `kept` one prepared value is held at a time.
+
+    Raises:
+        PluginError: any exception of the pruner's that is not for users.
+    """
+    stats = {name: of.statistic for name, of in observed.items()}
+    with blamed_on(f"pruner {plugin!r} failed on {block.fqn}"):
+        if isinstance(pruner, PreparingPruner):
+            return pruner.prune(block, patterns, stats, Prepared(plugin, pruner, block, observed, kept))
+        return pruner.prune(block, patterns, stats)
+
+
+class Prepared(Mapping[str, Any]):
+    """By linear name, what a pruner prepared of the linear's statistic.
+
+    Iterates over linears that share a statistic in turn.
+
+    The arguments are those of `answer_of`.
+    """
+
+    def __init__(
+        self, plugin: str, pruner: PreparingPruner, block: Block, observed: Mapping[str, Observed],
+        kept: dict[Observed, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._plugin, self._pruner, self._block = plugin, pruner, block
+        order = list(dict.fromkeys(observed.values()))
+        self._observed = dict(sorted(observed.items(), key=lambda item: order.index(item[1])))
+        self._made, self._keeps = ({}, False) if kept is None else (kept, True)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a value, computed now unless it is kept.
+
+        Raises:
+            PluginError: any exception of `prepare`'s that is not for users; the message names plugin and linear.
+        """
+        of = self._observed[name]
+        if of not in self._made:
+            if not self._keeps:
+                self._made.clear()  # before the next takes as much room
+            with blamed_on(f"prepare of pruner {self._plugin!r} failed on {name}"):
+                self._made[of] = self._pruner.prepare(self._block, name, of.statistic)
+        return self._made[of]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._observed)
+
+    def __len__(self) -> int:
+        return len(self._observed)

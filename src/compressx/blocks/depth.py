@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from numbers import Real
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from compressx.api.pruner import Block, DepthPruner, PruneResult, StreamStatistic
 from compressx.blocks.exchange import reduce_
 from compressx.blocks.observe import unchanged
+from compressx.blocks.select import restored
 from compressx.models.access import Access
 from compressx.models.architecture import find_blocks, survey, text_config
 from compressx.models.blockwise import Keep, Run, capture, each_block, in_memory
@@ -139,7 +139,9 @@ def _score(plugin: str, pruner: DepthPruner, block: Block, statistic: StreamStat
 
 def _refuse_remainder(block: Block, run: Run, state: Tensor) -> None:
     """Refuse a block that is not the identity when all its linears are zero, such as one that ends in a norm."""
-    with _zeroed(block):
+    with restored(block.linears.values()) as tensors:
+        for x in tensors:
+            x.zero_()
         out = run(state)
     if not torch.equal(out, state.to(out.device)):
         change = float((out.double() - state.to(out.device).double()).abs().max())
@@ -148,17 +150,3 @@ def _refuse_remainder(block: Block, run: Run, state: Tensor) -> None:
             "blocks can be dropped where attention and feed-forward are added to the hidden states and nothing else is "
             "done to them. Prune neurons or kv-groups instead"
         )
-
-
-@contextmanager
-def _zeroed(block: Block) -> Iterator[None]:
-    """Set weights and biases of a block's linears to zero, and restore them to the bit afterwards."""
-    tensors = [x for linear in block.linears.values() for x in (linear.weight, linear.bias) if x is not None]
-    dense = [x.clone() for x in tensors]
-    try:
-        for x in tensors:
-            x.zero_()
-        yield
-    finally:
-        for x, value in zip(tensors, dense, strict=True):
-            x.copy_(value)

@@ -1,12 +1,12 @@
 """Mean squared gradients of the dense model's loss with respect to the outputs of its linears and blocks.
 
 The loss is the negative log-likelihood of labels drawn from the model's own predictions, so these means are diagonals
-of its Fisher matrix, the curvature of the divergence from the dense model. The backward pass runs one block at a time:
-memory holds the activations of one block and, for one batch, the hidden states between all blocks. `gradients` also
-keeps the gradients that it returns.
+of its Fisher matrix, the curvature of the divergence from the dense model. A linear's are the diagonal of the output
+factor in the Kronecker-factored Fisher matrix of its weight (K-FAC, Martens and Grosse, arXiv 1503.05671).
 
-Of a streamed model as many batches as memory has room for go through the blocks together, once forwards and once
-backwards, because each of these passes reads the whole model.
+The backward pass runs one block at a time: memory holds the activations of one block and, for one batch, the hidden
+states between all blocks. `gradients` also keeps what it returns. Of a streamed model as many batches as memory has
+room for go through the blocks together, because each pass reads the whole model.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compressx.blocks.sensitivity import SquaredGradients
+from compressx.api.pruner import Linear
+from compressx.blocks.observe import outputs_watched
 from compressx.models.access import Access
 from compressx.models.architecture import Architecture, text_config
 from compressx.models.arithmetic import products_in
@@ -27,7 +29,7 @@ from compressx.models.blockwise import Backwards, Keep, capture, each_block, in_
 from compressx.models.shards import OUTSIDE
 from compressx.models.streaming import StreamedModel, free_memory, local_processes
 from compressx.numerics.output_error import shares_of
-from compressx.runtime.errors import UnsupportedModelError
+from compressx.runtime.errors import CalibrationError, UnsupportedModelError
 from compressx.runtime.finite import all_finite, finite, refuse_damage
 from compressx.runtime.ranks import ALONE, Ranks
 from compressx.runtime.transfer import to_device, written_behind
@@ -289,3 +291,81 @@ def _of_likelihood(
             loss = functional.cross_entropy(logits, labels, reduction="sum")
         of_windows.append(torch.autograd.grad(loss, x)[0])
     return torch.cat(of_windows)
+
+
+class SquaredGradients:
+    """Sums over tokens of the squared gradients at the outputs of a block's linears.
+
+    Args:
+        linears: by name.
+        device: of the sums.
+    """
+
+    def __init__(self, linears: Mapping[str, Linear], device: torch.device) -> None:
+        self.linears = linears
+        self.sums = {n: torch.zeros(x.out_features, dtype=torch.float64, device=device) for n, x in linears.items()}
+        self.tokens = dict.fromkeys(linears, 0)
+
+    @property
+    def reached(self) -> bool:
+        """Whether every linear has received a token; experts may not have."""
+        return all(self.tokens.values())
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add the gradient at a linear's output, [batch, tokens, out_features] or [tokens, out_features]."""
+        squares = gradient.float().square().flatten(0, -2)
+        self.sums[name] += squares.sum(dim=0, dtype=torch.float64)
+        self.tokens[name] += len(squares)
+
+    def backward(
+        self, run: Callable[[Tensor], Tensor], enters: Tensor, gradient: Tensor, backwards: Backwards
+    ) -> Tensor:
+        """Run a block forwards and backwards, and add the gradients at its linears' outputs.
+
+        Args:
+            run: computes the block's output from its input.
+            enters: the input, [batch, tokens, width].
+            gradient: of the loss with respect to the output.
+            backwards: the batch's, for all blocks.
+
+        Returns:
+            The gradient with respect to the input.
+        """
+        x = enters.detach().requires_grad_(True)
+
+        def watch(name: str, given: Any) -> None:
+            output = given[0] if isinstance(given, tuple) else given
+            if not output.requires_grad:
+                raise UnsupportedModelError(
+                    f"{name}: no gradient reaches its output, so its sensitivity is unknown; prune it with another "
+                    "pruner, or leave it out by `ignore`"
+                )
+            output.register_hook(lambda grad: self.add(name, grad))
+
+        with torch.enable_grad(), outputs_watched(self.linears, watch):
+            out = backwards.run(run, x)
+        return backwards.gradient(out, x, gradient)
+
+    def means(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+        """Return the means over all processes' tokens by linear name, float32 [out_features].
+
+        Raises:
+            CalibrationError: a linear that received no token, so its sensitivity is unknown.
+            UnsupportedModelError: gradients that are not finite.
+        """
+        found = {}
+        for name, sums in self.sums.items():
+            ranks.all_reduce_(sums)
+            tokens = sum(ranks.all_gather(self.tokens[name]))
+            if tokens == 0:
+                raise CalibrationError(
+                    f"no calibration token reached {name}, so its sensitivity is unknown; use more samples, or "
+                    "prune it with another pruner"
+                )
+            if not all_finite(sums):
+                raise UnsupportedModelError(
+                    f"{name}: the gradient of the loss with respect to its output has NaN or infinite values on the "
+                    "calibration text; model.dtype may be too narrow"
+                )
+            found[name] = (sums / tokens).float()
+        return found

@@ -19,9 +19,9 @@ from torch import Tensor
 from compressx.api.patterns import Structured, sparsity_of
 from compressx.api.pruner import Block, BlockCall, PruneResult
 from compressx.api.record import BlockReport, LayerReport
+from compressx.blocks.contract import refuse_lost_zeros
 from compressx.blocks.depth import decide_whole
 from compressx.blocks.fisher import FisherDiagonal
-from compressx.blocks.numbers import refuse_lost_zeros
 from compressx.blocks.select import Built, ByRule, Decision, decide_all, gather, write
 from compressx.masks.file import MaskEntry, WeightHashes
 from compressx.models.access import Access

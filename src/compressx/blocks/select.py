@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from compressx.api.patterns import Asked, FixedMask, Pattern, is_together
 from compressx.api.pruner import AnyPruner, Block, Linear, PruneResult, Statistic, statistic_of
@@ -246,3 +248,15 @@ def write(linear: Linear, result: PruneResult) -> None:
     weight.copy_(zeroed(new, result.keep.to(weight.device)))
     if result.bias is not None and linear.bias is not None:
         linear.bias.copy_(result.bias)
+
+
+@contextmanager
+def restored(linears: Iterable[Linear]) -> Iterator[list[Tensor]]:
+    """Yield weights and biases of linears, and put them back to the bit at the end, whatever happens."""
+    tensors = [x for linear in linears for x in (linear.weight, linear.bias) if x is not None]
+    dense = [x.clone() for x in tensors]
+    try:
+        yield tensors
+    finally:
+        for tensor, value in zip(tensors, dense, strict=True):
+            tensor.copy_(value)

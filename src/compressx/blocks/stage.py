@@ -18,8 +18,7 @@ from compressx.api.pruner import AnyPruner, Block, Linear, Statistic, statistic_
 from compressx.api.record import BlockReport, LayerReport, RunReport, total_sparsity
 from compressx.blocks.depth import refuse_needed, score_blocks
 from compressx.blocks.fisher import FisherDiagonal, fisher_diagonal
-from compressx.blocks.hooks import inputs_watched
-from compressx.blocks.observe import is_routed
+from compressx.blocks.observe import inputs_watched, is_routed
 from compressx.blocks.prune import hold_routers, prune_model
 from compressx.models.architecture import find_blocks, survey, text_config
 from compressx.models.blockwise import Streams

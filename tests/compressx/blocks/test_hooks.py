@@ -13,7 +13,7 @@ from tests.compressx.mixtures import mixture
 from torch import Tensor
 
 from compressx.api.pruner import Block, Linear
-from compressx.blocks.hooks import inputs_watched, outputs_watched, routing_watched
+from compressx.blocks.observe import inputs_watched, outputs_watched, routing_watched
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.blockwise import Run, capture, each_block

@@ -24,8 +24,7 @@ from compressx import (
     Unstructured,
     keep_mask,
 )  # fmt: skip
-from compressx.blocks.contract import Checksums, ask
-from compressx.blocks.numbers import check_numbers
+from compressx.blocks.contract import Checksums, ask, check_numbers
 from compressx.blocks.select import write
 
 NAMES = ("block.up", "block.down")

@@ -9,8 +9,8 @@ import torch
 from tests.compressx.blocks.test_prune import Spy, pruned, spec_of
 
 from compressx import FeatureNorms, PluginError, PruneResult, keep_masks
+from compressx.blocks.contract import Prepared
 from compressx.blocks.observe import Observed
-from compressx.blocks.prepared import Prepared
 from compressx.testing import tiny_model
 
 

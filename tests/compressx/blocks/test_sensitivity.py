@@ -13,11 +13,10 @@ from tests.compressx.pruners.problems import correlated_inputs, one_linear
 
 from compressx import Block, CalibrationError, UnsupportedModelError
 from compressx.api.patterns import NM, Unstructured
-from compressx.blocks.fisher import fisher_diagonal
+from compressx.blocks.contract import answer_of
+from compressx.blocks.fisher import SquaredGradients, fisher_diagonal
 from compressx.blocks.observe import Observed
-from compressx.blocks.prepared import answer_of
 from compressx.blocks.prune import prune_model
-from compressx.blocks.sensitivity import SquaredGradients
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.numerics.admm import Problem

@@ -45,7 +45,7 @@ def test_no_states_masks_or_weights_go_through_memory_that_is_not_pinned(section
     assert many.to_device_bytes > few.to_device_bytes > 0
     assert tensors(few) == tensors(many), "of no batch"
     rooms = {place.partition(":")[0] for place in tensors(many)}
-    assert rooms <= {"compressx/blocks/numbers.py", "compressx/numerics/output_error.py"}, (
+    assert rooms <= {"compressx/blocks/contract.py", "compressx/numerics/output_error.py"}, (
         "counts, and a row of weights"
     )
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compressx.blocks.fisher import gradients
-from compressx.blocks.hooks import inputs_watched
+from compressx.blocks.observe import inputs_watched
 from compressx.models.access import InMemory
 from compressx.models.architecture import survey
 from compressx.models.arithmetic import choose, products_in

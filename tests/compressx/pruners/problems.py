@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from compressx import Block, Linear
+from compressx.blocks.contract import answer_of
 from compressx.blocks.observe import Observed
-from compressx.blocks.prepared import answer_of
 from compressx.pruners import alps, magnitude, sparsegpt, wanda
 
 SPECS = {s.name: s for m in (magnitude, wanda, sparsegpt, alps) for s in m.compressx_pruners()}

@@ -10,8 +10,8 @@ from tests.compressx.saved import save_tiny
 import compressx
 from compressx import Hessian, RecipeError
 from compressx.api.patterns import NM, FixedMask, Unstructured
+from compressx.blocks.contract import answer_of
 from compressx.blocks.observe import Observed
-from compressx.blocks.prepared import answer_of
 from compressx.plugins.manager import load_plugins
 
 ROOT = Path(__file__).parents[3]

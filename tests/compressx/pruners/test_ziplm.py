@@ -12,7 +12,7 @@ from tests.compressx.built_in import BUILT_IN
 from torch import Tensor
 
 from compressx import Covariance, Hessian, PruneResult, Structured
-from compressx.blocks.hooks import inputs_watched
+from compressx.blocks.observe import inputs_watched
 from compressx.testing.subject import Scene, Subject, Whole
 
 SPEC = BUILT_IN["ziplm"]
