@@ -33,7 +33,9 @@ _COMPRESSED = (*_OPENERS, ".zst", ".zip")
 _OF_ONE_PIECE = 32
 """Bytes of memory that a byte of a line, or of a file that is read whole, can take: JSON of `[],[],` takes 21."""
 
-_SUFFIXES = {"text": "txt", "json": "jsonl", "parquet": "parquet"}
+_SUFFIXES = {"text": "txt", "json": "jsonl"}
+
+_PARQUET = "parquet files are read by {name: FOLDER}, the folder that they are in"
 
 
 def matching(pattern: str, key: str) -> list[Path]:
@@ -41,7 +43,7 @@ def matching(pattern: str, key: str) -> list[Path]:
 
     Args:
         pattern: relative to the working directory.
-        key: of the recipe: `text`, `json` or `parquet`.
+        key: of the recipe: `text` or `json`.
 
     Raises:
         CalibrationError: no file matches, the pattern names a folder, or a file is of another kind by its name.
@@ -61,19 +63,19 @@ def matching(pattern: str, key: str) -> list[Path]:
 
 def _plain(paths: list[Path], key: str) -> list[Path]:
     """Refuse files of another kind: of rows as `text`, braces, quotes and names of fields would be calibrated on."""
-    rows = {".jsonl": "json", ".parquet": "parquet"}
     for path in paths:
         outer = path.suffix.lower()
-        if outer in _COMPRESSED and (outer not in _OPENERS or key == "parquet"):
+        if outer in _COMPRESSED and outer not in _OPENERS:
             raise CalibrationError(f"{key}: {path} is compressed; decompress it first")
         if suffix(path) in (".csv", ".tsv"):
             raise CalibrationError(
-                f"{key}: {path} holds rows of fields; convert it, such as with pandas' read_csv and to_parquet, and "
-                "write {parquet: FILE, field: COLUMN}"
+                f"{key}: {path} holds rows of fields; convert it, such as with pandas' read_csv and to_json(FILE, "
+                "orient='records', lines=True), and write {json: FILE, field: COLUMN}"
             )
-        other = rows.get(suffix(path), key)
-        if other != key:
-            raise CalibrationError(f"{key}: {path} holds rows of fields; write {{{other}: {path}}} for them")
+        if suffix(path) == ".parquet":
+            raise CalibrationError(f"{key}: {path} holds rows of fields; {_PARQUET}")
+        if suffix(path) == ".jsonl" and key == "text":
+            raise CalibrationError(f"text: {path} holds rows of fields; write {{json: {path}}} for them")
     return paths
 
 
@@ -87,19 +89,13 @@ def read_text(path: Path) -> str:
     return _decoded(path, _bytes(path)).replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_rows(path: Path, key: str, columns: list[str] | None = None) -> Rows:
-    """Read the rows of a `json` or `parquet` file, one after the other.
-
-    Args:
-        path: the file.
-        key: of the recipe.
-        columns: the columns of a parquet file to read; None reads all.
+def read_rows(path: Path) -> Rows:
+    """Read the rows of a JSON file, one after the other.
 
     Raises:
         CalibrationError: a file that cannot be read or parsed, or a row that is no object; with its place.
     """
-    found = _json_rows(path) if key == "json" else _parquet_rows(path, columns)
-    for where, row in found:
+    for where, row in _json_rows(path):
         if not isinstance(row, dict):
             raise CalibrationError(f"{where}: expected a JSON object, got {type(row).__name__}")
         yield where, row
@@ -166,22 +162,9 @@ def _json(text: str, path: Path, line: int) -> Any:
         ) from error
 
 
-def _parquet_rows(path: Path, columns: list[str] | None) -> Iterator[tuple[str, Any]]:
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        with ParquetFile(path) as file:  # datasets would decode all rows of a group at once
-            batches = file.iter_batches(batch_size=64, columns=columns)
-            yield from ((f"{path} row {i}", row) for i, row in enumerate(row for x in batches for row in x.to_pylist()))
-    except (ArrowException, OSError, ValueError) as error:
-        reason = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
-        raise CalibrationError(f"{path}: not a readable parquet file ({reason})") from error
-
-
 Purpose: TypeAlias = Literal["calibration", "evaluation"]
 
-_OFFLINE = "without network access, use local files ({text: PATH}, {json: PATH} or {parquet: PATH}) or python-docs"
+_OFFLINE = "without network access, use local files ({text: PATH} or {json: PATH}) or python-docs"
 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 
@@ -232,8 +215,8 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
     """Read the documents of a dataset.
 
     Args:
-        source: `text` gives one document per file, `json` and `parquet` one per row, a hub dataset one per row,
-            `python-docs` one per topic of `pydoc_data.topics`. Paths are relative to the working directory.
+        source: `text` gives one document per file, `json` and a hub dataset one per row, `python-docs` one per
+            topic of `pydoc_data.topics`. Paths are relative to the working directory.
         purpose: selects the default split of a hub dataset (`train` or `test`) and the topics of `python-docs`.
 
     Returns:
@@ -247,8 +230,8 @@ def documents(source: DatasetSource, purpose: Purpose) -> list[Document]:
     found: Iterable[Document]
     if source.text is not None:
         described, found = f"text {source.text!r}", map(read_text, matching(source.text, "text"))
-    elif (key := _rows_key(source)) is not None:
-        described, found = f"{key} {_pattern(source, key)!r}", _of_rows(source, key)
+    elif source.json_path is not None:
+        described, found = f"json {source.json_path!r}", _of_rows(source.json_path, source.field)
     elif source.name == "python-docs":
         described, found = "python-docs", _python_docs(purpose)
     else:
@@ -289,8 +272,8 @@ def check_dataset(source: DatasetSource) -> bool:
         CalibrationError: a path or glob that matches no file, files that are all empty, a first row without the
             field, the name of a file, or a misspelt short name.
     """
-    for key in ("text", "json", "parquet"):
-        if (pattern := _pattern(source, key)) is not None:
+    for key, pattern in (("text", source.text), ("json", source.json_path)):
+        if pattern is not None:
             paths = matching(pattern, key)
             if not any(path.stat().st_size for path in paths):
                 empty = "the file is empty" if len(paths) == 1 else f"all {len(paths)} files are empty"
@@ -298,8 +281,7 @@ def check_dataset(source: DatasetSource) -> bool:
     if source.name is not None:
         _check_name(source.name)
         _check_keys(source)
-    key = _rows_key(source) or ""
-    return bool(key) and not isinstance(next(_of_rows(source, key), ""), str)
+    return source.json_path is not None and not isinstance(next(_of_rows(source.json_path, source.field), ""), str)
 
 
 def local_files(source: DatasetSource) -> list[Path]:
@@ -308,25 +290,16 @@ def local_files(source: DatasetSource) -> list[Path]:
     Raises:
         CalibrationError: as `matching`.
     """
-    patterns = {key: _pattern(source, key) for key in ("text", "json", "parquet")}
+    patterns = {"text": source.text, "json": source.json_path}
     return [path for key, pattern in patterns.items() if pattern is not None for path in matching(pattern, key)]
 
 
-def _pattern(source: DatasetSource, key: str) -> str | None:
-    return {"text": source.text, "json": source.json_path, "parquet": source.parquet}[key]
-
-
-def _rows_key(source: DatasetSource) -> str | None:
-    """Return which key names files of rows, if one does."""
-    return next((key for key in ("json", "parquet") if _pattern(source, key) is not None), None)
-
-
-def _of_rows(source: DatasetSource, key: str) -> Iterator[Document]:
-    """Yield the document of each row of the files; the first row decides the field."""
+def _of_rows(pattern: str, wanted: str | None) -> Iterator[Document]:
+    """Yield the document of each row of the JSON files; the first row decides the field, if none is wanted."""
     field = None
-    for path in matching(_pattern(source, key) or "", key):
-        for where, row in read_rows(path, key, None if field is None else [field]):
-            field = field or field_among(row, source.field, where)
+    for path in matching(pattern, "json"):
+        for where, row in read_rows(path):
+            field = field or field_among(row, wanted, where)
             yield document(row, field, where)
 
 
@@ -335,14 +308,14 @@ def _check_name(name: str) -> None:
     path = Path(name).expanduser()
     if name in short or (name and path.is_dir()):
         return
-    key = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(suffix(path), "text")
     if path.is_file() or name.startswith((".", "/", "~")) or suffix(path) in (".txt", ".json", ".jsonl"):
         what = "file" if path.is_file() else "path"
-        raise CalibrationError(f"dataset {name!r} is a {what}, not the name of a dataset; write {{{key}: {name}}}")
+        key = "json" if suffix(path) in (".json", ".jsonl") else "text"
+        advice = _PARQUET if suffix(path) == ".parquet" else f"write {{{key}: {name}}}"
+        raise CalibrationError(f"dataset {name!r} is a {what}, not the name of a dataset; {advice}")
     if not _HUB_ID.fullmatch(name):  # which all datasets have, the old ones too: stanfordnlp/imdb
         raise CalibrationError(
-            f"no dataset {name!r}; {did_you_mean(name, short)}, OWNER/NAME on the hub, {{text: PATH}}, {{json: PATH}} "
-            "or {parquet: PATH}"
+            f"no dataset {name!r}; {did_you_mean(name, short)}, OWNER/NAME on the hub, {{text: PATH}} or {{json: PATH}}"
         )
 
 

@@ -10,7 +10,6 @@ import logging
 import math
 import random
 import re
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -31,11 +30,10 @@ from compressx.models.blockwise import evaluation_mode
 from compressx.models.generate import check_ids
 from compressx.prompts.frame import frame
 from compressx.prompts.selection import Selection
-from compressx.recipe.document import shown
 from compressx.recipe.sources import DatasetField
 from compressx.recipe.validation import Strict, conflict
 from compressx.runtime.cache import cached
-from compressx.runtime.errors import CalibrationError, CompressxError, RecipeError, did_you_mean, one_line
+from compressx.runtime.errors import CalibrationError, CompressxError, RecipeError, one_line
 from compressx.runtime.quiet import quiet_libraries
 
 _log = logging.getLogger(__name__)
@@ -87,35 +85,17 @@ class LmEval(Strict):
     num_fewshot: StrictInt | None = Field(
         None, ge=0, description="solved examples before each question; as each task says when absent"
     )
-    apply_chat_template: StrictBool | Annotated[str, Field(min_length=1)] = Field(
-        False,
-        description="prompt through the tokenizer's chat template; a text is the name of one of several templates",
+    apply_chat_template: StrictBool = Field(
+        False, description="prompt through the tokenizer's chat template, with examples as turns of the conversation"
     )
-    fewshot_as_multiturn: StrictBool | None = Field(
-        None, description="examples as turns of a conversation; true with apply_chat_template when absent"
-    )
-    seeds: list[Annotated[StrictInt, Field(ge=0, lt=2**32)]] | None = Field(
-        None, min_length=1, description="of the draw of examples; figures are means over them. 1234 when absent",
-        examples=[[1, 2, 3]],
-    )  # fmt: skip
     batch_size: Literal["auto"] | Annotated[StrictInt, Field(ge=1)] = Field(
         4, description="requests per forward pass; auto: as many as the GPU's memory holds, 4 on the CPU"
     )
 
     @model_validator(mode="after")
     def _refuse_without_effect(self) -> LmEval:
-        if self.fewshot_as_multiturn and not self.apply_chat_template:
-            raise conflict(
-                "fewshot_as_multiturn: true needs apply_chat_template: true, because turns are written by the chat "
-                "template; set it, or remove fewshot_as_multiturn",
-                ["fewshot_as_multiturn"],
-            )
-        if self.seeds is not None and len({*self.seeds}) < len(self.seeds):
-            raise conflict(
-                f"seeds are {self.seeds}; expected each once, since equal seeds give equal figures", ["seeds"]
-            )
         own = [task.name for task in self.tasks if isinstance(task, RollingTask)]
-        if own and (given := [n for n in ("num_fewshot", "apply_chat_template", "seeds") if getattr(self, n)]):
+        if own and (given := [n for n in ("num_fewshot", "apply_chat_template") if getattr(self, n)]):
             raise conflict(
                 f"{' and '.join(given)} cannot apply to the task {own[0]!r}, which is a dataset: its documents are "
                 "scored as they are, without questions; remove the key, or measure the dataset by token_perplexity",
@@ -181,39 +161,22 @@ def check_tokenizer(settings: LmEval, tokenizer: Any, model: Any) -> None:
     Its config often names BOS and EOS, too, but by the defaults of its class, which other tokenizers do not mean.
 
     Raises:
-        RecipeError: neither BOS nor EOS, no chat template that is to be applied, or none of that name.
+        RecipeError: neither BOS nor EOS, or no chat template that is to be applied.
         CalibrationError: a template that writes tokens that the model does not know.
     """
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise RecipeError(f"lm_eval begins texts with BOS or EOS, and the tokenizer has neither; {_NAME_IT}")
-    if (template := _chosen_template(settings.apply_chat_template, tokenizer)) is not None:
-        copied = copy.copy(tokenizer)
-        copied.chat_template = template
-        check_ids(model, torch.cat(frame(copied, "a")), tokenizer, "lm_eval.apply_chat_template: a prompt")
-
-
-def _chosen_template(asked: bool | str, tokenizer: Any) -> str | None:
-    """Return the chat template to apply, or None for none.
-
-    The harness passes a name on to nobody, and transformers then takes the template called `default`.
-    """
-    if asked is False:
-        return None
+    if not settings.apply_chat_template:
+        return
     templates = tokenizer.chat_template
-    if not templates:
+    if not templates or (isinstance(templates, dict) and "default" not in templates):  # which transformers takes
+        named = " named 'default'" if templates else ""
         raise RecipeError(
-            f"lm_eval.apply_chat_template is {shown(asked)}, but the model's tokenizer has no chat template: expected "
-            "an instruct model; remove apply_chat_template, or set tokenizer.chat_template and save the tokenizer "
-            "beside the model"
+            f"lm_eval.apply_chat_template is true, but the model's tokenizer has no chat template{named}: expected an "
+            "instruct model; remove apply_chat_template, or set tokenizer.chat_template and save the tokenizer beside "
+            "the model"
         )
-    named: dict[str, str] = templates if isinstance(templates, dict) else {"default": templates}
-    name = "default" if asked is True else asked
-    if name not in named:
-        raise RecipeError(
-            f"lm_eval.apply_chat_template is {shown(asked)}, but the model's tokenizer has no chat template "
-            f"named {name!r}; {did_you_mean(name, named)}"
-        )
-    return named[name]
+    check_ids(model, torch.cat(frame(tokenizer, "a")), tokenizer, "lm_eval.apply_chat_template: a prompt")
 
 
 def run_tasks(
@@ -234,34 +197,11 @@ def run_tasks(
 
     Raises:
         CalibrationError: a task's dataset cannot be fetched, or a perplexity is not finite.
-        RecipeError: the tokenizer has no such chat template.
+        RecipeError: a task's template fails, or the harness cannot build a task.
     """
-    seeds: Sequence[int | None] = [None] if settings.seeds is None else settings.seeds
-    drawn = [_run_once(model, tokenizer, settings, rolling, seed, selection) for seed in seeds]
-    return drawn[0] if len(drawn) == 1 else {name: _mean([each[name] for each in drawn]) for name in drawn[0]}
-
-
-def _mean(drawn: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the seeds, and `acc_seed_std`, the standard deviation between them."""
-    means = {name: statistics.fmean(each[name] for each in drawn) for name in drawn[0]}
-    spreads = {
-        f"{name}_seed_std": statistics.stdev(each[name] for each in drawn) for name in means if "_stderr" not in name
-    }
-    return means | spreads
-
-
-def _run_once(
-    model: Any, tokenizer: Any, settings: LmEval, rolling: Mapping[str, Sequence[str]], seed: int | None,
-    selection: Callable[[], Selection] | None,
-) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Run all tasks once; `seed` is as `lm_eval --seed`, None for the harness's own."""
     on_cpu = model.device.type == "cpu"  # whose memory the harness would try out until the process is killed
     batch_size = 4 if settings.batch_size == "auto" and on_cpu else settings.batch_size
     copied = copy.deepcopy(tokenizer)  # the harness adds a padding token where there is none
-    if (template := _chosen_template(settings.apply_chat_template, tokenizer)) is not None:
-        copied.chat_template = template
-    multiturn = settings.fewshot_as_multiturn
-    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     with quiet_libraries(), _random_state_kept():
         from jinja2 import StrictUndefined, TemplateError
         from jinja2.sandbox import SandboxedEnvironment
@@ -287,12 +227,11 @@ def _run_once(
                     tasks=specs,
                     limit=settings.limit,
                     num_fewshot=settings.num_fewshot,
-                    apply_chat_template=template is not None,
-                    fewshot_as_multiturn=template is not None if multiturn is None else multiturn,
+                    apply_chat_template=settings.apply_chat_template,
+                    fewshot_as_multiturn=settings.apply_chat_template,
                     log_samples=False,
                     bootstrap_iters=_BOOTSTRAP_DRAWS,
                     task_manager=_task_manager(settings, include_defaults=not by_file),
-                    **({} if seed is None else dict.fromkeys(seeds, seed)),
                 )
         except OSError as error:
             raise CalibrationError(f"lm_eval.tasks: the dataset of a task could not be fetched: {error}") from error

@@ -25,6 +25,9 @@ from compressx.prompts.selection import Selection
 from compressx.recipe.sources import DatasetField
 from compressx.recipe.validation import Strict, conflict
 
+ANSWER_TOKENS = 16
+"""Tokens of an answer, at most."""
+
 
 class NeedleGrid(Strict):
     """Sentences hidden in other text, and whether a model answers a question about each."""
@@ -33,7 +36,6 @@ class NeedleGrid(Strict):
     lengths: list[StrictInt] = Field([1024, 2048, 4096], min_length=1, description="tokens of a prompt")
     depths: StrictInt = Field(9, ge=1, description="places of the sentence, evenly spaced from beginning to end")
     needles: StrictInt = Field(5, ge=1, le=5, description="different sentences at each length and depth")
-    tokens: StrictInt = Field(16, ge=1, description="of an answer, at most")
 
     @model_validator(mode="after")
     def _different_lengths(self) -> NeedleGrid:
@@ -79,7 +81,7 @@ def needle_figures(
         CalibrationError: too little text, or prompts longer than the model's positions.
     """
     asked = list(grid(tokenizer, hay, settings))
-    check_room(access.model, max(settings.lengths), settings.tokens, "evaluate.needle")
+    check_room(access.model, max(settings.lengths), ANSWER_TOKENS, "evaluate.needle")
     places = [selection.places(x.prompt.ids, x.prompt.protected) for x in asked] if selection else []
     reads = {"answered": [x.prompt.ids for x in asked]}
     if selection is not None:
@@ -90,7 +92,7 @@ def needle_figures(
         for name, prompts in reads.items():
             measured[name] = []
             for x, ids in zip(asked, prompts, strict=True):
-                said = readable(tokenizer, greedy(model, tokenizer, ids[None], settings.tokens)[0])
+                said = readable(tokenizer, greedy(model, tokenizer, ids[None], ANSWER_TOKENS)[0])
                 measured[name].append(float(x.prompt.answer.lower() in said.lower()))
                 if progress is not None:
                     progress(sum(map(len, measured.values())), total)
@@ -133,7 +135,7 @@ class NeedleEvaluator:
         """Refuse prompts longer than the model's positions."""
         for i, length in enumerate(self.options.lengths if model is not None else ()):
             with at("lengths", i):
-                check_room(model, length, self.options.tokens, "evaluate.needle")
+                check_room(model, length, ANSWER_TOKENS, "evaluate.needle")
 
     def read(self, model: Any, tokenizer: Any) -> Tensor:
         """Return the text in which sentences are hidden, int64 [tokens]."""

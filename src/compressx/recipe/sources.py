@@ -100,7 +100,6 @@ class DatasetSource(Strict):
     revision: str | None = Field(None, description="branch, tag or commit of the hub dataset")
     text: str | None = Field(None, description="path or glob of text files, one document each")
     json_path: str | None = Field(None, alias="json", description="path or glob of JSON-lines files or JSON arrays")
-    parquet: str | None = Field(None, description="path or glob of parquet files, one document a row")
     generate: Generate | None = Field(None, description="text that the dense model itself writes; not to evaluate")
     field: str | None = Field(
         None,
@@ -111,10 +110,10 @@ class DatasetSource(Strict):
     @model_validator(mode="after")
     def _one_source(self) -> DatasetSource:
         values = self.model_dump(by_alias=True)
-        _exactly_one(values, ("name", "text", "json", "parquet", "generate"))
+        _exactly_one(values, ("name", "text", "json", "generate"))
         _only_with(values, "name", ("config", "split", "revision"))
         if self.field is not None and (self.text is not None or self.generate is not None):
-            raise conflict("field only goes with json, parquet or name", ["field"])
+            raise conflict("field only goes with json or name", ["field"])
         return self
 
 

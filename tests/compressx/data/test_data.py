@@ -15,13 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
-import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressx.data.documents import UnreachableError, check_dataset, documents, matching, read_rows
+from compressx.data.documents import UnreachableError, check_dataset, documents, matching
 from compressx.data.windows import (
     _encoded,
     beginning,
@@ -119,17 +118,15 @@ class TestWhatIsSeenWithoutReading:
         ("name", "key", "told"),
         [
             ("a.txt.zip", "text", "is compressed; decompress it first"),
-            ("a.parquet.gz", "parquet", "is compressed; decompress it first"),
             ("a.JSONL.gz", "text", r"holds rows of fields; write \{json: a.JSONL.gz\}"),
             ("a.TSV", "text", "holds rows of fields; convert it"),
             ("a.jsonl.zst", "json", "is compressed; decompress it first"),
             (
                 "a.csv",
                 "text",
-                "holds rows of fields; convert it, such as with pandas' read_csv and to_parquet, and write",
+                "holds rows of fields; convert it, such as with pandas' read_csv and to_json",
             ),
-            ("a.parquet", "json", r"holds rows of fields; write \{parquet: a.parquet\}"),
-            ("a.jsonl", "parquet", r"holds rows of fields; write \{json: a.jsonl\}"),
+            ("a.parquet", "json", r"holds rows of fields; parquet files are read by \{name: FOLDER\}"),
         ],
     )
     def test_a_file_of_another_kind_by_its_name_is_refused_before_it_is_read(self, name, key, told, project):
@@ -149,7 +146,7 @@ class TestWhatIsSeenWithoutReading:
             check_dataset(source(json="corpus", field="text"))
 
     def test_a_file_that_is_given_as_a_name_is_refused_with_how_to_write_it(self, project: Path) -> None:
-        kinds = {"a.txt": "text", "a.jsonl": "json", "a.json": "json", "a.parquet": "parquet", "a.json.gz": "json"}
+        kinds = {"a.txt": "text", "a.jsonl": "json", "a.json": "json", "a.json.gz": "json"}
         for name, key in kinds.items():
             (project / name).write_text("text")
             with pytest.raises(
@@ -157,6 +154,9 @@ class TestWhatIsSeenWithoutReading:
                 match=rf"^dataset '{name}' is a file, not the name of a dataset; write \{{{key}: {name}\}}$",
             ):
                 check_dataset(source(name=name))
+        (project / "a.parquet").touch()
+        with pytest.raises(CalibrationError, match=r"parquet files are read by \{name: FOLDER\}, the folder"):
+            check_dataset(source(name="a.parquet"))
 
     def test_a_misspelt_short_name_is_refused_with_the_nearest(self, project: Path) -> None:
         misspelt = {"wikitxt": "wikitext", "WikiText2": "wikitext", "C4": "c4", "python_docs": "python-docs"}
@@ -184,7 +184,7 @@ class TestWhatIsSeenWithoutReading:
 
     @pytest.mark.parametrize(
         ("name", "key"),
-        [("./docs.txt", "text"), ("../a.jsonl", "json"), ("/data/a.parquet", "parquet"), ("~/docs", "text"),
+        [("./docs.txt", "text"), ("../a.jsonl", "json"), ("~/docs", "text"),
          ("docs.txt", "text"), ("a.json.gz", "json")],
     )  # fmt: skip
     def test_a_path_where_nothing_is_given_as_a_name_is_told_how_to_write_it(self, name, key, project: Path) -> None:
@@ -236,18 +236,6 @@ class TestArraysAndParquet:
         with pytest.raises(CalibrationError, match=f"^{complaint}"):
             documents(source(json="a.json"), "calibration")
 
-    def test_rows_of_parquet_files_are_documents_in_the_order_of_the_files(self, project, capfd) -> None:
-        for name, texts in (("b", ["third"]), ("a", ["first", "second"])):
-            datasets.Dataset.from_dict({"id": range(len(texts)), "body": texts}).to_parquet(project / f"{name}.parquet")
-        capfd.readouterr()
-        assert documents(source(parquet="*.parquet", field="body"), "calibration") == ["first", "second", "third"]
-        assert capfd.readouterr() == ("", "")
-
-    def test_a_file_that_is_no_parquet_is_named(self, project: Path) -> None:
-        (project / "a.parquet").write_text("text")
-        with pytest.raises(CalibrationError, match=r"^a\.parquet: not a readable parquet file"):
-            check_dataset(source(parquet="a.parquet"))
-
     def test_a_field_that_is_missing_is_told_without_reading_more_than_the_first_row(self, project: Path) -> None:
         (project / "a.jsonl").write_text('{"body": "x"}\nnot read yet')
         with pytest.raises(CalibrationError, match=r"no field text, messages or conversations; .*body; name one"):
@@ -297,16 +285,6 @@ class TestHostileFiles:
             "json 'a.jsonl.gz': 40019 bytes of text or more, and there is free memory for 40000; name fewer files, "
             "or a part of them"
         )
-
-    def test_a_group_of_rows_of_a_small_parquet_file_is_not_read_as_a_whole(self, project, little_memory) -> None:
-        rows = pyarrow.table({"text": ["a" * 1000] * 20_000})
-        pyarrow.parquet.write_table(rows, "a.parquet", row_group_size=20_000)
-        del rows
-        assert Path("a.parquet").stat().st_size < 10_000
-        before = pyarrow.total_allocated_bytes()
-        for number, _ in zip(range(3), read_rows(Path("a.parquet"), "parquet"), strict=False):
-            assert pyarrow.total_allocated_bytes() - before < 1_000_000, number
-        assert self.refused(parquet="a.parquet").startswith("parquet 'a.parquet': 40432 bytes of text or more")
 
     def test_many_files_are_counted_together(self, project: Path, little_memory: None) -> None:
         for i in range(5):
@@ -371,26 +349,23 @@ class TestChats:
         return tokenizer
 
     @pytest.mark.parametrize(("column", "field"), [("messages", None), ("conversations", None), ("turns", "turns")])
-    @pytest.mark.parametrize("kind", ["json", "parquet", "name"])
+    @pytest.mark.parametrize("kind", ["json", "name"])
     def test_a_column_of_messages_is_a_column_of_chats(self, project, monkeypatch, column, field, kind) -> None:
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", project / "cache")
         (project / "set").mkdir()
         rows = datasets.Dataset.from_list([{"id": i, column: chat} for i, chat in enumerate(CHATS)])
         rows.to_parquet("set/a.parquet")
         Path("a.json").write_text(json.dumps(rows.to_list()))
-        found = source(**{kind: {"json": "a.json", "parquet": "set/a.parquet", "name": "./set"}[kind], "field": field})
+        found = source(**{kind: {"json": "a.json", "name": "./set"}[kind], "field": field})
         assert documents(found, "calibration") == CHATS
         assert check_dataset(found) == (kind != "name"), "a dataset that may be on the hub is not looked into"
 
-    @pytest.mark.parametrize("kind", ["json", "parquet"])
-    def test_the_conversations_of_sharegpt_are_chats_of_users_and_assistants(self, project, kind: str) -> None:
+    def test_the_conversations_of_sharegpt_are_chats_of_users_and_assistants(self, project) -> None:
         senders = ("system", "human", "gpt", "chatgpt")
-        rows = datasets.Dataset.from_list([{"conversations": [{"from": x, "value": x} for x in senders]}])
-        rows.to_parquet("a.parquet")
-        Path("a.jsonl").write_text(json.dumps(rows[0]))
+        Path("a.jsonl").write_text(json.dumps({"conversations": [{"from": x, "value": x} for x in senders]}))
         roles = ("system", "user", "assistant", "assistant")
         expected = [{"role": role, "content": sender} for role, sender in zip(roles, senders, strict=True)]
-        found = source(**{kind: {"json": "a.jsonl", "parquet": "a.parquet"}[kind]})
+        found = source(json="a.jsonl")
         assert documents(found, "calibration") == [expected]
         assert check_dataset(found)
 

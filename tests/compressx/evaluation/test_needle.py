@@ -128,7 +128,7 @@ def test_infinitely_many_tokens_to_keep_are_refused() -> None:
             SelectTokens.model_validate({"selector": "recent", "keep": keep})
 
 
-NEEDLE = {"dataset": "python-docs", "lengths": [80, 110], "depths": 2, "needles": 1, "tokens": 4}
+NEEDLE = {"dataset": "python-docs", "lengths": [80, 110], "depths": 2, "needles": 1}
 SELECT = {"selector": "gemfilter", "keep": 0.5, "options": {"block": 1}, "protect": {"first": 1, "last": 4}}
 
 

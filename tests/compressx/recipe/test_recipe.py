@@ -251,9 +251,9 @@ _NOTATION = (
      ("sparsity: 0.5", "sparsty: 0.5", "6:5: unknown key 'sparsty' in prune[0]; did you mean 'sparsity'? valid: group, "
       "options, pattern, pruner, reconstruct, sparsity, targets"),
      ("org/model", "", "1:1: model is null; expected a mapping of keys to values"),
-     ("wikitext", "{name: c4, text: a}", "2:35: calibration.dataset: give exactly one of name, text, json, parquet, "
+     ("wikitext", "{name: c4, text: a}", "2:35: calibration.dataset: give exactly one of name, text, json, "
       "generate; got name and text (name at r.yaml:2:25, text at r.yaml:2:35)"),
-     ("wikitext", "{text: a, field: b}", "2:34: calibration.dataset: field only goes with json, parquet or name"),
+     ("wikitext", "{text: a, field: b}", "2:34: calibration.dataset: field only goes with json or name"),
      ("wikitext", "wikitext, datasets: [c4]", "2:34: calibration: dataset and datasets exclude each other; keep one "
       "(dataset at r.yaml:2:15, datasets at r.yaml:2:34)"),
      ("dataset: wikitext, ", "", "2:1: calibration: give dataset, or datasets for several"),
@@ -264,7 +264,7 @@ _NOTATION = (
      ("dataset: wikitext", "datasets: [{name: c4, weight: 0}]", "2:37: calibration.datasets[0].weight is 0; expected "
       "more than 0: share of the windows, relative to the other datasets' weights"),
      ("wikitext", "{name: c4, weight: 1.0}", "2:35: unknown key 'weight' in calibration.dataset; "
-      "valid: config, field, generate, json, name, parquet, revision, split, text"),
+      "valid: config, field, generate, json, name, revision, split, text"),
      ("wikitext", "{text: a, split: b}", "2:34: calibration.dataset: split only goes with name"),
      ("org/model", "{package: p, file: f.gguf}", "1:9: model: a package also needs version, sha256"),
      ("org/model", "{path: m.gguf, streaming: true}", "1:23: model: a GGUF file cannot be streamed, because "
@@ -588,7 +588,7 @@ def test_an_override_changes_only_the_alias_it_names() -> None:
      ("model.dtyp=bfloat16", "unknown key 'dtyp' in model; did you mean 'dtype'? valid: dtype, file, id, "
                            "package, path, revision, sha256, streaming, trust_remote_code, version"),
      ("calibration.dataset.splt=test", "unknown key 'splt' in calibration.dataset; did you mean 'split'? valid: "
-                                       "config, field, generate, json, name, parquet, revision, split, text"),
+                                       "config, field, generate, json, name, revision, split, text"),
      ("evaluate.lm_eval.limit=3", "missing key 'tasks' in evaluate.lm_eval"),
      ("output=[", "not YAML: while parsing a flow node, expected the node content, but found '<stream end>'"),
      ("output=!!python/name:os.system x",

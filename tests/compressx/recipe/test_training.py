@@ -67,7 +67,7 @@ def test_a_resolved_recipe_loads_again_to_an_equal_one(project: Path) -> None:
         ("{samples: 8}", r"recipe\.yaml:5:12: finetune: samples only goes with dataset; calibration has its own"),
         ("{samples: 8, sequence_length: 4}", "samples and sequence_length only goes? with dataset"),
         ("{dataset: a/b, datasets: [a/c]}", "dataset and datasets exclude each other"),
-        ("{dataset: {text: a, name: b}}", "give exactly one of name, text, json, parquet"),
+        ("{dataset: {text: a, name: b}}", "give exactly one of name, text, json, generate"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_an_error_with_its_place(project: Path, finetune: str, message: str) -> None:
