@@ -152,7 +152,7 @@ class FinetuneReport:
 
     Attributes:
         teacher: `dense`, `none`, or where another model comes from.
-        trained: how many numbers were trained: weights that are kept, and gains and biases if these were too.
+        trained: how many numbers were trained: weights that are kept, and gains if these were too.
         steps: optimizer steps.
         windows: how many windows there were to train on, and tokens in each.
         losses: of every step, on its own batch, before the step: KL divergence from the teacher per token times the

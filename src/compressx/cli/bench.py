@@ -18,9 +18,6 @@ from compressx.cli.common import PATH, device_option, dtype_option, errors_for_u
               help="Written after it, exactly: an end of text does not stop them.")  # fmt: skip
 @click.option("--batch", type=int, default=1, show_default=True, help="Sequences at a time.")
 @click.option("--rounds", type=int, default=5, show_default=True, help="Rounds that count; one before them does not.")
-@click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of the prompts' random token ids."
-)
 @click.option("--threads", type=int, help="Threads on the CPU; by default torch's choice.")
 @click.option("--semi-structured", is_flag=True, help="Convert 2:4 weights for the sparse tensor cores of a GPU.")
 @click.option("--output", type=PATH, help="Folder for bench.md, bench.json and bench.svg.")
@@ -31,7 +28,7 @@ from compressx.cli.common import PATH, device_option, dtype_option, errors_for_u
 @click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
 @errors_for_users
 def bench(
-    models: tuple[str, ...], prompts: tuple[str, ...], news: tuple[str, ...], batch: int, rounds: int, seed: int,
+    models: tuple[str, ...], prompts: tuple[str, ...], news: tuple[str, ...], batch: int, rounds: int,
     threads: int | None, semi_structured: bool, output: Path | None, dtype: str, revision: str | None,
     trust_remote_code: bool, device: str, as_json: bool,
 ) -> None:  # fmt: skip
@@ -49,7 +46,7 @@ def bench(
 
     read, written = _numbers("--prompt-tokens", prompts or ("512",)), _numbers("--new-tokens", news)
     lengths = [Length(p, n) for p in read for n in written]
-    asked = BenchSettings(tuple(lengths), batch, rounds, seed, device, threads, semi_structured, fit=not prompts)
+    asked = BenchSettings(tuple(lengths), batch, rounds, device, threads, semi_structured, fit=not prompts)
     asked.check()
     if output is not None:
         with os_errors_named("write", output):  # before the minutes that timing takes

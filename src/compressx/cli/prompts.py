@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 @click.option(
     "--set", "options", multiple=True, metavar="OPTION=VALUE", help="An option of the selector; may be repeated."
 )
-@click.option("--protect-first", type=int, help="Tokens at the beginning that are always read.  [default: 4]")
-@click.option("--protect-last", type=int, help="Tokens at the end that are always read.  [default: 32]")
 @click.option("--full", is_flag=True, help="Read the whole prompt.")
 @click.option("--max-new-tokens", type=int, default=50, show_default=True, help="Tokens to write at most.")
 @click.option("--show-kept", is_flag=True, help="Also print what was read, on standard error.")
@@ -122,20 +120,15 @@ def _selecting(host: Host, source: ModelSource, given: dict[str, Any], *, full: 
         changes["keep"] = read_plain(given["keep"])
     if given["options"]:
         changes["options"] = assignments(given["options"])
-    if protect := {end: n for end in ("first", "last") if (n := given[f"protect_{end}"]) is not None}:
-        changes["protect"] = protect
     if full:
         if changes:
-            raise RecipeError(f"--full reads the whole prompt; leave out {_flag(*_first(changes))}")
+            key = next(iter(changes))
+            option = next(iter(changes["options"]), "") if key == "options" else ""
+            raise RecipeError(f"--full reads the whole prompt; leave out {_flag(key, option)}".rstrip())
         return None
     selecting = Selecting(changed_selection(saved_selection(source), changes, _flag), host.plugins())
     selecting.spec(lambda *loc: _flag("options", *loc))
     return selecting
-
-
-def _first(changes: dict[str, Any]) -> tuple[str, ...]:
-    key = next(iter(changes))
-    return (key, next(iter(changes[key]))) if isinstance(changes[key], dict) else (key,)
 
 
 def _flag(*loc: object) -> str:
@@ -143,4 +136,4 @@ def _flag(*loc: object) -> str:
     key, *inside = map(str, loc) if loc else ["selector"]
     if key == "options":
         return f"--set {'.'.join(inside)}".rstrip()
-    return f"--{'-'.join([key, *inside])}"
+    return f"--{key}"

@@ -58,7 +58,6 @@ class BenchSettings:
         fit: shorten the prompts to what the positions of all models leave.
         batch: sequences at a time.
         rounds: that count, at least 1; one before them does not.
-        seed: of the prompts' random token ids.
         device: where the models run.
         threads: of torch on the CPU; None: its own choice.
         semi_structured: convert the weights of models that are 2:4.
@@ -67,7 +66,6 @@ class BenchSettings:
     lengths: tuple[Length, ...]
     batch: int = 1
     rounds: int = 5
-    seed: int = 0
     device: Device = "auto"
     threads: int | None = None
     semi_structured: bool = False
@@ -176,7 +174,7 @@ def bench(
     skeletons = list(map(load_skeleton, checkpoints))
     asked, below = _fitted(asked, names, skeletons), list(map(vocabulary, skeletons))
     tasks = [
-        Task(name, checkpoint, str(device), asked.threads, asked.batch, min(below), asked.seed, asked.semi_structured)
+        Task(name, checkpoint, str(device), asked.threads, asked.batch, min(below), asked.semi_structured)
         for name, checkpoint in zip(names, checkpoints, strict=True)
     ]
     with ExitStack() as stack:
@@ -193,7 +191,7 @@ def bench(
         ModelSpeed(name=name, seconds=measured, file_bytes=file_bytes(source, checkpoint), **found)
         for name, measured, found, source, checkpoint in zip(names, seconds, loaded, sources, checkpoints, strict=True)
     ]
-    return Bench(tuple(models), asked.batch, min(below), asked.seed, rates(device).copy)
+    return Bench(tuple(models), asked.batch, min(below), rates(device).copy)
 
 
 def _fitted(asked: BenchSettings, names: Sequence[str], skeletons: Sequence[Any]) -> BenchSettings:

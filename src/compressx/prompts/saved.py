@@ -40,7 +40,7 @@ def changed_selection(
 
     Args:
         saved: the selection; None for retrieval-heads with an eighth of the tokens.
-        changes: keys of `select_tokens`; those inside `options` and `protect` are changed one by one.
+        changes: keys of `select_tokens`; those inside `options` are changed one by one.
         where: returns the place of a location, for messages.
 
     Raises:
@@ -49,8 +49,8 @@ def changed_selection(
     whole = dict(_DEFAULT) if saved is None else saved.model_dump()
     if changes.get("selector", whole["selector"]) != whole["selector"]:
         whole["options"] = {}
-    inside = {key: {**whole.get(key, {}), **changes.get(key, {})} for key in ("options", "protect")}
-    return validated(SelectTokens, {**whole, **changes, **inside}, where)
+    options = {**whole.get("options", {}), **changes.get("options", {})}
+    return validated(SelectTokens, {**whole, **changes, "options": options}, where)
 
 
 def answer_saved(

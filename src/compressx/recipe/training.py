@@ -30,13 +30,6 @@ class ReconstructBlock(Strict):
         "then falls as a cosine",
     )
     batch_size: StrictInt = Field(4, ge=1, description="windows per step; a multiple of calibration.batch_size")
-    held_out: StrictFloat = Field(
-        0.0625,
-        gt=0,
-        lt=1,
-        description="fraction of the calibration batches, rounded up, that are not trained on and decide which weights "
-        "are kept",
-    )
 
 
 _TEACHERS = ("dense", "none")
@@ -80,7 +73,6 @@ class Finetune(Strict):
         "with the same vocabulary, such as {path: FOLDER}, if the recipe's is pruned already",
     )
     norms: StrictBool = Field(False, description="train the gains of norms")
-    biases: StrictBool = Field(False, description="train biases")
     lora: Lora | None = Field(
         None, description="train LoRA adapters instead of the weights, merged at the end", examples=[{"rank": 16}]
     )
@@ -100,14 +92,8 @@ class Finetune(Strict):
         description="windows, at most an eighth of all, that are not trained on and decide which weights are kept",
     )
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="seed of the draw, the order of the windows and dropout")
-    warmup: StrictFloat = Field(
-        0.1, ge=0, lt=1, description="fraction of the training in which the learning rate rises"
-    )
     gradient_checkpointing: StrictBool = Field(
         True, description="compute each block again in the backward pass instead of keeping its activations"
-    )
-    checkpoint_every: StrictInt = Field(
-        50, ge=1, description="steps between checkpoints from which an interrupted run resumes"
     )
 
     @property

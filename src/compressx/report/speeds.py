@@ -93,14 +93,12 @@ class Bench:
         models: in the order given; ratios are to the first.
         batch: sequences at a time.
         below: prompts are random token ids from 0 to this number, the smallest vocabulary.
-        seed: of these.
         copy_rate: bytes/s of a copy within the device's memory, read plus written; on a CPU by one thread.
     """
 
     models: tuple[ModelSpeed, ...]
     batch: int
     below: int
-    seed: int
     copy_rate: float
 
     @property
@@ -130,7 +128,7 @@ class Bench:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
-        settings = {"batch": self.batch, "rounds": self.rounds, "ids_below": self.below, "seed": self.seed}
+        settings = {"batch": self.batch, "rounds": self.rounds, "ids_below": self.below}
         return {**settings, "copy_rate": self.copy_rate, "models": [self._of(model) for model in self.models]}
 
     def _of(self, model: ModelSpeed) -> dict[str, Any]:
@@ -190,7 +188,7 @@ class Bench:
         return (
             f"Medians of {self.rounds} rounds (least to most) with the models in turn, after one that does not count. "
             f"x: times as fast as {self.models[0].name}, the median of ratios within a round. Batch {self.batch}; for "
-            f"all models the same random token ids below {self.below} (seed {self.seed}). Prefill reads the prompt and "
+            f"all models the same random token ids below {self.below}. Prefill reads the prompt and "
             "gives the first new token. Decode writes the others greedily with a key/value cache, by the model's own "
             "forward pass; what `generate` does around it is left out. Weights: what decoding reads of them; a copy "
             f"within memory moves {self.copy_rate / 1e9:.1f} GB/s."

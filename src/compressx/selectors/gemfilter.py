@@ -10,21 +10,23 @@ from torch import Tensor
 from compressx import AttentionRows, ModelFacts, TokenSelectorSpec, hookimpl
 from compressx.numerics.tokens import all_heads_of, highest, pooled
 
+POOL = 5
+"""Neighbours that a token's score is the mean of, as published."""
+
 
 class GemFilterOptions(BaseModel):
-    """The published method has one block per model and a pool of 5."""
+    """The published method has one block per model."""
 
     model_config = ConfigDict(extra="forbid")
 
     block: int | Literal["auto"] = Field("auto", description="index of the block; auto: chosen on synthetic prompts")
-    pool: int = Field(5, ge=1, description="neighbours that a token's score is the mean of")
 
 
 class GemFilter:
     """Sums the last query's scores over heads, before the softmax, as published."""
 
     def __init__(self, options: GemFilterOptions) -> None:
-        self.block, self.pool = options.block, options.pool
+        self.block = options.block
 
     def observe(self, facts: ModelFacts) -> AttentionRows:
         """Ask for one block's scores of the last token."""
@@ -35,7 +37,7 @@ class GemFilter:
         return highest(self._scores(scores[0]), keep)
 
     def _scores(self, scores: Tensor) -> Tensor:
-        return pooled(scores[:, -1].sum(0), self.pool)
+        return pooled(scores[:, -1].sum(0), POOL)
 
 
 @hookimpl

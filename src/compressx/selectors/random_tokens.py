@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from compressx import AttentionRows, ModelFacts, TokenSelectorSpec, hookimpl
 
 
 class RandomOptions(BaseModel):
-    """The draw's seed."""
+    """Random has no options."""
 
     model_config = ConfigDict(extra="forbid")
 
-    seed: int = Field(0, ge=0, lt=2**63, description="of the draw, which depends on the prompt's length too")
-
 
 class Random:
-    """Keeps what a draw without replacement says."""
-
-    def __init__(self, options: RandomOptions) -> None:
-        self.seed = options.seed
+    """Keeps what a draw without replacement says; it depends on the prompt's length only."""
 
     def observe(self, facts: ModelFacts) -> AttentionRows:  # noqa: ARG002 - the same for all models
         """Ask for no scores."""
@@ -29,7 +24,7 @@ class Random:
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
         """Draw places."""
-        drawn = torch.randperm(scores.shape[-1], generator=torch.Generator().manual_seed(self.seed))
+        drawn = torch.randperm(scores.shape[-1], generator=torch.Generator().manual_seed(0))
         return drawn[:keep].sort().values.to(scores.device)
 
 
@@ -41,6 +36,6 @@ def compressx_token_selectors() -> list[TokenSelectorSpec]:
             name="random",
             summary="tokens at random, a baseline; reads no attention",
             options=RandomOptions,
-            build=Random,
+            build=lambda _: Random(),
         )
     ]

@@ -100,11 +100,10 @@ def finetune(
     """
     if (teacher is None) != (settings.teacher == "none"):
         raise ValueError(f"teacher {settings.taught_by!r} with {'no' if teacher is None else 'a'} dense model")
-    small = {"norms": settings.norms, "biases": settings.biases}
     prepared = (
-        trainable(model, model, masks, **small)
+        trainable(model, model, masks, norms=settings.norms)
         if settings.lora is None
-        else adapted(model, masks, settings.lora, settings.seed, **small)
+        else adapted(model, masks, settings.lora, settings.seed, norms=settings.norms)
     )
     with (
         own_checkpointing_off(model), prepared as parameters, _training_mode(model, settings.gradient_checkpointing)
@@ -118,6 +117,10 @@ def finetune(
     return FinetuneReport(
         settings.taught_by, count, len(steps.losses), drawn, tuple(steps.losses), tuple(steps.held_out)
     )
+
+
+CHECKPOINT_EVERY = 50
+"""Steps between checkpoints."""
 
 
 class _Steps:
@@ -160,7 +163,7 @@ class _Steps:
             done, before = fraction_done(self.settings, len(self.losses), self.seconds), done
             if is_check_due(before, done):
                 self._check()
-            if checkpoint is not None and (len(self.losses) % self.settings.checkpoint_every == 0 or done == 1.0):
+            if checkpoint is not None and (len(self.losses) % CHECKPOINT_EVERY == 0 or done == 1.0):
                 write(checkpoint, self._state())
             if progress is not None:
                 steps = len(self.losses)

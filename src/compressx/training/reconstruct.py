@@ -26,6 +26,9 @@ from compressx.training.trainable import sizes, trainable
 _BETAS = (0.9, 0.95)
 """Adam's. A pass has a few dozen steps, too few for the usual second value of 0.999."""
 
+HELD_OUT = 1 / 16
+"""Fraction of the batches, rounded up, that are not trained on and decide which weights are kept."""
+
 _WARM_UP = 0.05
 """Fraction of the steps over which the learning rate rises."""
 
@@ -75,9 +78,9 @@ def reconstruct(
     """
     started = time.perf_counter()
     module = model.get_submodule(fqn)
-    held_out = min(math.ceil(len(passages) * settings.held_out), len(passages) - 1)
+    held_out = min(math.ceil(len(passages) * HELD_OUT), len(passages) - 1)
     seen, unseen = passages[:-held_out], passages[-held_out:]
-    with trainable(model, module, MaskSet(masks), norms=False, biases=True) as parameters:
+    with trainable(model, module, MaskSet(masks), biases=True) as parameters:
         weights = channel_weights((p.target for p in passages), ranks) if channels is None else channels
         trained = _Trained(parameters, settings, weights)
         best, errors = [p.detach().clone() for p in trained.parameters], [trained.error(unseen, ranks)]

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from compressx.recipe.training import Finetune
 
+WARMUP = 0.1
+"""Fraction of a training in which the learning rate rises."""
+
 CHECKS = 4
 """How often the held-out loss is measured during a training, beside once before it."""
 
@@ -38,9 +41,9 @@ def total_steps(settings: Finetune, steps: int, done: float) -> int:
 
 def learning_rate(settings: Finetune, done: float) -> float:
     """Return the learning rate after a fraction of a training: a linear warm-up, then a cosine to zero."""
-    if done < settings.warmup:
-        return settings.learning_rate * (0.1 + 0.9 * done / settings.warmup)
-    along = (done - settings.warmup) / (1.0 - settings.warmup)
+    if done < WARMUP:
+        return settings.learning_rate * (0.1 + 0.9 * done / WARMUP)
+    along = (done - WARMUP) / (1.0 - WARMUP)
     return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * along))
 
 

@@ -318,7 +318,7 @@ def _fingerprint(settings: Finetune, windows: torch.Tensor, teacher: Any | None,
 
     The dense model is the same for all of them, but another teacher may have changed where it is.
     """
-    chosen = settings.model_dump_json(exclude={"checkpoint_every", "dataset", "samples", "sequence_length", "bos"})
+    chosen = settings.model_dump_json(exclude={"dataset", "samples", "sequence_length", "bos"})
     taught = weights_fingerprint(InMemory(teacher)) if isinstance(settings.teacher, ModelSource) else ""
     return hashlib.sha256(f"{chosen} {fingerprint(windows)} {taught} {products}".encode()).hexdigest()[:16]
 

@@ -32,7 +32,7 @@ _ADAPTER = ".lora_"
 
 @contextmanager
 def trainable(
-    model: nn.Module, part: nn.Module, masks: MaskSet, *, norms: bool, biases: bool
+    model: nn.Module, part: nn.Module, masks: MaskSet, *, norms: bool = False, biases: bool = False
 ) -> Iterator[Mapping[nn.Parameter, torch.dtype]]:
     """Hold masks, and require gradients only of the trained parameters.
 
@@ -41,7 +41,7 @@ def trainable(
         part: the model itself, or one of its blocks; its parameters are at least float32 inside the `with`.
         masks: by name in the model, of weights inside the part. These are trained; dropped ones stay exactly zero.
         norms: whether to train the gains of norms too.
-        biases: whether to train biases too, of norms and linears.
+        biases: whether to train biases too, of norms and linears, without those of linears that keep no weight.
 
     Yields:
         The trained parameters in the model's order, each with its original dtype, which is restored afterwards.
@@ -50,7 +50,7 @@ def trainable(
         dtypes = stack.enter_context(_in_float32(part))
         kept = masks.by_parameter(model)
         masked = {model.get_parameter(name) for name in kept}
-        wanted = {*masked, *small_parameters(part, _emptied(masks, model), norms=norms, biases=biases)}
+        wanted = masked | (_gains(part) if norms else set()) | (_biases(part, model, masks) if biases else set())
         stack.enter_context(_only_trained(part, wanted))
         stack.enter_context(_held(model, kept))
         yield {parameter: dtypes[parameter] for parameter in part.parameters() if parameter in wanted}
@@ -58,7 +58,7 @@ def trainable(
 
 @contextmanager
 def adapted(
-    model: Any, masks: MaskSet, lora: Lora, seed: int, *, norms: bool, biases: bool
+    model: Any, masks: MaskSet, lora: Lora, seed: int, *, norms: bool
 ) -> Iterator[Mapping[nn.Parameter, torch.dtype]]:
     """Add masked LoRA adapters to a model, require gradients only of them, and merge them afterwards.
 
@@ -68,17 +68,16 @@ def adapted(
         lora: rank and targets of the adapters, whose alpha is twice the rank.
         seed: of the adapters' first values.
         norms: whether to train the gains of norms too.
-        biases: whether to train biases too, of norms and linears.
 
     Yields:
         The trained parameters in the model's order, each with the dtype that it has afterwards.
     """
     with ExitStack() as stack:
         dtypes = stack.enter_context(_in_float32(model))
-        small = {*small_parameters(model, _emptied(masks, model), norms=norms, biases=biases)}
-        stack.enter_context(_only_trained(model, small))  # PEFT freezes everything and does not restore it
+        gains = _gains(model) if norms else set()
+        stack.enter_context(_only_trained(model, gains))  # PEFT freezes everything and does not restore it
         stack.enter_context(_adapters(model, masks, lora, seed))
-        for parameter in small:
+        for parameter in gains:
             parameter.requires_grad_()
         yield {p: dtypes.get(p, p.dtype) for p in model.parameters() if p.requires_grad}
 
@@ -170,22 +169,18 @@ def _only_trained(part: nn.Module, wanted: set[nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(required)
 
 
-def _emptied(masks: MaskSet, model: nn.Module) -> set[nn.Module]:
-    """Return the linears that keep no weight: those of dropped blocks, which a bias would no longer leave out."""
+def _gains(part: nn.Module) -> set[nn.Parameter]:
+    """Return the gains of norms."""
+    norms = [module for module in part.modules() if "norm" in type(module).__name__.lower()]
+    return {p for norm in norms for name, p in norm.named_parameters(recurse=False) if "bias" not in name}
+
+
+def _biases(part: nn.Module, model: nn.Module, masks: MaskSet) -> set[nn.Parameter]:
+    """Return the biases of norms and linears, without those of linears that keep no weight: they would add to it."""
     linears = {x.name: x for name, module in model.named_modules() for x in linears_of(name, module)}
-    return {linears[name].module for name in masks if not masks[name].keep.any() and linears[name].expert is None}
-
-
-def small_parameters(part: nn.Module, emptied: set[nn.Module], *, norms: bool, biases: bool) -> Iterator[nn.Parameter]:
-    """Yield what is trained beside masked weights: the gains of norms and biases, without those of emptied linears."""
-    for module in part.modules():
-        if module in emptied:
-            continue
-        norm = "norm" in type(module).__name__.lower()
-        for name, parameter in module.named_parameters(recurse=False):
-            bias = "bias" in name
-            if (biases and bias) or (norms and norm and not bias):
-                yield parameter
+    emptied = {linears[n].module for n in masks if not masks[n].keep.any() and linears[n].expert is None}
+    owners = [module for module in part.modules() if module not in emptied]
+    return {p for owner in owners for name, p in owner.named_parameters(recurse=False) if "bias" in name}
 
 
 def sizes(parameters: Collection[nn.Parameter]) -> list[float]:

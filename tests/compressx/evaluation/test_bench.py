@@ -187,7 +187,7 @@ def test_two_four_is_refused_on_a_cpu_and_where_no_model_is(folder: Path) -> Non
 
 @pytest.mark.slow
 def test_a_process_answers_like_this_one_and_is_ended_with_the_block(folder: Path) -> None:
-    task = Task("mine", Checkpoint(str(folder / "llama")), "cpu", 1, 2, 128, 0, False)
+    task = Task("mine", Checkpoint(str(folder / "llama")), "cpu", 1, 2, 128, False)
     with process(task) as worker:
         there, here = worker.answer(), Inside(task).answer()
         assert {k: v for k, v in there.items() if k != "memory_bytes"} == {
@@ -208,7 +208,7 @@ def test_a_process_answers_like_this_one_and_is_ended_with_the_block(folder: Pat
 
 @pytest.mark.slow
 def test_an_error_in_a_process_is_raised_here_as_what_it_was(folder: Path) -> None:
-    with process(Task("mine", Checkpoint(str(folder / "gone")), "cpu", None, 1, 9, 0, False)) as worker:
+    with process(Task("mine", Checkpoint(str(folder / "gone")), "cpu", None, 1, 9, False)) as worker:
         with pytest.raises(ArtifactError, match=r"cannot load .*gone"):
             worker.answer()
         assert worker.process.wait(60) == 0
@@ -226,7 +226,7 @@ def test_other_ends_of_a_process_are_told_apart() -> None:
 def test_a_process_that_is_waited_for_ends_when_this_one_is_interrupted(folder: Path) -> None:
     with (
         pytest.raises(KeyboardInterrupt),
-        process(Task("mine", Checkpoint(str(folder / "llama")), "cpu", None, 1, 9, 0, False)) as worker,
+        process(Task("mine", Checkpoint(str(folder / "llama")), "cpu", None, 1, 9, False)) as worker,
     ):
         raise KeyboardInterrupt
     assert worker.process.poll() == -signal.SIGKILL

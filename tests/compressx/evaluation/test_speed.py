@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task(folder: Path, **changes: Any) -> Task:
-    return dataclasses.replace(Task("mine", Checkpoint(str(folder)), "cpu", None, 2, 100, 0, False), **changes)
+    return dataclasses.replace(Task("mine", Checkpoint(str(folder)), "cpu", None, 2, 100, False), **changes)
 
 
 def clock(*readings: float) -> Any:
@@ -104,7 +104,6 @@ def test_prompts_are_the_same_for_every_model_and_below_the_smallest_vocabulary(
     assert ids.shape == (2, 64)
     assert set(ids.flatten().tolist()) == set(range(7))
     assert torch.equal(ids, prompts(task(folder, below=7, name="other"), 64))
-    assert not torch.equal(ids, prompts(task(folder, below=7, seed=1), 64))
 
 
 # --- sizes

@@ -20,7 +20,7 @@ from compressx.runtime.errors import ArtifactError
 from compressx.runtime.machine import Rates
 from compressx.testing import tiny_model
 
-TRAINED = {"reconstruct_block": {"passes": 1, "held_out": 0.5}}
+TRAINED = {"reconstruct_block": {"passes": 1}}
 FAST_IN_16_BITS = {"float32": 10e9, "bfloat16": 40e9, "float16": 1e9}
 SLOW_IN_16_BITS = {"float32": 10e9, "bfloat16": 1e9, "float16": 1e9}
 

@@ -21,7 +21,12 @@ from compressx.pipeline.run import plan, run
 from compressx.recipe.sources import Calibration
 from compressx.runtime.errors import ArtifactError, CalibrationError, RecipeError, UnsupportedModelError
 
-TUNED = {"steps": 6, "learning_rate": 1e-3, "batch_size": 2, "checkpoint_every": 2}
+TUNED = {"steps": 6, "learning_rate": 1e-3, "batch_size": 2}
+
+
+@pytest.fixture(autouse=True)
+def _many_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compressx.training.finetune.CHECKPOINT_EVERY", 2)
 
 
 def recipe(model: Path, *, pruner: str = "wanda", evaluated: bool = True, **tuning: Any) -> dict[str, Any]:
@@ -117,7 +122,7 @@ def test_progress_tells_of_every_step_with_its_loss(model):
 
 def test_the_first_loss_is_the_divergence_from_the_dense_model_computed_by_hand(model):
     # All windows in one step, so their order does not matter.
-    asked = recipe(model, evaluated=False, batch_size=8, steps=1, warmup=0.0, held_out=0)
+    asked = recipe(model, evaluated=False, batch_size=8, steps=1, held_out=0)
     run({**asked, "finetune": None, "output": "pruned"})
     losses = run(asked).finetune.losses
     windows = read_calibration(Calibration(**asked["calibration"]).draw, AutoTokenizer.from_pretrained(model))
@@ -158,8 +163,9 @@ def test_a_teacher_with_fewer_positions_than_a_windows_tokens_is_refused_before_
         plan(recipe(model, teacher={"path": str(other)}))
 
 
-def test_the_log_says_when_training_goes_back_to_better_weights(model):
-    report = run(recipe(model, steps=8, learning_rate=1.0, warmup=0.0))
+def test_the_log_says_when_training_goes_back_to_better_weights(model, monkeypatch):
+    monkeypatch.setattr("compressx.training.schedule.WARMUP", 0.0)
+    report = run(recipe(model, steps=8, learning_rate=1.0))
     before, after = (x.loss for x in report.finetune.held_out[:2])
     said = f"held-out loss {after:.4g}, not below {before:.4g}: back to those weights, at a lower rate"
     assert said in Path("out/run.log").read_text()
@@ -229,7 +235,7 @@ def test_a_model_that_is_found_too_large_for_memory_is_refused_before_it_is_prun
 
 
 def test_a_loss_that_is_not_finite_names_the_recipes_section(model):
-    Path("r.yaml").write_text(json.dumps(recipe(model, learning_rate=1e30, warmup=0.0)))
+    Path("r.yaml").write_text(json.dumps(recipe(model, learning_rate=1e30)))
     with pytest.raises(CalibrationError, match=r"^r\.yaml:1:\d+: step \d of fine-tuning: the loss is"):
         run(Path("r.yaml"))
 
@@ -287,12 +293,6 @@ def test_fine_tuning_begins_anew_if_the_teacher_has_changed_where_it_is(model, t
     changed.save_pretrained(teacher)
     _, told = told_by(asked, resume=True)
     assert steps(told, "finetune") == [*range(7)]
-
-
-def test_how_often_fine_tuning_is_kept_decides_nothing(model):
-    stopped(recipe(model), 4)
-    _, told = told_by(recipe(model, checkpoint_every=3), resume=True)
-    assert steps(told, "finetune") == [0, 5, 6]
 
 
 def test_a_model_that_cannot_checkpoint_gradients_is_refused_before_anything_is_pruned(model, monkeypatch):

@@ -108,7 +108,7 @@ def test_two_processes_train_blocks_on_both_their_texts_and_end_with_one_model(m
         {"targets": ["*.down_proj"], "pruner": "sensitivity", **joint},
         {"targets": ["*"], "pruner": "wanda", **joint},
     ]
-    trained = {"passes": 3, "learning_rate": 0.03, "held_out": 0.25, "batch_size": 4}
+    trained = {"passes": 3, "learning_rate": 0.03, "batch_size": 4}
     reports = alone_and_together(model, tmp_path, rules, evaluate=None, reconstruct_block=trained)
     alone, together = ([x["reconstruction"] for x in r["blocks"]] for r in reports)
     for one, two in zip(alone, together, strict=True):

@@ -23,7 +23,7 @@ from compressx.pipeline.run import run
 from compressx.plugins.manager import load_plugins
 from compressx.report import figures
 from compressx.runtime.errors import ArtifactError
-from compressx.training import reconstruct
+from compressx.training import finetune, reconstruct
 
 RULES: list[dict[str, Any]] = [
     {"targets": ["*.q_proj", "*.k_proj"], "pruner": "attnprune", "sparsity": 0.6},
@@ -260,6 +260,7 @@ def test_a_damaged_record_is_named_and_not_gone_on_with(model):
 def _run(asked: dict[str, Any], resume: bool, limit: int | None) -> None:
     torch.set_num_threads(1)
     figures.draw = lambda *_: ()
+    finetune.CHECKPOINT_EVERY = 2
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -286,7 +287,7 @@ def test_killed_at_random_moments_a_run_still_ends_with_the_same_files(model, st
     asked = recipe(model, *RULES)
     asked["model"]["streaming"] = streaming
     if not streaming:
-        asked["finetune"] = {"steps": 8, "batch_size": 2, "checkpoint_every": 2}
+        asked["finetune"] = {"steps": 8, "batch_size": 2}
         asked["compute_dtype"] = "float32"  # each process measures the machine for itself
     start({**asked, "output": "warm"}).join()  # the server imports what it needs
     started = time.perf_counter()

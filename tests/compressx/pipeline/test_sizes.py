@@ -75,7 +75,7 @@ def test_training_a_block_counts_what_adam_and_the_best_weights_take(models):
     model = tiny_model("llama").to(torch.bfloat16)
     block, linears = model.model.layers[0], survey(model).inside("model.layers.0")
     masks = {n: MaskEntry(torch.ones(x.weight.shape, dtype=torch.bool), "", "", "") for n, x in linears.items()}
-    with trainable(model, block, MaskSet(masks), norms=False, biases=False) as trained:
+    with trainable(model, block, MaskSet(masks)) as trained:
         optimizer = torch.optim.Adam(trained)
         sum(p.sum() for p in trained).backward()
         optimizer.step()

@@ -34,7 +34,7 @@ def test_a_choice_of_blocks_is_made_once_for_the_same_weights_options_and_tokeni
     assert again.reason == first.reason
     assert "of the hidden sentences of 12 synthetic prompts" in first.reason
 
-    compressx.select_tokens(model, prompts(), **given, options={"heads": 2})
+    compressx.select_tokens(model, prompts(), **given, options={"block": 1})
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}!"
     compressx.select_tokens(model, prompts(), **given)
     model.model.layers[0].self_attn.q_proj.weight.data.mul_(-1)

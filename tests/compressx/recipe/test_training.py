@@ -60,7 +60,6 @@ def test_a_resolved_recipe_loads_again_to_an_equal_one(project: Path) -> None:
         ("{steps: 0}", r"recipe\.yaml:5:12: finetune\.steps is 0; expected at least 1: optimizer steps"),
         ("{steps: 1.5}", r"recipe\.yaml:5:12: finetune\.steps is 1.5; expected a whole number"),
         ("{learning_rate: 0}", r"finetune\.learning_rate is 0; expected more than 0"),
-        ("{warmup: 1.0}", r"finetune\.warmup is 1.0; expected less than 1"),
         ("{minutes: 0}", r"finetune\.minutes is 0; expected more than 0"),
         ("{minutes: 2, steps: 8}", r"minutes takes the place of steps; remove one of them"),
         ("{held_out: -1}", r"finetune\.held_out is -1; expected at least 0"),

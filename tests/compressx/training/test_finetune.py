@@ -23,9 +23,11 @@ from compressx.recipe.training import Finetune, Lora
 from compressx.runtime.errors import ArtifactError, CalibrationError, OutOfMemoryError, UnsupportedModelError
 from compressx.testing import tiny_model, tiny_tokens
 from compressx.training import finetune as module
+from compressx.training import schedule
 from compressx.training.distillation import distillation_loss, next_token_loss
 from compressx.training.finetune import finetune
 from compressx.training.schedule import backed_off, batch, learning_rate
+from compressx.training.trainable import trainable
 
 WINDOWS = tiny_tokens(sequences=8, length=16)
 HELD_OUT = tiny_tokens(sequences=8, length=16, seed=1)
@@ -57,6 +59,11 @@ def tuned(
     teacher = None if settings.teacher == "none" else tiny_model(architecture, dtype=dtype)
     report = finetune(model, masks, WINDOWS, settings, teacher=teacher, checkpoint=checkpoint, progress=progress)
     return model, masks, report
+
+
+@pytest.fixture
+def no_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "WARMUP", 0.0)
 
 
 def parameters(model: Any) -> dict[str, Tensor]:
@@ -105,23 +112,17 @@ def test_survivors_change_and_the_zeros_stay(architecture: str) -> None:
     assert all(torch.equal(p, parameters(before)[n]) for n, p in others.items()), "the embedding, norms and the head"
 
 
-@pytest.mark.parametrize(
-    ("architecture", "norms", "biases"), [("gpt2", False, True), ("llama", True, False), ("stablelm", True, True)]
-)
-def test_norms_and_biases_are_trained_when_asked_for(architecture: str, norms: bool, biases: bool) -> None:
+@pytest.mark.parametrize(("architecture", "norms"), [("gpt2", False), ("llama", True), ("stablelm", True)])
+def test_norms_are_trained_when_asked_for_and_biases_are_not(architecture: str, norms: bool) -> None:
     before, masks = pruned(architecture)
-    after, _, report = tuned(architecture, norms=norms, biases=biases)
+    after, _, report = tuned(architecture, norms=norms)
     old, new = parameters(before), parameters(after)
     changed = {name for name in old if not torch.equal(old[name], new[name])}
     weights = {f"{name}.weight" for name in masks}
-    bias = {name for name in old if name.endswith(".bias")}
     gain = {n for n in old if n.endswith(".weight") and any(x in n for x in ("norm", "ln_"))}
     assert gain
-    # A key's bias adds the same to all scores of a query without positions, and softmax does not see it.
-    assert weights <= changed <= weights | (bias if biases else set()) | (gain if norms else set())
-    assert (len(changed & bias) > 0) == (biases and len(bias) > 0)
-    assert (changed & gain == gain) if norms else not changed & gain
-    small = sum(old[n].numel() for n in (bias if biases else set()) | (gain if norms else set()))
+    assert changed == weights | (gain if norms else set())
+    small = sum(old[n].numel() for n in gain) if norms else 0
     assert report.trained == small + sum(int(entry.keep.sum()) for entry in masks.values())
 
 
@@ -192,15 +193,14 @@ def test_the_bias_of_a_linear_without_weights_is_not_trained() -> None:
     entry = masks[first]
     masks = MaskSet({**masks, first: replace(entry, keep=torch.zeros_like(entry.keep))})
     masks.apply(model)
-    before = parameters(model)
-    finetune(model, masks, WINDOWS, Finetune(steps=2, teacher="none", biases=True, held_out=0))
-    assert torch.equal(model.get_parameter(f"{first}.bias"), before[f"{first}.bias"])
-    assert not torch.equal(model.get_parameter(f"{second}.weight"), before[f"{second}.weight"])
+    with trainable(model, model, masks, biases=True) as trained:
+        assert model.get_parameter(f"{first}.bias") not in trained
+        assert {model.get_parameter(f"{second}.{kind}") for kind in ("weight", "bias")} <= {*trained}
 
 
 def test_a_tied_embedding_is_untouched_and_stays_tied() -> None:
     before, _ = pruned("llama-tied")
-    after, _, _ = tuned("llama-tied", norms=True, biases=True)
+    after, _, _ = tuned("llama-tied", norms=True)
     assert torch.equal(after.model.embed_tokens.weight, before.model.embed_tokens.weight)
     assert after.lm_head.weight is after.model.embed_tokens.weight
 
@@ -239,10 +239,11 @@ def test_a_teacher_in_16_bits_multiplies_in_the_same_dtype_as_the_model() -> Non
         assert counted.seen == {products}
 
 
+@pytest.mark.usefixtures("no_warmup")
 def test_the_next_step_sees_every_parameter_that_a_step_changed_whatever_the_products() -> None:
-    """Within one autocast, narrow copies of biases would be kept from step to step."""
+    """Within one autocast, narrow copies of weights would be kept from step to step."""
     model, masks = pruned("qwen2")
-    settings = Finetune(steps=3, learning_rate=1e-2, warmup=0.0, batch_size=8, teacher="none", biases=True, held_out=0)
+    settings = Finetune(steps=3, learning_rate=1e-2, batch_size=8, teacher="none", held_out=0)
     expected: list[float] = []
 
     def progress(*_: Any) -> None:
@@ -383,7 +384,7 @@ def test_the_learning_rate_rises_and_falls_and_weights_do_not_decay(monkeypatch:
         decays.update(group["weight_decay"] for group in optimizer.param_groups)
 
     watch_steps(monkeypatch, see)
-    tuned(steps=10, warmup=0.3, learning_rate=1e-3)
+    tuned(steps=30, learning_rate=1e-3)
     assert decays == {0.0}
     assert rates[0] == pytest.approx(1e-4)
     assert rates[:4] == sorted(rates[:4])
@@ -392,7 +393,8 @@ def test_the_learning_rate_rises_and_falls_and_weights_do_not_decay(monkeypatch:
     assert 0 < rates[-1] < 1e-4
 
 
-@pytest.mark.parametrize(("given", "relative"), [({}, True), ({"biases": True}, True), ({"lora": {"rank": 2}}, False)])
+@pytest.mark.usefixtures("no_warmup")
+@pytest.mark.parametrize(("given", "relative"), [({}, True), ({"norms": True}, True), ({"lora": {"rank": 2}}, False)])
 def test_a_weights_rate_is_relative_to_its_size_before_the_training_and_an_adapters_is_not(
     given, relative, monkeypatch
 ):
@@ -406,7 +408,7 @@ def test_a_weights_rate_is_relative_to_its_size_before_the_training_and_an_adapt
             seen.append((group["lr"], float(nonzero.square().mean().sqrt()) if len(nonzero) else 0.0))
 
     watch_steps(monkeypatch, see)
-    tuned("gpt2", steps=2, warmup=0.0, learning_rate=1e-3, **given)
+    tuned("gpt2", steps=2, learning_rate=1e-3, **given)
     first, second = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     sizes = [size for _, size in first]
     assert [rate for rate, _ in first] == pytest.approx(
@@ -418,22 +420,21 @@ def test_a_weights_rate_is_relative_to_its_size_before_the_training_and_an_adapt
     )
 
 
+@pytest.mark.usefixtures("no_warmup")
 @pytest.mark.parametrize("size", [50.0, 0.0])
-def test_gains_and_biases_beside_adapters_have_the_rates_that_they_have_without(size: float) -> None:
+def test_gains_beside_adapters_have_the_rates_that_they_have_without(size: float) -> None:
     pytest.importorskip("peft")
     steps = []
     for lora in (None, Lora(rank=2)):
         model, masks = pruned("gpt2")
-        small = {n: p for n, p in model.named_parameters() if n.endswith(".bias") or "ln_" in n}
+        small = {n: p for n, p in model.named_parameters() if "ln_" in n and n.endswith(".weight")}
         for parameter in small.values():
             parameter.data.fill_(size)
-        settings = Finetune(
-            steps=1, learning_rate=1e-3, warmup=0.0, held_out=0, teacher="none", norms=True, biases=True, lora=lora
-        )
+        settings = Finetune(steps=1, learning_rate=1e-3, held_out=0, teacher="none", norms=True, lora=lora)
         finetune(model, masks, WINDOWS, settings)
         steps.append({name: float((p.detach() - size).abs().max()) for name, p in small.items()})
     without, beside = steps
-    last = "transformer.ln_f.bias"  # reached by a gradient whatever stands before it
+    last = "transformer.ln_f.weight"  # reached by a gradient whatever stands before it
     if size:
         assert beside == pytest.approx(without, rel=1e-2)
         assert beside[last] == pytest.approx(1e-3 * size, rel=1e-2)
@@ -459,7 +460,7 @@ def test_a_step_knows_nothing_of_the_gradients_of_those_before(monkeypatch: pyte
 
 def test_dropout_drops_other_units_at_every_step() -> None:
     model, masks = pruned("gpt2")
-    settings = Finetune(steps=3, warmup=0.0, learning_rate=1e-12, batch_size=1, teacher="none")
+    settings = Finetune(steps=3, learning_rate=1e-12, batch_size=1, teacher="none")
     losses = finetune(model, masks, WINDOWS[:1], settings).losses
     assert len(set(losses)) == 3  # of the same window and, all but, the same weights
 
@@ -468,13 +469,13 @@ def test_a_learning_rate_that_is_too_large_is_an_error_that_says_so() -> None:
     with pytest.raises(
         CalibrationError, match=r"step \d of fine-tuning: the loss is .*learning_rate 1e\+30 is too large"
     ):
-        tuned(steps=30, learning_rate=1e30, warmup=0.0)
+        tuned(steps=30, learning_rate=1e30)
 
 
 def test_weights_that_the_last_step_ruined_are_an_error_and_are_not_kept_where_windows_are_held_out() -> None:
-    ruined: dict[str, Any] = {"steps": 1, "learning_rate": 1e40, "warmup": 0.0, "teacher": "none"}
+    ruined: dict[str, Any] = {"steps": 1, "learning_rate": 1e41, "teacher": "none"}
     with pytest.raises(
-        CalibrationError, match=r"q_proj.weight has NaN or infinite .*learning_rate 1e\+40 is too large"
+        CalibrationError, match=r"q_proj.weight has NaN or infinite .*learning_rate 1e\+41 is too large"
     ):
         tuned(**ruined)
     after, masks, report = tuned(**ruined, held_out=1)
@@ -533,10 +534,11 @@ def test_held_out_windows_are_not_trained_on_and_measured_before_and_four_times(
     assert not finetune(*pruned("llama"), windows, Finetune(steps=1, teacher="none", held_out=0)).held_out
 
 
+@pytest.mark.usefixtures("no_warmup")
 def test_the_weights_with_the_lowest_held_out_loss_are_kept() -> None:
     """A rate so large that training only harms: the weights before it are the best."""
     start = parameters(pruned("llama")[0])
-    model, masks, report = tuned(steps=4, learning_rate=1.0, warmup=0.0, held_out=1)
+    model, masks, report = tuned(steps=4, learning_rate=1.0, held_out=1)
     assert min(report.held_out, key=lambda x: x.loss).step == 0
     assert all(torch.equal(p, start[n]) for n, p in parameters(model).items())
     assert masks.verify(model)
@@ -589,11 +591,12 @@ def stop_after(step: int) -> Callable[[int, int, float], None]:
     ("architecture", "every", "stopped_at", "lora"),
     [("llama", 2, 4, None), ("gpt2", 3, 5, None), ("gpt2", 3, 5, {"rank": 4})],
 )
-def test_an_interrupted_one_goes_on_to_the_same_bits(architecture, every, stopped_at, lora, tmp_path):
+def test_an_interrupted_one_goes_on_to_the_same_bits(architecture, every, stopped_at, lora, tmp_path, monkeypatch):
     """GPT-2 drops units, so the random state has to be that of the step too."""
     if lora is not None:
         pytest.importorskip("peft")
-    given = {"steps": 8, "checkpoint_every": every, "norms": True, "lora": lora, "held_out": 1}
+    monkeypatch.setattr(module, "CHECKPOINT_EVERY", every)
+    given = {"steps": 8, "norms": True, "lora": lora, "held_out": 1}
     whole, _, expected = tuned(architecture, **given)
     checkpoint = tmp_path / "finetune.safetensors"
     with pytest.raises(Stop):
@@ -614,19 +617,21 @@ def test_an_interrupted_one_goes_on_to_the_same_bits(architecture, every, stoppe
     [(0.4, None, 0, 1), (0.1, None, 6, 7), (0.4, {"rank": 4}, 4, 5)],
     ids=["the first steps harm", "the last steps harm", "the later steps of adapters harm"],
 )
-def test_one_that_goes_on_knows_the_best_weights_of_before(rate, lora, best, stopped_at, tmp_path: Path) -> None:
+def test_one_that_goes_on_knows_the_best_weights_of_before(rate, lora, best, stopped_at, tmp_path, monkeypatch):
     """They are not those of the last step, which the checkpoint has too: the training became worse in between."""
     if lora is not None:
         pytest.importorskip("peft")
-    given = {"steps": 8, "learning_rate": rate, "warmup": 0.5, "teacher": "none", "lora": lora, "held_out": 1}
+    monkeypatch.setattr(schedule, "WARMUP", 0.5)
+    monkeypatch.setattr(module, "CHECKPOINT_EVERY", stopped_at)
+    given = {"steps": 8, "learning_rate": rate, "teacher": "none", "lora": lora, "held_out": 1}
     whole, _, expected = tuned(**given)
     earlier = [x for x in expected.held_out if x.step <= stopped_at]
     assert min(earlier, key=lambda x: x.loss).step == best < stopped_at
     assert next(x.loss for x in expected.held_out if x.step > stopped_at) > min(x.loss for x in earlier)
     checkpoint = tmp_path / "finetune.safetensors"
     with pytest.raises(Stop):
-        tuned(checkpoint=checkpoint, progress=stop_after(stopped_at), checkpoint_every=stopped_at, **given)
-    resumed, _, report = tuned(checkpoint=checkpoint, checkpoint_every=stopped_at, **given)
+        tuned(checkpoint=checkpoint, progress=stop_after(stopped_at), **given)
+    resumed, _, report = tuned(checkpoint=checkpoint, **given)
     assert report == expected
     assert all(torch.equal(p, parameters(resumed)[n]) for n, p in parameters(whole).items())
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,10 +32,11 @@ from compressx.recipe.training import ReconstructBlock
 from compressx.runtime.errors import ArtifactError
 from compressx.runtime.ranks import Ranks
 from compressx.testing import tiny_model, tiny_tokens
+from compressx.training import reconstruct as module
 from compressx.training.reconstruct import Passage, _Trained, reconstruct
 
 HALF = Unstructured(0.5)
-SETTINGS = ReconstructBlock(passes=3, learning_rate=0.03, held_out=0.25)
+SETTINGS = ReconstructBlock(passes=3, learning_rate=0.03)
 
 
 def planned(model, pattern=HALF, pruner="wanda", settings=SETTINGS, only=""):
@@ -67,7 +69,7 @@ def trained_twice(architecture, model_dtype=torch.float32, products=None, **sett
 
     runs = [partial(run, call=c) for c in calls[fqn]]
     passages = [Passage(*each) for each in zip(states, targets, runs, strict=True)]
-    asked = ReconstructBlock(**{"passes": 2, "learning_rate": 0.03, "held_out": 0.25, **settings})
+    asked = ReconstructBlock(**{"passes": 2, "learning_rate": 0.03, **settings})
     return [reconstruct(model, fqn, masks, passages, asked) for _ in range(2)]
 
 
@@ -118,12 +120,13 @@ def test_a_bfloat16_model_is_trained_in_float32_and_its_error_is_that_of_the_rou
     assert first.report.reconstruction.after == pytest.approx(expected, rel=0.02)
 
 
-def test_channels_count_as_the_loss_reacts_to_them():
+def test_channels_count_as_the_loss_reacts_to_them(monkeypatch):
+    monkeypatch.setattr(module, "HELD_OUT", 0.99)
     model, dense = tiny_model("llama"), tiny_model("llama")
     fqn = "model.layers.0"
     channels = torch.rand(64, generator=torch.Generator().manual_seed(0)) ** 4
     fisher = FisherDiagonal(channels={fqn: channels})
-    settings = ReconstructBlock(passes=1, learning_rate=1e-9, held_out=0.99)
+    settings = ReconstructBlock(passes=1, learning_rate=1e-9)
     first, *_ = prune_model(InMemory(model), planned(model, settings=settings), batches(2), fisher=fisher)
     states, calls = capture_calls(dense, survey(dense).blocks, batches(2))
     errors = []
@@ -134,9 +137,10 @@ def test_channels_count_as_the_loss_reacts_to_them():
     assert first.report.reconstruction.before == pytest.approx(float(torch.cat(errors).mean()), rel=1e-4)
 
 
-def test_a_later_block_reads_what_pruned_blocks_give_and_is_held_to_what_dense_ones_gave():
+def test_a_later_block_reads_what_pruned_blocks_give_and_is_held_to_what_dense_ones_gave(monkeypatch):
+    monkeypatch.setattr(module, "HELD_OUT", 0.99)
     model, dense = tiny_model("llama"), tiny_model("llama")
-    settings = ReconstructBlock(passes=1, learning_rate=1e-9, held_out=0.99)
+    settings = ReconstructBlock(passes=1, learning_rate=1e-9)
     *_, last = prune_model(InMemory(model), planned(model, settings=settings), batches(2))
     of = outputs(dense, tiny_tokens())
     expected = mean_error(outputs(model, tiny_tokens())[2:], of[2:], of=of)  # the first batch is trained on
@@ -194,7 +198,7 @@ def test_steps_are_fractions_of_each_tensors_size_that_rise_and_fall(monkeypatch
 def test_a_16_bit_model_whose_blocks_are_handed_biases_is_trained_in_float32():
     """BLOOM hands every block its ALiBi in the model's dtype, which float32 scores would not take."""
     model = tiny_model("bloom", dtype=torch.float16)
-    settings = ReconstructBlock(passes=2, learning_rate=0.01, held_out=0.25)
+    settings = ReconstructBlock(passes=2, learning_rate=0.01)
     for block in prune_model(InMemory(model, torch.float32), planned(model, settings=settings), batches(2)):
         assert block.report.reconstruction.after < block.report.reconstruction.before
     assert model.dtype == torch.float16
@@ -225,7 +229,7 @@ def test_products_are_in_the_dtype_that_is_asked_for():
 
 
 def test_steps_far_below_the_resolution_of_bfloat16_add_up():
-    settings = ReconstructBlock(passes=40, learning_rate=0.001, held_out=0.25)
+    settings = ReconstructBlock(passes=40, learning_rate=0.001)
     model = tiny_model("llama", dtype=torch.bfloat16)  # whose weights are about 0.1, 0.0005 apart
     first = next(iter(prune_model(InMemory(model), planned(model, settings=settings), batches(2))))
     assert first.report.reconstruction.after < 0.998 * first.report.reconstruction.before
@@ -246,7 +250,7 @@ def test_only_the_survivors_and_biases_change():
 def test_weights_are_those_from_before_when_training_makes_the_held_out_error_worse():
     model, plain = tiny_model("llama"), tiny_model("llama")
     list(prune_model(InMemory(plain), planned(plain, settings=None), batches(2)))
-    reckless = ReconstructBlock(passes=2, learning_rate=1.0, held_out=0.25)
+    reckless = ReconstructBlock(passes=2, learning_rate=1.0)
     pruned = list(prune_model(InMemory(model), planned(model, settings=reckless), batches(2)))
     for block in pruned:
         assert block.report.reconstruction.after == block.report.reconstruction.before
@@ -264,8 +268,9 @@ def first_block(model, tokens):
     return fqn, masks, states, [partial(replay, block, call=call) for call in calls[fqn]]
 
 
-def test_batches_of_different_sizes_count_by_their_tokens():
+def test_batches_of_different_sizes_count_by_their_tokens(monkeypatch):
     """The last batch of a text is often short, and it is the last that are held out."""
+    monkeypatch.setattr(module, "HELD_OUT", 0.99)
     model = tiny_model("llama")
     growing = torch.arange(1, 9)[:, None, None]  # so that batches differ in their errors
     errors = []
@@ -274,7 +279,7 @@ def test_batches_of_different_sizes_count_by_their_tokens():
         targets = (growing * torch.cat(states)).split(sizes)
         passages = [Passage(*each) for each in zip(states, targets, runs, strict=True)]
         # A text that is too short to hold out anything is held out as a whole.
-        settings = ReconstructBlock(passes=1, learning_rate=1e-9, held_out=0.99)
+        settings = ReconstructBlock(passes=1, learning_rate=1e-9)
         errors.append(reconstruct(model, fqn, masks, passages, settings).before)
     assert errors[1] == pytest.approx(errors[0], rel=1e-5)
 
@@ -329,14 +334,15 @@ def _reconstructed(ranks: Ranks) -> dict[str, Any]:
     with torch.no_grad():
         targets = [replay(block, x, call) for x, call in zip(states, calls[fqn], strict=True)]
     masks = {}
-    for name, module in block.named_modules(prefix=fqn):
-        if isinstance(module, torch.nn.Linear):
-            keep = module.weight.abs() > module.weight.abs().median()
-            module.weight.data.mul_(keep)
+    for name, linear in block.named_modules(prefix=fqn):
+        if isinstance(linear, torch.nn.Linear):
+            keep = linear.weight.abs() > linear.weight.abs().median()
+            linear.weight.data.mul_(keep)
             masks[name] = MaskEntry(keep, "50%", "magnitude", "")
     passages = [Passage(states[i], targets[i], partial(replay, block, call=calls[fqn][i])) for i in order]
-    settings = ReconstructBlock(passes=3, learning_rate=0.03, held_out=0.25, batch_size=6)
-    report = reconstruct(model, fqn, masks, passages, settings, ranks)
+    settings = ReconstructBlock(passes=3, learning_rate=0.03, batch_size=6)
+    with mock.patch.object(module, "HELD_OUT", 0.25):
+        report = reconstruct(model, fqn, masks, passages, settings, ranks)
     return {"history": list(report.history), **{n: p.detach() for n, p in block.named_parameters()}}
 
 
